@@ -1,0 +1,41 @@
+# make help lists the targets. PYTHON makes .venv; ARGS goes to the command that a target runs:
+#   make train ARGS='train.steps=20 parallel.pp=4'     make test ARGS='tests/plan -x'
+PYTHON ?= python3
+ARGS ?=
+
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help install train test lint matrix clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(STAMP) ## make .venv and install threed in it, with the exact versions of constraints.txt
+
+# Always with constraints: an unpinned torch may bring gigabytes of CUDA packages of another version.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "threed needs Python 3.11 or newer; try: make install PYTHON=/path/to/python3.11" >&2; exit 2; }
+	@echo "installing into .venv (minutes, the first time)"
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+train: $(STAMP) ## train the toy model on 8 CPU processes, as dp=2 x tp=2 x pp=2
+	$(BIN)/threed train configs/toy.yaml $(ARGS)
+
+test: $(STAMP) ## run the test suite (ARGS='tests/plan' for a part of it)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+
+matrix: $(STAMP) ## run the full product of cases in loopback (long)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow or not slow" tests/loopback $(ARGS)
+
+lint: $(STAMP) ## check style and types with ruff and pyright
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+
+clean: ## remove build products and caches; .venv and runs/ stay
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""The models: `registry` (sizes by name), `spec` (parameters, work and memory; no torch), `gpt` (the layers)."""

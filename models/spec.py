@@ -1,0 +1,151 @@
+"""What a model is made of, without torch: layers, their parameters, their work and what they keep for backward.
+
+A model is a list of layers: the embedding, the transformer blocks, the head (final norm, projection, loss). The modules
+in `gpt` have exactly these parameters (a test compares them), so parameter counts, memory and the plan need no torch.
+
+Parameters replicated over tp have `tp_dim` None; the others are cut along `tp_dim`, and rank r holds the r-th part.
+Two layouts make that cut independent of tp, so that a checkpoint fits any mesh:
+  attention.qkv   rows by kv head: the queries that share it, then its key, then its value (as in Megatron-LM)
+  mlp.up          with swiglu, rows alternate: gate 0, up 0, gate 1, up 1, ...
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from threed.config import ModelConfig
+
+TIED = "embedding.word.weight"  # the parameter that embedding and head share when model.tie_embeddings
+
+
+@dataclass(frozen=True)
+class Parameter:
+    name: str  # global: the same on every mesh
+    shape: tuple[int, ...]  # of the whole parameter
+    tp_dim: int | None = None  # the dim that is cut over tp
+    std: float = 0.0  # initial values: normal with this std, or the constant `fill` where std is 0
+    fill: float = 0.0
+    unpadded: int | None = None  # length of dim 0 without vocabulary padding
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def decay(self) -> bool:
+        """Weight decay applies to matrices, not to biases and norms (as in Megatron-LM)."""
+        return len(self.shape) > 1
+
+    def local_shape(self, tp: int) -> tuple[int, ...]:
+        return tuple(size // tp if dim == self.tp_dim else size for dim, size in enumerate(self.shape))
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer. The tied word embedding belongs to neither layer that uses it: `uses_tied` says that it is used.
+
+    Work and memory are of one sequence on one tp rank of a whole; `saved_*` counts elements kept from forward to
+    backward: `saved_full` where every tp rank keeps all of it (cut by tp under sequence parallelism), `saved_cut` where
+    it is always cut by tp.
+    """
+
+    name: str
+    parameters: tuple[Parameter, ...]
+    forward_flops: int  # matrix products of a sequence, all tp ranks together
+    saved_full: int
+    saved_cut: int
+    columns: int  # column-parallel products that read the residual stream: each costs tp traffic in backward
+    rows: int  # row-parallel products that write it: each costs tp traffic in forward
+    has_loss: bool = False  # ends in the vocab-parallel cross entropy: three numbers a token over tp
+    uses_tied: bool = False
+
+
+def layers(model: ModelConfig) -> list[Layer]:
+    """The layers of a model, first to last."""
+    return [_embedding(model), *(_block(model, index) for index in range(model.layers)), _head(model)]
+
+
+def tied_parameter(model: ModelConfig) -> Parameter | None:
+    """The word embedding where the head uses it too, else None."""
+    return _word_embedding(model) if model.tie_embeddings else None
+
+
+def parameter_count(model: ModelConfig, padded: bool = False) -> int:
+    """Parameters of the whole model, tied ones once; with or without the rows that pad the vocabulary."""
+    parameters = [parameter for layer in layers(model) for parameter in layer.parameters]
+    tied = tied_parameter(model)
+    return sum(parameter.numel if padded or parameter.unpadded is None
+               else parameter.numel // parameter.shape[0] * parameter.unpadded
+               for parameter in [*parameters, *([tied] if tied else [])])
+
+
+def model_flops(model: ModelConfig, sequences: int) -> int:
+    """FLOPs of forward and backward of `sequences`, without recomputation: backward is twice forward.
+
+    Narayanan et al. 2021, appendix, less the recomputed forward: 72 B s l h^2 (1 + s/(6h) + V/(12 l h)). Only matrix
+    products count, and attention is counted whole (not halved for the causal mask), as is customary for MFU.
+    """
+    return 3 * sequences * sum(layer.forward_flops for layer in layers(model))
+
+
+def _word_embedding(model: ModelConfig) -> Parameter:
+    return Parameter(TIED, (model.padded_vocab, model.hidden), 0, model.init_std, unpadded=model.vocab)
+
+
+def _norm(model: ModelConfig, name: str) -> list[Parameter]:
+    weight = Parameter(f"{name}.weight", (model.hidden,), fill=1.0)
+    return [weight] if model.norm == "rmsnorm" else [weight, Parameter(f"{name}.bias", (model.hidden,))]
+
+
+def _linear(model: ModelConfig, name: str, shape: tuple[int, int], tp_dim: int, std: float) -> list[Parameter]:
+    weight = Parameter(f"{name}.weight", shape, tp_dim, std)
+    bias = Parameter(f"{name}.bias", shape[:1], 0 if tp_dim == 0 else None)
+    return [weight, bias] if model.bias else [weight]
+
+
+def _embedding(model: ModelConfig) -> Layer:
+    parameters = [] if model.tie_embeddings else [_word_embedding(model)]
+    if model.position == "learned":
+        parameters.append(Parameter("embedding.position.weight", (model.seq_len, model.hidden), None, model.init_std))
+    return Layer("embedding", tuple(parameters), forward_flops=0, saved_full=0, saved_cut=0, columns=0, rows=1,
+                 uses_tied=model.tie_embeddings)
+
+
+def _block(model: ModelConfig, index: int) -> Layer:
+    name, seq, hidden, ffn = f"blocks.{index}", model.seq_len, model.hidden, model.num_ffn_hidden
+    gated = model.activation == "swiglu"
+    kv = model.num_kv_heads * model.head_dim
+    up = 2 * ffn if gated else ffn
+    # GPT-2: projections onto the residual stream start smaller by sqrt(number of residual branches).
+    residual_std = model.init_std / math.sqrt(2 * model.layers)
+    parameters = [
+        *_norm(model, f"{name}.attention_norm"),
+        *_linear(model, f"{name}.attention.qkv", (hidden + 2 * kv, hidden), 0, model.init_std),
+        *_linear(model, f"{name}.attention.out", (hidden, hidden), 1, residual_std),
+        *_norm(model, f"{name}.mlp_norm"),
+        *_linear(model, f"{name}.mlp.up", (up, hidden), 0, model.init_std),
+        *_linear(model, f"{name}.mlp.down", (hidden, ffn), 1, residual_std),
+    ]
+    matrices = hidden * (hidden + 2 * kv) + hidden * hidden + hidden * up + ffn * hidden
+    # Kept: inputs of both norms and of qkv and up (whole); queries, keys, values and the attention's output, its
+    # transposed copy that `out` reads, and the MLP's inner tensors (cut): up's output and down's input.
+    return Layer(name, tuple(parameters),
+                 forward_flops=seq * (2 * matrices + 4 * seq * hidden),
+                 saved_full=seq * 4 * hidden,
+                 saved_cut=seq * (3 * hidden + 2 * kv + up + (2 * ffn if gated else ffn)),
+                 columns=2, rows=2)
+
+
+def _head(model: ModelConfig) -> Layer:
+    parameters = _norm(model, "head.norm")
+    if not model.tie_embeddings:
+        parameters.append(Parameter("head.output.weight", (model.padded_vocab, model.hidden), 0, model.init_std,
+                                    unpadded=model.vocab))
+    # Kept: inputs of norm and projection (whole), the softmax in fp32 (cut; counted as two 16-bit elements each).
+    return Layer("head", tuple(parameters),
+                 forward_flops=2 * model.seq_len * model.hidden * model.padded_vocab,
+                 saved_full=model.seq_len * 2 * model.hidden, saved_cut=model.seq_len * model.padded_vocab,
+                 columns=1, rows=0, has_loss=True, uses_tied=model.tie_embeddings)

@@ -1,0 +1,229 @@
+"""The one door to other ranks: groups made from a mesh, every collective and message, and their byte counts.
+
+Every call returns a `Handle`, which knows its axis, label and bytes, and adds them to `Comm.sent` when it is issued: what
+a rank sends by the ring formulas (all-gather and reduce-scatter of S bytes over n ranks: S (n-1)/n; all-reduce twice
+that), which is what gloo and NCCL put on the wire. Waiting for a handle blocks the host on CPU, and only the current
+stream on a GPU.
+
+`ProcessComm` runs over torch.distributed (gloo on CPU, NCCL on GPU). `threed.engine.loopback` has a second
+implementation, over threads.
+"""
+
+from __future__ import annotations
+
+import datetime
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from threed.mesh import Mesh
+
+AXIS_OF_GROUP = {"tp": "tp", "dp": "dp", "shard": "dp", "replica": "dp", "pp": "pp", "tie": "pp", "world": "world"}
+
+
+class Handle:
+    """One communication under way."""
+
+    def __init__(self, wait: Callable[[], Any] | None, keep: Sequence[torch.Tensor] = (),
+                 done: Callable[[], bool] | None = None):
+        self._wait = wait
+        self._done = done
+        self._keep = keep  # buffers that must live until the transfer ends
+
+    def wait(self) -> None:
+        """Return when the result can be used (on a GPU: by the current stream)."""
+        if self._wait is not None:
+            self._wait()
+        self._wait, self._keep, self._done = None, (), None
+
+    def done(self) -> bool:
+        return self._wait is None or (self._done is not None and self._done())
+
+
+class Group(ABC):
+    """Some ranks that talk together. `size()` and `rank()` are methods because megatron-core calls them so."""
+
+    def __init__(self, name: str, ranks: Sequence[int], me: int, sent: Counter[str]):
+        self.name, self.ranks, self._index, self._sent = name, tuple(ranks), tuple(ranks).index(me), sent
+        self._axis = AXIS_OF_GROUP[name]
+
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def rank(self) -> int:
+        return self._index
+
+    def _count(self, tensor: torch.Tensor, rounds: int) -> None:
+        self._sent[self._axis] += rounds * (tensor.nbytes * (self.size() - 1) // self.size())
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> Handle:
+        """Sum or max over the group, in place. `tensor` must be contiguous."""
+        assert tensor.is_contiguous()
+        self._count(tensor, 2)
+        return self._all_reduce(tensor, op) if self.size() > 1 else Handle(None)
+
+    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor) -> Handle:
+        """Sum `tensor` over the group; each rank gets its part in `output`, which may be that part of `tensor`."""
+        assert tensor.is_contiguous() and output.numel() * self.size() == tensor.numel()
+        self._count(tensor, 1)
+        if self.size() == 1:
+            if output.data_ptr() != tensor.data_ptr():
+                output.copy_(tensor)
+            return Handle(None)
+        return self._reduce_scatter(output, tensor)
+
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Handle:
+        """All ranks' `tensor`, one after the other. `tensor` may be this rank's part of `output`."""
+        assert output.is_contiguous() and tensor.numel() * self.size() == output.numel()
+        self._count(output, 1)
+        if self.size() == 1:
+            if output.data_ptr() != tensor.data_ptr():
+                output.copy_(tensor)
+            return Handle(None)
+        return self._all_gather(output, tensor)
+
+    @abstractmethod
+    def _all_reduce(self, tensor: torch.Tensor, op: str) -> Handle: ...
+    @abstractmethod
+    def _reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor) -> Handle: ...
+    @abstractmethod
+    def _all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Handle: ...
+
+
+class Channel(ABC):
+    """Messages of one kind between two ranks: both ends name the same tensors in the same order; there are no tags."""
+
+    def __init__(self, sent: Counter[str]):
+        self._sent = sent
+
+    def send(self, tensor: torch.Tensor) -> Handle:
+        self._sent["pp"] += tensor.nbytes
+        return self._send(tensor.contiguous())
+
+    @abstractmethod
+    def recv(self, tensor: torch.Tensor) -> Handle: ...
+    @abstractmethod
+    def _send(self, tensor: torch.Tensor) -> Handle: ...
+
+
+class Comm(ABC):
+    """What one rank can reach: its groups, its channels to other pipeline positions, and small talk on the host."""
+
+    def __init__(self, mesh: Mesh, rank: int, device: torch.device):
+        self.mesh, self.rank, self.device = mesh, rank, device
+        self.here = mesh.coordinate(rank)
+        self.sent: Counter[str] = Counter()  # axis -> bytes since the start
+        self.groups: dict[str, Group] = {}
+        self.channels: dict[tuple[int, int, str], Channel] = {}  # (sender, receiver, kind), of this rank's dp and tp
+
+    @abstractmethod
+    def exchange(self, value: Any) -> list[Any]:
+        """Every rank's value, by rank (plain Python values, over the host). Also a barrier."""
+
+    def close(self) -> None:
+        """Leave."""
+
+
+class ProcessGroup(Group):
+    """A group of torch.distributed."""
+
+    def __init__(self, name: str, ranks: Sequence[int], me: int, sent: Counter[str], process_group: Any):
+        super().__init__(name, ranks, me, sent)
+        self.process_group = process_group
+
+    def _all_reduce(self, tensor: torch.Tensor, op: str) -> Handle:
+        how = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op]
+        return _handle(dist.all_reduce(tensor, how, self.process_group, async_op=True), tensor)
+
+    def _reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor) -> Handle:
+        if tensor.is_cuda:
+            work = _single("reduce_scatter")(output, tensor, group=self.process_group, async_op=True)
+            return _handle(work, output, tensor)
+        # Gloo's reduce-scatter sends as much as an all-reduce; all-to-all and a sum on arrival send half of that.
+        parts = torch.empty_like(tensor)
+        work = dist.all_to_all_single(parts, tensor, group=self.process_group, async_op=True)
+
+        def finish() -> None:
+            work.wait()  # pyright: ignore[reportOptionalMemberAccess]
+            torch.sum(parts.view(self.size(), -1), 0, out=output.view(-1))
+
+        return Handle(finish, (output, tensor, parts))
+
+    def _all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Handle:
+        if tensor.is_cuda:
+            work = _single("all_gather")(output, tensor, group=self.process_group, async_op=True)
+            return _handle(work, output, tensor)
+        parts = list(output.view(self.size(), -1).unbind())
+        work = dist.all_gather(parts, tensor.view(-1), self.process_group, async_op=True)
+        return _handle(work, output, tensor)
+
+
+def _single(name: str) -> Any:
+    """The collective over one tensor: torch 2.13 calls it `*_single`, earlier ones `*_tensor` and `*_into_tensor`."""
+    older = {"reduce_scatter": "reduce_scatter_tensor", "all_gather": "all_gather_into_tensor"}
+    return getattr(dist, f"{name}_single", None) or getattr(dist, older[name])
+
+
+def _handle(work: Any, *keep: torch.Tensor) -> Handle:
+    return Handle(work.wait, keep, work.is_completed)
+
+
+class ProcessChannel(Channel):
+    def __init__(self, sent: Counter[str], process_group: Any, peer: int):
+        super().__init__(sent)
+        self._group, self._peer = process_group, peer
+
+    def _send(self, tensor: torch.Tensor) -> Handle:
+        return _handle(dist.isend(tensor, self._peer, self._group), tensor)
+
+    def recv(self, tensor: torch.Tensor) -> Handle:
+        return _handle(dist.irecv(tensor, self._peer, self._group), tensor)
+
+
+class ProcessComm(Comm):
+    """A rank of torch.distributed. `store` is where ranks meet; None: from the environment, as torchrun sets it."""
+
+    def __init__(self, mesh: Mesh, rank: int, device: torch.device, pairs: Sequence[tuple[int, int, str]],
+                 timeout_s: float, store: Any = None):
+        """`pairs`: the plan's channels as (sender position, receiver position, kind)."""
+        super().__init__(mesh, rank, device)
+        timeout = datetime.timedelta(seconds=timeout_s)
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=mesh.size, timeout=timeout)
+        self.store: Any = dist.distributed_c10d._get_default_store()
+        world = dist.group.WORLD
+        # Members make their groups by themselves, all in one order: time does not grow with the number of groups.
+        made: dict[tuple[int, ...], Any] = {tuple(range(mesh.size)): world}
+
+        def group(ranks: tuple[int, ...], fresh: bool = False) -> Any:
+            if len(ranks) == 1:
+                return None
+            if fresh or ranks not in made:
+                made[ranks] = dist.new_group(list(ranks), timeout, use_local_synchronization=True)
+            return made[ranks]
+
+        for name in ("world", "tp", "dp", "tie"):
+            ranks = mesh.group(name, rank)
+            # Own communicators for what may be under way at the same time (a gather over dp, a product over tp).
+            self.groups[name] = ProcessGroup(name, ranks, rank, self.sent, group(ranks, fresh=name in ("tp", "dp")))
+        for sender, receiver, kind in sorted(pairs):
+            if self.here.pp in (sender, receiver):
+                ends = [mesh.rank(position, self.here.dp, self.here.tp) for position in (sender, receiver)]
+                peer = ends[1] if self.here.pp == sender else ends[0]
+                process_group = group((min(ends), max(ends)), fresh=True)
+                self.channels[sender, receiver, kind] = ProcessChannel(self.sent, process_group, peer)
+
+    def exchange(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self.mesh.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()

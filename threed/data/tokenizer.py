@@ -1,0 +1,103 @@
+"""Tokenizers: train a byte-level BPE, load a tokenizer.json."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from threed.errors import InputError
+
+EOD = "<|endoftext|>"
+EOD_NAMES = (EOD, "</s>", "<|end_of_text|>", "<eos>")
+MIN_VOCAB = 257  # the 256 bytes and the end-of-text token
+SAMPLE_CHARS = 64 * 2**20
+PIECE_CHARS = 2**18
+
+
+class Tokenizer:
+    """A `tokenizers.Tokenizer` reduced to what threed needs.
+
+    `eod`: id of the end-of-text token, or None if it has none. `vocab_size`: the largest id + 1.
+    """
+
+    def __init__(self, inner: tokenizers.Tokenizer):
+        # A file may ask to pad or to cut, and "<|endoftext|>" inside a text would become the token: not in a corpus.
+        inner.no_padding()
+        inner.no_truncation()
+        inner.encode_special_tokens = True
+        self._inner = inner
+        self.vocab_size = 1 + max(inner.get_vocab(with_added_tokens=True).values(), default=-1)
+        self.eod = next((id for name in EOD_NAMES if (id := inner.token_to_id(name)) is not None), None)
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        """Token ids of each text, with no special token added. Runs on all cores."""
+        return [encoding.ids for encoding in self._inner.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of token ids, special tokens included."""
+        return self._inner.decode(ids, skip_special_tokens=False)
+
+
+def load(path: str | Path) -> Tokenizer:
+    """Read a tokenizer.json. Raises InputError if it is missing or is not one."""
+    path = Path(path).expanduser()
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{path} cannot be read as a tokenizer: {reason}; give a tokenizer.json of the Hugging Face "
+                         "tokenizers library, or data.tokenizer=bpe") from None
+    try:
+        return Tokenizer(tokenizers.Tokenizer.from_str(text))
+    except Exception as error:  # the library raises plain Exception
+        raise InputError(f"{path} is not a tokenizer.json of the Hugging Face tokenizers library: {error}") from None
+
+
+def train(documents: Iterable[str], vocab: int, path: str | Path) -> Tokenizer:
+    """Train a byte-level BPE of at most `vocab` tokens and write it to `path`; the end-of-text token has id 0.
+
+    The same documents give the same file, byte for byte. A corpus of more than SAMPLE_CHARS characters is represented
+    by a sample of that size at most: every second, fourth, eighth ... piece of it, so that the sample spans all of it.
+    """
+    if vocab < MIN_VOCAB:
+        raise InputError(f"model.vocab={vocab} is too small for data.tokenizer=bpe, which needs 256 bytes and "
+                         f"{EOD}: at least {MIN_VOCAB}; raise model.vocab")
+    inner = tokenizers.Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore
+    inner.decoder = decoders.ByteLevel()  # pyright: ignore
+    trainer = trainers.BpeTrainer(vocab_size=vocab, special_tokens=[EOD], show_progress=False,
+                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    inner.train_from_iterator(_sample(documents, SAMPLE_CHARS), trainer)
+    Path(path).write_text(inner.to_str(pretty=True), encoding="utf-8")
+    return Tokenizer(inner)
+
+
+def pieces(text: str) -> Iterator[str]:
+    """Cut a text after line ends into pieces of at most PIECE_CHARS, which bounds memory and feeds all cores.
+
+    The text is what the pieces join to; at a cut, tokens may differ from those of the uncut text.
+    """
+    start = 0
+    while len(text) - start > PIECE_CHARS:
+        end = text.rfind("\n", start, start + PIECE_CHARS) + 1
+        end = end if end > start else start + PIECE_CHARS
+        yield text[start:end]
+        start = end
+    yield text[start:]
+
+
+def _sample(documents: Iterable[str], limit: int) -> list[str]:
+    """Pieces 0, stride, 2 stride, ... for the least power of two that keeps them within `limit` characters."""
+    kept: list[str] = []
+    size, stride = 0, 1
+    for number, piece in enumerate(piece for text in documents for piece in pieces(text)):
+        if number % stride == 0:
+            kept.append(piece)
+            size += len(piece)
+        while size > limit and len(kept) > 1:
+            kept, stride = kept[::2], 2 * stride
+            size = sum(map(len, kept))
+    return kept

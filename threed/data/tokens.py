@@ -1,0 +1,260 @@
+"""From `data.source` to tokens on disk, once: prepared data is cached by content.
+
+    cache/<key>/tokens.bin, tokens.idx   the stream, in Megatron's format
+                tokenizer.json
+                meta.json                what Prepared says
+
+<key> is a hash of the content, the tokenizer and the settings, so a folder that is there is right. It is built beside
+its place, under a name of its own, and renamed when complete: a killed build leaves at most a folder `*.tmp` that
+nobody reads, and of two processes that build the same, the first one's is kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+import uuid
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from threed.config import DataConfig, ModelConfig
+from threed.data.corpus import STDLIB, documents, fingerprint
+from threed.data.samples import Tokens, mix
+from threed.errors import InputError
+from threed.quantity import show_bytes, show_count, show_seconds
+
+_FORMAT = 1  # of the cache: raise it when the same content would give other tokens
+_BATCH_CHARS = 2**22
+_SCAN_TOKENS = 10**9  # a foreign stream up to this long is checked in full
+_SCAN_CHUNK = 2**24
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Tokens ready to train on. `prefix`: path of the .bin/.idx pair without the suffix.
+
+    `tokenizer` and `eod` are None where not known: Megatron data bring no tokenizer. `vocab_size`: all ids are below
+    it. `cached`: nothing had to be built.
+    """
+
+    prefix: Path
+    tokenizer: Path | None
+    num_tokens: int
+    num_documents: int
+    vocab_size: int
+    eod: int | None
+    cached: bool
+
+
+def prepare(data: DataConfig, model: ModelConfig, progress: Callable[[str], None] = lambda line: None) -> Prepared:
+    """Tokenize `data.source` into the cache, or find it there; a Megatron prefix is checked and used in place.
+
+    `progress` is given a line at each stage, and one about every second while encoding. The documents are shuffled,
+    with the content as the seed, so that the end of the stream is a fair sample to hold out. Raises InputError for bad
+    input, a vocabulary above `model.vocab`, and a cache that cannot be written.
+    """
+    prefix = _megatron_prefix(data.source)
+    if prefix is not None:
+        return _use_in_place(prefix, data, model, progress)
+    start_s = time.perf_counter()
+    content = fingerprint(data.source, data.text_key)
+    path = None if data.tokenizer == "bpe" else Path(data.tokenizer).expanduser()
+    name = f"bpe {model.vocab}"
+    if path is not None:
+        eod = _load_tokenizer(path, model.vocab).eod
+        _check_eod(path, eod, data.append_eod)
+        name = hashlib.blake2b(path.read_bytes()).hexdigest()
+    key = hashlib.blake2b(repr((_FORMAT, content, name, data.append_eod)).encode(), digest_size=10).hexdigest()
+    root = Path(data.cache or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "threed")).expanduser()
+    folder = root / key
+    try:
+        cached = folder.is_dir()
+        if not cached:
+            _build(folder, content, path, data, model, progress)
+    except OSError as error:  # those of reading the source are InputErrors by now
+        raise InputError(f"prepared data cannot be kept in {root}: {error.strerror or error}; make room there or set "
+                         "data.cache to another folder") from None
+    prepared = _open(folder, cached)
+    elapsed = show_seconds(time.perf_counter() - start_s)
+    progress(f"{'found' if cached else 'prepared'} {show_count(prepared.num_tokens)} tokens of "
+             f"{show_count(prepared.num_documents)} documents in {elapsed}: {folder}")
+    return prepared
+
+
+def _open(folder: Path, cached: bool) -> Prepared:
+    prefix = folder / "tokens"
+    try:
+        meta = json.loads((folder / "meta.json").read_text())
+        tokens, tokenizer = Tokens(prefix), folder / "tokenizer.json"
+        tokenizer.stat()
+        return Prepared(prefix, tokenizer, tokens.num_tokens, tokens.num_documents, meta["vocab_size"],
+                        meta["eod"], cached)
+    except (OSError, ValueError, KeyError, TypeError) as error:  # an InputError is a ValueError
+        raise InputError(f"prepared data is damaged: {error}\ndelete the folder {folder} and start again") from None
+
+
+# ---------------------------------------------------------------- building
+
+
+def _build(folder: Path, content: str, tokenizer_path: Path | None, data: DataConfig, model: ModelConfig,
+           progress: Callable[[str], None]) -> None:
+    scratch = folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:12]}.tmp")
+    scratch.mkdir(parents=True)
+    try:
+        _fill(scratch, content, tokenizer_path, data, model, progress)
+        try:
+            scratch.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # otherwise another process was faster, and its data are the same
+                raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _fill(folder: Path, content: str, tokenizer_path: Path | None, data: DataConfig, model: ModelConfig,
+          progress: Callable[[str], None]) -> None:
+    """Write a complete set of prepared data into an empty folder."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # megatron.core tells of missing GPU libraries, which have no part in this
+        from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder  # slow: only where needed
+
+    from threed.data import tokenizer as tokenizers
+
+    copy = folder / "tokenizer.json"
+    start_s = time.perf_counter()
+    if tokenizer_path is None:
+        progress(f"training a byte-level BPE of {model.vocab} tokens on {data.source}")
+        tokenizer = tokenizers.train(documents(data.source, data.text_key), model.vocab, copy)
+        progress(f"trained {tokenizer.vocab_size} tokens in {show_seconds(time.perf_counter() - start_s)}")
+    else:
+        tokenizer = tokenizers.load(tokenizer_path)
+        shutil.copyfile(tokenizer_path, copy)
+
+    # Encoded in the order of the source to a scratch file, copied from there in shuffled order: memory stays bounded.
+    dtype = np.dtype(DType.optimal_dtype(tokenizer.vocab_size))
+    unordered = folder / "unordered.bin"
+    end = [tokenizer.eod] if data.append_eod else []
+    lengths: list[int] = []
+    num_chars, start_s = 0, time.perf_counter()
+    next_s = start_s + 1
+    with unordered.open("wb") as file:
+        for batch in _batches(documents(data.source, data.text_key), tokenizers.pieces):
+            for (piece, first, last), ids in zip(batch, tokenizer.encode_batch([piece for piece, _, _ in batch]),
+                                                 strict=True):
+                ids = np.array(ids + end if last else ids, dtype)
+                file.write(ids.tobytes())
+                num_chars += len(piece)
+                if first:
+                    lengths.append(0)
+                lengths[-1] += len(ids)
+            if time.perf_counter() >= next_s:
+                progress(_encoded(lengths, num_chars, time.perf_counter() - start_s))
+                next_s = time.perf_counter() + 1
+    progress(_encoded(lengths, num_chars, time.perf_counter() - start_s))
+
+    start_s = time.perf_counter()
+    builder = IndexedDatasetBuilder(str(folder / "tokens.bin"), dtype=dtype.type)
+    stream = np.memmap(unordered, dtype, mode="r")
+    stops = np.cumsum(lengths)
+    # Sorted by a hash of (content, number): the same on every system and with every version of numpy.
+    for d in np.argsort(mix(np.arange(len(lengths), dtype=np.uint64) ^ np.uint64(int(content[:16], 16)))):
+        builder.add_document(stream[stops[d] - lengths[d]:stops[d]], [lengths[d]])  # pyright: ignore
+    builder.finalize(str(folder / "tokens.idx"))
+    del stream
+    unordered.unlink()
+    meta = {"format": _FORMAT, "source": data.source, "content": content, "tokenizer": data.tokenizer,
+            "num_documents": len(lengths), "num_tokens": int(stops[-1]), "vocab_size": tokenizer.vocab_size,
+            "eod": tokenizer.eod}
+    (folder / "meta.json").write_text(json.dumps(meta, indent=1))
+    written = (folder / "tokens.bin").stat().st_size
+    progress(f"shuffled and wrote {show_bytes(written)} in {show_seconds(time.perf_counter() - start_s)}")
+
+
+def _batches(texts: Iterable[str], pieces: Callable[[str], Iterator[str]]) -> Iterator[list[tuple[str, bool, bool]]]:
+    """(piece, begins a document, ends one) in batches of about _BATCH_CHARS."""
+    batch, size = [], 0
+    for text in texts:
+        done = 0
+        for piece in pieces(text):
+            first, done = done == 0, done + len(piece)
+            batch.append((piece, first, done == len(text)))
+            size += len(piece)
+            if size >= _BATCH_CHARS:
+                yield batch
+                batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _encoded(lengths: list[int], num_chars: int, elapsed_s: float) -> str:
+    return (f"encoded {show_count(len(lengths))} documents, {show_count(num_chars)} characters, "
+            f"{show_count(sum(lengths))} tokens in {show_seconds(elapsed_s)}")
+
+
+# ---------------------------------------------------------------- Megatron data, and checks
+
+
+def _megatron_prefix(source: str) -> Path | None:
+    """The prefix that a source names by itself, or by its .bin or .idx; None when it is text."""
+    path = Path(source).expanduser()
+    if path.suffix in (".bin", ".idx"):
+        path = path.with_suffix("")
+    elif source == STDLIB or os.path.exists(path):
+        return None
+    return path if any(os.path.isfile(f"{path}{suffix}") for suffix in (".bin", ".idx")) else None
+
+
+def _use_in_place(prefix: Path, data: DataConfig, model: ModelConfig, progress: Callable[[str], None]) -> Prepared:
+    """The data stand as they are: data.append_eod and data.text_key have nothing to act on."""
+    start_s = time.perf_counter()
+    tokens = Tokens(prefix)
+    path = None if data.tokenizer == "bpe" else Path(data.tokenizer).expanduser()
+    tokenizer = None if path is None else _load_tokenizer(path, model.vocab)
+    low, high, checked = _range(tokens.stream)
+    vocab = tokenizer.vocab_size if tokenizer is not None else high + 1
+    if high >= model.vocab or low < 0:
+        raise InputError(f"{prefix}.bin holds token {high if low >= 0 else low}, but model.vocab={model.vocab} allows "
+                         f"0 to {model.vocab - 1}; set model.vocab to what its tokenizer has, at least {high + 1}")
+    if high >= vocab:
+        raise InputError(f"{prefix}.bin holds token {high}, but data.tokenizer={path} has only {vocab} tokens; give "
+                         "the one that made the data")
+    progress(f"checked {show_count(checked)} of {show_count(tokens.num_tokens)} tokens of {prefix}.bin in "
+             f"{show_seconds(time.perf_counter() - start_s)}")
+    eod = None if tokenizer is None else tokenizer.eod
+    return Prepared(prefix, path, tokens.num_tokens, tokens.num_documents, vocab, eod, cached=True)
+
+
+def _range(stream: np.ndarray) -> tuple[int, int, int]:
+    """Least and largest token, and how many were read: all, or _SCAN_TOKENS in chunks spread over a longer stream."""
+    num_chunks = -(-min(len(stream), _SCAN_TOKENS) // _SCAN_CHUNK)
+    starts = np.linspace(0, max(0, len(stream) - _SCAN_CHUNK), num_chunks, dtype=np.int64)
+    low, high, checked = 0, 0, 0
+    for start in starts:
+        chunk = stream[start:start + _SCAN_CHUNK]
+        low, high, checked = min(low, int(chunk.min())), max(high, int(chunk.max())), checked + len(chunk)
+    return low, high, min(checked, len(stream))
+
+
+def _load_tokenizer(path: Path, vocab: int):
+    from threed.data import tokenizer as tokenizers
+
+    tokenizer = tokenizers.load(path)
+    if tokenizer.vocab_size > vocab:
+        raise InputError(f"data.tokenizer={path} has {tokenizer.vocab_size} tokens, more than model.vocab={vocab}; "
+                         f"set model.vocab={tokenizer.vocab_size}")
+    return tokenizer
+
+
+def _check_eod(path: Path, eod: int | None, append_eod: bool) -> None:
+    from threed.data.tokenizer import EOD_NAMES
+
+    if append_eod and eod is None:
+        raise InputError(f"data.append_eod=true, but data.tokenizer={path} has none of the end-of-text tokens "
+                         f"{' '.join(EOD_NAMES)}; set data.append_eod=false or add one to it")

@@ -1,0 +1,149 @@
+"""The engine: runs the programs of a plan on one rank, and notes when each instruction ran.
+
+It decides nothing. For each instruction it waits for the slots that `effects` says are read, calls the handler, and
+frees the slots that `effects` says are freed. Loopback runs the same engine on threads.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from threed.comm import Comm
+from threed.config import Config
+from threed.errors import RunError, ThreedError
+from threed.models.gpt import Batch
+from threed.pipeline.run import DTYPES, PipelineRun
+from threed.planner import layouts
+from threed.program.check import describe
+from threed.program.instruction import COMPUTE, Instruction, Op, Slot
+from threed.program.table import Plan
+from threed.program.walk import link
+from threed.slots import Slots
+from threed.zero.run import Clipped, ZeroRun
+from threed.zero.state import make_states
+
+
+@dataclass
+class Trace:
+    """Times of one run of a program, in seconds from its start: issue, inputs there, end; one entry an instruction."""
+
+    name: str
+    issued: list[float] = field(default_factory=list)
+    started: list[float] = field(default_factory=list)
+    ended: list[float] = field(default_factory=list)
+    total_s: float = 0.0
+
+
+class Engine:
+    def __init__(self, config: Config, plan: Plan, comm: Comm):
+        self.config, self.plan, self.comm = config, plan, comm
+        table, position = plan.table, comm.here.pp
+        self.position = position
+        self.states = make_states(config, comm, table, layouts(config), DTYPES[config.precision.dtype])
+        self.zero = ZeroRun(config, comm, table, self.states)
+        parameters = {name: p for state in self.states.values() for name, p in state.parameters.items()}
+        self.pipeline = PipelineRun(config, comm, table, parameters)
+        self.handlers = {**self.pipeline.handlers, **self.zero.handlers}
+        self.seam = table.seam(position)
+        self.effects = {name: link(programs[position], table, position, self.seam).effects
+                        for name, programs in plan.programs.items()}
+        self.slots = Slots()
+        self.current: tuple[str, int, float] | None = None  # (program, index, since): what the watchdog looks at
+        self.after: Callable[[Instruction, Slots], None] | None = None  # called after each instruction, to inspect it
+        self._reset()
+
+    def _reset(self) -> None:
+        self.slots.clear()
+        for slot in self.seam:
+            self.slots.put(slot, True)
+
+    def train_step(self, batch: Callable[[int], Batch]) -> tuple[Clipped, Trace]:
+        """One optimizer step; `batch` gives the data of a micro-batch of this rank."""
+        clipped, trace = self.run("train", batch)
+        self.zero.step_number += 1
+        self.zero.updates += clipped.finite
+        return clipped, trace
+
+    def run(self, name: str, batch: Callable[[int], Batch]) -> tuple[Clipped, Trace]:
+        """Run a program once. A failure is raised as RunError, with the instruction, its neighbours and what is alive."""
+        program, all_effects = self.plan.programs[name][self.position], self.effects[name]
+        trace, slots, handlers = Trace(name), self.slots, self.handlers
+        self.pipeline.batch = batch
+        begin = time.monotonic()
+        try:
+            for index, instruction in enumerate(program):
+                issued = time.monotonic()
+                self.current = (name, index, issued)
+                for slot in all_effects[index].reads:
+                    slots.wait(slot)
+                started = self._clock(instruction)
+                handlers[instruction.op](instruction, slots)
+                trace.issued.append(issued - begin)
+                trace.started.append(started - begin)
+                trace.ended.append(self._clock(instruction) - begin)
+                if self.after is not None:
+                    self.after(instruction, slots)
+                for slot in all_effects[index].frees:
+                    slots.free(slot)
+            self.pipeline.finish()
+        except ThreedError:
+            raise
+        except Exception as error:
+            raise RunError(f"{self.where()}\n  {type(error).__name__}: {error}") from error
+        finally:
+            self.current = None
+        trace.total_s = time.monotonic() - begin
+        clipped = slots.get(Slot("scale"))
+        self._reset()
+        return clipped, trace
+
+    def _clock(self, instruction: Instruction) -> float:
+        """Host time. On a GPU the work of a compute instruction is awaited, so that its time is its own."""
+        if self.comm.device.type == "cuda" and instruction.op in COMPUTE:
+            torch.cuda.current_stream().synchronize()
+        return time.monotonic()
+
+    def where(self) -> str:
+        """Which instruction the rank is at, for whom it waits, its neighbours, and the slots alive."""
+        here = self.comm.here
+        me = f"rank {self.comm.rank} (pp{here.pp} dp{here.dp} tp{here.tp})"
+        if self.current is None:
+            return f"{me} is between programs"
+        name, index, since = self.current
+        programs = self.plan.programs[name]
+        instruction = programs[self.position][index]
+        waiting = f"for {time.monotonic() - since:.1f} s at '{instruction}'{self._peer(name, index)}"
+        alive = [str(slot) for slot in self.slots.alive() if slot not in self.seam]
+        shown = ", ".join(alive[:12]) + (f" and {len(alive) - 12} more" if len(alive) > 12 else "")
+        return f"{me} {waiting}\n{describe(name, programs, self.position, index, 'here')}\n  alive: {shown or 'nothing'}"
+
+    def _peer(self, name: str, index: int) -> str:
+        """Whom an instruction waits for: the sender of a slot it reads, or the other members of its group."""
+        program, here, mesh = self.plan.programs[name][self.position], self.comm.here, self.comm.mesh
+        reads = self.effects[name][index].reads
+        for other in reversed(program[:index]):
+            if other.op == Op.RECV and Slot(other.group, other.unit, other.microbatch) in reads:
+                return f", which uses '{other}' from rank {mesh.rank(other.peer, here.dp, here.tp)}"
+        op, group = program[index].op, program[index].group
+        waits_for = "world" if op == Op.CLIP else group if op in (Op.GATHER, Op.REDUCE) else "tp" if op in COMPUTE else ""
+        if op == Op.SEND or (op == Op.RECV):
+            return f" with rank {mesh.rank(program[index].peer, here.dp, here.tp)}"
+        others = [rank for rank in self.comm.groups[waits_for].ranks if rank != self.comm.rank] if waits_for else []
+        others += [rank for rank in self.comm.groups["dp"].ranks if rank != self.comm.rank and op in COMPUTE]
+        return f", with rank{'s' if len(others) > 1 else ''} {_some(sorted(set(others)))}" if others else ""
+
+
+def _some(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+
+
+def compute_s(trace: Trace, program: tuple[Instruction, ...]) -> float:
+    """Seconds in compute instructions, waiting for their inputs not counted. STEP is work too; CLIP is a barrier."""
+    return sum(trace.ended[i] - trace.started[i] for i, instruction in enumerate(program)
+               if instruction.op in COMPUTE or instruction.op == Op.STEP)
+
+

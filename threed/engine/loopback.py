@@ -1,0 +1,170 @@
+"""Loopback: all ranks of a mesh in one process, a thread each, over a second implementation of `comm`.
+
+The engine and its handlers are those of a real run; only the transport differs. Sums are taken in rank order.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from threed.comm import Channel, Comm, Group, Handle
+from threed.config import Config
+from threed.mesh import Mesh
+from threed.program.instruction import Op
+from threed.program.table import Plan
+
+TIMEOUT_S = 60.0
+
+
+class Aborted(RuntimeError):
+    """Another rank failed."""
+
+
+class World:
+    """What the ranks share: one lock, and what each has put on the table."""
+
+    def __init__(self, mesh: Mesh):
+        self.mesh = mesh
+        self.changed = threading.Condition()
+        self.failure: BaseException | None = None
+        self._calls: dict[Any, dict[int, torch.Tensor]] = {}  # (group, call number) -> index -> tensor
+        self._taken: Counter[Any] = Counter()
+        self._mail: dict[Any, deque[torch.Tensor]] = {}
+
+    def wait_for(self, ready: Callable[[], bool]) -> None:
+        if not self.changed.wait_for(lambda: self.failure is not None or ready(), TIMEOUT_S):
+            raise TimeoutError(f"nothing came for {TIMEOUT_S:.0f} s")
+        if self.failure is not None and not ready():
+            raise Aborted("another rank failed")
+
+    def fail(self, error: BaseException) -> None:
+        with self.changed:
+            if self.failure is None or isinstance(self.failure, Aborted):
+                self.failure = error
+            self.changed.notify_all()
+
+    def put(self, key: Any, index: int, tensor: torch.Tensor) -> None:
+        with self.changed:
+            self._calls.setdefault(key, {})[index] = tensor
+            self.changed.notify_all()
+
+    def take(self, key: Any, size: int) -> list[torch.Tensor]:
+        """Everybody's tensor of a call, by index, once all are there."""
+        with self.changed:
+            self.wait_for(lambda: len(self._calls.get(key, ())) == size)
+            found = self._calls[key]
+            self._taken[key] += 1
+            if self._taken[key] == size:
+                del self._calls[key], self._taken[key]
+            return [found[index] for index in range(size)]
+
+    def post(self, key: Any, tensor: torch.Tensor) -> None:
+        with self.changed:
+            self._mail.setdefault(key, deque()).append(tensor)
+            self.changed.notify_all()
+
+    def receive(self, key: Any) -> torch.Tensor:
+        with self.changed:
+            self.wait_for(lambda: bool(self._mail.get(key)))
+            return self._mail[key].popleft()
+
+
+class ThreadGroup(Group):
+    def __init__(self, name: str, ranks: Sequence[int], me: int, sent: Counter[str], world: World):
+        super().__init__(name, ranks, me, sent)
+        self._world, self._count_calls = world, 0
+
+    def _call(self, tensor: torch.Tensor, finish: Callable[[list[torch.Tensor]], None]) -> Handle:
+        """Copies are put on the table, so that a result may overwrite an input."""
+        self._count_calls += 1
+        key = (self.name, self.ranks, self._count_calls)
+        self._world.put(key, self.rank(), tensor.detach().clone())
+        return Handle(lambda: finish(self._world.take(key, self.size())))
+
+    def _all_reduce(self, tensor: torch.Tensor, op: str) -> Handle:
+        def finish(parts: list[torch.Tensor]) -> None:
+            stacked = torch.stack(parts)
+            tensor.copy_(stacked.sum(0) if op == "sum" else stacked.amax(0))
+
+        return self._call(tensor.detach(), finish)
+
+    def _reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor) -> Handle:
+        def finish(parts: list[torch.Tensor]) -> None:
+            mine = torch.stack([part.view(self.size(), -1)[self.rank()] for part in parts])
+            output.view(-1).copy_(mine.sum(0))
+
+        return self._call(tensor, finish)
+
+    def _all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Handle:
+        return self._call(tensor, lambda parts: torch.cat([part.view(-1) for part in parts], out=output.view(-1)))
+
+
+class ThreadChannel(Channel):
+    def __init__(self, sent: Counter[str], world: World, key: Any):
+        super().__init__(sent)
+        self._world, self._key = world, key
+
+    def _send(self, tensor: torch.Tensor) -> Handle:
+        self._world.post(self._key, tensor.detach().clone())
+        return Handle(None)
+
+    def recv(self, tensor: torch.Tensor) -> Handle:
+        def finish() -> None:
+            got = self._world.receive(self._key)
+            assert got.shape == tensor.shape and got.dtype == tensor.dtype, (got.shape, tensor.shape)
+            tensor.copy_(got)
+
+        return Handle(finish)
+
+
+class ThreadComm(Comm):
+    def __init__(self, world: World, rank: int, pairs: Sequence[tuple[int, int, str]]):
+        super().__init__(world.mesh, rank, torch.device("cpu"))
+        self._world, self._exchanges = world, 0
+        for name in ("world", "tp", "dp", "tie"):
+            self.groups[name] = ThreadGroup(name, world.mesh.group(name, rank), rank, self.sent, world)
+        for sender, receiver, kind in pairs:
+            key = (sender, receiver, kind, self.here.dp, self.here.tp)
+            self.channels[sender, receiver, kind] = ThreadChannel(self.sent, world, key)
+
+    def exchange(self, value: Any) -> list[Any]:
+        self._exchanges += 1
+        key = ("exchange", self._exchanges)
+        self._world.put(key, self.rank, value)
+        return self._world.take(key, self.mesh.size)
+
+
+def run_loopback(config: Config, plan: Plan, mesh: Mesh, work: Callable[[Comm], Any]) -> list[Any]:
+    """Call `work` with each rank's comm, each on its own thread; results by rank. The first failure is raised."""
+    if not dist.is_initialized():  # megatron-core asks a group for its size only where torch.distributed is there
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    world = World(mesh)
+    pairs = channel_pairs(plan)
+    results: list[Any] = [None] * mesh.size
+
+    def body(rank: int) -> None:
+        try:
+            results[rank] = work(ThreadComm(world, rank, pairs))
+        except BaseException as error:
+            world.fail(error)
+
+    threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(mesh.size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if world.failure is not None:
+        raise world.failure
+    return results
+
+
+def channel_pairs(plan: Plan) -> list[tuple[int, int, str]]:
+    """(sender position, receiver position, kind) of every channel that a plan uses."""
+    return sorted({(position, item.peer, item.group) for programs in plan.programs.values()
+                   for position, program in enumerate(programs) for item in program if item.op == Op.SEND})

@@ -1,0 +1,36 @@
+"""The errors that people see.
+
+Every message says what is wrong, where, and what to do. The command line prints the message, never a traceback,
+and leaves with `status`: 2 when the input is at fault, 1 when the run is.
+"""
+
+from __future__ import annotations
+
+
+class ThreedError(Exception):
+    """Base of all errors meant for people; `status` is the exit status of the command line."""
+
+    status = 1
+
+
+class InputError(ThreedError, ValueError):
+    """A config, a file or an argument that cannot be honoured."""
+
+    status = 2
+
+
+class ConfigError(InputError):
+    """Everything that is wrong with a config, at once. `problems` holds one line each."""
+
+    def __init__(self, problems: list[str], where: str = "the config"):
+        self.problems = problems
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        super().__init__(f"{count} in {where}:\n" + "\n".join(f"  - {problem}" for problem in problems))
+
+
+class PlanError(ThreedError):
+    """A program that is not legal, complete or free of deadlock: rank, index, instruction, neighbours, reason."""
+
+
+class RunError(ThreedError):
+    """A failure at run time, with the instruction that failed and what was alive."""

@@ -1,0 +1,113 @@
+"""What FORWARD, BACKWARD, SEND and RECV do to tensors.
+
+Each compute unit is an island of autograd: its input is detached, and BACKWARD runs the graph of that one unit with the
+gradient that came for its output.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from threed.comm import Comm, Handle
+from threed.config import Config
+from threed.models.gpt import Batch, Context, build_layer, parameter_names
+from threed.program.instruction import Instruction, Op, Slot
+from threed.program.table import Table
+from threed.slots import Slots
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class PipelineRun:
+    """The layers of one rank and the handlers that run them."""
+
+    def __init__(self, config: Config, comm: Comm, table: Table, parameters: Mapping[str, nn.Parameter]):
+        """`parameters`: global name -> parameter, for every unit that the rank holds."""
+        self.comm, self.table = comm, table
+        self.position = comm.here.pp
+        sp = config.parallel.sequence_parallel
+        self.dtype = DTYPES[config.precision.dtype]
+        self.shape = (config.model.seq_len // (config.parallel.tp if sp else 1), config.train.micro_batch_size,
+                      config.model.hidden)
+        context = Context(config.model, comm.groups["tp"], sp, self.dtype)
+        self.layers: dict[int, list[nn.Module]] = {}
+        for unit in table.units_of(self.position):
+            self.layers[unit] = []
+            for index in range(*table.units[unit].layers):
+                layer = build_layer(index, context)
+                for inside, name in parameter_names(index, layer, config.model).items():
+                    _set_parameter(layer, inside, parameters[name])
+                self.layers[unit].append(layer)
+        self.batch: Callable[[int], Batch] = _no_batch  # micro-batch -> its data; set before each program
+        self._sends: deque[Handle] = deque()
+        self.handlers: dict[Op, Callable[[Instruction, Slots], None]] = {
+            Op.FORWARD: self.forward, Op.BACKWARD: self.backward, Op.SEND: self.send, Op.RECV: self.recv}
+
+    def forward(self, instruction: Instruction, slots: Slots) -> None:
+        _, unit, microbatch, *_ = instruction
+        x = slots.get(Slot("act", unit - 1, microbatch)).detach() if unit > 0 else None
+        keeps = instruction.keep != "none"
+        if x is not None and keeps:
+            x.requires_grad_()
+        output: Any = x
+        with torch.set_grad_enabled(keeps):
+            batch = self.batch(microbatch)
+            for layer in self.layers[unit]:
+                output = layer(output, batch)
+        if keeps:  # the graph's root alone: the output itself belongs to the next unit
+            slots.put(Slot("saved", unit, microbatch), (x, torch.autograd.graph.get_gradient_edge(output)))
+        if unit < self.table.last:
+            slots.put(Slot("act", unit, microbatch), output.detach())
+        else:
+            loss = Slot("loss")
+            before = slots.get(loss) if loss in slots else 0.0
+            slots.put(loss, before + output.detach().double())
+
+    def backward(self, instruction: Instruction, slots: Slots) -> None:
+        _, unit, microbatch, *_ = instruction
+        x, root = slots.get(Slot("saved", unit, microbatch))
+        if unit < self.table.last:
+            grad = slots.get(Slot("grad", unit, microbatch))
+        else:
+            grad = torch.ones((), device=self.comm.device)
+        torch.autograd.backward([root], [grad])  # weight gradients go where zero/state's hooks put them
+        for parameter_unit in self.table.units[unit].parameters:
+            slots.put(Slot("wgrad", parameter_unit), True)
+        if x is not None:
+            slots.put(Slot("grad", unit - 1, microbatch), x.grad)
+            x.grad = None
+
+    def send(self, instruction: Instruction, slots: Slots) -> None:
+        _, unit, microbatch, kind, peer, _ = instruction
+        while self._sends and self._sends[0].done():
+            self._sends.popleft()
+        tensor = slots.get(Slot(kind, unit, microbatch))
+        self._sends.append(self.comm.channels[self.position, peer, kind].send(tensor))
+
+    def recv(self, instruction: Instruction, slots: Slots) -> None:
+        _, unit, microbatch, kind, peer, _ = instruction
+        buffer = torch.empty(self.shape, dtype=self.dtype, device=self.comm.device)
+        slots.put(Slot(kind, unit, microbatch), buffer, self.comm.channels[peer, self.position, kind].recv(buffer))
+
+    def finish(self) -> None:
+        """Wait until everything sent has left."""
+        while self._sends:
+            self._sends.popleft().wait()
+
+
+def _set_parameter(layer: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    path, _, last = name.rpartition(".")
+    owner = layer.get_submodule(path)
+    made = owner.get_parameter(last)
+    if made.shape != parameter.shape:
+        raise AssertionError(f"{name}: the layer has shape {tuple(made.shape)}, its spec {tuple(parameter.shape)}")
+    setattr(owner, last, parameter)
+
+
+def _no_batch(microbatch: int) -> Batch:
+    raise AssertionError("no data was set for this program")

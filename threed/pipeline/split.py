@@ -1,0 +1,37 @@
+"""Split: layers into units, units into stages, balanced by cost. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def split_layers(num_blocks: int, blocks_per_unit: int) -> list[tuple[int, int]]:
+    """Layers (embedding, blocks, head) -> units as (first, one past the last): the blocks in runs, the ends alone."""
+    blocks = [(first, min(first + blocks_per_unit, num_blocks + 1)) for first in range(1, num_blocks + 1, blocks_per_unit)]
+    return [(0, 1), *blocks, (num_blocks + 1, num_blocks + 2)]
+
+
+def split_units(costs: Sequence[float], num_stages: int) -> list[int]:
+    """Units of each stage, first to last, so that the costliest stage is as cheap as can be.
+
+    Exact: dynamic programming over prefixes. Among equals, earlier stages take more, so that the last, which also has
+    the head, is not the longest.
+    """
+    count = len(costs)
+    if not 1 <= num_stages <= count:
+        raise ValueError(f"{count} units cannot fill {num_stages} stages")
+    before = [0.0]
+    for cost in costs:
+        before.append(before[-1] + cost)
+    best = {(0, 0): (0.0, 0)}  # (stages, units used) -> (costliest stage, where the last stage begins)
+    for stage in range(1, num_stages + 1):
+        for stop in range(stage, count - (num_stages - stage) + 1):
+            best[stage, stop] = min(
+                (max(best[stage - 1, start][0], before[stop] - before[start]), start)
+                for start in range(stage - 1, stop) if (stage - 1, start) in best)
+    sizes, stop = [], count
+    for stage in range(num_stages, 0, -1):
+        start = best[stage, stop][1]
+        sizes.append(stop - start)
+        stop = start
+    return sizes[::-1]

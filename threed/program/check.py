@@ -1,0 +1,116 @@
+"""Check: is a plan legal, complete and free of deadlock? If not: which rank, index, instruction, neighbours, and why.
+
+Legal: slots are written once, read while alive, freed once, and what is alive at the end of a program is what its seam
+says. Complete: every unit runs forward and backward once for every micro-batch, at its own position. Messages: the two
+ends of each channel name the same slots in the same order (there are no tags). Deadlock: `walk` in its three modes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from threed.errors import PlanError
+from threed.program.instruction import BACKWARDS, Instruction, Op, Slot
+from threed.program.table import Plan, Table
+from threed.program.walk import Links, Mode, Program, channels, link, walk
+
+
+def check(plan: Plan) -> dict[str, list[Links]]:
+    """Raise PlanError unless every program of the plan can run and does all of its work. Returns the links."""
+    return {name: check_programs(name, programs, plan.table) for name, programs in plan.programs.items()}
+
+
+def check_programs(name: str, programs: Sequence[Program], table: Table) -> list[Links]:
+    """Check the programs of all positions that run together."""
+    if len(programs) != table.num_positions:
+        raise PlanError(f"program '{name}' has {len(programs)} positions, but the table has {table.num_positions}")
+    links = []
+    for position, program in enumerate(programs):
+        seam = table.seam(position)
+        found = link(program, table, position, seam)
+        if found.faults:
+            raise PlanError(describe(name, programs, position, *found.faults[0]))
+        left = found.alive - seam - {Slot("scale")}
+        lost = seam - found.alive
+        if left or lost:
+            what = f"leaves '{min(left)}' behind" if left else f"has lost '{min(lost)}'"
+            raise PlanError(describe(name, programs, position, len(program) - 1, f"the program ends here and {what}"))
+        _check_complete(name, programs, position, table)
+        links.append(found)
+    _check_channels(name, programs)
+    _check_collectives(name, programs)
+    for mode in Mode:
+        stuck = walk(programs, table, links, mode).stuck
+        if stuck:
+            raise PlanError(f"deadlock ({mode.value}): each of these waits for another\n" + "\n".join(
+                describe(name, programs, position, index, "never runs") for position, index in stuck))
+    return links
+
+
+def describe(name: str, programs: Sequence[Program], position: int, index: int, reason: str) -> str:
+    """A fault with its place and its neighbours."""
+    program = programs[position]
+    lines = [f"program '{name}', position pp{position}, instruction {index} of {len(program)}: {reason}"]
+    for near in range(max(0, index - 2), min(len(program), index + 3)):
+        lines.append(f"  {'>' if near == index else ' '} {near:5d}  {program[near]}")
+    return "\n".join(lines)
+
+
+def _check_complete(name: str, programs: Sequence[Program], position: int, table: Table) -> None:
+    """Each unit of the position, each micro-batch: FORWARD once, BACKWARD once, whole or as its two halves."""
+    program = programs[position]
+    seen: Counter[Instruction] = Counter()
+    for instruction in program:
+        if instruction.op == Op.FORWARD or instruction.op in BACKWARDS:
+            seen[Instruction(instruction.op, instruction.unit, instruction.microbatch)] += 1
+    trains = any(instruction.op == Op.STEP for instruction in program)
+    expected: Counter[Instruction] = Counter()
+    for unit in table.units_of(position):
+        for microbatch in range(table.num_microbatches):
+            expected[Instruction(Op.FORWARD, unit, microbatch)] += 1
+            if trains and Instruction(Op.BACKWARD_INPUT, unit, microbatch) in seen:
+                expected[Instruction(Op.BACKWARD_INPUT, unit, microbatch)] += 1
+                expected[Instruction(Op.BACKWARD_WEIGHT, unit, microbatch)] += 1
+            elif trains:
+                expected[Instruction(Op.BACKWARD, unit, microbatch)] += 1
+    for instruction in (seen - expected) + (expected - seen):
+        have, want = seen[instruction], expected[instruction]
+        index = next((i for i, other in enumerate(program) if other[:3] == instruction[:3]), len(program) - 1)
+        raise PlanError(describe(name, programs, position, index, f"'{instruction}' runs {have} times here, not {want}"))
+    counts = Counter(instruction.op for instruction in program)
+    steps = {i.unit for i in program if i.op == Op.STEP}
+    if trains and (steps != set(table.held(position)) or counts[Op.STEP] != len(steps)):
+        raise PlanError(describe(name, programs, position, len(program) - 1,
+                                 f"STEP runs for p{sorted(steps)}, but the position holds p{list(table.held(position))}"))
+    wrong = next((i for i, item in enumerate(program) if item.op == Op.CLIP and (item.keep == "all") != trains), None)
+    if counts[Op.CLIP] != 1 or wrong is not None:
+        raise PlanError(describe(name, programs, position, wrong if wrong is not None else len(program) - 1,
+                                 "CLIP must run once, over gradients where there are any"))
+    for index, instruction in enumerate(program):
+        if instruction.op == Op.FORWARD and (instruction.keep == "none") == trains:
+            raise PlanError(describe(name, programs, position, index, f"keep={instruction.keep} does not belong here"))
+
+
+def _check_channels(name: str, programs: Sequence[Program]) -> None:
+    for (sender, receiver, kind), (sends, receives) in channels(programs).items():
+        if not (0 <= sender < len(programs) and 0 <= receiver < len(programs)) or sender == receiver:
+            position, index = (sends or receives)[0]
+            raise PlanError(describe(name, programs, position, index, "there is no such peer"))
+        for k in range(max(len(sends), len(receives))):
+            if k >= len(sends) or k >= len(receives):
+                position, index = (sends if k < len(sends) else receives)[k]
+                other = f"pp{receiver} never receives it" if k < len(sends) else f"pp{sender} never sends it"
+                raise PlanError(describe(name, programs, position, index, other))
+            (_, i), (_, j) = sends[k], receives[k]
+            if programs[sender][i][1:4] != programs[receiver][j][1:4]:
+                raise PlanError(describe(name, programs, receiver, j,
+                                         f"message {k} of {kind} from pp{sender} is '{programs[sender][i]}'"))
+
+
+def _check_collectives(name: str, programs: Sequence[Program]) -> None:
+    """CLIP is one call of all positions; REDUCE over a tie is one call of the two ends, on the same unit."""
+    ties = [[i.unit for i in program if i.op == Op.REDUCE and i.group == "tie"] for program in programs]
+    if len(programs) > 1 and (ties[0] != ties[-1] or any(ties[1:-1])):
+        raise PlanError(f"program '{name}': REDUCE (tie) must run for the same units on the first position ({ties[0]}) "
+                        f"and on the last ({ties[-1]}), and nowhere else")

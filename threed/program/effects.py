@@ -1,0 +1,96 @@
+"""The only dependency rule: what an instruction reads, writes, adds to, updates and frees, and on which lane it runs.
+
+Checker, memory meter, simulator, loopback and engine all call `effects`; nobody restates it.
+
+A **lane** is one queue of work: `compute`; `dp` (collectives over dp and its sub-groups); `tie`; `send` and `recv` for
+each (peer, act or grad). Order holds within a lane; across lanes only through slots: using a slot waits for it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from threed.program.instruction import Instruction, Op, Slot
+from threed.program.table import Table
+
+
+class Effects(NamedTuple):
+    lane: str
+    reads: tuple[Slot, ...] = ()
+    writes: tuple[Slot, ...] = ()  # must not be alive before
+    adds: tuple[Slot, ...] = ()  # alive or not; not after the sum has been read
+    updates: tuple[Slot, ...] = ()  # alive before and after, with another value
+    frees: tuple[Slot, ...] = ()  # alive before, not after; happens last
+
+
+def effects(instruction: Instruction, table: Table, position: int) -> Effects:
+    """Effects of one instruction of the program of a pipeline position."""
+    op, unit, microbatch, group, peer, keep = instruction
+    if op == Op.FORWARD:
+        before = _slots("act", unit - 1, microbatch, unit > 0)
+        after = _slots("act", unit, microbatch, unit < table.last)
+        saved = _slots("saved", unit, microbatch, keep != "none")
+        loss = (Slot("loss"),) if unit == table.last else ()
+        return Effects("compute", (*_params(table, unit), *before), (*after, *saved), adds=loss, frees=before)
+    if op in (Op.BACKWARD, Op.BACKWARD_INPUT):
+        used = (Slot("saved", unit, microbatch), *_slots("grad", unit, microbatch, unit < table.last))
+        made = _slots("grad", unit - 1, microbatch, unit > 0)
+        if op == Op.BACKWARD:
+            return Effects("compute", (*_params(table, unit), *used), made, adds=_wgrads(table, unit), frees=used)
+        return Effects("compute", (*_params(table, unit), *used), (*made, Slot("operands", unit, microbatch)), frees=used)
+    if op == Op.BACKWARD_WEIGHT:
+        operands = (Slot("operands", unit, microbatch),)
+        return Effects("compute", operands, adds=_wgrads(table, unit), frees=operands)
+    if op == Op.SEND:
+        slot = (Slot(group, unit, microbatch),)
+        return Effects(f"send {peer} {group}", slot, frees=slot)
+    if op == Op.RECV:
+        return Effects(f"recv {peer} {group}", writes=(Slot(group, unit, microbatch),))
+    if op == Op.GATHER:
+        return Effects("dp", (Slot("pshard", unit),), (Slot("param", unit),))
+    if op == Op.RELEASE:
+        return Effects("compute", frees=(Slot("param", unit),))
+    if op == Op.REDUCE:
+        return _reduce(instruction, table)
+    if op == Op.CLIP:
+        gradients = () if keep == "none" else tuple(Slot("gshard", p) for p in table.held(position))
+        loss = (Slot("loss"),) if table.position(table.last) == position else ()
+        return Effects("compute", (*gradients, *loss), (Slot("scale"),), frees=loss)
+    if op == Op.STEP:
+        gradient = (Slot("gshard", unit),)
+        stepped = (Slot("pshard" if table.sharded else "param", unit), Slot("state", unit))
+        # Sharded, the whole parameter is stale from here on, until it is gathered again.
+        stale = (Slot("param", unit),) if table.sharded else ()
+        return Effects("compute", (*gradient, Slot("scale")), updates=stepped, frees=(*gradient, *stale))
+    raise AssertionError(op)
+
+
+def chain(table: Table, unit: int) -> list[tuple[str, Slot, Slot]]:
+    """The reductions of a parameter unit's gradient: (group, slot it takes, slot it makes), in order."""
+    groups = table.parameters[unit].reductions
+    made = {"tp": "wsum", "dp": "gpart" if "tie" in groups else "gshard", "tie": "gshard"}
+    steps, taken = [], "wgrad"
+    for group in groups:
+        steps.append((group, Slot(taken, unit), Slot(made[group], unit)))
+        taken = made[group]
+    return steps
+
+
+def _reduce(instruction: Instruction, table: Table) -> Effects:
+    for group, taken, made in chain(table, instruction.unit):
+        if group == instruction.group:
+            lane = "tie" if group == "tie" else "dp" if group == "dp" else "compute"
+            return Effects(lane, (taken,), adds=(made,), frees=(taken,))
+    raise KeyError(f"p{instruction.unit} has no reduction over {instruction.group}")
+
+
+def _slots(kind: str, unit: int, microbatch: int, exists: bool) -> tuple[Slot, ...]:
+    return (Slot(kind, unit, microbatch),) if exists else ()
+
+
+def _params(table: Table, unit: int) -> tuple[Slot, ...]:
+    return tuple(Slot("param", p) for p in table.units[unit].parameters)
+
+
+def _wgrads(table: Table, unit: int) -> tuple[Slot, ...]:
+    return tuple(Slot("wgrad", p) for p in table.units[unit].parameters)

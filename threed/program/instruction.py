@@ -1,0 +1,89 @@
+"""The nouns of a program: op, slot, instruction.
+
+One optimizer step of one pipeline position is a flat list of instructions. Ranks that share a position (its dp and tp
+peers) run the same program, so a plan holds one program a position, whatever the size of the mesh.
+
+A **slot** is a named value:
+
+    act u3 m1        output of compute unit 3 for micro-batch 1, what FORWARD of unit 4 reads
+    grad u3 m1       the loss's gradient with respect to act u3 m1
+    saved u3 m1      what FORWARD keeps for BACKWARD
+    operands u3 m1   what BACKWARD_INPUT leaves for BACKWARD_WEIGHT
+    param p3         a parameter unit, whole (this tp rank's part), as compute units read it
+    pshard p3        this rank's shard of it, which STEP updates
+    state p3         optimizer state of that shard
+    wgrad p3         its gradient, accumulated over micro-batches on this rank
+    wsum p3          the same, summed over tp (where tp ranks hold partial gradients)
+    gpart p3         the same, summed over dp, still without the other half of a tied embedding
+    gshard p3        the gradient, reduced over everything: what CLIP and STEP read
+    loss, scale      sum of losses; what CLIP says STEP must multiply gradients by
+
+A compute unit is written u3 and a parameter unit p3. They are one to one (u3 uses p3), but for a tied embedding: it is
+a parameter unit of its own, used by the first and the last compute unit.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import NamedTuple
+
+
+class Op(StrEnum):
+    FORWARD = "FORWARD"
+    BACKWARD = "BACKWARD"
+    BACKWARD_INPUT = "BACKWARD_INPUT"
+    BACKWARD_WEIGHT = "BACKWARD_WEIGHT"
+    SEND = "SEND"
+    RECV = "RECV"
+    GATHER = "GATHER"
+    RELEASE = "RELEASE"
+    REDUCE = "REDUCE"
+    CLIP = "CLIP"
+    STEP = "STEP"
+
+
+BACKWARDS = (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
+COMPUTE = (Op.FORWARD, *BACKWARDS)
+MESSAGES = (Op.SEND, Op.RECV)
+
+
+class Slot(NamedTuple):
+    kind: str
+    unit: int = -1
+    microbatch: int = -1
+
+    def __str__(self) -> str:
+        letter = "p" if self.kind in PARAMETER_KINDS else "u"
+        parts = [self.kind]
+        if self.unit >= 0:
+            parts.append(f"{letter}{self.unit}")
+        if self.microbatch >= 0:
+            parts.append(f"m{self.microbatch}")
+        return " ".join(parts)
+
+
+PARAMETER_KINDS = frozenset({"param", "pshard", "state", "wgrad", "wsum", "gpart", "gshard"})
+
+
+class Instruction(NamedTuple):
+    op: Op
+    unit: int = -1  # compute unit of COMPUTE and of a message's slot; parameter unit of GATHER, RELEASE, REDUCE, STEP
+    microbatch: int = -1
+    group: str = ""  # GATHER, REDUCE: the group of ranks; SEND, RECV: the kind of slot, act or grad
+    peer: int = -1  # SEND, RECV: the other pipeline position
+    keep: str = "all"  # FORWARD: what it keeps for backward, all or none; CLIP: all, or none where there is no gradient
+
+    def __str__(self) -> str:
+        if self.op in MESSAGES:
+            arrow = "->" if self.op == Op.SEND else "<-"
+            return f"{self.op} {self.group} u{self.unit} m{self.microbatch} {arrow} pp{self.peer}"
+        parts: list[str] = [self.op]
+        if self.unit >= 0:
+            parts.append(f"{'u' if self.op in COMPUTE else 'p'}{self.unit}")
+        if self.microbatch >= 0:
+            parts.append(f"m{self.microbatch}")
+        if self.group:
+            parts.append(f"({self.group})")
+        if self.keep != "all":
+            parts.append(f"keep={self.keep}")
+        return " ".join(parts)

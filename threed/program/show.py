@@ -1,0 +1,93 @@
+"""Show: a plan as text, and as an SVG timeline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from xml.sax.saxutils import escape
+
+from threed.program.instruction import COMPUTE, Instruction, Op
+from threed.program.table import Plan, Table
+from threed.program.walk import Mode, Walk, link, walk
+
+_COLORS = {Op.FORWARD: "#4c78a8", Op.BACKWARD: "#f58518", Op.BACKWARD_INPUT: "#f58518", Op.BACKWARD_WEIGHT: "#54a24b",
+           Op.CLIP: "#bab0ac", Op.STEP: "#b279a2"}
+_LETTERS = {Op.FORWARD: "F", Op.BACKWARD: "B", Op.BACKWARD_INPUT: "B", Op.BACKWARD_WEIGHT: "W"}
+
+
+def unit_cost(table: Table):
+    """Costs for pictures: a FORWARD of a stage takes 1, a BACKWARD 2 (its halves 1 each), split over the stage's units."""
+    counts = [0] * len(table.stage_positions)
+    for unit in table.units:
+        counts[unit.stage] += 1
+
+    def cost(_: int, instruction: Instruction) -> float:
+        if instruction.op not in COMPUTE:
+            return 0.0
+        return (2.0 if instruction.op == Op.BACKWARD else 1.0) / counts[table.units[instruction.unit].stage]
+
+    return cost
+
+
+def timeline(plan: Plan, name: str = "train", cost=None) -> Walk:
+    """When each instruction runs, every lane by itself."""
+    programs, table = plan.programs[name], plan.table
+    links = [link(program, table, position, table.seam(position)) for position, program in enumerate(programs)]
+    return walk(programs, table, links, Mode.BUFFERED, cost or unit_cost(table))
+
+
+def grid(plan: Plan, name: str = "train", most: int = 160) -> str:
+    """One row a position, one column a unit of time: what each computes when (F3 is FORWARD of micro-batch 3)."""
+    table, when = plan.table, timeline(plan, name)
+    width = len(str(table.num_microbatches - 1)) + 2
+    lines = []
+    for position, program in enumerate(plan.programs[name]):
+        columns: dict[int, str] = {}
+        for index, instruction in enumerate(program):
+            if instruction.op in COMPUTE:
+                first, last = when.start[position][index], when.end[position][index]
+                for column in range(round(first), max(round(first) + 1, round(last))):
+                    columns[column] = f"{_LETTERS[instruction.op]}{instruction.microbatch}"
+        length = min(most, max(columns, default=0) + 1)
+        cells = "".join(columns.get(column, ".").ljust(width) for column in range(length))
+        lines.append(f"pp{position}".ljust(6) + cells.rstrip())
+    return "\n".join(lines)
+
+
+def listing(plan: Plan, position: int, name: str = "train") -> str:
+    """The program of a position, one instruction a line."""
+    return "\n".join(f"{index:5d}  {instruction}" for index, instruction in enumerate(plan.programs[name][position]))
+
+
+def units(plan: Plan) -> str:
+    """Which unit is what and where."""
+    table = plan.table
+    lines = []
+    for index, unit in enumerate(table.units):
+        uses = " ".join(f"p{p}" for p in unit.parameters) or "no parameters"
+        lines.append(f"u{index}".ljust(5) + f"pp{table.position(index)}".ljust(6) + unit.name.ljust(20) + f"uses {uses}")
+    return "\n".join(lines)
+
+
+def svg(programs: Sequence[Sequence[Instruction]], when: Walk, title: str) -> str:
+    """A timeline: a row a position, colours by op, shades and numbers by micro-batch."""
+    total = when.total_s or 1.0
+    scale, row = 1000 / total, 26
+    height = row * len(programs) + 40
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="1080" height="{height}" font-family="sans-serif" '
+             f'font-size="10">', f'<text x="8" y="16" font-size="12">{escape(title)}</text>']
+    for position, program in enumerate(programs):
+        y = 26 + row * position
+        parts.append(f'<text x="8" y="{y + 15}">pp{position}</text>')
+        for index, instruction in enumerate(program):
+            first, last = when.start[position][index], when.end[position][index]
+            if instruction.op not in _COLORS or last <= first:
+                continue
+            shade = 0.6 + 0.4 * (instruction.microbatch % 2)
+            x, width = 50 + first * scale, (last - first) * scale
+            parts.append(f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{row - 4}" '
+                         f'fill="{_COLORS[instruction.op]}" fill-opacity="{shade:.1f}" stroke="#fff" stroke-width="0.4">'
+                         f"<title>{escape(str(instruction))}</title></rect>")
+            if instruction.microbatch >= 0 and width > 9:
+                parts.append(f'<text x="{x + width / 2:.1f}" y="{y + 15}" fill="#fff" text-anchor="middle">'
+                             f"{instruction.microbatch}</text>")
+    return "\n".join([*parts, "</svg>", ""])

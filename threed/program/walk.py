@@ -1,0 +1,254 @@
+"""Walking a program: which instruction waits for which, when each runs, and whether all of them can.
+
+`link` follows the slots of one program and finds each instruction's producers. `walk` builds one graph over all
+positions and visits it; with costs it is also the clock of the simulator. What may block is the mode:
+
+    BUFFERED     every lane runs by itself, a SEND never waits for its RECV (what a GPU does when all goes well)
+    RENDEZVOUS   one host a rank issues in order and waits for compute; a SEND waits until its RECV is posted
+    BLOCKING     one blocking queue a rank: every call, compute or communication, ends before the next begins
+
+Each finds deadlocks that the ones above it cannot. A program that passes BLOCKING runs on any backend.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import NamedTuple
+
+from threed.program.effects import Effects, effects
+from threed.program.instruction import MESSAGES, Instruction, Op, Slot
+from threed.program.table import Table
+
+Program = Sequence[Instruction]
+Cost = Callable[[int, Instruction], float]  # (position, instruction) -> seconds
+
+
+class Mode(Enum):
+    BUFFERED = "buffered"
+    RENDEZVOUS = "rendezvous"
+    BLOCKING = "blocking"
+
+
+class Links(NamedTuple):
+    """What `link` finds in one program."""
+
+    effects: list[Effects]
+    producers: list[list[int]]  # of each instruction: the earlier ones whose results it uses
+    alive: set[Slot]  # at the end
+    faults: list[tuple[int, str]]  # (index, reason): reads of dead slots, double writes, ...
+
+
+def link(program: Program, table: Table, position: int, start: set[Slot]) -> Links:
+    """Follow the slots of a program from those alive at its start."""
+    made_by: dict[Slot, list[int]] = {slot: [] for slot in start}
+    sealed: set[Slot] = set()
+    all_effects, producers, faults = [], [], []
+    for index, instruction in enumerate(program):
+        try:
+            effect = effects(instruction, table, position)
+        except (KeyError, IndexError) as error:
+            faults.append((index, f"names what does not exist: {error}"))
+            all_effects.append(Effects("compute"))
+            producers.append([])
+            continue
+        needs: list[int] = []
+        for slot in effect.reads:
+            if slot not in made_by:
+                faults.append((index, f"reads '{slot}', which is not there"))
+            needs += made_by.get(slot, ())
+            sealed.add(slot)
+        for slot in effect.updates:
+            if slot not in made_by:
+                faults.append((index, f"updates '{slot}', which is not there"))
+            needs += made_by.get(slot, ())
+            made_by[slot] = [index]
+        for slot in effect.writes:
+            if slot in made_by:
+                faults.append((index, f"writes '{slot}', which is already there"))
+            made_by[slot] = [index]
+        for slot in effect.adds:
+            if slot in sealed:
+                faults.append((index, f"adds to '{slot}' after it was used"))
+            made_by.setdefault(slot, []).append(index)
+        for slot in effect.frees:
+            if slot not in made_by:
+                if slot not in effect.reads:
+                    faults.append((index, f"frees '{slot}', which is not there"))
+                continue
+            del made_by[slot]
+            sealed.discard(slot)
+        all_effects.append(effect)
+        producers.append(needs)
+    return Links(all_effects, producers, set(made_by), faults)
+
+
+class Walk(NamedTuple):
+    """When each instruction ran, in seconds from the start of the step; `stuck` holds those that never could."""
+
+    start: list[list[float]]  # [position][index]
+    end: list[list[float]]
+    stuck: list[tuple[int, int]]  # (position, index), the first of each position
+
+    @property
+    def total_s(self) -> float:
+        return max((time for times in self.end for time in times), default=0.0)
+
+
+def walk(programs: Sequence[Program], table: Table, links: Sequence[Links], mode: Mode = Mode.BLOCKING,
+         cost: Cost | None = None) -> Walk:
+    """Visit all instructions of all positions in an order that the mode allows.
+
+    Send k of a channel meets receive k of its other end: `check` has made sure that both name the same slot.
+    """
+    node_of, instances = _merge(programs, table, mode)
+    after: list[list[int]] = [[] for _ in instances]
+    waits = [0] * len(instances)
+
+    def edge(first: int, then: int) -> None:
+        if first != then:
+            after[first].append(then)
+            waits[then] += 1
+
+    tails: dict[tuple[int, str], int] = {}
+    for position, program in enumerate(programs):
+        for index in range(len(program)):
+            node = node_of[position][index]
+            lane = links[position].effects[index].lane if mode == Mode.BUFFERED else "host"
+            previous = tails.get((position, lane))
+            if previous is not None:
+                edge(previous, node)
+            tails[position, lane] = node
+    channels = _channels(programs) if mode != Mode.BLOCKING else {}
+    sent_by: dict[tuple[int, int], int] = {}  # a receive -> the node whose end brings its slot
+    for sends, receives in channels.values():
+        for (sender, i), (receiver, j) in zip(sends, receives, strict=False):
+            send, receive = node_of[sender][i], node_of[receiver][j]
+            if mode == Mode.BUFFERED:
+                edge(send, receive)
+            else:
+                edge(receive, send)
+                sent_by[receiver, j] = send
+    for position, program in enumerate(programs):
+        for index in range(len(program)):
+            for producer in links[position].producers[index]:
+                edge(sent_by.get((position, producer), node_of[position][producer]), node_of[position][index])
+    return _visit(programs, node_of, instances, (after, waits), cost)
+
+
+def _merge(programs: Sequence[Program], table: Table, mode: Mode) -> tuple[list[list[int]], list[list[tuple[int, int]]]]:
+    """Give each instruction a node. Collectives over several positions are one node: they begin and end together.
+
+    In BLOCKING mode a SEND and its RECV are one node too.
+    """
+    shared: dict[object, int] = {}
+    node_of: list[list[int]] = []
+    instances: list[list[tuple[int, int]]] = []
+    for position, program in enumerate(programs):
+        counts: dict[object, int] = {}
+        nodes = []
+        for index, instruction in enumerate(program):
+            key: object = None
+            if instruction.op == Op.CLIP:
+                key = "clip"
+            elif instruction.op == Op.REDUCE and instruction.group == "tie":
+                key = "tie"
+            elif mode == Mode.BLOCKING and instruction.op in MESSAGES:
+                key = _channel(position, instruction)
+            node = len(instances)
+            if key is not None:
+                count = counts[key] = counts.get(key, 0) + 1
+                node = shared.setdefault((key, count), node)
+            if node == len(instances):
+                instances.append([])
+            instances[node].append((position, index))
+            nodes.append(node)
+        node_of.append(nodes)
+    return node_of, instances
+
+
+def _visit(programs: Sequence[Program], node_of: list[list[int]], instances: list[list[tuple[int, int]]],
+           graph: tuple[list[list[int]], list[int]], cost: Cost | None) -> Walk:
+    """Topological visit with clocks. What is left over waits in a circle, or for somebody in one."""
+    after, waits = graph
+    begin, end = [0.0] * len(instances), [0.0] * len(instances)
+    ready = deque(node for node, count in enumerate(waits) if count == 0)
+    done = [False] * len(instances)
+    while ready:
+        node = ready.popleft()
+        done[node] = True
+        longest = 0.0
+        if cost is not None:
+            longest = max(cost(position, programs[position][index]) for position, index in instances[node])
+        end[node] = begin[node] + longest
+        for then in after[node]:
+            begin[then] = max(begin[then], end[node])
+            waits[then] -= 1
+            if waits[then] == 0:
+                ready.append(then)
+    stuck = []
+    for position, nodes in enumerate(node_of):
+        first = next((index for index, node in enumerate(nodes) if not done[node]), None)
+        if first is not None:
+            stuck.append((position, first))
+    return Walk([[begin[node] for node in nodes] for nodes in node_of],
+                [[end[node] for node in nodes] for nodes in node_of], stuck)
+
+
+def _channel(position: int, instruction: Instruction) -> tuple[int, int, str]:
+    """(sender, receiver, act or grad) of a message."""
+    ends = (position, instruction.peer) if instruction.op == Op.SEND else (instruction.peer, position)
+    return (*ends, instruction.group)
+
+
+Channels = dict[tuple[int, int, str], tuple[list[tuple[int, int]], list[tuple[int, int]]]]
+
+
+def _channels(programs: Sequence[Program]) -> Channels:
+    """Channel -> where its sends and its receives are, in program order."""
+    found: Channels = {}
+    for position, program in enumerate(programs):
+        for index, instruction in enumerate(program):
+            if instruction.op in MESSAGES:
+                pair = found.setdefault(_channel(position, instruction), ([], []))
+                pair[instruction.op == Op.RECV].append((position, index))
+    return found
+
+
+channels = _channels
+
+
+class Memory(NamedTuple):
+    """Bytes alive on one rank over a program, by kind of slot: [index] -> after that instruction's writes."""
+
+    by_kind: dict[str, list[int]]
+
+    def peak(self, *kinds: str) -> int:
+        """The most bytes that slots of these kinds (none: of all kinds) take together."""
+        rows = [row for kind, row in self.by_kind.items() if not kinds or kind in kinds]
+        return max((sum(column) for column in zip(*rows, strict=True)), default=0)
+
+
+def memory(program: Program, table: Table, links: Links, start: set[Slot]) -> Memory:
+    """Follow the bytes of a program in issue order."""
+    sizes: dict[Slot, int] = {}
+    now: dict[str, int] = {}
+    by_kind: dict[str, list[int]] = {}
+
+    def put(slot: Slot) -> None:
+        if slot not in sizes:
+            sizes[slot] = table.size(slot)
+            now[slot.kind] = now.get(slot.kind, 0) + sizes[slot]
+
+    for slot in start:
+        put(slot)
+    for index in range(len(program)):
+        effect = links.effects[index]
+        for slot in (*effect.writes, *effect.adds):
+            put(slot)
+        for kind, size in now.items():
+            by_kind.setdefault(kind, [0] * index).append(size)
+        for slot in effect.frees:
+            now[slot.kind] -= sizes.pop(slot, 0)
+    return Memory(by_kind)

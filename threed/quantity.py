@@ -1,0 +1,56 @@
+"""Bytes, seconds and counts: parse and print. Plain values, no torch."""
+
+from __future__ import annotations
+
+import re
+
+from threed.errors import InputError
+
+_BINARY = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_DECIMAL = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+
+
+def parse_bytes(text: str | int) -> int:
+    """'1.5GiB' or '200MB' or 4096 -> bytes. Binary units are powers of 1024, decimal ones of 1000."""
+    if isinstance(text, int):
+        return text
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", text)
+    unit = match.group(2).lower() if match else None
+    scale = {**_BINARY, **_DECIMAL}.get(unit) if unit is not None else None
+    if match is None or scale is None:
+        raise InputError(f"'{text}' is not an amount of bytes; write for example 512MiB, 1.5GiB or 2GB")
+    return int(float(match.group(1)) * scale)
+
+
+def show_bytes(amount: float) -> str:
+    """1536 -> '1.5 KiB'."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(amount) < 1024 or unit == "TiB":
+            return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
+        amount /= 1024
+    raise AssertionError
+
+
+def show_seconds(amount_s: float) -> str:
+    """0.0123 -> '12.3 ms'."""
+    if amount_s < 1e-3:
+        return f"{amount_s * 1e6:.0f} us"
+    if amount_s < 1:
+        return f"{amount_s * 1e3:.1f} ms"
+    if amount_s < 120:
+        return f"{amount_s:.1f} s"
+    return f"{amount_s / 60:.1f} min"
+
+
+def show_count(amount: float) -> str:
+    """124_439_808 -> '124.4M'."""
+    for unit in ("", "K", "M", "B"):
+        if abs(amount) < 1000 or unit == "B":
+            return f"{amount:.0f}" if unit == "" else f"{amount:.1f}{unit}"
+        amount /= 1000
+    raise AssertionError
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The least multiple of `multiple` that is >= value."""
+    return -(-value // multiple) * multiple

@@ -1,0 +1,46 @@
+"""Slots at run time: named values, some of which are still on their way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from threed.comm import Handle
+from threed.program.instruction import Slot
+
+
+class Slots:
+    """The values of one rank. Using a slot waits for it."""
+
+    def __init__(self) -> None:
+        self._values: dict[Slot, Any] = {}
+        self._pending: dict[Slot, Handle] = {}
+
+    def put(self, slot: Slot, value: Any, handle: Handle | None = None) -> None:
+        """Set a slot, whose value is there once `handle` is done."""
+        self._values[slot] = value
+        if handle is not None:
+            self._pending[slot] = handle
+
+    def wait(self, slot: Slot) -> None:
+        handle = self._pending.pop(slot, None)
+        if handle is not None:
+            handle.wait()
+
+    def get(self, slot: Slot) -> Any:
+        self.wait(slot)
+        return self._values[slot]
+
+    def free(self, slot: Slot) -> None:
+        """Forget a slot; one that nobody waited for is waited for, since its buffer will be used again."""
+        self.wait(slot)
+        self._values.pop(slot, None)
+
+    def alive(self) -> list[Slot]:
+        return sorted(self._values)
+
+    def clear(self) -> None:
+        self._values.clear()
+        self._pending.clear()
+
+    def __contains__(self, slot: Slot) -> bool:
+        return slot in self._values

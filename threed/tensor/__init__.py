@@ -1,0 +1,1 @@
+"""Tensor parallelism over megatron-core: the only folder that imports its layers."""

@@ -1,0 +1,190 @@
+"""Megatron-core's partitioned layers with our own forward and backward over `comm`.
+
+Megatron-core's classes decide how a layer is cut and hold the parameters; the forward here is ours, so that it runs on
+CPU and GPU alike, every byte over tp is counted, and the weight gradient is a separate product.
+
+Shapes: S sequence (cut by tp under sequence parallelism: s), B micro-batch, H hidden, I and O input and output sizes,
+small letters where a dim is cut over tp. Activations are [S, B, H].
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from threed.comm import Group
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # megatron-core's notes on optional packages that are not used here
+    from megatron.core.model_parallel_config import ModelParallelConfig
+    from megatron.core.tensor_parallel import layers as megatron
+    from megatron.core.tensor_parallel.cross_entropy import VocabParallelCrossEntropy
+
+
+def parallel_config(group: Group, sequence_parallel: bool, dtype: torch.dtype) -> ModelParallelConfig:
+    """Megatron-core's config for layers that draw no initial values: we draw them ourselves (see tensor/init)."""
+    return ModelParallelConfig(tensor_model_parallel_size=group.size(), sequence_parallel=sequence_parallel,
+                               params_dtype=dtype, use_cpu_initialization=True, perform_initialization=False)
+
+
+def _gather(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """[s, B, ...] -> [S, B, ...]."""
+    output = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
+    group.all_gather(output, x.contiguous()).wait()
+    return output
+
+
+def _scatter_sum(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """[S, B, ...], a part of a sum on each rank -> [s, B, ...], the sum."""
+    output = x.new_empty((x.shape[0] // group.size(), *x.shape[1:]))
+    group.reduce_scatter(output, x.contiguous()).wait()
+    return output
+
+
+def _weight_grad(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """[S, B, O], [S, B, I] -> [O, I]."""
+    return grad.reshape(-1, grad.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
+
+
+class _Column(torch.autograd.Function):
+    """[S or s, B, I] -> [S, B, o]: the weight is cut by rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: Group, sp: bool):
+        ctx.save_for_backward(x, weight)
+        ctx.group, ctx.sp, ctx.has_bias = group, sp, bias is not None
+        return F.linear(_gather(x, group) if sp else x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor):
+        grad, (x, weight) = grads[0], ctx.saved_tensors
+        group: Group = ctx.group
+        grad_x = grad @ weight
+        if ctx.sp:
+            x = _gather(x, group)  # only this rank's tokens were kept
+            output = grad_x.new_empty((grad_x.shape[0] // group.size(), *grad_x.shape[1:]))
+            handle, grad_x = group.reduce_scatter(output, grad_x), output
+        else:
+            handle = group.all_reduce(grad_x)
+        grad_weight = _weight_grad(grad, x)  # while the input's gradient travels
+        grad_bias = grad.sum((0, 1)) if ctx.has_bias else None
+        handle.wait()
+        return grad_x, grad_weight, grad_bias, None, None
+
+
+class _Row(torch.autograd.Function):
+    """[S, B, i] -> [S or s, B, O]: the weight is cut by columns; the product is summed over tp."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, group: Group, sp: bool):
+        ctx.save_for_backward(x, weight)
+        ctx.group, ctx.sp = group, sp
+        output = x @ weight.t()
+        if sp:
+            return _scatter_sum(output, group)
+        group.all_reduce(output).wait()
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor):
+        x, weight = ctx.saved_tensors
+        grad = _gather(grads[0], ctx.group) if ctx.sp else grads[0]
+        return grad @ weight, _weight_grad(grad, x), None, None
+
+
+class _SumOverTp(torch.autograd.Function):
+    """The sum of a part on each rank: [S, B, H] -> [S or s, B, H]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group, sp: bool):
+        ctx.group, ctx.sp = group, sp
+        if sp:
+            return _scatter_sum(x, group)
+        x = x.clone(memory_format=torch.contiguous_format)
+        group.all_reduce(x).wait()
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor):
+        return (_gather(grads[0], ctx.group) if ctx.sp else grads[0]), None, None
+
+
+class ColumnParallelLinear(megatron.ColumnParallelLinear):
+    """y = x W^T + b with W cut by rows over tp. [S or s, B, I] -> [S, B, O/tp]."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool, config: ModelParallelConfig, group: Group):
+        super().__init__(inputs, outputs, config=config, init_method=torch.nn.init.zeros_, bias=bias,
+                         tp_group=group)  # pyright: ignore[reportArgumentType]
+        self.group, self.sp = group, config.sequence_parallel
+
+    def forward(self, x: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:  # pyright: ignore
+        return _Column.apply(x, self.weight if weight is None else weight, self.bias, self.group, self.sp)  # pyright: ignore
+
+
+class RowParallelLinear(megatron.RowParallelLinear):
+    """y = x W^T + b with W cut by columns over tp. [S, B, I/tp] -> [S or s, B, O]."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool, config: ModelParallelConfig, group: Group):
+        super().__init__(inputs, outputs, config=config, init_method=torch.nn.init.zeros_, bias=bias,
+                         input_is_parallel=True, skip_bias_add=False,
+                         tp_group=group)  # pyright: ignore[reportArgumentType]
+        self.group, self.sp = group, config.sequence_parallel
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # pyright: ignore
+        output = _Row.apply(x, self.weight, self.group, self.sp)
+        return output if self.bias is None else output + self.bias  # pyright: ignore
+
+
+class VocabParallelEmbedding(megatron.VocabParallelEmbedding):
+    """Token ids [B, S] -> [S or s, B, H], with rows of the table cut over tp."""
+
+    def __init__(self, vocab: int, hidden: int, config: ModelParallelConfig, group: Group):
+        super().__init__(vocab, hidden, init_method=torch.nn.init.zeros_, config=config,
+                         tp_group=group)  # pyright: ignore[reportArgumentType]
+        self.group, self.sp = group, config.sequence_parallel
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        tokens = tokens.t()
+        if self.group.size() == 1:
+            return F.embedding(tokens, self.weight)
+        elsewhere = (tokens < self.vocab_start_index) | (tokens >= self.vocab_end_index)
+        found = F.embedding((tokens - self.vocab_start_index).masked_fill(elsewhere, 0), self.weight)
+        found = found.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        return _SumOverTp.apply(found, self.group, self.sp)  # pyright: ignore[reportReturnType]
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Megatron-core's vocab-parallel cross entropy, its three sums over our group. [S, B, v], [S, B] -> [S, B]."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor, group: Group):
+        steps: Any = VocabParallelCrossEntropy
+        first = group.rank() * logits.shape[-1]
+        logits, largest = steps.calculate_logits_max(logits)
+        group.all_reduce(largest, "max").wait()
+        mask, local_target, predicted, total, exponents = steps.calculate_predicted_logits(
+            logits, target, largest, first, first + logits.shape[-1])
+        group.all_reduce(predicted).wait()
+        group.all_reduce(total).wait()
+        softmax, loss = steps.calculate_cross_entropy_loss(exponents, predicted, total)
+        ctx.save_for_backward(softmax, mask, local_target)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor):
+        steps: Any = VocabParallelCrossEntropy
+        softmax, mask, local_target = ctx.saved_tensors
+        flat, rows, update, grad = steps.prepare_gradient_calculation_operands(softmax, mask)
+        return steps.calculate_gradients(flat, rows, local_target, update, grad, grads[0]), None, None
+
+
+def vocab_parallel_cross_entropy(logits: torch.Tensor, target: torch.Tensor, vocab: int, group: Group) -> torch.Tensor:
+    """Loss of each token in fp32, [S, B]; `logits` [S, B, V/tp] are used up. Ids from `vocab` on are padding: masked."""
+    width = logits.shape[-1]
+    real = min(max(vocab - group.rank() * width, 0), width)
+    if real < width:
+        logits = torch.cat([logits[..., :real], logits.new_full((*logits.shape[:-1], width - real), -torch.inf)], -1)
+    return _CrossEntropy.apply(logits.float(), target.contiguous(), group)  # pyright: ignore[reportReturnType]

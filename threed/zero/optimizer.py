@@ -1,0 +1,56 @@
+"""The optimizer on flat ranges, and the learning rate. Both are pure functions of their arguments."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch.optim.adamw import adamw
+
+from threed.config import OptimizerConfig
+
+
+def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
+    """Learning rate of step 0, 1, ...: linear warm-up from lr / warmup_steps, then the schedule, then min_lr."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    stop = config.decay_steps if config.decay_steps is not None else total_steps
+    start = config.warmup_steps
+    if config.schedule == "wsd":
+        length = config.wsd_decay_steps if config.wsd_decay_steps is not None else max(1, stop // 10)
+        start = max(start, stop - length)
+    if step >= stop:
+        return config.min_lr
+    share = max(0.0, (step - start) / max(1, stop - start))
+    if config.schedule == "cosine":
+        return config.min_lr + (config.lr - config.min_lr) * 0.5 * (1 + math.cos(math.pi * share))
+    return config.lr + (config.min_lr - config.lr) * share
+
+
+@dataclass
+class Moments:
+    """Optimizer state of a flat range."""
+
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+
+
+def step(config: OptimizerConfig, lr: float, number: int, weight: torch.Tensor, grad: torch.Tensor, moments: Moments,
+         decay: bool) -> None:
+    """Update `weight` in place, all fp32 and flat. `number`: 1 for the first update (Adam's bias correction).
+
+    AdamW: Loshchilov and Hutter 2019, torch's fused kernel. SGD: without momentum, decay as an L2 gradient.
+    """
+    weight_decay = config.weight_decay if decay else 0.0
+    if config.name == "sgd":
+        weight.mul_(1 - lr * weight_decay).add_(grad, alpha=-lr)
+        return
+    beta1, beta2 = config.betas
+    # The kernel counts one up before it uses the count.
+    count = torch.tensor(float(number - 1), device=weight.device)
+    with torch.no_grad():
+        adamw([weight], [grad], [moments.exp_avg], [moments.exp_avg_sq], [], [count], fused=True, amsgrad=False,
+              beta1=beta1, beta2=beta2, lr=lr, weight_decay=weight_decay, eps=config.eps, maximize=False)

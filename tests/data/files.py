@@ -18,7 +18,8 @@ def write(prefix: Path, documents: list[list[int]], dtype: type = np.uint16) -> 
     offsets = (np.cumsum([0, *lengths[:-1]]) * np.dtype(dtype).itemsize).astype(np.int64)
     Path(f"{prefix}.idx").write_bytes(
         b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, code, len(lengths), len(lengths) + 1)
-        + np.array(lengths, np.int32).tobytes() + offsets.tobytes() + np.arange(len(lengths) + 1, dtype=np.int64).tobytes())
+        + np.array(lengths, np.int32).tobytes() + offsets.tobytes()
+        + np.arange(len(lengths) + 1, dtype=np.int64).tobytes())
     return prefix
 
 

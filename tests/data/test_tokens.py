@@ -120,7 +120,7 @@ def test_long_documents_and_many_batches(tmp_path, monkeypatch):
 
 def test_two_at_once(source, tmp_path):
     data = config(source, tmp_path)
-    with multiprocessing.get_context("spawn").Pool(2) as pool:
+    with multiprocessing.get_context("fork").Pool(2) as pool:  # spawned ones would each import megatron.core
         one, two = pool.starmap(prepare, [(data, MODEL)] * 2, chunksize=1)
     assert one.prefix == two.prefix and one.num_tokens == two.num_tokens
     assert folders(tmp_path) == [one.prefix.parent.name]
@@ -197,6 +197,9 @@ def test_bad_source_and_tokenizer(source, tmp_path):
     says("model.vocab=100 is too small", ModelConfig(vocab=100))
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{')
     says("bad.jsonl:2: not a line of JSON", source=tmp_path / "bad.jsonl")
+    deaf = tmp_path / "deaf.json"
+    deaf.write_text('{"model": {"type": "BPE", "vocab": {"\u00e9": 0}, "merges": []}}')
+    says("makes no token of the text", tokenizer=str(deaf), append_eod=False)
     prepared = prepare(config(source, tmp_path, tokenizer=str(no_eod), append_eod=False), MODEL)
     assert prepared.eod is None and prepared.vocab_size == 3
 

@@ -146,6 +146,9 @@ def _fill(folder: Path, content: str, tokenizer_path: Path | None, data: DataCon
     next_s = start_s + 1
     with unordered.open("wb") as file:
         for batch in _batches(documents(data.source, data.text_key), tokenizers.pieces):
+            if time.perf_counter() >= next_s:
+                progress(_encoded(lengths, num_chars, time.perf_counter() - start_s))
+                next_s = time.perf_counter() + 1
             for (piece, first, last), ids in zip(batch, tokenizer.encode_batch([piece for piece, _, _ in batch]),
                                                  strict=True):
                 ids = np.array(ids + end if last else ids, dtype)
@@ -154,10 +157,10 @@ def _fill(folder: Path, content: str, tokenizer_path: Path | None, data: DataCon
                 if first:
                     lengths.append(0)
                 lengths[-1] += len(ids)
-            if time.perf_counter() >= next_s:
-                progress(_encoded(lengths, num_chars, time.perf_counter() - start_s))
-                next_s = time.perf_counter() + 1
     progress(_encoded(lengths, num_chars, time.perf_counter() - start_s))
+    if not sum(lengths):
+        raise InputError(f"data.tokenizer={tokenizer_path} makes no token of the text in data.source={data.source}; "
+                         "give a tokenizer for this kind of text")
 
     start_s = time.perf_counter()
     builder = IndexedDatasetBuilder(str(folder / "tokens.bin"), dtype=dtype.type)

@@ -61,7 +61,7 @@ class ZeroRun:
         elif instruction.group == "tie":
             slots.put(made, True, group.all_reduce(state.gshard))
         else:
-            part = state.gshard if self.table.sharded else state.grad[slice(*state.shard)]
+            part = state.grad[slice(*state.shard)]
             scattered = group.reduce_scatter(part, state.grad)
 
             def finish() -> None:

@@ -18,7 +18,7 @@ class UnitState:
 
         param    [numel]  in the precision of compute; whole
         grad     [numel]  fp32, whole: gradients of all micro-batches are added here
-        gshard   [owned]  fp32, the reduced gradient of what this rank steps: part of `grad` under ZeRO-0
+        gshard   [owned]  the reduced gradient of what this rank steps: part of `grad`
         master   [owned]  fp32 weights of what this rank steps: part of `param` where that is fp32 too
         moments  [owned]  fp32
 
@@ -31,7 +31,7 @@ class UnitState:
         self.param = torch.zeros(layout.numel, dtype=dtype, device=device)
         self.grad = torch.zeros(layout.numel, device=device)
         count = self.owned[1] - self.owned[0]
-        self.gshard = torch.zeros(count, device=device) if sharded else self.grad
+        self.gshard = self.grad[slice(*self.owned)]
         self.master = self.param[slice(*self.owned)] if dtype == torch.float32 else torch.zeros(count, device=device)
         self.moments = Moments(torch.zeros(count, device=device), torch.zeros(count, device=device))
         self._clean = True  # whether `grad` is zero

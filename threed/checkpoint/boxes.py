@@ -1,0 +1,76 @@
+"""Boxes: what a checkpoint is made of. A box is a rectangle of a global parameter, wherever its elements lie.
+
+A rank owns a flat range of a tp-cut parameter. A range of a row-major array is a few rectangles, each contiguous in the
+buffer: at most 2n - 1 of n dims. With the tp offset added they have global coordinates, so a checkpoint does not know
+the mesh that wrote it, and another mesh reads the parts of boxes that it needs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from threed.zero.shard import Layout
+
+
+@dataclass(frozen=True)
+class Box:
+    name: str  # global parameter name
+    offset: tuple[int, ...]  # in the whole parameter
+    shape: tuple[int, ...]
+    start: int  # in the unit's buffer
+    replicated: bool  # over tp
+
+    @property
+    def stop(self) -> int:
+        return self.start + math.prod(self.shape)
+
+
+def rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(offset, shape) of the rectangles that make up elements [start, stop) of a row-major array, in order."""
+    if stop <= start:
+        return
+    if len(shape) == 1:
+        yield (start,), (stop - start,)
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row  # whole rows
+    if first > last:  # inside one row
+        for offset, size in rectangles(shape[1:], start - last * row, stop - last * row):
+            yield (last, *offset), (1, *size)
+        return
+    if start % row:
+        for offset, size in rectangles(shape[1:], start % row, row):
+            yield (first - 1, *offset), (1, *size)
+    if last > first:
+        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
+    if stop % row:
+        for offset, size in rectangles(shape[1:], 0, stop % row):
+            yield (last, *offset), (1, *size)
+
+
+def boxes(layout: Layout, tp_rank: int, start: int, stop: int) -> list[Box]:
+    """The boxes of buffer range [start, stop) of a unit on a tp rank. Padding is in none."""
+    found = []
+    for placed in layout.placed:
+        low, high = max(start, placed.start), min(stop, placed.stop)
+        cut = placed.parameter.tp_dim
+        flat = low
+        for offset, shape in rectangles(placed.shape, low - placed.start, high - placed.start):
+            moved = tuple(at + (tp_rank * placed.shape[dim] if dim == cut else 0) for dim, at in enumerate(offset))
+            found.append(Box(placed.parameter.name, moved, shape, flat, cut is None))
+            flat += math.prod(shape)
+    return found
+
+
+def overlap(offset: tuple[int, ...], shape: tuple[int, ...], other_offset: tuple[int, ...],
+            other_shape: tuple[int, ...]) -> tuple[slice, ...] | None:
+    """The part of the first box that the second covers, as slices of the first; None if there is none."""
+    slices = []
+    for at, size, other_at, other_size in zip(offset, shape, other_offset, other_shape, strict=True):
+        low, high = max(at, other_at), min(at + size, other_at + other_size)
+        if low >= high:
+            return None
+        slices.append(slice(low - at, high - at))
+    return tuple(slices)

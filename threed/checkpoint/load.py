@@ -1,0 +1,133 @@
+"""Load: find the newest complete checkpoint, see that it fits, and read the boxes that this rank needs.
+
+Nothing in a checkpoint is run: a manifest is JSON, tensors are safetensors. Any mesh can read what any mesh wrote.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from threed.checkpoint.boxes import Box, boxes, overlap
+from threed.checkpoint.save import FORMAT, KINDS, folder
+from threed.comm import Comm
+from threed.config import Config
+from threed.engine.engine import Engine
+from threed.errors import InputError
+from threed.models.spec import Parameter
+from threed.planner import unit_parameters
+
+
+def find(config: Config) -> Path | None:
+    """The checkpoint to resume from, by `train.resume`: None to start afresh."""
+    if config.train.resume == "never":
+        return None
+    if config.train.resume != "auto":
+        path = Path(config.train.resume)
+        if not (path / "manifest.json").is_file():
+            raise InputError(f"train.resume={path}: there is no complete checkpoint here (no manifest.json); give a folder "
+                             "such as runs/NAME/checkpoints/step-00000100, or auto")
+        return path
+    latest = folder(config) / "latest"
+    if latest.is_file():
+        path = folder(config) / latest.read_text().strip()
+        if (path / "manifest.json").is_file():
+            return path
+    complete = sorted(path.parent for path in folder(config).glob("step-*/manifest.json") if path.parent.suffix != ".tmp")
+    return complete[-1] if complete else None
+
+
+def read_manifest(path: Path, config: Config) -> dict[str, Any]:
+    """The manifest, once all files are there whole and the model is the config's."""
+    try:
+        manifest = json.loads((path / "manifest.json").read_text())
+        files, model = manifest["files"], manifest["config"]["model"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"checkpoint {path}: manifest.json cannot be read ({error}); resume from another one with "
+                         "train.resume=PATH") from None
+    if manifest.get("format") != FORMAT:
+        raise InputError(f"checkpoint {path} has format {manifest.get('format')}; this version reads format {FORMAT}")
+    for name, size in files.items():
+        file = path / name
+        if not file.is_file():
+            raise InputError(f"checkpoint {path} is incomplete: {name} is missing; resume from another one with train.resume=PATH")
+        if file.stat().st_size != size:
+            raise InputError(f"checkpoint {path} is damaged: {name} has {file.stat().st_size} bytes, not {size}; resume from "
+                             "another one with train.resume=PATH")
+    mine = config.to_dict()["model"]
+    free = {"name", "dropout", "attention_dropout", "init_std"}  # do not change what the weights mean
+    different = [f"model.{key}={model.get(key)} there, {mine[key]} here" for key in mine
+                 if key not in free and model.get(key) != mine[key]]
+    if different:
+        raise InputError(f"checkpoint {path} is of another model: {'; '.join(different)}")
+    return manifest
+
+
+def load(path: Path, manifest: dict[str, Any], config: Config, engine: Engine, comm: Comm) -> None:
+    """Fill this rank's master weights and moments, and set the engine's counters."""
+    shapes = {p.name: p for parameters in unit_parameters(config).values() for p in parameters}
+    reader = _Reader(path, sorted(manifest["files"], key=lambda name: abs(_rank(name) - comm.rank)), shapes)
+    for state in engine.states.values():
+        for box in boxes(state.layout, comm.here.tp, *state.owned):
+            where = slice(box.start - state.owned[0], box.stop - state.owned[0])
+            for kind, whole in zip(KINDS, (state.master, state.moments.exp_avg, state.moments.exp_avg_sq), strict=True):
+                reader.read(kind, box, whole[where].view(box.shape))
+        state.publish()
+    engine.zero.step_number, engine.zero.updates = manifest["step"], manifest["updates"]
+
+
+def _rank(name: str) -> int:
+    return int(name.removeprefix("rank-").split(".")[0])
+
+
+class _Reader:
+    """Reads boxes from the files of a checkpoint, opening the nearest ranks' first and no more than are needed."""
+
+    def __init__(self, path: Path, files: list[str], parameters: dict[str, Parameter]):
+        self._path, self._unread, self._parameters = path, files, parameters
+        self._stored: dict[tuple[str, str], list[tuple[tuple[int, ...], tuple[int, ...], str, Any]]] = {}
+
+    def read(self, kind: str, box: Box, into: torch.Tensor) -> None:
+        missing = math.prod(box.shape)
+        used = 0
+        while True:
+            stored = self._stored.get((kind, box.name), [])
+            for offset, shape, key, file in stored[used:]:
+                target = overlap(box.offset, box.shape, offset, shape)
+                if target is None:
+                    continue
+                source = overlap(offset, shape, box.offset, box.shape)
+                part = self._slice(file, key, source)
+                with torch.no_grad():
+                    into[target] = part.to(into.device)
+                missing -= part.numel()
+            used = len(stored)
+            if missing <= 0:
+                return
+            if not self._unread:
+                raise InputError(f"checkpoint {self._path} is incomplete: {missing} elements of {kind} {box.name} are in no file")
+            self._open(self._unread.pop(0))
+
+    def _slice(self, file: Any, key: str, source: Any) -> torch.Tensor:
+        try:
+            return file.get_slice(key)[source]
+        except (OSError, SafetensorError) as error:
+            raise InputError(f"checkpoint {self._path} is damaged: {key}: {error}") from None
+
+    def _open(self, name: str) -> None:
+        try:
+            file = safe_open(self._path / name, framework="pt")
+            for key in file.keys():  # noqa: SIM118 (not a dict)
+                kind, _, rest = key.partition(":")
+                parameter, _, place = rest.rpartition("@")
+                offset = tuple(map(int, place.split(",")))
+                shape = tuple(file.get_slice(key).get_shape())
+                self._stored.setdefault((kind, parameter), []).append((offset, shape, key, file))
+        except (OSError, SafetensorError, ValueError) as error:
+            raise InputError(f"checkpoint {self._path} is damaged: {name}: {error}; resume from another one with "
+                             "train.resume=PATH") from None

@@ -1,0 +1,128 @@
+"""Save: every rank writes what it owns; the checkpoint becomes visible only when it is whole.
+
+    run.dir/checkpoints/
+        step-00000100/              made aside as step-00000100.tmp, then renamed
+            manifest.json           step, counters, mesh, config, plan digest, files and their sizes
+            rank-00000.safetensors  tensors 'param:NAME@ROW,COLUMN', 'exp_avg:...', 'exp_avg_sq:...', all fp32
+        latest                      name of the newest; written last
+
+`param` is the fp32 master weight. Where several ranks hold the same values, one writes them. The folder must be on a
+file system that all ranks share.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
+
+from threed.checkpoint.boxes import boxes
+from threed.comm import Comm
+from threed.config import Config
+from threed.engine.engine import Engine
+
+FORMAT = 1
+KINDS = ("param", "exp_avg", "exp_avg_sq")
+
+
+def folder(config: Config) -> Path:
+    return Path(config.run.dir) / "checkpoints"
+
+
+def save(config: Config, engine: Engine, comm: Comm, counters: dict[str, Any]) -> tuple[Path, str | None]:
+    """Save after a step, on all ranks. Returns the checkpoint's folder, and what went wrong if it could not be written:
+    then nothing has changed and the older checkpoints stand."""
+    final = folder(config) / f"step-{engine.zero.step_number:08d}"
+    aside = final.with_suffix(".tmp")
+    problem = None
+    if comm.rank == 0:
+        try:
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir(parents=True)
+        except OSError as error:
+            problem = f"{aside}: {error.strerror or error}"
+    problem = _first(comm, problem)
+    if problem is None:
+        try:
+            _write(aside / f"rank-{comm.rank:05d}.safetensors", engine, comm)
+        except (OSError, SafetensorError) as error:
+            problem = f"rank {comm.rank} cannot write to {aside}: {error}"
+        problem = _first(comm, problem)
+    if comm.rank == 0 and problem is None:
+        try:
+            _publish(config, engine, comm, counters, aside, final)
+        except OSError as error:
+            problem = f"{aside}: {error.strerror or error}"
+    problem = _first(comm, problem)
+    if comm.rank == 0:
+        if problem is not None:
+            shutil.rmtree(aside, ignore_errors=True)
+        else:
+            _prune(config, final)
+    return final, problem
+
+
+def _first(comm: Comm, problem: str | None) -> str | None:
+    """The first problem of any rank: all ranks go on, or none."""
+    return next((found for found in comm.exchange(problem) if found), None)
+
+
+def _write(path: Path, engine: Engine, comm: Comm) -> None:
+    tensors = {}
+    for unit, state in engine.states.items():
+        if engine.plan.table.parameters[unit].positions[0] != comm.here.pp:
+            continue  # a tied embedding: the first position writes it
+        for box in boxes(state.layout, comm.here.tp, *state.shard):
+            if box.replicated and comm.here.tp != 0:
+                continue
+            where = slice(box.start - state.owned[0], box.stop - state.owned[0])
+            place = ",".join(map(str, box.offset))
+            for kind, whole in zip(KINDS, (state.master, state.moments.exp_avg, state.moments.exp_avg_sq), strict=True):
+                tensors[f"{kind}:{box.name}@{place}"] = whole[where].detach().cpu().view(box.shape).numpy()
+    save_file(tensors, path)
+    _sync(path)
+
+
+def _publish(config: Config, engine: Engine, comm: Comm, counters: dict[str, Any], aside: Path, final: Path) -> None:
+    mesh = comm.mesh
+    manifest = {
+        "format": FORMAT, "step": engine.zero.step_number, "updates": engine.zero.updates, **counters,
+        "mesh": {"pp": mesh.pp, "dp": mesh.dp, "tp": mesh.tp, "order": list(mesh.order)},
+        "plan": engine.plan.digest, "torch": torch.__version__, "config": config.to_dict(),
+        "files": {path.name: path.stat().st_size for path in sorted(aside.glob("rank-*.safetensors"))},
+    }
+    replace_text(aside / "manifest.json", json.dumps(manifest, indent=1))
+    if final.exists():  # a step that is run again after a resume from an older checkpoint
+        shutil.rmtree(final)
+    os.replace(aside, final)
+    _sync(final.parent)
+    replace_text(final.parent / "latest", final.name + "\n")
+
+
+def _prune(config: Config, newest: Path) -> None:
+    if config.checkpoint.keep:
+        old = sorted(path for path in newest.parent.glob("step-*") if path.suffix != ".tmp" and path <= newest)
+        for path in old[:-config.checkpoint.keep]:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file so that it is there whole or not at all."""
+    aside = path.with_name(path.name + ".tmp")
+    aside.write_text(text)
+    _sync(aside)
+    os.replace(aside, path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

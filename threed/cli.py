@@ -1,0 +1,179 @@
+"""The command line: verbs, not knobs. Everything else is a key of the config."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from threed import __version__
+from threed import config as configs
+
+from threed.errors import ConfigError, InputError, ThreedError
+from threed.planner import make_mesh, make_plan
+from threed.program import show as shows
+from threed.program.summary import stages
+from threed.quantity import show_bytes, show_count
+
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
+    help="Pretrain GPT-style models over data, tensor and pipeline parallelism, from one plan.\n\n"
+         "A run is one YAML file and dotted overrides: threed train configs/toy.yaml train.steps=20 parallel.pp=4. "
+         "configs/reference.yaml lists every key with its default and meaning.",
+)
+ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file, or one that ships: configs/toy.yaml")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="overrides, such as parallel.tp=4")]
+Json = Annotated[bool, typer.Option("--json", help="print one JSON document on stdout and nothing else")]
+
+
+def _version(value: bool) -> None:
+    if value:
+        print(f"threed {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True,
+                                                help="print the version and exit")] = False) -> None:
+    pass
+
+
+@app.command()
+def train(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Train. Outside torchrun it starts all ranks on this machine; under torchrun or Slurm it is one rank.
+
+    SIGTERM and Ctrl-C save a checkpoint and end; SIGUSR1 saves one and goes on. A run that is started again goes on
+    from its newest complete checkpoint (train.resume).
+    """
+    path = configs.find_file(config)
+    configs.load(path, overrides)  # bad input is told before torch is imported, which takes seconds
+    from threed import launcher, train as loop
+
+    place = loop.rank_of_environment()
+    if place is not None:
+        rank, local_rank, world_size = place
+        loaded = configs.load(path, overrides, world_size)
+        raise typer.Exit(launcher.run_rank(loaded, rank, local_rank, _local_size(world_size)))
+    first = configs.load(path, overrides)
+    open_dp = _dp_is_auto(path, overrides)
+    loaded = configs.load(path, overrides, launcher.local_world_size(first.run.device)) if open_dp else first
+    raise typer.Exit(launcher.run_local(loaded))
+
+
+@app.command()
+def show(config: ConfigPath, overrides: Overrides = None,
+         rank: Annotated[int | None, typer.Option(help="print this rank's program, an instruction a line")] = None,
+         program: Annotated[str, typer.Option(help="train or evaluate")] = "train",
+         svg: Annotated[Path | None, typer.Option(metavar="FILE", help="draw the timeline into FILE")] = None,
+         as_json: Json = False) -> None:
+    """Show what will run: the mesh, the units and the schedule's grid, or one rank's program."""
+    loaded = configs.load(config, overrides)
+    plan, mesh = make_plan(loaded), make_mesh(loaded)
+    if program not in plan.programs:
+        raise InputError(f"--program {program}: this plan has {', '.join(plan.programs)} (evaluate needs train.eval_every > 0)")
+    if rank is not None and not 0 <= rank < mesh.size:
+        raise InputError(f"--rank {rank}: the mesh has ranks 0 to {mesh.size - 1}")
+    if svg is not None:
+        title = f"{loaded.parallel.schedule}, {mesh.pp} positions, {loaded.num_microbatches} micro-batches, {program}"
+        try:
+            svg.write_text(shows.svg(plan.programs[program], shows.timeline(plan, program), title))
+        except OSError as error:
+            raise InputError(f"--svg {svg}: {error.strerror}") from None
+    if as_json:
+        chosen = range(mesh.pp) if rank is None else [mesh.coordinate(rank).pp]
+        _print_json({"digest": plan.digest, "mesh": {"pp": mesh.pp, "dp": mesh.dp, "tp": mesh.tp},
+                     "programs": {f"pp{p}": [str(item) for item in plan.programs[program][p]] for p in chosen}})
+    elif rank is not None:
+        print(shows.listing(plan, mesh.coordinate(rank).pp, program))
+    else:
+        print(f"{mesh.draw()}\n\n{shows.units(plan)}\n\n{loaded.parallel.schedule}, {loaded.num_microbatches} micro-batches "
+              f"(a forward of a stage drawn as 1, a backward as 2)\n{shows.grid(plan, program)}")
+
+
+@app.command()
+def check(config: ConfigPath, overrides: Overrides = None, as_json: Json = False) -> None:
+    """Check that a config can run, on any number of ranks, without starting any: the plan is built and walked.
+
+    Prints what a rank of each pipeline position holds and sends in a step. Exit status 2 where it cannot run.
+    """
+    try:
+        loaded = configs.load(config, overrides)
+        plan = make_plan(loaded)
+    except ThreedError as error:
+        if not as_json:
+            raise
+        problems = error.problems if isinstance(error, ConfigError) else [str(error)]
+        _print_json({"ok": False, "problems": problems})
+        raise typer.Exit(error.status) from None
+    rows = stages(plan)
+    lines = configs.warnings(loaded)
+    if as_json:
+        _print_json({"ok": True, "world_size": loaded.world_size, "instructions": len(plan), "digest": plan.digest,
+                     "warnings": lines, "stages": rows})
+        return
+    print(f"ok: {loaded.world_size} ranks (pp {loaded.parallel.pp} x dp {loaded.dp} x tp {loaded.parallel.tp}), "
+          f"{len(plan)} instructions, plan {plan.digest}")
+    for line in lines:
+        print(f"warning: {line}")
+    head = ("a rank of", "parameters", "param", "grad", "optimizer", "activations", "sends dp", "tp", "pp")
+    print("".join(text.rjust(12) for text in head))
+    for position, row in enumerate(rows):
+        cells = [f"pp{position}", show_count(row["parameters"]),
+                 *(show_bytes(row[key]) for key in ("parameter_bytes", "gradient_bytes", "optimizer_bytes",
+                                                    "activation_peak_bytes")),
+                 *(show_bytes(row["sent_bytes"][axis]) for axis in ("dp", "tp", "pp"))]
+        print("".join(cell.rjust(12) for cell in cells))
+
+
+@app.command()
+def data(config: ConfigPath, overrides: Overrides = None, as_json: Json = False) -> None:
+    """Prepare a config's data ahead of a run: read the source, train or load the tokenizer, tokenize, cache."""
+    loaded = configs.load(config, overrides)
+    from threed.data.samples import splits
+    from threed.data.tokens import prepare
+
+    made = prepare(loaded.data, loaded.model, lambda line: print(line, file=sys.stderr, flush=True))
+    halves = splits(made.prefix, loaded.model.seq_len, loaded.train.seed, loaded.data.validation_fraction)
+    values = {"prefix": str(made.prefix), "tokenizer": str(made.tokenizer) if made.tokenizer else None,
+              "documents": made.num_documents, "tokens": made.num_tokens, "vocab": made.vocab_size, "cached": made.cached,
+              "train_samples": halves[0].num_windows, "validation_samples": halves[1].num_windows}
+    if as_json:
+        _print_json(values)
+    else:
+        print("\n".join(f"{name:20}{value}" for name, value in values.items()))
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=1))
+
+
+def _dp_is_auto(path: Path, overrides: list[str] | None) -> bool:
+    """Whether the world size decides dp: it does if another world size would give another dp."""
+    one = configs.load(path, overrides)
+    try:
+        return configs.load(path, overrides, 2 * one.world_size).dp != one.dp
+    except ConfigError:
+        return False
+
+
+def _local_size(world_size: int) -> int:
+    import os
+
+    return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("SLURM_NTASKS_PER_NODE", world_size)))
+
+
+def main() -> None:
+    try:
+        app()
+    except ThreedError as error:
+        print(f"threed: {error}", file=sys.stderr)
+        sys.exit(error.status)
+
+
+if __name__ == "__main__":
+    main()
+
+

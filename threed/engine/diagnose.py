@@ -1,0 +1,50 @@
+"""Diagnose: where did a number first stop being finite? The step is run again, every result inspected."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from threed.engine.engine import Engine
+from threed.models.gpt import Batch
+from threed.program.instruction import Instruction, Op, Slot
+from threed.slots import Slots
+
+
+def find_nonfinite(engine: Engine, batch: Callable[[int], Batch]) -> str:
+    """Run the train program once more (its STEPs do nothing, since its CLIP finds the same) and say where it began.
+
+    All ranks call this together; all get the same answer: the first unit in the order of the data's way, forward before
+    backward.
+    """
+    table, here = engine.plan.table, engine.comm.here
+    found: list[tuple[int, int, int, str]] = []  # (forward or backward, distance along the way, micro-batch, text)
+    me = f"on rank {engine.comm.rank} (pp{here.pp} dp{here.dp} tp{here.tp})"
+    for unit, state in engine.states.items():
+        if not bool(torch.isfinite(state.master).all()):
+            found.append((-1, unit, 0, f"the weights of p{unit} ({table.parameters[unit].name}) {me} were not finite before the step"))
+
+    def inspect(instruction: Instruction, slots: Slots) -> None:
+        op, unit, microbatch, *_ = instruction
+        if op == Op.FORWARD:
+            slot = Slot("act", unit, microbatch) if unit < table.last else Slot("loss")
+            if not bool(torch.isfinite(slots.get(slot)).all()):
+                what = "output" if unit < table.last else "loss"
+                found.append((0, unit, microbatch, f"first in the {what} of u{unit} ({table.units[unit].name}), "
+                                                   f"micro-batch {microbatch}, FORWARD {me}"))
+        elif op == Op.BACKWARD:
+            values = [engine.states[p].grad for p in table.units[unit].parameters]
+            if unit > 0:
+                values.append(slots.get(Slot("grad", unit - 1, microbatch)))
+            if not all(bool(torch.isfinite(value).all()) for value in values):
+                found.append((1, -unit, microbatch, f"first in the gradient of u{unit} ({table.units[unit].name}), "
+                                                    f"micro-batch {microbatch}, BACKWARD {me}"))
+
+    engine.after = inspect
+    try:
+        engine.run("train", batch)
+    finally:
+        engine.after = None
+    everywhere = [each for ranks in engine.comm.exchange(min(found, default=None)) if ranks for each in [ranks]]
+    return min(everywhere)[3] if everywhere else "it did not happen again when the step was repeated: look at the hardware"

@@ -1,0 +1,106 @@
+"""Watch: no rank waits for ever, and none ends without the others knowing why.
+
+The ranks share a key in the rendezvous store. Whoever fails first writes there what happened; the others see it within
+a second, and end. A thread beside the engine looks at how long the current instruction has waited: past the limit it
+prints what the rank waits for and ends the run, even while the main thread hangs in a collective.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from threed.engine.engine import Engine
+
+KEY = "threed/failure"
+LIMIT = 0.8  # of run.timeout_s: the rest is for telling the others, so that all have ended by then
+POLL_S = 0.25
+
+
+class Watch:
+    def __init__(self, rank: int, store: Any, timeout_s: float):
+        self.rank, self._store, self._timeout_s = rank, store, timeout_s
+        self.engine: Engine | None = None
+        self._phase: tuple[str, float] | None = None
+        self._told = False
+        self._closed = threading.Event()
+        self._lock = threading.Lock()
+        for body in (self._watch_clock, self._watch_store):
+            threading.Thread(target=body, daemon=True, name=body.__name__).start()
+
+    @contextmanager
+    def phase(self, text: str) -> Iterator[None]:
+        """Name what the rank does outside of a program, where it may wait for others."""
+        self._phase = (text, time.monotonic())
+        try:
+            yield
+        finally:
+            self._phase = None
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def fail(self, message: str, status: int = 1, hang: bool = False) -> bool:
+        """Tell everybody that this rank failed. False if somebody else was first: then theirs is the reason."""
+        note = json.dumps({"rank": self.rank, "message": message, "status": status, "hang": hang})
+        return json.loads(self._store.compare_set(KEY, "", note))["rank"] == self.rank
+
+    def reason(self, wait_s: float = 0.0) -> dict[str, Any] | None:
+        """The first failure of any rank, if there is one by then."""
+        until = time.monotonic() + wait_s
+        while True:
+            if self._store.check([KEY]):
+                return json.loads(self._store.get(KEY))
+            if time.monotonic() >= until:
+                return None
+            time.sleep(0.05)
+
+    def where(self) -> str:
+        if self.engine is not None and self.engine.current is not None:
+            return self.engine.where()
+        if self._phase is not None:
+            text, since = self._phase
+            return f"rank {self.rank} for {time.monotonic() - since:.1f} s at '{text}', with all ranks"
+        return f"rank {self.rank} is between steps"
+
+    def _since(self) -> float | None:
+        current = self.engine.current if self.engine is not None else None
+        return current[2] if current is not None else self._phase[1] if self._phase is not None else None
+
+    def _watch_clock(self) -> None:
+        while not self._closed.wait(POLL_S):
+            since = self._since()
+            if since is not None and time.monotonic() - since > LIMIT * self._timeout_s:
+                message = f"no answer within run.timeout_s={self._timeout_s:g}: {self.where()}"
+                self.end(message)
+                # The store may hang with the rank that holds it: tell the others if it answers, and end anyway.
+                threading.Thread(target=self.fail, args=(message, 1, True), daemon=True).start()
+                time.sleep(3 * POLL_S)
+                os._exit(1)
+
+    def _watch_store(self) -> None:
+        while not self._closed.wait(POLL_S):
+            try:
+                reason = self.reason()
+            except Exception:
+                continue  # the store is gone or slow: the clock still watches
+            if reason is None or reason["rank"] == self.rank:
+                continue
+            if reason["hang"]:
+                self.end(f"rank {reason['rank']} got no answer; {self.where()}")
+            if self._closed.wait(4 * POLL_S):
+                return  # the main thread has seen it too, and ends by itself
+            os._exit(reason["status"])
+
+    def end(self, message: str) -> None:
+        """Say it once, from whichever thread comes first."""
+        with self._lock:
+            if not self._told:
+                self._told = True
+                print(f"threed: {message}", file=sys.stderr, flush=True)

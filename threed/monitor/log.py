@@ -1,0 +1,119 @@
+"""Log: the same names and numbers to metrics.jsonl, to wandb, and as a line on the console. Rank 0 only.
+
+    train/loss train/lr train/grad_norm train/skipped_steps    of the step
+    val/loss                                                   where evaluated
+    perf/step_s perf/tokens_per_s perf/tokens_per_s_per_device perf/model_tflops_per_device
+    perf/mfu                          null where the device's peak is not known
+    pipeline/bubble_measured          1 - (time in compute instructions / step time), mean; per stage as .../0, .../1
+    pipeline/bubble_predicted         the same from walking the plan with this step's measured costs
+    comm/bytes_dp comm/bytes_tp comm/bytes_pp                  sent by all ranks in the step
+    memory/peak_bytes                 allocator peak on a GPU, peak resident set on a CPU; the largest rank
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from threed.config import Config
+from threed.quantity import show_bytes, show_count
+
+
+class Log:
+    def __init__(self, config: Config, run_id: str | None = None):
+        """`run_id`: the wandb run to go on with, from a checkpoint."""
+        self.config = config
+        self.console = Console(highlight=False)
+        folder = Path(config.run.dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / "metrics.jsonl"
+        cut_torn_line(self.path)
+        self._file = self.path.open("a")
+        self._wandb = _start_wandb(config, run_id)
+        self.run_id: str | None = self._wandb.id if self._wandb else None
+        self.wandb_dir: str | None = os.path.dirname(self._wandb.dir) if self._wandb else None
+
+    def step(self, step: int, metrics: dict[str, float | None]) -> None:
+        """One step's numbers: flushed at once, so that a killed run has lost nothing."""
+        json_ready = {name: value if value is None or math.isfinite(value) else str(value) for name, value in metrics.items()}
+        self._file.write(json.dumps({"step": step, **json_ready}) + "\n")
+        self._file.flush()
+        if self._wandb:
+            self._wandb.log({name: value for name, value in metrics.items() if value is not None}, step=step)
+        steps = self.config.train.steps
+        if step % self.config.monitor.console_every == 0 or step == steps or "val/loss" in metrics:
+            self.say(_line(step, steps, metrics))
+
+    def say(self, text: str) -> None:
+        self.console.print(text, soft_wrap=True, markup=False)
+
+    def close(self, summary: dict[str, Any] | None = None) -> None:
+        self._file.close()
+        if self._wandb:
+            self._wandb.summary.update(summary or {})
+            self._wandb.finish(quiet=True) if _takes_quiet(self._wandb.finish) else self._wandb.finish()
+
+
+def _takes_quiet(function: Any) -> bool:
+    import inspect
+
+    return "quiet" in inspect.signature(function).parameters
+
+
+def _line(step: int, steps: int, metrics: dict[str, float | None]) -> str:
+    def number(name: str) -> float:
+        value = metrics.get(name)
+        return math.nan if value is None else value
+
+    parts = [f"step {step:>{len(str(steps))}}/{steps}", f"loss {number('train/loss'):.4f}"]
+    if "val/loss" in metrics:
+        parts.append(f"val {number('val/loss'):.4f}")
+    parts += [f"norm {number('train/grad_norm'):.2f}", f"lr {number('train/lr'):.2e}",
+              f"{number('perf/step_s'):.2f} s", f"{show_count(number('perf/tokens_per_s'))} tok/s",
+              f"bubble {number('pipeline/bubble_measured'):.0%} (predicted {number('pipeline/bubble_predicted'):.0%})",
+              f"peak {show_bytes(number('memory/peak_bytes'))}"]
+    return "  ".join(parts)
+
+
+def cut_torn_line(path: Path) -> None:
+    """Drop what follows the last newline: a killed run may have left half a line."""
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        size = file.seek(0, os.SEEK_END)
+        keep = size
+        while keep > 0:
+            start = max(0, keep - 4096)
+            file.seek(start)
+            newline = file.read(keep - start).rfind(b"\n")
+            if newline >= 0:
+                keep = start + newline + 1
+                break
+            keep = start
+        if keep < size:
+            file.truncate(keep)
+
+
+def wandb_mode(setting: str) -> str:
+    """`auto`: what the environment says, else offline. No account is needed for offline."""
+    if setting == "auto":
+        setting = os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_API_KEY") else "offline")
+    return {"off": "disabled"}.get(setting, setting)
+
+
+def _start_wandb(config: Config, run_id: str | None) -> Any:
+    mode = wandb_mode(config.monitor.wandb)
+    if mode == "disabled":
+        return None
+    os.environ.setdefault("WANDB_SILENT", "true")
+    import wandb
+
+    settings = wandb.Settings(console="off", x_disable_stats=True)
+    return wandb.init(project=config.monitor.project, name=config.monitor.name, id=run_id, mode=mode,  # pyright: ignore
+                      resume="allow" if run_id and mode == "online" else None, dir=config.run.dir,
+                      config=config.to_dict(), settings=settings)

@@ -1,0 +1,144 @@
+"""Measure: each rank sums up its step in a short row of numbers, all rows meet, and metrics are made of them.
+
+The row is exchanged once a step over the host: times, memory, bytes, whether somebody asked to save or stop, and the
+mean cost of each (op, unit) of the rank's position, from which the step is predicted.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from dataclasses import dataclass, field
+
+import torch
+
+from threed.comm import Comm
+from threed.config import Config
+from threed.engine.engine import Trace, compute_s
+from threed.models.spec import model_flops
+from threed.predict.simulate import Costs, predict
+from threed.program.instruction import Op
+from threed.program.table import Plan
+
+AXES = ("dp", "tp", "pp")
+HEAD = ("step_s", "compute_s", "memory", *(f"sent_{axis}" for axis in AXES), "stop", "save")
+COSTED = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.STEP)
+
+# Dense 16-bit peaks of one device without sparsity, in TFLOPS, by what torch calls it (vendors' data sheets).
+PEAK_TFLOPS = {"A100": 312.0, "H100": 989.0, "H200": 989.0, "B200": 2250.0}
+
+
+@dataclass
+class Step:
+    """What all ranks reported of a step, by rank."""
+
+    rows: list[dict[str, float]]
+    costs: Costs
+    clip_s: float
+
+    def asked(self, what: str) -> bool:
+        return any(row[what] for row in self.rows)
+
+
+@dataclass
+class Meter:
+    """Makes this rank's rows, and metrics from everybody's."""
+
+    config: Config
+    plan: Plan
+    comm: Comm
+    _sent: dict[str, int] = field(default_factory=dict)
+    _predicted: list[float] | None = None
+    _spent_s: float = 0.0
+
+    def exchange(self, trace: Trace, step_s: float, stop: bool, save: bool) -> Step:
+        """Share this rank's numbers with all ranks."""
+        table, here = self.plan.table, self.comm.here
+        program = self.plan.programs["train"][here.pp]
+        sent = {axis: self.comm.sent[axis] for axis in AXES}
+        head = [step_s, compute_s(trace, program), float(peak_bytes(self.comm.device)),
+                *(float(sent[axis] - self._sent.get(axis, 0)) for axis in AXES), float(stop), float(save)]
+        self._sent = sent
+        sums: dict[tuple[Op, int], list[float]] = {}
+        clip_s = 0.0
+        for index, item in enumerate(program):
+            took = trace.ended[index] - trace.started[index]
+            if item.op in COSTED:
+                pair = sums.setdefault((item.op, item.unit), [0.0, 0.0])
+                pair[0] += took
+                pair[1] += 1
+            elif item.op == Op.CLIP:
+                clip_s += took
+        width = len(table.units) + 1  # parameter units too: a tied embedding is one more
+        row = torch.zeros(len(head) + 1 + len(COSTED) * width, dtype=torch.float64)
+        row[: len(head) + 1] = torch.tensor([*head, clip_s])
+        for (op, unit), (total, count) in sums.items():
+            row[len(head) + 1 + COSTED.index(op) * width + unit] = total / count
+        rows = torch.empty(self.comm.mesh.size, row.numel(), dtype=torch.float64)
+        self.comm.groups["world"].all_gather(rows, row).wait()
+        return self._read(rows.tolist(), len(head), width)
+
+    def _read(self, rows: list[list[float]], start: int, width: int) -> Step:
+        sums: dict[tuple[int, Op, int], list[float]] = {}
+        for rank, row in enumerate(rows):
+            position = self.comm.mesh.coordinate(rank).pp
+            for index, value in enumerate(row[start + 1:]):
+                if value:
+                    pair = sums.setdefault((position, COSTED[index // width], index % width), [0.0, 0.0])
+                    pair[0] += value
+                    pair[1] += 1
+        costs: dict[tuple[int, Op, int], float] = {key: total / count for key, (total, count) in sums.items()}
+        # CLIP is a barrier: what it takes by itself is what the last one to arrive sees.
+        clip_s = min(row[start] for row in rows)
+        costs |= {(position, Op.CLIP, -1): clip_s for position in range(self.plan.table.num_positions)}
+        return Step([dict(zip(HEAD, row[:start], strict=True)) for row in rows], costs, clip_s)
+
+    def metrics(self, step: Step, elapsed_s: float) -> dict[str, float | None]:
+        """perf, pipeline, comm and memory metrics of a step."""
+        config, mesh = self.config, self.comm.mesh
+        step_s = max(row["step_s"] for row in step.rows)
+        tflops = model_flops(config.model, config.train.global_batch_size) / step_s / mesh.size / 1e12
+        peak = config.monitor.peak_tflops or _peak_tflops(self.comm.device)
+        values: dict[str, float | None] = {
+            "perf/step_s": step_s,
+            "perf/tokens_per_s": config.tokens_per_step / step_s,
+            "perf/tokens_per_s_per_device": config.tokens_per_step / step_s / mesh.size,
+            "perf/model_tflops_per_device": tflops,
+            "perf/mfu": tflops / peak if peak else None,
+        }
+        measured: list[list[float]] = [[] for _ in range(mesh.pp)]
+        for rank, row in enumerate(step.rows):
+            measured[mesh.coordinate(rank).pp].append(1.0 - row["compute_s"] / row["step_s"])
+        predicted = self._predict(step.costs, elapsed_s)
+        for name, bubbles in (("measured", [_mean(each) for each in measured]), ("predicted", predicted)):
+            values[f"pipeline/bubble_{name}"] = _mean(bubbles)
+            values |= {f"pipeline/bubble_{name}/{stage}": bubble for stage, bubble in enumerate(bubbles)}
+        values |= {f"comm/bytes_{axis}": sum(row[f"sent_{axis}"] for row in step.rows) for axis in AXES}
+        values["memory/peak_bytes"] = max(row["memory"] for row in step.rows)
+        return values
+
+    def _predict(self, costs: Costs, elapsed_s: float) -> list[float]:
+        """Predicted bubbles; a large plan is walked again only as often as costs a hundredth of the run's time."""
+        if self._predicted is None or self._spent_s < 0.01 * elapsed_s:
+            begin = time.monotonic()
+            self._predicted = predict(self.plan, costs).bubble
+            self._spent_s += time.monotonic() - begin
+        return self._predicted
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The allocator's peak on a GPU, the peak resident set on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _peak_tflops(device: torch.device) -> float | None:
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in PEAK_TFLOPS.items() if part in name), None)
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)

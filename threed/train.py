@@ -1,0 +1,249 @@
+"""Train: the loop of one rank. Everything that all ranks must agree on is agreed before the first step."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from threed import config as configs
+from threed.checkpoint.load import find, load, read_manifest
+from threed.checkpoint.save import folder, save
+from threed.comm import Comm, ProcessComm
+from threed.config import Config
+from threed.data.samples import Split, splits
+from threed.data.tokens import Prepared, prepare
+from threed.engine.diagnose import find_nonfinite
+from threed.engine.engine import Engine
+from threed.engine.loopback import channel_pairs
+from threed.engine.watch import Watch
+from threed.errors import InputError, RunError
+from threed.models.gpt import Batch
+from threed.monitor.log import Log
+from threed.monitor.measure import Meter
+from threed.planner import make_mesh, make_plan
+from threed.quantity import show_bytes, show_count, show_seconds
+
+
+class Requests:
+    """What signals asked for: SIGTERM and SIGINT save and stop, SIGUSR1 saves and goes on."""
+
+    def __init__(self) -> None:
+        self.stop = self.save = False
+        signal.signal(signal.SIGTERM, self._on_stop)
+        signal.signal(signal.SIGINT, self._on_stop)
+        signal.signal(signal.SIGUSR1, self._on_save)
+
+    def _on_stop(self, *_: Any) -> None:
+        self.stop = True
+
+    def _on_save(self, *_: Any) -> None:
+        self.save = True
+
+
+def pick_device(config: Config, local_rank: int) -> torch.device:
+    wanted = config.run.device
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise InputError("run.device=cuda, but torch sees no GPU here; use run.device=auto or cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise InputError(f"local rank {local_rank} has no GPU: there are {torch.cuda.device_count()} on this machine; start "
+                         "fewer processes a node, or use run.device=cpu")
+    return torch.device("cuda", local_rank)
+
+
+def train(config: Config, rank: int, local_rank: int, requests: Requests, connected: Callable[[Watch], None],
+          store: Any = None, prepared: Prepared | None = None) -> None:
+    """Train on this rank, from wherever `train.resume` says, to the end.
+
+    `store`: where ranks meet (None: the environment says). `prepared`: data already made; None: rank 0 makes it now.
+    `connected` is called with the watch as soon as ranks can tell each other of failures.
+    """
+    mesh, plan = make_mesh(config), make_plan(config)
+    device = pick_device(config, local_rank)
+    comm = ProcessComm(mesh, rank, device, channel_pairs(plan), config.run.timeout_s, store)
+    watch = Watch(rank, comm.store, config.run.timeout_s)
+    connected(watch)
+    with watch.phase("compare plans"):
+        _agree(comm, plan.digest)
+    log = None
+    try:
+        if prepared is None:
+            made = prepare(config.data, config.model, print) if rank == 0 else None
+            with watch.phase("prepare data"):
+                prepared = comm.exchange(made)[0]
+        assert prepared is not None
+        data = splits(prepared.prefix, config.model.seq_len, config.train.seed, config.data.validation_fraction)
+        path = find(config)
+        manifest = read_manifest(path, config) if path else None
+        engine = Engine(config, plan, comm)
+        watch.engine = engine
+        if rank == 0:
+            for aside in folder(config).glob("step-*.tmp"):
+                shutil.rmtree(aside, ignore_errors=True)
+            log = Log(config, manifest.get("wandb_id") if manifest else None)
+            for line in configs.warnings(config):
+                log.say(f"warning: {line}")
+            log.say(f"{mesh.draw()}\n{len(plan)} instructions, plan {plan.digest}, {device.type}")
+        if path and manifest:
+            load(path, manifest, config, engine, comm)
+            if log:
+                log.say(f"resumed from {path} after step {engine.zero.step_number}")
+        Loop(config, engine, comm, data, watch, log, requests).run(manifest or {})
+    finally:
+        watch.engine = None
+        if log:
+            log.close()
+    watch.close()
+    comm.close()
+
+
+def _agree(comm: Comm, digest: str) -> None:
+    """All ranks run one plan, or none runs."""
+    digests = comm.exchange(digest)
+    if len(set(digests)) > 1:
+        odd = next(rank for rank, other in enumerate(digests) if other != digests[0])
+        raise InputError(f"rank {odd} has plan {digests[odd]} and rank 0 has {digests[0]}: every rank must be given the same "
+                         "config, overrides and version of threed")
+
+
+class Loop:
+    """The steps, and what happens between them."""
+
+    def __init__(self, config: Config, engine: Engine, comm: Comm, data: tuple[Split, Split], watch: Watch,
+                 log: Log | None, requests: Requests):
+        self.config, self.engine, self.comm, self.watch, self.log = config, engine, comm, watch, log
+        self.train_split, self.validation_split = data
+        self.requests = requests
+        self.meter = Meter(config, engine.plan, comm)
+        self.begin = time.monotonic()
+        self.skipped = 0
+        self.saved: Path | None = None
+        self.losses: list[float] = []
+        self.last: dict[str, float | None] = {}
+
+    def run(self, manifest: dict[str, Any]) -> None:
+        config, zero = self.config, self.engine.zero
+        self.skipped = manifest.get("skipped", 0)
+        saved_at = zero.step_number if manifest else -1
+        while zero.step_number < config.train.steps:
+            stop, save_now = self._step()
+            number = zero.step_number
+            done = number == config.train.steps
+            due = bool(config.checkpoint.every) and number % config.checkpoint.every == 0
+            if (done or stop or save_now or due) and saved_at != number:
+                self._save()
+                saved_at = number
+            if stop and not done:
+                self._say(f"stopped on request after step {number}; train.resume=auto goes on from here")
+                break
+        self._summary()
+
+    def _step(self) -> tuple[bool, bool]:
+        """One step, its metrics, its evaluation. Whether somebody asked to stop, to save."""
+        config, zero = self.config, self.engine.zero
+        started = time.monotonic()
+        lr, index = zero.lr, zero.step_number
+        clipped, trace = self.engine.train_step(self._batches(self.train_split, index))
+        number = zero.step_number
+        if not clipped.finite:
+            self._nonfinite(index, clipped.loss, clipped.grad_norm)
+        with self.watch.phase(f"metrics of step {number}"):
+            step = self.meter.exchange(trace, time.monotonic() - started, self.requests.stop, self.requests.save)
+        self.requests.save = False
+        metrics: dict[str, float | None] = {"train/loss": clipped.loss, "train/lr": lr, "train/grad_norm": clipped.grad_norm,
+                                            "train/skipped_steps": float(self.skipped)}
+        if config.train.eval_every and number % config.train.eval_every == 0:
+            metrics["val/loss"] = self._evaluate()
+        if self.log:
+            metrics |= self.meter.metrics(step, time.monotonic() - self.begin)
+            self.losses.append(clipped.loss)
+            self.last = metrics
+            self.log.step(number, metrics)
+        return step.asked("stop"), step.asked("save")
+
+    def _batches(self, split: Split, step: int, train: bool = True) -> Callable[[int], Batch]:
+        """Micro-batch -> data. Which sample goes where depends on the sample's global number alone."""
+        config, here, device = self.config, self.comm.here, self.comm.device
+        micro, last = config.train.micro_batch_size, config.parallel.pp - 1
+        start = step * config.train.global_batch_size
+
+        def batch(microbatch: int) -> Batch:
+            first = start + (microbatch * config.dp + here.dp) * micro
+            samples = torch.arange(first, first + micro, device=device)
+            tokens = torch.empty(0, dtype=torch.int64)
+            if here.pp in (0, last):  # the others see activations only
+                tokens = torch.stack([torch.from_numpy(split.window(i)) for i in range(first, first + micro)]).to(device)
+            return Batch(tokens[..., :-1], tokens[..., 1:], samples, config.train.seed, config.tokens_per_step, train)
+
+        return batch
+
+    def _evaluate(self) -> float:
+        """Mean loss of the validation split's first `train.eval_batches` global batches."""
+        losses = [self.engine.run("evaluate", self._batches(self.validation_split, index, train=False))[0].loss
+                  for index in range(self.config.train.eval_batches)]
+        return sum(losses) / len(losses)
+
+    def _nonfinite(self, index: int, loss: float, norm: float) -> None:
+        self.skipped += 1
+        what = f"step {index + 1}: not finite (loss {loss}, gradient norm {norm})"
+        if self.config.train.on_nonfinite == "skip":
+            self._say(f"{what}: the step is skipped, {self.skipped} so far")
+            return
+        # The learning rate's clock does not matter: the repeated step updates nothing either.
+        where = find_nonfinite(self.engine, self._batches(self.train_split, index))
+        raise RunError(f"{what}; {where}. No weight has changed in this step. Lower optimizer.lr, or set "
+                       "train.on_nonfinite=skip to leave such steps out")
+
+    def _save(self) -> None:
+        begin = time.monotonic()
+        with self.watch.phase("save a checkpoint"):
+            counters = {"samples": self.engine.zero.step_number * self.config.train.global_batch_size,
+                        "skipped": self.skipped, "wandb_id": self.log.run_id if self.log else None}
+            path, problem = save(self.config, self.engine, self.comm, counters)
+        if problem:
+            self._say(f"warning: no checkpoint was saved: {problem}. Older checkpoints stand; the run goes on")
+        else:
+            self.saved = path
+            self._say(f"saved {path} in {show_seconds(time.monotonic() - begin)}")
+
+    def _summary(self) -> None:
+        if not self.log:
+            return
+        log, recent = self.log, self.losses[-10:]
+        if recent:
+            last, start = self.last, self.losses[0]
+            log.say(
+                f"\nloss       {start:.4f} -> {sum(recent) / len(recent):.4f} (mean of the last {len(recent)} steps)\n"
+                f"speed      {show_count(last['perf/tokens_per_s'] or 0)} tokens/s, {show_seconds(last['perf/step_s'] or 0)} a step\n"
+                f"bubble     {last['pipeline/bubble_measured'] or 0:.1%} measured, "
+                f"{last['pipeline/bubble_predicted'] or 0:.1%} predicted\n"
+                f"memory     {show_bytes(last['memory/peak_bytes'] or 0)} at the peak of the largest rank")
+        else:
+            log.say(f"nothing to do: train.steps={self.config.train.steps} are done")
+        log.say(f"checkpoint {self.saved or 'none was saved'}\nmetrics    {log.path}\nwandb      {log.wandb_dir or 'off'}")
+
+    def _say(self, text: str) -> None:
+        if self.log:
+            self.log.say(text)
+
+
+def rank_of_environment() -> tuple[int, int, int] | None:
+    """(rank, local rank, world size) where torchrun or Slurm started this process, else None."""
+    env = os.environ
+    if "RANK" in env and "WORLD_SIZE" in env:
+        return int(env["RANK"]), int(env.get("LOCAL_RANK", "0")), int(env["WORLD_SIZE"])
+    if "SLURM_STEP_ID" in env and int(env.get("SLURM_NTASKS", "1")) > 1 and "MASTER_ADDR" in env:
+        rank, world = int(env["SLURM_PROCID"]), int(env["SLURM_NTASKS"])
+        env.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_PORT=env.get("MASTER_PORT", "29500"))
+        return rank, int(env["SLURM_LOCALID"]), world
+    return None
+
+

@@ -170,7 +170,7 @@ class Mlp(nn.Module):
     def forward(self, x_sBD: torch.Tensor) -> torch.Tensor:
         x_SBF = self.up(x_sBD)
         if self.gated:
-            gate, up = x_SBF.unflatten(-1, (-1, 2)).unbind(-1)
+            gate, up = x_SBF.chunk(2, -1)
             return self.down(F.silu(gate) * up)
         return self.down(F.gelu(x_SBF, approximate="tanh"))
 

@@ -12,13 +12,9 @@ def _gpt(layers: int, hidden: int, heads: int, seq_len: int, vocab: int = 50257)
     }
 
 
-def _llama(layers: int, hidden: int, heads: int, kv_heads: int, ffn_hidden: int, seq_len: int, vocab: int,
-           rope_theta: float) -> dict[str, Any]:
-    return {
-        "layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "ffn_hidden": ffn_hidden,
-        "seq_len": seq_len, "vocab": vocab, "position": "rotary", "rope_theta": rope_theta, "norm": "rmsnorm",
-        "activation": "swiglu", "bias": False, "tie_embeddings": False,
-    }
+def _llama(**sizes: Any) -> dict[str, Any]:
+    return {**sizes, "position": "rotary", "norm": "rmsnorm", "activation": "swiglu", "bias": False,
+            "tie_embeddings": False}
 
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -40,7 +36,10 @@ SIZES: dict[str, dict[str, Any]] = {
     # Narayanan et al. 2021, table 1
     "megatron-1t": _gpt(128, 25600, 160, 2048, 51200),
     # Touvron et al. 2023; Dubey et al. 2024
-    "llama2-7b": _llama(32, 4096, 32, 32, 11008, 4096, 32000, 1e4),
-    "llama3-8b": _llama(32, 4096, 32, 8, 14336, 8192, 128256, 5e5),
-    "llama3-70b": _llama(80, 8192, 64, 8, 28672, 8192, 128256, 5e5),
+    "llama2-7b": _llama(layers=32, hidden=4096, heads=32, kv_heads=32, ffn_hidden=11008,
+                        seq_len=4096, vocab=32000, rope_theta=1e4),
+    "llama3-8b": _llama(layers=32, hidden=4096, heads=32, kv_heads=8, ffn_hidden=14336,
+                        seq_len=8192, vocab=128256, rope_theta=5e5),
+    "llama3-70b": _llama(layers=80, hidden=8192, heads=64, kv_heads=8, ffn_hidden=28672,
+                         seq_len=8192, vocab=128256, rope_theta=5e5),
 }

@@ -6,7 +6,7 @@ in `gpt` have exactly these parameters (a test compares them), so parameter coun
 Parameters replicated over tp have `tp_dim` None; the others are cut along `tp_dim`, and rank r holds the r-th part.
 Two layouts make that cut independent of tp, so that a checkpoint fits any mesh:
   attention.qkv   rows by kv head: the queries that share it, then its key, then its value (as in Megatron-LM)
-  mlp.up          with swiglu, rows alternate: gate 0, up 0, gate 1, up 1, ...
+  mlp.up          with swiglu, stacked: [2, ffn, hidden], gate and up, of which tp cuts dim 1
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class Parameter:
     std: float = 0.0  # initial values: normal with this std, or the constant `fill` where std is 0
     fill: float = 0.0
     unpadded: int | None = None  # length of dim 0 without vocabulary padding
+    stacked: bool = False  # dim 0 counts products of one input: modules see their rows one after the other
 
     @property
     def numel(self) -> int:
@@ -37,10 +38,15 @@ class Parameter:
     @property
     def decay(self) -> bool:
         """Weight decay applies to matrices, not to biases and norms (as in Megatron-LM)."""
-        return len(self.shape) > 1
+        return len(self.shape) - self.stacked > 1
 
     def local_shape(self, tp: int) -> tuple[int, ...]:
         return tuple(size // tp if dim == self.tp_dim else size for dim, size in enumerate(self.shape))
+
+    def module_shape(self, tp: int) -> tuple[int, ...]:
+        """The shape of a tp rank's part inside the layer."""
+        shape = self.local_shape(tp)
+        return (shape[0] * shape[1], *shape[2:]) if self.stacked else shape
 
 
 @dataclass(frozen=True)
@@ -100,9 +106,12 @@ def _norm(model: ModelConfig, name: str) -> list[Parameter]:
     return [weight] if model.norm == "rmsnorm" else [weight, Parameter(f"{name}.bias", (model.hidden,))]
 
 
-def _linear(model: ModelConfig, name: str, shape: tuple[int, int], tp_dim: int, std: float) -> list[Parameter]:
-    weight = Parameter(f"{name}.weight", shape, tp_dim, std)
-    bias = Parameter(f"{name}.bias", shape[:1], 0 if tp_dim == 0 else None)
+def _linear(model: ModelConfig, name: str, shape: tuple[int, ...], tp_dim: int, std: float) -> list[Parameter]:
+    """Weight and bias: [outputs, inputs], or [2, outputs, inputs] for two products of one input."""
+    stacked = len(shape) == 3
+    cut_rows = tp_dim < len(shape) - 1
+    weight = Parameter(f"{name}.weight", shape, tp_dim, std, stacked=stacked)
+    bias = Parameter(f"{name}.bias", shape[:-1], tp_dim if cut_rows else None, stacked=stacked)
     return [weight, bias] if model.bias else [weight]
 
 
@@ -126,7 +135,7 @@ def _block(model: ModelConfig, index: int) -> Layer:
         *_linear(model, f"{name}.attention.qkv", (hidden + 2 * kv, hidden), 0, model.init_std),
         *_linear(model, f"{name}.attention.out", (hidden, hidden), 1, residual_std),
         *_norm(model, f"{name}.mlp_norm"),
-        *_linear(model, f"{name}.mlp.up", (up, hidden), 0, model.init_std),
+        *_linear(model, f"{name}.mlp.up", *(((2, ffn, hidden), 1) if gated else ((ffn, hidden), 0)), model.init_std),
         *_linear(model, f"{name}.mlp.down", (hidden, ffn), 1, residual_std),
     ]
     matrices = hidden * (hidden + 2 * kv) + hidden * hidden + hidden * up + ffn * hidden

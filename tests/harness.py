@@ -6,12 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from tests.reference import tokens_of
-from threed.comm import Comm
+from threed.comm import Comm, ProcessComm
 from threed.config import Config, load
 from threed.engine.engine import Engine
-from threed.engine.loopback import run_loopback
+from threed.engine.loopback import channel_pairs, run_loopback
 from threed.models.gpt import Batch
 from threed.planner import make_mesh, make_plan
 from threed.program.instruction import Op
@@ -121,3 +122,14 @@ def assert_parity(ranks: Ranks, reference, loss: float = 1e-5, norm: float = 1e-
     for name, want in reference.weights.items():
         error = (ranks.weights[name] - want).abs().max().item()
         assert error <= 10 * grad * max(want.abs().max().item(), 1e-3), (name, error)
+
+
+def over_gloo(rank: int, store_path: str, config: Config, steps: int):
+    """`loopback` for one real process of tests.workers."""
+    plan = make_plan(config)
+    store = dist.FileStore(store_path, config.world_size)
+    comm = ProcessComm(make_mesh(config), rank, torch.device("cpu"), channel_pairs(plan), 60.0, store)
+    try:
+        return drive(config, Engine(config, plan, comm), comm, steps)
+    finally:
+        comm.close()

@@ -49,7 +49,7 @@ def run(config: Config, steps: int) -> Result:
     tied = tied_parameter(model)
     specs = [p for layer in layers(model) for p in layer.parameters] + ([tied] if tied else [])
     masters = {p.name: initial_values(p, 1, 0, config.train.seed).requires_grad_() for p in specs}
-    live = {name: nn.Parameter(value.detach().to(dtype)) for name, value in masters.items()}
+    live = {p.name: nn.Parameter(masters[p.name].detach().to(dtype).view(p.module_shape(1))) for p in specs}
     for index, module in enumerate(modules):
         for inside, name in parameter_names(index, module, model).items():
             path, _, last = inside.rpartition(".")
@@ -78,7 +78,7 @@ def run(config: Config, steps: int) -> Result:
             x.backward()
             total += x.item()
             for name, value in live.items():
-                masters[name].grad += value.grad.float()  # pyright: ignore
+                masters[name].grad += value.grad.float().view_as(masters[name])  # pyright: ignore
                 value.grad = None
         result.losses.append(total)
         if step == 0:
@@ -90,6 +90,6 @@ def run(config: Config, steps: int) -> Result:
         optimizer.step()
         with torch.no_grad():
             for name, value in live.items():
-                value.copy_(masters[name])
+                value.copy_(masters[name].view_as(value))
     result.weights = {name: value.detach() for name, value in masters.items()}
     return result

@@ -198,26 +198,21 @@ class ProcessComm(Comm):
         dist.init_process_group(backend, store=store, rank=rank, world_size=mesh.size, timeout=timeout)
         self.store: Any = dist.distributed_c10d._get_default_store()
         world = dist.group.WORLD
-        # Members make their groups by themselves, all in one order: time does not grow with the number of groups.
-        made: dict[tuple[int, ...], Any] = {tuple(range(mesh.size)): world}
-
-        def group(ranks: tuple[int, ...], fresh: bool = False) -> Any:
-            if len(ranks) == 1:
-                return None
-            if fresh or ranks not in made:
-                made[ranks] = dist.new_group(list(ranks), timeout, use_local_synchronization=True)
-            return made[ranks]
-
-        for name in ("world", "tp", "dp", "tie"):
-            ranks = mesh.group(name, rank)
-            # Own communicators for what may be under way at the same time (a gather over dp, a product over tp).
-            self.groups[name] = ProcessGroup(name, ranks, rank, self.sent, group(ranks, fresh=name in ("tp", "dp")))
+        # Every rank names every group, in one order; only members connect. (torch's way for members to do it alone names
+        # groups by how many a rank has made so far, and ranks at the ends of a pipeline make fewer.)
+        for name in ("tp", "dp", "tie"):
+            for ranks in mesh.groups(name):
+                made = dist.new_group(list(ranks), timeout) if len(ranks) > 1 else None
+                if rank in ranks:
+                    self.groups[name] = ProcessGroup(name, ranks, rank, self.sent, made)
+        self.groups["world"] = ProcessGroup("world", tuple(range(mesh.size)), rank, self.sent, dist.group.WORLD)
         for sender, receiver, kind in sorted(pairs):
-            if self.here.pp in (sender, receiver):
-                ends = [mesh.rank(position, self.here.dp, self.here.tp) for position in (sender, receiver)]
-                peer = ends[1] if self.here.pp == sender else ends[0]
-                process_group = group((min(ends), max(ends)), fresh=True)
-                self.channels[sender, receiver, kind] = ProcessChannel(self.sent, process_group, peer)
+            for first in mesh.groups("pp"):
+                ends = first[sender], first[receiver]
+                made = dist.new_group(sorted(ends), timeout)
+                if rank in ends:
+                    peer = ends[1] if rank == ends[0] else ends[0]
+                    self.channels[sender, receiver, kind] = ProcessChannel(self.sent, made, peer)
 
     def exchange(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.mesh.size

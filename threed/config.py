@@ -146,7 +146,7 @@ class CheckpointConfig:
 
 @dataclass
 class MonitorConfig:
-    wandb: str = "auto"  # auto: online if WANDB_MODE or WANDB_API_KEY says so, else offline | offline | online | off
+    wandb: str = "auto"  # auto: online if WANDB_MODE or WANDB_API_KEY says so, else offline | offline | online | disabled
     project: str = "threed"
     name: str | None = None
     peak_tflops: float | None = None  # of one device, for perf/mfu; None: looked up, null where not known
@@ -337,7 +337,7 @@ _CHOICES = {
     "optimizer.name": ("adamw", "sgd"),
     "optimizer.schedule": ("constant", "linear", "cosine", "wsd"),
     "train.on_nonfinite": ("stop", "skip"),
-    "monitor.wandb": ("auto", "offline", "online", "off"),
+    "monitor.wandb": ("auto", "offline", "online", "disabled"),
     "run.device": ("auto", "cpu", "cuda"),
     "zero.stage": (0, 1),
     "activation.policy": ("none",),

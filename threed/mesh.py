@@ -94,7 +94,7 @@ class Mesh:
 
     def groups(self, name: str) -> list[tuple[int, ...]]:
         """All groups called `name`, by their least rank: every rank makes them in this order."""
-        return sorted({self.group(name, rank) for rank in range(self.size)}, key=min)
+        return sorted({self.group(name, rank) for rank in range(self.size)})
 
     def draw(self, ranks_per_node: int | None = None, most: int = 64) -> str:
         """Who sits where: a row for each pipeline position and replica, a column for each tp part, nodes marked."""

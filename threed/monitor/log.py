@@ -101,9 +101,9 @@ def cut_torn_line(path: Path) -> None:
 
 def wandb_mode(setting: str) -> str:
     """`auto`: what the environment says, else offline. No account is needed for offline."""
-    if setting == "auto":
-        setting = os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_API_KEY") else "offline")
-    return {"off": "disabled"}.get(setting, setting)
+    if setting != "auto":
+        return setting
+    return os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_API_KEY") else "offline")
 
 
 def _start_wandb(config: Config, run_id: str | None) -> Any:

@@ -2,13 +2,17 @@
 
 An order is, for each position, a list of (F or B, stage, micro-batch). With p stages and m micro-batches, p = 3, m = 4:
 
-    gpipe   pp0  F0 F1 F2 F3 .  .  .  .  B0 B0 B1 B1 B2 B2 B3 B3     all forwards, then all backwards:
-            pp1  .  F0 F1 F2 F3 .  B0 B0 B1 B1 ...                   keeps m micro-batches
-            pp2  .  .  F0 F1 F2 F3 ...
+    gpipe: all forwards, then all backwards; keeps m micro-batches
 
-    1f1b    pp0  F0 F1 F2 .  .  .  B0 B0 F3 B1 B1 ...                p - rank forwards ahead, then one backward
-            pp1  .  F0 F1 .  B0 B0 F2 ...                            for each forward: keeps p - rank
-            pp2  .  .  F0 B0 B0 F1 B1 B1 ...
+    pp0   F0 F1 F2 F3 .  .  .  .  .  .  B0 B0 B1 B1 B2 B2 B3 B3
+    pp1   .  F0 F1 F2 F3 .  .  .  B0 B0 B1 B1 B2 B2 B3 B3
+    pp2   .  .  F0 F1 F2 F3 B0 B0 B1 B1 B2 B2 B3 B3
+
+    1f1b: p - rank forwards ahead, then one backward for each forward; keeps p - rank
+
+    pp0   F0 F1 F2 .  .  .  .  B0 B0 F3 B1 B1 .  B2 B2 .  B3 B3
+    pp1   .  F0 F1 .  .  B0 B0 F2 B1 B1 F3 B2 B2 .  B3 B3
+    pp2   .  .  F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3
 """
 
 from __future__ import annotations

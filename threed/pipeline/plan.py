@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from threed.errors import PlanError
 from threed.pipeline.orders import Order
 from threed.program.effects import effects
-from threed.program.instruction import COMPUTE, Instruction, Op, Slot
+from threed.program.instruction import COMPUTE, Instruction, Op, Programs, Slot
 from threed.program.table import Table
-
-Programs = list[list[Instruction]]
 
 
 def expand(order: Order, table: Table, keep: str = "all") -> Programs:
@@ -69,7 +68,7 @@ def communicate(programs: Programs, table: Table) -> Programs:
     if any(heads[position] < len(program) for position, program in enumerate(programs)):
         stuck = [f"pp{position} {program[heads[position]]}" for position, program in enumerate(programs)
                  if heads[position] < len(program)]
-        raise ValueError(f"the order can never run: each of these waits for another: {'; '.join(stuck)}")
+        raise PlanError(f"the order can never run: each of these waits for another: {'; '.join(stuck)}")
     # Of events at one time, messages come before the compute that they are ready for.
     events.sort(key=lambda event: (event[0], event[3].op in COMPUTE, event[1]))
     result: Programs = [[] for _ in programs]

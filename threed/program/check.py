@@ -15,6 +15,8 @@ from threed.program.instruction import BACKWARDS, Instruction, Op, Slot
 from threed.program.table import Plan, Table
 from threed.program.walk import Links, Mode, Program, channels, link, walk
 
+EVALUATE = "evaluate"  # the program that only runs forward
+
 
 def check(plan: Plan) -> dict[str, list[Links]]:
     """Raise PlanError unless every program of the plan can run and does all of its work. Returns the links."""
@@ -22,7 +24,7 @@ def check(plan: Plan) -> dict[str, list[Links]]:
 
 
 def check_programs(name: str, programs: Sequence[Program], table: Table) -> list[Links]:
-    """Check the programs of all positions that run together."""
+    """Check the programs of all positions that run together. `evaluate` is forward only, every other program trains."""
     if len(programs) != table.num_positions:
         raise PlanError(f"program '{name}' has {len(programs)} positions, but the table has {table.num_positions}")
     links = []
@@ -64,7 +66,7 @@ def _check_complete(name: str, programs: Sequence[Program], position: int, table
     for instruction in program:
         if instruction.op == Op.FORWARD or instruction.op in BACKWARDS:
             seen[Instruction(instruction.op, instruction.unit, instruction.microbatch)] += 1
-    trains = any(instruction.op == Op.STEP for instruction in program)
+    trains = name != EVALUATE
     expected: Counter[Instruction] = Counter()
     for unit in table.units_of(position):
         for microbatch in range(table.num_microbatches):
@@ -93,10 +95,12 @@ def _check_complete(name: str, programs: Sequence[Program], position: int, table
 
 
 def _check_channels(name: str, programs: Sequence[Program]) -> None:
-    for (sender, receiver, kind), (sends, receives) in channels(programs).items():
+    found = channels(programs)
+    for (sender, receiver, _), (sends, receives) in found.items():
         if not (0 <= sender < len(programs) and 0 <= receiver < len(programs)) or sender == receiver:
             position, index = (sends or receives)[0]
             raise PlanError(describe(name, programs, position, index, "there is no such peer"))
+    for (sender, receiver, kind), (sends, receives) in found.items():
         for k in range(max(len(sends), len(receives))):
             if k >= len(sends) or k >= len(receives):
                 position, index = (sends if k < len(sends) else receives)[k]

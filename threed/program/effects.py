@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from threed.program.instruction import Instruction, Op, Slot
+from threed.program.instruction import COMPUTE, MESSAGES, Instruction, Op, Slot
 from threed.program.table import Table
 
 
@@ -24,8 +24,10 @@ class Effects(NamedTuple):
 
 
 def effects(instruction: Instruction, table: Table, position: int) -> Effects:
-    """Effects of one instruction of the program of a pipeline position."""
+    """Effects of one instruction of the program of a pipeline position. KeyError: it names what does not exist."""
     op, unit, microbatch, group, peer, keep = instruction
+    if (op in COMPUTE and not 0 <= unit < len(table.units)) or keep not in ("all", "none"):
+        raise KeyError(str(instruction))
     if op == Op.FORWARD:
         before = _slots("act", unit - 1, microbatch, unit > 0)
         after = _slots("act", unit, microbatch, unit < table.last)
@@ -41,12 +43,16 @@ def effects(instruction: Instruction, table: Table, position: int) -> Effects:
     if op == Op.BACKWARD_WEIGHT:
         operands = (Slot("operands", unit, microbatch),)
         return Effects("compute", operands, adds=_wgrads(table, unit), frees=operands)
+    if op in MESSAGES and group not in ("act", "grad"):
+        raise KeyError(f"messages are act or grad, not '{group}'")
     if op == Op.SEND:
         slot = (Slot(group, unit, microbatch),)
         return Effects(f"send {peer} {group}", slot, frees=slot)
     if op == Op.RECV:
         return Effects(f"recv {peer} {group}", writes=(Slot(group, unit, microbatch),))
     if op == Op.GATHER:
+        if group != "dp":
+            raise KeyError(f"p{unit} is sharded over dp, not '{group}'")
         return Effects("dp", (Slot("pshard", unit),), (Slot("param", unit),))
     if op == Op.RELEASE:
         return Effects("compute", frees=(Slot("param", unit),))
@@ -77,11 +83,12 @@ def chain(table: Table, unit: int) -> list[tuple[str, Slot, Slot]]:
 
 
 def _reduce(instruction: Instruction, table: Table) -> Effects:
-    for group, taken, made in chain(table, instruction.unit):
+    for group, taken, made in chain(table, instruction.unit) if instruction.unit in table.parameters else ():
         if group == instruction.group:
             lane = "tie" if group == "tie" else "dp" if group == "dp" else "compute"
-            return Effects(lane, (taken,), adds=(made,), frees=(taken,))
-    raise KeyError(f"p{instruction.unit} has no reduction over {instruction.group}")
+            # One sum a step: a second reduction would overwrite the first, not add to it.
+            return Effects(lane, (taken,), (made,), frees=(taken,))
+    raise KeyError(f"p{instruction.unit} has no reduction over '{instruction.group}'")
 
 
 def _slots(kind: str, unit: int, microbatch: int, exists: bool) -> tuple[Slot, ...]:

@@ -46,6 +46,16 @@ BACKWARDS = (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 COMPUTE = (Op.FORWARD, *BACKWARDS)
 MESSAGES = (Op.SEND, Op.RECV)
 
+# The fields that an op uses. The others keep their defaults, so that what is printed is all there is.
+FIELDS: dict[Op, tuple[str, ...]] = {
+    Op.FORWARD: ("unit", "microbatch", "keep"),
+    **dict.fromkeys(BACKWARDS, ("unit", "microbatch")),
+    **dict.fromkeys(MESSAGES, ("unit", "microbatch", "group", "peer")),
+    **dict.fromkeys((Op.GATHER, Op.REDUCE), ("unit", "group")),
+    **dict.fromkeys((Op.RELEASE, Op.STEP), ("unit",)),
+    Op.CLIP: ("keep",),
+}
+
 
 class Slot(NamedTuple):
     kind: str
@@ -87,3 +97,12 @@ class Instruction(NamedTuple):
         if self.keep != "all":
             parts.append(f"keep={self.keep}")
         return " ".join(parts)
+
+    def strays(self) -> list[str]:
+        """Fields that are set although the op does not use them."""
+        defaults = self._field_defaults
+        return [name for name, default in defaults.items()
+                if getattr(self, name) != default and name not in FIELDS[self.op]]
+
+
+Programs = list[list[Instruction]]  # of all positions, while passes work on them

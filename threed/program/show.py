@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from xml.sax.saxutils import escape
 
@@ -44,8 +45,9 @@ def grid(plan: Plan, name: str = "train", most: int = 160) -> str:
         columns: dict[int, str] = {}
         for index, instruction in enumerate(program):
             if instruction.op in COMPUTE:
-                first, last = when.start[position][index], when.end[position][index]
-                for column in range(round(first), max(round(first) + 1, round(last))):
+                # A stage's units share its columns; sums of fractions such as 1/3 may miss a whole number by a hair.
+                first = math.floor(when.start[position][index] + 1e-6)
+                for column in range(first, max(first + 1, math.ceil(when.end[position][index] - 1e-6))):
                     columns[column] = f"{_LETTERS[instruction.op]}{instruction.microbatch}"
         length = min(most, max(columns, default=0) + 1)
         cells = "".join(columns.get(column, ".").ljust(width) for column in range(length))

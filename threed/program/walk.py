@@ -48,11 +48,13 @@ def link(program: Program, table: Table, position: int, start: set[Slot]) -> Lin
     for index, instruction in enumerate(program):
         try:
             effect = effects(instruction, table, position)
-        except (KeyError, IndexError) as error:
-            faults.append((index, f"names what does not exist: {error}"))
+        except KeyError as error:
+            faults.append((index, f"names what does not exist: {error.args[0]}"))
             all_effects.append(Effects("compute"))
             producers.append([])
             continue
+        if strays := instruction.strays():
+            faults.append((index, f"sets {' and '.join(strays)}, which {instruction.op} does not use"))
         needs: list[int] = []
         for slot in effect.reads:
             if slot not in made_by:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 
 import torch
 
@@ -27,6 +28,11 @@ def initial_values(parameter: Parameter, tp: int, tp_rank: int, seed: int) -> to
     shape = parameter.local_shape(tp)
     if parameter.std == 0.0:
         return torch.full(shape, parameter.fill)
+    if parameter.stacked:  # each of the stacked products as a parameter of its own
+        cut = parameter.tp_dim - 1 if parameter.tp_dim is not None else None
+        parts = [replace(parameter, name=f"{parameter.name}.{index}", shape=parameter.shape[1:], tp_dim=cut, stacked=False)
+                 for index in range(parameter.shape[0])]
+        return torch.stack([initial_values(part, tp, tp_rank, seed) for part in parts])
     whole = parameter.shape if len(parameter.shape) == 2 else (1, parameter.numel)
     cut = parameter.tp_dim if len(parameter.shape) == 2 else None
     size = [whole[0], whole[1]]

@@ -10,9 +10,8 @@ parameters only, so the gathers overlap with the forwards before it.
 
 from __future__ import annotations
 
-from threed.pipeline.plan import Programs
 from threed.program.effects import chain, effects
-from threed.program.instruction import Instruction, Op
+from threed.program.instruction import Instruction, Op, Programs
 from threed.program.table import Table
 
 

@@ -23,6 +23,7 @@ class Placed:
 
     parameter: Parameter
     shape: tuple[int, ...]  # of this tp rank's part
+    module_shape: tuple[int, ...]  # the same inside the layer
     start: int
     stop: int
 
@@ -74,7 +75,7 @@ def layout(parameters: tuple[Parameter, ...], tp: int, num_shards: int) -> Layou
             if (parameter.decay, parameter.tp_dim is None) == (decay, replicated):
                 shape = parameter.local_shape(tp)
                 count = parameter.numel // (tp if parameter.tp_dim is not None else 1)
-                placed.append(Placed(parameter, shape, offset, offset + count))
+                placed.append(Placed(parameter, shape, parameter.module_shape(tp), offset, offset + count))
                 offset += count
         if offset > first:
             segments.append(Segment(first, offset, decay, replicated))

@@ -37,8 +37,9 @@ class UnitState:
         self._clean = True  # whether `grad` is zero
         self.parameters: dict[str, nn.Parameter] = {}
         for placed in layout.placed:
-            parameter = nn.Parameter(self.param[placed.start:placed.stop].view(placed.shape))
-            parameter.register_post_accumulate_grad_hook(self._adder(self.grad[placed.start:placed.stop].view(placed.shape)))
+            shape = placed.module_shape
+            parameter = nn.Parameter(self.param[placed.start:placed.stop].view(shape))
+            parameter.register_post_accumulate_grad_hook(self._adder(self.grad[placed.start:placed.stop].view(shape)))
             self.parameters[placed.parameter.name] = parameter
 
     def _adder(self, into: torch.Tensor):

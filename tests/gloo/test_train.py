@@ -1,0 +1,274 @@
+"""Whole runs over real processes, from the command line: parity, resume, signals, failures, bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import threed.launcher  # noqa: F401  (imported before the runs fork)
+from tests.running import Run, losses, metrics
+
+TOY = ["train", "configs/toy.yaml", "model.layers=6", "model.hidden=32", "model.seq_len=32", "model.vocab=300",
+       "train.global_batch_size=8", "train.micro_batch_size=1", "train.eval_every=0", "monitor.wandb=disabled",
+       "optimizer.warmup_steps=0"]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """A small corpus, prepared once."""
+    folder = tmp_path_factory.mktemp("corpus")
+    (folder / "text").mkdir()
+    for name in ("argparse", "ast", "datetime", "decimal", "inspect", "typing"):
+        shutil.copy(Path(os.__file__).parent / f"{name}.py", folder / "text")
+    return [f"data.source={folder / 'text'}", f"data.cache={folder / 'cache'}"]
+
+
+@pytest.fixture
+def start(tmp_path, cache):
+    """start(*overrides) -> a run in tmp_path/run; what still runs at the end is killed."""
+    runs = []
+
+    def begin(*overrides: str, name: str = "run", env: dict[str, str] | None = None) -> Run:
+        run = Run(tmp_path, *TOY, *cache, f"run.dir={tmp_path / name}", *overrides, env=env)
+        runs.append(run)
+        return run
+
+    yield begin
+    for run in runs:
+        run.kill()
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory, cache):
+    """A run of 12 steps that nothing happens to."""
+    folder = tmp_path_factory.mktemp("unbroken")
+    run = Run(folder, *TOY, *cache, f"run.dir={folder / 'run'}", "train.steps=12", "checkpoint.every=4", "checkpoint.keep=0",
+              "train.eval_every=6", "monitor.wandb=offline")
+    assert run.wait() == 0, run.output
+    return folder / "run", run.output
+
+
+def test_metrics_and_summary(unbroken):
+    """Every documented key on every step, on one scale with the others, and the summary's lines."""
+    folder, output = unbroken
+    rows = metrics(folder)
+    assert [row["step"] for row in rows] == list(range(1, 13))
+    keys = {"train/loss", "train/lr", "train/grad_norm", "perf/step_s", "perf/tokens_per_s", "perf/tokens_per_s_per_device",
+            "perf/model_tflops_per_device", "perf/mfu", "pipeline/bubble_measured", "pipeline/bubble_predicted",
+            "pipeline/bubble_measured/0", "pipeline/bubble_measured/1", "pipeline/bubble_predicted/0",
+            "pipeline/bubble_predicted/1", "comm/bytes_dp", "comm/bytes_tp", "comm/bytes_pp", "memory/peak_bytes"}
+    for row in rows:
+        assert keys <= row.keys()
+        assert ("val/loss" in row) == (row["step"] % 6 == 0)
+        assert row["perf/mfu"] is None
+        assert 0 <= row["pipeline/bubble_measured"] < 1 and 0 <= row["pipeline/bubble_predicted"] < 1
+        assert min(row[f"comm/bytes_{axis}"] for axis in ("dp", "tp", "pp")) > 0
+    for word in ("loss  ", "speed  ", "bubble  ", "checkpoint ", "metrics  ", "wandb  "):
+        assert word in output
+
+
+def test_wandb_holds_the_same(unbroken):
+    """The offline wandb run, read back, holds the numbers of metrics.jsonl."""
+    folder, _ = unbroken
+    (path,) = (folder / "wandb").glob("offline-run-*/run-*.wandb")
+    text = subprocess.run([sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(path)], check=True,
+                          capture_output=True, text=True).stdout
+    items = [json.loads(line) for line in text.splitlines()]
+    history = {item["history"]["item"]["_step"]: item["history"]["item"] for item in items if item.get("type") == "history"}
+    for row in metrics(folder):
+        logged = history[row["step"]]
+        assert {key: value for key, value in row.items() if key != "step" and value is not None} == {
+            key: value for key, value in logged.items() if not key.startswith("_")}
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (1, 1, 8), (1, 8, 1), (4, 1, 2)])
+def test_same_numbers_on_every_mesh(mesh, start, tmp_path, unbroken):
+    """Loss to 1e-5 and norm to 1e-4 against dp=2 x tp=2 x pp=2, validation loss included."""
+    dp, tp, pp = mesh
+    run = start("train.steps=6", "optimizer.decay_steps=12", f"parallel.dp={dp}", f"parallel.tp={tp}", f"parallel.pp={pp}",
+                "train.eval_every=6")
+    assert run.wait() == 0, run.output
+    want, got = losses(unbroken[0]), losses(tmp_path / "run")
+    for step in range(1, 7):
+        assert got[step][0] == pytest.approx(want[step][0], rel=1e-5)
+        assert got[step][1] == pytest.approx(want[step][1], rel=1e-4)
+    assert metrics(tmp_path / "run")[5]["val/loss"] == pytest.approx(metrics(unbroken[0])[5]["val/loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("victims", ["one", "all"])
+def test_killed_and_resumed(victims, start, tmp_path, unbroken):
+    """SIGKILL at some step; the run ends soon; resumed, its losses are equal to the bit to the run never stopped."""
+    run = start("train.steps=12", "checkpoint.every=4")
+    run.wait_for("step  7/12")
+    for process in run.ranks()[5:6] if victims == "one" else run.ranks():
+        process.kill()
+    assert run.wait(20) != 0
+    assert "was killed by SIGKILL" in run.output
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 99, "train/lo')  # what a kill in the middle of a line leaves
+    again = start("train.steps=12", "checkpoint.every=4")
+    assert again.wait() == 0, again.output
+    assert "resumed from" in again.output and "after step 4" in again.output
+    assert losses(tmp_path / "run") == losses(unbroken[0])
+
+
+def test_killed_in_the_middle_of_a_save(start, tmp_path, unbroken):
+    """A checkpoint that was being written is not taken for one; the one before is."""
+    run = start("train.steps=12", "checkpoint.every=4")
+    aside = tmp_path / "run" / "checkpoints" / "step-00000008.tmp"
+    until = time.monotonic() + 60
+    while not aside.exists() and time.monotonic() < until:
+        time.sleep(0.0005)
+    for process in run.ranks():
+        process.kill()
+    assert run.wait(20) != 0
+    again = start("train.steps=12", "checkpoint.every=4")
+    assert again.wait() == 0, again.output
+    assert "resumed from" in again.output
+    assert losses(tmp_path / "run") == losses(unbroken[0])
+    assert not list((tmp_path / "run" / "checkpoints").glob("*.tmp"))
+    assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == "step-00000012\n"
+
+
+def test_resume_on_another_mesh(start, tmp_path, unbroken):
+    """A checkpoint of dp=2 x tp=2 x pp=2 goes on on other meshes, within the fp32 tolerance."""
+    source = unbroken[0] / "checkpoints" / "step-00000004"
+    for dp, tp, pp in ((1, 4, 2), (4, 1, 1), (1, 1, 3)):
+        name = f"run-{dp}{tp}{pp}"
+        run = start("train.steps=8", "optimizer.decay_steps=12", f"train.resume={source}", f"parallel.dp={dp}",
+                    f"parallel.tp={tp}", f"parallel.pp={pp}", name=name)
+        assert run.wait() == 0, run.output
+        got = losses(tmp_path / name)
+        assert sorted(got) == [5, 6, 7, 8]
+        for step, (loss, norm) in got.items():
+            assert loss == pytest.approx(losses(unbroken[0])[step][0], rel=1e-5)
+            assert norm == pytest.approx(losses(unbroken[0])[step][1], rel=1e-4)
+
+
+def test_signals(start, tmp_path, unbroken):
+    """SIGUSR1 saves and goes on; SIGTERM saves and ends with status 0; the run goes on to the same bits."""
+    run = start("train.steps=12")
+    run.wait_for("step  2/12")
+    os.kill(run.process.pid, signal.SIGUSR1)
+    run.wait_for("saved ")
+    run.wait_for("step  6/12")
+    os.kill(run.process.pid, signal.SIGTERM)
+    assert run.wait(20) == 0, run.output
+    assert "stopped on request after step" in run.output and run.output.count("saved ") == 2
+    again = start("train.steps=12")
+    assert again.wait() == 0, again.output
+    assert losses(tmp_path / "run") == losses(unbroken[0])
+
+
+def test_a_rank_that_stops_answering(start):
+    """SIGSTOP: within run.timeout_s every other rank says which op, unit, micro-batch and peer it waits for."""
+    run = start("train.steps=10000", "run.timeout_s=8", "monitor.console_every=1000000")
+    until = time.monotonic() + 60
+    while not (Path(run.log.parent) / "run" / "metrics.jsonl").exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    time.sleep(2.0)
+    ranks = run.ranks()
+    os.kill(ranks[5].pid, signal.SIGSTOP)
+    stopped = time.monotonic()
+    assert run.wait(30) != 0
+    assert time.monotonic() - stopped < 8 + 6, run.output  # the launcher's grace for the last to end comes on top
+    for rank in (0, 1, 2, 3, 4, 6, 7):
+        assert f"rank {rank} (pp" in run.output or f"rank {rank} for" in run.output, run.output
+    assert " at '" in run.output and "with rank" in run.output or "from rank" in run.output
+
+
+def test_a_loss_that_is_not_finite(start, tmp_path, unbroken):
+    """The run ends and names the step, the rank and the unit; or skips and counts, as configured."""
+    run = start("train.steps=40", "optimizer.lr=1e30", "optimizer.clip_grad=0", "optimizer.weight_decay=0")
+    assert run.wait() == 1, run.output
+    assert "not finite" in run.output and "first in the" in run.output and "on rank" in run.output
+    assert run.output.count("threed: step") == 1
+    skip = start("train.steps=4", "optimizer.lr=1e30", "optimizer.clip_grad=0", "optimizer.weight_decay=0",
+                 "train.on_nonfinite=skip", name="skip")
+    assert skip.wait() == 0, skip.output
+    assert "the step is skipped" in skip.output
+    assert metrics(tmp_path / "skip")[-1]["train/skipped_steps"] > 0
+
+
+def test_full_disk(start, tmp_path):
+    """A save that finds no room says so, leaves the older checkpoint valid and nothing half-written; the run goes on."""
+    small = tmp_path / "small"
+    small.mkdir()
+    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1500k", "tmpfs", small],
+                                           capture_output=True).returncode:
+        pytest.skip("needs the right to mount a small file system")
+    try:
+        run = start("train.steps=12", "checkpoint.every=2", "checkpoint.keep=0", f"run.dir={small}")
+        status = run.wait()
+        assert status == 0, run.output
+        assert "no checkpoint was saved" in run.output and "No space left" in run.output
+        kept = sorted(path.name for path in (small / "checkpoints").glob("step-*"))
+        assert kept and not any(name.endswith(".tmp") for name in kept)
+        assert (small / "checkpoints" / "latest").read_text().strip() == kept[-1]
+        assert start("train.steps=12", "checkpoint.every=0", f"run.dir={small}").wait() == 0
+    finally:
+        subprocess.run(["umount", "-l", small], check=True)
+
+
+@pytest.mark.parametrize(("damage", "words"), [
+    ("truncate", "is damaged: rank-00003.safetensors has"), ("remove", "is incomplete: rank-00003.safetensors is missing"),
+    ("manifest", "manifest.json cannot be read"), ("model", "is of another model: model.hidden=32 there, 64 here"),
+    ("nothing", "there is no complete checkpoint here"), ("flip", "is damaged")])
+def test_bad_checkpoints(damage, words, start, tmp_path, unbroken):
+    """One clear message, exit status 2, no traceback."""
+    source = tmp_path / "step"
+    shutil.copytree(unbroken[0] / "checkpoints" / "step-00000004", source)
+    file = source / "rank-00003.safetensors"
+    if damage == "truncate":
+        os.truncate(file, 100)
+    elif damage == "remove":
+        file.unlink()
+    elif damage == "manifest":
+        os.truncate(source / "manifest.json", 50)
+    elif damage == "nothing":
+        source = tmp_path / "nowhere"
+    elif damage == "flip":
+        content = bytearray(file.read_bytes())
+        content[4:12] = b"\xff" * 8
+        file.write_bytes(content)
+    run = start("train.steps=12", f"train.resume={source}", *(["model.hidden=64"] if damage == "model" else []))
+    assert run.wait() == 2, run.output
+    assert words in run.output and "Traceback" not in run.output
+    assert run.output.count("threed: ") == 1, run.output
+
+
+@pytest.mark.parametrize(("overrides", "words"), [
+    (["data.source=/nowhere/at/all"], "/nowhere/at/all"), (["data.tokenizer=/nowhere/tokenizer.json"], "tokenizer.json"),
+    (["model.seq_len=100000000"], "model.seq_len"), (["model.heads=7"], "not divisible by model.heads=7"),
+    (["train.stepz=3"], "did you mean train.steps?")])
+def test_bad_input(overrides, words, start, tmp_path):
+    run = start("train.steps=2", *overrides)
+    assert run.wait() == 2, run.output
+    assert words in run.output and "Traceback" not in run.output
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_torchrun_with_two_agents(tmp_path, cache, unbroken):
+    """Two torchrun agents on loopback, four ranks each: the same numbers as the launcher's."""
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    processes = []
+    for node in range(2):
+        env = {**os.environ, "NNODES": "2", "NODE_RANK": str(node), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+               "GPUS_PER_NODE": "4", "PYTHON": sys.executable, "LOCAL_ADDR": "127.0.0.1"}
+        argv = ["launch/torchrun.sh", *TOY[1:], *cache, f"run.dir={tmp_path / 'run'}", "train.steps=3", "optimizer.decay_steps=12"]
+        processes.append(subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+    outputs = [process.communicate(timeout=180)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert losses(tmp_path / "run") == {step: pair for step, pair in losses(unbroken[0]).items() if step <= 3}

@@ -1,0 +1,249 @@
+"""Every bad config gets one message that names all of its problems; nothing is coerced in silence."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from threed import config as subject
+from threed.config import Config, from_dict, known_keys, load, warnings
+from threed.errors import ConfigError, InputError
+from threed.models.registry import SIZES
+
+ROOT = Path(__file__).parents[2]
+
+
+def refused(*overrides: str, world_size: int | None = None) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load(None, list(overrides), world_size)
+    assert caught.value.status == 2 and all(problem in str(caught.value) for problem in caught.value.problems)
+    return caught.value.problems
+
+
+def one(*overrides: str, world_size: int | None = None) -> str:
+    problems = refused(*overrides, world_size=world_size)
+    assert len(problems) == 1, problems
+    return problems[0]
+
+
+@pytest.mark.parametrize("key, nearest", [
+    ("model.layer", "model.layers"), ("modle.layers", "model.layers"), ("hiden", "model.hidden"),
+    ("optimiser.lr", "optimizer.lr"), ("train.optimizer.lr", "optimizer.lr"), ("parallel.zero", None)])
+def test_unknown_key(key, nearest):
+    """A slip of the pen that is ignored trains another model than the one asked for."""
+    problem = one(f"{key}=3")
+    assert problem.startswith(f"{key}: unknown key")
+    assert nearest is None or problem.endswith(f"did you mean {nearest}?")
+
+
+@pytest.mark.parametrize("override", [
+    "model.layers=abc", "model.layers=2.5", "model.layers=true", "model.layers=null", "model.layers=[1]",
+    "optimizer.lr=abc", "optimizer.lr=true", "optimizer.betas=0.9", "optimizer.betas=[0.9,x]", "model.bias=maybe",
+    "model.bias=3", "parallel.dp=2.5", "parallel.dp=true", "parallel.dp=some", "parallel.stage_units=[1,x]",
+    "parallel.stage_units=3", "run.dir=null", "model=3"])
+def test_wrong_type(override):
+    """A value of another type that is bent until it fits."""
+    assert one(override).startswith(override.split("=")[0])
+
+
+@pytest.mark.parametrize("override", [
+    "optimizer.lr=nan", "optimizer.lr=-1", "optimizer.clip_grad=nan", "optimizer.eps=-1e-8", "optimizer.betas=[0.9]",
+    "optimizer.betas=[nan,0.9]", "optimizer.betas=[0.9,1.0]", "optimizer.weight_decay=-0.1", "optimizer.min_lr=1",
+    "model.dropout=nan", "model.dropout=1", "model.init_std=-1", "model.layers=0", "model.vocab=1", "train.steps=-1",
+    "train.micro_batch_size=0", "run.timeout_s=nan", "run.timeout_s=0", "data.validation_fraction=1", "parallel.tp=0",
+    "parallel.dp=0", "parallel.dp=-2", "parallel.pp=-1", "parallel.axis_order=tp-dp", "parallel.axis_order=pp-dp-dp",
+    "model.norm=batchnorm", "optimizer.name=lion", "precision.dtype=fp8", "zero.stage=7", "run.device=tpu"])
+def test_impossible_value(override):
+    """A value with which the run would fail, or worse, not fail."""
+    assert override.split("=")[0] in one(override)
+
+
+@pytest.mark.parametrize("override", [
+    "model.norm_eps=-1", "model.norm_eps=nan", "model.rope_theta=0", "model.rope_theta=nan", "monitor.peak_tflops=-5",
+    "optimizer.lr=inf", "model.init_std=inf"])
+def test_value_that_makes_nan(override):
+    """A model that is NaN from the first step, or a utilisation below zero."""
+    assert override.split("=")[0] in one(override)
+
+
+@pytest.mark.parametrize("key, values", subject._NOT_YET.items())
+def test_not_in_this_version(key, values):
+    """What the field knows but this version lacks is refused by name, with what there is, not as a typing slip."""
+    for value in values:
+        problem = one(f"{key}={value}")
+        assert problem.startswith(f"{key}={value}: not in this version") and str(subject._CHOICES[key][0]) in problem
+
+
+def test_world_size():
+    """Degrees that do not multiply to the processes that are there would hang at the first collective."""
+    problem = one("parallel.dp=2", "parallel.tp=2", "parallel.pp=2", world_size=6)
+    assert problem == "parallel.dp=2 x tp=2 x pp=2 = 8 processes, but the world size is 6"
+    assert "= 6 processes, but the world size is 8" in one("parallel.tp=3", "parallel.dp=auto", "model.heads=6",
+                                                            "model.hidden=96", "model.vocab_multiple=96", world_size=8)
+
+
+@pytest.mark.parametrize("world_size, dp", [(16, 4), (4, 1), (None, 1)])
+def test_dp_auto(world_size, dp):
+    """`auto` that does not fill what the world leaves."""
+    config = load(None, ["parallel.tp=2", "parallel.pp=2"], world_size)
+    assert config.dp == dp and config.world_size == 4 * dp
+    assert load(None, ["parallel.dp=4"]).dp == 4
+
+
+@pytest.mark.parametrize("tp, overrides, named", [
+    (16, (), "model.heads=8"), (2, ("model.heads=4", "model.kv_heads=1"), "model.kv_heads=1"),
+    (4, ("model.ffn_hidden=130",), "model.ffn_hidden=130"), (2, ("model.vocab=63", "model.vocab_multiple=9"), "63"),
+    (3, ("model.hidden=128", "model.heads=8"), "model.heads=8")])
+def test_tp_divides(tp, overrides, named):
+    """A tensor cut into unequal parts."""
+    problems = refused(f"parallel.tp={tp}", *overrides)
+    assert any(named in problem and f"not divisible by parallel.tp={tp}" in problem for problem in problems)
+
+
+@pytest.mark.parametrize("overrides, text", [
+    (("model.heads=6",), "model.hidden=128 is not divisible by model.heads=6"),
+    (("model.kv_heads=3",), "model.heads=8 is not divisible by model.kv_heads=3"),
+    (("model.heads=128",), "needs an even head size"),
+    (("parallel.sequence_parallel=true",), "needs parallel.tp > 1"),
+    (("parallel.sequence_parallel=true", "parallel.tp=2", "model.seq_len=99"), "model.seq_len=99 is not divisible"),
+    (("train.eval_every=1", "data.validation_fraction=0"), "nothing is held out"),
+    (("optimizer.schedule=wsd", "optimizer.wsd_decay_steps=101"), "longer than optimizer.decay_steps=100"),
+])
+def test_impossible_combination(overrides, text):
+    """Values that are fine alone and not together."""
+    assert text in one(*overrides)
+
+
+def test_stages():
+    """A stage without a unit; stage_units that name other units than there are."""
+    assert one("parallel.pp=11") == ("parallel.pp=11 makes 11 stages, more than the model's 10 units "
+                                     "(embedding, 8 of blocks, head)")
+    assert "6 units" in one("parallel.pp=7", "parallel.layers_per_unit=2")
+    for units in ("[1,2,7]", "[4,5]", "[10,0]", "[11,-1]"):
+        assert "parallel.stage_units" in one("parallel.pp=2", f"parallel.stage_units={units}")
+    assert load(None, ["parallel.pp=2", "parallel.stage_units=[1,9]"]).parallel.stage_units == [1, 9]
+    assert load(None, ["parallel.pp=10"]).num_stages == 10
+
+
+def test_batch_divides():
+    """The message names the three numbers; otherwise samples are dropped in silence."""
+    problem = one("train.global_batch_size=10", "train.micro_batch_size=3", "parallel.dp=2")
+    assert all(part in problem for part in ("global_batch_size=10", "micro_batch_size=3", "dp=2"))
+    config = load(None, ["train.global_batch_size=24", "train.micro_batch_size=2", "parallel.dp=3"])
+    assert config.num_microbatches == 4 and config.tokens_per_step == 24 * config.model.seq_len
+
+
+def test_all_problems_at_once():
+    """One problem at a time makes five attempts of one."""
+    assert len(refused("modle.layers=3", "train.steps=x", "optimizer.lr=-1", "zero.stage=3", "model.norm=none")) == 5
+    assert len(refused("model.heads=6", "parallel.pp=12", "train.global_batch_size=7", "parallel.dp=2")) == 3
+    mixed = refused("optimizer.lr=-1", "model.heads=6", "train.global_batch_size=7", "parallel.dp=2")
+    assert len(mixed) == 3, f"a bad value hides what is wrong elsewhere: {mixed}"
+
+
+def test_warnings():
+    """What may run but is hardly meant is said, and no more than that."""
+    assert warnings(load(None)) == []
+    lines = warnings(load(None, ["optimizer.warmup_steps=500", "train.steps=10", "parallel.pp=4", "parallel.dp=8"]))
+    assert len(lines) == 2 and "warmup_steps=500 is longer than train.steps=10" in lines[0] and "bubble" in lines[1]
+
+
+def test_registry_name_with_override(tmp_path):
+    """A size by name, of which a field given beside it is lost, in a file or on the command line."""
+    path = tmp_path / "c.yaml"
+    path.write_text("model: {name: gpt2-small, layers: 3}\n")
+    model = load(path, ["model.seq_len=64"]).model
+    assert (model.layers, model.seq_len, model.hidden, model.position) == (3, 64, 768, "learned")
+    assert load(path, ["model.name=llama3-8b"]).model.layers == 3, "given in the file: it wins over any name"
+    problem = one("model.name=gpt2-smal")
+    assert "no such size; did you mean gpt2-small?" in problem
+    for name in SIZES:
+        load(None, [f"model.name={name}"])
+
+
+@pytest.mark.parametrize("text, message", [
+    ("model: [1, 2", "cannot be read as YAML"), ("model:\n  layers: 1\n layers: 2", "cannot be read as YAML"),
+    ("model: {layers: 1}\nmodel: {layers: 2}", "cannot be read as YAML"), ("a: \x00", "cannot be read as YAML"),
+    ("model: {layers: '${nothing}'}", "cannot be read as YAML"), ("- 1\n- 2", "must be a mapping"), ("just words", None)])
+def test_bad_yaml(tmp_path, text, message):
+    """A file that is no config ends in a traceback."""
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(InputError) as caught:
+        load(path)
+    assert str(path) in str(caught.value) and (message is None or message in str(caught.value))
+
+
+def test_files(tmp_path):
+    """A file that is missing, a folder, not text, or empty (which means: all defaults)."""
+    for path, text in ((tmp_path / "no.yaml", "no config file"), (tmp_path, "is not a file")):
+        with pytest.raises(InputError, match=text):
+            load(path)
+    binary, empty = tmp_path / "binary.yaml", tmp_path / "empty.yaml"
+    binary.write_bytes(b"model: \xff\xfe")
+    with pytest.raises(InputError, match="cannot be read"):
+        load(binary)
+    empty.write_text("# nothing\nmodel:\n")
+    assert load(empty) == load(None)
+
+
+@pytest.mark.parametrize("override", ["train.steps", "=3", "", "train.steps=${nothing}", "model.layers=[1"])
+def test_bad_override(override):
+    """An override that is none is named, not dropped."""
+    with pytest.raises(InputError, match="overr"):
+        load(None, [override])
+
+
+def test_overrides_win_and_the_last_wins(tmp_path):
+    """The command line has the last word."""
+    path = tmp_path / "c.yaml"
+    path.write_text("train: {steps: 5, seed: 7}\n")
+    config = load(path, ["train.steps=6", "train.steps=7"])
+    assert (config.train.steps, config.train.seed) == (7, 7)
+
+
+def test_dict_round_trip():
+    """A checkpoint's config that comes back as another."""
+    config = load(None, ["model.name=llama3-8b", "parallel.pp=2", "optimizer.betas=[0.8,0.9]"])
+    assert from_dict(config.to_dict()) == config
+
+
+def test_every_key_of_the_checks_exists():
+    """A check of a key that was renamed checks nothing."""
+    checked = {*subject._CHOICES, *subject._NOT_YET, *subject._AT_LEAST}
+    assert checked <= set(known_keys())
+
+
+def test_every_key_is_read():
+    """A key that is accepted and read by nobody has no effect: the defect that a config exists to prevent.
+
+    Keys that can only have one value yet are honoured by being refused; model.name is read where a config is built.
+    """
+    paths = [*(ROOT / "threed").rglob("*.py"), *(ROOT / "models").glob("*.py")]
+    read = {pair for path in paths for pair in _reads(path)}
+    exempt = {key for key, choices in subject._CHOICES.items() if len(choices) == 1} | {"model.name"}
+    unread = [key for key in known_keys() if key not in exempt
+              and not any((base, key.split(".")[1]) in read for base in (key.split(".")[0], "config"))]
+    assert not unread
+
+
+def _reads(path: Path) -> set[tuple[str, str]]:
+    """(section, key) for each `section.key` that a module reads. In config.py only the properties of a section count
+    (`self.key`), since checking a value is not using it."""
+    tree = ast.parse(path.read_text())
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            base = node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", "")
+            if path.name != "config.py":
+                found.add((base, node.attr))
+            elif base == "self":
+                found.add(("config", node.attr))
+    return found
+
+
+def test_defaults_are_a_config():
+    """The defaults themselves must run."""
+    assert load(None) == load(None, [], 1) and subject.validate(Config(parallel=subject.ParallelConfig(dp=1))) == []

@@ -1,0 +1,93 @@
+"""The mesh is pure arithmetic: any fault here sends bytes to the wrong rank."""
+
+from __future__ import annotations
+
+from itertools import permutations, product
+
+import pytest
+
+from threed.mesh import AXES, GROUPS, Coordinate, Mesh
+
+MESHES = [Mesh(pp, dp, tp, order) for pp, dp, tp in product((1, 2, 3, 4), (1, 2, 4), (1, 2, 3))
+          for order in permutations(AXES)]
+
+
+@pytest.mark.parametrize("order", list(permutations(AXES)))
+def test_round_trip(order):
+    """Two ranks at one coordinate, or a rank that does not come back to itself."""
+    mesh = Mesh(3, 4, 2, order)
+    found = [mesh.coordinate(rank) for rank in range(mesh.size)]
+    assert [mesh.rank(*here) for here in found] == list(range(24))
+    assert set(found) == set(map(Coordinate._make, product(range(3), range(4), range(2))))
+    step = [a != b for a, b in zip(*found[:2])]
+    assert step == [axis == order[-1] for axis in AXES], "neighbouring ranks are neighbours on the last axis"
+
+
+def test_default_order_is_megatrons():
+    """tp groups that are not neighbouring ranks leave the node."""
+    mesh = Mesh(pp=2, dp=2, tp=2)
+    assert mesh.groups("tp") == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert mesh.groups("dp") == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    assert mesh.groups("pp") == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    assert mesh.groups("tie") == mesh.groups("pp") and mesh.groups("world") == [tuple(range(8))]
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_groups_partition_the_world(name):
+    """A rank in two groups, or in none, or members that do not agree on their order: a hang."""
+    for mesh in MESHES:
+        groups = mesh.groups(name)
+        assert sorted(rank for group in groups for rank in group) == list(range(mesh.size))
+        assert all(mesh.group(name, rank) == group for group in groups for rank in group)
+        if name in AXES:
+            for group in groups:
+                assert [getattr(mesh.coordinate(rank), name) for rank in group] == list(range(getattr(mesh, name)))
+
+
+def test_tie_joins_first_and_last_position():
+    """The two halves of a tied embedding's gradient that never meet."""
+    for mesh in MESHES:
+        for rank in range(mesh.size):
+            here = mesh.coordinate(rank)
+            ends = {mesh.rank(0, here.dp, here.tp), mesh.rank(mesh.pp - 1, here.dp, here.tp)}
+            assert set(mesh.group("tie", rank)) == (ends if here.pp in (0, mesh.pp - 1) else {rank})
+
+
+def test_shard_and_replica_cut_dp():
+    """State that is sharded within one sub-group of dp and repeated across the other: together they are dp."""
+    mesh = Mesh(pp=2, dp=6, tp=2, shard=3)
+    assert mesh.group("shard", mesh.rank(1, 4, 1)) == tuple(mesh.rank(1, dp, 1) for dp in (3, 4, 5))
+    assert mesh.group("replica", mesh.rank(1, 4, 1)) == tuple(mesh.rank(1, dp, 1) for dp in (1, 4))
+    for rank in range(mesh.size):
+        shard, replica, dp = (set(mesh.group(name, rank)) for name in ("shard", "replica", "dp"))
+        assert shard & replica == {rank} and len(shard) * len(replica) == len(dp)
+        assert set().union(*(mesh.group("replica", other) for other in shard)) == dp
+    whole = Mesh(dp=4)
+    assert whole.group("shard", 2) == whole.group("dp", 2) and whole.group("replica", 2) == (2,)
+
+
+def test_draw():
+    """A picture in which a rank is missing or sits on the wrong node."""
+    assert Mesh(pp=2, dp=1, tp=2).draw(ranks_per_node=2).splitlines() == [
+        "4 ranks = pp 2 x dp 1 x tp 2, order pp-dp-tp",
+        "            tp0    tp1",
+        "pp0 dp0     r0 n0  r1 n0",
+        "pp1 dp0     r2 n1  r3 n1"]
+    large = Mesh(16, 32, 8).draw(8)
+    assert len(large.splitlines()) == 67 and large.endswith("... and 448 rows more")
+
+
+@pytest.mark.parametrize("wrong", [
+    {"order": ("pp", "dp")}, {"order": ("pp", "dp", "dp")}, {"tp": 0}, {"dp": 4, "shard": 3}])
+def test_impossible_meshes(wrong):
+    """A mesh that cannot be is refused, not built."""
+    with pytest.raises(ValueError):
+        Mesh(**wrong)
+
+
+def test_unknown_rank_and_group():
+    """A rank outside the mesh gets no coordinate, a group that does not exist no members."""
+    with pytest.raises(ValueError, match="rank 4 is outside the mesh of 4"):
+        Mesh(2, 2).coordinate(4)
+    with pytest.raises(ValueError, match="no group called ep"):
+        Mesh().group("ep", 0)

@@ -1,0 +1,80 @@
+"""The flat layout: every element in one place, every place in one shard, one treatment a range."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from threed.config import load
+from threed.models.spec import layers, tied_parameter
+from threed.planner import layouts
+from threed.zero.shard import ALIGNMENT, layout
+
+MODELS = [["model.name=gpt2-small"], ["model.name=llama3-8b"], ["model.position=learned", "model.tie_embeddings=false"]]
+
+
+def all_layouts():
+    for overrides, tp, shards in product(MODELS, (1, 2, 4), (1, 2, 3, 8)):
+        model = load(None, overrides).model
+        tied = tied_parameter(model)
+        for parameters in [*(layer.parameters for layer in layers(model)), *([(tied,)] if tied else [])]:
+            if parameters:
+                yield parameters, tp, layout(parameters, tp, shards)
+
+
+def test_every_parameter_in_one_place():
+    """Two parameters that overlap, a hole between them, or one that is not there."""
+    for parameters, tp, found in all_layouts():
+        assert {placed.parameter for placed in found.placed} == set(parameters) and len(found.placed) == len(parameters)
+        stop = 0
+        for placed in found.placed:
+            assert placed.start == stop
+            stop, count = placed.stop, placed.parameter.numel // (tp if placed.parameter.tp_dim is not None else 1)
+            assert placed.stop - placed.start == count and placed.shape == placed.parameter.local_shape(tp)
+        assert 0 <= found.padding == found.numel - stop < found.num_shards * ALIGNMENT
+
+
+def test_segments_treat_each_parameter_right():
+    """Weight decay on a bias, or a replicated parameter that counts tp times in the norm."""
+    for _, _, found in all_layouts():
+        ends = [(segment.start, segment.stop) for segment in found.segments]
+        assert ends[0][0] == 0 and all(a[1] == b[0] for a, b in zip(ends, ends[1:]))
+        assert ends[-1][1] == found.placed[-1].stop, "padding belongs to no segment"
+        for placed in found.placed:
+            inside = [s for s in found.segments if s.start <= placed.start and placed.stop <= s.stop]
+            assert [(s.decay, s.replicated) for s in inside] == [
+                (placed.parameter.decay, placed.parameter.tp_dim is None)]
+        assert found.replicated == sum(p.stop - p.start for p in found.placed if p.parameter.tp_dim is None)
+
+
+def test_shards_cover_the_buffer():
+    """Shards that are unequal (a reduce-scatter needs equal ones), overlap, or begin off the alignment."""
+    for _, _, found in all_layouts():
+        ends = [found.shard(index) for index in range(found.num_shards)]
+        assert ends[0][0] == 0 and ends[-1][1] == found.numel and all(a[1] == b[0] for a, b in zip(ends, ends[1:]))
+        assert len({stop - start for start, stop in ends}) == 1 and all(start % ALIGNMENT == 0 for start, _ in ends)
+
+
+def test_segments_of_shards_are_the_segments():
+    """An element that no rank steps, or two do, or that is treated otherwise on one mesh than on another."""
+    for _, _, found in all_layouts():
+        parts = [part for index in range(found.num_shards) for part in found.segments_of(index)]
+        joined = []
+        for part in parts:
+            assert part.stop > part.start
+            if joined and joined[-1][1] == part.start and joined[-1][2:] == (part.decay, part.replicated):
+                joined[-1] = (joined[-1][0], part.stop, *joined[-1][2:])
+            else:
+                joined.append((part.start, part.stop, part.decay, part.replicated))
+        assert joined == [(s.start, s.stop, s.decay, s.replicated) for s in found.segments]
+        for index in range(found.num_shards):
+            start, stop = found.shard(index)
+            assert all(start <= part.start and part.stop <= stop for part in found.segments_of(index))
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_stages_share_the_partition(stage):
+    """The gradient norm is summed over the same shards whatever the ZeRO stage, so that it is equal to the bit."""
+    given = ["parallel.dp=4", "train.global_batch_size=4"]
+    assert layouts(load(None, [*given, f"zero.stage={stage}"])) == layouts(load(None, given))

@@ -1,0 +1,60 @@
+"""Layers into units, units into stages."""
+
+from __future__ import annotations
+
+import random
+from itertools import combinations
+
+import pytest
+
+from threed.config import load, num_units
+from threed.pipeline.split import split_layers, split_units
+from threed.planner import make_table
+
+
+def stage_costs(costs: list[float], sizes: list[int]) -> list[float]:
+    starts = [sum(sizes[:stage]) for stage in range(len(sizes))]
+    return [sum(costs[start:start + size]) for start, size in zip(starts, sizes)]
+
+
+@pytest.mark.parametrize("blocks, per_unit", [(1, 1), (8, 1), (8, 3), (7, 2), (4, 9)])
+def test_split_layers(blocks, per_unit):
+    """A layer that is in no unit, or in two; an end that shares its unit with a block."""
+    runs = split_layers(blocks, per_unit)
+    assert [index for first, stop in runs for index in range(first, stop)] == list(range(blocks + 2))
+    assert runs[0] == (0, 1) and runs[-1] == (blocks + 1, blocks + 2)
+    assert all(stop - first <= per_unit for first, stop in runs)
+    assert len(runs) == num_units(load(None, [f"model.layers={blocks}", f"parallel.layers_per_unit={per_unit}"]))
+
+
+def test_split_units_is_optimal():
+    """A costliest stage that could be cheaper: against every way to cut."""
+    rng = random.Random(3)
+    for _ in range(300):
+        costs = [float(rng.randint(0, 9)) for _ in range(rng.randint(1, 9))]
+        stages = rng.randint(1, len(costs))
+        sizes = split_units(costs, stages)
+        assert len(sizes) == stages and sum(sizes) == len(costs) and min(sizes) >= 1
+        cuts = [(0, *cut, len(costs)) for cut in combinations(range(1, len(costs)), stages - 1)]
+        best = min(max(stage_costs(costs, [b - a for a, b in zip(cut, cut[1:])])) for cut in cuts)
+        assert max(stage_costs(costs, sizes)) == best
+
+
+def test_split_units_refuses():
+    """More stages than units is an error, not an empty stage."""
+    for stages in (0, 4):
+        with pytest.raises(ValueError, match="3 units cannot fill"):
+            split_units([1.0, 1.0, 1.0], stages)
+
+
+def test_stages_of_the_table():
+    """Units that do not stay in order, or `stage_units` that is not followed: uneven, and one with only an end."""
+    def stages(*overrides):
+        return [unit.stage for unit in make_table(load(None, ["parallel.pp=3", *overrides])).units]
+
+    assert stages("parallel.stage_units=[1,8,1]") == [0, *[1] * 8, 2]
+    assert stages("parallel.stage_units=[2,3,5]") == [0, 0, 1, 1, 1, *[2] * 5]
+    balanced = stages()
+    assert balanced == sorted(balanced) and set(balanced) == {0, 1, 2}
+    sizes = [balanced.count(stage) for stage in range(3)]
+    assert sizes[0] >= sizes[2], "the head costs much: the last stage is not the one with most units"

@@ -1,0 +1,84 @@
+"""Run the command line as a user would, in a process forked from the tests' (which has imported everything)."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+
+class Run:
+    """`threed ARGV ...` under way; its output goes to a file."""
+
+    def __init__(self, folder: Path, *argv: str, env: dict[str, str] | None = None):
+        self.log = folder / f"log-{time.monotonic_ns()}.txt"
+        context = multiprocessing.get_context("fork")
+        self.process = context.Process(target=_body, args=(self.log, argv, env or {}))
+        self.process.start()
+
+    def wait(self, timeout_s: float = 90.0) -> int:
+        """The exit status."""
+        self.process.join(timeout_s)
+        if self.process.exitcode is None:
+            self.kill()
+            raise AssertionError(f"still running after {timeout_s} s:\n{self.output}")
+        return self.process.exitcode
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text() if self.log.exists() else ""
+
+    def wait_for(self, text: str, timeout_s: float = 60.0) -> None:
+        """Return once `text` is in the output."""
+        until = time.monotonic() + timeout_s
+        while text not in self.output:
+            assert time.monotonic() < until and self.process.is_alive(), f"'{text}' did not appear:\n{self.output}"
+            time.sleep(0.01)
+
+    def ranks(self) -> list[psutil.Process]:
+        """The processes of the ranks, in order."""
+        assert self.process.pid is not None
+        children = psutil.Process(self.process.pid).children()
+        return sorted((c for c in children if "python" in c.name()), key=lambda child: (child.create_time(), child.pid))
+
+    def kill(self) -> None:
+        if self.process.pid is not None and psutil.pid_exists(self.process.pid):
+            for child in psutil.Process(self.process.pid).children(recursive=True):
+                child.kill()
+        self.process.kill()
+        self.process.join(10)
+
+
+def _body(log: Path, argv: tuple[str, ...], env: dict[str, str]) -> None:
+    descriptor = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.environ.update(env)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    sys.argv = ["threed", *argv]
+    from threed.cli import main
+
+    try:
+        main()
+    except SystemExit as error:
+        sys.stdout.flush()
+        os._exit(error.code if isinstance(error.code, int) else int(error.code is not None))
+
+
+def metrics(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(folder: Path) -> dict[int, tuple[float, float]]:
+    """step -> (loss, gradient norm); a step that was run twice must have had the same numbers."""
+    found: dict[int, tuple[float, float]] = {}
+    for row in metrics(folder):
+        pair = (row["train/loss"], row["train/grad_norm"])
+        assert found.setdefault(row["step"], pair) == pair, f"step {row['step']} was repeated with other numbers"
+    return found

@@ -1,0 +1,170 @@
+"""Imports point down (DESIGN, "Layers"): what a module may know, and the budgets that keep files readable.
+
+    6  train; then launcher; then cli           words in, run out
+    5  engine | predict | checkpoint | monitor  read a plan: do it, time it, save it, measure it
+    4  planner; */run, zero/state, zero/optimizer
+    3  */plan, */shard, pipeline/orders|split   passes: program -> program              (no torch)
+    2  program/                                 the heart                               (no torch); then slots
+    1  comm; then tensor/, data/; then models/gpt
+    0  errors; then quantity, models/registry; then config, mesh, models/spec           (no torch)
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# Module, or folder with a dot at its end -> layer. The longest match counts. Fractions: the order inside a layer.
+LAYERS = {
+    "errors": 0, "models": 0, "quantity": 0.2, "models.registry": 0.2, "mesh": 0.5, "models.spec": 0.5, "config": 0.5,
+    "comm": 1, "tensor.": 1.2, "data.": 1.2, "models.gpt": 1.5,
+    "program.": 2, "slots": 2.5,
+    "pipeline.": 3, "zero.": 3, "activation.": 3, "offload.": 3,
+    "planner": 4, "pipeline.run": 4, "zero.run": 4, "zero.state": 4, "zero.optimizer": 4, "activation.run": 4,
+    "offload.run": 4, "offload.tiers": 4,
+    "engine.": 5, "predict.": 5, "checkpoint.": 5, "monitor.": 5,
+    "train": 6, "launcher": 6.2, "cli": 6.5,
+}
+MAX_FILE, MAX_FUNCTION, MAX_ARGUMENTS = 420, 70, 7  # lines, lines, arguments besides self
+
+
+def paths() -> dict[str, Path]:
+    """Module (without `threed.`) -> file. The models are the files of models/, wherever a link leads to them."""
+    found = {}
+    for path in sorted([*(ROOT / "threed").rglob("*.py"), *(ROOT / "models").glob("*.py")]):
+        parts = path.relative_to(ROOT / "threed" if ROOT / "threed" in path.parents else ROOT).with_suffix("").parts
+        name = ".".join(part for part in parts if part != "__init__")
+        if parts[0] not in ("configs", "__init__"):
+            found[name] = path
+    return found
+
+
+MODULES = paths()
+TREES = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
+
+
+def layer(module: str) -> float:
+    fits = [key for key in LAYERS if module == key or (key.endswith(".") and f"{module}.".startswith(key))]
+    assert fits, f"{module} has no layer yet: give it one here"
+    return LAYERS[max(fits, key=len)]
+
+
+def imports(module: str) -> set[str]:
+    """Modules that a module imports, anywhere in it; but not those it only names for the type checker."""
+    found = set()
+    only_types = {child for node in ast.walk(TREES[module]) if isinstance(node, ast.If)
+                  and ast.unparse(node.test) == "TYPE_CHECKING" for child in ast.walk(node)}
+    for node in ast.walk(TREES[module]):
+        if node in only_types:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}: imports are absolute"
+            base = node.module or ""
+            found |= {f"{base}.{alias.name}" if f"{base}.{alias.name}".removeprefix("threed.") in MODULES else base
+                      for alias in node.names}
+    return found
+
+
+def ours(module: str) -> set[str]:
+    return {name.removeprefix("threed.") for name in imports(module) if name.startswith("threed.")} & set(MODULES)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_point_down(module):
+    """A module that knows what is above it, or another feature beside it, cannot be read or changed alone."""
+    here, folder = layer(module), module.rpartition(".")[0]
+    near = {other for other in MODULES if folder not in ("", "models") and other.rpartition(".")[0] == folder}
+    wrong = {other for other in ours(module) - near if layer(other) >= here}
+    wrong |= {other for other in ours(module) & near if int(layer(other)) > int(here)}
+    assert not wrong, f"{module} (layer {here}) imports " + ", ".join(f"{o} (layer {layer(o)})" for o in sorted(wrong))
+
+
+def test_models_are_found_under_one_name():
+    """Imported as `models` and as `threed.models`, a class exists twice and isinstance fails."""
+    wrong = [module for module in MODULES for name in imports(module) if name.split(".")[0] in ("models", "tests")]
+    assert not wrong
+
+
+# ---------------------------------------------------------------- what may be imported from outside
+
+
+def users(package: str) -> set[str]:
+    return {module for module in MODULES
+            if any(f"{name}.".startswith(f"{package}.") for name in imports(module) | _attributes(module))}
+
+
+def _attributes(module: str) -> set[str]:
+    """Dotted names that are read, so that `torch.distributed.x` counts without an import of its own."""
+    return {ast.unparse(node) for node in ast.walk(TREES[module]) if isinstance(node, ast.Attribute)}
+
+
+def test_one_door_to_other_ranks():
+    """A collective outside comm is counted by nobody, has no name, and shows in no trace."""
+    assert users("torch.distributed") <= {"comm", "engine.loopback"}
+
+
+def test_one_door_to_megatron():
+    """Megatron-core changes from version to version: what depends on it is in two folders."""
+    assert all(module.startswith(("tensor.", "data.")) for module in users("megatron"))
+
+
+def torch_free() -> list[str]:
+    return [module for module in MODULES if int(layer(module)) in (0, 2, 3) and module != "slots" or module == "planner"]
+
+
+def test_planning_imports_no_torch():
+    """`threed check` of 4096 ranks on a laptop takes seconds; torch alone takes longer. Transitively, in a fresh Python."""
+    assert not set(torch_free()) & users("torch")
+    code = ("import importlib, sys\n"
+            f"for name in {torch_free()!r}:\n"
+            "    importlib.import_module(f'threed.{name}')\n"
+            "    heavy = {'torch', 'megatron', 'numpy', 'wandb'} & set(sys.modules)\n"
+            "    assert not heavy, f'{name} brings {heavy}'")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(torch_free()) > 15
+
+
+# ---------------------------------------------------------------- habits
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_no_global(module):
+    """State that belongs to nobody: two meshes in one process, as in loopback, would share it."""
+    lines = [node.lineno for node in ast.walk(TREES[module]) if isinstance(node, ast.Global)]
+    assert not lines, f"global in {MODULES[module]}, line {lines}"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_budgets(module):
+    """What does not fit a screen or two is not read."""
+    length = len(MODULES[module].read_text().splitlines())
+    assert length <= MAX_FILE, f"{module} has {length} lines"
+    for node in ast.walk(TREES[module]):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = (node.end_lineno or 0) - node.lineno + 1
+            assert lines <= MAX_FUNCTION, f"{module}.{node.name} has {lines} lines"
+            names = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+            count = len([name for name in names if name not in ("self", "cls", "ctx")])
+            assert count <= MAX_ARGUMENTS, f"{module}.{node.name} takes {count} arguments"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_note_opens_every_file(module):
+    """A file that does not say what it is."""
+    assert ast.get_docstring(TREES[module]) or not TREES[module].body
+
+
+def test_layers_knows_no_ghosts():
+    """A module that was renamed keeps its place in this test, and the new one has none."""
+    planned = {"activation.", "offload.", "activation.run", "offload.run", "offload.tiers"}
+    for key in set(LAYERS) - planned:
+        assert key in MODULES or (key.endswith(".") and any(name.startswith(key) for name in MODULES)), key

@@ -70,7 +70,8 @@ def run(config: Config, steps: int) -> Result:
         for first in range(0, size, size if dtype == torch.float32 else micro):
             last = first + (size if dtype == torch.float32 else micro)
             samples = torch.arange(step * size + first, step * size + last)
-            batch = Batch(tokens[first:last, :-1], tokens[first:last, 1:], samples, config.train.seed, config.tokens_per_step)
+            batch = Batch(tokens[first:last, :-1], tokens[first:last, 1:], samples, config.train.seed,
+                          config.tokens_per_step)
             x = None
             for module in modules:
                 x = module(x, batch)

@@ -117,7 +117,7 @@ def test_one_door_to_megatron():
 
 
 def torch_free() -> list[str]:
-    return [module for module in MODULES if int(layer(module)) in (0, 2, 3) and module != "slots" or module == "planner"]
+    return [module for module in MODULES if (int(layer(module)) in (0, 2, 3) and module != "slots") or module == "planner"]
 
 
 def test_planning_imports_no_torch():

@@ -11,7 +11,6 @@ import typer
 
 from threed import __version__
 from threed import config as configs
-
 from threed.errors import ConfigError, InputError, ThreedError
 from threed.planner import make_mesh, make_plan
 from threed.program import show as shows
@@ -50,7 +49,8 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
     """
     path = configs.find_file(config)
     configs.load(path, overrides)  # bad input is told before torch is imported, which takes seconds
-    from threed import launcher, train as loop
+    from threed import launcher
+    from threed import train as loop
 
     place = loop.rank_of_environment()
     if place is not None:
@@ -73,7 +73,8 @@ def show(config: ConfigPath, overrides: Overrides = None,
     loaded = configs.load(config, overrides)
     plan, mesh = make_plan(loaded), make_mesh(loaded)
     if program not in plan.programs:
-        raise InputError(f"--program {program}: this plan has {', '.join(plan.programs)} (evaluate needs train.eval_every > 0)")
+        raise InputError(f"--program {program}: this plan has {', '.join(plan.programs)} (evaluate needs "
+                         "train.eval_every > 0)")
     if rank is not None and not 0 <= rank < mesh.size:
         raise InputError(f"--rank {rank}: the mesh has ranks 0 to {mesh.size - 1}")
     if svg is not None:

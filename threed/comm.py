@@ -197,7 +197,6 @@ class ProcessComm(Comm):
             torch.cuda.set_device(device)
         dist.init_process_group(backend, store=store, rank=rank, world_size=mesh.size, timeout=timeout)
         self.store: Any = dist.distributed_c10d._get_default_store()
-        world = dist.group.WORLD
         # Every rank names every group, in one order; only members connect. (torch's way for members to do it alone names
         # groups by how many a rank has made so far, and ranks at the ends of a pipeline make fewer.)
         for name in ("tp", "dp", "tie"):

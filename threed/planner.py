@@ -107,6 +107,7 @@ def _compute_unit(config: Config, members: list[Layer], run: tuple[int, int], st
     else:
         forward, backward = 2 * rows, 2 * columns
     names = [layer.name for layer in members]
-    return ComputeUnit(names[0] if len(names) == 1 else f"{names[0]}..{names[-1].rsplit('.', 1)[-1]}", run, stage, parameters,
+    name = names[0] if len(names) == 1 else f"{names[0]}..{names[-1].rsplit('.', 1)[-1]}"
+    return ComputeUnit(name, run, stage, parameters,
                        sum(layer.forward_flops for layer in members) * batch // tp, saved,
                        forward * stream + loss, backward * stream)

@@ -14,6 +14,7 @@ class Slots:
     def __init__(self) -> None:
         self._values: dict[Slot, Any] = {}
         self._pending: dict[Slot, Handle] = {}
+        self.waiting: Slot | None = None  # what is being waited for now
 
     def put(self, slot: Slot, value: Any, handle: Handle | None = None) -> None:
         """Set a slot, whose value is there once `handle` is done."""
@@ -24,7 +25,9 @@ class Slots:
     def wait(self, slot: Slot) -> None:
         handle = self._pending.pop(slot, None)
         if handle is not None:
+            self.waiting = slot
             handle.wait()
+            self.waiting = None
 
     def get(self, slot: Slot) -> Any:
         self.wait(slot)
@@ -41,6 +44,7 @@ class Slots:
     def clear(self) -> None:
         self._values.clear()
         self._pending.clear()
+        self.waiting = None
 
     def __contains__(self, slot: Slot) -> bool:
         return slot in self._values

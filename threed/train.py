@@ -110,8 +110,8 @@ def _agree(comm: Comm, digest: str) -> None:
     digests = comm.exchange(digest)
     if len(set(digests)) > 1:
         odd = next(rank for rank, other in enumerate(digests) if other != digests[0])
-        raise InputError(f"rank {odd} has plan {digests[odd]} and rank 0 has {digests[0]}: every rank must be given the same "
-                         "config, overrides and version of threed")
+        raise InputError(f"rank {odd} has plan {digests[odd]} and rank 0 has {digests[0]}: every rank must be given the "
+                         "same config, overrides and version of threed")
 
 
 class Loop:
@@ -219,13 +219,13 @@ class Loop:
             return
         log, recent = self.log, self.losses[-10:]
         if recent:
-            last, start = self.last, self.losses[0]
+            last, start = {name: value or 0.0 for name, value in self.last.items()}, self.losses[0]
             log.say(
                 f"\nloss       {start:.4f} -> {sum(recent) / len(recent):.4f} (mean of the last {len(recent)} steps)\n"
-                f"speed      {show_count(last['perf/tokens_per_s'] or 0)} tokens/s, {show_seconds(last['perf/step_s'] or 0)} a step\n"
-                f"bubble     {last['pipeline/bubble_measured'] or 0:.1%} measured, "
-                f"{last['pipeline/bubble_predicted'] or 0:.1%} predicted\n"
-                f"memory     {show_bytes(last['memory/peak_bytes'] or 0)} at the peak of the largest rank")
+                f"speed      {show_count(last['perf/tokens_per_s'])} tokens/s, {show_seconds(last['perf/step_s'])} a step\n"
+                f"bubble     {last['pipeline/bubble_measured']:.1%} measured, "
+                f"{last['pipeline/bubble_predicted']:.1%} predicted\n"
+                f"memory     {show_bytes(last['memory/peak_bytes'])} at the peak of the largest rank")
         else:
             log.say(f"nothing to do: train.steps={self.config.train.steps} are done")
         log.say(f"checkpoint {self.saved or 'none was saved'}\nmetrics    {log.path}\nwandb      {log.wandb_dir or 'off'}")

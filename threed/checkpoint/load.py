@@ -22,6 +22,8 @@ from threed.errors import InputError
 from threed.models.spec import Parameter
 from threed.planner import unit_parameters
 
+_OTHER = "resume from another one with train.resume=PATH"
+
 
 def find(config: Config) -> Path | None:
     """The checkpoint to resume from, by `train.resume`: None to start afresh."""
@@ -48,17 +50,15 @@ def read_manifest(path: Path, config: Config) -> dict[str, Any]:
         manifest = json.loads((path / "manifest.json").read_text())
         files, model = manifest["files"], manifest["config"]["model"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"checkpoint {path}: manifest.json cannot be read ({error}); resume from another one with "
-                         "train.resume=PATH") from None
+        raise InputError(f"checkpoint {path}: manifest.json cannot be read ({error}); {_OTHER}") from None
     if manifest.get("format") != FORMAT:
         raise InputError(f"checkpoint {path} has format {manifest.get('format')}; this version reads format {FORMAT}")
     for name, size in files.items():
         file = path / name
         if not file.is_file():
-            raise InputError(f"checkpoint {path} is incomplete: {name} is missing; resume from another one with train.resume=PATH")
+            raise InputError(f"checkpoint {path} is incomplete: {name} is missing; {_OTHER}")
         if file.stat().st_size != size:
-            raise InputError(f"checkpoint {path} is damaged: {name} has {file.stat().st_size} bytes, not {size}; resume from "
-                             "another one with train.resume=PATH")
+            raise InputError(f"checkpoint {path} is damaged: {name} has {file.stat().st_size} bytes, not {size}; {_OTHER}")
     mine = config.to_dict()["model"]
     free = {"name", "dropout", "attention_dropout", "init_std"}  # do not change what the weights mean
     different = [f"model.{key}={model.get(key)} there, {mine[key]} here" for key in mine
@@ -110,7 +110,8 @@ class _Reader:
             if missing <= 0:
                 return
             if not self._unread:
-                raise InputError(f"checkpoint {self._path} is incomplete: {missing} elements of {kind} {box.name} are in no file")
+                raise InputError(f"checkpoint {self._path} is incomplete: {missing} elements of {kind} {box.name} are in no "
+                                 "file")
             self._open(self._unread.pop(0))
 
     def _slice(self, file: Any, key: str, source: Any) -> torch.Tensor:
@@ -129,5 +130,4 @@ class _Reader:
                 shape = tuple(file.get_slice(key).get_shape())
                 self._stored.setdefault((kind, parameter), []).append((offset, shape, key, file))
         except (OSError, SafetensorError, ValueError) as error:
-            raise InputError(f"checkpoint {self._path} is damaged: {name}: {error}; resume from another one with "
-                             "train.resume=PATH") from None
+            raise InputError(f"checkpoint {self._path} is damaged: {name}: {error}; {_OTHER}") from None

@@ -23,7 +23,8 @@ def find_nonfinite(engine: Engine, batch: Callable[[int], Batch]) -> str:
     me = f"on rank {engine.comm.rank} (pp{here.pp} dp{here.dp} tp{here.tp})"
     for unit, state in engine.states.items():
         if not bool(torch.isfinite(state.master).all()):
-            found.append((-1, unit, 0, f"the weights of p{unit} ({table.parameters[unit].name}) {me} were not finite before the step"))
+            name = table.parameters[unit].name
+            found.append((-1, unit, 0, f"the weights of p{unit} ({name}) {me} were not finite before the step"))
 
     def inspect(instruction: Instruction, slots: Slots) -> None:
         op, unit, microbatch, *_ = instruction
@@ -46,5 +47,5 @@ def find_nonfinite(engine: Engine, batch: Callable[[int], Batch]) -> str:
         engine.run("train", batch)
     finally:
         engine.after = None
-    everywhere = [each for ranks in engine.comm.exchange(min(found, default=None)) if ranks for each in [ranks]]
+    everywhere = [each for each in engine.comm.exchange(min(found, default=None)) if each is not None]
     return min(everywhere)[3] if everywhere else "it did not happen again when the step was repeated: look at the hardware"

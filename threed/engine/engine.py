@@ -19,7 +19,7 @@ from threed.models.gpt import Batch
 from threed.pipeline.run import DTYPES, PipelineRun
 from threed.planner import layouts
 from threed.program.check import describe
-from threed.program.instruction import COMPUTE, Instruction, Op, Slot
+from threed.program.instruction import COMPUTE, MESSAGES, Instruction, Op, Slot
 from threed.program.table import Plan
 from threed.program.walk import link
 from threed.slots import Slots
@@ -116,25 +116,25 @@ class Engine:
         name, index, since = self.current
         programs = self.plan.programs[name]
         instruction = programs[self.position][index]
-        waiting = f"for {time.monotonic() - since:.1f} s at '{instruction}'{self._peer(name, index)}"
+        waiting = f"for {time.monotonic() - since:.1f} s at '{instruction}'{self._awaited(name, index)}"
         alive = [str(slot) for slot in self.slots.alive() if slot not in self.seam]
         shown = ", ".join(alive[:12]) + (f" and {len(alive) - 12} more" if len(alive) > 12 else "")
         return f"{me} {waiting}\n{describe(name, programs, self.position, index, 'here')}\n  alive: {shown or 'nothing'}"
 
-    def _peer(self, name: str, index: int) -> str:
-        """Whom an instruction waits for: the sender of a slot it reads, or the other members of its group."""
+    def _awaited(self, name: str, index: int) -> str:
+        """For whom an instruction waits: those who take part in it, or in what makes the slot that it waits for."""
         program, here, mesh = self.plan.programs[name][self.position], self.comm.here, self.comm.mesh
-        reads = self.effects[name][index].reads
-        for other in reversed(program[:index]):
-            if other.op == Op.RECV and Slot(other.group, other.unit, other.microbatch) in reads:
-                return f", which uses '{other}' from rank {mesh.rank(other.peer, here.dp, here.tp)}"
-        op, group = program[index].op, program[index].group
-        waits_for = "world" if op == Op.CLIP else group if op in (Op.GATHER, Op.REDUCE) else "tp" if op in COMPUTE else ""
-        if op == Op.SEND or (op == Op.RECV):
-            return f" with rank {mesh.rank(program[index].peer, here.dp, here.tp)}"
-        others = [rank for rank in self.comm.groups[waits_for].ranks if rank != self.comm.rank] if waits_for else []
-        others += [rank for rank in self.comm.groups["dp"].ranks if rank != self.comm.rank and op in COMPUTE]
-        return f", with rank{'s' if len(others) > 1 else ''} {_some(sorted(set(others)))}" if others else ""
+        instruction, slot, text = program[index], self.slots.waiting, ""
+        if slot is not None:
+            made = [i for i in range(index) if slot in (*self.effects[name][i].writes, *self.effects[name][i].adds)]
+            if made:
+                instruction = program[made[-1]]
+                text = f", which needs '{slot}' of '{instruction}'"
+        if instruction.op in MESSAGES:
+            return f"{text}, with rank {mesh.rank(instruction.peer, here.dp, here.tp)}"
+        group = {Op.CLIP: "world", Op.GATHER: "dp"}.get(instruction.op, instruction.group or "tp")
+        others = [rank for rank in self.comm.groups[group].ranks if rank != self.comm.rank]
+        return f"{text}, with rank{'s' if len(others) > 1 else ''} {_some(others)}" if others else text
 
 
 def _some(ranks: list[int]) -> str:

@@ -102,7 +102,10 @@ class ThreadGroup(Group):
         return self._call(tensor, finish)
 
     def _all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Handle:
-        return self._call(tensor, lambda parts: torch.cat([part.view(-1) for part in parts], out=output.view(-1)))
+        def finish(parts: list[torch.Tensor]) -> None:
+            torch.cat([part.view(-1) for part in parts], out=output.view(-1))
+
+        return self._call(tensor, finish)
 
 
 class ThreadChannel(Channel):

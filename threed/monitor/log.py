@@ -40,8 +40,8 @@ class Log:
 
     def step(self, step: int, metrics: dict[str, float | None]) -> None:
         """One step's numbers: flushed at once, so that a killed run has lost nothing."""
-        json_ready = {name: value if value is None or math.isfinite(value) else str(value) for name, value in metrics.items()}
-        self._file.write(json.dumps({"step": step, **json_ready}) + "\n")
+        plain = {name: value if value is None or math.isfinite(value) else str(value) for name, value in metrics.items()}
+        self._file.write(json.dumps({"step": step, **plain}) + "\n")
         self._file.flush()
         if self._wandb:
             self._wandb.log({name: value for name, value in metrics.items() if value is not None}, step=step)

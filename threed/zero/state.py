@@ -89,7 +89,8 @@ class UnitState:
             self.param[slice(*self.owned)] = self.master.to(self.param.dtype)
 
 
-def make_states(config: Config, comm: Comm, table: Table, layouts: dict[int, Layout], dtype: torch.dtype) -> dict[int, UnitState]:
+def make_states(config: Config, comm: Comm, table: Table, layouts: dict[int, Layout],
+                dtype: torch.dtype) -> dict[int, UnitState]:
     """The states of the parameter units that a rank holds, with initial values."""
     states = {}
     for unit in table.held(comm.here.pp):

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from threed.comm import Group
-from threed.config import ModelConfig
+from threed.schema import ModelConfig
 from threed.tensor.layers import (
     ColumnParallelLinear,
     RowParallelLinear,

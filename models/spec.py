@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from threed.config import ModelConfig
+    from threed.schema import ModelConfig
 
 TIED = "embedding.word.weight"  # the parameter that embedding and head share when model.tie_embeddings
 

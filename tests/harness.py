@@ -10,13 +10,14 @@ import torch.distributed as dist
 
 from tests.reference import tokens_of
 from threed.comm import Comm, ProcessComm
-from threed.config import Config, load
+from threed.config import load
 from threed.engine.engine import Engine
 from threed.engine.loopback import channel_pairs, run_loopback
 from threed.models.gpt import Batch
 from threed.planner import make_mesh, make_plan
 from threed.program.instruction import Op
 from threed.program.table import Plan
+from threed.schema import Config
 
 TINY = ["model.layers=6", "model.hidden=32", "model.heads=8", "model.vocab=120", "model.vocab_multiple=64",
         "model.seq_len=16", "train.global_batch_size=8", "train.micro_batch_size=1", "train.steps=5",

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from threed.config import Config
 from threed.engine.loopback import ThreadGroup, World
 from threed.mesh import Mesh
 from threed.models.gpt import Batch, Context, build_layer, parameter_names
 from threed.models.spec import layers, tied_parameter
+from threed.schema import Config
 from threed.tensor.random import initial_values
 from threed.zero.optimizer import learning_rate
 

@@ -6,7 +6,7 @@
     3  */plan, */shard, pipeline/orders|split   passes: program -> program              (no torch)
     2  program/                                 the heart                               (no torch); then slots
     1  comm; then tensor/, data/; then models/gpt
-    0  errors; then quantity, models/registry; then config, mesh, models/spec           (no torch)
+    0  errors; quantity, models/registry; schema; config, mesh, models/spec             (no torch)
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ ROOT = Path(__file__).parents[1]
 
 # Module, or folder with a dot at its end -> layer. The longest match counts. Fractions: the order inside a layer.
 LAYERS = {
-    "errors": 0, "models": 0, "quantity": 0.2, "models.registry": 0.2, "mesh": 0.5, "models.spec": 0.5, "config": 0.5,
+    "errors": 0, "models": 0, "quantity": 0.2, "models.registry": 0.2,
+    "schema": 0.5, "mesh": 0.5, "models.spec": 0.6, "config": 0.6,
     "comm": 1, "tensor.": 1.2, "data.": 1.2, "models.gpt": 1.5,
     "program.": 2, "slots": 2.5,
     "pipeline.": 3, "zero.": 3, "activation.": 3, "offload.": 3,
     "planner": 4, "pipeline.run": 4, "zero.run": 4, "zero.state": 4, "zero.optimizer": 4, "activation.run": 4,
     "offload.run": 4, "offload.tiers": 4,
-    "engine.": 5, "predict.": 5, "checkpoint.": 5, "monitor.": 5,
+    "predict.": 4.5, "engine.": 5, "checkpoint.": 5, "monitor.": 5,
     "train": 6, "launcher": 6.2, "cli": 6.5,
 }
 MAX_FILE, MAX_FUNCTION, MAX_ARGUMENTS = 420, 70, 7  # lines, lines, arguments besides self

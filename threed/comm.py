@@ -184,6 +184,11 @@ class ProcessChannel(Channel):
         return _handle(dist.irecv(tensor, self._peer, self._group), tensor)
 
 
+def file_store(path: str, world_size: int) -> Any:
+    """A place in the file system where the ranks of one machine meet."""
+    return dist.FileStore(path, world_size)
+
+
 class ProcessComm(Comm):
     """A rank of torch.distributed. `store` is where ranks meet; None: from the environment, as torchrun sets it."""
 

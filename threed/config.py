@@ -1,7 +1,7 @@
 """The config: one YAML file, dotted overrides, and every cross-check in one place.
 
-`load` reads a YAML file and `key=value` overrides into the dataclasses below and validates them. Unknown keys, wrong
-types and impossible combinations are all reported at once, as one `ConfigError`. A setting is honoured or refused.
+`load` reads a YAML file and `key=value` overrides into the dataclasses of `threed.schema` and validates them. Unknown keys,
+wrong types and impossible combinations are all reported at once, as one `ConfigError`. A setting is honoured or refused.
 
 Batch sizes count sequences and mean what they mean in Megatron-LM:
 global_batch_size = micro_batch_size x dp x number of micro-batches.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from dataclasses import dataclass, field
+import math
 from pathlib import Path
 from typing import Any
 
@@ -21,184 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from threed.errors import ConfigError, InputError
 from threed.models.registry import SIZES
-from threed.quantity import round_up
-
-
-@dataclass
-class ModelConfig:
-    """Sizes of the model. `name` may be one of `threed.models.registry.SIZES`: its values are then the defaults."""
-
-    name: str = "custom"
-    layers: int = 8
-    hidden: int = 128
-    heads: int = 8
-    kv_heads: int | None = None  # None: as many as heads
-    ffn_hidden: int | None = None  # None: 4 x hidden (gelu), or 8/3 x hidden rounded up to 64 (swiglu)
-    vocab: int = 1024
-    vocab_multiple: int = 128  # the vocabulary is padded to a multiple of this; padded logits are masked
-    seq_len: int = 128
-    position: str = "rotary"  # rotary | learned
-    rope_theta: float = 10000.0
-    norm: str = "layernorm"  # layernorm | rmsnorm
-    norm_eps: float = 1e-5
-    activation: str = "gelu"  # gelu | swiglu
-    bias: bool = True  # biases of linear layers
-    dropout: float = 0.0  # after the embedding and on each residual branch
-    attention_dropout: float = 0.0  # on attention weights; above 0 attention runs unfused
-    init_std: float = 0.02
-    tie_embeddings: bool = True
-
-    @property
-    def padded_vocab(self) -> int:
-        return round_up(self.vocab, self.vocab_multiple)
-
-    @property
-    def head_dim(self) -> int:
-        return self.hidden // self.heads
-
-    @property
-    def num_kv_heads(self) -> int:
-        return self.heads if self.kv_heads is None else self.kv_heads
-
-    @property
-    def num_ffn_hidden(self) -> int:
-        if self.ffn_hidden is not None:
-            return self.ffn_hidden
-        return 4 * self.hidden if self.activation == "gelu" else round_up(8 * self.hidden // 3, 64)
-
-
-@dataclass
-class ParallelConfig:
-    dp: int | str = "auto"  # auto: world size / (tp x pp)
-    tp: int = 1
-    pp: int = 1
-    schedule: str = "1f1b"  # gpipe | 1f1b
-    virtual_stages: int = 1  # stages a rank
-    sequence_parallel: bool = False
-    axis_order: str = "pp-dp-tp"  # outermost first; neighbours on the last axis are neighbouring ranks
-    layers_per_unit: int = 1  # transformer blocks a unit
-    stage_units: list[int] | None = None  # units of each stage, first to last; None: balanced by cost
-
-
-@dataclass
-class ZeroConfig:
-    stage: int = 1  # 0: plain data parallelism; 1: optimizer state sharded over dp
-
-
-@dataclass
-class ActivationConfig:
-    policy: str = "none"  # none: keep what backward needs
-
-
-@dataclass
-class OffloadConfig:
-    optimizer: str = "none"
-    parameters: str = "none"
-
-
-@dataclass
-class PrecisionConfig:
-    dtype: str = "fp32"  # fp32 | bf16 (fp32 master weights, fp32 gradient accumulation and reduction)
-
-
-@dataclass
-class OptimizerConfig:
-    name: str = "adamw"  # adamw | sgd
-    lr: float = 3e-4
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    eps: float = 1e-8
-    weight_decay: float = 0.1  # not on biases, norms and other 1-D parameters
-    clip_grad: float = 1.0  # global gradient norm; 0 is off
-    warmup_steps: int = 0  # linear from 0
-    decay_steps: int | None = None  # step at which min_lr is reached; None: train.steps
-    wsd_decay_steps: int | None = None  # length of the final decay of wsd; None: a tenth of decay_steps
-    schedule: str = "cosine"  # constant | linear | cosine | wsd
-    min_lr: float = 0.0
-
-
-@dataclass
-class DataConfig:
-    source: str = "python-stdlib"  # or a folder, a glob of text, *.jsonl, or a Megatron .bin/.idx prefix
-    tokenizer: str = "bpe"  # bpe: byte-level BPE trained on the source; or a tokenizer.json
-    text_key: str = "text"  # the field of a JSONL line that holds the text
-    append_eod: bool = True  # an end-of-document token after each document
-    validation_fraction: float = 0.02  # share of tokens held out, whole documents
-    cache: str | None = None  # where prepared data is kept; None: $XDG_CACHE_HOME/threed or ~/.cache/threed
-
-
-@dataclass
-class TrainConfig:
-    steps: int = 100
-    global_batch_size: int = 16
-    micro_batch_size: int = 1
-    seed: int = 1234
-    eval_every: int = 0  # 0: never
-    eval_batches: int = 1  # global batches an evaluation
-    resume: str = "auto"  # auto: the newest complete checkpoint in run.dir | never | a checkpoint's folder
-    on_nonfinite: str = "stop"  # stop: the run ends and says where | skip: the step is skipped and counted
-
-
-@dataclass
-class CheckpointConfig:
-    every: int = 0  # steps; 0: only at the end
-    keep: int = 2  # the newest ones kept; 0: all
-
-
-@dataclass
-class MonitorConfig:
-    wandb: str = "auto"  # auto: online if WANDB_MODE or WANDB_API_KEY says so, else offline | offline | online | disabled
-    project: str = "threed"
-    name: str | None = None
-    peak_tflops: float | None = None  # of one device, for perf/mfu; None: looked up, null where not known
-    console_every: int = 1  # steps between console lines
-
-
-@dataclass
-class RunConfig:
-    dir: str = "runs/default"
-    timeout_s: float = 600.0  # a rank that waits this long for another ends the run and says for whom
-    device: str = "auto"  # auto | cpu | cuda
-
-
-@dataclass
-class Config:
-    model: ModelConfig = field(default_factory=ModelConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    zero: ZeroConfig = field(default_factory=ZeroConfig)
-    activation: ActivationConfig = field(default_factory=ActivationConfig)
-    offload: OffloadConfig = field(default_factory=OffloadConfig)
-    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    monitor: MonitorConfig = field(default_factory=MonitorConfig)
-    run: RunConfig = field(default_factory=RunConfig)
-
-    @property
-    def dp(self) -> int:
-        assert isinstance(self.parallel.dp, int), "resolve() comes first"
-        return self.parallel.dp
-
-    @property
-    def world_size(self) -> int:
-        return self.dp * self.parallel.tp * self.parallel.pp
-
-    @property
-    def num_microbatches(self) -> int:
-        return self.train.global_batch_size // (self.train.micro_batch_size * self.dp)
-
-    @property
-    def num_stages(self) -> int:
-        return self.parallel.pp * self.parallel.virtual_stages
-
-    @property
-    def tokens_per_step(self) -> int:
-        return self.train.global_batch_size * self.model.seq_len
-
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
+from threed.schema import Config
 
 # ---------------------------------------------------------------- reading
 
@@ -217,14 +40,6 @@ def load(path: str | Path | None, overrides: list[str] | None = None, world_size
     problems += validate(config, world_size)
     if problems:
         raise ConfigError(problems, where)
-    return config
-
-
-def from_dict(values: dict[str, Any]) -> Config:
-    """A Config from nested plain values, as `Config.to_dict` gives them (a checkpoint's, say)."""
-    config, problems = _build(_flatten(values))
-    if problems:
-        raise ConfigError(problems)
     return config
 
 
@@ -267,12 +82,13 @@ def _read_override(text: str) -> dict[str, Any]:
 
 def _flatten(values: Any, prefix: str = "") -> dict[str, Any]:
     """Nested mappings -> {dotted key: leaf}. An empty section (`model:` with nothing below) holds nothing."""
+    sections = {section.name for section in dataclasses.fields(Config)}
     flat: dict[str, Any] = {}
     for key, value in values.items():
         name = f"{prefix}{key}"
         if isinstance(value, dict):
             flat.update(_flatten(value, name + "."))
-        elif value is not None or prefix:
+        elif value is not None or prefix or key not in sections:
             flat[name] = value
     return flat
 
@@ -296,6 +112,9 @@ def _build(given: dict[str, Any]) -> tuple[Config, list[str]]:
     for key, value in given.items():
         if key not in keys:
             problems.append(f"{key}: unknown key{_nearest(key, keys)}")
+            continue
+        if isinstance(OmegaConf.select(schema, key), bool) and not isinstance(value, bool):
+            problems.append(f"{key}={value}: must be true or false")  # OmegaConf would take any number for one
             continue
         try:
             OmegaConf.update(schema, key, value)
@@ -364,13 +183,17 @@ _AT_LEAST = {  # key: least value
     "train.eval_every": 0, "train.eval_batches": 1, "checkpoint.every": 0, "checkpoint.keep": 0,
     "monitor.console_every": 1, "run.timeout_s": 1, "data.validation_fraction": 0,
 }
+_ABOVE_ZERO = ("model.norm_eps", "model.rope_theta", "monitor.peak_tflops")
 
 
 def validate(config: Config, world_size: int | None = None) -> list[str]:
     """Every problem of a config, one line each; empty when it can run. `world_size`: what will really be there."""
     problems = _check_values(config)
-    if not problems:  # the arithmetic below needs values that make sense
-        problems = [*_check_model(config), *_check_parallel(config, world_size), *_check_training(config)]
+    wrong = {problem.split(".")[0] for problem in problems}  # sections with values that arithmetic may trip over
+    problems += _check_model(config) if not wrong & {"model", "parallel"} else []
+    problems += _check_parallel(config, world_size) if not wrong & {"model", "parallel"} else []
+    problems += _check_batch(config) if not wrong & {"train", "parallel", "data"} else []
+    problems += _check_schedule(config) if not wrong & {"train", "optimizer"} else []
     return problems
 
 
@@ -392,6 +215,12 @@ def _check_values(config: Config) -> list[str]:
         value = _get(config, key)
         if value is not None and not value >= least:  # `not >=`: NaN is refused too
             problems.append(f"{key}={value}: must be at least {least}")
+        elif value == math.inf:
+            problems.append(f"{key}={value}: must be finite")
+    for key in _ABOVE_ZERO:
+        value = _get(config, key)
+        if value is not None and not 0 < value < math.inf:
+            problems.append(f"{key}={value}: must be above 0 and finite")
     dp = config.parallel.dp
     if not isinstance(dp, int) or dp < 1:
         problems.append(f"parallel.dp={dp}: must be 'auto' or an integer of at least 1")
@@ -454,7 +283,7 @@ def num_units(config: Config) -> int:
     return -(-config.model.layers // config.parallel.layers_per_unit) + 2
 
 
-def _check_training(config: Config) -> list[str]:
+def _check_batch(config: Config) -> list[str]:
     train = config.train
     problems = []
     if train.global_batch_size % (train.micro_batch_size * config.dp):
@@ -462,6 +291,11 @@ def _check_training(config: Config) -> list[str]:
                         f"train.micro_batch_size={train.micro_batch_size} x parallel.dp={config.dp}")
     if train.eval_every and not config.data.validation_fraction:
         problems.append(f"train.eval_every={train.eval_every} needs data.validation_fraction > 0: nothing is held out")
+    return problems
+
+
+def _check_schedule(config: Config) -> list[str]:
+    train, problems = config.train, []
     decay = config.optimizer.decay_steps or train.steps
     if config.optimizer.schedule == "wsd" and (config.optimizer.wsd_decay_steps or 0) > decay:
         problems.append(f"optimizer.wsd_decay_steps={config.optimizer.wsd_decay_steps} is longer than "

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from threed.config import Config
+from threed.comm import file_store
 from threed.data.tokens import Prepared, prepare
 from threed.engine.watch import Watch
 from threed.errors import InputError, RunError, ThreedError
+from threed.schema import Config
 from threed.train import Requests, train
 
 GRACE_S = 5.0  # after the first rank has failed
@@ -81,7 +81,7 @@ def run_local(config: Config) -> int:
 
 def _be(config: Config, rank: int, path: str, prepared: Prepared) -> None:
     os.setpgid(0, 0)  # a terminal's Ctrl-C goes to the launcher, which passes it on once
-    status = run_rank(config, rank, rank, config.world_size, dist.FileStore(path, config.world_size), prepared)
+    status = run_rank(config, rank, rank, config.world_size, file_store(path, config.world_size), prepared)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # no destructor may wait for a peer that is gone

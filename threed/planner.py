@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-from threed.config import Config
 from threed.mesh import Mesh
 from threed.models.spec import Layer, Parameter, layers, tied_parameter
 from threed.pipeline import plan as pipeline
@@ -17,6 +16,7 @@ from threed.pipeline.orders import ORDERS, forward_only
 from threed.pipeline.split import split_layers, split_units
 from threed.program.check import check
 from threed.program.table import ComputeUnit, ParameterUnit, Plan, Table, ring
+from threed.schema import Config
 from threed.zero import plan as zero
 from threed.zero.shard import Layout, layout
 

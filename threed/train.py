@@ -16,7 +16,6 @@ from threed import config as configs
 from threed.checkpoint.load import find, load, read_manifest
 from threed.checkpoint.save import folder, save
 from threed.comm import Comm, ProcessComm
-from threed.config import Config
 from threed.data.samples import Split, splits
 from threed.data.tokens import Prepared, prepare
 from threed.engine.diagnose import find_nonfinite
@@ -29,6 +28,7 @@ from threed.monitor.log import Log
 from threed.monitor.measure import Meter
 from threed.planner import make_mesh, make_plan
 from threed.quantity import show_bytes, show_count, show_seconds
+from threed.schema import Config
 
 
 class Requests:
@@ -93,7 +93,7 @@ def train(config: Config, rank: int, local_rank: int, requests: Requests, connec
                 log.say(f"warning: {line}")
             log.say(f"{mesh.draw()}\n{len(plan)} instructions, plan {plan.digest}, {device.type}")
         if path and manifest:
-            load(path, manifest, config, engine, comm)
+            load(path, manifest, engine.zero)
             if log:
                 log.say(f"resumed from {path} after step {engine.zero.step_number}")
         Loop(config, engine, comm, data, watch, log, requests).run(manifest or {})
@@ -207,7 +207,7 @@ class Loop:
         with self.watch.phase("save a checkpoint"):
             counters = {"samples": self.engine.zero.step_number * self.config.train.global_batch_size,
                         "skipped": self.skipped, "wandb_id": self.log.run_id if self.log else None}
-            path, problem = save(self.config, self.engine, self.comm, counters)
+            path, problem = save(self.engine.zero, self.engine.plan.digest, counters)
         if problem:
             self._say(f"warning: no checkpoint was saved: {problem}. Older checkpoints stand; the run goes on")
         else:

@@ -17,7 +17,6 @@ import pytest
 
 from tests.harness import Ranks, assert_parity, batches, collect, drive, tiny
 from threed.comm import Comm, Handle
-from threed.config import Config
 from threed.engine import loopback
 from threed.engine.engine import Engine
 from threed.errors import PlanError
@@ -25,6 +24,7 @@ from threed.planner import make_mesh, make_plan
 from threed.program.check import check_programs
 from threed.program.instruction import Instruction, Op
 from threed.program.table import Plan
+from threed.schema import Config
 from threed.zero import run as zero_run
 
 SMALL = ["model.hidden=8", "model.heads=2", "model.seq_len=8", "model.vocab=16", "model.vocab_multiple=16",

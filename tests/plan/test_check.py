@@ -234,7 +234,7 @@ def test_deadlock_in_some_modes_only(position, first, second, modes):
 
 
 def test_cycle_in_the_order():
-    """pp0 wants the gradient of m0 before it runs m1, which pp1 wants before it gives the gradient: never, in any mode."""
+    """pp0 wants the gradient of m0 before it runs m1, pp1 wants m1 before it gives that gradient: never, in any mode."""
     plan = plan_of("parallel.schedule=gpipe")
     programs = [list(program) for program in plan.programs["train"]]
     program = programs[0]
@@ -247,7 +247,7 @@ def test_cycle_in_the_order():
 
 
 def test_collectives_of_positions_meet():
-    """CLIP and the tie's REDUCE are one call of several positions: done in another order on each, they wait for ever."""
+    """CLIP and the tie's REDUCE are one call of several positions: in another order on each, they wait for ever."""
     plan = plan_of()
     programs = [list(program) for program in plan.programs["evaluate"]]
     program = programs[0]

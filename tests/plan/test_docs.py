@@ -12,7 +12,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from threed.cli import app
-from threed.config import Config, known_keys, load
+from threed.config import known_keys, load
+from threed.schema import Config
 
 ROOT = Path(__file__).parents[2]
 

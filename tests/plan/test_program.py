@@ -10,24 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from threed.config import (
-    Config,
-    DataConfig,
-    ModelConfig,
-    ParallelConfig,
-    PrecisionConfig,
-    TrainConfig,
-    ZeroConfig,
-    load,
-    num_units,
-    validate,
-)
+from threed.config import load, num_units, validate
 from threed.errors import ConfigError
 from threed.planner import make_plan
 from threed.program.check import check
 from threed.program.instruction import COMPUTE, Op
 from threed.program.table import Plan
 from threed.program.walk import Mode, walk
+from threed.schema import Config, DataConfig, ModelConfig, ParallelConfig, PrecisionConfig, TrainConfig, ZeroConfig
 
 NUM_CONFIGS = 2400
 

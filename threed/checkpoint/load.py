@@ -15,12 +15,9 @@ from safetensors import SafetensorError, safe_open
 
 from threed.checkpoint.boxes import Box, boxes, overlap
 from threed.checkpoint.save import FORMAT, KINDS, folder
-from threed.comm import Comm
-from threed.config import Config
-from threed.engine.engine import Engine
 from threed.errors import InputError
-from threed.models.spec import Parameter
-from threed.planner import unit_parameters
+from threed.schema import Config
+from threed.zero.run import ZeroRun
 
 _OTHER = "resume from another one with train.resume=PATH"
 
@@ -68,17 +65,17 @@ def read_manifest(path: Path, config: Config) -> dict[str, Any]:
     return manifest
 
 
-def load(path: Path, manifest: dict[str, Any], config: Config, engine: Engine, comm: Comm) -> None:
-    """Fill this rank's master weights and moments, and set the engine's counters."""
-    shapes = {p.name: p for parameters in unit_parameters(config).values() for p in parameters}
-    reader = _Reader(path, sorted(manifest["files"], key=lambda name: abs(_rank(name) - comm.rank)), shapes)
-    for state in engine.states.values():
+def load(path: Path, manifest: dict[str, Any], zero: ZeroRun) -> None:
+    """Fill this rank's master weights and moments, and set the counters."""
+    comm = zero.comm
+    reader = _Reader(path, sorted(manifest["files"], key=lambda name: abs(_rank(name) - comm.rank)))
+    for state in zero.states.values():
         for box in boxes(state.layout, comm.here.tp, *state.owned):
             where = slice(box.start - state.owned[0], box.stop - state.owned[0])
             for kind, whole in zip(KINDS, (state.master, state.moments.exp_avg, state.moments.exp_avg_sq), strict=True):
                 reader.read(kind, box, whole[where].view(box.shape))
         state.publish()
-    engine.zero.step_number, engine.zero.updates = manifest["step"], manifest["updates"]
+    zero.step_number, zero.updates = manifest["step"], manifest["updates"]
 
 
 def _rank(name: str) -> int:
@@ -88,8 +85,8 @@ def _rank(name: str) -> int:
 class _Reader:
     """Reads boxes from the files of a checkpoint, opening the nearest ranks' first and no more than are needed."""
 
-    def __init__(self, path: Path, files: list[str], parameters: dict[str, Parameter]):
-        self._path, self._unread, self._parameters = path, files, parameters
+    def __init__(self, path: Path, files: list[str]):
+        self._path, self._unread = path, files
         self._stored: dict[tuple[str, str], list[tuple[tuple[int, ...], tuple[int, ...], str, Any]]] = {}
 
     def read(self, kind: str, box: Box, into: torch.Tensor) -> None:

@@ -24,8 +24,8 @@ from safetensors.numpy import save_file
 
 from threed.checkpoint.boxes import boxes
 from threed.comm import Comm
-from threed.config import Config
-from threed.engine.engine import Engine
+from threed.schema import Config
+from threed.zero.run import ZeroRun
 
 FORMAT = 1
 KINDS = ("param", "exp_avg", "exp_avg_sq")
@@ -35,10 +35,11 @@ def folder(config: Config) -> Path:
     return Path(config.run.dir) / "checkpoints"
 
 
-def save(config: Config, engine: Engine, comm: Comm, counters: dict[str, Any]) -> tuple[Path, str | None]:
+def save(zero: ZeroRun, digest: str, counters: dict[str, Any]) -> tuple[Path, str | None]:
     """Save after a step, on all ranks. Returns the checkpoint's folder, and what went wrong if it could not be written:
     then nothing has changed and the older checkpoints stand."""
-    final = folder(config) / f"step-{engine.zero.step_number:08d}"
+    comm = zero.comm
+    final = folder(zero.config) / f"step-{zero.step_number:08d}"
     aside = final.with_suffix(".tmp")
     problem = None
     if comm.rank == 0:
@@ -50,13 +51,13 @@ def save(config: Config, engine: Engine, comm: Comm, counters: dict[str, Any]) -
     problem = _first(comm, problem)
     if problem is None:
         try:
-            _write(aside / f"rank-{comm.rank:05d}.safetensors", engine, comm)
+            _write(aside / f"rank-{comm.rank:05d}.safetensors", zero)
         except (OSError, SafetensorError) as error:
             problem = f"rank {comm.rank} cannot write to {aside}: {error}"
         problem = _first(comm, problem)
     if comm.rank == 0 and problem is None:
         try:
-            _publish(config, engine, comm, counters, aside, final)
+            _publish(zero, {"plan": digest, **counters}, aside, final)
         except OSError as error:
             problem = f"{aside}: {error.strerror or error}"
     problem = _first(comm, problem)
@@ -64,7 +65,7 @@ def save(config: Config, engine: Engine, comm: Comm, counters: dict[str, Any]) -
         if problem is not None:
             shutil.rmtree(aside, ignore_errors=True)
         else:
-            _prune(config, final)
+            _prune(zero.config, final)
     return final, problem
 
 
@@ -73,10 +74,10 @@ def _first(comm: Comm, problem: str | None) -> str | None:
     return next((found for found in comm.exchange(problem) if found), None)
 
 
-def _write(path: Path, engine: Engine, comm: Comm) -> None:
-    tensors = {}
-    for unit, state in engine.states.items():
-        if engine.plan.table.parameters[unit].positions[0] != comm.here.pp:
+def _write(path: Path, zero: ZeroRun) -> None:
+    tensors, comm = {}, zero.comm
+    for unit, state in zero.states.items():
+        if zero.table.parameters[unit].positions[0] != comm.here.pp:
             continue  # a tied embedding: the first position writes it
         for box in boxes(state.layout, comm.here.tp, *state.shard):
             if box.replicated and comm.here.tp != 0:
@@ -89,12 +90,12 @@ def _write(path: Path, engine: Engine, comm: Comm) -> None:
     _sync(path)
 
 
-def _publish(config: Config, engine: Engine, comm: Comm, counters: dict[str, Any], aside: Path, final: Path) -> None:
-    mesh = comm.mesh
+def _publish(zero: ZeroRun, counters: dict[str, Any], aside: Path, final: Path) -> None:
+    mesh = zero.comm.mesh
     manifest = {
-        "format": FORMAT, "step": engine.zero.step_number, "updates": engine.zero.updates, **counters,
+        "format": FORMAT, "step": zero.step_number, "updates": zero.updates, **counters,
         "mesh": {"pp": mesh.pp, "dp": mesh.dp, "tp": mesh.tp, "order": list(mesh.order)},
-        "plan": engine.plan.digest, "torch": torch.__version__, "config": config.to_dict(),
+        "torch": torch.__version__, "config": zero.config.to_dict(),
         "files": {path.name: path.stat().st_size for path in sorted(aside.glob("rank-*.safetensors"))},
     }
     replace_text(aside / "manifest.json", json.dumps(manifest, indent=1))

@@ -24,11 +24,11 @@ from pathlib import Path
 
 import numpy as np
 
-from threed.config import DataConfig, ModelConfig
 from threed.data.corpus import STDLIB, documents, fingerprint
 from threed.data.samples import Tokens, mix
 from threed.errors import InputError
 from threed.quantity import show_bytes, show_count, show_seconds
+from threed.schema import DataConfig, ModelConfig
 
 _FORMAT = 1  # of the cache: raise it when the same content would give other tokens
 _BATCH_CHARS = 2**22

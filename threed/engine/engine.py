@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import torch
 
 from threed.comm import Comm
-from threed.config import Config
 from threed.errors import RunError, ThreedError
 from threed.models.gpt import Batch
 from threed.pipeline.run import DTYPES, PipelineRun
@@ -21,21 +19,12 @@ from threed.planner import layouts
 from threed.program.check import describe
 from threed.program.instruction import COMPUTE, MESSAGES, Instruction, Op, Slot
 from threed.program.table import Plan
+from threed.program.trace import Trace
 from threed.program.walk import link
+from threed.schema import Config
 from threed.slots import Slots
 from threed.zero.run import Clipped, ZeroRun
 from threed.zero.state import make_states
-
-
-@dataclass
-class Trace:
-    """Times of one run of a program, in seconds from its start: issue, inputs there, end; one entry an instruction."""
-
-    name: str
-    issued: list[float] = field(default_factory=list)
-    started: list[float] = field(default_factory=list)
-    ended: list[float] = field(default_factory=list)
-    total_s: float = 0.0
 
 
 class Engine:
@@ -139,11 +128,3 @@ class Engine:
 
 def _some(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-
-
-def compute_s(trace: Trace, program: tuple[Instruction, ...]) -> float:
-    """Seconds in compute instructions, waiting for their inputs not counted. STEP is work too; CLIP is a barrier."""
-    return sum(trace.ended[i] - trace.started[i] for i, instruction in enumerate(program)
-               if instruction.op in COMPUTE or instruction.op == Op.STEP)
-
-

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 from threed.comm import Channel, Comm, Group, Handle
-from threed.config import Config
 from threed.mesh import Mesh
 from threed.program.instruction import Op
 from threed.program.table import Plan
+from threed.schema import Config
 
 TIMEOUT_S = 60.0
 

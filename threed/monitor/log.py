@@ -20,8 +20,8 @@ from typing import Any
 
 from rich.console import Console
 
-from threed.config import Config
 from threed.quantity import show_bytes, show_count
+from threed.schema import Config
 
 
 class Log:

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 import torch
 
 from threed.comm import Comm
-from threed.config import Config
-from threed.engine.engine import Trace, compute_s
 from threed.models.spec import model_flops
 from threed.predict.simulate import Costs, predict
 from threed.program.instruction import Op
 from threed.program.table import Plan
+from threed.program.trace import Trace, compute_s
+from threed.schema import Config
 
 AXES = ("dp", "tp", "pp")
 HEAD = ("step_s", "compute_s", "memory", *(f"sent_{axis}" for axis in AXES), "stop", "save")

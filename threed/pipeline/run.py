@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from threed.comm import Comm, Handle
-from threed.config import Config
 from threed.models.gpt import Batch, Context, build_layer, parameter_names
 from threed.program.instruction import Instruction, Op, Slot
 from threed.program.table import Table
+from threed.schema import Config
 from threed.slots import Slots
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

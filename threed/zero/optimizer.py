@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.optim.adamw import adamw
 
-from threed.config import OptimizerConfig
+from threed.schema import OptimizerConfig
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:

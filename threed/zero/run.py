@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 
 from threed.comm import Comm, Handle
-from threed.config import Config
 from threed.program.effects import chain
 from threed.program.instruction import Instruction, Op, Slot
 from threed.program.table import Table
+from threed.schema import Config
 from threed.slots import Slots
 from threed.zero import optimizer
 from threed.zero.state import UnitState

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from threed.comm import Comm
-from threed.config import Config
 from threed.program.table import Table
+from threed.schema import Config
 from threed.tensor.random import initial_values
 from threed.zero.optimizer import Moments
 from threed.zero.shard import Layout, Segment

@@ -1,0 +1,185 @@
+"""The schema: every key of a config, its type and its default. `threed.config` reads and checks it."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from threed.quantity import round_up
+
+
+@dataclass
+class ModelConfig:
+    """Sizes of the model. `name` may be one of `threed.models.registry.SIZES`: its values are then the defaults."""
+
+    name: str = "custom"
+    layers: int = 8
+    hidden: int = 128
+    heads: int = 8
+    kv_heads: int | None = None  # None: as many as heads
+    ffn_hidden: int | None = None  # None: 4 x hidden (gelu), or 8/3 x hidden rounded up to 64 (swiglu)
+    vocab: int = 1024
+    vocab_multiple: int = 128  # the vocabulary is padded to a multiple of this; padded logits are masked
+    seq_len: int = 128
+    position: str = "rotary"  # rotary | learned
+    rope_theta: float = 10000.0
+    norm: str = "layernorm"  # layernorm | rmsnorm
+    norm_eps: float = 1e-5
+    activation: str = "gelu"  # gelu | swiglu
+    bias: bool = True  # biases of linear layers
+    dropout: float = 0.0  # after the embedding and on each residual branch
+    attention_dropout: float = 0.0  # on attention weights; above 0 attention runs unfused
+    init_std: float = 0.02
+    tie_embeddings: bool = True
+
+    @property
+    def padded_vocab(self) -> int:
+        return round_up(self.vocab, self.vocab_multiple)
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def num_ffn_hidden(self) -> int:
+        if self.ffn_hidden is not None:
+            return self.ffn_hidden
+        return 4 * self.hidden if self.activation == "gelu" else round_up(8 * self.hidden // 3, 64)
+
+
+@dataclass
+class ParallelConfig:
+    dp: int | str = "auto"  # auto: world size / (tp x pp)
+    tp: int = 1
+    pp: int = 1
+    schedule: str = "1f1b"  # gpipe | 1f1b
+    virtual_stages: int = 1  # stages a rank
+    sequence_parallel: bool = False
+    axis_order: str = "pp-dp-tp"  # outermost first; neighbours on the last axis are neighbouring ranks
+    layers_per_unit: int = 1  # transformer blocks a unit
+    stage_units: list[int] | None = None  # units of each stage, first to last; None: balanced by cost
+
+
+@dataclass
+class ZeroConfig:
+    stage: int = 1  # 0: plain data parallelism; 1: optimizer state sharded over dp
+
+
+@dataclass
+class ActivationConfig:
+    policy: str = "none"  # none: keep what backward needs
+
+
+@dataclass
+class OffloadConfig:
+    optimizer: str = "none"
+    parameters: str = "none"
+
+
+@dataclass
+class PrecisionConfig:
+    dtype: str = "fp32"  # fp32 | bf16 (fp32 master weights, fp32 gradient accumulation and reduction)
+
+
+@dataclass
+class OptimizerConfig:
+    name: str = "adamw"  # adamw | sgd
+    lr: float = 3e-4
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    eps: float = 1e-8
+    weight_decay: float = 0.1  # not on biases, norms and other 1-D parameters
+    clip_grad: float = 1.0  # global gradient norm; 0 is off
+    warmup_steps: int = 0  # linear from 0
+    decay_steps: int | None = None  # step at which min_lr is reached; None: train.steps
+    wsd_decay_steps: int | None = None  # length of the final decay of wsd; None: a tenth of decay_steps
+    schedule: str = "cosine"  # constant | linear | cosine | wsd
+    min_lr: float = 0.0
+
+
+@dataclass
+class DataConfig:
+    source: str = "python-stdlib"  # or a folder, a glob of text, *.jsonl, or a Megatron .bin/.idx prefix
+    tokenizer: str = "bpe"  # bpe: byte-level BPE trained on the source; or a tokenizer.json
+    text_key: str = "text"  # the field of a JSONL line that holds the text
+    append_eod: bool = True  # an end-of-document token after each document
+    validation_fraction: float = 0.02  # share of tokens held out, whole documents
+    cache: str | None = None  # where prepared data is kept; None: $XDG_CACHE_HOME/threed or ~/.cache/threed
+
+
+@dataclass
+class TrainConfig:
+    steps: int = 100
+    global_batch_size: int = 16
+    micro_batch_size: int = 1
+    seed: int = 1234
+    eval_every: int = 0  # 0: never
+    eval_batches: int = 1  # global batches an evaluation
+    resume: str = "auto"  # auto: the newest complete checkpoint in run.dir | never | a checkpoint's folder
+    on_nonfinite: str = "stop"  # stop: the run ends and says where | skip: the step is skipped and counted
+
+
+@dataclass
+class CheckpointConfig:
+    every: int = 0  # steps; 0: only at the end
+    keep: int = 2  # the newest ones kept; 0: all
+
+
+@dataclass
+class MonitorConfig:
+    wandb: str = "auto"  # auto: online if WANDB_MODE or WANDB_API_KEY says so, else offline | offline | online | disabled
+    project: str = "threed"
+    name: str | None = None
+    peak_tflops: float | None = None  # of one device, for perf/mfu; None: looked up, null where not known
+    console_every: int = 1  # steps between console lines
+
+
+@dataclass
+class RunConfig:
+    dir: str = "runs/default"
+    timeout_s: float = 600.0  # a rank that waits this long for another ends the run and says for whom
+    device: str = "auto"  # auto | cpu | cuda
+
+
+@dataclass
+class Config:
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    zero: ZeroConfig = field(default_factory=ZeroConfig)
+    activation: ActivationConfig = field(default_factory=ActivationConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    monitor: MonitorConfig = field(default_factory=MonitorConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+    @property
+    def dp(self) -> int:
+        assert isinstance(self.parallel.dp, int), "resolve() comes first"
+        return self.parallel.dp
+
+    @property
+    def world_size(self) -> int:
+        return self.dp * self.parallel.tp * self.parallel.pp
+
+    @property
+    def num_microbatches(self) -> int:
+        return self.train.global_batch_size // (self.train.micro_batch_size * self.dp)
+
+    @property
+    def num_stages(self) -> int:
+        return self.parallel.pp * self.parallel.virtual_stages
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.train.global_batch_size * self.model.seq_len
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)

@@ -106,8 +106,9 @@ def _build(given: dict[str, Any]) -> tuple[Config, list[str]]:
     if name in SIZES:
         given = {**{f"model.{key}": value for key, value in SIZES[name].items()}, **given}
     elif name != "custom":
-        near = _nearest(str(name), list(SIZES))
-        problems.append(f"model.name={name}: no such size{near}; leave it out to give the sizes yourself")
+        near = difflib.get_close_matches(str(name), list(SIZES), 1, 0.0)[0]
+        problems.append(f"model.name={name}: no such size; did you mean {near}? There are {', '.join(SIZES)}; leave it out "
+                        "to give the sizes yourself")
     schema: DictConfig = OmegaConf.structured(Config)
     for key, value in given.items():
         if key not in keys:
@@ -227,6 +228,8 @@ def _check_values(config: Config) -> list[str]:
     for key in ("model.dropout", "model.attention_dropout", "data.validation_fraction"):
         if _get(config, key) >= 1:
             problems.append(f"{key}={_get(config, key)}: must be less than 1")
+    if not config.run.dir.strip():
+        problems.append("run.dir is empty: give a folder for checkpoints and metrics")
     if sorted(config.parallel.axis_order.split("-")) != ["dp", "pp", "tp"]:
         problems.append(f"parallel.axis_order={config.parallel.axis_order}: must name each axis once, outermost first, "
                         "for example pp-dp-tp")

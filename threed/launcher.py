@@ -90,20 +90,21 @@ def _be(config: Config, rank: int, path: str, prepared: Prepared) -> None:
 def _attend(ranks: list[Any]) -> int:
     """Wait for all ranks; once one has failed, for the others only a little longer."""
     status, deadline = 0, None
-    while any(process.exitcode is None for process in ranks):
-        for rank, process in enumerate(ranks):
-            if process.exitcode not in (None, 0) and deadline is None:
-                status = process.exitcode if process.exitcode > 0 else 128 - process.exitcode
-                deadline = time.monotonic() + GRACE_S
-                if process.exitcode < 0:
-                    name = signal.Signals(-process.exitcode).name
-                    print(f"threed: rank {rank} was killed by {name}", file=sys.stderr, flush=True)
+    while True:
+        codes = [process.exitcode for process in ranks]
+        failed = next(((rank, code) for rank, code in enumerate(codes) if code), None)
+        if failed is not None and deadline is None:
+            rank, code = failed
+            deadline = time.monotonic() + GRACE_S
+            status = code if code > 0 else 128 - code
+            if code < 0:
+                print(f"threed: rank {rank} was killed by {signal.Signals(-code).name}", file=sys.stderr, flush=True)
+        if all(code is not None for code in codes):
+            return status
         if deadline is not None and time.monotonic() > deadline:
             for process in ranks:
-                if process.exitcode is None:
-                    process.kill()
+                process.kill()
         time.sleep(0.05)
-    return status or next((process.exitcode for process in ranks if process.exitcode), 0)
 
 
 def _prepare(config: Config) -> Prepared:

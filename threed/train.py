@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from threed import __version__
 from threed import config as configs
 from threed.checkpoint.load import find, load, read_manifest
 from threed.checkpoint.save import folder, save
@@ -72,7 +73,7 @@ def train(config: Config, rank: int, local_rank: int, requests: Requests, connec
     watch = Watch(rank, comm.store, config.run.timeout_s)
     connected(watch)
     with watch.phase("compare plans"):
-        _agree(comm, plan.digest)
+        _agree(comm, config, plan.digest)
     log = None
     try:
         if prepared is None:
@@ -105,13 +106,17 @@ def train(config: Config, rank: int, local_rank: int, requests: Requests, connec
     comm.close()
 
 
-def _agree(comm: Comm, digest: str) -> None:
-    """All ranks run one plan, or none runs."""
-    digests = comm.exchange(digest)
-    if len(set(digests)) > 1:
-        odd = next(rank for rank, other in enumerate(digests) if other != digests[0])
-        raise InputError(f"rank {odd} has plan {digests[odd]} and rank 0 has {digests[0]}: every rank must be given the "
-                         "same config, overrides and version of threed")
+def _agree(comm: Comm, config: Config, digest: str) -> None:
+    """All ranks run one plan of one config, or none runs."""
+    everywhere = comm.exchange((digest, __version__, config.to_dict()))
+    for rank, other in enumerate(everywhere):
+        if other == everywhere[0]:
+            continue
+        keys = [f"{section}.{key}" for section, values in other[2].items() for key, value in values.items()
+                if everywhere[0][2].get(section, {}).get(key) != value]
+        what = ", ".join(keys) or f"plan or version ({other[0]}, {other[1]}; rank 0 has {everywhere[0][0]}, {everywhere[0][1]})"
+        raise InputError(f"rank {rank} and rank 0 differ in {what}: every rank must be given the same config, overrides and "
+                         "version of threed")
 
 
 class Loop:

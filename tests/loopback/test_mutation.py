@@ -114,17 +114,18 @@ def run(config: Config, plan: Plan) -> Ranks:
 
 class Haste:
     """Ends communications early: single ones at random; the composite ones of ZeRO all or none of a run, since they
-    communicate when they end, which all ranks must do alike. Receives of a channel end in the order of their issue."""
+    communicate when they end, which all ranks must do alike."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seed: int):
         self.rng, self.composite, recv = random.Random(seed), False, loopback.ThreadChannel.recv
 
-        def ordered(channel, tensor) -> Handle:
-            before, handle = getattr(channel, "latest", Handle(None)), recv(channel, tensor)
-            channel.latest = self.handle(lambda: (before.wait(), handle.wait()), self.rng.random() < 0.5)
-            return channel.latest
+        def early(channel, tensor) -> Handle:
+            handle = recv(channel, tensor)
+            if self.rng.random() < 0.5:
+                handle.wait()
+            return handle
 
-        monkeypatch.setattr(loopback.ThreadChannel, "recv", ordered)
+        monkeypatch.setattr(loopback.ThreadChannel, "recv", early)
         monkeypatch.setattr(loopback.ThreadGroup, "_call", self.eager(loopback.ThreadGroup._call))
         monkeypatch.setattr(zero_run, "Handle", lambda wait: self.handle(wait, self.composite))
 

@@ -112,18 +112,23 @@ class ThreadChannel(Channel):
     def __init__(self, sent: Counter[str], world: World, key: Any):
         super().__init__(sent)
         self._world, self._key = world, key
+        self._latest = Handle(None)
 
     def _send(self, tensor: torch.Tensor) -> Handle:
         self._world.post(self._key, tensor.detach().clone())
         return Handle(None)
 
     def recv(self, tensor: torch.Tensor) -> Handle:
+        before = self._latest  # messages are matched in the order that receives were posted in
+
         def finish() -> None:
+            before.wait()
             got = self._world.receive(self._key)
             assert got.shape == tensor.shape and got.dtype == tensor.dtype, (got.shape, tensor.shape)
             tensor.copy_(got)
 
-        return Handle(finish)
+        self._latest = Handle(finish)
+        return self._latest
 
 
 class ThreadComm(Comm):

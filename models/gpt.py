@@ -19,6 +19,7 @@ from threed.tensor.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
+    WeightGrads,
     parallel_config,
     vocab_parallel_cross_entropy,
 )
@@ -45,10 +46,12 @@ class Context:
     group: Group
     sequence_parallel: bool
     dtype: torch.dtype
+    weight_grads: WeightGrads
 
     def linear(self, kind: type, inputs: int, outputs: int, bias: bool | None = None):
         parallel = parallel_config(self.group, self.sequence_parallel, self.dtype)
-        return kind(inputs, outputs, self.model.bias if bias is None else bias, parallel, self.group)
+        return kind(inputs, outputs, self.model.bias if bias is None else bias, parallel, self.group,
+                    self.weight_grads)
 
     def sequence(self) -> tuple[int, int]:
         """(first, length) of this rank's part of the sequence in the residual stream."""

@@ -53,9 +53,9 @@ class Parameter:
 class Layer:
     """One layer. The tied word embedding belongs to neither layer that uses it: `uses_tied` says that it is used.
 
-    Work and memory are of one sequence on one tp rank of a whole; `saved_*` counts elements kept from forward to
-    backward: `saved_full` where every tp rank keeps all of it (cut by tp under sequence parallelism), `saved_cut` where
-    it is always cut by tp.
+    Work and memory are of one sequence, all tp ranks together. `saved_*` counts elements kept from forward to backward,
+    `operand_*` those kept from the input half of backward to the weights' half: `*_full` where every tp rank keeps all of
+    it (cut by tp under sequence parallelism), `*_cut` where it is always cut by tp, `operand_whole` where it never is.
     """
 
     name: str
@@ -63,6 +63,9 @@ class Layer:
     forward_flops: int  # matrix products of a sequence, all tp ranks together
     saved_full: int
     saved_cut: int
+    operand_full: int
+    operand_whole: int
+    operand_cut: int
     columns: int  # column-parallel products that read the residual stream: each costs tp traffic in backward
     rows: int  # row-parallel products that write it: each costs tp traffic in forward
     has_loss: bool = False  # ends in the vocab-parallel cross entropy: three numbers a token over tp
@@ -119,7 +122,8 @@ def _embedding(model: ModelConfig) -> Layer:
     parameters = [] if model.tie_embeddings else [_word_embedding(model)]
     if model.position == "learned":
         parameters.append(Parameter("embedding.position.weight", (model.seq_len, model.hidden), None, model.init_std))
-    return Layer("embedding", tuple(parameters), forward_flops=0, saved_full=0, saved_cut=0, columns=0, rows=1,
+    return Layer("embedding", tuple(parameters), forward_flops=0, saved_full=0, saved_cut=0,
+                 operand_full=model.seq_len * model.hidden, operand_whole=0, operand_cut=0, columns=0, rows=1,
                  uses_tied=model.tie_embeddings)
 
 
@@ -145,6 +149,9 @@ def _block(model: ModelConfig, index: int) -> Layer:
                  forward_flops=seq * (2 * matrices + 4 * seq * hidden),
                  saved_full=seq * 4 * hidden,
                  saved_cut=seq * (3 * hidden + 2 * kv + up + (2 * ffn if gated else ffn)),
+                 # Of each product its input and its output's gradient: the latter gathered where rows were scattered.
+                 operand_full=seq * 2 * hidden, operand_whole=seq * 2 * hidden,
+                 operand_cut=seq * (2 * hidden + 2 * kv + up + ffn),
                  columns=2, rows=2)
 
 
@@ -157,4 +164,6 @@ def _head(model: ModelConfig) -> Layer:
     return Layer("head", tuple(parameters),
                  forward_flops=2 * model.seq_len * model.hidden * model.padded_vocab,
                  saved_full=model.seq_len * 2 * model.hidden, saved_cut=model.seq_len * model.padded_vocab,
+                 operand_full=model.seq_len * model.hidden, operand_whole=0,
+                 operand_cut=model.seq_len * model.padded_vocab,
                  columns=1, rows=0, has_loss=True, uses_tied=model.tie_embeddings)

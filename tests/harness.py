@@ -129,8 +129,9 @@ def over_gloo(rank: int, store_path: str, config: Config, steps: int):
     """`loopback` for one real process of tests.workers."""
     plan = make_plan(config)
     store = dist.FileStore(store_path, config.world_size)
-    comm = ProcessComm(make_mesh(config), rank, torch.device("cpu"), channel_pairs(plan), 60.0, store)
+    comm = ProcessComm(make_mesh(config), rank, torch.device("cpu"), 60.0, store)
     try:
+        comm.open_channels(channel_pairs(plan))
         return drive(config, Engine(config, plan, comm), comm, steps)
     finally:
         comm.close()

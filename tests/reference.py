@@ -18,6 +18,7 @@ from threed.mesh import Mesh
 from threed.models.gpt import Batch, Context, build_layer, parameter_names
 from threed.models.spec import layers, tied_parameter
 from threed.schema import Config
+from threed.tensor.layers import WeightGrads
 from threed.tensor.random import initial_values
 from threed.zero.optimizer import learning_rate
 
@@ -44,7 +45,7 @@ def run(config: Config, steps: int) -> Result:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     model, dtype = config.model, DTYPES[config.precision.dtype]
     alone = ThreadGroup("tp", (0,), 0, Counter(), World(Mesh()))
-    context = Context(model, alone, False, dtype)
+    context = Context(model, alone, False, dtype, WeightGrads())
     modules = [build_layer(index, context) for index in range(model.layers + 2)]
     tied = tied_parameter(model)
     specs = [p for layer in layers(model) for p in layer.parameters] + ([tied] if tied else [])

@@ -25,6 +25,7 @@ app = typer.Typer(
 )
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file, or one that ships: configs/toy.yaml")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="overrides, such as parallel.tp=4")]
+RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="the run.dir of a run")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document on stdout and nothing else")]
 
 
@@ -130,6 +131,67 @@ def check(config: ConfigPath, overrides: Overrides = None, as_json: Json = False
 
 
 @app.command()
+def predict(config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="YAML file; leave it out for a bare "
+                                                                                  "pipeline")] = None,
+            overrides: Overrides = None,
+            costs: Annotated[Path | None, typer.Option(metavar="RUN|FILE", help="measured costs: a run's folder, or its "
+                                                                                "costs.json")] = None,
+            hardware: Annotated[str, typer.Option(help="for analytic costs: tflops=989,efficiency=0.4,dp_gbps=400 ...")] = "",
+            schedule: Annotated[str | None, typer.Option(help="of a bare pipeline: 1f1b, zb-v, auto, file:PATH ...")] = None,
+            pp: Annotated[int, typer.Option(min=1, help="its positions")] = 4,
+            micro_batches: Annotated[int, typer.Option(min=1, help="its micro-batches")] = 8,
+            times: Annotated[str, typer.Option(help="seconds of a position's forward, backward's two halves, a message")]
+            = "f=1,b=1,w=1,comm=0",
+            virtual_stages: Annotated[int | None, typer.Option(min=1, help="stages a position")] = None,
+            activation_limit: Annotated[str | None, typer.Option(metavar="2x|BYTES", help="most that a position may keep")]
+            = None,
+            as_json: Json = False) -> None:
+    """Predict a step: time, bubble, memory and bytes of each pipeline position, by walking the plan with a clock.
+
+    With a CONFIG, costs are analytic, or measured by a run (--costs). Without one, a bare pipeline is walked: the bubble rate
+    is the zero-bubble paper's, (cost - m (f + b + w)) / cost, where cost is the longest span of a position.
+    """
+    import gc
+
+    gc.disable()  # plans are millions of small objects that all live until the end
+    if config is None:
+        from threed.predict.bare import parse_times, predict_bare
+
+        if schedule is None:
+            raise InputError("give a CONFIG, or --schedule NAME for a bare pipeline; threed predict --help shows both")
+        limit = None
+        if activation_limit is not None:
+            multiple, size = configs.parse_limit(activation_limit)
+            if multiple is None:
+                raise InputError(f"--activation-limit {activation_limit}: a bare pipeline has no sizes ({size} bytes of what?); "
+                                 "give a multiple of 1F1B's peak such as 2x, or a CONFIG")
+            limit = multiple * min(pp, micro_batches)
+        found = predict_bare(schedule, pp, micro_batches, parse_times(times), virtual_stages, limit)
+        if as_json:
+            _print_json(found)
+            return
+        print(f"{found['schedule']} ({found['order']}, {found['virtual_stages']} stages a position): bubble rate "
+              f"{found['bubble_rate']:.4f}, step time {found['step_time']:.3f}")
+        for position, row in enumerate(found["stages"]):
+            print(f"pp{position}".ljust(6) + f"busy {row['busy']:.3f}  span {row['span']:.3f}  keeps {row['peak_activations']:g}")
+        return
+    from threed.predict.analytic import Hardware
+    from threed.predict.cost import load_costs
+    from threed.predict.report import report
+    from threed.predict.report import show as show_report
+    from threed.predict.simulate import cost_of
+
+    loaded = configs.load(config, overrides)
+    plan = make_plan(loaded)
+    cost = cost_of(load_costs(costs)) if costs is not None else Hardware.parse(hardware).cost(plan.table)
+    values = report(plan, cost, str(costs) if costs is not None else "analytic")
+    if as_json:
+        _print_json(values)
+    else:
+        print(show_report(values))
+
+
+@app.command()
 def data(config: ConfigPath, overrides: Overrides = None, as_json: Json = False) -> None:
     """Prepare a config's data ahead of a run: read the source, train or load the tokenizer, tokenize, cache."""
     loaded = configs.load(config, overrides)
@@ -145,6 +207,50 @@ def data(config: ConfigPath, overrides: Overrides = None, as_json: Json = False)
         _print_json(values)
     else:
         print("\n".join(f"{name:20}{value}" for name, value in values.items()))
+
+
+@app.command()
+def trace(run: RunPath,
+          output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE",
+                                                      help="trace events; RUN/trace.json where neither is given")] = None,
+          step: Annotated[int | None, typer.Option(help="this step; all that were traced where it is not given")] = None,
+          svg: Annotated[Path | None, typer.Option(metavar="FILE", help="draw the timeline of the step, or of the last "
+                                                                        "one that was traced, into FILE")] = None) -> None:
+    """Merge what a run's ranks traced for ui.perfetto.dev and chrome://tracing, or draw it."""
+    from threed.monitor import timeline
+    from threed.monitor.traces import read_run
+
+    traced = read_run(run)
+    chosen = traced.pick(step)
+    for note in traced.notes:
+        print(f"note: {note}", file=sys.stderr)
+    if svg is not None:
+        _write("--svg", svg, timeline.picture_of(traced, chosen[-1]))
+        print(f"wrote {svg}: step {chosen[-1]}")
+    if output is not None or svg is None:
+        file = output or run / "trace.json"
+        events = timeline.chrome(traced, chosen)
+        _write("-o", file, json.dumps(events, separators=(",", ":")))
+        print(f"wrote {file}: {len(traced.ranks)} ranks, {len(chosen)} steps, {len(events['traceEvents'])} events")
+
+
+@app.command()
+def compare(run: RunPath, as_json: Json = False) -> None:
+    """Compare what a run measured with what its plan predicts, and say where each rank's time went."""
+    from threed.monitor import compare as comparing
+
+    found = comparing.compare(run)
+    if as_json:
+        _print_json(found)
+    else:
+        print(comparing.show(found))
+
+
+def _write(option: str, file: Path, text: str) -> None:
+    try:
+        file.write_text(text)
+    except OSError as error:
+        raise InputError(f"{option} {file}: {error.strerror}") from None
 
 
 def _print_json(value: Any) -> None:

@@ -192,11 +192,9 @@ def file_store(path: str, world_size: int) -> Any:
 class ProcessComm(Comm):
     """A rank of torch.distributed. `store` is where ranks meet; None: from the environment, as torchrun sets it."""
 
-    def __init__(self, mesh: Mesh, rank: int, device: torch.device, pairs: Sequence[tuple[int, int, str]],
-                 timeout_s: float, store: Any = None):
-        """`pairs`: the plan's channels as (sender position, receiver position, kind)."""
+    def __init__(self, mesh: Mesh, rank: int, device: torch.device, timeout_s: float, store: Any = None):
         super().__init__(mesh, rank, device)
-        timeout = datetime.timedelta(seconds=timeout_s)
+        self._timeout = timeout = datetime.timedelta(seconds=timeout_s)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -210,12 +208,16 @@ class ProcessComm(Comm):
                 if rank in ranks:
                     self.groups[name] = ProcessGroup(name, ranks, rank, self.sent, made)
         self.groups["world"] = ProcessGroup("world", tuple(range(mesh.size)), rank, self.sent, dist.group.WORLD)
+
+    def open_channels(self, pairs: Sequence[tuple[int, int, str]]) -> None:
+        """Connect a plan's channels, given as (sender position, receiver position, kind): each its own communicator, so that
+        nothing waits behind a message of another kind."""
         for sender, receiver, kind in sorted(pairs):
-            for first in mesh.groups("pp"):
-                ends = first[sender], first[receiver]
-                made = dist.new_group(sorted(ends), timeout)
-                if rank in ends:
-                    peer = ends[1] if rank == ends[0] else ends[0]
+            for pipeline in self.mesh.groups("pp"):
+                ends = pipeline[sender], pipeline[receiver]
+                made = dist.new_group(sorted(ends), self._timeout)
+                if self.rank in ends:
+                    peer = ends[1] if self.rank == ends[0] else ends[0]
                     self.channels[sender, receiver, kind] = ProcessChannel(self.sent, made, peer)
 
     def exchange(self, value: Any) -> list[Any]:

@@ -21,7 +21,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from threed.errors import ConfigError, InputError
 from threed.models.registry import SIZES
-from threed.schema import Config
+from threed.quantity import parse_bytes
+from threed.schema import V_SHAPED, Config
 
 # ---------------------------------------------------------------- reading
 
@@ -152,7 +153,7 @@ _CHOICES = {
     "model.position": ("rotary", "learned"),
     "model.norm": ("layernorm", "rmsnorm"),
     "model.activation": ("gelu", "swiglu"),
-    "parallel.schedule": ("gpipe", "1f1b"),
+    "parallel.schedule": ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v", "breadth-first", "auto"),
     "precision.dtype": ("fp32", "bf16"),
     "optimizer.name": ("adamw", "sgd"),
     "optimizer.schedule": ("constant", "linear", "cosine", "wsd"),
@@ -163,12 +164,10 @@ _CHOICES = {
     "activation.policy": ("none",),
     "offload.optimizer": ("none",),
     "offload.parameters": ("none",),
-    "parallel.virtual_stages": (1,),
 }
 # What the field knows and this version does not do yet: refused by name rather than as a typing slip.
 _NOT_YET = {
     "precision.dtype": ("fp16",),
-    "parallel.schedule": ("interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v", "breadth-first", "auto"),
     "zero.stage": (2, 3),
     "activation.policy": ("full", "selective", "budget"),
     "offload.optimizer": ("cpu", "nvme"),
@@ -178,11 +177,13 @@ _AT_LEAST = {  # key: least value
     "model.layers": 1, "model.hidden": 1, "model.heads": 1, "model.kv_heads": 1, "model.ffn_hidden": 1,
     "model.vocab": 2, "model.vocab_multiple": 1, "model.seq_len": 1, "model.init_std": 0, "model.dropout": 0,
     "model.attention_dropout": 0, "parallel.tp": 1, "parallel.pp": 1, "parallel.layers_per_unit": 1,
+    "parallel.virtual_stages": 1,
     "optimizer.lr": 0, "optimizer.eps": 0, "optimizer.weight_decay": 0, "optimizer.clip_grad": 0,
     "optimizer.warmup_steps": 0, "optimizer.decay_steps": 1, "optimizer.wsd_decay_steps": 0, "optimizer.min_lr": 0,
     "train.steps": 0, "train.global_batch_size": 1, "train.micro_batch_size": 1, "train.seed": 0,
     "train.eval_every": 0, "train.eval_batches": 1, "checkpoint.every": 0, "checkpoint.keep": 0,
-    "monitor.console_every": 1, "run.timeout_s": 1, "data.validation_fraction": 0,
+    "monitor.console_every": 1, "monitor.trace_every": 0, "monitor.timeline_every": 0,
+    "run.timeout_s": 1, "data.validation_fraction": 0,
 }
 _ABOVE_ZERO = ("model.norm_eps", "model.rope_theta", "monitor.peak_tflops")
 
@@ -207,6 +208,8 @@ def _check_values(config: Config) -> list[str]:
     problems = []
     for key, choices in _CHOICES.items():
         value = _get(config, key)
+        if key == "parallel.schedule" and str(value).startswith("file:"):
+            continue
         if value in _NOT_YET.get(key, ()):
             listed = ", ".join(map(str, choices))
             problems.append(f"{key}={value}: not in this version of threed; use one of: {listed}")
@@ -268,6 +271,7 @@ def _check_parallel(config: Config, world_size: int | None) -> list[str]:
     if world_size is not None and config.world_size != world_size:
         problems.append(f"parallel.dp={config.dp} x tp={parallel.tp} x pp={parallel.pp} = {config.world_size} processes, "
                         f"but the world size is {world_size}")
+    problems += _check_schedule_shape(config)
     units = num_units(config)
     if config.num_stages > units:
         problems.append(f"parallel.pp={parallel.pp} makes {config.num_stages} stages, more than the model's {units} units "
@@ -279,6 +283,40 @@ def _check_parallel(config: Config, world_size: int | None) -> list[str]:
         elif sum(listed) != units or min(listed) < 1:
             problems.append(f"parallel.stage_units={listed} must be positive and add up to the model's {units} units")
     return problems
+
+
+def _check_schedule_shape(config: Config) -> list[str]:
+    parallel, problems = config.parallel, []
+    name, virtual = parallel.schedule, parallel.virtual_stages
+    if name in V_SHAPED and virtual not in (None, 2):
+        problems.append(f"parallel.schedule={name} has two stages a rank, not parallel.virtual_stages={virtual}")
+    if name in ("interleaved", "breadth-first") and (virtual or 1) < 2:
+        problems.append(f"parallel.schedule={name} needs parallel.virtual_stages of at least 2: with one stage a rank it would "
+                        f"be {'1f1b' if name == 'interleaved' else 'gpipe'}")
+    if name in ("gpipe", "1f1b", "zb-h1", "zb-h2") and (virtual or 1) != 1:
+        problems.append(f"parallel.schedule={name} has one stage a rank, not parallel.virtual_stages={virtual}; interleaved "
+                        "and breadth-first have more")
+    if name == "auto" and virtual not in (None, 1, 2):
+        problems.append(f"parallel.schedule=auto searches 1 or 2 stages a rank, not parallel.virtual_stages={virtual}")
+    if parallel.activation_limit is not None:
+        try:
+            parse_limit(parallel.activation_limit)
+        except InputError as error:
+            problems.append(f"parallel.activation_limit: {error}")
+    return problems
+
+
+def parse_limit(text: str) -> tuple[float | None, int | None]:
+    """'2x' -> (2.0, None): times 1F1B's peak. '30GiB' -> (None, bytes)."""
+    if text.endswith("x"):
+        try:
+            times = float(text[:-1])
+        except ValueError:
+            times = -1.0
+        if not 0 < times < math.inf:
+            raise InputError(f"'{text}' is not a multiple of 1F1B's peak; write for example 1x or 1.5x")
+        return times, None
+    return None, parse_bytes(text)
 
 
 def num_units(config: Config) -> int:

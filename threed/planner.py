@@ -9,13 +9,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import NamedTuple
+
+from threed.config import num_units, parse_limit
+from threed.errors import InputError
 from threed.mesh import Mesh
 from threed.models.spec import Layer, Parameter, layers, tied_parameter
-from threed.pipeline import plan as pipeline
-from threed.pipeline.orders import ORDERS, forward_only
+from threed.pipeline.auto import Times, play, search
+from threed.pipeline.file import read_order
+from threed.pipeline.orders import SCHEDULES, Order, forward_only, line
+from threed.pipeline.plan import communicate, expand
 from threed.pipeline.split import split_layers, split_units
 from threed.program.check import check
+from threed.program.summary import stages
 from threed.program.table import ComputeUnit, ParameterUnit, Plan, Table, ring
+from threed.quantity import show_bytes
 from threed.schema import Config
 from threed.zero import plan as zero
 from threed.zero.shard import Layout, layout
@@ -25,19 +34,106 @@ def make_mesh(config: Config) -> Mesh:
     return Mesh(config.parallel.pp, config.dp, config.parallel.tp, tuple(config.parallel.axis_order.split("-")))
 
 
-def make_plan(config: Config) -> Plan:
-    """The checked plan of a config. Raises PlanError where the programs are not legal: a bug, or a user's own order."""
-    table = make_table(config)
-    positions, microbatches = table.num_positions, table.num_microbatches
-    order = ORDERS[config.parallel.schedule](positions, microbatches)
-    train = zero.train(pipeline.communicate(pipeline.expand(order, table), table), table)
-    programs = {"train": train}
-    if config.train.eval_every:
-        forward = pipeline.expand(forward_only(positions, microbatches), table, keep="none")
-        programs["evaluate"] = zero.evaluate(pipeline.communicate(forward, table), table)
-    plan = Plan(table, {name: [tuple(program) for program in each] for name, each in programs.items()})
+class Pipeline(NamedTuple):
+    """An order, and the position of each of its stages."""
+
+    order: Order
+    place: tuple[int, ...]
+
+
+def make_pipeline(config: Config) -> Pipeline:
+    """The order that a config asks for. Only `auto` and `file:` depend on more than the config: one rank asks, all use."""
+    parallel, m = config.parallel, config.num_microbatches
+    if parallel.schedule.startswith("file:"):
+        return Pipeline(*read_order(Path(parallel.schedule.removeprefix("file:")), parallel.pp))
+    if parallel.schedule == "auto":
+        return _search(config)
+    schedule = SCHEDULES[parallel.schedule]
+    if m < schedule.least(parallel.pp):
+        raise InputError(f"parallel.schedule={parallel.schedule} needs {schedule.least(parallel.pp)} micro-batches for "
+                         f"parallel.pp={parallel.pp}, and there are {m}: it fills the pipeline from both ends at once; raise "
+                         "train.global_batch_size or lower train.micro_batch_size")
+    v = schedule.virtual or parallel.virtual_stages or 2
+    return Pipeline(schedule.make(parallel.pp, m, v), schedule.place(parallel.pp, v))
+
+
+def _search(config: Config) -> Pipeline:
+    """`auto`. A limit in bytes is first taken by what a forward keeps; where the plan then keeps more (messages, operands of
+    split backwards), it is searched again with less room."""
+    parallel, limit = config.parallel, _limit(config)
+    size = parse_limit(parallel.activation_limit)[1] if parallel.activation_limit is not None else None
+    while True:
+        found = search(parallel.pp, config.num_microbatches, lambda place: _times(config, place), limit, parallel.virtual_stages)
+        pipeline = Pipeline(found.played.order, found.place)
+        if size is None or limit is None:
+            return pipeline
+        peak = max(row["activation_peak_bytes"] for row in stages(_plan(config, pipeline)))
+        if peak <= size:
+            return pipeline
+        limit *= min(0.95, size / peak)
+
+
+def make_plan(config: Config, pipeline: Pipeline | None = None) -> Plan:
+    """The checked plan of a config, or of a pipeline that was made of it elsewhere. Raises PlanError where the programs are
+    not legal: a bug, or a user's own order; InputError where it keeps more than `parallel.activation_limit`."""
+    pipeline = pipeline or make_pipeline(config)
+    plan = _plan(config, pipeline)
     check(plan)
+    _check_limit(config, pipeline, plan)
     return plan
+
+
+def _plan(config: Config, pipeline: Pipeline) -> Plan:
+    table = make_table(config, pipeline.place)
+    programs = {"train": zero.train(communicate(expand(pipeline.order, table), table), table)}
+    if config.train.eval_every:
+        forward = expand(forward_only(pipeline.place, config.num_microbatches), table, keep="none")
+        programs["evaluate"] = zero.evaluate(communicate(forward, table), table)
+    return Plan(table, {name: [tuple(program) for program in each] for name, each in programs.items()})
+
+
+def _times(config: Config, place: tuple[int, ...]) -> Times | None:
+    """Analytic times of each stage, in FLOPs; None where there are more stages than units."""
+    if len(place) > num_units(config):
+        return None
+    table = make_table(config, place)
+    work = [0.0] * len(place)
+    for unit in table.units:
+        work[unit.stage] += unit.forward_flops + 1.0
+    return Times(work, work, work)
+
+
+def _limit(config: Config) -> float | None:
+    """`parallel.activation_limit` in micro-batches of a position's whole share."""
+    if config.parallel.activation_limit is None:
+        return None
+    times, size = parse_limit(config.parallel.activation_limit)
+    if times is not None:
+        return times * min(config.parallel.pp, config.num_microbatches)
+    table = make_table(config, line(config.parallel.pp, 1))
+    shares = [sum(table.units[u].saved_bytes for u in table.units_of(position)) for position in range(config.parallel.pp)]
+    assert size is not None
+    return size / max(shares)
+
+
+def _check_limit(config: Config, pipeline: Pipeline, plan: Plan) -> None:
+    if config.parallel.activation_limit is None:
+        return
+    times, size = parse_limit(config.parallel.activation_limit)
+    if times is not None:
+        peak = play(pipeline.order, pipeline.place, Times.equal(len(pipeline.place), (1.0, 1.0, 1.0), 1)).peak
+        kept = peak * config.parallel.pp / len(pipeline.place)
+        limit = _limit(config)
+        if limit is not None and kept > limit + 1e-9:
+            raise InputError(f"parallel.schedule={config.parallel.schedule} keeps {kept:g} micro-batches a rank at its peak, "
+                             f"above parallel.activation_limit={config.parallel.activation_limit} ({limit:g}); use auto, or a "
+                             "schedule that keeps fewer, or raise the limit")
+        return
+    for position, row in enumerate(stages(plan)):
+        if size is not None and row["activation_peak_bytes"] > size:
+            raise InputError(f"a rank of pp{position} keeps {show_bytes(row['activation_peak_bytes'])} of activations at its "
+                             f"peak, above parallel.activation_limit={config.parallel.activation_limit}; lower "
+                             "train.micro_batch_size, use a schedule that keeps fewer, or raise the limit")
 
 
 def unit_parameters(config: Config) -> dict[int, tuple[Parameter, ...]]:
@@ -59,27 +155,29 @@ def layouts(config: Config) -> dict[int, Layout]:
             for index, parameters in unit_parameters(config).items()}
 
 
-def make_table(config: Config) -> Table:
-    """Units, stages, sizes and traffic of a config."""
+def make_table(config: Config, place: tuple[int, ...]) -> Table:
+    """Units, stages, sizes and traffic of a config whose stages are at the positions `place`."""
     model_layers, parallel = layers(config.model), config.parallel
     runs = split_layers(config.model.layers, parallel.layers_per_unit)
     costs = [sum(layer.forward_flops for layer in model_layers[first:stop]) for first, stop in runs]
-    sizes = parallel.stage_units or split_units(costs, config.num_stages)
-    stages = [stage for stage, size in enumerate(sizes) for _ in range(size)]
+    if len(place) > len(runs) or (parallel.stage_units is not None and len(parallel.stage_units) != len(place)):
+        raise InputError(f"parallel.schedule={parallel.schedule} has {len(place)} stages; the model has {len(runs)} units, and "
+                         f"parallel.stage_units={parallel.stage_units}")
+    sizes = parallel.stage_units or split_units(costs, len(place))
+    stage_of = [stage for stage, size in enumerate(sizes) for _ in range(size)]
     tied = len(runs)
-    units = tuple(_compute_unit(config, model_layers[first:stop], (first, stop), stages[index],
+    units = tuple(_compute_unit(config, model_layers[first:stop], (first, stop), stage_of[index],
                                 (*((index,) if any(layer.parameters for layer in model_layers[first:stop]) else ()),
                                  *((tied,) if any(layer.uses_tied for layer in model_layers[first:stop]) else ())))
                   for index, (first, stop) in enumerate(runs))
-    stage_positions = tuple(range(len(sizes)))
     parameters = {}
-    for index, place in layouts(config).items():
-        ends = (stage_positions[stages[0]], stage_positions[stages[-1]])
-        positions = tuple(sorted(set(ends))) if index == tied else (stage_positions[stages[index]],)
-        groups = zero.reductions(place.replicated, parallel.sequence_parallel, len(positions) > 1)
+    for index, laid in layouts(config).items():
+        ends = (place[stage_of[0]], place[stage_of[-1]])
+        positions = tuple(sorted(set(ends))) if index == tied else (place[stage_of[index]],)
+        groups = zero.reductions(laid.replicated, parallel.sequence_parallel, len(positions) > 1)
         name = "tied embedding" if index == tied else units[index].name
-        parameters[index] = ParameterUnit(name, positions, place.numel, place.padding, place.replicated, groups)
-    return Table(units, parameters, stage_positions, config.num_microbatches, config.dp, parallel.tp, config.zero.stage,
+        parameters[index] = ParameterUnit(name, positions, laid.numel, laid.padding, laid.replicated, groups)
+    return Table(units, parameters, place, config.num_microbatches, config.dp, parallel.tp, config.zero.stage,
                  param_bytes=_element_bytes(config), act_bytes=_act_bytes(config))
 
 
@@ -97,17 +195,19 @@ def _compute_unit(config: Config, members: list[Layer], run: tuple[int, int], st
                   parameters: tuple[int, ...]) -> ComputeUnit:
     tp, sp, batch = config.parallel.tp, config.parallel.sequence_parallel, config.train.micro_batch_size
     element = _element_bytes(config)
-    saved = sum(batch * element * (layer.saved_full // (tp if sp else 1) + layer.saved_cut // tp) for layer in members)
+    full = tp if sp else 1
+    saved = sum(layer.saved_full // full + layer.saved_cut // tp for layer in members)
+    operands = sum(layer.operand_full // full + layer.operand_whole + layer.operand_cut // tp for layer in members)
     # One all-gather or reduce-scatter of the whole residual stream; an all-reduce is two.
     stream = ring(batch * config.model.seq_len * config.model.hidden * element, tp)
     columns, rows = sum(layer.columns for layer in members), sum(layer.rows for layer in members)
     loss = sum(3 * 2 * ring(batch * config.model.seq_len * 4, tp) for layer in members if layer.has_loss)
-    if sp:  # forward: gather before columns, scatter after rows; backward: the same turned round, and columns gather
-        forward, backward = columns + rows, 2 * columns + rows  # their input again for the weight gradient
+    if sp:  # forward: gather before columns, scatter after rows; backward: the same turned round, and columns gather their
+        forward, backward, weight = columns + rows, columns + rows, columns  # input again for the weight gradient
     else:
-        forward, backward = 2 * rows, 2 * columns
+        forward, backward, weight = 2 * rows, 2 * columns, 0
     names = [layer.name for layer in members]
     name = names[0] if len(names) == 1 else f"{names[0]}..{names[-1].rsplit('.', 1)[-1]}"
-    return ComputeUnit(name, run, stage, parameters,
-                       sum(layer.forward_flops for layer in members) * batch // tp, saved,
-                       forward * stream + loss, backward * stream)
+    return ComputeUnit(name, run, stage, parameters, sum(layer.forward_flops for layer in members) * batch // tp,
+                       saved * batch * element, operands * batch * element,
+                       forward * stream + loss, backward * stream, weight * stream)

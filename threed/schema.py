@@ -8,6 +8,8 @@ from typing import Any
 
 from threed.quantity import round_up
 
+V_SHAPED = ("zb-v", "dualpipe-v")  # schedules with two stages a rank, the second mirroring the first
+
 
 @dataclass
 class ModelConfig:
@@ -57,8 +59,9 @@ class ParallelConfig:
     dp: int | str = "auto"  # auto: world size / (tp x pp)
     tp: int = 1
     pp: int = 1
-    schedule: str = "1f1b"  # gpipe | 1f1b
-    virtual_stages: int = 1  # stages a rank
+    schedule: str = "1f1b"  # gpipe | 1f1b | interleaved | zb-h1 | zb-h2 | zb-v | dualpipe-v | breadth-first | auto | file:PATH
+    virtual_stages: int | None = None  # stages a rank; null: what the schedule has (2 in V shapes, else 1), or any for auto
+    activation_limit: str | None = None  # most that a rank may keep: 2x (times 1F1B's peak) or bytes such as 30GiB
     sequence_parallel: bool = False
     axis_order: str = "pp-dp-tp"  # outermost first; neighbours on the last axis are neighbouring ranks
     layers_per_unit: int = 1  # transformer blocks a unit
@@ -136,6 +139,8 @@ class MonitorConfig:
     name: str | None = None
     peak_tflops: float | None = None  # of one device, for perf/mfu; None: looked up, null where not known
     console_every: int = 1  # steps between console lines
+    trace_every: int = 10  # steps between traced steps, in run.dir/trace; 0: none (otherwise the last step too)
+    timeline_every: int = 0  # steps between pictures of the measured timeline in wandb; 0: never
 
 
 @dataclass
@@ -175,7 +180,9 @@ class Config:
 
     @property
     def num_stages(self) -> int:
-        return self.parallel.pp * self.parallel.virtual_stages
+        """Pipeline stages, as far as the config says: `auto` and `file:` have at least this many."""
+        shaped = 2 if self.parallel.schedule in V_SHAPED else 1
+        return self.parallel.pp * (self.parallel.virtual_stages or shaped)
 
     @property
     def tokens_per_step(self) -> int:

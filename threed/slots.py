@@ -22,12 +22,15 @@ class Slots:
         if handle is not None:
             self._pending[slot] = handle
 
-    def wait(self, slot: Slot) -> None:
+    def wait(self, slot: Slot) -> bool:
+        """Return when the slot can be used. Whether it was still on its way."""
         handle = self._pending.pop(slot, None)
-        if handle is not None:
-            self.waiting = slot
-            handle.wait()
-            self.waiting = None
+        if handle is None:
+            return False
+        self.waiting = slot
+        handle.wait()
+        self.waiting = None
+        return True
 
     def get(self, slot: Slot) -> Any:
         self.wait(slot)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,9 +26,13 @@ from threed.engine.loopback import channel_pairs
 from threed.engine.watch import Watch
 from threed.errors import InputError, RunError
 from threed.models.gpt import Batch
+from threed.monitor.compare import save_config
 from threed.monitor.log import Log
-from threed.monitor.measure import Meter
-from threed.planner import make_mesh, make_plan
+from threed.monitor.measure import Meter, Step
+from threed.monitor.timeline import picture
+from threed.monitor.traces import TraceWriter
+from threed.planner import make_mesh, make_pipeline, make_plan
+from threed.program.trace import Trace
 from threed.quantity import show_bytes, show_count, show_seconds
 from threed.schema import Config
 
@@ -67,13 +72,17 @@ def train(config: Config, rank: int, local_rank: int, requests: Requests, connec
     `store`: where ranks meet (None: the environment says). `prepared`: data already made; None: rank 0 makes it now.
     `connected` is called with the watch as soon as ranks can tell each other of failures.
     """
-    mesh, plan = make_mesh(config), make_plan(config)
-    device = pick_device(config, local_rank)
-    comm = ProcessComm(mesh, rank, device, channel_pairs(plan), config.run.timeout_s, store)
+    mesh, device = make_mesh(config), pick_device(config, local_rank)
+    comm = ProcessComm(mesh, rank, device, config.run.timeout_s, store)
     watch = Watch(rank, comm.store, config.run.timeout_s)
     connected(watch)
-    with watch.phase("compare plans"):
+    with watch.phase("agree on a plan"):
+        # Rank 0 plans: a search may round otherwise on another machine, and a file may be on one machine only.
+        pipeline = comm.exchange(make_pipeline(config) if rank == 0 else None)[0]
+        plan = make_plan(config, pipeline)
         _agree(comm, config, plan.digest)
+    with watch.phase("connect pipeline positions"):
+        comm.open_channels(channel_pairs(plan))
     log = None
     try:
         if prepared is None:
@@ -90,7 +99,7 @@ def train(config: Config, rank: int, local_rank: int, requests: Requests, connec
             for aside in folder(config).glob("step-*.tmp"):
                 shutil.rmtree(aside, ignore_errors=True)
             log = Log(config, manifest.get("wandb_id") if manifest else None)
-            for line in configs.warnings(config):
+            for line in [*configs.warnings(config), *save_config(config)]:
                 log.say(f"warning: {line}")
             log.say(f"{mesh.draw()}\n{len(plan)} instructions, plan {plan.digest}, {device.type}")
         if path and manifest:
@@ -125,9 +134,12 @@ class Loop:
     def __init__(self, config: Config, engine: Engine, comm: Comm, data: tuple[Split, Split], watch: Watch,
                  log: Log | None, requests: Requests):
         self.config, self.engine, self.comm, self.watch, self.log = config, engine, comm, watch, log
+        table = engine.plan.table
+        self.reads_tokens = comm.here.pp in (table.position(0), table.position(table.last))
         self.train_split, self.validation_split = data
         self.requests = requests
         self.meter = Meter(config, engine.plan, comm)
+        self.traces = TraceWriter(Path(config.run.dir), engine.plan, comm, engine.zero.step_number + 1)
         self.begin = time.monotonic()
         self.skipped = 0
         self.saved: Path | None = None
@@ -163,6 +175,7 @@ class Loop:
         with self.watch.phase(f"metrics of step {number}"):
             step = self.meter.exchange(trace, time.monotonic() - started, self.requests.stop, self.requests.save)
         self.requests.save = False
+        self._trace(number, trace, step)
         metrics: dict[str, float | None] = {"train/loss": clipped.loss, "train/lr": lr, "train/grad_norm": clipped.grad_norm,
                                             "train/skipped_steps": float(self.skipped)}
         if config.train.eval_every and number % config.train.eval_every == 0:
@@ -174,17 +187,32 @@ class Loop:
             self.log.step(number, metrics)
         return step.asked("stop"), step.asked("save")
 
+    def _trace(self, number: int, trace: Trace, step: Step) -> None:
+        """A traced step into this rank's file; a picture of the timeline to wandb."""
+        monitor, mesh, here = self.config.monitor, self.comm.mesh, self.comm.here
+        last = number == self.config.train.steps or step.asked("stop")
+        if monitor.trace_every and (last or number % monitor.trace_every == 0):
+            if problem := self.traces.write(number, trace, step.costs):
+                print(f"threed: warning: {problem}", file=sys.stderr, flush=True)
+        if monitor.wandb != "disabled" and monitor.timeline_every and number % monitor.timeline_every == 0:
+            with self.watch.phase(f"timeline of step {number}"):
+                traces = self.comm.exchange(trace if here.dp == here.tp == 0 else None)
+            if self.log:
+                row = [traces[mesh.rank(position)] for position in range(mesh.pp)]
+                title = f"{self.config.run.dir}, step {number}, measured on dp 0 tp 0"
+                self.log.picture(number, picture(self.engine.plan.programs["train"], row, title))
+
     def _batches(self, split: Split, step: int, train: bool = True) -> Callable[[int], Batch]:
         """Micro-batch -> data. Which sample goes where depends on the sample's global number alone."""
         config, here, device = self.config, self.comm.here, self.comm.device
-        micro, last = config.train.micro_batch_size, config.parallel.pp - 1
+        micro = config.train.micro_batch_size
         start = step * config.train.global_batch_size
 
         def batch(microbatch: int) -> Batch:
             first = start + (microbatch * config.dp + here.dp) * micro
             samples = torch.arange(first, first + micro, device=device)
             tokens = torch.empty(0, dtype=torch.int64)
-            if here.pp in (0, last):  # the others see activations only
+            if self.reads_tokens:  # the others see activations only
                 tokens = torch.stack([torch.from_numpy(split.window(i)) for i in range(first, first + micro)]).to(device)
             return Batch(tokens[..., :-1], tokens[..., 1:], samples, config.train.seed, config.tokens_per_step, train)
 

@@ -56,6 +56,14 @@ CASES = {
     "four-gpipe": Case(720, 4, 2, others=(GPIPE,)),
     "one-unit-stages": Case(600, 4, 4, others=(UNTIED, ZERO_0)),
     "sequence-parallel": Case(360, 2, 2, tp=2, others=("parallel.sequence_parallel=true",)),
+    "interleaved": Case(300, 2, 3, others=("parallel.schedule=interleaved", "parallel.virtual_stages=2")),
+    "breadth-first": Case(240, 2, 2, others=("parallel.schedule=breadth-first", "parallel.virtual_stages=2", UNTIED)),
+    "zb-h1": Case(400, 2, 3, others=("parallel.schedule=zb-h1",)),
+    "zb-h2": Case(300, 2, 4, others=("parallel.schedule=zb-h2", UNTIED)),
+    "zb-v": Case(400, 2, 3, others=("parallel.schedule=zb-v",)),
+    "zb-v-sequence-parallel": Case(200, 2, 2, tp=2, others=("parallel.schedule=zb-v", "parallel.sequence_parallel=true")),
+    "dualpipe-v": Case(300, 2, 4, others=("parallel.schedule=dualpipe-v",)),
+    "auto": Case(300, 2, 4, others=("parallel.schedule=auto", "parallel.activation_limit=1.5x")),
 }
 
 

@@ -13,6 +13,7 @@ from threed.engine.loopback import ThreadGroup, World
 from threed.mesh import Mesh
 from threed.models.gpt import Context, build_layer, parameter_names
 from threed.models.spec import layers, tied_parameter
+from threed.tensor.layers import WeightGrads
 
 MODELS = {
     "gpt": ["model.position=learned"],
@@ -33,7 +34,7 @@ def test_modules_match_their_spec(name, tp):
     group = ThreadGroup("tp", range(tp), tp - 1, Counter(), World(Mesh(tp=tp)))
     tied = tied_parameter(model)
     for index, layer in enumerate(layers(model)):
-        module = build_layer(index, Context(model, group, False, torch.float32))
+        module = build_layer(index, Context(model, group, False, torch.float32, WeightGrads()))
         names = parameter_names(index, module, model)
         found = {names[inside]: tuple(p.shape) for inside, p in module.named_parameters()}
         specified = {p.name: p.module_shape(tp) for p in layer.parameters}

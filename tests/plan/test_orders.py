@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from pathlib import Path
 from textwrap import indent
 
 import pytest
 
 from threed.config import load
-from threed.errors import PlanError
+from threed.errors import InputError, PlanError
 from threed.pipeline import orders
-from threed.pipeline.orders import ORDERS, Task, forward_only, gpipe, one_f_one_b
+from threed.pipeline.orders import SCHEDULES, Task, can_run, gpipe, one_f_one_b
 from threed.pipeline.plan import communicate, expand
 from threed.planner import make_plan, make_table
+from threed.predict.bare import parse_times, predict_bare
 from threed.program.instruction import Op
 from threed.program.show import grid, timeline, unit_cost
 from threed.program.walk import Mode, link, memory, walk
 
+UNIT = {"f": 1.0, "b": 1.0, "w": 1.0, "comm": 0.0}
 GOLDEN = Path(__file__).parents[1] / "golden"
-SIZES = [(1, 1), (1, 3), (2, 1), (2, 4), (3, 4), (4, 2), (4, 8), (8, 5)]
+SIZES = [(1, 1), (1, 3), (2, 1), (2, 4), (3, 4), (4, 2), (4, 8), (8, 5), (8, 16), (4, 13)]
+PLAIN = ("gpipe", "1f1b")
+CASES = [(name, v) for name, schedule in SCHEDULES.items() for v in ([schedule.virtual] if schedule.virtual else [2, 3])]
+
+
+def make(name: str, p: int, m: int, v: int):
+    """The order of a schedule, or a skip where it refuses the count of micro-batches."""
+    if m < SCHEDULES[name].least(p):
+        pytest.skip(f"{name} needs {SCHEDULES[name].least(p)} micro-batches")
+    return SCHEDULES[name].make(p, m, v), SCHEDULES[name].place(p, v)
 
 
 def plan_of(schedule: str, p: int, m: int, *others: str):
@@ -27,14 +40,24 @@ def plan_of(schedule: str, p: int, m: int, *others: str):
                                  f"train.global_batch_size={m}", f"parallel.stage_units={[4] * p}", *others]))
 
 
-@pytest.mark.parametrize("schedule", ORDERS)
+@pytest.mark.parametrize("name, v", CASES)
 @pytest.mark.parametrize("p, m", SIZES)
-def test_every_task_once(schedule, p, m):
-    """A micro-batch that is left out, comes twice, or goes backward before forward."""
-    for position, tasks in enumerate(ORDERS[schedule](p, m)):
-        assert sorted(tasks) == sorted(Task(kind, position, k) for kind in "FB" for k in range(m))
-        assert all(tasks.index(Task("F", position, k)) < tasks.index(Task("B", position, k)) for k in range(m))
-    assert forward_only(p, m) == [[Task("F", position, k) for k in range(m)] for position in range(p)]
+def test_every_task_once(name, v, p, m):
+    """A micro-batch that is left out, comes twice, goes backward before forward, or on another position than its stage's."""
+    order, place = make(name, p, m, v)
+    seen = Counter(task for tasks in order for task in tasks)
+    assert max(seen.values()) == 1 and can_run(order)
+    for stage in range(p * v):
+        for k in range(m):
+            kinds = "".join(kind for kind in "FBIW" if Task(kind, stage, k) in seen)
+            assert kinds in ("FB", "FIW"), (stage, k, kinds)
+    assert all(place[task.stage] == position for position, tasks in enumerate(order) for task in tasks)
+
+
+def test_refused_counts():
+    """The one schedule that refuses a count says which count it needs."""
+    with pytest.raises(InputError, match=r"dualpipe-v needs 8 micro-batches for parallel\.pp=4, and there are 7"):
+        make_plan(load(None, ["model.layers=8", "parallel.pp=4", "parallel.schedule=dualpipe-v", "train.global_batch_size=7"]))
 
 
 def test_shapes():
@@ -44,10 +67,22 @@ def test_shapes():
     assert ["".join(task.kind for task in tasks) for tasks in one_f_one_b(4, 2)] == ["FFBB", "FFBB", "FFBB", "FBFB"]
 
 
-@pytest.mark.parametrize("schedule", ORDERS)
+@pytest.mark.parametrize("p, m", [(2, 4), (4, 8), (4, 13), (8, 16), (8, 24)])
+def test_peak_activations(p, m):
+    """What a schedule keeps on the fullest position, in micro-batches of its whole share."""
+    def peak(name: str, v: int = 1) -> float:
+        return max(stage["peak_activations"] for stage in predict_bare(name, p, m, UNIT, v if v > 1 else None)["stages"])
+
+    assert peak("gpipe") == m and peak("1f1b") == peak("zb-h1") == peak("zb-v") == p and peak("zb-h2") == min(m, 2 * p - 1)
+    assert peak("breadth-first", 2) == m
+    if m % p == 0 and m > p:
+        assert peak("interleaved", 2) == pytest.approx(p * (1 + (p - 1) / (2 * p)))  # Korthikanti et al. 2022
+
+
+@pytest.mark.parametrize("schedule", PLAIN)
 @pytest.mark.parametrize("p, m", SIZES)
 def test_alive_micro_batches(schedule, p, m):
-    """What a schedule keeps: m under GPipe, p - rank under 1F1B. It is why 1F1B exists."""
+    """The memory meter on whole plans: m under GPipe, p - rank under 1F1B."""
     plan = plan_of(schedule, p, m)
     for position, program in enumerate(plan.programs["train"]):
         table, seam = plan.table, plan.table.seam(position)
@@ -56,7 +91,7 @@ def test_alive_micro_batches(schedule, p, m):
         assert saved == stage * (m if schedule == "gpipe" else min(m, p - position))
 
 
-@pytest.mark.parametrize("schedule", ORDERS)
+@pytest.mark.parametrize("schedule", PLAIN)
 @pytest.mark.parametrize("p, m", SIZES)
 @pytest.mark.parametrize("backward", [1, 2])
 def test_bubble(schedule, p, m, backward):
@@ -77,6 +112,66 @@ def test_bubble(schedule, p, m, backward):
         assert all(0 <= a <= b for a, b in zip(when.start[position], when.end[position]))
 
 
+@pytest.mark.parametrize("p, m", [(2, 4), (4, 8), (4, 12), (8, 16), (8, 32)])
+def test_bubble_rates(p, m):
+    """The closed formulas, in the zero-bubble paper's measure, for F = B = W and free messages."""
+    def rate(name: str, v: int | None = None) -> float:
+        return predict_bare(name, p, m, UNIT, v)["bubble_rate"]
+
+    assert rate("gpipe") == pytest.approx((p - 1) / (m + p - 1)) == rate("1f1b")
+    for v in (2, 4):
+        assert rate("interleaved", v) == pytest.approx((p - 1) / (v * m + p - 1)) == rate("breadth-first", v)
+    assert rate("zb-h1") == pytest.approx((p - 1) / (3 * m + p - 1))
+    assert rate("zb-v") == pytest.approx(0.0, abs=1e-12) == rate("zb-h2")
+
+
+PAPER = [  # Qi et al. 2024, tables 5 and 6: p, m, times, bubble rates of 1F1B, ZB-H1, ZB-H2, ZB-2p
+    (8, 24, "f=18.522,b=18.086,w=9.337,comm=0.601", 0.2431, 0.1585, 0.1083, 0.0433),
+    (32, 96, "f=10.419,b=10.207,w=7.715,comm=0.408", 0.2646, 0.1421, 0.0641, 0.0038)]
+
+
+@pytest.mark.parametrize("p, m, times, plain, h1, h2, searched", PAPER)
+def test_zero_bubble_paper(p, m, times, plain, h1, h2, searched):
+    """The paper's rates to four places; `auto` no worse than its search at 2x the memory, nor than ZB-H1 at 1x."""
+    def rate(name: str, limit: float | None = None) -> float:
+        found = predict_bare(name, p, m, parse_times(times), None, limit and limit * p)
+        assert limit is None or max(stage["peak_activations"] for stage in found["stages"]) <= limit * p
+        return round(found["bubble_rate"], 4)
+
+    assert (rate("1f1b"), rate("zb-h1"), rate("zb-h2")) == (plain, h1, h2)
+    assert rate("auto", 2) <= searched and rate("auto", 1) <= h1
+
+
+def test_auto_is_the_best():
+    """At least as good as every named schedule that fits, for uneven times and any limit; the same plan each time."""
+    rng = random.Random(3)
+    for _ in range(25):
+        p, m, limit = rng.choice((2, 3, 4)), rng.randrange(1, 11), rng.choice((None, 1.0, 1.5, 2.0, 3.0))
+        whole = {"f": rng.uniform(1, 3), "b": rng.uniform(1, 3), "w": rng.uniform(0.5, 3), "comm": rng.choice((0.0, 0.3))}
+        room = None if limit is None else limit * min(p, m)
+        found = predict_bare("auto", p, m, whole, None, room)
+        assert found == predict_bare("auto", p, m, whole, None, room)
+        for name, schedule in SCHEDULES.items():
+            if m < schedule.least(p):
+                continue
+            try:
+                other = predict_bare(name, p, m, whole, schedule.virtual or 2, room)
+            except InputError:
+                continue  # it keeps more than the limit
+            assert found["step_time"] <= other["step_time"] * (1 + 1e-9), (name, p, m, limit)
+
+
+def test_auto_in_a_plan():
+    """`auto` keeps to its limit, in micro-batches and in bytes, on a real table; a named schedule above it is refused."""
+    base = ["model.layers=14", "parallel.pp=4", "train.global_batch_size=12"]
+    for limit in ("1x", "2x", "2MiB", "6MiB"):
+        make_plan(load(None, [*base, "parallel.schedule=auto", f"parallel.activation_limit={limit}", "model.hidden=16"]))
+    with pytest.raises(InputError, match=r"keeps 12 micro-batches a rank at its peak, above parallel\.activation_limit=2x"):
+        make_plan(load(None, [*base, "parallel.schedule=gpipe", "parallel.activation_limit=2x"]))
+    with pytest.raises(InputError, match=r"of activations at its peak, above parallel\.activation_limit=1KiB"):
+        make_plan(load(None, [*base, "parallel.activation_limit=1KiB"]))
+
+
 def test_messages_overlap_with_compute():
     """A host that waits for each message would show here: BLOCKING takes longer than BUFFERED, and both end."""
     plan = plan_of("1f1b", 4, 8)
@@ -88,22 +183,27 @@ def test_messages_overlap_with_compute():
 
 def test_an_order_that_waits_for_itself():
     """An order with a circle (pp0 wants a gradient first, pp1 an activation) is refused where it is made."""
-    table = make_table(load(None, ["parallel.pp=2", "train.global_batch_size=2"]))
+    table = make_table(load(None, ["parallel.pp=2", "train.global_batch_size=2"]), (0, 1))
     order = gpipe(2, 2)
     order[0] = [Task(kind, 0, m) for m in (0, 1) for kind in "FB"]
     with pytest.raises(PlanError, match=r"never run.*pp0 BACKWARD u\d+ m0; pp1 FORWARD u\d+ m1"):
         communicate(expand(order, table), table)
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "evaluate"])
+@pytest.mark.parametrize("name", [*(name for name, v in CASES if v < 3), "evaluate"])
 def test_golden(name):
     """The picture of a schedule changes only on purpose: then write the new one over tests/golden."""
-    plan = plan_of("gpipe" if name == "gpipe" else "1f1b", 4, 6, "train.eval_every=1")
+    virtual = ["parallel.virtual_stages=2"] if SCHEDULES.get(name, SCHEDULES["1f1b"]).virtual is None else []
+    shaped = name in SCHEDULES and SCHEDULES[name].virtual != 1
+    plan = make_plan(load(None, ["parallel.pp=4", "train.eval_every=1", "train.global_batch_size=8", *virtual,
+                                 f"model.layers={30 if shaped else 14}",
+                                 f"parallel.schedule={name if name in SCHEDULES else '1f1b'}",
+                                 f"parallel.stage_units={[4] * (8 if shaped else 4)}"]))
     program = "evaluate" if name == "evaluate" else "train"
     assert grid(plan, program) + "\n" == (GOLDEN / f"{name}.txt").read_text()
 
 
-@pytest.mark.parametrize("schedule", ORDERS)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "zb-h2"])
 def test_pictures_of_the_source(schedule):
     """The pictures at the top of pipeline/orders.py are those that the programs give."""
     assert indent(grid(plan_of(schedule, 3, 4)), "    ") + "\n" in (orders.__doc__ or "")

@@ -50,7 +50,7 @@ def test_split_units_refuses():
 def test_stages_of_the_table():
     """Units that do not stay in order, or `stage_units` that is not followed: uneven, and one with only an end."""
     def stages(*overrides):
-        return [unit.stage for unit in make_table(load(None, ["parallel.pp=3", *overrides])).units]
+        return [unit.stage for unit in make_table(load(None, ["parallel.pp=3", *overrides]), (0, 1, 2)).units]
 
     assert stages("parallel.stage_units=[1,8,1]") == [0, *[1] * 8, 2]
     assert stages("parallel.stage_units=[2,3,5]") == [0, 0, 1, 1, 1, *[2] * 5]

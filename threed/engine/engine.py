@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-
-import torch
+from typing import Any
 
 from threed.comm import Comm
+from threed.engine.clock import make_clock
 from threed.errors import RunError, ThreedError
 from threed.models.gpt import Batch
 from threed.pipeline.run import DTYPES, PipelineRun
 from threed.planner import layouts
 from threed.program.check import describe
-from threed.program.instruction import COMPUTE, MESSAGES, Instruction, Op, Slot
+from threed.program.instruction import MESSAGES, Instruction, Op, Slot
 from threed.program.table import Plan
-from threed.program.trace import Trace
+from threed.program.trace import Trace, Wait, sources
 from threed.program.walk import link
 from threed.schema import Config
 from threed.slots import Slots
+from threed.tensor.layers import WeightGrads
 from threed.zero.run import Clipped, ZeroRun
 from threed.zero.state import make_states
 
@@ -32,14 +33,20 @@ class Engine:
         self.config, self.plan, self.comm = config, plan, comm
         table, position = plan.table, comm.here.pp
         self.position = position
-        self.states = make_states(config, comm, table, layouts(config), DTYPES[config.precision.dtype])
+        weight_grads = WeightGrads()
+        self.states = make_states(config, comm, table, layouts(config), DTYPES[config.precision.dtype], weight_grads)
         self.zero = ZeroRun(config, comm, table, self.states)
         parameters = {name: p for state in self.states.values() for name, p in state.parameters.items()}
-        self.pipeline = PipelineRun(config, comm, table, parameters)
+        self.pipeline = PipelineRun(config, comm, table, parameters, weight_grads)
         self.handlers = {**self.pipeline.handlers, **self.zero.handlers}
         self.seam = table.seam(position)
         self.effects = {name: link(programs[position], table, position, self.seam).effects
                         for name, programs in plan.programs.items()}
+        self.sources = {name: sources(effects) for name, effects in self.effects.items()}
+        self.clock = make_clock(comm.device)
+        # Marks of the program under way: the end of each instruction, and (index, slot, from, to) of each wait.
+        self._ended: list[Any] = []
+        self._waits: list[tuple[int, Slot, Any, Any]] = []
         self.slots = Slots()
         self.current: tuple[str, int, float] | None = None  # (program, index, since): what the watchdog looks at
         self.after: Callable[[Instruction, Slots], None] | None = None  # called after each instruction, to inspect it
@@ -60,41 +67,42 @@ class Engine:
     def run(self, name: str, batch: Callable[[int], Batch]) -> tuple[Clipped, Trace]:
         """Run a program once. A failure is raised as RunError, with the instruction, its neighbours and what is alive."""
         program, all_effects = self.plan.programs[name][self.position], self.effects[name]
-        trace, slots, handlers = Trace(name), self.slots, self.handlers
-        self.pipeline.batch = batch
-        begin = time.monotonic()
+        slots, handlers, mark = self.slots, self.handlers, self.clock.mark
+        issued, started, ended, waits = [], [], [], []  # marks, which are read after the step
+        self.pipeline.batch, self._ended, self._waits = batch, ended, waits
+        epoch, begin = time.time(), mark()
         try:
             for index, instruction in enumerate(program):
-                issued = time.monotonic()
-                self.current = (name, index, issued)
+                self.current = (name, index, time.monotonic())
+                now = mark()
+                issued.append(now)
                 for slot in all_effects[index].reads:
-                    slots.wait(slot)
-                started = self._clock(instruction)
+                    if slots.wait(slot):
+                        before, now = now, mark()
+                        waits.append((index, slot, before, now))
+                started.append(now)
                 handlers[instruction.op](instruction, slots)
-                trace.issued.append(issued - begin)
-                trace.started.append(started - begin)
-                trace.ended.append(self._clock(instruction) - begin)
+                ended.append(mark())
                 if self.after is not None:
                     self.after(instruction, slots)
                 for slot in all_effects[index].frees:
                     slots.free(slot)
             self.pipeline.finish()
+            end = mark()
+            since = self.clock.reader(begin, end)
         except ThreedError:
             raise
         except Exception as error:
             raise RunError(f"{self.where()}\n  {type(error).__name__}: {error}") from error
         finally:
             self.current = None
-        trace.total_s = time.monotonic() - begin
+        trace = Trace(name, epoch, list(map(since, issued)), list(map(since, started)), list(map(since, ended)))
+        trace.waits = [Wait(index, self.sources[name][index].get(slot, -1), since(after) - since(before))
+                       for index, slot, before, after in waits]
+        trace.total_s = since(end)
         clipped = slots.get(Slot("scale"))
         self._reset()
         return clipped, trace
-
-    def _clock(self, instruction: Instruction) -> float:
-        """Host time. On a GPU the work of a compute instruction is awaited, so that its time is its own."""
-        if self.comm.device.type == "cuda" and instruction.op in COMPUTE:
-            torch.cuda.current_stream().synchronize()
-        return time.monotonic()
 
     def where(self) -> str:
         """Which instruction the rank is at, for whom it waits, its neighbours, and the slots alive."""
@@ -103,6 +111,8 @@ class Engine:
         if self.current is None:
             return f"{me} is between programs"
         name, index, since = self.current
+        # On a GPU the host runs ahead: the rank is where its work is.
+        index = next((i for i, mark in enumerate(self._ended) if not self.clock.passed(mark)), index)
         programs = self.plan.programs[name]
         instruction = programs[self.position][index]
         waiting = f"for {time.monotonic() - since:.1f} s at '{instruction}'{self._awaited(name, index)}"
@@ -113,7 +123,9 @@ class Engine:
     def _awaited(self, name: str, index: int) -> str:
         """For whom an instruction waits: those who take part in it, or in what makes the slot that it waits for."""
         program, here, mesh = self.plan.programs[name][self.position], self.comm.here, self.comm.mesh
-        instruction, slot, text = program[index], self.slots.waiting, ""
+        instruction, text = program[index], ""
+        slot = self.slots.waiting or next((slot for at, slot, _, to in self._waits
+                                           if at == index and not self.clock.passed(to)), None)
         if slot is not None:
             made = [i for i in range(index) if slot in (*self.effects[name][i].writes, *self.effects[name][i].adds)]
             if made:

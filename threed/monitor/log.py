@@ -6,6 +6,8 @@
     perf/mfu                          null where the device's peak is not known
     pipeline/bubble_measured          1 - (time in compute instructions / step time), mean; per stage as .../0, .../1
     pipeline/bubble_predicted         the same from walking the plan with this step's measured costs
+    time/compute/0 time/p2p_wait/0 time/dp_wait/0 time/optimizer/0 time/idle/0
+                                      seconds of the step on a rank of position 0, and so for each: see monitor/attribute
     comm/bytes_dp comm/bytes_tp comm/bytes_pp                  sent by all ranks in the step
     memory/peak_bytes                 allocator peak on a GPU, peak resident set on a CPU; the largest rank
 """
@@ -48,6 +50,13 @@ class Log:
         steps = self.config.train.steps
         if step % self.config.monitor.console_every == 0 or step == steps or "val/loss" in metrics:
             self.say(_line(step, steps, metrics))
+
+    def picture(self, step: int, svg: str) -> None:
+        """A measured timeline, to wandb. Before the numbers of its step: wandb takes no more of a step after those."""
+        if self._wandb:
+            import wandb
+
+            self._wandb.log({"timeline": wandb.Html(svg)}, step=step)
 
     def say(self, text: str) -> None:
         self.console.print(text, soft_wrap=True, markup=False)

@@ -6,6 +6,7 @@ mean cost of each (op, unit) of the rank's position, from which the step is pred
 
 from __future__ import annotations
 
+import math
 import resource
 import time
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ import torch
 
 from threed.comm import Comm
 from threed.models.spec import model_flops
+from threed.monitor.attribute import CAUSES, PARTS, attribute, parts
 from threed.predict.simulate import Costs, predict
 from threed.program.instruction import Op
 from threed.program.table import Plan
@@ -21,7 +23,7 @@ from threed.program.trace import Trace, compute_s
 from threed.schema import Config
 
 AXES = ("dp", "tp", "pp")
-HEAD = ("step_s", "compute_s", "memory", *(f"sent_{axis}" for axis in AXES), "stop", "save")
+HEAD = ("step_s", "compute_s", "memory", *(f"sent_{axis}" for axis in AXES), "stop", "save", *PARTS)
 COSTED = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.STEP)
 
 # Dense 16-bit peaks of one device without sparsity, in TFLOPS, by what torch calls it (vendors' data sheets).
@@ -57,23 +59,20 @@ class Meter:
         program = self.plan.programs["train"][here.pp]
         sent = {axis: self.comm.sent[axis] for axis in AXES}
         head = [step_s, compute_s(trace, program), float(peak_bytes(self.comm.device)),
-                *(float(sent[axis] - self._sent.get(axis, 0)) for axis in AXES), float(stop), float(save)]
+                *(float(sent[axis] - self._sent.get(axis, 0)) for axis in AXES), float(stop), float(save),
+                *parts(trace, program).values()]
         self._sent = sent
         sums: dict[tuple[Op, int], list[float]] = {}
-        clip_s = 0.0
         for index, item in enumerate(program):
-            took = trace.ended[index] - trace.started[index]
             if item.op in COSTED:
                 pair = sums.setdefault((item.op, item.unit), [0.0, 0.0])
-                pair[0] += took
+                pair[0] += trace.ended[index] - trace.started[index]
                 pair[1] += 1
-            elif item.op == Op.CLIP:
-                clip_s += took
         width = len(table.units) + 1  # parameter units too: a tied embedding is one more
-        row = torch.zeros(len(head) + 1 + len(COSTED) * width, dtype=torch.float64)
-        row[: len(head) + 1] = torch.tensor([*head, clip_s])
+        row = torch.full((len(head) + len(COSTED) * width,), math.nan, dtype=torch.float64)
+        row[: len(head)] = torch.tensor(head)
         for (op, unit), (total, count) in sums.items():
-            row[len(head) + 1 + COSTED.index(op) * width + unit] = total / count
+            row[len(head) + COSTED.index(op) * width + unit] = total / count
         rows = torch.empty(self.comm.mesh.size, row.numel(), dtype=torch.float64)
         self.comm.groups["world"].all_gather(rows, row).wait()
         return self._read(rows.tolist(), len(head), width)
@@ -82,16 +81,17 @@ class Meter:
         sums: dict[tuple[int, Op, int], list[float]] = {}
         for rank, row in enumerate(rows):
             position = self.comm.mesh.coordinate(rank).pp
-            for index, value in enumerate(row[start + 1:]):
-                if value:
+            for index, value in enumerate(row[start:]):
+                if not math.isnan(value):  # the rank's position has such an instruction
                     pair = sums.setdefault((position, COSTED[index // width], index % width), [0.0, 0.0])
                     pair[0] += value
                     pair[1] += 1
         costs: dict[tuple[int, Op, int], float] = {key: total / count for key, (total, count) in sums.items()}
+        heads = [dict(zip(HEAD, row[:start], strict=True)) for row in rows]
         # CLIP is a barrier: what it takes by itself is what the last one to arrive sees.
-        clip_s = min(row[start] for row in rows)
+        clip_s = min(head["clip"] for head in heads)
         costs |= {(position, Op.CLIP, -1): clip_s for position in range(self.plan.table.num_positions)}
-        return Step([dict(zip(HEAD, row[:start], strict=True)) for row in rows], costs, clip_s)
+        return Step(heads, costs, clip_s)
 
     def metrics(self, step: Step, elapsed_s: float) -> dict[str, float | None]:
         """perf, pipeline, comm and memory metrics of a step."""
@@ -113,6 +113,11 @@ class Meter:
         for name, bubbles in (("measured", [_mean(each) for each in measured]), ("predicted", predicted)):
             values[f"pipeline/bubble_{name}"] = _mean(bubbles)
             values |= {f"pipeline/bubble_{name}/{stage}": bubble for stage, bubble in enumerate(bubbles)}
+        spent: list[list[dict[str, float]]] = [[] for _ in range(mesh.pp)]
+        for rank, row in enumerate(step.rows):
+            spent[mesh.coordinate(rank).pp].append(attribute(row, step.clip_s, row["step_s"]))
+        values |= {f"time/{cause}/{stage}": _mean([each[cause] for each in rows])
+                   for stage, rows in enumerate(spent) for cause in CAUSES}
         values |= {f"comm/bytes_{axis}": sum(row[f"sent_{axis}"] for row in step.rows) for axis in AXES}
         values["memory/peak_bytes"] = max(row["memory"] for row in step.rows)
         return values

@@ -1,6 +1,7 @@
 """Orders: what each pipeline position computes, and when, without communication. One function a schedule.
 
-An order is, for each position, a list of (F or B, stage, micro-batch). With p stages and m micro-batches, p = 3, m = 4:
+An order is, for each position, a list of (F, B, I or W; stage; micro-batch): forward, backward, or backward's two halves,
+the gradient of the input and of the weights. p positions, m micro-batches, v stages a position. With p = 3, m = 4:
 
     gpipe: all forwards, then all backwards; keeps m micro-batches
 
@@ -13,16 +14,33 @@ An order is, for each position, a list of (F or B, stage, micro-batch). With p s
     pp0   F0 F1 F2 .  .  .  .  B0 B0 F3 B1 B1 .  B2 B2 .  B3 B3
     pp1   .  F0 F1 .  .  B0 B0 F2 B1 B1 F3 B2 B2 .  B3 B3
     pp2   .  .  F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3
+
+    zb-h1: 1f1b with the weights' half put off by `rank` micro-batches, to where the rank would wait; keeps p
+
+    pp0   F0 F1 F2 .  .  B0 W0 F3 B1 W1 B2 W2 B3 W3
+    pp1   .  F0 F1 .  B0 F2 B1 W0 F3 B2 W1 B3 W2 W3
+    pp2   .  .  F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3
+
+    zb-h2: twice as many forwards ahead, so that nobody waits at the start either; keeps 2p - 1
+
+    pp0   F0 F1 F2 F3 .  B0 W0 B1 W1 B2 W2 B3 W3
+    pp1   .  F0 F1 F2 B0 F3 B1 .  B2 W0 B3 W1 W2 W3
+    pp2   .  .  F0 B0 F1 B1 F2 B2 F3 B3 W0 W1 W2 W3
+
+interleaved and breadth-first give each position v stages, p apart; zb-v and dualpipe-v give it two, in V shape, so that the
+first position also has the last stage.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 
 class Task(NamedTuple):
-    kind: str  # F or B
+    kind: str  # F, B, I (input half of backward) or W (weights half)
     stage: int
     microbatch: int
 
@@ -30,29 +48,207 @@ class Task(NamedTuple):
 Order = list[list[Task]]
 
 
-def gpipe(num_positions: int, num_microbatches: int) -> Order:
+def gpipe(p: int, m: int, v: int = 1) -> Order:
     """Huang et al. 2019."""
-    return [[Task(kind, position, m) for kind in "FB" for m in range(num_microbatches)]
-            for position in range(num_positions)]
+    return [[Task(kind, position, k) for kind in "FB" for k in range(m)] for position in range(p)]
 
 
-def one_f_one_b(num_positions: int, num_microbatches: int) -> Order:
-    """Narayanan et al. 2021 (PipeDream-Flush)."""
+def one_f_one_b(p: int, m: int, v: int = 1, most: int | None = None) -> Order:
+    """Narayanan et al. 2021 (PipeDream-Flush); with `most`, positions keep at most so many micro-batches, and wait instead."""
     order = []
-    for position in range(num_positions):
-        ahead = min(num_positions - position - 1, num_microbatches)
-        tasks = [Task("F", position, m) for m in range(ahead)]
-        for m in range(num_microbatches):
-            if ahead + m < num_microbatches:
-                tasks.append(Task("F", position, ahead + m))
-            tasks.append(Task("B", position, m))
+    for position in range(p):
+        ahead = min(p - position - 1, m, m if most is None else most - 1)
+        tasks = [Task("F", position, k) for k in range(ahead)]
+        for k in range(m):
+            tasks += [Task("F", position, ahead + k)] if ahead + k < m else []
+            tasks.append(Task("B", position, k))
         order.append(tasks)
     return order
 
 
-def forward_only(num_positions: int, num_microbatches: int) -> Order:
-    """Evaluation."""
-    return [[Task("F", position, m) for m in range(num_microbatches)] for position in range(num_positions)]
+def zb_h1(p: int, m: int, v: int = 1) -> Order:
+    """Qi et al. 2024, handcrafted, the memory of 1F1B."""
+    return _zero_bubble(p, m, 1)
 
 
-ORDERS: dict[str, Callable[[int, int], Order]] = {"gpipe": gpipe, "1f1b": one_f_one_b}
+def zb_h2(p: int, m: int, v: int = 1) -> Order:
+    """Qi et al. 2024, handcrafted, twice the memory of 1F1B less one."""
+    return _zero_bubble(p, m, 2)
+
+
+def _zero_bubble(p: int, m: int, times: int) -> Order:
+    order = []
+    for position in range(p):
+        ahead, late = min(times * (p - position - 1), m), times * position
+        tasks = [Task("F", position, k) for k in range(ahead)]
+        for k in range(m):
+            tasks += [Task("F", position, ahead + k)] if ahead + k < m else []
+            tasks.append(Task("I", position, k))
+            tasks += [Task("W", position, k - late)] if k >= late else []
+        order.append(tasks + [Task("W", position, k) for k in range(max(0, m - late), m)])
+    return order
+
+
+def interleaved(p: int, m: int, v: int) -> Order:
+    """Narayanan et al. 2021: groups of p micro-batches pass through a position's stages by turns; a last group may be
+    smaller. Where its size makes the usual warm-up too short, each position runs further ahead, until the order can run."""
+    groups = [range(first, min(first + p, m)) for first in range(0, m, p)]
+    forward = [(chunk, k) for group in groups for chunk in range(v) for k in group]
+    backward = [(v - 1 - chunk, k) for chunk, k in forward]
+    for more in range(len(forward)):
+        order = []
+        for position in range(p):
+            ahead = min(2 * (p - position - 1) + (v - 1) * p + more, len(forward))
+            tasks = [Task("F", chunk * p + position, k) for chunk, k in forward[:ahead]]
+            for index, (chunk, k) in enumerate(backward):
+                if ahead + index < len(forward):
+                    next_chunk, next_k = forward[ahead + index]
+                    tasks.append(Task("F", next_chunk * p + position, next_k))
+                tasks.append(Task("B", chunk * p + position, k))
+            order.append(tasks)
+        if can_run(order):
+            return order
+    raise AssertionError("all forwards first can always run")
+
+
+def breadth_first(p: int, m: int, v: int) -> Order:
+    """Lamy-Poirier 2023: every micro-batch passes a stage before the position's next stage begins; keeps v m chunks."""
+    return [[*(Task("F", chunk * p + position, k) for chunk in range(v) for k in range(m)),
+             *(Task("B", chunk * p + position, k) for chunk in reversed(range(v)) for k in range(m))]
+            for position in range(p)]
+
+
+class _Vee:
+    """Collects a position's tasks in V shape: chunk 0 is stage `position`, chunk 1 the stage that mirrors it."""
+
+    def __init__(self, p: int, m: int, position: int):
+        self.m, self.stages = m, (position, 2 * p - 1 - position)
+        self.tasks: list[Task] = []
+        self.count: Counter[tuple[str, int]] = Counter()
+
+    def add(self, *steps: str) -> None:
+        """Steps such as F0 (forward of chunk 0, its next micro-batch); beyond the last micro-batch they are left out."""
+        for step in steps:
+            kind, chunk = step[0], int(step[1])
+            counted = "B" if kind == "I" else kind, chunk  # a backward, whole or its first half
+            k = self.count[counted]
+            self.count[counted] += 1
+            if k < self.m:
+                self.tasks.append(Task(kind, self.stages[chunk], k))
+
+
+def zb_v(p: int, m: int, v: int = 2) -> Order:
+    """Qi et al. 2024 (pipeline parallelism with controllable memory): zero bubble at the memory of 1F1B, if F = B = W."""
+    enough = max(m, 2 * p - 1)  # with fewer micro-batches: the order for enough of them, without the missing ones
+    order = []
+    for position in range(p):
+        vee = _Vee(p, m, position)
+        vee.add(*["F0"] * (2 * (p - position) - 1), *["F1", "F0"] * position, *["F1", "I1", "W1"] * (p - position))
+        while vee.count["F", 1] < enough:
+            vee.add(*["F0"] * (vee.count["F", 0] < enough), "I0", "W0", "F1", "I1", "W1")
+        vee.add(*["I0", "I1"] * position, *["I0", "W0"] * (p - position))
+        vee.add(*["W1"] * (enough - vee.count["W", 1]), *["W0"] * (enough - vee.count["W", 0]))
+        order.append(vee.tasks)
+    return order
+
+
+def dualpipe_v(p: int, m: int, v: int = 2) -> Order:
+    """DualPipe (DeepSeek-AI 2024) cut in half, so that parameters are held once: forwards of one chunk meet backwards of
+    the other. It fills from both arms of the V at once, so it needs 2p micro-batches."""
+    order = []
+    for position in range(p):
+        vee = _Vee(p, m, position)
+        before, after = p - position - 1, position + 1
+        vee.add(*["F0"] * (2 * before), *["F0", "F1"] * after, *["I1", "W1", "F1"] * before)
+        vee.add(*["F0", "B1", "F1", "B0"] * (m - 2 * p + after), *["B1", "F1", "B0"] * before)
+        late: list[str] = []  # chunks whose weights' half is put off, towards the end
+        for index in range(2 * after):
+            chunk = "10"[index % 2]
+            if index < after:
+                vee.add(f"B{chunk}")
+            else:
+                vee.add(f"I{chunk}")
+                late.append(chunk)
+        for _ in range(before):
+            vee.add(*[f"W{late.pop(0)}"] if late else [], "I0")
+            late.append("0")
+        vee.add(*[f"W{chunk}" for chunk in late])
+        order.append(_number_weights(vee.tasks))
+    return order
+
+
+def _number_weights(tasks: list[Task]) -> list[Task]:
+    """Give each W the oldest micro-batch of its stage whose input half has run by itself."""
+    open_: dict[int, list[int]] = {}
+    result = []
+    for task in tasks:
+        if task.kind == "I":
+            open_.setdefault(task.stage, []).append(task.microbatch)
+        result.append(task._replace(microbatch=open_[task.stage].pop(0)) if task.kind == "W" else task)
+    return result
+
+
+def forward_only(place: tuple[int, ...], m: int) -> Order:
+    """Evaluation, wherever the stages are: each position takes its tasks in the order of the wave front."""
+    tasks = sorted((Task("F", stage, k) for stage in range(len(place)) for k in range(m)),
+                   key=lambda task: (task.stage + task.microbatch, task.stage))
+    return [[task for task in tasks if place[task.stage] == position] for position in range(max(place) + 1)]
+
+
+# ---------------------------------------------------------------- where stages are
+
+
+def line(p: int, v: int) -> tuple[int, ...]:
+    """Position of each stage: 0 1 2 0 1 2."""
+    return tuple(range(p)) * v
+
+
+def vee(p: int, v: int) -> tuple[int, ...]:
+    """Position of each stage: 0 1 2 2 1 0."""
+    return (*range(p), *reversed(range(p)))
+
+
+@dataclass(frozen=True)
+class Schedule:
+    make: Callable[[int, int, int], Order]  # (p, m, v) -> order
+    place: Callable[[int, int], tuple[int, ...]] = line  # (p, v) -> position of each stage
+    virtual: int | None = 1  # stages a position; None: any number of at least 2, from parallel.virtual_stages
+    least: Callable[[int], int] = lambda p: 1  # micro-batches it needs
+
+
+SCHEDULES: dict[str, Schedule] = {
+    "gpipe": Schedule(gpipe),
+    "1f1b": Schedule(one_f_one_b),
+    "interleaved": Schedule(interleaved, virtual=None),
+    "zb-h1": Schedule(zb_h1),
+    "zb-h2": Schedule(zb_h2),
+    "zb-v": Schedule(zb_v, vee, 2),
+    "dualpipe-v": Schedule(dualpipe_v, vee, 2, lambda p: 2 * p),
+    "breadth-first": Schedule(breadth_first, virtual=None),
+}
+
+
+def needs(task: Task, last_stage: int) -> list[Task]:
+    """The tasks of other stages, or earlier ones of its own, that a task waits for. B stands for I where that is split."""
+    kind, stage, k = task
+    if kind == "F":
+        return [Task("F", stage - 1, k)] if stage > 0 else []
+    if kind == "W":
+        return [Task("I", stage, k)]
+    return [Task("F", stage, k), *([Task("I", stage + 1, k)] if stage < last_stage else [])]
+
+
+def can_run(order: Order) -> bool:
+    """Whether no position waits for ever."""
+    done: set[Task] = set()
+    last = max(task.stage for tasks in order for task in tasks)
+    heads, moved = [0] * len(order), True
+    while moved:
+        moved = False
+        for position, tasks in enumerate(order):
+            while heads[position] < len(tasks) and all(need in done for need in needs(tasks[heads[position]], last)):
+                task = tasks[heads[position]]
+                done.add(task._replace(kind="I") if task.kind == "B" else task)
+                heads[position] += 1
+                moved = True
+    return all(heads[position] == len(tasks) for position, tasks in enumerate(order))

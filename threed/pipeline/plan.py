@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 from threed.errors import PlanError
 from threed.pipeline.orders import Order
 from threed.program.effects import effects
 from threed.program.instruction import COMPUTE, Instruction, Op, Programs, Slot
 from threed.program.table import Table
+
+_OPS = {"B": Op.BACKWARD, "I": Op.BACKWARD_INPUT, "W": Op.BACKWARD_WEIGHT}
 
 
 def expand(order: Order, table: Table, keep: str = "all") -> Programs:
@@ -21,7 +25,7 @@ def expand(order: Order, table: Table, keep: str = "all") -> Programs:
             if kind == "F":
                 program += [Instruction(Op.FORWARD, u, microbatch, keep=keep) for u in units[stage]]
             else:
-                program += [Instruction(Op.BACKWARD, u, microbatch) for u in reversed(units[stage])]
+                program += [Instruction(_OPS[kind], u, microbatch) for u in reversed(units[stage])]
         programs.append(program)
     return programs
 
@@ -38,49 +42,53 @@ def communicate(programs: Programs, table: Table) -> Programs:
     clock = [0.0] * len(programs)
     heads = [0] * len(programs)
     ready: dict[Slot, float] = {}
-    events: list[tuple[float, int, int, Instruction]] = []  # (time, sequence number, position, instruction)
-
-    def put(time: float, position: int, instruction: Instruction) -> None:
-        events.append((time, len(events), position, instruction))
-
+    # (time, whether it is compute, sequence number, position, instruction): of events at one time, messages come before the
+    # compute that they are ready for.
+    events: list[tuple[float, bool, int, int, Instruction]] = []
+    costs = {(op, u): _cost(op, unit.forward_flops) for u, unit in enumerate(table.units) for op in COMPUTE}
+    positions = [table.position(u) for u in range(len(table.units))]
     moved = True
     while moved:
         moved = False
         for position, program in enumerate(programs):
-            while heads[position] < len(program):
-                instruction = program[heads[position]]
+            now, head = clock[position], heads[position]
+            while head < len(program):
+                instruction = program[head]
                 effect = effects(instruction, table, position)
-                needs = [slot for slot in effect.reads if slot.kind in ("act", "grad")]
-                if any(slot not in ready for slot in needs):
+                start = now
+                for slot in effect.reads:
+                    if slot.kind in _PASSED:
+                        start = max(start, ready.get(slot, math.inf))
+                if start == math.inf:
                     break
-                start = max([clock[position], *(ready[slot] for slot in needs)])
-                put(start, position, instruction)
-                clock[position] = start + _cost(instruction, table)
+                events.append((start, True, len(events), position, instruction))
+                now = start + costs[instruction.op, instruction.unit]
                 for slot in effect.writes:
-                    if slot.kind in ("act", "grad"):
-                        ready[slot] = clock[position]
-                        reader = table.position(slot.unit + (slot.kind == "act"))
+                    if slot.kind in _PASSED:
+                        ready[slot] = now
+                        reader = positions[slot.unit + (slot.kind == "act")]
                         if reader != position:
-                            put(clock[position], position, _message(Op.SEND, slot, reader))
-                            put(clock[position], reader, _message(Op.RECV, slot, position))
-                heads[position] += 1
+                            for op, here, there in ((Op.SEND, position, reader), (Op.RECV, reader, position)):
+                                message = Instruction(op, slot.unit, slot.microbatch, slot.kind, there)
+                                events.append((now, False, len(events), here, message))
+                head += 1
                 moved = True
+            clock[position], heads[position] = now, head
     if any(heads[position] < len(program) for position, program in enumerate(programs)):
         stuck = [f"pp{position} {program[heads[position]]}" for position, program in enumerate(programs)
                  if heads[position] < len(program)]
         raise PlanError(f"the order can never run: each of these waits for another: {'; '.join(stuck)}")
-    # Of events at one time, messages come before the compute that they are ready for.
-    events.sort(key=lambda event: (event[0], event[3].op in COMPUTE, event[1]))
+    events.sort()
     result: Programs = [[] for _ in programs]
-    for _, _, position, instruction in events:
+    for *_, position, instruction in events:
         result[position].append(instruction)
     return result
 
 
-def _cost(instruction: Instruction, table: Table) -> float:
-    flops = table.units[instruction.unit].forward_flops + 1.0  # + 1: even a layer without products takes its turn
-    return 2 * flops if instruction.op == Op.BACKWARD else flops
+_PASSED = ("act", "grad")  # kinds of slots that one unit makes for another
 
 
-def _message(op: Op, slot: Slot, peer: int) -> Instruction:
-    return Instruction(op, slot.unit, slot.microbatch, slot.kind, peer)
+def _cost(op: Op, forward_flops: int) -> float:
+    """A backward is two forwards long, each of its halves one."""
+    flops = forward_flops + 1.0  # + 1: even a layer without products takes its turn
+    return 2 * flops if op == Op.BACKWARD else flops

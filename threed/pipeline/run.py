@@ -19,6 +19,7 @@ from threed.program.instruction import Instruction, Op, Slot
 from threed.program.table import Table
 from threed.schema import Config
 from threed.slots import Slots
+from threed.tensor.layers import WeightGrads
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -26,15 +27,16 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 class PipelineRun:
     """The layers of one rank and the handlers that run them."""
 
-    def __init__(self, config: Config, comm: Comm, table: Table, parameters: Mapping[str, nn.Parameter]):
+    def __init__(self, config: Config, comm: Comm, table: Table, parameters: Mapping[str, nn.Parameter],
+                 weight_grads: WeightGrads):
         """`parameters`: global name -> parameter, for every unit that the rank holds."""
-        self.comm, self.table = comm, table
+        self.comm, self.table, self.weight_grads = comm, table, weight_grads
         self.position = comm.here.pp
         sp = config.parallel.sequence_parallel
         self.dtype = DTYPES[config.precision.dtype]
         self.shape = (config.model.seq_len // (config.parallel.tp if sp else 1), config.train.micro_batch_size,
                       config.model.hidden)
-        context = Context(config.model, comm.groups["tp"], sp, self.dtype)
+        context = Context(config.model, comm.groups["tp"], sp, self.dtype, weight_grads)
         self.layers: dict[int, list[nn.Module]] = {}
         for unit in table.units_of(self.position):
             self.layers[unit] = []
@@ -46,7 +48,8 @@ class PipelineRun:
         self.batch: Callable[[int], Batch] = _no_batch  # micro-batch -> its data; set before each program
         self._sends: deque[Handle] = deque()
         self.handlers: dict[Op, Callable[[Instruction, Slots], None]] = {
-            Op.FORWARD: self.forward, Op.BACKWARD: self.backward, Op.SEND: self.send, Op.RECV: self.recv}
+            Op.FORWARD: self.forward, Op.BACKWARD: self.backward, Op.BACKWARD_INPUT: self.backward_input,
+            Op.BACKWARD_WEIGHT: self.backward_weight, Op.SEND: self.send, Op.RECV: self.recv}
 
     def forward(self, instruction: Instruction, slots: Slots) -> None:
         _, unit, microbatch, *_ = instruction
@@ -70,17 +73,51 @@ class PipelineRun:
 
     def backward(self, instruction: Instruction, slots: Slots) -> None:
         _, unit, microbatch, *_ = instruction
+        self._propagate(unit, microbatch, slots)  # weight gradients go where zero/state's hooks put them
+        self._mark(unit, slots)
+
+    def backward_input(self, instruction: Instruction, slots: Slots) -> None:
+        """The gradient of the unit's input; its weights' products are put off. The first unit has no input: all of its
+        backward is put off."""
+        _, unit, microbatch, *_ = instruction
+        operands: list[Callable[[], None]] = []
+        if unit == 0:
+            saved, grad = slots.get(Slot("saved", unit, microbatch)), slots.get(Slot("grad", unit, microbatch))
+            operands.append(lambda: torch.autograd.backward([saved[1]], [grad]))
+        else:
+            self.weight_grads.put_off = operands
+            try:
+                self._propagate(unit, microbatch, slots)
+            finally:
+                self.weight_grads.put_off = None
+        slots.put(Slot("operands", unit, microbatch), operands)
+
+    def backward_weight(self, instruction: Instruction, slots: Slots) -> None:
+        _, unit, microbatch, *_ = instruction
+        operands = slots.get(Slot("operands", unit, microbatch))
+        while operands:  # each lets go of its tensors when done
+            product = operands.pop(0)
+            if unit == 0:
+                product()
+            else:
+                with torch.no_grad():
+                    product()
+        self._mark(unit, slots)
+
+    def _propagate(self, unit: int, microbatch: int, slots: Slots) -> None:
         x, root = slots.get(Slot("saved", unit, microbatch))
         if unit < self.table.last:
             grad = slots.get(Slot("grad", unit, microbatch))
         else:
             grad = torch.ones((), device=self.comm.device)
-        torch.autograd.backward([root], [grad])  # weight gradients go where zero/state's hooks put them
-        for parameter_unit in self.table.units[unit].parameters:
-            slots.put(Slot("wgrad", parameter_unit), True)
+        torch.autograd.backward([root], [grad])
         if x is not None:
             slots.put(Slot("grad", unit - 1, microbatch), x.grad)
             x.grad = None
+
+    def _mark(self, unit: int, slots: Slots) -> None:
+        for parameter_unit in self.table.units[unit].parameters:
+            slots.put(Slot("wgrad", parameter_unit), True)
 
     def send(self, instruction: Instruction, slots: Slots) -> None:
         _, unit, microbatch, kind, peer, _ = instruction

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from threed.errors import InputError
 from threed.program.instruction import COMPUTE, Instruction, Op
 from threed.program.show import timeline
 from threed.program.table import Plan
-from threed.program.walk import Walk
+from threed.program.walk import Cost, Walk
 
 Costs = Mapping[tuple[int, Op, int], float]  # (position, op, unit) -> seconds
 
@@ -20,16 +21,38 @@ class Prediction:
     walk: Walk
 
 
+def cost_of(costs: Costs) -> Cost:
+    """Measured costs as a function of (position, instruction). What was not measured where it is asked for is taken from what
+    was: a unit's cost from another position; half a backward from a whole one, or the other way; communication is free."""
+    anywhere: dict[tuple[Op, int], float] = {(op, unit): seconds for (_, op, unit), seconds in costs.items()}
+    for (op, unit), seconds in list(anywhere.items()):
+        if op == Op.BACKWARD:
+            anywhere.setdefault((Op.BACKWARD_INPUT, unit), seconds / 2)
+            anywhere.setdefault((Op.BACKWARD_WEIGHT, unit), seconds / 2)
+        elif op == Op.BACKWARD_INPUT:
+            anywhere.setdefault((Op.BACKWARD, unit), seconds + anywhere.get((Op.BACKWARD_WEIGHT, unit), seconds))
+
+    def cost(position: int, instruction: Instruction) -> float:
+        op = instruction.op
+        works = op in COMPUTE or op == Op.STEP
+        unit = instruction.unit if works else -1
+        found = costs.get((position, op, unit))
+        if found is None:
+            found = anywhere.get((op, unit))
+        if found is None and works:
+            raise InputError(f"the costs have none for {op} of unit {unit}: they are of another model; measure it with a run of "
+                             "this config, or leave --costs out for analytic ones")
+        return found or 0.0
+
+    return cost
+
+
 def predict(plan: Plan, costs: Costs, name: str = "train") -> Prediction:
-    """Step time and bubbles from the costs of instructions; those without a cost take no time.
+    """Step time and bubbles from the measured costs of instructions.
 
     Transfers that overlap compute are taken as free here, so a measured bubble is at least the predicted one.
     """
-
-    def cost(position: int, instruction: Instruction) -> float:
-        unit = instruction.unit if instruction.op in COMPUTE or instruction.op == Op.STEP else -1
-        return costs.get((position, instruction.op, unit), 0.0)
-
+    cost = cost_of(costs)
     walk = timeline(plan, name, cost)
     total = walk.total_s or 1.0
     bubble = []

@@ -30,6 +30,10 @@ def check_programs(name: str, programs: Sequence[Program], table: Table) -> list
     links = []
     for position, program in enumerate(programs):
         seam = table.seam(position)
+        for index, instruction in enumerate(program):
+            if strays := instruction.strays():
+                raise PlanError(describe(name, programs, position, index,
+                                         f"sets {' and '.join(strays)}, which {instruction.op} does not use"))
         found = link(program, table, position, seam)
         if found.faults:
             raise PlanError(describe(name, programs, position, *found.faults[0]))

@@ -25,6 +25,15 @@ class Effects(NamedTuple):
 
 def effects(instruction: Instruction, table: Table, position: int) -> Effects:
     """Effects of one instruction of the program of a pipeline position. KeyError: it names what does not exist."""
+    known = table.known.get(instruction)
+    if known is None:
+        known = _effects(instruction, table, position)
+        if instruction.op in COMPUTE:  # the same at every position, and asked for by one pass after another
+            table.known[instruction] = known
+    return known
+
+
+def _effects(instruction: Instruction, table: Table, position: int) -> Effects:
     op, unit, microbatch, group, peer, keep = instruction
     if (op in COMPUTE and not 0 <= unit < len(table.units)) or keep not in ("all", "none"):
         raise KeyError(str(instruction))

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
+from typing import Any
 
-from threed.program.instruction import Instruction, Op, Slot
+from threed.program.instruction import BACKWARDS, Instruction, Op, Slot
 
 GRAD_BYTES = 4  # gradients are accumulated and reduced in fp32
 
@@ -25,8 +26,10 @@ class ComputeUnit:
     parameters: tuple[int, ...]  # parameter units that it uses
     forward_flops: int  # of a micro-batch, this tp rank's share
     saved_bytes: int  # kept from FORWARD to BACKWARD, a micro-batch
+    operand_bytes: int  # kept from BACKWARD_INPUT to BACKWARD_WEIGHT
     forward_tp_bytes: int  # sent over tp by a FORWARD
-    backward_tp_bytes: int
+    input_tp_bytes: int  # by a BACKWARD_INPUT
+    weight_tp_bytes: int  # by a BACKWARD_WEIGHT; BACKWARD sends both
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,7 @@ class Table:
     param_bytes: int  # of an element as compute reads it: 4 or 2
     act_bytes: int  # of one act slot (and of one grad slot)
     _held: dict[int, tuple[int, ...]] = field(default_factory=dict, compare=False, repr=False)
+    known: dict[Instruction, Any] = field(default_factory=dict, compare=False, repr=False)  # what `effects` remembers
 
     @property
     def num_positions(self) -> int:
@@ -93,8 +97,10 @@ class Table:
         """Bytes of a slot on one rank. The fp32 shard of an fp32 parameter is part of the parameter's own buffer."""
         if slot.kind in ("act", "grad"):
             return self.act_bytes
-        if slot.kind in ("saved", "operands"):
+        if slot.kind == "saved":
             return self.units[slot.unit].saved_bytes
+        if slot.kind == "operands":
+            return self.units[slot.unit].operand_bytes
         if slot.kind in ("loss", "scale"):
             return 0
         numel = self.parameters[slot.unit].numel
@@ -116,8 +122,9 @@ class Table:
         op, unit = instruction.op, instruction.unit
         if op == Op.FORWARD:
             return {"tp": self.units[unit].forward_tp_bytes}
-        if op in (Op.BACKWARD, Op.BACKWARD_INPUT):
-            return {"tp": self.units[unit].backward_tp_bytes}
+        if op in BACKWARDS:
+            sent = self.units[unit]
+            return {"tp": (op != Op.BACKWARD_WEIGHT) * sent.input_tp_bytes + (op != Op.BACKWARD_INPUT) * sent.weight_tp_bytes}
         if op == Op.SEND:
             return {"pp": self.act_bytes}
         if op == Op.GATHER:
@@ -147,8 +154,9 @@ class Plan:
     @cached_property
     def digest(self) -> str:
         """Two ranks with equal digests will do the same thing."""
-        values = asdict(self.table)
-        values.pop("_held")
+        values = {item.name: getattr(self.table, item.name) for item in fields(Table) if item.compare}
+        values["units"] = [asdict(unit) for unit in self.table.units]
+        values["parameters"] = {p: asdict(unit) for p, unit in self.table.parameters.items()}
         text = json.dumps([values, self.programs], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 

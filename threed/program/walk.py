@@ -12,7 +12,6 @@ Each finds deadlocks that the ones above it cannot. A program that passes BLOCKI
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import NamedTuple
@@ -53,8 +52,6 @@ def link(program: Program, table: Table, position: int, start: set[Slot]) -> Lin
             all_effects.append(Effects("compute"))
             producers.append([])
             continue
-        if strays := instruction.strays():
-            faults.append((index, f"sets {' and '.join(strays)}, which {instruction.op} does not use"))
         needs: list[int] = []
         for slot in effect.reads:
             if slot not in made_by:
@@ -104,88 +101,84 @@ def walk(programs: Sequence[Program], table: Table, links: Sequence[Links], mode
 
     Send k of a channel meets receive k of its other end: `check` has made sure that both name the same slot.
     """
-    node_of, instances = _merge(programs, table, mode)
-    after: list[list[int]] = [[] for _ in instances]
-    waits = [0] * len(instances)
+    node_of, seconds = _merge(programs, mode, cost)
+    after: list[list[int]] = [[] for _ in seconds]
+    waits = [0] * len(seconds)
 
-    def edge(first: int, then: int) -> None:
-        if first != then:
-            after[first].append(then)
-            waits[then] += 1
-
-    tails: dict[tuple[int, str], int] = {}
-    for position, program in enumerate(programs):
-        for index in range(len(program)):
-            node = node_of[position][index]
-            lane = links[position].effects[index].lane if mode == Mode.BUFFERED else "host"
-            previous = tails.get((position, lane))
-            if previous is not None:
-                edge(previous, node)
-            tails[position, lane] = node
-    channels = _channels(programs) if mode != Mode.BLOCKING else {}
+    # The loops below see every edge of large plans: they are written out for speed.
+    blocking, buffered = mode == Mode.BLOCKING, mode == Mode.BUFFERED
+    for position, nodes in enumerate(node_of):
+        tails: dict[str, int] = {}
+        for node, effect in zip(nodes, links[position].effects, strict=True):
+            lane = effect.lane if buffered else "host"
+            previous = tails.get(lane, node)
+            if previous != node:
+                after[previous].append(node)
+                waits[node] += 1
+            tails[lane] = node
     sent_by: dict[tuple[int, int], int] = {}  # a receive -> the node whose end brings its slot
-    for sends, receives in channels.values():
+    for sends, receives in () if blocking else _channels(programs).values():
         for (sender, i), (receiver, j) in zip(sends, receives, strict=False):
             send, receive = node_of[sender][i], node_of[receiver][j]
-            if mode == Mode.BUFFERED:
-                edge(send, receive)
-            else:
-                edge(receive, send)
+            first, then = (send, receive) if buffered else (receive, send)
+            after[first].append(then)
+            waits[then] += 1
+            if not buffered:
                 sent_by[receiver, j] = send
-    for position, program in enumerate(programs):
-        for index in range(len(program)):
-            for producer in links[position].producers[index]:
-                edge(sent_by.get((position, producer), node_of[position][producer]), node_of[position][index])
-    return _visit(programs, node_of, instances, (after, waits), cost)
+    for position, nodes in enumerate(node_of):
+        for node, producers in zip(nodes, links[position].producers, strict=True):
+            for producer in producers:
+                first = sent_by.get((position, producer), nodes[producer]) if sent_by else nodes[producer]
+                if first != node:
+                    after[first].append(node)
+                    waits[node] += 1
+    return _visit(node_of, seconds, after, waits)
 
 
-def _merge(programs: Sequence[Program], table: Table, mode: Mode) -> tuple[list[list[int]], list[list[tuple[int, int]]]]:
-    """Give each instruction a node. Collectives over several positions are one node: they begin and end together.
-
-    In BLOCKING mode a SEND and its RECV are one node too.
-    """
+def _merge(programs: Sequence[Program], mode: Mode, cost: Cost | None) -> tuple[list[list[int]], list[float]]:
+    """Give each instruction a node, and each node its seconds. Collectives over several positions are one node: they begin
+    and end together. In BLOCKING mode a SEND and its RECV are one node too."""
     shared: dict[object, int] = {}
     node_of: list[list[int]] = []
-    instances: list[list[tuple[int, int]]] = []
+    seconds: list[float] = []
     for position, program in enumerate(programs):
         counts: dict[object, int] = {}
         nodes = []
-        for index, instruction in enumerate(program):
+        for instruction in program:
             key: object = None
-            if instruction.op == Op.CLIP:
+            op = instruction.op
+            if op == Op.CLIP:
                 key = "clip"
-            elif instruction.op == Op.REDUCE and instruction.group == "tie":
+            elif op == Op.REDUCE and instruction.group == "tie":
                 key = "tie"
-            elif mode == Mode.BLOCKING and instruction.op in MESSAGES:
+            elif mode == Mode.BLOCKING and op in MESSAGES:
                 key = _channel(position, instruction)
-            node = len(instances)
+            node = len(seconds)
             if key is not None:
                 count = counts[key] = counts.get(key, 0) + 1
                 node = shared.setdefault((key, count), node)
-            if node == len(instances):
-                instances.append([])
-            instances[node].append((position, index))
+            took = cost(position, instruction) if cost is not None else 0.0
+            if node == len(seconds):
+                seconds.append(took)
+            else:
+                seconds[node] = max(seconds[node], took)
             nodes.append(node)
         node_of.append(nodes)
-    return node_of, instances
+    return node_of, seconds
 
 
-def _visit(programs: Sequence[Program], node_of: list[list[int]], instances: list[list[tuple[int, int]]],
-           graph: tuple[list[list[int]], list[int]], cost: Cost | None) -> Walk:
+def _visit(node_of: list[list[int]], seconds: list[float], after: list[list[int]], waits: list[int]) -> Walk:
     """Topological visit with clocks. What is left over waits in a circle, or for somebody in one."""
-    after, waits = graph
-    begin, end = [0.0] * len(instances), [0.0] * len(instances)
-    ready = deque(node for node, count in enumerate(waits) if count == 0)
-    done = [False] * len(instances)
+    begin, end = [0.0] * len(seconds), [0.0] * len(seconds)
+    ready = [node for node, count in enumerate(waits) if count == 0]
+    done = [False] * len(seconds)
     while ready:
-        node = ready.popleft()
+        node = ready.pop()
         done[node] = True
-        longest = 0.0
-        if cost is not None:
-            longest = max(cost(position, programs[position][index]) for position, index in instances[node])
-        end[node] = begin[node] + longest
+        now = end[node] = begin[node] + seconds[node]
         for then in after[node]:
-            begin[then] = max(begin[then], end[node])
+            if begin[then] < now:
+                begin[then] = now
             waits[then] -= 1
             if waits[then] == 0:
                 ready.append(then)

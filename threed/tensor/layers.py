@@ -10,6 +10,7 @@ small letters where a dim is cut over tp. Activations are [S, B, H].
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +23,26 @@ with warnings.catch_warnings():
     from megatron.core.model_parallel_config import ModelParallelConfig
     from megatron.core.tensor_parallel import layers as megatron
     from megatron.core.tensor_parallel.cross_entropy import VocabParallelCrossEntropy
+
+
+class WeightGrads:
+    """Where weight gradients go: into the parameters' `.grad`, or, during BACKWARD_INPUT, put off.
+
+    While `put_off` is a list, layers append their weight-gradient product to it instead of computing it: each entry is a
+    call that does so later. One object a rank, shared by its layers and parameters.
+    """
+
+    def __init__(self) -> None:
+        self.put_off: list[Callable[[], None]] | None = None
+
+    def take(self, weight: torch.Tensor, grad: torch.Tensor, x: torch.Tensor, gather: Group | None) -> torch.Tensor | None:
+        """The gradient of `weight` from its product's output gradient and input (to be gathered over tp first), or None
+        where it was put off. `weight.add_grad` is what a later call gives the gradient to."""
+        if self.put_off is None:
+            return _weight_grad(grad, x if gather is None else _gather(x, gather))
+        add = weight.add_grad  # pyright: ignore[reportAttributeAccessIssue]
+        self.put_off.append(lambda: add(_weight_grad(grad, x if gather is None else _gather(x, gather))))
+        return None
 
 
 def parallel_config(group: Group, sequence_parallel: bool, dtype: torch.dtype) -> ModelParallelConfig:
@@ -53,46 +74,47 @@ class _Column(torch.autograd.Function):
     """[S or s, B, I] -> [S, B, o]: the weight is cut by rows."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: Group, sp: bool):
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: Any):
         ctx.save_for_backward(x, weight)
-        ctx.group, ctx.sp, ctx.has_bias = group, sp, bias is not None
+        ctx.layer, ctx.weight, ctx.has_bias = layer, weight, bias is not None
+        group, sp = layer.group, layer.sp
         return F.linear(_gather(x, group) if sp else x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor):
         grad, (x, weight) = grads[0], ctx.saved_tensors
-        group: Group = ctx.group
+        group: Group = ctx.layer.group
         grad_x = grad @ weight
-        if ctx.sp:
-            x = _gather(x, group)  # only this rank's tokens were kept
+        if ctx.layer.sp:
             output = grad_x.new_empty((grad_x.shape[0] // group.size(), *grad_x.shape[1:]))
             handle, grad_x = group.reduce_scatter(output, grad_x), output
         else:
             handle = group.all_reduce(grad_x)
-        grad_weight = _weight_grad(grad, x)  # while the input's gradient travels
+        # While the input's gradient travels. Of x only this rank's tokens were kept.
+        grad_weight = ctx.layer.weight_grads.take(ctx.weight, grad, x, group if ctx.layer.sp else None)
         grad_bias = grad.sum((0, 1)) if ctx.has_bias else None
         handle.wait()
-        return grad_x, grad_weight, grad_bias, None, None
+        return grad_x, grad_weight, grad_bias, None
 
 
 class _Row(torch.autograd.Function):
     """[S, B, i] -> [S or s, B, O]: the weight is cut by columns; the product is summed over tp."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, group: Group, sp: bool):
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, layer: Any):
         ctx.save_for_backward(x, weight)
-        ctx.group, ctx.sp = group, sp
+        ctx.layer, ctx.weight = layer, weight
         output = x @ weight.t()
-        if sp:
-            return _scatter_sum(output, group)
-        group.all_reduce(output).wait()
+        if layer.sp:
+            return _scatter_sum(output, layer.group)
+        layer.group.all_reduce(output).wait()
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor):
         x, weight = ctx.saved_tensors
-        grad = _gather(grads[0], ctx.group) if ctx.sp else grads[0]
-        return grad @ weight, _weight_grad(grad, x), None, None
+        grad = _gather(grads[0], ctx.layer.group) if ctx.layer.sp else grads[0]
+        return grad @ weight, ctx.layer.weight_grads.take(ctx.weight, grad, x, None), None
 
 
 class _SumOverTp(torch.autograd.Function):
@@ -115,26 +137,28 @@ class _SumOverTp(torch.autograd.Function):
 class ColumnParallelLinear(megatron.ColumnParallelLinear):
     """y = x W^T + b with W cut by rows over tp. [S or s, B, I] -> [S, B, O/tp]."""
 
-    def __init__(self, inputs: int, outputs: int, bias: bool, config: ModelParallelConfig, group: Group):
+    def __init__(self, inputs: int, outputs: int, bias: bool, config: ModelParallelConfig, group: Group,
+                 weight_grads: WeightGrads):
         super().__init__(inputs, outputs, config=config, init_method=torch.nn.init.zeros_, bias=bias,
                          tp_group=group)  # pyright: ignore[reportArgumentType]
-        self.group, self.sp = group, config.sequence_parallel
+        self.group, self.sp, self.weight_grads = group, config.sequence_parallel, weight_grads
 
-    def forward(self, x: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:  # pyright: ignore
-        return _Column.apply(x, self.weight if weight is None else weight, self.bias, self.group, self.sp)  # pyright: ignore
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _Column.apply(x, self.weight, self.bias, self)  # pyright: ignore[reportReturnType]
 
 
 class RowParallelLinear(megatron.RowParallelLinear):
     """y = x W^T + b with W cut by columns over tp. [S, B, I/tp] -> [S or s, B, O]."""
 
-    def __init__(self, inputs: int, outputs: int, bias: bool, config: ModelParallelConfig, group: Group):
+    def __init__(self, inputs: int, outputs: int, bias: bool, config: ModelParallelConfig, group: Group,
+                 weight_grads: WeightGrads):
         super().__init__(inputs, outputs, config=config, init_method=torch.nn.init.zeros_, bias=bias,
                          input_is_parallel=True, skip_bias_add=False,
                          tp_group=group)  # pyright: ignore[reportArgumentType]
-        self.group, self.sp = group, config.sequence_parallel
+        self.group, self.sp, self.weight_grads = group, config.sequence_parallel, weight_grads
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # pyright: ignore
-        output = _Row.apply(x, self.weight, self.group, self.sp)
+        output = _Row.apply(x, self.weight, self)
         return output if self.bias is None else output + self.bias  # pyright: ignore
 
 

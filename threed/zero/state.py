@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
 from threed.comm import Comm
 from threed.program.table import Table
 from threed.schema import Config
+from threed.tensor.layers import WeightGrads
 from threed.tensor.random import initial_values
 from threed.zero.optimizer import Moments
 from threed.zero.shard import Layout, Segment
@@ -25,7 +28,8 @@ class UnitState:
     `owned` is the rank's shard under ZeRO-1, everything under ZeRO-0.
     """
 
-    def __init__(self, layout: Layout, index: int, sharded: bool, dtype: torch.dtype, device: torch.device):
+    def __init__(self, layout: Layout, index: int, sharded: bool, dtype: torch.dtype, device: torch.device,
+                 weight_grads: WeightGrads):
         self.layout, self.index, self.sharded = layout, index, sharded
         self.owned = layout.shard(index) if sharded else (0, layout.numel)
         self.param = torch.zeros(layout.numel, dtype=dtype, device=device)
@@ -39,17 +43,17 @@ class UnitState:
         for placed in layout.placed:
             shape = placed.module_shape
             parameter = nn.Parameter(self.param[placed.start:placed.stop].view(shape))
-            parameter.register_post_accumulate_grad_hook(self._adder(self.grad[placed.start:placed.stop].view(shape)))
+            add = self._adder(self.grad[placed.start:placed.stop].view(shape))
+            parameter.add_grad = add  # pyright: ignore[reportAttributeAccessIssue]
+            parameter.register_post_accumulate_grad_hook(_hook(add, weight_grads))
             self.parameters[placed.parameter.name] = parameter
 
-    def _adder(self, into: torch.Tensor):
-        def add(parameter: torch.Tensor) -> None:
+    def _adder(self, into: torch.Tensor) -> Callable[[torch.Tensor], None]:
+        def add(grad: torch.Tensor) -> None:
             if not self._clean:
                 self.grad.zero_()
                 self._clean = True
-            assert parameter.grad is not None
-            into.add_(parameter.grad)  # fp32 += 16 bit too
-            parameter.grad = None
+            into.add_(grad)  # fp32 += 16 bit too
 
         return add
 
@@ -89,12 +93,27 @@ class UnitState:
             self.param[slice(*self.owned)] = self.master.to(self.param.dtype)
 
 
+def _hook(add: Callable[[torch.Tensor], None], weight_grads: WeightGrads) -> Callable[[torch.Tensor], None]:
+    """What autograd calls with a parameter whose `.grad` is new: add it to the unit's, now or with what was put off."""
+
+    def hook(parameter: torch.Tensor) -> None:
+        grad, parameter.grad = parameter.grad, None
+        if grad is None:
+            return  # its product was put off
+        if weight_grads.put_off is None:
+            add(grad)
+        else:
+            weight_grads.put_off.append(lambda: add(grad))
+
+    return hook
+
+
 def make_states(config: Config, comm: Comm, table: Table, layouts: dict[int, Layout],
-                dtype: torch.dtype) -> dict[int, UnitState]:
+                dtype: torch.dtype, weight_grads: WeightGrads) -> dict[int, UnitState]:
     """The states of the parameter units that a rank holds, with initial values."""
     states = {}
     for unit in table.held(comm.here.pp):
-        state = UnitState(layouts[unit], comm.here.dp, table.sharded, dtype, comm.device)
+        state = UnitState(layouts[unit], comm.here.dp, table.sharded, dtype, comm.device, weight_grads)
         state.fill(config.parallel.tp, comm.here.tp, config.train.seed)
         states[unit] = state
     return states

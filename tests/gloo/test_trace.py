@@ -1,0 +1,261 @@
+"""Traces of real runs: their files, `threed trace`, `threed compare`, costs.json, and the picture in wandb."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import shutil
+from contextlib import redirect_stdout
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+import threed.launcher  # noqa: F401  (imported before the runs fork)
+from tests.running import Run, metrics
+from threed.cli import app
+from threed.errors import InputError
+from threed.monitor.attribute import CAUSES
+from threed.monitor.compare import load_config
+from threed.monitor.traces import COLUMNS, read_run
+from threed.planner import make_plan
+from threed.predict.cost import load_costs, read_costs
+from threed.program.effects import effects
+from threed.program.instruction import Op
+
+TOY = ["train", "configs/toy.yaml", "model.layers=2", "model.hidden=32", "model.seq_len=32", "model.vocab=300",
+       "train.global_batch_size=8", "train.micro_batch_size=1", "train.eval_every=0", "monitor.wandb=disabled",
+       "optimizer.warmup_steps=0", "train.steps=9"]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """A small corpus, prepared once."""
+    folder = tmp_path_factory.mktemp("corpus")
+    (folder / "text").mkdir()
+    for name in ("argparse", "datetime", "typing"):
+        shutil.copy(Path(os.__file__).parent / f"{name}.py", folder / "text")
+    return [f"data.source={folder / 'text'}", f"data.cache={folder / 'cache'}"]
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory, cache):
+    """8 ranks, 9 steps, every second one traced, a picture of step 4."""
+    folder = tmp_path_factory.mktemp("traced")
+    run = Run(folder, *TOY, *cache, f"run.dir={folder / 'run'}", "monitor.trace_every=2", "monitor.timeline_every=4",
+              "monitor.wandb=offline")
+    assert run.wait() == 0, run.output
+    return folder / "run"
+
+
+@pytest.fixture
+def copy(traced, tmp_path):
+    """A copy of the traced run, to damage."""
+    shutil.copytree(traced / "trace", tmp_path / "run" / "trace")
+    for name in ("config.json", "costs.json"):
+        shutil.copy(traced / name, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def command(*argv: object) -> str:
+    output = io.StringIO()
+    with redirect_stdout(output):
+        app([str(word) for word in argv], standalone_mode=False)
+    return output.getvalue()
+
+
+def test_files(traced):
+    """A file a rank that explains itself: every instruction of its program, its times in order, of the steps asked for."""
+    plan = make_plan(load_config(traced))
+    assert sorted(path.name for path in (traced / "trace").iterdir()) == [f"rank-{rank:05d}.jsonl" for rank in range(8)]
+    for rank in range(8):
+        header, *lines = map(json.loads, (traced / "trace" / f"rank-{rank:05d}.jsonl").read_text().splitlines())
+        position, program = header["pp"], plan.programs["train"][header["pp"]]
+        assert (header["rank"], header["world_size"], header["digest"]) == (rank, 8, plan.digest)
+        assert tuple(header["columns"]) == COLUMNS
+        assert [row[0] for row in header["train"]] == [str(item) for item in program]
+        assert [row[1] for row in header["train"]] == [effects(item, plan.table, position).lane for item in program]
+        assert [line["step"] for line in lines] == [2, 4, 6, 8, 9]
+        for line in lines:
+            before = 0.0
+            for times in zip(line["issued"], line["started"], line["ended"], strict=True):
+                assert before <= times[0] <= times[1] <= times[2]
+                before = times[2]
+            assert before <= line["total_s"] and len(line["issued"]) == len(program)
+            assert {source for _, source, _ in line["waits"]} <= {
+                index for index, item in enumerate(program) if item.op in (Op.RECV, Op.GATHER, Op.REDUCE)}
+
+
+def test_costs(traced):
+    """Mean seconds of each op of each unit, at its position; what `load_costs` gives."""
+    plan = make_plan(load_config(traced))
+    costs, digest, steps = read_costs(traced)
+    assert costs == load_costs(traced / "costs.json") and digest == plan.digest and steps == 5
+    expected = {(position, item.op, item.unit) for position, program in enumerate(plan.programs["train"])
+                for item in program if item.op in (Op.FORWARD, Op.BACKWARD, Op.STEP, Op.CLIP)}
+    assert costs.keys() == expected and all(0 < seconds < 10 for seconds in costs.values())
+
+
+def test_merged_trace(traced, tmp_path):
+    """Chrome's format: every instruction of every rank and step, waits before them, one clock."""
+    file = tmp_path / "trace.json"
+    assert f"wrote {file}: 8 ranks, 5 steps" in command("trace", traced, "-o", file)
+    events = json.loads(file.read_text())["traceEvents"]
+    plan = make_plan(load_config(traced))
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert names[5] == "rank 5 pp1 dp0 tp1" and len(names) == 8
+    complete = [event for event in events if event["ph"] == "X"]
+    assert min(event["ts"] for event in complete) == 0 and min(event["dur"] for event in complete) >= 0
+    lanes = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    for rank in range(8):
+        position = rank // 4
+        for step in (2, 4, 6, 8, 9):
+            mine = [event for event in complete if event["pid"] == rank and event["args"]["step"] == step]
+            ran = sorted((event for event in mine if event["cat"] != "wait"), key=lambda event: event["args"]["index"])
+            assert [event["name"] for event in ran] == [str(item) for item in plan.programs["train"][position]]
+            assert [lanes[rank, event["tid"]] for event in ran] == [
+                effects(item, plan.table, position).lane for item in plan.programs["train"][position]]
+            assert any(event["name"].startswith("wait RECV act" if position else "wait RECV grad") for event in mine)
+    ends = {(event["args"]["step"], round(event["ts"] + event["dur"], 0)) for event in complete if event["name"] == "CLIP"}
+    assert len(ends) <= 2 * 5  # one moment a step, to a microsecond's rounding
+    one = tmp_path / "one.json"
+    command("trace", traced, "-o", one, "--step", 6)
+    assert {event["args"]["step"] for event in json.loads(one.read_text())["traceEvents"] if event["ph"] == "X"} == {6}
+
+
+def test_picture_of_a_step(traced, tmp_path):
+    """One row a position, with every FORWARD and BACKWARD in it."""
+    assert "step 9" in command("trace", traced, "--svg", tmp_path / "last.svg")
+    assert not (traced / "trace.json").exists()
+    command("trace", traced, "--svg", tmp_path / "one.svg", "--step", 4)
+    text = (tmp_path / "one.svg").read_text()
+    ElementTree.fromstring(text)
+    plan = make_plan(load_config(traced))
+    for program in plan.programs["train"]:
+        for item in program:
+            if item.op in (Op.FORWARD, Op.BACKWARD):
+                assert f"<title>{item}</title>" in text
+    assert "pp0" in text and "pp1" in text
+
+
+def test_compare(traced):
+    """Predicted beside measured, and a rank's parts add up to its step."""
+    found = json.loads(command("compare", traced, "--json"))
+    assert set(found) >= {"digest", "steps", "step", "stages", "ranks", "ops", "lanes", "units"}
+    assert set(found["steps"]) < {2, 4, 6, 8, 9} and len(found["steps"]) == 3
+    rows = [*found["ranks"], *(stage[kind] for stage in found["stages"] for kind in ("predicted", "measured"))]
+    for row in rows:
+        assert sum(row[cause] for cause in CAUSES) == pytest.approx(row["step"], rel=0.01)
+        assert min(row[cause] for cause in CAUSES) >= -1e-6
+    assert [row["rank"] for row in found["ranks"]] == list(range(8))
+    assert 0 < found["step"]["predicted"] <= found["step"]["measured"] * 1.05
+    for op in ("FORWARD", "BACKWARD", "STEP"):
+        assert found["ops"][op]["predicted"] == pytest.approx(found["ops"][op]["measured"], rel=1e-3)
+    assert {"compute", "dp", "recv act", "recv grad", "send act", "send grad", "tie"} == set(found["lanes"])
+    assert found["units"].keys() == {"u0", "u1", "u2", "u3", "p1", "p2", "p3", "p4"}
+    text = command("compare", traced)
+    for words in ("where the time of a rank went", "p2p wait", "rank 7 pp1 dp1 tp1", "BACKWARD", "recv act", "blocks.1"):
+        assert words in text
+
+
+def test_metrics_and_wandb(traced):
+    """The attribution of each stage is logged at each step; wandb holds the picture of step 4 and of step 8."""
+    rows = metrics(traced)
+    assert len(rows) == 9
+    for row in rows[1:]:  # ranks begin the first step at times of their own
+        for stage in (0, 1):
+            total = sum(row[f"time/{cause}/{stage}"] for cause in CAUSES)
+            assert 0.5 * row["perf/step_s"] < total <= 1.001 * row["perf/step_s"]  # which is the slowest rank's
+            assert row[f"time/compute/{stage}"] + row[f"time/optimizer/{stage}"] == pytest.approx(
+                total * (1 - row[f"pipeline/bubble_measured/{stage}"]), rel=0.2)
+    pictures = list((traced / "wandb").glob("offline-run-*/files/media/html/timeline_*.html"))
+    assert len(pictures) == 2
+    assert all("<svg" in path.read_text() and "FORWARD u0 m0" in path.read_text() for path in pictures)
+
+
+def test_resume_appends(cache, tmp_path):
+    """Steps after a resume come after those before it; half a line is cut; other steps' costs are kept."""
+    overrides = [*TOY, *cache, f"run.dir={tmp_path / 'run'}", "parallel.dp=1", "parallel.tp=1", "optimizer.decay_steps=9"]
+    run = Run(tmp_path, *overrides, "train.steps=3", "monitor.trace_every=1")
+    assert run.wait() == 0, run.output
+    with (tmp_path / "run" / "trace" / "rank-00001.jsonl").open("a") as file:
+        file.write('{"step":4,"prog')
+    assert read_run(tmp_path / "run").notes and read_costs(tmp_path / "run")[2] == 2  # without step 1
+    again = Run(tmp_path, *overrides, "train.steps=5", "monitor.trace_every=1")
+    assert again.wait() == 0, again.output
+    traced = read_run(tmp_path / "run")
+    assert traced.steps == [1, 2, 3, 4, 5] and not traced.notes
+    assert all(rank.first_steps == {1, 4} for rank in traced.ranks)
+    assert read_costs(tmp_path / "run")[2] == 3  # without step 4
+    found = json.loads(command("compare", tmp_path / "run", "--json"))
+    assert set(found["steps"]) <= {2, 3, 5}
+
+
+def test_none_is_none(cache, tmp_path):
+    run = Run(tmp_path, *TOY, *cache, f"run.dir={tmp_path / 'run'}", "parallel.dp=1", "parallel.tp=1", "train.steps=2",
+              "monitor.trace_every=0")
+    assert run.wait() == 0, run.output
+    assert not (tmp_path / "run" / "trace").exists() and not (tmp_path / "run" / "costs.json").exists()
+    with pytest.raises(InputError, match=r"monitor\.trace_every > 0"):
+        command("compare", tmp_path / "run")
+
+
+@pytest.mark.parametrize(("damage", "words"), [
+    ("no run", "there is no such run"), ("no trace", "there is no trace/rank-00000.jsonl"),
+    ("a rank", "rank-00005.jsonl is missing"), ("header", "rank-00003.jsonl, line 1 is damaged"),
+    ("line", "rank-00003.jsonl, line 3 is damaged"), ("times", "has not one time for each"),
+    ("empty", "rank-00000.jsonl has no header"), ("binary", "rank-00003.jsonl cannot be read")])
+def test_damaged_traces(damage, words, copy, tmp_path):
+    """One message that says which file, and for both commands."""
+    folder = copy / "trace"
+    file = folder / "rank-00003.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    if damage in ("no run", "no trace"):
+        shutil.rmtree(copy if damage == "no run" else folder)
+    elif damage == "a rank":
+        (folder / "rank-00005.jsonl").unlink()
+    elif damage == "header":
+        file.write_text("".join([lines[0].replace('"digest"', '"digits"'), *lines[1:]]))
+    elif damage == "line":
+        file.write_text("".join([*lines[:2], lines[2][:200] + "\n", *lines[3:]]))
+    elif damage == "times":
+        file.write_text("".join([*lines[:2], re.sub(r'"ended":\[[\d.]+,', '"ended":[', lines[2]), *lines[3:]]))
+    elif damage == "empty":
+        (folder / "rank-00000.jsonl").write_text("")
+    else:
+        file.write_bytes(b"\xff\xfe\x00\n")
+    for verb in ("trace", "compare"):
+        with pytest.raises(InputError, match=re.escape(words)):
+            command(verb, copy)
+
+
+@pytest.mark.parametrize(("damage", "words"), [
+    ("none", "config.json: there is none"), ("torn", "config.json cannot be read"), ("key", "config.json cannot be read"),
+    ("value", "model.heads=7"), ("other", "makes plan")])
+def test_bad_config(damage, words, copy):
+    """The plan is made again from the run's config, or the reason is said."""
+    file = copy / "config.json"
+    values = json.loads(file.read_text())
+    if damage == "none":
+        file.unlink()
+    elif damage == "torn":
+        file.write_text(file.read_text()[:100])
+    else:
+        section, key, value = {"key": ("model", "layerz", 3), "value": ("model", "heads", 7),
+                               "other": ("model", "layers", 3)}[damage]
+        values[section][key] = value
+        file.write_text(json.dumps(values))
+    with pytest.raises(InputError, match=re.escape(words)):
+        command("compare", copy)
+
+
+def test_exit_status(traced, tmp_path):
+    """2, one line, no traceback."""
+    for argv in (["compare", str(tmp_path)], ["trace", str(traced), "--step", "7"],
+                 ["trace", str(traced), "-o", str(tmp_path / "no" / "where.json")],
+                 ["trace", str(traced), "--svg", str(tmp_path / "no" / "where.svg")]):
+        run = Run(tmp_path, *argv)
+        assert run.wait() == 2, run.output
+        assert run.output.startswith("threed: ") and len(run.output.splitlines()) == 1

@@ -1,0 +1,50 @@
+"""Attribute: where the time of a step went, on one rank. The parts add up to the step.
+
+    compute      FORWARD and BACKWARD, with the tensor-parallel collectives inside them
+    p2p_wait     waiting for activations and gradients of other positions, for a tied embedding's other half, and until
+                 what was sent has left; issuing messages
+    dp_wait      waiting for the results of GATHER and REDUCE, issuing them, and CLIP's all-reduce
+    optimizer    STEP
+    idle         the rest: waiting at CLIP for the last rank to arrive, and the host between instructions
+
+A rank waits at CLIP as long as the last one computes: that is imbalance, most of all the drain of the pipeline, and no
+cost of communication. What CLIP itself takes is what it takes on the rank that arrives last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from threed.program.instruction import COMPUTE, MESSAGES, Instruction, Op
+from threed.program.trace import Trace
+
+CAUSES = ("compute", "p2p_wait", "dp_wait", "optimizer", "idle")
+PARTS = ("compute", "p2p_wait", "dp_wait", "optimizer", "clip")  # what one rank can tell
+
+
+def cause_of(item: Instruction) -> str:
+    """What the time of an instruction counts as, on its own rank or on one that waits for it."""
+    if item.op in COMPUTE:
+        return "compute"
+    if item.op in MESSAGES or (item.op == Op.REDUCE and item.group == "tie"):
+        return "p2p_wait"
+    return {Op.GATHER: "dp_wait", Op.REDUCE: "dp_wait", Op.STEP: "optimizer", Op.CLIP: "clip"}.get(item.op, "idle")
+
+
+def parts(trace: Trace, program: Sequence[Instruction]) -> dict[str, float]:
+    """Seconds by part. No moment is in two of them: instructions follow one another, and waits come before their start."""
+    found: dict[str, float] = dict.fromkeys([*PARTS, "idle"], 0.0)
+    for index, item in enumerate(program):
+        found[cause_of(item)] += trace.ended[index] - trace.started[index]
+    for _, source, wait_s in trace.waits:
+        found[cause_of(program[source]) if source >= 0 else "idle"] += wait_s
+    found["p2p_wait"] += max(0.0, trace.total_s - trace.ended[-1]) if trace.ended else 0.0
+    del found["idle"]
+    return found
+
+
+def attribute(found: Mapping[str, float], clip_s: float, step_s: float) -> dict[str, float]:
+    """Seconds by cause, from a rank's parts and from what CLIP took on the rank that came last."""
+    causes = {name: found[name] for name in PARTS if name != "clip"}
+    causes["dp_wait"] += min(clip_s, found["clip"])
+    return {**causes, "idle": step_s - sum(causes.values())}

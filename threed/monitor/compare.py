@@ -1,0 +1,250 @@
+"""Compare: what a run measured beside what walking its plan predicts, and where each rank's time went.
+
+Measured are the last ten traced steps, without those that began a process; of these the middle half by step time, so
+that one slow step says nothing. The prediction walks the plan with the mean costs of instructions in the same steps:
+where the two differ, time went into what the walk takes as free, which is communication and the host.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from threed.config import validate
+from threed.errors import ConfigError, InputError
+from threed.monitor.attribute import CAUSES, attribute, parts
+from threed.monitor.traces import RankTrace, RunTrace, read_run
+from threed.planner import make_plan
+from threed.predict.cost import write_whole
+from threed.predict.simulate import predict
+from threed.program.instruction import COMPUTE, Instruction, Op
+from threed.program.table import Plan
+from threed.program.trace import Trace, Wait
+from threed.program.walk import Walk, link
+from threed.quantity import show_seconds
+from threed.schema import Config
+
+CONFIG = "config.json"
+MOST_STEPS = 10
+Row = dict[str, float]
+
+
+# ---------------------------------------------------------------- the run's config
+
+
+def save_config(config: Config) -> list[str]:
+    """Keep the config of a run in its folder, with every default and override resolved. What went wrong, if anything."""
+    folder = Path(config.run.dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / CONFIG, json.dumps(config.to_dict(), indent=1) + "\n")
+    except OSError as error:
+        return [f"{folder / CONFIG} was not written: {error}; threed compare will not know this run"]
+    return []
+
+
+def load_config(run: Path) -> Config:
+    """The config that a run was started with last."""
+    file = run / CONFIG
+    try:
+        values = json.loads(file.read_text())
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), values))
+    except FileNotFoundError:
+        raise InputError(f"{file}: there is none; is {run} the run.dir of a run?") from None
+    except (OSError, ValueError, TypeError, OmegaConfBaseException) as error:
+        raise InputError(f"{file} cannot be read: {' '.join(str(error).split())}") from None
+    assert isinstance(config, Config)
+    if problems := validate(config):
+        raise ConfigError(problems, str(file))
+    return config
+
+
+# ---------------------------------------------------------------- measured | predicted
+
+
+def compare(run: Path) -> dict[str, Any]:
+    """Predicted and measured seconds: of the step, by op, lane, unit and stage; and each rank's attribution."""
+    traced = read_run(run)
+    plan = make_plan(load_config(run))
+    if plan.digest != traced.digest:
+        raise InputError(f"{run}: the trace is of plan {traced.digest}, but {CONFIG} makes plan {plan.digest}: the run was "
+                         "started with another config, or by another version of threed, and no step of it was traced since")
+    chosen = _choose(traced)
+    programs = plan.programs["train"]
+    traces = [[rank.trace(step) for step in chosen] for rank in traced.ranks]
+    clips = [min(parts(of_rank[k], rank.program)["clip"] for rank, of_rank in zip(traced.ranks, traces))
+             for k in range(len(chosen))]
+    ranks = [_attribute_rank(rank, of_rank, clips) for rank, of_rank in zip(traced.ranks, traces)]
+    prediction = predict(plan, mean_costs(traced.ranks, traces, clips))
+    walked = [_as_trace(plan, prediction.walk, position) for position in range(len(programs))]
+    clip_s = min(parts(trace, program)["clip"] for trace, program in zip(walked, programs))
+    stages = []
+    for position, (trace, program) in enumerate(zip(walked, programs)):
+        causes = attribute(parts(trace, program), clip_s, prediction.step_s)
+        stages.append({"predicted": _with_bubble({"step": prediction.step_s, **causes}),
+                       "measured": _with_bubble(_mean([row for row in ranks if row["pp"] == position], ("step", *CAUSES)))})
+    lanes = {rank.here.pp: rank.lanes for rank in traced.ranks}
+    grouped: dict[str, Any] = {}
+    for name, group in (("ops", _by_op), ("lanes", _by_lane), ("units", _by_unit)):
+        measured = [_average([group(trace, rank.program, rank.lanes) for trace in of_rank])
+                    for rank, of_rank in zip(traced.ranks, traces)]
+        predicted = [group(trace, program, lanes[p]) for p, (trace, program) in enumerate(zip(walked, programs))]
+        over_all = name != "units"  # a unit's time is that of a rank that holds it
+        grouped[name] = _pair(_average(predicted, over_all), _average(measured, over_all))
+    table = plan.table
+    names = {**{f"u{index}": unit.name for index, unit in enumerate(table.units)},
+             **{f"p{index}": f"{unit.name}, STEP" for index, unit in table.parameters.items()}}
+    grouped["units"] = {name: {"name": text, **grouped["units"][name]} for name, text in names.items()
+                        if name in grouped["units"]}
+    step_s = sum(max(of_rank[k].total_s for of_rank in traces) for k in range(len(chosen))) / len(chosen)
+    return {"run": str(run), "digest": plan.digest, "steps": chosen, "notes": traced.notes,
+            "step": {"predicted": prediction.step_s, "measured": step_s}, "stages": stages, "ranks": ranks, **grouped}
+
+
+def _choose(traced: RunTrace) -> list[int]:
+    cold = set().union(*(rank.first_steps for rank in traced.ranks))
+    warm = [step for step in traced.steps if step not in cold] or traced.steps
+    last = warm[-MOST_STEPS:]
+    slowest = {step: max(rank.trace(step).total_s for rank in traced.ranks) for step in last}
+    aside = len(last) // 4
+    return sorted(sorted(last, key=lambda step: slowest[step])[aside:len(last) - aside])
+
+
+def mean_costs(ranks: Sequence[RankTrace], traces: Sequence[Sequence[Trace]],
+               clips: Sequence[float]) -> dict[tuple[int, Op, int], float]:
+    """Mean seconds of (position, op, unit) over ranks, steps and micro-batches; CLIP as the last rank to arrive sees it."""
+    sums: dict[tuple[int, Op, int], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for rank, of_rank in zip(ranks, traces):
+        for trace in of_rank:
+            for index, item in enumerate(rank.program):
+                if item.op in COMPUTE or item.op == Op.STEP:
+                    pair = sums[rank.here.pp, item.op, item.unit]
+                    pair[0] += trace.ended[index] - trace.started[index]
+                    pair[1] += 1
+    costs = {key: total / count for key, (total, count) in sums.items()}
+    return costs | {(rank.here.pp, Op.CLIP, -1): sum(clips) / len(clips) for rank in ranks}
+
+
+def _attribute_rank(rank: RankTrace, traces: Sequence[Trace], clips: Sequence[float]) -> dict[str, Any]:
+    rows = [{"step": trace.total_s, **attribute(parts(trace, rank.program), clip_s, trace.total_s)}
+            for trace, clip_s in zip(traces, clips, strict=True)]
+    return {"rank": rank.rank, **rank.here._asdict(), **_mean(rows, ("step", *CAUSES))}
+
+
+def _as_trace(plan: Plan, walk: Walk, position: int) -> Trace:
+    """A walked program as a trace: the compute lane's instructions follow one another, and wait for the other lanes."""
+    program, table = plan.programs["train"][position], plan.table
+    links = link(program, table, position, table.seam(position))
+    trace, last = Trace("train"), 0.0
+    for index, item in enumerate(program):
+        start, end = walk.start[position][index], walk.end[position][index]
+        if links.effects[index].lane == "compute":
+            source = max(links.producers[index], key=lambda i: walk.end[position][i], default=-1)
+            # CLIP is walked as one node of all positions: this rank was there when its own inputs were.
+            there = max(last, walk.end[position][source] if source >= 0 else 0.0) if item.op == Op.CLIP else start
+            if there > last and source >= 0:
+                trace.waits.append(Wait(index, source, there - last))
+            issued, start, last = last, there, end
+        else:  # beside compute
+            issued, end = start, start
+        trace.issued.append(issued)
+        trace.started.append(start)
+        trace.ended.append(end)
+    trace.total_s = trace.ended[-1]
+    return trace
+
+
+# ---------------------------------------------------------------- grouping
+
+
+def _by_op(trace: Trace, program: Sequence[Instruction], _: Sequence[str]) -> Row:
+    found: Row = defaultdict(float)
+    for index, item in enumerate(program):
+        found[str(item.op)] += trace.ended[index] - trace.started[index]
+    return found
+
+
+def _by_lane(trace: Trace, program: Sequence[Instruction], lanes: Sequence[str]) -> Row:
+    """Time in a lane's instructions and in waiting for them. `recv 0 act` and `recv 1 act` are both `recv act`."""
+    names = [" ".join(word for word in lane.split() if not word.isdecimal()) for lane in lanes]
+    found: Row = defaultdict(float)
+    for index in range(len(program)):
+        found[names[index]] += trace.ended[index] - trace.started[index]
+    for _, source, wait_s in trace.waits:
+        if source >= 0:
+            found[names[source]] += wait_s
+    return found
+
+
+def _by_unit(trace: Trace, program: Sequence[Instruction], _: Sequence[str]) -> Row:
+    found: Row = defaultdict(float)
+    for index, item in enumerate(program):
+        if item.op in COMPUTE or item.op == Op.STEP:
+            found[f"{'p' if item.op == Op.STEP else 'u'}{item.unit}"] += trace.ended[index] - trace.started[index]
+    return found
+
+
+def _mean(rows: Sequence[Mapping[str, float]], names: Iterable[str]) -> Row:
+    return {name: sum(row[name] for row in rows) / len(rows) for name in names}
+
+
+def _average(rows: Sequence[Row], over_all: bool = True) -> Row:
+    """The mean of each key, over all rows or over those that have it."""
+    found = {}
+    for name in dict.fromkeys(name for row in rows for name in row):
+        values = [row[name] for row in rows if name in row]
+        found[name] = sum(values) / (len(rows) if over_all else len(values))
+    return found
+
+
+def _pair(predicted: Row, measured: Row) -> dict[str, Row]:
+    return {name: {"predicted": predicted.get(name, 0.0), "measured": measured.get(name, 0.0)}
+            for name in dict.fromkeys((*predicted, *measured))}
+
+
+def _with_bubble(row: Row) -> Row:
+    return {**row, "bubble": 1.0 - (row["compute"] + row["optimizer"]) / (row["step"] or 1.0)}
+
+
+# ---------------------------------------------------------------- as text
+
+HEADS = {"step": "step", "compute": "compute", "p2p_wait": "p2p wait", "dp_wait": "dp wait", "optimizer": "optimizer",
+         "idle": "idle"}
+MOST_RANKS = 64
+
+
+def show(found: dict[str, Any]) -> str:
+    """The same, for reading."""
+    step = found["step"]
+    error = step["predicted"] / step["measured"] - 1.0 if step["measured"] else 0.0
+    lines = [f"{found['run']}, plan {found['digest']}, step{'s' if len(found['steps']) > 1 else ''} "
+             + ", ".join(map(str, found["steps"])),
+             f"{show_seconds(step['measured'])} a step measured, {show_seconds(step['predicted'])} predicted, "
+             f"{abs(error):.1%} {'more' if error > 0 else 'less'}", "",
+             "where the time of a rank went, by stage".ljust(40) + _cells((*HEADS.values(), "bubble"))]
+    for position, row in enumerate(found["stages"]):
+        lines += [f"{f'pp{position}' if kind == 'predicted' else '':6}{kind}".ljust(40)
+                  + _cells([*(show_seconds(row[kind][name]) for name in HEADS), f"{row[kind]['bubble']:.1%}"])
+                  for kind in ("predicted", "measured")]
+    lines += ["", "and by rank, measured".ljust(40) + _cells(HEADS.values())]
+    for row in found["ranks"][:MOST_RANKS]:
+        place = f"rank {row['rank']} pp{row['pp']} dp{row['dp']} tp{row['tp']}"
+        lines.append(place.ljust(40) + _cells(show_seconds(row[name]) for name in HEADS))
+    if len(found["ranks"]) > MOST_RANKS:
+        lines.append(f"... and {len(found['ranks']) - MOST_RANKS} ranks more")
+    for title, key in (("by op, mean of all ranks", "ops"), ("by lane, waiting for it included", "lanes"),
+                       ("by unit, on a rank that holds it", "units")):
+        lines += ["", title.ljust(40) + _cells(("predicted", "measured"))]
+        lines += [f"{name:5} {row.get('name', '')}".ljust(40)
+                  + _cells(show_seconds(row[kind]) for kind in ("predicted", "measured")) for name, row in found[key].items()]
+    return "\n".join([*lines, *(f"note: {note}" for note in found["notes"])])
+
+
+def _cells(texts: Iterable[str]) -> str:
+    return "".join(text.rjust(11) for text in texts)

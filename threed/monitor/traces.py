@@ -1,0 +1,251 @@
+"""Traces: each rank's times of each traced step, a line a step, in `run.dir/trace/rank-00000.jsonl`.
+
+The first line of a process is a header: who the rank is, the plan's digest, and the program that the times are of, so
+that a file explains itself. A step's line holds, in seconds from the step's begin, when each instruction was issued,
+when its inputs were there and when it ended, and [instruction, instruction waited for, seconds] of each wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from threed.errors import InputError
+from threed.mesh import Coordinate
+from threed.monitor.log import cut_torn_line
+from threed.predict.cost import FILE as COSTS
+from threed.predict.cost import read_costs, save_costs
+from threed.predict.simulate import Costs
+from threed.program.effects import effects
+from threed.program.instruction import Instruction, Op
+from threed.program.table import Plan
+from threed.program.trace import Trace, Wait
+
+if TYPE_CHECKING:
+    from threed.comm import Comm
+
+FOLDER = "trace"
+COLUMNS = ("text", "lane", *Instruction._fields)
+LISTS = ("issued", "started", "ended")
+
+
+def rank_file(run: Path, rank: int) -> Path:
+    return run / FOLDER / f"rank-{rank:05d}.jsonl"
+
+
+def encode(step: int, trace: Trace) -> str:
+    """One line. Microseconds are enough, and half as long as all digits."""
+    values: dict[str, Any] = {"step": step, "program": trace.name, "begin": round(trace.begin, 6),
+                              "total_s": round(trace.total_s, 6)}
+    values |= {name: [round(time, 6) for time in getattr(trace, name)] for name in LISTS}
+    values["waits"] = [(index, source, round(wait_s, 6)) for index, source, wait_s in trace.waits]
+    return json.dumps(values, separators=(",", ":")) + "\n"
+
+
+class TraceWriter:
+    """Writes one rank's traces; rank 0's keeps costs.json, too. A disk that is full costs the traces, not the run."""
+
+    def __init__(self, run: Path, plan: Plan, comm: Comm, first_step: int):
+        """`first_step`: of this process. It is slower than the others: memory is allocated, code is loaded."""
+        self.path, self._plan, self._comm, self._first_step = rank_file(run, comm.rank), plan, comm, first_step
+        self._file: TextIO | None = None
+        self._full = False
+        self._costs_path = run / COSTS
+        self._sums: dict[tuple[int, Op, int], float] = {}
+        self._steps = 0
+        self._cold = False  # the sums are of a first step, for want of others
+
+    def write(self, step: int, trace: Trace, costs: Costs) -> str | None:
+        """Add a step. What went wrong, where something did."""
+        if self._full:
+            return None
+        try:
+            if self._file is None:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                cut_torn_line(self.path)
+                self._file = self.path.open("a")
+                self._file.write(self._header())
+            self._file.write(encode(step, trace))
+            self._file.flush()
+            if self._comm.rank == 0:
+                self._add_costs(step == self._first_step, costs)
+        except OSError as error:
+            self._full = True
+            return f"rank {self._comm.rank} writes no more traces: {error}"
+        return None
+
+    def close(self) -> None:
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
+
+    def _header(self) -> str:
+        here, table = self._comm.here, self._plan.table
+        rows = [(str(item), effects(item, table, here.pp).lane, *item) for item in self._plan.programs["train"][here.pp]]
+        return json.dumps({"rank": self._comm.rank, **here._asdict(), "world_size": self._comm.mesh.size,
+                           "digest": self._plan.digest, "first_step": self._first_step, "columns": COLUMNS, "train": rows},
+                          separators=(",", ":")) + "\n"
+
+    def _add_costs(self, cold: bool, costs: Costs) -> None:
+        """Running means, over all processes of the run that ran the same plan."""
+        if not self._steps and self._costs_path.exists():
+            with contextlib.suppress(InputError):  # damaged: measured anew
+                found, digest, steps = read_costs(self._costs_path)
+                if digest == self._plan.digest:
+                    self._sums, self._steps = {key: mean * steps for key, mean in found.items()}, steps
+        if cold and self._steps:
+            return
+        if self._cold:
+            self._sums, self._steps = {}, 0
+        self._cold = cold
+        self._steps += 1
+        for key, seconds in costs.items():
+            self._sums[key] = self._sums.get(key, 0.0) + seconds
+        save_costs(self._costs_path, {key: total / self._steps for key, total in self._sums.items()}, self._plan.digest,
+                   self._steps)
+
+
+@dataclass
+class RankTrace:
+    """What a rank's file holds of one plan."""
+
+    rank: int
+    here: Coordinate
+    program: list[Instruction]
+    lanes: list[str]
+    first_steps: set[int]  # of processes
+    file: Path
+    lines: dict[int, tuple[int, str]] = field(default_factory=dict)  # step -> (line number, line); the latest counts
+
+    def trace(self, step: int) -> Trace:
+        number, line = self.lines[step]
+        return _decode(line, len(self.program), f"{self.file}, line {number}")
+
+
+@dataclass
+class RunTrace:
+    """The traces of all ranks of a run: of the plan that ran last, and of the steps that all ranks have."""
+
+    run: Path
+    digest: str
+    ranks: list[RankTrace]
+    steps: list[int]
+    notes: list[str]  # what was left out, and why
+
+    def pick(self, step: int | None) -> list[int]:
+        """The steps to look at: one, or all."""
+        if step is None:
+            return self.steps
+        if step not in self.steps:
+            raise InputError(f"step {step} of {self.run} was not traced; these were: {_some(self.steps)}")
+        return [step]
+
+
+def read_run(run: Path) -> RunTrace:
+    """Read the trace of a run. InputError: there is none, or it is damaged."""
+    if not run.is_dir():
+        raise InputError(f"{run}: there is no such run; give the folder that run.dir named")
+    first = rank_file(run, 0)
+    if not first.exists():
+        raise InputError(f"{run}: there is no {FOLDER}/{first.name}. A run is traced where monitor.trace_every > 0")
+    header = _last_header(first)
+    digest, world_size, notes, ranks = header["digest"], header["world_size"], [], []
+    for rank in range(world_size):
+        file = rank_file(run, rank)
+        if not file.exists():
+            raise InputError(f"{file} is missing: the run had {world_size} ranks")
+        ranks.append(_read_rank(file, rank, digest, notes))
+    steps = sorted(set.intersection(*(set(each.lines) for each in ranks)))
+    if not steps:
+        raise InputError(f"{run}: no step was traced by all ranks")
+    return RunTrace(run, digest, ranks, steps, notes)
+
+
+def _last_header(file: Path) -> dict[str, Any]:
+    """The last header of a file."""
+    found = None
+    for number, line, header in _lines(file, []):
+        if header:
+            found = _header(line, f"{file}, line {number}")
+    if found is None:
+        raise InputError(f"{file} has no header: it is damaged")
+    return found
+
+
+def _read_rank(file: Path, rank: int, digest: str, notes: list[str]) -> RankTrace:
+    found: RankTrace | None = None
+    current = False  # whether the lines here are of the plan that is asked for
+    for number, line, is_header in _lines(file, notes):
+        where = f"{file}, line {number}"
+        if is_header:
+            header = _header(line, where)
+            current = header["digest"] == digest
+            if current and found is None:
+                found = RankTrace(rank, header["here"], header["program"], header["lanes"], set(), file)
+            if current and found is not None:
+                found.first_steps.add(header["first_step"])
+        elif match := re.match(r'\{"step":(\d+),', line):
+            if current and found is not None:
+                found.lines[int(match.group(1))] = (number, line)
+        else:
+            raise InputError(f"{where} is damaged: neither a header nor a step")
+    if found is None:
+        raise InputError(f"{file} is of another plan than rank 0's last one, {digest}: the ranks' files are not of one run")
+    return found
+
+
+def _lines(file: Path, notes: list[str]) -> Iterator[tuple[int, str, bool]]:
+    """(line number, line, whether it is a header). Half a line at the end is what a kill leaves, and is left out."""
+    try:
+        with file.open() as lines:
+            for number, line in enumerate(lines, 1):
+                if line.endswith("\n"):
+                    yield number, line, line.startswith('{"rank":')
+                else:
+                    notes.append(f"{file} ends in the middle of line {number}, which is left out")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{file} cannot be read: {error}") from None
+
+
+def _header(line: str, where: str) -> dict[str, Any]:
+    """A header's values, with `here`, `program` and `lanes` made of them."""
+    try:
+        values = json.loads(line)
+        if tuple(values["columns"]) != COLUMNS:
+            raise ValueError("the columns are of another version of threed")
+        values["here"] = Coordinate(values["pp"], values["dp"], values["tp"])
+        values["program"] = [Instruction(Op(op), *rest) for _, _, op, *rest in values["train"]]
+        values["lanes"] = [str(lane) for _, lane, *_ in values["train"]]
+        values["digest"] = str(values["digest"])
+        values["world_size"], values["first_step"] = int(values["world_size"]), int(values["first_step"])
+        return values
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise InputError(f"{where} is damaged: {type(error).__name__}: {error}") from None
+
+
+def _decode(line: str, count: int, where: str) -> Trace:
+    try:
+        values = json.loads(line)
+        issued, started, ended = lists = [[float(time) for time in values[name]] for name in LISTS]
+        waits = [Wait(int(index), int(source), float(wait_s)) for index, source, wait_s in values["waits"]]
+        trace = Trace(values["program"], float(values["begin"]), issued, started, ended, waits, float(values["total_s"]))
+    except (ValueError, TypeError, KeyError) as error:
+        raise InputError(f"{where} is damaged: {type(error).__name__}: {error}") from None
+    if any(len(times) != count for times in lists):
+        raise InputError(f"{where} is damaged: it has not one time for each of {count} instructions")
+    numbers = (trace.begin, trace.total_s, *(wait.wait_s for wait in waits), *(time for times in lists for time in times))
+    if not all(math.isfinite(number) for number in numbers):
+        raise InputError(f"{where} is damaged: not all of its times are finite")
+    if any(not (0 <= wait.index < count and -1 <= wait.source < count) for wait in waits):
+        raise InputError(f"{where} is damaged: a wait is of no instruction")
+    return trace
+
+
+def _some(steps: list[int]) -> str:
+    return ", ".join(map(str, steps)) if len(steps) <= 12 else f"{', '.join(map(str, steps[:5]))} ... {steps[-1]}"

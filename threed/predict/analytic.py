@@ -1,0 +1,65 @@
+"""Costs before any run: FLOPs over speed, bytes over bandwidth. What it neglects: kernels' start-up, memory-bound work, and
+that a GPU is slower on small products; `efficiency` stands for all of it. Measured costs (`--costs RUN`) are better."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from threed.errors import InputError
+from threed.program.instruction import COMPUTE, Instruction, Op, Slot
+from threed.program.table import Table
+from threed.program.walk import Cost
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One device and its links. The defaults are an A100's 16-bit peak, half of it reached, NVLink inside a node (tp) and
+    200 Gbit/s a device between nodes (dp, pp)."""
+
+    tflops: float = 312.0
+    efficiency: float = 0.5  # share of the peak that large products reach
+    tp_gbps: float = 2400.0  # Gbit/s that a rank sends over tp
+    dp_gbps: float = 200.0
+    pp_gbps: float = 200.0
+    memory_gbps: float = 12000.0  # Gbit/s of device memory: what the optimizer step is bound by
+    latency_us: float = 10.0  # of one communication
+
+    @classmethod
+    def parse(cls, text: str) -> Hardware:
+        """'tflops=989,dp_gbps=400' -> Hardware."""
+        values = {}
+        names = [item.name for item in fields(cls)]
+        for part in filter(None, text.split(",")):
+            name, _, value = part.partition("=")
+            try:
+                values[name] = float(value)
+            except ValueError:
+                values[name] = -1.0
+            if name not in names or not values[name] > 0:
+                raise InputError(f"--hardware: '{part}' is not one of {', '.join(names)} with a number above 0")
+        return cls(**values)
+
+    def cost(self, table: Table) -> Cost:
+        """Seconds of an instruction of a plan."""
+        speed = self.tflops * 1e12 * self.efficiency
+        links = {"tp": self.tp_gbps, "dp": self.dp_gbps, "pp": self.pp_gbps}
+
+        def travel(instruction: Instruction) -> float:
+            sent = {axis: size for axis, size in table.sent(instruction).items() if size}
+            return sum(size * 8 / (links[axis] * 1e9) + self.latency_us * 1e-6 for axis, size in sent.items())
+
+        def cost(_: int, instruction: Instruction) -> float:
+            op = instruction.op
+            if op in COMPUTE:
+                flops = table.units[instruction.unit].forward_flops * (2 if op == Op.BACKWARD else 1)
+                return flops / speed + travel(instruction)
+            if op == Op.STEP:  # gradient, master and two moments are read, all but the gradient written, the parameter too
+                numel = table.size(Slot("gshard", instruction.unit)) // 4
+                return numel * (7 * 4 + table.param_bytes) * 8 / (self.memory_gbps * 1e9)
+            if op == Op.CLIP:
+                return self.latency_us * 1e-6
+            return travel(instruction)
+
+        return cost
+
+

@@ -12,6 +12,7 @@ implementation, over threads.
 from __future__ import annotations
 
 import datetime
+import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -117,6 +118,7 @@ class Comm(ABC):
         self.mesh, self.rank, self.device = mesh, rank, device
         self.here = mesh.coordinate(rank)
         self.sent: Counter[str] = Counter()  # axis -> bytes since the start
+        self.waiting_since: float | None = None  # when this rank began to wait for all others, if it does so now
         self.groups: dict[str, Group] = {}
         self.channels: dict[tuple[int, int, str], Channel] = {}  # (sender, receiver, kind), of this rank's dp and tp
 
@@ -189,17 +191,21 @@ def file_store(path: str, world_size: int) -> Any:
     return dist.FileStore(path, world_size)
 
 
-class ProcessComm(Comm):
-    """A rank of torch.distributed. `store` is where ranks meet; None: from the environment, as torchrun sets it."""
+def environment_store(timeout_s: float) -> Any:
+    """Where the ranks meet under torchrun, as the environment says."""
+    return next(iter(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=timeout_s))))[0]
 
-    def __init__(self, mesh: Mesh, rank: int, device: torch.device, timeout_s: float, store: Any = None):
+
+class ProcessComm(Comm):
+    """A rank of torch.distributed. `store` is where ranks meet."""
+
+    def __init__(self, mesh: Mesh, rank: int, device: torch.device, timeout_s: float, store: Any):
         super().__init__(mesh, rank, device)
         self._timeout = timeout = datetime.timedelta(seconds=timeout_s)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         if device.type == "cuda":
             torch.cuda.set_device(device)
         dist.init_process_group(backend, store=store, rank=rank, world_size=mesh.size, timeout=timeout)
-        self.store: Any = dist.distributed_c10d._get_default_store()
         # Every rank names every group, in one order; only members connect. (torch's way for members to do it alone names
         # groups by how many a rank has made so far, and ranks at the ends of a pipeline make fewer.)
         for name in ("tp", "dp", "tie"):
@@ -222,7 +228,9 @@ class ProcessComm(Comm):
 
     def exchange(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.mesh.size
+        self.waiting_since = time.monotonic()
         dist.all_gather_object(values, value)
+        self.waiting_since = None
         return values
 
     def close(self) -> None:

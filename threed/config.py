@@ -123,9 +123,17 @@ def _build(given: dict[str, Any]) -> tuple[Config, list[str]]:
         except OmegaConfBaseException as error:
             reason = str(error).splitlines()[0]
             problems.append(f"{key}={value}: {reason[0].lower()}{reason[1:]}")
+    for key in [key for key in keys if OmegaConf.is_missing(*_owner(schema, key))]:
+        problems.append(f"{key} is '???', which stands for a value that is missing: give one")
+        OmegaConf.update(schema, key, _get(Config(), key))
     config = OmegaConf.to_object(schema)
     assert isinstance(config, Config)
     return config, problems
+
+
+def _owner(schema: DictConfig, key: str) -> tuple[DictConfig, str]:
+    section, name = key.split(".")
+    return schema[section], name
 
 
 def _nearest(key: str, keys: list[str]) -> str:
@@ -268,7 +276,11 @@ def _check_model(config: Config) -> list[str]:
 def _check_parallel(config: Config, world_size: int | None) -> list[str]:
     parallel = config.parallel
     problems = []
-    if world_size is not None and config.world_size != world_size:
+    others = parallel.tp * parallel.pp
+    if world_size is not None and world_size % others:
+        problems.append(f"the world size {world_size} is not divisible by parallel.tp={parallel.tp} x pp={parallel.pp} = "
+                        f"{others}")
+    elif world_size is not None and config.world_size != world_size:
         problems.append(f"parallel.dp={config.dp} x tp={parallel.tp} x pp={parallel.pp} = {config.world_size} processes, "
                         f"but the world size is {world_size}")
     problems += _check_schedule_shape(config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import signal
@@ -15,9 +16,9 @@ import torch
 
 from threed import __version__
 from threed import config as configs
-from threed.checkpoint.load import find, load, read_manifest
+from threed.checkpoint.load import find, load, notes, read_manifest
 from threed.checkpoint.save import folder, save
-from threed.comm import Comm, ProcessComm
+from threed.comm import Comm, ProcessComm, environment_store
 from threed.data.samples import Split, splits
 from threed.data.tokens import Prepared, prepare
 from threed.engine.diagnose import find_nonfinite
@@ -38,12 +39,12 @@ from threed.schema import Config
 
 
 class Requests:
-    """What signals asked for: SIGTERM and SIGINT save and stop, SIGUSR1 saves and goes on."""
+    """What signals asked for: SIGTERM, SIGINT and SIGHUP save and stop, SIGUSR1 saves and goes on."""
 
     def __init__(self) -> None:
         self.stop = self.save = False
-        signal.signal(signal.SIGTERM, self._on_stop)
-        signal.signal(signal.SIGINT, self._on_stop)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self._on_stop)
         signal.signal(signal.SIGUSR1, self._on_save)
 
     def _on_stop(self, *_: Any) -> None:
@@ -73,10 +74,13 @@ def train(config: Config, rank: int, local_rank: int, requests: Requests, connec
     `connected` is called with the watch as soon as ranks can tell each other of failures.
     """
     mesh, device = make_mesh(config), pick_device(config, local_rank)
-    comm = ProcessComm(mesh, rank, device, config.run.timeout_s, store)
-    watch = Watch(rank, comm.store, config.run.timeout_s)
+    store = store or environment_store(config.run.timeout_s)
+    watch = Watch(rank, store, config.run.timeout_s)
     connected(watch)
-    with watch.phase("agree on a plan"):
+    with watch.phase("connect"):
+        comm = ProcessComm(mesh, rank, device, config.run.timeout_s, store)
+    watch.comm = comm
+    with watch.phase("agree on a plan", waits=False):
         # Rank 0 plans: a search may round otherwise on another machine, and a file may be on one machine only.
         pipeline = comm.exchange(make_pipeline(config) if rank == 0 else None)[0]
         plan = make_plan(config, pipeline)
@@ -96,15 +100,17 @@ def train(config: Config, rank: int, local_rank: int, requests: Requests, connec
         engine = Engine(config, plan, comm)
         watch.engine = engine
         if rank == 0:
+            log = Log(config, manifest.get("wandb_id") if manifest else None)  # takes the folder for this run
             for aside in folder(config).glob("step-*.tmp"):
                 shutil.rmtree(aside, ignore_errors=True)
-            log = Log(config, manifest.get("wandb_id") if manifest else None)
             for line in [*configs.warnings(config), *save_config(config)]:
                 log.say(f"warning: {line}")
             log.say(f"{mesh.draw()}\n{len(plan)} instructions, plan {plan.digest}, {device.type}")
         if path and manifest:
             load(path, manifest, engine.zero)
             if log:
+                for line in notes(path, manifest, config):
+                    log.say(f"note: {line}")
                 log.say(f"resumed from {path} after step {engine.zero.step_number}")
         Loop(config, engine, comm, data, watch, log, requests).run(manifest or {})
     finally:
@@ -142,13 +148,14 @@ class Loop:
         self.traces = TraceWriter(Path(config.run.dir), engine.plan, comm, engine.zero.step_number + 1)
         self.begin = time.monotonic()
         self.skipped = 0
+        self.samples = 0  # of the training split, so far
         self.saved: Path | None = None
         self.losses: list[float] = []
         self.last: dict[str, float | None] = {}
 
     def run(self, manifest: dict[str, Any]) -> None:
         config, zero = self.config, self.engine.zero
-        self.skipped = manifest.get("skipped", 0)
+        self.skipped, self.samples = manifest.get("skipped", 0), manifest.get("samples", 0)
         saved_at = zero.step_number if manifest else -1
         while zero.step_number < config.train.steps:
             stop, save_now = self._step()
@@ -168,10 +175,11 @@ class Loop:
         config, zero = self.config, self.engine.zero
         started = time.monotonic()
         lr, index = zero.lr, zero.step_number
-        clipped, trace = self.engine.train_step(self._batches(self.train_split, index))
+        clipped, trace = self.engine.train_step(self._batches(self.train_split, self.samples))
         number = zero.step_number
         if not clipped.finite:
             self._nonfinite(index, clipped.loss, clipped.grad_norm)
+        self.samples += config.train.global_batch_size
         with self.watch.phase(f"metrics of step {number}"):
             step = self.meter.exchange(trace, time.monotonic() - started, self.requests.stop, self.requests.save)
         self.requests.save = False
@@ -202,11 +210,11 @@ class Loop:
                 title = f"{self.config.run.dir}, step {number}, measured on dp 0 tp 0"
                 self.log.picture(number, picture(self.engine.plan.programs["train"], row, title))
 
-    def _batches(self, split: Split, step: int, train: bool = True) -> Callable[[int], Batch]:
-        """Micro-batch -> data. Which sample goes where depends on the sample's global number alone."""
+    def _batches(self, split: Split, start: int, train: bool = True) -> Callable[[int], Batch]:
+        """Micro-batch -> data, of the global batch that begins at sample `start`. Which sample goes where depends on the
+        sample's global number alone."""
         config, here, device = self.config, self.comm.here, self.comm.device
         micro = config.train.micro_batch_size
-        start = step * config.train.global_batch_size
 
         def batch(microbatch: int) -> Batch:
             first = start + (microbatch * config.dp + here.dp) * micro
@@ -220,9 +228,14 @@ class Loop:
 
     def _evaluate(self) -> float:
         """Mean loss of the validation split's first `train.eval_batches` global batches."""
-        losses = [self.engine.run("evaluate", self._batches(self.validation_split, index, train=False))[0].loss
+        size = self.config.train.global_batch_size
+        losses = [self.engine.run("evaluate", self._batches(self.validation_split, index * size, train=False))[0].loss
                   for index in range(self.config.train.eval_batches)]
-        return sum(losses) / len(losses)
+        loss = sum(losses) / len(losses)
+        if not math.isfinite(loss) and self.config.train.on_nonfinite == "stop":
+            raise RunError(f"val/loss after step {self.engine.zero.step_number} is {loss}: the last update has broken the "
+                           "weights. Lower optimizer.lr and resume from a checkpoint before it")
+        return loss
 
     def _nonfinite(self, index: int, loss: float, norm: float) -> None:
         self.skipped += 1
@@ -231,14 +244,14 @@ class Loop:
             self._say(f"{what}: the step is skipped, {self.skipped} so far")
             return
         # The learning rate's clock does not matter: the repeated step updates nothing either.
-        where = find_nonfinite(self.engine, self._batches(self.train_split, index))
+        where = find_nonfinite(self.engine, self._batches(self.train_split, self.samples))
         raise RunError(f"{what}; {where}. No weight has changed in this step. Lower optimizer.lr, or set "
                        "train.on_nonfinite=skip to leave such steps out")
 
     def _save(self) -> None:
         begin = time.monotonic()
-        with self.watch.phase("save a checkpoint"):
-            counters = {"samples": self.engine.zero.step_number * self.config.train.global_batch_size,
+        with self.watch.phase("save a checkpoint", waits=False):
+            counters = {"samples": self.samples,
                         "skipped": self.skipped, "wandb_id": self.log.run_id if self.log else None}
             path, problem = save(self.engine.zero, self.engine.plan.digest, counters)
         if problem:
@@ -260,8 +273,9 @@ class Loop:
                 f"{last['pipeline/bubble_predicted']:.1%} predicted\n"
                 f"memory     {show_bytes(last['memory/peak_bytes'])} at the peak of the largest rank")
         else:
-            log.say(f"nothing to do: train.steps={self.config.train.steps} are done")
-        log.say(f"checkpoint {self.saved or 'none was saved'}\nmetrics    {log.path}\nwandb      {log.wandb_dir or 'off'}")
+            log.say(f"nothing to do: {self.engine.zero.step_number} steps are done, and train.steps={self.config.train.steps}")
+        saved = self.saved or find(self.config) or "none was saved"
+        log.say(f"checkpoint {saved}\nmetrics    {log.path}\nwandb      {log.wandb_dir or 'off'}")
 
     def _say(self, text: str) -> None:
         if self.log:
@@ -272,8 +286,14 @@ def rank_of_environment() -> tuple[int, int, int] | None:
     """(rank, local rank, world size) where torchrun or Slurm started this process, else None."""
     env = os.environ
     if "RANK" in env and "WORLD_SIZE" in env:
-        return int(env["RANK"]), int(env.get("LOCAL_RANK", "0")), int(env["WORLD_SIZE"])
-    if "SLURM_STEP_ID" in env and int(env.get("SLURM_NTASKS", "1")) > 1 and "MASTER_ADDR" in env:
+        try:
+            return int(env["RANK"]), int(env.get("LOCAL_RANK", "0")), int(env["WORLD_SIZE"])
+        except ValueError:
+            raise InputError(f"RANK={env['RANK']}, LOCAL_RANK={env.get('LOCAL_RANK')} and WORLD_SIZE={env['WORLD_SIZE']} in the "
+                             "environment must be numbers; unset them to start all ranks here") from None
+    if "SLURM_STEP_ID" in env and int(env.get("SLURM_NTASKS", "1")) > 1:
+        if "MASTER_ADDR" not in env:
+            raise InputError("under srun with several tasks MASTER_ADDR must name the first node; launch/slurm.sbatch does so")
         rank, world = int(env["SLURM_PROCID"]), int(env["SLURM_NTASKS"])
         env.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_PORT=env.get("MASTER_PORT", "29500"))
         return rank, int(env["SLURM_LOCALID"]), world

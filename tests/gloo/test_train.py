@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 import threed.launcher  # noqa: F401  (imported before the runs fork)
@@ -170,6 +171,86 @@ def test_signals(start, tmp_path, unbroken):
     assert losses(tmp_path / "run") == losses(unbroken[0])
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
+def test_no_rank_outlives_its_launcher(number, start, tmp_path):
+    """A launcher that is killed, or whose terminal closes: no rank trains on unseen."""
+    run = start("train.steps=100000")
+    run.wait_for("step      2/100000")
+    ranks = run.ranks()
+    os.kill(run.process.pid, number)
+    run.process.join(20)
+    _, alive = psutil.wait_procs(ranks, timeout=20)
+    assert len(ranks) == 8 and not alive
+    if number == signal.SIGHUP:
+        assert "stopped on request" in run.output
+
+
+def test_one_run_a_folder(start, tmp_path):
+    """A second run in the same run.dir is refused; the first goes on."""
+    first = start("train.steps=100000")
+    first.wait_for("step      1/100000")
+    second = start("train.steps=2")
+    assert second.wait() == 2 and "is in use by another run" in second.output and "Traceback" not in second.output
+    os.kill(first.process.pid, signal.SIGTERM)
+    assert first.wait(20) == 0, first.output
+
+
+def test_other_settings_on_resume(start, tmp_path, unbroken):
+    """Another batch size goes on at the sample where the data was, and what changed is said."""
+    source = unbroken[0] / "checkpoints" / "step-00000004"
+    run = start("train.steps=6", f"train.resume={source}", "train.global_batch_size=16", "train.seed=7")
+    assert run.wait() == 0, run.output
+    assert "note: train.global_batch_size was 8" in run.output and "note: train.seed was 1234" in run.output
+    manifest = json.loads((tmp_path / "run" / "checkpoints" / "step-00000006" / "manifest.json").read_text())
+    assert manifest["samples"] == 4 * 8 + 2 * 16
+
+
+def test_bad_folders(start, tmp_path):
+    """A run.dir that cannot be used: one message, exit status 2."""
+    (tmp_path / "file").write_text("")
+    run = start("train.steps=2", f"run.dir={tmp_path / 'file'}")
+    assert run.wait() == 2 and "cannot be used" in run.output and "Traceback" not in run.output, run.output
+
+
+def test_a_validation_loss_that_is_not_finite(start):
+    run = start("train.steps=1", "optimizer.lr=1e30", "optimizer.clip_grad=0", "train.eval_every=1")
+    assert run.wait() == 1 and "val/loss after step 1 is" in run.output, run.output
+
+
+def test_a_rank_that_leaves(start, monkeypatch):
+    """A rank that ends without a word is named."""
+    import threed.engine.engine as engine
+
+    def leave(self, batch):
+        if self.comm.rank == 3:
+            os._exit(7)
+        return original(self, batch)
+
+    original = engine.Engine.train_step
+    monkeypatch.setattr(engine.Engine, "train_step", leave)
+    run = start("train.steps=3")
+    assert run.wait(30) == 7, run.output
+    assert "rank 3" in run.output
+
+
+def test_a_rank_that_raises(start, monkeypatch):
+    """All ranks end within seconds, and the message is that rank's."""
+    import threed.pipeline.run as pipeline
+
+    def fail(self, instruction, slots):
+        if self.comm.rank == 6 and instruction.microbatch == 1:
+            raise RuntimeError("the seventh seal")
+        return original(self, instruction, slots)
+
+    original = pipeline.PipelineRun.backward
+    monkeypatch.setattr(pipeline.PipelineRun, "backward", fail)
+    begin = time.monotonic()
+    run = start("train.steps=3")
+    assert run.wait(40) == 1, run.output
+    assert run.output.count("the seventh seal") == 1 and "rank 6 (pp1 dp1 tp0)" in run.output, run.output
+    assert "BACKWARD u" in run.output and time.monotonic() - begin < 40
+
+
 def test_a_rank_that_stops_answering(start):
     """SIGSTOP: within run.timeout_s every other rank says which op, unit, micro-batch and peer it waits for."""
     run = start("train.steps=10000", "run.timeout_s=8", "monitor.console_every=1000000")
@@ -184,7 +265,8 @@ def test_a_rank_that_stops_answering(start):
     assert time.monotonic() - stopped < 8 + 6, run.output  # the launcher's grace for the last to end comes on top
     for rank in (0, 1, 2, 3, 4, 6, 7):
         assert f"rank {rank} (pp" in run.output or f"rank {rank} for" in run.output, run.output
-    assert run.output.count(" at '") == 7 and run.output.count("with rank") == 7, run.output
+    assert run.output.count(" at '") == 7, run.output
+    assert run.output.count("with rank") + run.output.count("with all ranks") == 7, run.output
 
 
 def test_a_loss_that_is_not_finite(start, tmp_path, unbroken):

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from threed.checkpoint.boxes import Box, boxes, overlap
-from threed.checkpoint.save import FORMAT, KINDS, folder
+from threed.checkpoint.save import FORMAT, KINDS, checksum, folder
 from threed.errors import InputError
 from threed.schema import Config
 from threed.zero.run import ZeroRun
@@ -32,21 +32,46 @@ def find(config: Config) -> Path | None:
             raise InputError(f"train.resume={path}: there is no complete checkpoint here (no manifest.json); give a folder "
                              "such as runs/NAME/checkpoints/step-00000100, or auto")
         return path
-    latest = folder(config) / "latest"
-    if latest.is_file():
-        path = folder(config) / latest.read_text().strip()
-        if (path / "manifest.json").is_file():
-            return path
+    path = folder(config) / _latest(config)
+    if (path / "manifest.json").is_file():
+        return path
     complete = sorted(path.parent for path in folder(config).glob("step-*/manifest.json") if path.parent.suffix != ".tmp")
     return complete[-1] if complete else None
+
+
+def _latest(config: Config) -> str:
+    """The name in the file `latest`; 'none' where it cannot be read."""
+    try:
+        return (folder(config) / "latest").read_text().strip() or "none"
+    except (OSError, UnicodeDecodeError):
+        return "none"
+
+
+def notes(path: Path, manifest: dict[str, Any], config: Config) -> list[str]:
+    """What a resumed run does otherwise than the one that saved, or than one would think."""
+    lines = []
+    latest = _latest(config)
+    if config.train.resume == "auto" and latest not in ("none", path.name):
+        lines.append(f"the newest checkpoint, {latest}, is not there whole: going on from {path.name}")
+    mine, theirs = config.to_dict(), manifest["config"]
+    for key in ("train.seed", "train.global_batch_size", "data.source", "data.tokenizer", "data.append_eod",
+                "data.validation_fraction", "optimizer.name", "precision.dtype"):
+        section, name = key.split(".")
+        before = theirs.get(section, {}).get(name)
+        if before != mine[section][name]:
+            lines.append(f"{key} was {before} in {path.name} and is {mine[section][name]} from here on")
+    return lines
 
 
 def read_manifest(path: Path, config: Config) -> dict[str, Any]:
     """The manifest, once all files are there whole and the model is the config's."""
     try:
         manifest = json.loads((path / "manifest.json").read_text())
-        files, model = manifest["files"], manifest["config"]["model"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        files, model = dict(manifest["files"]), dict(manifest["config"]["model"])
+        counters = [manifest[key] for key in ("step", "updates", "samples", "skipped")]
+        if not all(isinstance(count, int) for count in counters) or len(manifest["crc32"]) != len(files):
+            raise ValueError("its counters are not numbers")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"checkpoint {path}: manifest.json cannot be read ({error}); {_OTHER}") from None
     if manifest.get("format") != FORMAT:
         raise InputError(f"checkpoint {path} has format {manifest.get('format')}; this version reads format {FORMAT}")
@@ -68,7 +93,8 @@ def read_manifest(path: Path, config: Config) -> dict[str, Any]:
 def load(path: Path, manifest: dict[str, Any], zero: ZeroRun) -> None:
     """Fill this rank's master weights and moments, and set the counters."""
     comm = zero.comm
-    reader = _Reader(path, sorted(manifest["files"], key=lambda name: abs(_rank(name) - comm.rank)))
+    checksums = dict(zip(sorted(manifest["files"]), manifest["crc32"], strict=True))
+    reader = _Reader(path, sorted(manifest["files"], key=lambda name: abs(_rank(name) - comm.rank)), checksums)
     for state in zero.states.values():
         for box in boxes(state.layout, comm.here.tp, *state.owned):
             where = slice(box.start - state.owned[0], box.stop - state.owned[0])
@@ -85,8 +111,8 @@ def _rank(name: str) -> int:
 class _Reader:
     """Reads boxes from the files of a checkpoint, opening the nearest ranks' first and no more than are needed."""
 
-    def __init__(self, path: Path, files: list[str]):
-        self._path, self._unread = path, files
+    def __init__(self, path: Path, files: list[str], checksums: dict[str, int]):
+        self._path, self._unread, self._checksums = path, files, checksums
         self._stored: dict[tuple[str, str], list[tuple[tuple[int, ...], tuple[int, ...], str, Any]]] = {}
 
     def read(self, kind: str, box: Box, into: torch.Tensor) -> None:
@@ -118,6 +144,8 @@ class _Reader:
             raise InputError(f"checkpoint {self._path} is damaged: {key}: {error}") from None
 
     def _open(self, name: str) -> None:
+        if checksum(self._path / name) != self._checksums[name]:
+            raise InputError(f"checkpoint {self._path} is damaged: {name} does not have the checksum of its manifest; {_OTHER}")
         try:
             file = safe_open(self._path / name, framework="pt")
             for key in file.keys():  # noqa: SIM118 (not a dict)

@@ -2,7 +2,7 @@
 
     run.dir/checkpoints/
         step-00000100/              made aside as step-00000100.tmp, then renamed
-            manifest.json           step, counters, mesh, config, plan digest, files and their sizes
+            manifest.json           step, counters, mesh, config, plan digest, files with sizes and checksums
             rank-00000.safetensors  tensors 'param:NAME@ROW,COLUMN', 'exp_avg:...', 'exp_avg_sq:...', all fp32
         latest                      name of the newest; written last
 
@@ -15,6 +15,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
+import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,7 @@ from threed.schema import Config
 from threed.zero.run import ZeroRun
 
 FORMAT = 1
+POLL_S = 0.2  # between two exchanges of ranks that write
 KINDS = ("param", "exp_avg", "exp_avg_sq")
 
 
@@ -38,29 +42,25 @@ def folder(config: Config) -> Path:
 def save(zero: ZeroRun, digest: str, counters: dict[str, Any]) -> tuple[Path, str | None]:
     """Save after a step, on all ranks. Returns the checkpoint's folder, and what went wrong if it could not be written:
     then nothing has changed and the older checkpoints stand."""
-    comm = zero.comm
+    comm, checksums = zero.comm, []
     final = folder(zero.config) / f"step-{zero.step_number:08d}"
     aside = final.with_suffix(".tmp")
-    problem = None
-    if comm.rank == 0:
-        try:
-            shutil.rmtree(aside, ignore_errors=True)
-            aside.mkdir(parents=True)
-        except OSError as error:
-            problem = f"{aside}: {error.strerror or error}"
-    problem = _first(comm, problem)
+
+    def prepare() -> None:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+
+    def write() -> None:
+        checksums.append(_write(aside / f"rank-{comm.rank:05d}.safetensors", zero))
+
+    def publish() -> None:
+        _publish(zero, {"plan": digest, **counters, "crc32": everybody}, aside, final)
+
+    problem = _together(comm, prepare if comm.rank == 0 else None, aside)
+    problem = problem or _together(comm, write, aside)
     if problem is None:
-        try:
-            _write(aside / f"rank-{comm.rank:05d}.safetensors", zero)
-        except (OSError, SafetensorError) as error:
-            problem = f"rank {comm.rank} cannot write to {aside}: {error}"
-        problem = _first(comm, problem)
-    if comm.rank == 0 and problem is None:
-        try:
-            _publish(zero, {"plan": digest, **counters}, aside, final)
-        except OSError as error:
-            problem = f"{aside}: {error.strerror or error}"
-    problem = _first(comm, problem)
+        everybody = comm.exchange(checksums[0])
+        problem = _together(comm, publish if comm.rank == 0 else None, aside)
     if comm.rank == 0:
         if problem is not None:
             shutil.rmtree(aside, ignore_errors=True)
@@ -69,12 +69,31 @@ def save(zero: ZeroRun, digest: str, counters: dict[str, Any]) -> tuple[Path, st
     return final, problem
 
 
-def _first(comm: Comm, problem: str | None) -> str | None:
-    """The first problem of any rank: all ranks go on, or none."""
-    return next((found for found in comm.exchange(problem) if found), None)
+def _together(comm: Comm, work: Callable[[], None] | None, aside: Path) -> str | None:
+    """Do this rank's work while the others do theirs; the first problem of any rank, or None once all are done.
+
+    The work runs on a thread and the ranks keep talking: a disk may be slow, and a rank that stops answering is noticed.
+    """
+    problems: list[str] = []
+
+    def body() -> None:
+        try:
+            if work is not None:
+                work()
+        except (OSError, SafetensorError) as error:
+            problems.append(f"rank {comm.rank} cannot write to {aside}: {error}")
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    while True:
+        thread.join(POLL_S)
+        states = comm.exchange("busy" if thread.is_alive() else problems[0] if problems else None)
+        if "busy" not in states:
+            return next((state for state in states if state), None)
 
 
-def _write(path: Path, zero: ZeroRun) -> None:
+def _write(path: Path, zero: ZeroRun) -> int:
+    """Write this rank's tensors; the file's CRC-32."""
     tensors, comm = {}, zero.comm
     for unit, state in zero.states.items():
         if zero.table.parameters[unit].positions[0] != comm.here.pp:
@@ -88,6 +107,16 @@ def _write(path: Path, zero: ZeroRun) -> None:
                 tensors[f"{kind}:{box.name}@{place}"] = whole[where].detach().cpu().view(box.shape).numpy()
     save_file(tensors, path)
     _sync(path)
+    return checksum(path)
+
+
+def checksum(path: Path) -> int:
+    """CRC-32 of a file."""
+    value = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 24):
+            value = zlib.crc32(block, value)
+    return value
 
 
 def _publish(zero: ZeroRun, counters: dict[str, Any], aside: Path, final: Path) -> None:
@@ -99,9 +128,11 @@ def _publish(zero: ZeroRun, counters: dict[str, Any], aside: Path, final: Path) 
         "files": {path.name: path.stat().st_size for path in sorted(aside.glob("rank-*.safetensors"))},
     }
     replace_text(aside / "manifest.json", json.dumps(manifest, indent=1))
+    older = final.with_suffix(".old.tmp")
     if final.exists():  # a step that is run again after a resume from an older checkpoint
-        shutil.rmtree(final)
+        os.replace(final, older)
     os.replace(aside, final)
+    shutil.rmtree(older, ignore_errors=True)
     _sync(final.parent)
     replace_text(final.parent / "latest", final.name + "\n")
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from threed.comm import Comm
 from threed.engine.engine import Engine
 
 KEY = "threed/failure"
@@ -23,11 +24,18 @@ LIMIT = 0.8  # of run.timeout_s: the rest is for telling the others, so that all
 POLL_S = 0.25
 
 
+def say(message: str) -> None:
+    """A line on stderr, in one write: ranks share it."""
+    sys.stderr.write(f"threed: {message}\n")
+    sys.stderr.flush()
+
+
 class Watch:
     def __init__(self, rank: int, store: Any, timeout_s: float):
         self.rank, self._store, self._timeout_s = rank, store, timeout_s
         self.engine: Engine | None = None
-        self._phase: tuple[str, float] | None = None
+        self.comm: Comm | None = None
+        self._phase: tuple[str, float | None] | None = None
         self._told = False
         self._closed = threading.Event()
         self._lock = threading.Lock()
@@ -35,9 +43,10 @@ class Watch:
             threading.Thread(target=body, daemon=True, name=body.__name__).start()
 
     @contextmanager
-    def phase(self, text: str) -> Iterator[None]:
-        """Name what the rank does outside of a program, where it may wait for others."""
-        self._phase = (text, time.monotonic())
+    def phase(self, text: str, waits: bool = True) -> Iterator[None]:
+        """Name what the rank does outside of a program. `waits`: all of it counts as waiting for others; if not, only the
+        exchanges in it do, and what lies between may take as long as it takes."""
+        self._phase = (text, time.monotonic() if waits else None)
         try:
             yield
         finally:
@@ -64,14 +73,19 @@ class Watch:
     def where(self) -> str:
         if self.engine is not None and self.engine.current is not None:
             return self.engine.where()
-        if self._phase is not None:
-            text, since = self._phase
-            return f"rank {self.rank} for {time.monotonic() - since:.1f} s at '{text}', with all ranks"
-        return f"rank {self.rank} is between steps"
+        since = self._since()
+        text = self._phase[0] if self._phase is not None else "between steps"
+        waited = f" for {time.monotonic() - since:.1f} s" if since is not None else ""
+        return f"rank {self.rank}{waited} at '{text}', with all ranks"
 
     def _since(self) -> float | None:
+        """Since when the rank waits, if it does."""
         current = self.engine.current if self.engine is not None else None
-        return current[2] if current is not None else self._phase[1] if self._phase is not None else None
+        if current is not None:
+            return current[2]
+        if self.comm is not None and self.comm.waiting_since is not None:
+            return self.comm.waiting_since
+        return self._phase[1] if self._phase is not None else None
 
     def _watch_clock(self) -> None:
         while not self._closed.wait(POLL_S):
@@ -103,4 +117,4 @@ class Watch:
         with self._lock:
             if not self._told:
                 self._told = True
-                print(f"threed: {message}", file=sys.stderr, flush=True)
+                say(message)

@@ -14,6 +14,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import math
 import os
@@ -22,6 +24,7 @@ from typing import Any
 
 from rich.console import Console
 
+from threed.errors import InputError
 from threed.quantity import show_bytes, show_count
 from threed.schema import Config
 
@@ -32,10 +35,22 @@ class Log:
         self.config = config
         self.console = Console(highlight=False)
         folder = Path(config.run.dir)
-        folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / "metrics.jsonl"
-        cut_torn_line(self.path)
-        self._file = self.path.open("a")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._lock = (folder / ".lock").open("w")
+            cut_torn_line(self.path)
+            self._file = self.path.open("a")
+        except OSError as error:
+            raise InputError(f"run.dir={config.run.dir} cannot be used: {error}") from None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # let go of when this process ends, however it ends
+        except BlockingIOError:
+            raise InputError(f"run.dir={config.run.dir} is in use by another run: end it first, or give this one a folder of "
+                             "its own") from None
+        except OSError:
+            pass  # a file system without locks
+        self._full = False
         self._wandb = _start_wandb(config, run_id)
         self.run_id: str | None = self._wandb.id if self._wandb else None
         self.wandb_dir: str | None = os.path.dirname(self._wandb.dir) if self._wandb else None
@@ -43,8 +58,13 @@ class Log:
     def step(self, step: int, metrics: dict[str, float | None]) -> None:
         """One step's numbers: flushed at once, so that a killed run has lost nothing."""
         plain = {name: value if value is None or math.isfinite(value) else str(value) for name, value in metrics.items()}
-        self._file.write(json.dumps({"step": step, **plain}) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps({"step": step, **plain}) + "\n")
+            self._file.flush()
+        except OSError as error:
+            if not self._full:
+                self.say(f"warning: {self.path} cannot be written ({error.strerror}): the run goes on, steps are missing there")
+            self._full = True
         if self._wandb:
             self._wandb.log({name: value for name, value in metrics.items() if value is not None}, step=step)
         steps = self.config.train.steps
@@ -62,7 +82,8 @@ class Log:
         self.console.print(text, soft_wrap=True, markup=False)
 
     def close(self, summary: dict[str, Any] | None = None) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):
+            self._file.close()
         if self._wandb:
             self._wandb.summary.update(summary or {})
             self._wandb.finish(quiet=True) if _takes_quiet(self._wandb.finish) else self._wandb.finish()

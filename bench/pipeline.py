@@ -1,0 +1,530 @@
+"""Measure the executor alone: a pipeline whose stages sleep, run by threed and by torch.distributed.pipelining.
+
+Forward, backward-input and backward-weight of a stage sleep for given times, so that p processes on a few cores do not
+compete for them, and small tensors are really sent, over gloo. What a step takes longer than its simulation is then the
+executor's own: waits of the host, the transport, time between instructions.
+
+    threed   a checked plan, the real engine; only the handlers of FORWARD and BACKWARD* are replaced, by sleeps. GATHER,
+             SEND, RECV, REDUCE, CLIP and STEP run as in training, and their time is part of the step.
+    torch    PipelineStage and its schedules, over a module that sleeps. It has no optimizer step, and sends over one
+             communicator, as it does by itself.
+
+Both take turns, step by step, in the same processes, and are simulated by the same walk: threed's plan, and torch's order
+as it was executed, with the op times as measured in that run and the measured time of a message.
+
+    python bench/pipeline.py --help
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import multiprocessing
+import os
+import platform
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from statistics import mean, median
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed.pipelining as tp
+from torch import nn
+
+from threed.comm import ProcessComm, file_store
+from threed.config import load
+from threed.engine.engine import Engine
+from threed.engine.loopback import channel_pairs
+from threed.models.gpt import Batch
+from threed.pipeline.orders import SCHEDULES, Order, Task
+from threed.pipeline.plan import communicate, expand
+from threed.planner import make_mesh, make_pipeline, make_table
+from threed.predict.bare import bare_programs
+from threed.program.check import check
+from threed.program.instruction import COMPUTE, Instruction, Op, Slot
+from threed.program.table import Plan, Table
+from threed.program.walk import Mode, Program, link, walk
+from threed.schema import Config
+from threed.slots import Slots
+from threed.zero import plan as zero
+
+TIMEOUT_S = 120.0
+SHAPE = (16, 1, 32)  # of a message: sequence, micro-batch, hidden
+PINGS = 60
+PAUSE_S = 0.005
+
+# threed's schedule -> torch's, for those that both have. zb-h1 is the one-stage form of torch's (ZB1P).
+PEERS: dict[str, Any] = {"gpipe": tp.ScheduleGPipe, "1f1b": tp.Schedule1F1B, "interleaved": tp.ScheduleInterleaved1F1B,
+                         "zb-h1": tp.ScheduleInterleavedZeroBubble, "zb-v": tp.ScheduleZBVZeroBubble}
+
+
+class Times(NamedTuple):
+    """Seconds of a position's whole share, for one micro-batch."""
+
+    forward: float
+    input: float
+    weight: float
+
+    def over(self, count: int) -> Times:
+        return Times(*(seconds / count for seconds in self))
+
+
+class Case(NamedTuple):
+    schedule: str
+    p: int
+    m: int
+    v: int  # stages a position
+    units: int  # threed's compute units a stage
+
+    def __str__(self) -> str:
+        return f"{self.schedule} p={self.p} m={self.m}" + (f" v={self.v}" if self.v > 1 else "")
+
+
+class Ran(NamedTuple):
+    """One step of one rank: its begin and end by the clock that all processes share, and the seconds of its ops, in order."""
+
+    begin: float
+    end: float
+    seconds: list[float]
+    tasks: list[Task]  # torch: what the seconds are of; threed: its program
+
+
+def nap(seconds: float) -> None:
+    if seconds > 0:
+        time.sleep(seconds)
+
+
+# ---------------------------------------------------------------- threed
+
+
+def make_case(case: Case) -> tuple[Config, Plan]:
+    """A tiny model cut into `units` units a stage, which the planner believes to be equally long, as they are here."""
+    stages = case.p * case.v
+    config = load(None, [
+        f"model.layers={stages * case.units - 2}", f"model.hidden={SHAPE[2]}", "model.heads=4", "model.vocab=64",
+        f"model.seq_len={SHAPE[0]}", "model.vocab_multiple=64", "model.tie_embeddings=false", f"train.global_batch_size={case.m}",
+        f"train.micro_batch_size={SHAPE[1]}", "parallel.dp=1", f"parallel.pp={case.p}", f"parallel.schedule={case.schedule}",
+        f"parallel.virtual_stages={case.v if SCHEDULES[case.schedule].virtual is None else 'null'}",
+        f"parallel.stage_units={[case.units] * stages}"])
+    order, place = make_pipeline(config)
+    table = make_table(config, place)
+    table = dataclasses.replace(table, units=tuple(dataclasses.replace(unit, forward_flops=1000) for unit in table.units))
+    programs = zero.train(communicate(expand(order, table), table), table)
+    plan = Plan(table, {"train": [tuple(program) for program in programs]})
+    check(plan)
+    return config, plan
+
+
+class Threed:
+    """One rank of threed's engine with handlers that sleep."""
+
+    def __init__(self, case: Case, times: Times, comm: ProcessComm, opened: set[tuple[int, int, str]]):
+        """`opened`: channels that earlier cases have opened."""
+        config, plan = make_case(case)
+        pairs = set(channel_pairs(plan)) - opened
+        comm.open_channels(sorted(pairs))
+        opened |= pairs
+        self.table, self.times, self.value = plan.table, times, torch.zeros(SHAPE)
+        self.share = times.over(case.v * case.units)
+        self.engine = Engine(config, plan, comm)
+        self.engine.handlers |= {Op.FORWARD: self.forward, Op.BACKWARD: self.backward, Op.BACKWARD_INPUT: self.backward_input,
+                                 Op.BACKWARD_WEIGHT: self.backward_weight}
+
+    def step(self) -> Ran:
+        begin = time.monotonic()
+        _, trace = self.engine.train_step(_no_batch)
+        end = time.monotonic()
+        return Ran(begin, end, [after - before for before, after in zip(trace.started, trace.ended)], [])
+
+    def forward(self, item: Instruction, slots: Slots) -> None:
+        nap(self.share.forward)
+        slots.put(Slot("saved", item.unit, item.microbatch), True)
+        if item.unit < self.table.last:
+            slots.put(Slot("act", item.unit, item.microbatch), self.value)
+        else:
+            slots.put(Slot("loss"), torch.zeros((), dtype=torch.float64))
+
+    def backward_input(self, item: Instruction, slots: Slots) -> None:
+        nap(self.share.input)
+        self._grad(item, slots)
+        slots.put(Slot("operands", item.unit, item.microbatch), True)
+
+    def backward_weight(self, item: Instruction, slots: Slots) -> None:
+        nap(self.share.weight)
+        for unit in self.table.units[item.unit].parameters:
+            slots.put(Slot("wgrad", unit), True)
+
+    def backward(self, item: Instruction, slots: Slots) -> None:
+        """Two sleeps, as in torch's, so that both oversleep alike."""
+        nap(self.share.input)
+        self.backward_weight(item, slots)
+        self._grad(item, slots)
+
+    def _grad(self, item: Instruction, slots: Slots) -> None:
+        if item.unit > 0:
+            slots.put(Slot("grad", item.unit - 1, item.microbatch), self.value)
+
+
+def _no_batch(microbatch: int) -> Batch:
+    raise AssertionError("stages that sleep read no data")
+
+
+# ---------------------------------------------------------------- torch
+
+
+class Sleep(torch.autograd.Function):
+    """The identity; both directions sleep."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, share: Times) -> torch.Tensor:
+        ctx.share = share
+        nap(share.forward)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        nap(ctx.share.input)
+        return grads[0].clone(), None, None
+
+
+class SleepModule(nn.Module):
+    def __init__(self, share: Times):
+        super().__init__()
+        self.weight, self.share = nn.Parameter(torch.zeros(1)), share
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Sleep.apply(x, self.weight, self.share)  # pyright: ignore[reportReturnType]
+
+
+class TimedStage(tp.PipelineStage):
+    """torch's stage, which notes what it computed and for how long. The weights' half sleeps in `dw_builder`'s runner."""
+
+    def __init__(self, share: Times, stage: int, num_stages: int, ran: list[tuple[Task, float]]):
+        super().__init__(SleepModule(share), stage, num_stages, torch.device("cpu"),
+                         dw_builder=lambda: lambda: nap(share.weight))
+        self._ran = ran
+
+    def _note(self, kind: str, microbatch: int, begin: float) -> None:
+        self._ran.append((Task(kind, self.stage_index, microbatch), time.monotonic() - begin))
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        begin = time.monotonic()
+        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        self._note("F", fwd_chunk_id, begin)
+        return output
+
+    def backward_one_chunk(self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True,
+                           last_backward: bool = False) -> None:
+        begin = time.monotonic()
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        self._note("B" if full_backward else "I", bwd_chunk_id, begin)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        begin = time.monotonic()
+        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        self._note("W", bwd_chunk_id, begin)
+
+
+class Torch:
+    """One rank of torch's schedule with modules that sleep."""
+
+    def __init__(self, case: Case, times: Times, rank: int):
+        place = SCHEDULES[case.schedule].place(case.p, case.v)
+        self.ran: list[tuple[Task, float]] = []
+        stages = [TimedStage(times.over(case.v), stage, len(place), self.ran)
+                  for stage, position in enumerate(place) if position == rank]
+        make = PEERS[case.schedule]
+        alone = issubclass(make, tp.schedules.PipelineScheduleSingle)
+        self.schedule = make(stages[0] if alone else stages, case.m, loss_fn=lambda output, target: output.sum(),
+                             scale_grads=False)
+        self.inputs = [torch.zeros(case.m * SHAPE[0], *SHAPE[1:])] if place[0] == rank else []
+        self.target = torch.zeros(case.m) if place[-1] == rank else None
+
+    def step(self) -> Ran:
+        self.ran.clear()
+        begin = time.monotonic()
+        self.schedule.step(*self.inputs, target=self.target, return_outputs=False)
+        return Ran(begin, time.monotonic(), [seconds for _, seconds in self.ran], [task for task, _ in self.ran])
+
+
+# ---------------------------------------------------------------- on every rank
+
+
+class Results(NamedTuple):
+    """What a rank says of a case."""
+
+    threed: list[Ran]
+    torch: list[Ran]
+    transfers: list[float]  # seconds of a message, by round of ping-pong; of rank 0 alone
+
+
+def serve(rank: int, store: str, cases: Sequence[Case], times: Times, repeat: int, pipe: Any) -> None:
+    """Body of a process: send the results of each case through `pipe`, or what went wrong."""
+    torch.set_num_threads(1)
+    try:
+        config, _ = make_case(cases[0])
+        comm = ProcessComm(make_mesh(config), rank, torch.device("cpu"), TIMEOUT_S, file_store(store, cases[0].p))
+        opened: set[tuple[int, int, str]] = set()
+        for case in cases:
+            pipe.send(measure(case, times, repeat, comm, opened))
+        comm.close()
+    except BaseException:
+        pipe.send(traceback.format_exc())
+
+
+def measure(case: Case, times: Times, repeat: int, comm: ProcessComm, opened: set[tuple[int, int, str]]) -> Results:
+    """Steps of threed and of torch by turns, after one of each, not counted, in which what is set up at first use is set up."""
+    ours = Threed(case, times, comm, opened)
+    peers = Torch(case, times, comm.rank) if case.schedule in PEERS else None
+    results = Results([], [], ping_pong(comm))
+    for _ in range(1 + repeat):
+        start_together(comm)
+        results.threed.append(ours.step())
+        if peers is not None:
+            start_together(comm)
+            results.torch.append(peers.step())
+    return Results(results.threed[1:], results.torch[1:], results.transfers)
+
+
+def start_together(comm: ProcessComm) -> None:
+    """A barrier that all leave at the same moment: processes of one machine read one monotonic clock."""
+    start = torch.tensor([time.monotonic() + 0.01], dtype=torch.float64)
+    comm.groups["world"].all_reduce(start, "max").wait()
+    nap(start.item() - time.monotonic())
+
+
+def ping_pong(comm: ProcessComm) -> list[float]:
+    """Seconds of a message between ranks 0 and 1, one way, as half a round trip. As in a pipeline, the receiver waits already,
+    and the sender has slept: the pauses are taken off."""
+    start_together(comm)
+    there, back = (0, 1, "act"), (1, 0, "grad")
+    value, found = torch.zeros(SHAPE), []
+    for _ in range(PINGS if comm.rank < 2 else 0):
+        mine, other = (there, back) if comm.rank == 0 else (back, there)
+        if comm.rank == 1:
+            comm.channels[other].recv(value).wait()
+        before = time.monotonic()
+        nap(PAUSE_S)
+        slept = torch.full(SHAPE, time.monotonic() - before)
+        begin = time.monotonic()
+        sent = comm.channels[mine].send(slept)
+        if comm.rank == 0:
+            comm.channels[other].recv(value).wait()
+            found.append((time.monotonic() - begin - value.flatten()[0].item()) / 2)
+        sent.wait()
+    return found[PINGS // 6:]
+
+
+# ---------------------------------------------------------------- the simulation
+
+
+Seconds = dict[tuple[int, Instruction], float]  # (position, instruction) -> as measured
+
+
+def simulate(programs: Sequence[Program], table: Table, seam: Callable[[int], set[Slot]], seconds: Seconds,
+             transfer_s: float) -> float:
+    """Step time of programs whose instructions take these times. Sends take `transfer_s`; the rest of communication nothing."""
+    links = [link(program, table, position, seam(position)) for position, program in enumerate(programs)]
+    return walk(programs, table, links, Mode.BUFFERED, lambda position, item:
+                transfer_s if item.op == Op.SEND else seconds.get((position, item), 0.0)).total_s
+
+
+def averaged(seconds: Seconds) -> Seconds:
+    """Each time replaced by the mean of its position, op and unit."""
+    groups: dict[tuple[int, Op, int], list[float]] = {}
+    for (position, item), took in seconds.items():
+        groups.setdefault((position, item.op, item.unit), []).append(took)
+    return {(position, item): mean(groups[position, item.op, item.unit]) for position, item in seconds}
+
+
+def simulate_threed(plan: Plan, ranks: Sequence[Ran], transfer_s: float) -> tuple[float, float]:
+    """A step of threed from each instruction's own time, and from means by op."""
+    programs = plan.programs["train"]
+    seconds = {(position, item): took for position, ran in enumerate(ranks)
+               for item, took in zip(programs[position], ran.seconds, strict=True) if item.op in COMPUTE or item.op == Op.STEP}
+    own, means = (simulate(programs, plan.table, plan.table.seam, each, transfer_s) for each in (seconds, averaged(seconds)))
+    return own, means
+
+
+def simulate_torch(case: Case, ranks: Sequence[Ran], transfer_s: float) -> tuple[float, float]:
+    """The same of a step of torch: the order that it was seen to execute, with threed's messages."""
+    order: Order = [ran.tasks for ran in ranks]
+    programs, table = bare_programs(order, SCHEDULES[case.schedule].place(case.p, case.v), case.m)
+    seconds = {(position, item): took for position, ran in enumerate(ranks)
+               for item, took in zip([item for item in programs[position] if item.op in COMPUTE], ran.seconds, strict=True)}
+    own, means = (simulate(programs, table, lambda _: set(), each, transfer_s) for each in (seconds, averaged(seconds)))
+    return own, means
+
+
+# ---------------------------------------------------------------- the bench
+
+
+class Side(NamedTuple):
+    """One executor in one case: medians over the steps, in seconds, and ratios as medians of the steps' own."""
+
+    step_s: float
+    simulated_s: float
+    ratio: float
+    from_means_s: float
+    ratio_to_means: float
+    steps_s: list[float]
+
+
+class Row(NamedTuple):
+    case: Case
+    transfer_s: float
+    ideal_s: float
+    threed: Side
+    torch: Side | None
+
+
+def side(steps: Sequence[Sequence[Ran]], simulated: Callable[[Sequence[Ran]], tuple[float, float]]) -> Side:
+    """`steps[step][rank]`. A step begins with the first rank and ends with the last."""
+    took = [max(ran.end for ran in ranks) - min(ran.begin for ran in ranks) for ranks in steps]
+    own, means = zip(*map(simulated, steps))
+    return Side(median(took), median(own), median(t / s for t, s in zip(took, own)), median(means),
+                median(t / s for t, s in zip(took, means)), took)
+
+
+def sum_up(case: Case, times: Times, ranks: Sequence[Results]) -> Row:
+    transfer_s = median(ranks[0].transfers)
+    _, plan = make_case(case)
+    share = times.over(case.v * case.units)
+    nominal = {Op.FORWARD: share.forward, Op.BACKWARD: share.input + share.weight, Op.BACKWARD_INPUT: share.input,
+               Op.BACKWARD_WEIGHT: share.weight}
+    programs = plan.programs["train"]
+    exact = {(position, item): nominal.get(item.op, 0.0) for position, program in enumerate(programs) for item in program}
+    ours = side(list(zip(*(rank.threed for rank in ranks))), lambda each: simulate_threed(plan, each, transfer_s))
+    peers = side(list(zip(*(rank.torch for rank in ranks))), lambda each: simulate_torch(case, each, transfer_s)) \
+        if ranks[0].torch else None
+    return Row(case, transfer_s, simulate(programs, plan.table, plan.table.seam, exact, 0.0), ours, peers)
+
+
+def run(cases: Sequence[Case], times: Times, repeat: int) -> Iterator[Row]:
+    """The cases of one p, in processes forked once."""
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory(prefix="threed-bench-") as scratch:
+        pipes, processes = [], []
+        try:
+            for rank in range(cases[0].p):
+                ours, theirs = context.Pipe()
+                process = context.Process(target=serve, daemon=True,
+                                          args=(rank, str(Path(scratch) / "store"), cases, times, repeat, theirs))
+                process.start()
+                theirs.close()
+                pipes.append(ours)
+                processes.append(process)
+            for case in cases:
+                yield sum_up(case, times, [_answer(rank, pipe) for rank, pipe in enumerate(pipes)])
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _answer(rank: int, pipe: Any) -> Results:
+    if not pipe.poll(TIMEOUT_S + 60):
+        raise SystemExit(f"rank {rank} does not answer")
+    try:
+        found = pipe.recv()
+    except EOFError:
+        found = "it ended without a word"
+    if not isinstance(found, Results):
+        raise SystemExit(f"rank {rank} failed:\n{found}")
+    return found
+
+
+HEAD = ("schedule", "p", "m", "ideal ms", "threed ms", "simulated ms", "ratio", "from means", "torch ms", "torch's ratio",
+        "threed / torch")
+
+
+def cells(row: Row) -> list[str]:
+    case, ours, peers = row.case, row.threed, row.torch
+    name = f"{case.schedule} (v={case.v})" if case.v > 1 else case.schedule
+    return [name, str(case.p), str(case.m), _ms(row.ideal_s), _ms(ours.step_s), _ms(ours.simulated_s), f"{ours.ratio:.3f}",
+            f"{ours.ratio_to_means:.3f}", *([_ms(peers.step_s), f"{peers.ratio:.3f}", f"{ours.step_s / peers.step_s:.3f}"]
+                                            if peers else ["-"] * 3)]
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f}"
+
+
+def table_text(rows: Sequence[Row]) -> str:
+    lines = [HEAD, *map(cells, rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(HEAD))]
+    texts = ["| " + " | ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths))) + " |"
+             for line in lines]
+    rule = "|" + "|".join("-" * (w + 2) if i == 0 else "-" * (w + 1) + ":" for i, w in enumerate(widths)) + "|"
+    return "\n".join([texts[0], rule, *texts[1:]])
+
+
+def verdict(rows: Sequence[Row], target: float) -> str:
+    slow = [f"{row.case} ({row.threed.ratio:.3f})" for row in rows if row.threed.ratio > target]
+    behind = [f"{row.case} ({row.threed.step_s / row.torch.step_s:.3f})" for row in rows
+              if row.torch and row.threed.step_s >= row.torch.step_s]
+    compared = sum(row.torch is not None for row in rows)
+    return (f"threed within {target} of its simulation: {len(rows) - len(slow)} of {len(rows)}"
+            + (f"; missed: {', '.join(slow)}" if slow else "")
+            + f"\nthreed below torch: {compared - len(behind)} of {compared}" + (f"; missed: {', '.join(behind)}" if behind else ""))
+
+
+def to_json(rows: Sequence[Row], args: argparse.Namespace) -> dict[str, Any]:
+    return {"machine": machine(), "settings": {key: value for key, value in vars(args).items() if key != "json"},
+            "rows": [{**row.case._asdict(), "transfer_s": row.transfer_s, "ideal_s": row.ideal_s,
+                      "threed": row.threed._asdict(), "torch": row.torch._asdict() if row.torch else None} for row in rows]}
+
+
+def machine() -> str:
+    return f"{os.cpu_count()} cores, CPU, torch {torch.__version__}, Python {platform.python_version()}"
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n    python")[0],
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--schedule", nargs="+", metavar="NAME", choices=SCHEDULES, default=list(PEERS),
+                        help=f"of {', '.join(SCHEDULES)}; those torch lacks are run without it (default: {' '.join(PEERS)})")
+    parser.add_argument("--p", type=int, nargs="+", default=[4, 8], help="pipeline positions, a process each (default: 4 8)")
+    parser.add_argument("--m", type=int, nargs="+", help="micro-batches (default: 2p and 4p)")
+    parser.add_argument("--times", type=float, nargs=3, metavar=("F", "B", "W"), default=[20.0, 20.0, 20.0],
+                        help="ms of a position's forward, input and weight halves of backward (default: 20 20 20)")
+    parser.add_argument("--virtual-stages", type=int, default=2, metavar="V", help="stages a position of interleaved and "
+                        "breadth-first (default: 2)")
+    parser.add_argument("--units", type=int, default=1, help="compute units a stage in threed (default: 1)")
+    parser.add_argument("--repeat", type=int, default=4, help="steps counted, after one that is not (default: 4)")
+    parser.add_argument("--target", type=float, default=1.03, help="most that step / simulated may be (default: 1.03)")
+    parser.add_argument("--quick", action="store_true", help="p=4, m=8, one step")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers here too")
+    args = parser.parse_args(argv)
+    if args.quick:
+        args.p, args.m, args.repeat = [4], [8], 1
+    if min([*args.p, *(args.m or [1]), args.units, args.repeat]) < 1 or min(args.p) < 2 or min(args.times) < 0:
+        parser.error("--p must be at least 2, --m, --units and --repeat at least 1, and no time negative")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse(argv)
+    times = Times(*(ms / 1e3 for ms in args.times))
+    begin, rows = time.monotonic(), []
+    print(f"{machine()}; forward, input, weight: {' '.join(f'{ms:g}' for ms in args.times)} ms", file=sys.stderr)
+    for p in args.p:
+        cases = [Case(name, p, m, SCHEDULES[name].virtual or args.virtual_stages, args.units)
+                 for name in args.schedule for m in args.m or (2 * p, 4 * p)]
+        for row in run(cases, times, args.repeat):
+            rows.append(row)
+            theirs = f", torch {_ms(row.torch.step_s)} ({row.torch.ratio:.3f})" if row.torch else ""
+            print(f"{time.monotonic() - begin:4.0f} s  {row.case}: {_ms(row.threed.step_s)} ms, {row.threed.ratio:.3f} of simulated"
+                  f"{theirs}; a message {1e3 * row.transfer_s:.2f} ms", file=sys.stderr, flush=True)
+    print(f"{table_text(rows)}\n\n{verdict(rows, args.target)}")
+    if args.json:
+        args.json.write_text(json.dumps(to_json(rows, args), indent=1, default=str) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -30,6 +30,14 @@ def tiny(*overrides: str) -> Config:
     return load(None, [*TINY, *overrides])
 
 
+def schedule_config(name: str, p: int, tp: int, zero: int, count: str, *others: str) -> Config:
+    """A model with a unit for each stage (two a rank), and `count` micro-batches (a number, or p, p+1, 2p, 3p+1)."""
+    m = {"p": p, "p+1": p + 1, "2p": 2 * p, "3p+1": 3 * p + 1}.get(count) or int(count)
+    virtual = ["parallel.virtual_stages=2"] if name in ("interleaved", "breadth-first") else []
+    return tiny(f"model.layers={2 * p}", "model.hidden=16", "model.seq_len=8", f"parallel.pp={p}", f"parallel.tp={tp}",
+                f"parallel.schedule={name}", f"zero.stage={zero}", f"train.global_batch_size={m}", *virtual, *others)
+
+
 @dataclass
 class Ranks:
     losses: list[float]

@@ -41,7 +41,7 @@ def _root(version: Annotated[bool, typer.Option("--version", callback=_version, 
     pass
 
 
-@app.command()
+@app.command(short_help="train a model, or go on from its newest checkpoint")
 def train(config: ConfigPath, overrides: Overrides = None) -> None:
     """Train. Outside torchrun it starts all ranks on this machine; under torchrun or Slurm it is one rank.
 
@@ -64,7 +64,7 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
     raise typer.Exit(launcher.run_local(loaded))
 
 
-@app.command()
+@app.command(short_help="show what will run: mesh, units, schedule, programs")
 def show(config: ConfigPath, overrides: Overrides = None,
          rank: Annotated[int | None, typer.Option(help="print this rank's program, an instruction a line")] = None,
          program: Annotated[str, typer.Option(help="train or evaluate")] = "train",
@@ -95,7 +95,7 @@ def show(config: ConfigPath, overrides: Overrides = None,
               f"(a forward of a stage drawn as 1, a backward as 2)\n{shows.grid(plan, program)}")
 
 
-@app.command()
+@app.command(short_help="check a config for any mesh, and what each rank holds and sends")
 def check(config: ConfigPath, overrides: Overrides = None, as_json: Json = False) -> None:
     """Check that a config can run, on any number of ranks, without starting any: the plan is built and walked.
 
@@ -130,7 +130,7 @@ def check(config: ConfigPath, overrides: Overrides = None, as_json: Json = False
         print("".join(cell.rjust(12) for cell in cells))
 
 
-@app.command()
+@app.command(short_help="predict step time, bubble, memory and bytes")
 def predict(config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="YAML file; leave it out for a bare "
                                                                                   "pipeline")] = None,
             overrides: Overrides = None,
@@ -191,7 +191,7 @@ def predict(config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help
         print(show_report(values))
 
 
-@app.command()
+@app.command(short_help="prepare the data ahead of a run")
 def data(config: ConfigPath, overrides: Overrides = None, as_json: Json = False) -> None:
     """Prepare a config's data ahead of a run: read the source, train or load the tokenizer, tokenize, cache."""
     loaded = configs.load(config, overrides)
@@ -209,7 +209,7 @@ def data(config: ConfigPath, overrides: Overrides = None, as_json: Json = False)
         print("\n".join(f"{name:20}{value}" for name, value in values.items()))
 
 
-@app.command()
+@app.command(short_help="merge a run's traces for Perfetto, or draw them")
 def trace(run: RunPath,
           output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE",
                                                       help="trace events; RUN/trace.json where neither is given")] = None,
@@ -234,7 +234,7 @@ def trace(run: RunPath,
         print(f"wrote {file}: {len(traced.ranks)} ranks, {len(chosen)} steps, {len(events['traceEvents'])} events")
 
 
-@app.command()
+@app.command(short_help="compare predicted and measured; where the time went")
 def compare(run: RunPath, as_json: Json = False) -> None:
     """Compare what a run measured with what its plan predicts, and say where each rank's time went."""
     from threed.monitor import compare as comparing

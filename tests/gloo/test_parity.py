@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.harness import assert_parity, collect, loopback, over_gloo, tiny
+from tests.harness import assert_parity, collect, loopback, over_gloo, schedule_config, tiny
 
 # Together these meet every pair of: axis used or not, schedule, ZeRO stage, sp, tied, uneven stages, clipping.
 CASES = {
@@ -24,6 +24,21 @@ CASES = {
                          "parallel.sequence_parallel=true", "parallel.axis_order=dp-pp-tp"],
     "3d-dropout": ["parallel.dp=2", "parallel.tp=2", "parallel.pp=2", "model.dropout=0.1"],
 }
+
+# Meets every pair of schedule, pp, tp, ZeRO stage and count of micro-batches that 8 processes allow, in few runs.
+PAIRS = [("gpipe", 2, 2, 0, "1"), ("1f1b", 4, 1, 1, "p+1"), ("interleaved", 4, 2, 0, "3p+1"), ("interleaved", 2, 1, 1, "2"),
+         ("zb-h1", 4, 2, 1, "p"), ("zb-h1", 2, 1, 0, "3p+1"), ("zb-h2", 8, 1, 1, "2p"), ("zb-h2", 2, 2, 0, "p+1"),
+         ("zb-v", 4, 1, 0, "1"), ("zb-v", 2, 2, 1, "3p+1"), ("zb-v", 8, 1, 0, "p"), ("dualpipe-v", 4, 2, 1, "2p"),
+         ("dualpipe-v", 2, 1, 0, "3p+1"), ("breadth-first", 8, 1, 1, "2"), ("breadth-first", 4, 2, 0, "2p"),
+         ("auto", 4, 1, 1, "2p"), ("auto", 2, 2, 0, "2")]
+
+
+@pytest.mark.parametrize("case", PAIRS, ids=lambda case: "-".join(map(str, case)))
+def test_schedules(case, workers, references):
+    """Every schedule over real processes."""
+    config = schedule_config(*case)
+    ranks = collect(config, workers.run(over_gloo, config.world_size, config, 3))
+    assert_parity(ranks, references(config, 3))
 
 
 @pytest.mark.parametrize("name", CASES)

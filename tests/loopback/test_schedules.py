@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from tests.harness import assert_parity, loopback, tiny
+from tests.harness import assert_parity, loopback, schedule_config
 from threed.errors import InputError
 from threed.pipeline.orders import SCHEDULES
 
@@ -16,17 +16,9 @@ PRODUCT = list(itertools.product(NAMES, (2, 4, 8), (1, 2), (0, 1), ("1", "2", "p
 SAMPLE = random.Random(5).sample([case for case in PRODUCT if case[1] < 8], 40)
 
 
-def config_of(name: str, p: int, tp: int, zero: int, count: str, *others: str):
-    """A model with a unit for each stage (two a rank), and m micro-batches of one sequence."""
-    m = eval(count.replace("3p", "3*p").replace("2p", "2*p"), {"p": p})
-    virtual = ["parallel.virtual_stages=2"] if name in ("interleaved", "breadth-first") else []
-    return tiny(f"model.layers={2 * p}", "model.hidden=16", "model.seq_len=8", f"parallel.pp={p}", f"parallel.tp={tp}",
-                f"parallel.schedule={name}", f"zero.stage={zero}", f"train.global_batch_size={m}", *virtual, *others)
-
-
 def check(case: tuple[str, int, int, int, str], references) -> None:
     name, p, tp, zero, count = case
-    config = config_of(name, p, tp, zero, count)
+    config = schedule_config(name, p, tp, zero, count)
     if name == "dualpipe-v" and config.num_microbatches < 2 * p:
         with pytest.raises(InputError, match=f"dualpipe-v needs {2 * p} micro-batches"):  # here the refusal is the test
             loopback(config)
@@ -61,12 +53,12 @@ SPLIT = {
 @pytest.mark.parametrize("name", SPLIT)
 def test_split_backward(name, schedule, references):
     """BACKWARD_INPUT and BACKWARD_WEIGHT give the fused backward's gradients: norms, biases and embeddings included."""
-    config = config_of(schedule, 2, 2, 1, "2p", "parallel.dp=2", "train.global_batch_size=8", *SPLIT[name])
+    config = schedule_config(schedule, 2, 2, 1, "2p", "parallel.dp=2", "train.global_batch_size=8", *SPLIT[name])
     assert_parity(loopback(config, 3), references(config, 3))
 
 
 def test_split_backward_bf16(references):
-    config = config_of("zb-v", 2, 2, 1, "2p", "precision.dtype=bf16")
+    config = schedule_config("zb-v", 2, 2, 1, "2p", "precision.dtype=bf16")
     reference, ranks = references(config, 3), loopback(config, 3)
     assert ranks.losses == pytest.approx(reference.losses, rel=1e-3)
     assert ranks.norms == pytest.approx(reference.norms, rel=5e-3)
@@ -74,7 +66,7 @@ def test_split_backward_bf16(references):
 
 def test_same_bits():
     """1F1B and the zero-bubble schedules of the same placement add the same products in the same order."""
-    runs = [loopback(config_of(name, 4, 1, 1, "2p"), 5) for name in ("1f1b", "zb-h1", "zb-h2")]
+    runs = [loopback(schedule_config(name, 4, 1, 1, "2p"), 5) for name in ("1f1b", "zb-h1", "zb-h2")]
     assert runs[0].losses == runs[1].losses == runs[2].losses
     assert runs[0].norms == runs[1].norms == runs[2].norms
 
@@ -85,11 +77,11 @@ def test_file(tmp_path, references):
     (tmp_path / "order.csv").write_text("\n".join(",".join(row) for row in rows))
     (tmp_path / "order.yaml").write_text("\n".join(f"- [{', '.join(row)}]" for row in rows))
     for suffix in ("csv", "yaml"):
-        config = config_of(f"file:{tmp_path / 'order'}.{suffix}", 2, 1, 1, "2")
+        config = schedule_config(f"file:{tmp_path / 'order'}.{suffix}", 2, 1, 1, "2")
         assert_parity(loopback(config, 3), references(config, 3))
     for change, words in ((("B0.1", "B0.7"), "B0.7|runs 0 times|never run"), (("W0.0", "X0.0"), "'X0.0' is not a task"),
                           (("F0.1", "F1.0"), "stage 1 is already on row 1|stage 1")):
         broken = [[change[1] if cell == change[0] else cell for cell in row] for row in rows]
         (tmp_path / "broken.csv").write_text("\n".join(",".join(row) for row in broken))
         with pytest.raises(Exception, match=words):
-            loopback(config_of(f"file:{tmp_path / 'broken'}.csv", 2, 1, 1, "2"))
+            loopback(schedule_config(f"file:{tmp_path / 'broken'}.csv", 2, 1, 1, "2"))

@@ -13,6 +13,8 @@ from omegaconf import OmegaConf
 
 from threed.cli import app
 from threed.config import known_keys, load
+from threed.pipeline.orders import SCHEDULES
+from threed.predict.bare import predict_bare
 from threed.schema import Config
 
 ROOT = Path(__file__).parents[2]
@@ -38,6 +40,26 @@ def test_console_blocks(name, monkeypatch):
     assert blocks
     for command, expected in blocks:
         assert run(command) == expected, command
+
+
+def test_pictures(tmp_path, monkeypatch):
+    """Each picture in README is what the command under it draws."""
+    monkeypatch.chdir(ROOT)
+    text = (ROOT / "README.md").read_text()
+    commands = re.findall(r"`(threed show .*?) --svg (docs/schedules/[\w-]+\.svg)`", text)
+    assert {path for _, path in commands} == set(re.findall(r"\]\((docs/schedules/[\w-]+\.svg)\)", text))
+    for command, path in commands:
+        run(f"{command} --svg {tmp_path / 'drawn.svg'}")
+        assert (tmp_path / "drawn.svg").read_text() == (ROOT / path).read_text(), command
+
+
+def test_rates():
+    """The schedules' rates in README are those that `threed predict` gives."""
+    rows = re.findall(r"\| `([\w-]+)` \| .* \| (0\.\d{3}) \|", (ROOT / "README.md").read_text())
+    assert len(rows) == len(SCHEDULES)
+    for name, rate in rows:
+        found = predict_bare(name, 8, 24, {"f": 1.0, "b": 1.0, "w": 1.0, "comm": 0.0})
+        assert f"{found['bubble_rate']:.3f}" == rate, name
 
 
 def test_named_files_exist():

@@ -94,9 +94,17 @@ class Ran(NamedTuple):
     tasks: list[Task]  # torch: what the seconds are of; threed: its program
 
 
-def nap(seconds: float) -> None:
-    if seconds > 0:
-        time.sleep(seconds)
+class Naps:
+    """Sleeps, unless switched off: the step that only sets things up need not take its time."""
+
+    on = False
+
+    def __call__(self, seconds: float) -> None:
+        if self.on and seconds > 0:
+            time.sleep(seconds)
+
+
+nap = Naps()  # of this process
 
 
 # ---------------------------------------------------------------- threed
@@ -278,11 +286,13 @@ def serve(rank: int, store: str, cases: Sequence[Case], times: Times, repeat: in
 
 
 def measure(case: Case, times: Times, repeat: int, comm: ProcessComm, opened: set[tuple[int, int, str]]) -> Results:
-    """Steps of threed and of torch by turns, after one of each, not counted, in which what is set up at first use is set up."""
+    """Steps of threed and of torch by turns, after one of each without sleeps, not counted, for what is set up at
+    first use."""
     ours = Threed(case, times, comm, opened)
     peers = Torch(case, times, comm.rank) if case.schedule in PEERS else None
     results = Results([], [], ping_pong(comm))
-    for _ in range(1 + repeat):
+    for number in range(1 + repeat):
+        nap.on = number > 0
         start_together(comm)
         results.threed.append(ours.step())
         if peers is not None:
@@ -295,7 +305,7 @@ def start_together(comm: ProcessComm) -> None:
     """A barrier that all leave at the same moment: processes of one machine read one monotonic clock."""
     start = torch.tensor([time.monotonic() + 0.01], dtype=torch.float64)
     comm.groups["world"].all_reduce(start, "max").wait()
-    nap(start.item() - time.monotonic())
+    time.sleep(max(0.0, start.item() - time.monotonic()))
 
 
 def ping_pong(comm: ProcessComm) -> list[float]:
@@ -309,7 +319,7 @@ def ping_pong(comm: ProcessComm) -> list[float]:
         if comm.rank == 1:
             comm.channels[other].recv(value).wait()
         before = time.monotonic()
-        nap(PAUSE_S)
+        time.sleep(PAUSE_S)
         slept = torch.full(SHAPE, time.monotonic() - before)
         begin = time.monotonic()
         sent = comm.channels[mine].send(slept)
@@ -475,9 +485,16 @@ def verdict(rows: Sequence[Row], target: float) -> str:
 
 
 def to_json(rows: Sequence[Row], args: argparse.Namespace) -> dict[str, Any]:
-    return {"machine": machine(), "settings": {key: value for key, value in vars(args).items() if key != "json"},
+    return {"machine": machine(), "settings": {key: value for key, value in vars(args).items() if key not in ("json", "markdown")},
             "rows": [{**row.case._asdict(), "transfer_s": row.transfer_s, "ideal_s": row.ideal_s,
                       "threed": row.threed._asdict(), "torch": row.torch._asdict() if row.torch else None} for row in rows]}
+
+
+def markdown_head(rows: Sequence[Row], argv: Sequence[str]) -> str:
+    loads = " ".join(f"{load:.1f}" for load in os.getloadavg())
+    return (f"# The executor alone\n\n`python bench/pipeline.py {' '.join(argv)}`, {time.strftime('%Y-%m-%d')}. {machine()}; load "
+            f"average at the end {loads}. A message took {1e3 * median(row.transfer_s for row in rows):.2f} ms.\n"
+            "What the columns are is in [../README.md](../README.md).\n")
 
 
 def machine() -> str:
@@ -500,6 +517,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--target", type=float, default=1.03, help="most that step / simulated may be (default: 1.03)")
     parser.add_argument("--quick", action="store_true", help="p=4, m=8, one step")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers here too")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table here too, with the machine and the command")
     args = parser.parse_args(argv)
     if args.quick:
         args.p, args.m, args.repeat = [4], [8], 1
@@ -521,7 +539,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             theirs = f", torch {_ms(row.torch.step_s)} ({row.torch.ratio:.3f})" if row.torch else ""
             print(f"{time.monotonic() - begin:4.0f} s  {row.case}: {_ms(row.threed.step_s)} ms, {row.threed.ratio:.3f} of simulated"
                   f"{theirs}; a message {1e3 * row.transfer_s:.2f} ms", file=sys.stderr, flush=True)
-    print(f"{table_text(rows)}\n\n{verdict(rows, args.target)}")
+    text = f"{table_text(rows)}\n\n{verdict(rows, args.target)}\n"
+    print(text, end="")
+    if args.markdown:
+        args.markdown.write_text(f"{markdown_head(rows, argv or sys.argv[1:])}\n{text}")
     if args.json:
         args.json.write_text(json.dumps(to_json(rows, args), indent=1, default=str) + "\n")
 

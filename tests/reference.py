@@ -10,10 +10,9 @@ from collections import Counter
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from threed.engine.loopback import ThreadGroup, World
+from threed.engine.loopback import ThreadGroup, World, initialized
 from threed.mesh import Mesh
 from threed.models.gpt import Batch, Context, build_layer, parameter_names
 from threed.models.spec import layers, tied_parameter
@@ -41,8 +40,11 @@ def tokens_of(config: Config, step: int) -> torch.Tensor:
 
 
 def run(config: Config, steps: int) -> Result:
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with initialized():
+        return _run(config, steps)
+
+
+def _run(config: Config, steps: int) -> Result:
     model, dtype = config.model, DTYPES[config.precision.dtype]
     alone = ThreadGroup("tp", (0,), 0, Counter(), World(Mesh()))
     context = Context(model, alone, False, dtype, WeightGrads())

@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 import psutil
-import torch.distributed as dist
 
 
 class Run:
@@ -65,8 +64,6 @@ def _body(log: Path, argv: tuple[str, ...], env: dict[str, str]) -> None:
     sys.argv = ["threed", *argv]
     from threed.cli import main
 
-    if dist.is_initialized():  # by loopback tests before the fork
-        dist.destroy_process_group()
     try:
         main()
     except SystemExit as error:

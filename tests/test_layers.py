@@ -2,7 +2,7 @@
 
     6  train; then launcher; then cli           words in, run out
     5  engine | predict | checkpoint | monitor  read a plan: do it, time it, save it, measure it
-    4  planner; */run, zero/state, zero/optimizer
+    4  */run, zero/state, zero/optimizer; then predict/, planner (no torch)
     3  */plan, */shard, pipeline/orders|split   passes: program -> program              (no torch)
     2  program/                                 the heart                               (no torch); then slots
     1  comm; then tensor/, data/; then models/gpt
@@ -27,7 +27,7 @@ LAYERS = {
     "comm": 1, "tensor.": 1.2, "data.": 1.2, "models.gpt": 1.5,
     "program.": 2, "slots": 2.5,
     "pipeline.": 3, "zero.": 3, "activation.": 3, "offload.": 3,
-    "planner": 4, "pipeline.run": 4, "zero.run": 4, "zero.state": 4, "zero.optimizer": 4, "activation.run": 4,
+    "planner": 4.6, "pipeline.run": 4, "zero.run": 4, "zero.state": 4, "zero.optimizer": 4, "activation.run": 4,
     "offload.run": 4, "offload.tiers": 4,
     "predict.": 4.5, "engine.": 5, "checkpoint.": 5, "monitor.": 5,
     "train": 6, "launcher": 6.2, "cli": 6.5,

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 TIMEOUT_S = 120.0
 
@@ -52,8 +51,6 @@ class Workers:
 
 def _serve(rank: int, pipe: Any) -> None:
     torch.set_num_threads(1)
-    if dist.is_initialized():  # by loopback tests before the fork
-        dist.destroy_process_group()
     while True:
         work, path, args = pipe.recv()
         try:

@@ -21,7 +21,10 @@ from threed.pipeline.file import read_order
 from threed.pipeline.orders import SCHEDULES, Order, forward_only, line
 from threed.pipeline.plan import communicate, expand
 from threed.pipeline.split import split_layers, split_units
+from threed.predict.cost import load_costs
+from threed.predict.simulate import cost_of
 from threed.program.check import check
+from threed.program.instruction import Instruction, Op
 from threed.program.summary import stages
 from threed.program.table import ComputeUnit, ParameterUnit, Plan, Table, ring
 from threed.quantity import show_bytes
@@ -93,14 +96,28 @@ def _plan(config: Config, pipeline: Pipeline) -> Plan:
 
 
 def _times(config: Config, place: tuple[int, ...]) -> Times | None:
-    """Analytic times of each stage, in FLOPs; None where there are more stages than units."""
+    """Times of each stage; None where there are more stages than units."""
     if len(place) > num_units(config):
         return None
     table = make_table(config, place)
-    work = [0.0] * len(place)
-    for unit in table.units:
-        work[unit.stage] += unit.forward_flops + 1.0
-    return Times(work, work, work)
+    found = Times([0.0] * len(place), [0.0] * len(place), [0.0] * len(place))
+    for unit, parts in zip(table.units, unit_costs(config), strict=True):
+        for times, part in zip((found.forward, found.input, found.weight), parts, strict=True):
+            times[unit.stage] += part
+    return found
+
+
+def unit_costs(config: Config) -> list[tuple[float, float, float]]:
+    """Forward, input half and weights' half of each unit: seconds as measured by the run `parallel.costs`, or FLOPs."""
+    model_layers = layers(config.model)
+    runs = split_layers(config.model.layers, config.parallel.layers_per_unit)
+    if config.parallel.costs is None:  # + 1: even a layer without products takes its turn
+        work = [sum(layer.forward_flops for layer in model_layers[first:stop]) + 1.0 for first, stop in runs]
+        return [(flops, flops, flops) for flops in work]
+    measured = cost_of(load_costs(config.parallel.costs))
+    forward, first_half, second_half = ([measured(0, Instruction(op, unit, 0)) for unit in range(len(runs))]
+                              for op in (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT))
+    return list(zip(forward, first_half, second_half, strict=True))
 
 
 def _limit(config: Config) -> float | None:
@@ -159,10 +176,15 @@ def make_table(config: Config, place: tuple[int, ...]) -> Table:
     """Units, stages, sizes and traffic of a config whose stages are at the positions `place`."""
     model_layers, parallel = layers(config.model), config.parallel
     runs = split_layers(config.model.layers, parallel.layers_per_unit)
-    costs = [sum(layer.forward_flops for layer in model_layers[first:stop]) for first, stop in runs]
+    costs = [sum(parts) for parts in unit_costs(config)]
     if len(place) > len(runs) or (parallel.stage_units is not None and len(parallel.stage_units) != len(place)):
         raise InputError(f"parallel.schedule={parallel.schedule} has {len(place)} stages; the model has {len(runs)} units, and "
                          f"parallel.stage_units={parallel.stage_units}")
+    ends = {place[0], place[-1]}
+    if config.model.tie_embeddings and not (place[0] == 0 and place[-1] in (0, parallel.pp - 1)):
+        raise InputError(f"parallel.schedule={parallel.schedule} has the embedding on position {place[0]} and the head on "
+                         f"{place[-1]}; tied embeddings need them on the first position and on the first or the last: number the "
+                         "rows so, or set model.tie_embeddings=false")
     sizes = parallel.stage_units or split_units(costs, len(place))
     stage_of = [stage for stage, size in enumerate(sizes) for _ in range(size)]
     tied = len(runs)
@@ -172,8 +194,7 @@ def make_table(config: Config, place: tuple[int, ...]) -> Table:
                   for index, (first, stop) in enumerate(runs))
     parameters = {}
     for index, laid in layouts(config).items():
-        ends = (place[stage_of[0]], place[stage_of[-1]])
-        positions = tuple(sorted(set(ends))) if index == tied else (place[stage_of[index]],)
+        positions = tuple(sorted(ends)) if index == tied else (place[stage_of[index]],)
         groups = zero.reductions(laid.replicated, parallel.sequence_parallel, len(positions) > 1)
         name = "tied embedding" if index == tied else units[index].name
         parameters[index] = ParameterUnit(name, positions, laid.numel, laid.padding, laid.replicated, groups)

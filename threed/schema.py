@@ -65,6 +65,7 @@ class ParallelConfig:
     sequence_parallel: bool = False
     axis_order: str = "pp-dp-tp"  # outermost first; neighbours on the last axis are neighbouring ranks
     layers_per_unit: int = 1  # transformer blocks a unit
+    costs: str | None = None  # measured costs, a run's folder: stages are balanced and auto searches by them; null: by FLOPs
     stage_units: list[int] | None = None  # units of each stage, first to last; None: balanced by cost
 
 

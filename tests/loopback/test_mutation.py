@@ -11,6 +11,7 @@ import difflib
 import random
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -63,6 +64,7 @@ CASES = {
     "zb-v": Case(400, 2, 3, others=("parallel.schedule=zb-v",)),
     "zb-v-sequence-parallel": Case(200, 2, 2, tp=2, others=("parallel.schedule=zb-v", "parallel.sequence_parallel=true")),
     "dualpipe-v": Case(300, 2, 4, others=("parallel.schedule=dualpipe-v",)),
+    "file": Case(300, 2, 2, others=(f"parallel.schedule=file:{Path(__file__).with_name('order.csv')}", UNTIED)),
     "auto": Case(300, 2, 4, others=("parallel.schedule=auto", "parallel.activation_limit=1.5x")),
 }
 

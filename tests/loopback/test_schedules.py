@@ -7,9 +7,12 @@ import random
 
 import pytest
 
-from tests.harness import assert_parity, loopback, schedule_config
+from tests.harness import assert_parity, loopback, schedule_config, tiny
 from threed.errors import InputError
-from threed.pipeline.orders import SCHEDULES
+from threed.pipeline.orders import SCHEDULES, Task, needs
+from threed.planner import make_table
+from threed.predict.cost import save_costs
+from threed.program.instruction import Op
 
 NAMES = [*SCHEDULES, "auto"]
 PRODUCT = list(itertools.product(NAMES, (2, 4, 8), (1, 2), (0, 1), ("1", "2", "p", "p+1", "2p", "3p+1")))
@@ -85,3 +88,47 @@ def test_file(tmp_path, references):
         (tmp_path / "broken.csv").write_text("\n".join(",".join(row) for row in broken))
         with pytest.raises(Exception, match=words):
             loopback(schedule_config(f"file:{tmp_path / 'broken'}.csv", 2, 1, 1, "2"))
+
+
+def random_order(p: int, m: int, v: int, rng: random.Random) -> list[list[str]]:
+    """Any order that can run: tasks that are ready, at random, each backward whole or in halves."""
+    place = [stage % p for stage in range(p * v)]
+    rng.shuffle(place)
+    waiting = [Task(kind, stage, k) for stage in range(p * v) for k in range(m)
+               for kind in (("F", "B") if rng.random() < 0.5 else ("F", "I", "W"))]
+    done: set[Task] = set()
+    rows: list[list[str]] = [[] for _ in range(p)]
+    while waiting:
+        task = rng.choice([t for t in waiting if all(need in done for need in needs(t, p * v - 1))])
+        waiting.remove(task)
+        done.add(task._replace(kind="I") if task.kind == "B" else task)
+        rows[place[task.stage]].append(f"{task.kind}{task.stage}.{task.microbatch}")
+    return rows
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_files(seed, tmp_path, references):
+    """Any order that can run, stages anywhere, trains as the reference does."""
+    rng = random.Random(seed)
+    p, m, v = rng.choice(((2, 3, 1), (2, 2, 2), (3, 4, 1), (2, 4, 3), (4, 3, 1)))
+    path = tmp_path / "order.csv"
+    path.write_text("\n".join(",".join(row) for row in random_order(p, m, v, rng)))
+    config = schedule_config(f"file:{path}", p, 1, rng.choice((0, 1)), str(m), "model.layers=6",
+                             "model.tie_embeddings=false")
+    assert_parity(loopback(config, 3), references(config, 3))
+
+
+def test_tied_embeddings_in_a_file(tmp_path):
+    """The two ends of a tied embedding meet in a group of the first and the last position: elsewhere it is refused."""
+    (tmp_path / "order.csv").write_text("F1.0,B1.0\nF0.0,B0.0\n")
+    with pytest.raises(InputError, match="embedding on position 1 and the head on 0; tied embeddings need"):
+        loopback(schedule_config(f"file:{tmp_path / 'order.csv'}", 2, 1, 1, "1"))
+
+
+def test_measured_costs(tmp_path):
+    """Stages are balanced by a run's measured costs where it is given: here the first blocks are slow."""
+    costs = {(0, op, unit): 10.0 if unit < 3 else 1.0 for unit in range(8) for op in (Op.FORWARD, Op.BACKWARD)}
+    save_costs(tmp_path / "costs.json", costs, "any", 1)
+    by_flops, measured = (make_table(tiny("parallel.pp=2", *others), (0, 1))
+                          for others in ((), (f"parallel.costs={tmp_path}",)))
+    assert [table.units_of(0) for table in (by_flops, measured)] == [[0, 1, 2, 3], [0, 1]]

@@ -6,10 +6,9 @@ from collections import Counter
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from threed.config import load
-from threed.engine.loopback import ThreadGroup, World
+from threed.engine.loopback import ThreadGroup, World, initialized
 from threed.mesh import Mesh
 from threed.models.gpt import Context, build_layer, parameter_names
 from threed.models.spec import layers, tied_parameter
@@ -28,13 +27,12 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 def test_modules_match_their_spec(name, tp):
     """A parameter that the plan does not know is never reduced nor stepped; a shape that differs breaks its buffer."""
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     model = load(None, ["model.layers=2", f"parallel.tp={tp}", *MODELS[name]]).model
     group = ThreadGroup("tp", range(tp), tp - 1, Counter(), World(Mesh(tp=tp)))
     tied = tied_parameter(model)
     for index, layer in enumerate(layers(model)):
-        module = build_layer(index, Context(model, group, False, torch.float32, WeightGrads()))
+        with initialized():
+            module = build_layer(index, Context(model, group, False, torch.float32, WeightGrads()))
         names = parameter_names(index, module, model)
         found = {names[inside]: tuple(p.shape) for inside, p in module.named_parameters()}
         specified = {p.name: p.module_shape(tp) for p in layer.parameters}

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -148,10 +149,22 @@ class ThreadComm(Comm):
         return self._world.take(key, self.mesh.size)
 
 
+@contextmanager
+def initialized() -> Iterator[None]:
+    """torch.distributed with this process alone, for as long as layers are made: megatron-core asks a group for its size only
+    where torch.distributed is there. Taken down after, since a process that forks must not have gloo's threads."""
+    if dist.is_initialized():
+        yield
+        return
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
 def run_loopback(config: Config, plan: Plan, mesh: Mesh, work: Callable[[Comm], Any]) -> list[Any]:
     """Call `work` with each rank's comm, each on its own thread; results by rank. The first failure is raised."""
-    if not dist.is_initialized():  # megatron-core asks a group for its size only where torch.distributed is there
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     world = World(mesh)
     pairs = channel_pairs(plan)
     results: list[Any] = [None] * mesh.size
@@ -162,11 +175,12 @@ def run_loopback(config: Config, plan: Plan, mesh: Mesh, work: Callable[[Comm], 
         except BaseException as error:
             world.fail(error)
 
-    threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(mesh.size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with initialized():
+        threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(mesh.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     if world.failure is not None:
         raise world.failure
     return results

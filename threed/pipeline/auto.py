@@ -22,9 +22,9 @@ WORTH = (0.0, 0.1, 0.25, 0.5, 1.0)  # shares of a weights' half: shorter waits a
 class Times:
     """Seconds of one stage's forward, input half and weights' half, by stage; and of a message between positions."""
 
-    forward: Sequence[float]
-    input: Sequence[float]
-    weight: Sequence[float]
+    forward: list[float]
+    input: list[float]
+    weight: list[float]
     message: float = 0.0
 
     def of(self, task: Task) -> float:

@@ -269,6 +269,7 @@ class Results(NamedTuple):
     threed: list[Ran]
     torch: list[Ran]
     transfers: list[float]  # seconds of a message, by round of ping-pong; of rank 0 alone
+    cpu_s: float  # processor time that the rank used
 
 
 def serve(rank: int, store: str, cases: Sequence[Case], times: Times, repeat: int, pipe: Any) -> None:
@@ -288,9 +289,10 @@ def serve(rank: int, store: str, cases: Sequence[Case], times: Times, repeat: in
 def measure(case: Case, times: Times, repeat: int, comm: ProcessComm, opened: set[tuple[int, int, str]]) -> Results:
     """Steps of threed and of torch by turns, after one of each without sleeps, not counted, for what is set up at
     first use."""
+    used = time.process_time()
     ours = Threed(case, times, comm, opened)
     peers = Torch(case, times, comm.rank) if case.schedule in PEERS else None
-    results = Results([], [], ping_pong(comm))
+    results = Results([], [], ping_pong(comm), 0.0)
     for number in range(1 + repeat):
         nap.on = number > 0
         start_together(comm)
@@ -298,7 +300,7 @@ def measure(case: Case, times: Times, repeat: int, comm: ProcessComm, opened: se
         if peers is not None:
             start_together(comm)
             results.torch.append(peers.step())
-    return Results(results.threed[1:], results.torch[1:], results.transfers)
+    return Results(results.threed[1:], results.torch[1:], results.transfers, time.process_time() - used)
 
 
 def start_together(comm: ProcessComm) -> None:
@@ -375,13 +377,13 @@ def simulate_torch(case: Case, ranks: Sequence[Ran], transfer_s: float) -> tuple
 
 
 class Side(NamedTuple):
-    """One executor in one case: medians over the steps, in seconds, and ratios as medians of the steps' own."""
+    """One executor in one case: medians over the steps. A ratio is of a step to its own simulation."""
 
     step_s: float
     simulated_s: float
     ratio: float
-    from_means_s: float
-    ratio_to_means: float
+    best_ratio: float
+    ratio_to_means: float  # to the simulation from mean times by position, op and unit
     steps_s: list[float]
 
 
@@ -391,17 +393,19 @@ class Row(NamedTuple):
     ideal_s: float
     threed: Side
     torch: Side | None
+    others: float  # share of the machine's processors that was busy with other work
 
 
 def side(steps: Sequence[Sequence[Ran]], simulated: Callable[[Sequence[Ran]], tuple[float, float]]) -> Side:
     """`steps[step][rank]`. A step begins with the first rank and ends with the last."""
     took = [max(ran.end for ran in ranks) - min(ran.begin for ran in ranks) for ranks in steps]
     own, means = zip(*map(simulated, steps))
-    return Side(median(took), median(own), median(t / s for t, s in zip(took, own)), median(means),
-                median(t / s for t, s in zip(took, means)), took)
+    ratios = [t / s for t, s in zip(took, own)]
+    return Side(median(took), median(own), median(ratios), min(ratios), median(t / s for t, s in zip(took, means)), took)
 
 
-def sum_up(case: Case, times: Times, ranks: Sequence[Results]) -> Row:
+def sum_up(case: Case, times: Times, ranks: Sequence[Results], busy: tuple[float, float]) -> Row:
+    """`busy`: processor seconds that the machine used in the meantime, and that it had."""
     transfer_s = median(ranks[0].transfers)
     _, plan = make_case(case)
     share = times.over(case.v * case.units)
@@ -412,7 +416,8 @@ def sum_up(case: Case, times: Times, ranks: Sequence[Results]) -> Row:
     ours = side(list(zip(*(rank.threed for rank in ranks))), lambda each: simulate_threed(plan, each, transfer_s))
     peers = side(list(zip(*(rank.torch for rank in ranks))), lambda each: simulate_torch(case, each, transfer_s)) \
         if ranks[0].torch else None
-    return Row(case, transfer_s, simulate(programs, plan.table, plan.table.seam, exact, 0.0), ours, peers)
+    return Row(case, transfer_s, simulate(programs, plan.table, plan.table.seam, exact, 0.0), ours, peers,
+               max(0.0, busy[0] - sum(rank.cpu_s for rank in ranks)) / max(busy[1], 1e-9))
 
 
 def run(cases: Sequence[Case], times: Times, repeat: int) -> Iterator[Row]:
@@ -430,11 +435,24 @@ def run(cases: Sequence[Case], times: Times, repeat: int) -> Iterator[Row]:
                 pipes.append(ours)
                 processes.append(process)
             for case in cases:
-                yield sum_up(case, times, [_answer(rank, pipe) for rank, pipe in enumerate(pipes)])
+                before = processors()
+                ranks = [_answer(rank, pipe) for rank, pipe in enumerate(pipes)]
+                busy = [now - then for now, then in zip(processors(), before)]
+                yield sum_up(case, times, ranks, (busy[0], busy[1]))
         finally:
             for process in processes:
                 process.kill()
                 process.join()
+
+
+def processors() -> tuple[float, float]:
+    """Seconds since boot, over all processors: at work, and at work or idle. (0, 0) where the system does not say."""
+    try:
+        fields = [int(text) for text in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    except (OSError, ValueError):
+        return 0.0, 0.0
+    tick = os.sysconf("SC_CLK_TCK")
+    return (sum(fields) - fields[3] - fields[4]) / tick, sum(fields) / tick  # the fourth and fifth are idle and iowait
 
 
 def _answer(rank: int, pipe: Any) -> Results:
@@ -449,16 +467,17 @@ def _answer(rank: int, pipe: Any) -> Results:
     return found
 
 
-HEAD = ("schedule", "p", "m", "ideal ms", "threed ms", "simulated ms", "ratio", "from means", "torch ms", "torch's ratio",
-        "threed / torch")
+HEAD = ("schedule", "p", "m", "ideal ms", "threed ms", "simulated ms", "ratio", "best", "torch ms", "torch's ratio", "best",
+        "threed / torch", "others")
 
 
 def cells(row: Row) -> list[str]:
     case, ours, peers = row.case, row.threed, row.torch
     name = f"{case.schedule} (v={case.v})" if case.v > 1 else case.schedule
+    theirs = [_ms(peers.step_s), f"{peers.ratio:.3f}", f"{peers.best_ratio:.3f}", f"{ours.step_s / peers.step_s:.3f}"] \
+        if peers else ["-"] * 4
     return [name, str(case.p), str(case.m), _ms(row.ideal_s), _ms(ours.step_s), _ms(ours.simulated_s), f"{ours.ratio:.3f}",
-            f"{ours.ratio_to_means:.3f}", *([_ms(peers.step_s), f"{peers.ratio:.3f}", f"{ours.step_s / peers.step_s:.3f}"]
-                                            if peers else ["-"] * 3)]
+            f"{ours.best_ratio:.3f}", *theirs, f"{row.others:.0%}"]
 
 
 def _ms(seconds: float) -> str:
@@ -479,22 +498,23 @@ def verdict(rows: Sequence[Row], target: float) -> str:
     behind = [f"{row.case} ({row.threed.step_s / row.torch.step_s:.3f})" for row in rows
               if row.torch and row.threed.step_s >= row.torch.step_s]
     compared = sum(row.torch is not None for row in rows)
-    return (f"threed within {target} of its simulation: {len(rows) - len(slow)} of {len(rows)}"
-            + (f"; missed: {', '.join(slow)}" if slow else "")
-            + f"\nthreed below torch: {compared - len(behind)} of {compared}" + (f"; missed: {', '.join(behind)}" if behind else ""))
+    return "\n".join(f"{what}: {total - len(missed)} of {total}" + (f"; missed: {', '.join(missed)}" if missed else "")
+                     for what, total, missed in ((f"threed within {target} of its simulation", len(rows), slow),
+                                                 ("threed below torch", compared, behind)))
 
 
 def to_json(rows: Sequence[Row], args: argparse.Namespace) -> dict[str, Any]:
-    return {"machine": machine(), "settings": {key: value for key, value in vars(args).items() if key not in ("json", "markdown")},
+    settings = {key: value for key, value in vars(args).items() if key not in ("json", "markdown")}
+    return {"machine": machine(), "settings": settings,
             "rows": [{**row.case._asdict(), "transfer_s": row.transfer_s, "ideal_s": row.ideal_s,
+                      "others": row.others,
                       "threed": row.threed._asdict(), "torch": row.torch._asdict() if row.torch else None} for row in rows]}
 
 
 def markdown_head(rows: Sequence[Row], argv: Sequence[str]) -> str:
-    loads = " ".join(f"{load:.1f}" for load in os.getloadavg())
-    return (f"# The executor alone\n\n`python bench/pipeline.py {' '.join(argv)}`, {time.strftime('%Y-%m-%d')}. {machine()}; load "
-            f"average at the end {loads}. A message took {1e3 * median(row.transfer_s for row in rows):.2f} ms.\n"
-            "What the columns are is in [../README.md](../README.md).\n")
+    message_ms = 1e3 * median(row.transfer_s for row in rows)
+    return (f"# The executor alone\n\n`python bench/pipeline.py {' '.join(argv)}`, {time.strftime('%Y-%m-%d')}. {machine()}; "
+            f"a message took {message_ms:.2f} ms.\nWhat the columns are is in [../README.md](../README.md).\n")
 
 
 def machine() -> str:
@@ -502,7 +522,7 @@ def machine() -> str:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n    python")[0],
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n    python")[0],
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schedule", nargs="+", metavar="NAME", choices=SCHEDULES, default=list(PEERS),
                         help=f"of {', '.join(SCHEDULES)}; those torch lacks are run without it (default: {' '.join(PEERS)})")
@@ -517,7 +537,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--target", type=float, default=1.03, help="most that step / simulated may be (default: 1.03)")
     parser.add_argument("--quick", action="store_true", help="p=4, m=8, one step")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers here too")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table here too, with the machine and the command")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table here too, and how it was made")
     args = parser.parse_args(argv)
     if args.quick:
         args.p, args.m, args.repeat = [4], [8], 1
@@ -537,8 +557,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         for row in run(cases, times, args.repeat):
             rows.append(row)
             theirs = f", torch {_ms(row.torch.step_s)} ({row.torch.ratio:.3f})" if row.torch else ""
-            print(f"{time.monotonic() - begin:4.0f} s  {row.case}: {_ms(row.threed.step_s)} ms, {row.threed.ratio:.3f} of simulated"
-                  f"{theirs}; a message {1e3 * row.transfer_s:.2f} ms", file=sys.stderr, flush=True)
+            print(f"{time.monotonic() - begin:4.0f} s  {row.case}: {_ms(row.threed.step_s)} ms, {row.threed.ratio:.3f} of its "
+                  f"simulation{theirs}; a message {1e3 * row.transfer_s:.2f} ms, others {row.others:.0%}", file=sys.stderr, flush=True)
     text = f"{table_text(rows)}\n\n{verdict(rows, args.target)}\n"
     print(text, end="")
     if args.markdown:

@@ -71,25 +71,39 @@ def units(plan: Plan) -> str:
 
 
 def svg(programs: Sequence[Sequence[Instruction]], when: Walk, title: str) -> str:
-    """A timeline: a row a position, colours by op, shades and numbers by micro-batch."""
-    total = when.total_s or 1.0
-    scale, row = 1000 / total, 26
+    """A timeline: a row a position, colours by op, shades and numbers by micro-batch. Units that run one after the other for
+    one micro-batch are drawn as one."""
+    scale, row = 1000 / (when.total_s or 1.0), 26
     height = row * len(programs) + 40
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="1080" height="{height}" font-family="sans-serif" '
              f'font-size="10">', f'<text x="8" y="16" font-size="12">{escape(title)}</text>']
     for position, program in enumerate(programs):
         y = 26 + row * position
         parts.append(f'<text x="8" y="{y + 15}">pp{position}</text>')
-        for index, instruction in enumerate(program):
-            first, last = when.start[position][index], when.end[position][index]
-            if instruction.op not in _COLORS or last <= first:
-                continue
-            shade = 0.6 + 0.4 * (instruction.microbatch % 2)
+        for op, microbatch, first, last, name in _blocks(program, when.start[position], when.end[position]):
             x, width = 50 + first * scale, (last - first) * scale
-            parts.append(f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{row - 4}" '
-                         f'fill="{_COLORS[instruction.op]}" fill-opacity="{shade:.1f}" stroke="#fff" stroke-width="0.4">'
-                         f"<title>{escape(str(instruction))}</title></rect>")
-            if instruction.microbatch >= 0 and width > 9:
-                parts.append(f'<text x="{x + width / 2:.1f}" y="{y + 15}" fill="#fff" text-anchor="middle">'
-                             f"{instruction.microbatch}</text>")
+            parts.append(f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{row - 4}" fill="{_COLORS[op]}" '
+                         f'fill-opacity="{0.6 + 0.4 * (microbatch % 2):.1f}" stroke="#fff" stroke-width="0.6">'
+                         f"<title>{escape(name)}</title></rect>")
+            if microbatch >= 0 and width > 9:
+                parts.append(f'<text x="{x + width / 2:.1f}" y="{y + 15}" fill="#fff" text-anchor="middle">{microbatch}</text>')
     return "\n".join([*parts, "</svg>", ""])
+
+
+def _blocks(program: Sequence[Instruction], start: Sequence[float],
+            end: Sequence[float]) -> list[tuple[Op, int, float, float, str]]:
+    """(op, micro-batch, start, end, name) of what to draw: neighbours of one op, one micro-batch and adjoining units joined."""
+    blocks: list[tuple[Op, int, float, float, str]] = []
+    previous = Instruction(Op.CLIP)
+    for instruction, first, last in zip(program, start, end, strict=True):
+        if instruction.op not in _COLORS or last <= first:
+            continue
+        joins = ((previous.op, previous.microbatch) == (instruction.op, instruction.microbatch)
+                 and abs(previous.unit - instruction.unit) == 1 and first - blocks[-1][3] < 0.1 * (last - first)) if blocks else False
+        if joins:
+            op, microbatch, begin, _, name = blocks[-1]
+            blocks[-1] = (op, microbatch, begin, last, f"{name.split(' to ')[0]} to u{instruction.unit}")
+        else:
+            blocks.append((instruction.op, instruction.microbatch, first, last, str(instruction)))
+        previous = instruction
+    return blocks

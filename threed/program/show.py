@@ -98,9 +98,8 @@ def _blocks(program: Sequence[Instruction], start: Sequence[float],
     for instruction, first, last in zip(program, start, end, strict=True):
         if instruction.op not in _COLORS or last <= first:
             continue
-        joins = ((previous.op, previous.microbatch) == (instruction.op, instruction.microbatch)
-                 and abs(previous.unit - instruction.unit) == 1 and first - blocks[-1][3] < 0.1 * (last - first)) if blocks else False
-        if joins:
+        alike = (previous.op, previous.microbatch) == (instruction.op, instruction.microbatch)
+        if alike and abs(previous.unit - instruction.unit) == 1 and first - blocks[-1][3] < 0.1 * (last - first):
             op, microbatch, begin, _, name = blocks[-1]
             blocks[-1] = (op, microbatch, begin, last, f"{name.split(' to ')[0]} to u{instruction.unit}")
         else:

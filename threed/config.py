@@ -277,12 +277,10 @@ def _check_parallel(config: Config, world_size: int | None) -> list[str]:
     parallel = config.parallel
     problems = []
     others = parallel.tp * parallel.pp
-    if world_size is not None and world_size % others:
-        problems.append(f"the world size {world_size} is not divisible by parallel.tp={parallel.tp} x pp={parallel.pp} = "
-                        f"{others}")
-    elif world_size is not None and config.world_size != world_size:
+    if world_size is not None and config.world_size != world_size:
+        divides = f", which tp x pp = {others} does not divide" if world_size % others else ""
         problems.append(f"parallel.dp={config.dp} x tp={parallel.tp} x pp={parallel.pp} = {config.world_size} processes, "
-                        f"but the world size is {world_size}")
+                        f"but the world size is {world_size}{divides}")
     problems += _check_schedule_shape(config)
     units = num_units(config)
     if config.num_stages > units:

@@ -80,7 +80,7 @@ def test_not_in_this_version(key, values):
 def test_world_size():
     """Degrees that do not multiply to the processes that are there would hang at the first collective."""
     problem = one("parallel.dp=2", "parallel.tp=2", "parallel.pp=2", world_size=6)
-    assert problem == "parallel.dp=2 x tp=2 x pp=2 = 8 processes, but the world size is 6"
+    assert problem == "parallel.dp=2 x tp=2 x pp=2 = 8 processes, but the world size is 6, which tp x pp = 4 does not divide"
     assert "= 6 processes, but the world size is 8" in one("parallel.tp=3", "parallel.dp=auto", "model.heads=6",
                                                             "model.hidden=96", "model.vocab_multiple=96", world_size=8)
 

@@ -86,7 +86,7 @@ def drive(config: Config, engine: Engine, comm: Comm, steps: int):
         losses.append(clipped.loss)
         norms.append(clipped.grad_norm)
         engine.after = None
-    weights = {unit: state.master.clone() for unit, state in engine.states.items()}
+    weights = {unit: state.weights.clone() for unit, state in engine.states.items()}
     places = {unit: (state.owned, state.layout) for unit, state in engine.states.items()}
     return losses, norms, grads, weights, places, comm.here, dict(comm.sent)
 

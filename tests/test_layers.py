@@ -23,11 +23,12 @@ ROOT = Path(__file__).parents[1]
 # Module, or folder with a dot at its end -> layer. The longest match counts. Fractions: the order inside a layer.
 LAYERS = {
     "errors": 0, "models": 0, "quantity": 0.2, "models.registry": 0.2,
-    "schema": 0.5, "mesh": 0.5, "models.spec": 0.6, "config": 0.6,
+    "schema": 0.5, "synonyms": 0.2, "mesh": 0.5, "models.spec": 0.6, "contract": 0.6, "validate": 0.7, "config": 0.8,
     "comm": 1, "tensor.": 1.2, "data.": 1.2, "models.gpt": 1.5,
     "program.": 2, "slots": 2.5,
     "pipeline.": 3, "zero.": 3, "activation.": 3, "offload.": 3,
-    "planner": 4.6, "pipeline.run": 4, "zero.run": 4, "zero.state": 4, "zero.optimizer": 4, "activation.run": 4,
+    "planner": 4.6, "pipeline.run": 4, "zero.run": 4, "zero.state": 4, "zero.optimizer": 4, "zero.buffers": 4,
+    "activation.run": 4,
     "offload.run": 4, "offload.tiers": 4,
     "predict.": 4.5, "engine.": 5, "checkpoint.": 5, "monitor.": 5,
     "train": 6, "launcher": 6.2, "cli": 6.5,

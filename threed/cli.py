@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from threed import __version__
+from threed import __version__, validate
 from threed import config as configs
 from threed.errors import ConfigError, InputError, ThreedError
 from threed.planner import make_mesh, make_plan
@@ -111,7 +111,7 @@ def check(config: ConfigPath, overrides: Overrides = None, as_json: Json = False
         _print_json({"ok": False, "problems": problems})
         raise typer.Exit(error.status) from None
     rows = stages(plan)
-    lines = configs.warnings(loaded)
+    lines = validate.warnings(loaded)
     if as_json:
         _print_json({"ok": True, "world_size": loaded.world_size, "instructions": len(plan), "digest": plan.digest,
                      "warnings": lines, "stages": rows})
@@ -161,7 +161,7 @@ def predict(config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help
             raise InputError("give a CONFIG, or --schedule NAME for a bare pipeline; threed predict --help shows both")
         limit = None
         if activation_limit is not None:
-            multiple, size = configs.parse_limit(activation_limit)
+            multiple, size = validate.parse_limit(activation_limit)
             if multiple is None:
                 raise InputError(f"--activation-limit {activation_limit}: a bare pipeline has no sizes ({size} bytes of what?); "
                                  "give a multiple of 1F1B's peak such as 2x, or a CONFIG")

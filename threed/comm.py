@@ -12,10 +12,13 @@ implementation, over threads.
 from __future__ import annotations
 
 import datetime
+import queue
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -45,6 +48,65 @@ class Handle:
         return self._wait is None or (self._done is not None and self._done())
 
 
+class Lane:
+    """A queue of work beside the computation: jobs run one after the other, in the order in which they were submitted.
+
+    This one has nobody to wait for, and runs a job at once.
+    """
+
+    def submit(self, job: Callable[[], None]) -> Handle:
+        """Run a job, which may wait for communication, after those before it. It sees what was computed before this call."""
+        job()
+        return Handle(None)
+
+    def close(self) -> None:
+        """No more jobs."""
+
+
+class ThreadLane(Lane):
+    """A thread. What fails in a job is raised where somebody waits for it."""
+
+    def __init__(self, name: str):
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = queue.SimpleQueue()
+        # A daemon: a job may hang with the rank that it talks to, and must not keep the process.
+        threading.Thread(target=self._work, name=name, daemon=True).start()
+
+    def _work(self) -> None:
+        with torch.no_grad():
+            while (entry := self._jobs.get()) is not None:
+                job, future = entry
+                try:
+                    job()
+                except BaseException as error:
+                    future.set_exception(error)
+                else:
+                    future.set_result(None)
+                del entry, job, future  # whatever they hold, not until the next one comes
+
+    def submit(self, job: Callable[[], None]) -> Handle:
+        future: Future[None] = Future()
+        self._jobs.put((job, future))
+        return Handle(future.result, (), future.done)
+
+    def close(self) -> None:
+        self._jobs.put(None)
+
+
+class StreamLane(Lane):
+    """A CUDA stream. A job is issued at once and runs when what was issued before it on the current stream has."""
+
+    def __init__(self, device: torch.device):
+        self._stream = torch.cuda.Stream(device)
+
+    def submit(self, job: Callable[[], None]) -> Handle:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            job()
+            event = torch.cuda.Event()
+            event.record()
+        return Handle(lambda: torch.cuda.current_stream().wait_event(event), (), event.query)
+
+
 class Group(ABC):
     """Some ranks that talk together. `size()` and `rank()` are methods because megatron-core calls them so."""
 
@@ -67,15 +129,19 @@ class Group(ABC):
         self._count(tensor, 2)
         return self._all_reduce(tensor, op) if self.size() > 1 else Handle(None)
 
-    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor) -> Handle:
-        """Sum `tensor` over the group; each rank gets its part in `output`, which may be that part of `tensor`."""
+    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, add: bool = False,
+                       scratch: torch.Tensor | None = None) -> Handle:
+        """Sum `tensor` over the group; each rank gets its part in `output`, or added to what is there.
+
+        `output` may be that part of `tensor`, or of another dtype. `scratch`, as large as `tensor`, saves an allocation.
+        """
         assert tensor.is_contiguous() and output.numel() * self.size() == tensor.numel()
         self._count(tensor, 1)
         if self.size() == 1:
             if output.data_ptr() != tensor.data_ptr():
-                output.copy_(tensor)
+                output.view(-1).add_(tensor.view(-1)) if add else output.view(-1).copy_(tensor.view(-1))
             return Handle(None)
-        return self._reduce_scatter(output, tensor)
+        return self._reduce_scatter(output, tensor, add, scratch)
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Handle:
         """All ranks' `tensor`, one after the other. `tensor` may be this rank's part of `output`."""
@@ -90,7 +156,8 @@ class Group(ABC):
     @abstractmethod
     def _all_reduce(self, tensor: torch.Tensor, op: str) -> Handle: ...
     @abstractmethod
-    def _reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor) -> Handle: ...
+    def _reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, add: bool,
+                        scratch: torch.Tensor | None) -> Handle: ...
     @abstractmethod
     def _all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Handle: ...
 
@@ -121,6 +188,7 @@ class Comm(ABC):
         self.waiting_since: float | None = None  # when this rank began to wait for all others, if it does so now
         self.groups: dict[str, Group] = {}
         self.channels: dict[tuple[int, int, str], Channel] = {}  # (sender, receiver, kind), of this rank's dp and tp
+        self.dp_lane = Lane()
 
     @abstractmethod
     def exchange(self, value: Any) -> list[Any]:
@@ -128,6 +196,7 @@ class Comm(ABC):
 
     def close(self) -> None:
         """Leave."""
+        self.dp_lane.close()
 
 
 class ProcessGroup(Group):
@@ -141,17 +210,28 @@ class ProcessGroup(Group):
         how = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op]
         return _handle(dist.all_reduce(tensor, how, self.process_group, async_op=True), tensor)
 
-    def _reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor) -> Handle:
+    def _reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, add: bool,
+                        scratch: torch.Tensor | None) -> Handle:
+        flat = output.view(-1)
         if tensor.is_cuda:
-            work = _single("reduce_scatter")(output, tensor, group=self.process_group, async_op=True)
-            return _handle(work, output, tensor)
+            if not add and output.dtype == tensor.dtype:
+                work = _single("reduce_scatter")(output, tensor, group=self.process_group, async_op=True)
+                return _handle(work, output, tensor)
+            part = tensor.new_empty(flat.shape) if scratch is None else scratch.view(-1)[:flat.numel()]
+            work = _single("reduce_scatter")(part, tensor, group=self.process_group, async_op=True)
+
+            def add_part() -> None:
+                work.wait()
+                flat.add_(part) if add else flat.copy_(part)
+
+            return Handle(add_part, (output, tensor, part))
         # Gloo's reduce-scatter sends as much as an all-reduce; all-to-all and a sum on arrival send half of that.
-        parts = torch.empty_like(tensor)
-        work = dist.all_to_all_single(parts, tensor, group=self.process_group, async_op=True)
+        parts = torch.empty_like(tensor) if scratch is None else scratch.view(-1)[:tensor.numel()]
+        work = dist.all_to_all_single(parts, tensor.view(-1), group=self.process_group, async_op=True)
 
         def finish() -> None:
             work.wait()  # pyright: ignore[reportOptionalMemberAccess]
-            torch.sum(parts.view(self.size(), -1), 0, out=output.view(-1))
+            sum_rows(parts.view(self.size(), -1), flat, add)
 
         return Handle(finish, (output, tensor, parts))
 
@@ -162,6 +242,17 @@ class ProcessGroup(Group):
         parts = list(output.view(self.size(), -1).unbind())
         work = dist.all_gather(parts, tensor.view(-1), self.process_group, async_op=True)
         return _handle(work, output, tensor)
+
+
+def sum_rows(rows: torch.Tensor, output: torch.Tensor, add: bool) -> None:
+    """The sum of [n, numel] rows, in fp32 where one of the two dtypes is, into `output` [numel] or on top of it."""
+    dtype = torch.promote_types(rows.dtype, output.dtype)
+    if add:
+        output.add_(torch.sum(rows, 0, dtype=dtype))
+    elif dtype == output.dtype:
+        torch.sum(rows, 0, dtype=dtype, out=output)
+    else:
+        output.copy_(torch.sum(rows, 0, dtype=dtype))
 
 
 def _single(name: str) -> Any:
@@ -208,12 +299,14 @@ class ProcessComm(Comm):
         dist.init_process_group(backend, store=store, rank=rank, world_size=mesh.size, timeout=timeout)
         # Every rank names every group, in one order; only members connect. (torch's way for members to do it alone names
         # groups by how many a rank has made so far, and ranks at the ends of a pipeline make fewer.)
-        for name in ("tp", "dp", "tie"):
+        for name in ("tp", "dp", "tie") if mesh.shard_size == mesh.dp else ("tp", "dp", "shard", "replica", "tie"):
             for ranks in mesh.groups(name):
                 made = dist.new_group(list(ranks), timeout) if len(ranks) > 1 else None
                 if rank in ranks:
                     self.groups[name] = ProcessGroup(name, ranks, rank, self.sent, made)
         self.groups["world"] = ProcessGroup("world", tuple(range(mesh.size)), rank, self.sent, dist.group.WORLD)
+        if mesh.dp > 1:
+            self.dp_lane = StreamLane(device) if device.type == "cuda" else ThreadLane("dp")
 
     def open_channels(self, pairs: Sequence[tuple[int, int, str]]) -> None:
         """Connect a plan's channels, given as (sender position, receiver position, kind): each its own communicator, so that
@@ -234,5 +327,6 @@ class ProcessComm(Comm):
         return values
 
     def close(self) -> None:
+        self.dp_lane.close()
         if dist.is_initialized():
             dist.destroy_process_group()

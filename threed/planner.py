@@ -12,7 +12,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from threed.config import num_units, parse_limit
 from threed.errors import InputError
 from threed.mesh import Mesh
 from threed.models.spec import Layer, Parameter, layers, tied_parameter
@@ -29,12 +28,14 @@ from threed.program.summary import stages
 from threed.program.table import ComputeUnit, ParameterUnit, Plan, Table, ring
 from threed.quantity import show_bytes
 from threed.schema import Config
+from threed.validate import num_units, parse_limit
 from threed.zero import plan as zero
 from threed.zero.shard import Layout, layout
 
 
 def make_mesh(config: Config) -> Mesh:
-    return Mesh(config.parallel.pp, config.dp, config.parallel.tp, tuple(config.parallel.axis_order.split("-")))
+    parallel = config.parallel
+    return Mesh(parallel.pp, config.dp, parallel.tp, tuple(parallel.axis_order.split("-")), config.shard_size)
 
 
 class Pipeline(NamedTuple):
@@ -154,21 +155,32 @@ def _check_limit(config: Config, pipeline: Pipeline, plan: Plan) -> None:
 
 
 def unit_parameters(config: Config) -> dict[int, tuple[Parameter, ...]]:
-    """Parameter unit -> its parameters. A tied embedding is the unit after the last compute unit."""
+    """Parameter unit -> its parameters. A tied embedding is the unit after the last compute unit. After it come the small
+    parameters that stay whole under ZeRO-3, a unit for each compute unit that has some besides others."""
     model_layers = layers(config.model)
     runs = split_layers(config.model.layers, config.parallel.layers_per_unit)
     units = {index: tuple(p for layer in model_layers[first:stop] for p in layer.parameters)
              for index, (first, stop) in enumerate(runs)}
+    for index in range(len(runs)):
+        small = tuple(p for p in units[index] if persists(config, p))
+        if 0 < len(small) < len(units[index]):
+            units[len(runs) + 1 + index] = small
+            units[index] = tuple(p for p in units[index] if p not in small)
     tied = tied_parameter(config.model)
     if tied is not None:
         units[len(runs)] = (tied,)
-    return {index: parameters for index, parameters in units.items() if parameters}
+    return {index: parameters for index, parameters in sorted(units.items()) if parameters}
+
+
+def persists(config: Config, parameter: Parameter) -> bool:
+    """Whether a parameter stays whole, from its first use in a step to its last, whatever the window."""
+    return config.zero.stage < 3 or parameter.numel < (config.zero.persist_below or 0)
 
 
 def layouts(config: Config) -> dict[int, Layout]:
-    """Parameter unit -> its flat layout on one tp rank, cut into dp shards (whatever the ZeRO stage, so that the
+    """Parameter unit -> its flat layout on one tp rank, cut into shards (whatever the ZeRO stage, so that the
     gradient norm is summed over the same ranges)."""
-    return {index: layout(parameters, config.parallel.tp, config.dp)
+    return {index: layout(parameters, config.parallel.tp, config.shard_size)
             for index, parameters in unit_parameters(config).items()}
 
 
@@ -188,34 +200,43 @@ def make_table(config: Config, place: tuple[int, ...]) -> Table:
     sizes = parallel.stage_units or split_units(costs, len(place))
     stage_of = [stage for stage, size in enumerate(sizes) for _ in range(size)]
     tied = len(runs)
+    laid_out = layouts(config)
     units = tuple(_compute_unit(config, model_layers[first:stop], (first, stop), stage_of[index],
-                                (*((index,) if any(layer.parameters for layer in model_layers[first:stop]) else ()),
-                                 *((tied,) if any(layer.uses_tied for layer in model_layers[first:stop]) else ())))
+                                tuple(p for p in (index, tied, tied + 1 + index) if p in laid_out and (
+                                    p != tied or any(layer.uses_tied for layer in model_layers[first:stop]))))
                   for index, (first, stop) in enumerate(runs))
     parameters = {}
-    for index, laid in layouts(config).items():
-        positions = tuple(sorted(ends)) if index == tied else (place[stage_of[index]],)
-        groups = zero.reductions(laid.replicated, parallel.sequence_parallel, len(positions) > 1)
-        name = "tied embedding" if index == tied else units[index].name
-        parameters[index] = ParameterUnit(name, positions, laid.numel, laid.padding, laid.replicated, groups)
+    for index, laid in laid_out.items():
+        of = index if index < tied else index - tied - 1  # its compute unit
+        positions = tuple(sorted(ends)) if index == tied else (place[stage_of[of]],)
+        groups = zero.reductions(laid.replicated, parallel.sequence_parallel, len(positions) > 1, config.shard_size < config.dp)
+        name = "tied embedding" if index == tied else units[of].name + (", small" if index > tied else "")
+        parameters[index] = ParameterUnit(name, positions, laid.numel, laid.padding, laid.replicated, groups,
+                                          whole=all(persists(config, placed.parameter) for placed in laid.placed))
+    precision = config.precision
     return Table(units, parameters, place, config.num_microbatches, config.dp, parallel.tp, config.zero.stage,
-                 param_bytes=_element_bytes(config), act_bytes=_act_bytes(config))
+                 param_bytes=_bytes(precision.dtype), act_bytes=_act_bytes(config), shard_size=config.shard_size,
+                 reduce_every=config.reduce_every, residency=1 if config.zero.residency is None else config.zero.residency,
+                 prefetch=1 if config.zero.prefetch is None else config.zero.prefetch, grad_bytes=_bytes(precision.grad_dtype),
+                 reduce_bytes=_bytes(precision.reduce_dtype),
+                 master=precision.dtype != "fp32" and precision.master == "fp32")
 
 
-def _element_bytes(config: Config) -> int:
-    return 4 if config.precision.dtype == "fp32" else 2
+def _bytes(dtype: str) -> int:
+    """Of an element."""
+    return 4 if dtype == "fp32" else 2
 
 
 def _act_bytes(config: Config) -> int:
     """Bytes of the residual stream of a micro-batch between two units, on one rank."""
     share = config.parallel.tp if config.parallel.sequence_parallel else 1
-    return config.train.micro_batch_size * config.model.seq_len * config.model.hidden * _element_bytes(config) // share
+    return config.train.micro_batch_size * config.model.seq_len * config.model.hidden * _bytes(config.precision.dtype) // share
 
 
 def _compute_unit(config: Config, members: list[Layer], run: tuple[int, int], stage: int,
                   parameters: tuple[int, ...]) -> ComputeUnit:
     tp, sp, batch = config.parallel.tp, config.parallel.sequence_parallel, config.train.micro_batch_size
-    element = _element_bytes(config)
+    element = _bytes(config.precision.dtype)
     full = tp if sp else 1
     saved = sum(layer.saved_full // full + layer.saved_cut // tp for layer in members)
     operands = sum(layer.operand_full // full + layer.operand_whole + layer.operand_cut // tp for layer in members)

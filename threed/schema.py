@@ -71,7 +71,12 @@ class ParallelConfig:
 
 @dataclass
 class ZeroConfig:
-    stage: int = 1  # 0: plain data parallelism; 1: optimizer state sharded over dp
+    stage: int = 1  # 0: plain data parallelism; sharded over dp are 1: optimizer state; 2: gradients too; 3: parameters too
+    shard_size: int | None = None  # ranks that share one copy (stage 1 up); null: all of dp; fewer: copies between groups (HSDP)
+    reduce_every: int | str | None = None  # stage 2, 3: micro-batches between reductions, or step; null: 1
+    residency: int | str | None = None  # stage 3: units gathered at a time, or stage, or step (gathered once); null: 1
+    prefetch: int | None = None  # stage 3: uses ahead of its own that a unit is gathered; null: 1
+    persist_below: int | None = None  # stage 3: parameters of fewer elements are gathered once a step and stay whole; null: 0
 
 
 @dataclass
@@ -87,7 +92,15 @@ class OffloadConfig:
 
 @dataclass
 class PrecisionConfig:
-    dtype: str = "fp32"  # fp32 | bf16 (fp32 master weights, fp32 gradient accumulation and reduction)
+    dtype: str = "fp32"  # of compute, weights as compute reads them, and messages: fp32 | bf16 | fp16
+    loss_scale: int | float | str | None = None  # dynamic | a number; null: dynamic for fp16, 1 otherwise
+    initial_loss_scale: float = 65536.0  # of dynamic
+    loss_scale_window: int = 1000  # updates in a row without an overflow, after which dynamic doubles
+    hysteresis: int = 2  # overflows until dynamic halves; the count begins anew when it doubles
+    min_loss_scale: float = 1.0  # dynamic goes no lower
+    grad_dtype: str = "fp32"  # gradients are accumulated in: fp32, or what dtype is
+    reduce_dtype: str = "fp32"  # gradients travel over dp in: fp32, or what dtype is
+    master: str = "fp32"  # fp32: a 16-bit weight has an fp32 copy that the optimizer updates | none: it is updated itself
 
 
 @dataclass
@@ -184,6 +197,27 @@ class Config:
         """Pipeline stages, as far as the config says: `auto` and `file:` have at least this many."""
         shaped = 2 if self.parallel.schedule in V_SHAPED else 1
         return self.parallel.pp * (self.parallel.virtual_stages or shaped)
+
+    @property
+    def shard_size(self) -> int:
+        """Ranks that share one copy of what is sharded."""
+        return self.zero.shard_size if self.zero.shard_size is not None else self.dp
+
+    @property
+    def reduce_every(self) -> int:
+        """Micro-batches between two reductions of a gradient."""
+        every = self.zero.reduce_every
+        if self.zero.stage < 2 or every == "step":
+            return self.num_microbatches
+        return 1 if every is None else int(every)
+
+    @property
+    def loss_scale(self) -> float | None:
+        """The fixed loss scale; None: dynamic."""
+        given = self.precision.loss_scale
+        if given is None:
+            return None if self.precision.dtype == "fp16" else 1.0
+        return None if given == "dynamic" else float(given)
 
     @property
     def tokens_per_step(self) -> int:

@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from threed import __version__
-from threed import config as configs
+from threed import __version__, validate
 from threed.checkpoint.load import find, load, notes, read_manifest
 from threed.checkpoint.save import folder, save
 from threed.comm import Comm, ProcessComm, environment_store
@@ -103,7 +102,7 @@ def train(config: Config, rank: int, local_rank: int, requests: Requests, connec
             log = Log(config, manifest.get("wandb_id") if manifest else None)  # takes the folder for this run
             for aside in folder(config).glob("step-*.tmp"):
                 shutil.rmtree(aside, ignore_errors=True)
-            for line in [*configs.warnings(config), *save_config(config)]:
+            for line in [*validate.warnings(config), *save_config(config)]:
                 log.say(f"warning: {line}")
             log.say(f"{mesh.draw()}\n{len(plan)} instructions, plan {plan.digest}, {device.type}")
         if path and manifest:

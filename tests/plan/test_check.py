@@ -274,10 +274,10 @@ def evaluating(change) -> str:
 
 
 @pytest.mark.parametrize("text, position, at, reason", [
-    ("FORWARD u5 m1 keep=none", 1, "RELEASE p6", "leaves 'act u4 m1' behind"),
-    ("RELEASE p3", 1, "RELEASE p6", "leaves 'param p3' behind"),
+    ("FORWARD u5 m1 keep=none", 1, "CLIP keep=none", "leaves 'act u4 m1' behind"),
+    ("RELEASE p3", 1, "CLIP keep=none", "leaves 'param p3' behind"),
     ("CLIP keep=none", 1, "RELEASE p6", "leaves 'loss' behind"),
-    ("CLIP keep=none", 0, "RELEASE p2", "CLIP must run once"),
+    ("CLIP keep=none", 0, "SEND act u2 m2 -> pp1", "CLIP must run once"),
     ("GATHER p3 (dp)", 1, "FORWARD u3 m0 keep=none", "reads 'param p3', which is not there"),
 ])
 def test_evaluate_lacks_something(text, position, at, reason):

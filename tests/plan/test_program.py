@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from threed.config import load, num_units, validate
+from threed.config import load
 from threed.errors import ConfigError
 from threed.planner import make_plan
 from threed.program.check import check
@@ -18,6 +18,7 @@ from threed.program.instruction import COMPUTE, Op
 from threed.program.table import Plan
 from threed.program.walk import Mode, walk
 from threed.schema import Config, DataConfig, ModelConfig, ParallelConfig, PrecisionConfig, TrainConfig, ZeroConfig
+from threed.validate import num_units, validate
 
 NUM_CONFIGS = 2400
 

@@ -7,9 +7,10 @@ from itertools import combinations
 
 import pytest
 
-from threed.config import load, num_units
+from threed.config import load
 from threed.pipeline.split import split_layers, split_units
 from threed.planner import make_table
+from threed.validate import num_units
 
 
 def stage_costs(costs: list[float], sizes: list[int]) -> list[float]:

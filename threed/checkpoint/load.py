@@ -98,10 +98,11 @@ def load(path: Path, manifest: dict[str, Any], zero: ZeroRun) -> None:
     for state in zero.states.values():
         for box in boxes(state.layout, comm.here.tp, *state.owned):
             where = slice(box.start - state.owned[0], box.stop - state.owned[0])
-            for kind, whole in zip(KINDS, (state.master, state.moments.exp_avg, state.moments.exp_avg_sq), strict=True):
+            for kind, whole in zip(KINDS, (state.weights, state.moments.exp_avg, state.moments.exp_avg_sq), strict=True):
                 reader.read(kind, box, whole[where].view(box.shape))
         state.publish()
     zero.step_number, zero.updates = manifest["step"], manifest["updates"]
+    zero.scaler.restore(manifest.get("loss_scaler", {}))
 
 
 def _rank(name: str) -> int:

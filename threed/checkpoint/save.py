@@ -98,13 +98,15 @@ def _write(path: Path, zero: ZeroRun) -> int:
     for unit, state in zero.states.items():
         if zero.table.parameters[unit].positions[0] != comm.here.pp:
             continue  # a tied embedding: the first position writes it
+        if comm.here.dp >= zero.table.shard_size:
+            continue  # the first of several shard groups writes
         for box in boxes(state.layout, comm.here.tp, *state.shard):
             if box.replicated and comm.here.tp != 0:
                 continue
             where = slice(box.start - state.owned[0], box.stop - state.owned[0])
             place = ",".join(map(str, box.offset))
-            for kind, whole in zip(KINDS, (state.master, state.moments.exp_avg, state.moments.exp_avg_sq), strict=True):
-                tensors[f"{kind}:{box.name}@{place}"] = whole[where].detach().cpu().view(box.shape).numpy()
+            for kind, whole in zip(KINDS, (state.weights, state.moments.exp_avg, state.moments.exp_avg_sq), strict=True):
+                tensors[f"{kind}:{box.name}@{place}"] = whole[where].detach().float().cpu().view(box.shape).numpy()
     save_file(tensors, path)
     _sync(path)
     return checksum(path)
@@ -122,7 +124,7 @@ def checksum(path: Path) -> int:
 def _publish(zero: ZeroRun, counters: dict[str, Any], aside: Path, final: Path) -> None:
     mesh = zero.comm.mesh
     manifest = {
-        "format": FORMAT, "step": zero.step_number, "updates": zero.updates, **counters,
+        "format": FORMAT, "step": zero.step_number, "updates": zero.updates, "loss_scaler": zero.scaler.state(), **counters,
         "mesh": {"pp": mesh.pp, "dp": mesh.dp, "tp": mesh.tp, "order": list(mesh.order)},
         "torch": torch.__version__, "config": zero.config.to_dict(),
         "files": {path.name: path.stat().st_size for path in sorted(aside.glob("rank-*.safetensors"))},

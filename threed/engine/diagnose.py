@@ -22,7 +22,7 @@ def find_nonfinite(engine: Engine, batch: Callable[[int], Batch]) -> str:
     found: list[tuple[int, int, int, str]] = []  # (forward or backward, distance along the way, micro-batch, text)
     me = f"on rank {engine.comm.rank} (pp{here.pp} dp{here.dp} tp{here.tp})"
     for unit, state in engine.states.items():
-        if not bool(torch.isfinite(state.master).all()):
+        if not bool(torch.isfinite(state.weights).all()):
             name = table.parameters[unit].name
             found.append((-1, unit, 0, f"the weights of p{unit} ({name}) {me} were not finite before the step"))
 
@@ -35,7 +35,7 @@ def find_nonfinite(engine: Engine, batch: Callable[[int], Batch]) -> str:
                 found.append((0, unit, microbatch, f"first in the {what} of u{unit} ({table.units[unit].name}), "
                                                    f"micro-batch {microbatch}, FORWARD {me}"))
         elif op == Op.BACKWARD:
-            values = [engine.states[p].grad for p in table.units[unit].parameters]
+            values = [grad for p in table.units[unit].parameters for grad in engine.states[p].written()]
             if unit > 0:
                 values.append(slots.get(Slot("grad", unit - 1, microbatch)))
             if not all(bool(torch.isfinite(value).all()) for value in values):

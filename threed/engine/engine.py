@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from threed.comm import Comm
 from threed.engine.clock import make_clock
 from threed.errors import RunError, ThreedError
 from threed.models.gpt import Batch
-from threed.pipeline.run import DTYPES, PipelineRun
+from threed.pipeline.run import PipelineRun
 from threed.planner import layouts
+from threed.program.buffers import buffers
 from threed.program.check import describe
 from threed.program.instruction import MESSAGES, Instruction, Op, Slot
 from threed.program.table import Plan
@@ -25,7 +27,7 @@ from threed.schema import Config
 from threed.slots import Slots
 from threed.tensor.layers import WeightGrads
 from threed.zero.run import Clipped, ZeroRun
-from threed.zero.state import make_states
+from threed.zero.state import handles, make_states
 
 
 class Engine:
@@ -34,10 +36,11 @@ class Engine:
         table, position = plan.table, comm.here.pp
         self.position = position
         weight_grads = WeightGrads()
-        self.states = make_states(config, comm, table, layouts(config), DTYPES[config.precision.dtype], weight_grads)
-        self.zero = ZeroRun(config, comm, table, self.states)
+        shared = buffers(plan, position)
+        self.states = make_states(config, comm, table, layouts(config), shared, weight_grads)
+        self.zero = ZeroRun(config, comm, table, self.states, shared)
         parameters = {name: p for state in self.states.values() for name, p in state.parameters.items()}
-        self.pipeline = PipelineRun(config, comm, table, parameters, weight_grads)
+        self.pipeline = PipelineRun(config, comm, table, parameters, weight_grads, self._keeping)
         self.handlers = {**self.pipeline.handlers, **self.zero.handlers}
         self.seam = table.seam(position)
         self.effects = {name: link(programs[position], table, position, self.seam).effects
@@ -52,6 +55,9 @@ class Engine:
         self.after: Callable[[Instruction, Slots], None] | None = None  # called after each instruction, to inspect it
         self._reset()
 
+    def _keeping(self, unit: int) -> AbstractContextManager[Any]:
+        return handles([self.states[p] for p in self.plan.table.units[unit].parameters])
+
     def _reset(self) -> None:
         self.slots.clear()
         for slot in self.seam:
@@ -59,9 +65,11 @@ class Engine:
 
     def train_step(self, batch: Callable[[int], Batch]) -> tuple[Clipped, Trace]:
         """One optimizer step; `batch` gives the data of a micro-batch of this rank."""
+        self.pipeline.loss_scale = self.zero.scaler.scale
         clipped, trace = self.run("train", batch)
         self.zero.step_number += 1
         self.zero.updates += clipped.finite
+        self.zero.scaler.update(not clipped.finite)
         return clipped, trace
 
     def run(self, name: str, batch: Callable[[int], Batch]) -> tuple[Clipped, Trace]:
@@ -133,7 +141,7 @@ class Engine:
                 text = f", which needs '{slot}' of '{instruction}'"
         if instruction.op in MESSAGES:
             return f"{text}, with rank {mesh.rank(instruction.peer, here.dp, here.tp)}"
-        group = {Op.CLIP: "world", Op.GATHER: "dp"}.get(instruction.op, instruction.group or "tp")
+        group = {Op.CLIP: "world"}.get(instruction.op, instruction.group or "tp")
         others = [rank for rank in self.comm.groups[group].ranks if rank != self.comm.rank]
         return f"{text}, with rank{'s' if len(others) > 1 else ''} {_some(others)}" if others else text
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from threed.comm import Channel, Comm, Group, Handle
-from threed.mesh import Mesh
+from threed.comm import Channel, Comm, Group, Handle, ThreadLane, sum_rows
+from threed.mesh import GROUPS, Mesh
 from threed.program.instruction import Op
 from threed.program.table import Plan
 from threed.schema import Config
@@ -95,10 +95,10 @@ class ThreadGroup(Group):
 
         return self._call(tensor.detach(), finish)
 
-    def _reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor) -> Handle:
+    def _reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, add: bool,
+                        scratch: torch.Tensor | None) -> Handle:
         def finish(parts: list[torch.Tensor]) -> None:
-            mine = torch.stack([part.view(self.size(), -1)[self.rank()] for part in parts])
-            output.view(-1).copy_(mine.sum(0))
+            sum_rows(torch.stack([part.view(self.size(), -1)[self.rank()] for part in parts]), output.view(-1), add)
 
         return self._call(tensor, finish)
 
@@ -136,7 +136,9 @@ class ThreadComm(Comm):
     def __init__(self, world: World, rank: int, pairs: Sequence[tuple[int, int, str]]):
         super().__init__(world.mesh, rank, torch.device("cpu"))
         self._world, self._exchanges = world, 0
-        for name in ("world", "tp", "dp", "tie"):
+        if world.mesh.dp > 1:
+            self.dp_lane = ThreadLane("dp")
+        for name in GROUPS:
             self.groups[name] = ThreadGroup(name, world.mesh.group(name, rank), rank, self.sent, world)
         for sender, receiver, kind in pairs:
             key = (sender, receiver, kind, self.here.dp, self.here.tp)
@@ -170,10 +172,13 @@ def run_loopback(config: Config, plan: Plan, mesh: Mesh, work: Callable[[Comm], 
     results: list[Any] = [None] * mesh.size
 
     def body(rank: int) -> None:
+        comm = ThreadComm(world, rank, pairs)
         try:
-            results[rank] = work(ThreadComm(world, rank, pairs))
+            results[rank] = work(comm)
         except BaseException as error:
             world.fail(error)
+        finally:
+            comm.close()
 
     with initialized():
         threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(mesh.size)]

@@ -16,7 +16,6 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from threed.config import validate
 from threed.errors import ConfigError, InputError
 from threed.monitor.attribute import CAUSES, attribute, parts
 from threed.monitor.traces import RankTrace, RunTrace, read_run
@@ -29,6 +28,7 @@ from threed.program.trace import Trace, Wait
 from threed.program.walk import Walk, link
 from threed.quantity import show_seconds
 from threed.schema import Config
+from threed.validate import validate
 
 CONFIG = "config.json"
 MOST_STEPS = 10

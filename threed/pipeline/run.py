@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -20,20 +21,22 @@ from threed.program.table import Table
 from threed.schema import Config
 from threed.slots import Slots
 from threed.tensor.layers import WeightGrads
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+from threed.tensor.precision import Precision
 
 
 class PipelineRun:
     """The layers of one rank and the handlers that run them."""
 
     def __init__(self, config: Config, comm: Comm, table: Table, parameters: Mapping[str, nn.Parameter],
-                 weight_grads: WeightGrads):
-        """`parameters`: global name -> parameter, for every unit that the rank holds."""
+                 weight_grads: WeightGrads, keeping: Callable[[int], AbstractContextManager[Any]]):
+        """`parameters`: global name -> parameter, for every unit that the rank holds. `keeping`: the context in which FORWARD of
+        a unit runs, which says how autograd keeps its parameters."""
         self.comm, self.table, self.weight_grads = comm, table, weight_grads
         self.position = comm.here.pp
         sp = config.parallel.sequence_parallel
-        self.dtype = DTYPES[config.precision.dtype]
+        self.dtype = Precision.of(config.precision).compute
+        self.keeping = keeping
+        self.loss_scale = 1.0  # what backward begins with
         self.shape = (config.model.seq_len // (config.parallel.tp if sp else 1), config.train.micro_batch_size,
                       config.model.hidden)
         context = Context(config.model, comm.groups["tp"], sp, self.dtype, weight_grads)
@@ -58,7 +61,7 @@ class PipelineRun:
         if x is not None and keeps:
             x.requires_grad_()
         output: Any = x
-        with torch.set_grad_enabled(keeps):
+        with torch.set_grad_enabled(keeps), self.keeping(unit):
             batch = self.batch(microbatch)
             for layer in self.layers[unit]:
                 output = layer(output, batch)
@@ -109,7 +112,7 @@ class PipelineRun:
         if unit < self.table.last:
             grad = slots.get(Slot("grad", unit, microbatch))
         else:
-            grad = torch.ones((), device=self.comm.device)
+            grad = torch.full((), self.loss_scale, device=self.comm.device)
         torch.autograd.backward([root], [grad])
         if x is not None:
             slots.put(Slot("grad", unit - 1, microbatch), x.grad)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from threed.errors import InputError
-from threed.program.instruction import COMPUTE, Instruction, Op, Slot
+from threed.program.instruction import COMPUTE, Instruction, Op
 from threed.program.table import Table
 from threed.program.walk import Cost
 
@@ -54,8 +54,8 @@ class Hardware:
                 flops = table.units[instruction.unit].forward_flops * (2 if op == Op.BACKWARD else 1)
                 return flops / speed + travel(instruction)
             if op == Op.STEP:  # gradient, master and two moments are read, all but the gradient written, the parameter too
-                numel = table.size(Slot("gshard", instruction.unit)) // 4
-                return numel * (7 * 4 + table.param_bytes) * 8 / (self.memory_gbps * 1e9)
+                numel = table.shard_numel(instruction.unit)
+                return numel * (6 * 4 + table.grad_bytes + table.param_bytes) * 8 / (self.memory_gbps * 1e9)
             if op == Op.CLIP:
                 return self.latency_us * 1e-6
             return travel(instruction)

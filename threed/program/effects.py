@@ -60,8 +60,8 @@ def _effects(instruction: Instruction, table: Table, position: int) -> Effects:
     if op == Op.RECV:
         return Effects(f"recv {peer} {group}", writes=(Slot(group, unit, microbatch),))
     if op == Op.GATHER:
-        if group != "dp":
-            raise KeyError(f"p{unit} is sharded over dp, not '{group}'")
+        if group != table.shard_group:
+            raise KeyError(f"p{unit} is sharded over {table.shard_group}, not '{group}'")
         return Effects("dp", (Slot("pshard", unit),), (Slot("param", unit),))
     if op == Op.RELEASE:
         return Effects("compute", frees=(Slot("param", unit),))
@@ -74,28 +74,30 @@ def _effects(instruction: Instruction, table: Table, position: int) -> Effects:
     if op == Op.STEP:
         gradient = (Slot("gshard", unit),)
         stepped = (Slot("pshard" if table.sharded else "param", unit), Slot("state", unit))
-        # Sharded, the whole parameter is stale from here on, until it is gathered again.
-        stale = (Slot("param", unit),) if table.sharded else ()
-        return Effects("compute", (*gradient, Slot("scale")), updates=stepped, frees=(*gradient, *stale))
+        return Effects("compute", (*gradient, Slot("scale")), updates=stepped, frees=gradient)
     raise AssertionError(op)
 
 
 def chain(table: Table, unit: int) -> list[tuple[str, Slot, Slot]]:
     """The reductions of a parameter unit's gradient: (group, slot it takes, slot it makes), in order."""
     groups = table.parameters[unit].reductions
-    made = {"tp": "wsum", "dp": "gpart" if "tie" in groups else "gshard", "tie": "gshard"}
     steps, taken = [], "wgrad"
     for group in groups:
-        steps.append((group, Slot(taken, unit), Slot(made[group], unit)))
-        taken = made[group]
+        made = "gshard" if group == groups[-1] else _MADE[group]
+        steps.append((group, Slot(taken, unit), Slot(made, unit)))
+        taken = made
     return steps
+
+
+_MADE = {"tp": "wsum", "dp": "gpart", "shard": "gpart", "replica": "gfull"}
 
 
 def _reduce(instruction: Instruction, table: Table) -> Effects:
     for group, taken, made in chain(table, instruction.unit) if instruction.unit in table.parameters else ():
         if group == instruction.group:
-            lane = "tie" if group == "tie" else "dp" if group == "dp" else "compute"
-            # One sum a step: a second reduction would overwrite the first, not add to it.
+            lane = {"tie": "tie", "tp": "compute"}.get(group, "dp")
+            if group == table.shard_group and table.zero_stage >= 2:  # one of several, added up on the rank that keeps it
+                return Effects(lane, (taken,), adds=(made,), frees=(taken,))
             return Effects(lane, (taken,), (made,), frees=(taken,))
     raise KeyError(f"p{instruction.unit} has no reduction over '{instruction.group}'")
 

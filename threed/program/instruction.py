@@ -14,7 +14,8 @@ A **slot** is a named value:
     state p3         optimizer state of that shard
     wgrad p3         its gradient, accumulated over micro-batches on this rank
     wsum p3          the same, summed over tp (where tp ranks hold partial gradients)
-    gpart p3         the same, summed over dp, still without the other half of a tied embedding
+    gpart p3         the same, summed over dp, or over a shard group of it, on the rank that keeps it
+    gfull p3         the same, summed over all shard groups, still without the other half of a tied embedding
     gshard p3        the gradient, reduced over everything: what CLIP and STEP read
     loss, scale      sum of losses; what CLIP says STEP must multiply gradients by
 
@@ -72,7 +73,7 @@ class Slot(NamedTuple):
         return " ".join(parts)
 
 
-PARAMETER_KINDS = frozenset({"param", "pshard", "state", "wgrad", "wsum", "gpart", "gshard"})
+PARAMETER_KINDS = frozenset({"param", "pshard", "state", "wgrad", "wsum", "gpart", "gfull", "gshard"})
 
 
 class Instruction(NamedTuple):

@@ -15,8 +15,6 @@ from typing import Any
 
 from threed.program.instruction import BACKWARDS, Instruction, Op, Slot
 
-GRAD_BYTES = 4  # gradients are accumulated and reduced in fp32
-
 
 @dataclass(frozen=True)
 class ComputeUnit:
@@ -40,6 +38,7 @@ class ParameterUnit:
     padding: int  # of them, padding
     replicated: int  # of them, replicated over tp
     reductions: tuple[str, ...]  # groups its gradient is reduced over, in order
+    whole: bool = True  # stays whole from its first use in a step to its last, in a buffer of its own (not so in ZeRO-3)
 
 
 @dataclass(frozen=True)
@@ -53,6 +52,13 @@ class Table:
     zero_stage: int
     param_bytes: int  # of an element as compute reads it: 4 or 2
     act_bytes: int  # of one act slot (and of one grad slot)
+    shard_size: int = 1  # ranks that share one copy of what is sharded: dp, or a divisor of it
+    reduce_every: int = 1  # micro-batches between two reductions of a gradient
+    residency: int | str = "step"  # units that are not whole and may be gathered at a time; stage: those of the largest stage
+    prefetch: int = 0  # uses ahead of its own that a unit is gathered
+    grad_bytes: int = 4  # of an element of an accumulated gradient
+    reduce_bytes: int = 4  # of an element of a gradient on its way over dp
+    master: bool = False  # whether STEP updates an fp32 copy of a 16-bit weight
     _held: dict[int, tuple[int, ...]] = field(default_factory=dict, compare=False, repr=False)
     known: dict[Instruction, Any] = field(default_factory=dict, compare=False, repr=False)  # what `effects` remembers
 
@@ -83,10 +89,14 @@ class Table:
         """Whether optimizer state, and so what STEP updates, is cut over dp."""
         return self.zero_stage >= 1
 
-    @cached_property
-    def separate_master(self) -> bool:
-        """Whether STEP updates fp32 copies; with fp32 parameters it updates the parameters in place."""
-        return self.param_bytes < 4
+    @property
+    def shard_group(self) -> str:
+        """The group over which state is sharded."""
+        return "dp" if self.shard_size == self.dp else "shard"
+
+    def shard_numel(self, unit: int) -> int:
+        """Elements of a parameter unit that a rank steps."""
+        return self.parameters[unit].numel // (self.shard_size if self.sharded else 1)
 
     def seam(self, position: int) -> set[Slot]:
         """Slots alive between two programs: what a checkpoint saves."""
@@ -94,7 +104,7 @@ class Table:
         return {Slot(kind, p) for kind in kinds for p in self.held(position)}
 
     def size(self, slot: Slot) -> int:
-        """Bytes of a slot on one rank. The fp32 shard of an fp32 parameter is part of the parameter's own buffer."""
+        """Bytes of a slot on one rank. The shard of a parameter that stays whole is part of the whole one's buffer."""
         if slot.kind in ("act", "grad"):
             return self.act_bytes
         if slot.kind == "saved":
@@ -103,18 +113,17 @@ class Table:
             return self.units[slot.unit].operand_bytes
         if slot.kind in ("loss", "scale"):
             return 0
-        numel = self.parameters[slot.unit].numel
-        shard = numel // self.dp if self.sharded else numel
+        unit = self.parameters[slot.unit]
         if slot.kind == "param":
-            return numel * self.param_bytes
+            return unit.numel * self.param_bytes
         if slot.kind == "pshard":
-            return 0
+            return 0 if unit.whole else self.shard_numel(slot.unit) * self.param_bytes
         if slot.kind == "state":  # two moments, and the fp32 master where it is a separate copy
-            return shard * (12 if self.separate_master else 8)
+            return self.shard_numel(slot.unit) * (12 if self.master else 8)
         if slot.kind in ("wgrad", "wsum"):
-            return numel * GRAD_BYTES
-        if slot.kind in ("gpart", "gshard"):
-            return shard * GRAD_BYTES
+            return unit.numel * self.grad_bytes
+        if slot.kind in ("gpart", "gfull", "gshard"):
+            return self.shard_numel(slot.unit) * self.grad_bytes
         raise KeyError(slot)
 
     def sent(self, instruction: Instruction) -> dict[str, int]:
@@ -128,12 +137,16 @@ class Table:
         if op == Op.SEND:
             return {"pp": self.act_bytes}
         if op == Op.GATHER:
-            return {"dp": ring(self.parameters[unit].numel * self.param_bytes, self.dp)}
-        if op == Op.REDUCE and instruction.group == "dp":
-            rounds = 1 if self.sharded else 2
-            return {"dp": rounds * ring(self.parameters[unit].numel * GRAD_BYTES, self.dp)}
+            return {"dp": ring(self.parameters[unit].numel * self.param_bytes, self.shard_size)}
+        if op == Op.REDUCE and instruction.group == self.shard_group:
+            numel = self.parameters[unit].numel
+            # Not sharded, the parts are gathered after they are summed.
+            back = 0 if self.sharded else ring(numel * self.grad_bytes, self.dp)
+            return {"dp": ring(numel * self.reduce_bytes, self.shard_size) + back}
+        if op == Op.REDUCE and instruction.group == "replica":
+            return {"dp": 2 * ring(self.shard_numel(unit) * self.reduce_bytes, self.dp // self.shard_size)}
         if op == Op.REDUCE and instruction.group == "tp":
-            return {"tp": 2 * ring(self.parameters[unit].replicated * GRAD_BYTES, self.tp)}
+            return {"tp": 2 * ring(self.parameters[unit].replicated * self.grad_bytes, self.tp)}
         if op == Op.REDUCE and instruction.group == "tie":
             return {"pp": 2 * ring(self.size(Slot("gshard", unit)), 2)}
         return {}

@@ -111,10 +111,12 @@ def walk(programs: Sequence[Program], table: Table, links: Sequence[Links], mode
         tails: dict[str, int] = {}
         for node, effect in zip(nodes, links[position].effects, strict=True):
             lane = effect.lane if buffered else "host"
-            previous = tails.get(lane, node)
-            if previous != node:
-                after[previous].append(node)
-                waits[node] += 1
+            # A collective over dp begins no sooner than the host comes to it, after the compute that was issued before it.
+            for behind in (lane, "compute") if lane == "dp" else (lane,):
+                previous = tails.get(behind, node)
+                if previous != node:
+                    after[previous].append(node)
+                    waits[node] += 1
             tails[lane] = node
     sent_by: dict[tuple[int, int], int] = {}  # a receive -> the node whose end brings its slot
     for sends, receives in () if blocking else _channels(programs).values():

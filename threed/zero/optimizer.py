@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.optim.adamw import adamw
@@ -38,19 +39,47 @@ class Moments:
     exp_avg_sq: torch.Tensor
 
 
-def step(config: OptimizerConfig, lr: float, number: int, weight: torch.Tensor, grad: torch.Tensor, moments: Moments,
-         decay: bool) -> None:
-    """Update `weight` in place, all fp32 and flat. `number`: 1 for the first update (Adam's bias correction).
+class Update(NamedTuple):
+    """What a step is done with."""
+
+    config: OptimizerConfig
+    lr: float
+    number: int  # 1 for the first update (Adam's bias correction)
+    decay: bool
+    scale: float  # of the gradients
+
+
+CHUNK = 1 << 22  # elements that are cast to fp32 at a time
+
+
+def step(update: Update, weight: torch.Tensor, grad: torch.Tensor, moments: Moments) -> None:
+    """Update `weight` in place; all are flat. `grad` may be scaled in place. 16-bit weights and gradients are taken through fp32,
+    a chunk at a time.
 
     AdamW: Loshchilov and Hutter 2019, torch's fused kernel. SGD: without momentum, decay as an L2 gradient.
     """
-    weight_decay = config.weight_decay if decay else 0.0
+    if weight.dtype == grad.dtype == torch.float32:
+        if update.scale != 1.0:
+            grad.mul_(update.scale)
+        _step(update, weight, grad, moments)
+        return
+    for start in range(0, len(weight), CHUNK):
+        part = slice(start, start + CHUNK)
+        wide = weight[part].float()
+        _step(update, wide, grad[part].float().mul_(update.scale), Moments(moments.exp_avg[part], moments.exp_avg_sq[part]))
+        if weight.dtype != torch.float32:
+            weight[part] = wide
+
+
+def _step(update: Update, weight: torch.Tensor, grad: torch.Tensor, moments: Moments) -> None:
+    config, lr = update.config, update.lr
+    weight_decay = config.weight_decay if update.decay else 0.0
     if config.name == "sgd":
         weight.mul_(1 - lr * weight_decay).add_(grad, alpha=-lr)
         return
     beta1, beta2 = config.betas
     # The kernel counts one up before it uses the count.
-    count = torch.tensor(float(number - 1), device=weight.device)
+    count = torch.tensor(float(update.number - 1), device=weight.device)
     with torch.no_grad():
         adamw([weight], [grad], [moments.exp_avg], [moments.exp_avg_sq], [], [count], fused=True, amsgrad=False,
               beta1=beta1, beta2=beta2, lr=lr, weight_decay=weight_decay, eps=config.eps, maximize=False)

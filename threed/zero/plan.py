@@ -1,46 +1,44 @@
-"""ZeRO as a pass: where parameters are gathered and gradients reduced, and the optimizer step. No torch.
+"""ZeRO as a pass: where parameters are gathered and released, where gradients are reduced, and the optimizer step. No torch.
 
-    stage 0   ... BACKWARD  REDUCE ...                     CLIP  STEP on everything
-    stage 1   GATHER ... FORWARD ... BACKWARD  REDUCE ...  CLIP  STEP on this rank's shard
+    stage 0   ... BACKWARD  REDUCE ...                              CLIP  STEP on everything
+    stage 1   GATHER ... FORWARD ... BACKWARD  REDUCE  RELEASE ...  CLIP  STEP on this rank's shard
+    stage 2   the same, and a REDUCE after every `reduce_every` micro-batches, which adds to this rank's part
+    stage 3   the same, and a GATHER before each use of a unit that is not there, a RELEASE when it must make room
 
-A unit's gradient is reduced right after the last backward that adds to it, so that the reduction overlaps with what is
-left of backward. Stage 1 gathers at the start of the step, in order of first use: a unit's forward waits for its own
-parameters only, so the gathers overlap with the forwards before it.
+A unit's gradient is reduced right after the backward that completes it, so that the reduction overlaps with what is left of
+backward. Units that stay whole are gathered at the start of the step, in order of first use: a unit's forward waits for its own
+parameters only, so the gathers overlap with the forwards before it. The others are kept in a window: `residency` of them at a
+time, `prefetch` uses ahead. Where one must go, it is the one whose next use is farthest away (Belady 1966).
 """
 
 from __future__ import annotations
+
+from collections import defaultdict
 
 from threed.program.effects import chain, effects
 from threed.program.instruction import Instruction, Op, Programs
 from threed.program.table import Table
 
+Program = list[Instruction]
 
-def reductions(replicated: int, sequence_parallel: bool, tied: bool) -> tuple[str, ...]:
+
+def reductions(replicated: int, sequence_parallel: bool, tied: bool, shard_groups: bool) -> tuple[str, ...]:
     """The groups that a parameter unit's gradient is reduced over, in order.
 
     tp: under sequence parallelism each tp rank has the gradient of its own tokens for parameters replicated over tp.
+    replica: what several groups of dp each keep a copy of is summed over them, too.
     tie: the two ends of the pipeline each have half of a tied embedding's gradient.
     """
-    return (*(("tp",) if sequence_parallel and replicated else ()), "dp", *(("tie",) if tied else ()))
+    over_dp = ("shard", "replica") if shard_groups else ("dp",)
+    return (*(("tp",) if sequence_parallel and replicated else ()), *over_dp, *(("tie",) if tied else ()))
 
 
 def train(programs: Programs, table: Table) -> Programs:
-    """Add GATHER, REDUCE, CLIP and STEP to forward and backward."""
+    """Add GATHER, RELEASE, REDUCE, CLIP and STEP to forward and backward."""
     result = []
     for position, program in enumerate(programs):
-        last_add: dict[int, int] = {}
-        for index, instruction in enumerate(program):
-            for slot in effects(instruction, table, position).adds:
-                if slot.kind == "wgrad":
-                    last_add[slot.unit] = index
-        out = _gathers(program, table, position)
-        late = []
-        for index, instruction in enumerate(program):
-            out.append(instruction)
-            for unit in [p for p, last in last_add.items() if last == index]:
-                for group, _, _ in chain(table, unit):
-                    # Both ends of the pipeline meet for a tie: at the end, where neither makes the other wait.
-                    (late if group == "tie" else out).append(Instruction(Op.REDUCE, unit, group=group))
+        out, late = _reduce(program, table, position)
+        out = _gather(out, table, position)
         out += late
         out.append(Instruction(Op.CLIP))
         out += [Instruction(Op.STEP, unit) for unit in table.held(position)]
@@ -49,19 +47,92 @@ def train(programs: Programs, table: Table) -> Programs:
 
 
 def evaluate(programs: Programs, table: Table) -> Programs:
-    """Forward only: gather, run, bring the loss together, release."""
-    result = []
-    for position, program in enumerate(programs):
-        gathers = _gathers(program, table, position)
-        releases = [Instruction(Op.RELEASE, gather.unit) for gather in gathers]
-        result.append([*gathers, *program, Instruction(Op.CLIP, keep="none"), *releases])
-    return result
+    """Forward only: gather, run, release, bring the loss together."""
+    return [[*_gather(program, table, position), Instruction(Op.CLIP, keep="none")] for position, program in enumerate(programs)]
 
 
-def _gathers(program: list[Instruction], table: Table, position: int) -> list[Instruction]:
-    """A GATHER for each parameter unit that the program uses, in order of first use."""
+def _reduce(program: Program, table: Table, position: int) -> tuple[Program, Program]:
+    """The program with its REDUCEs, and those that come after all of it."""
+    added: dict[int, list[int]] = defaultdict(list)  # parameter unit -> where its gradient is added to
+    users: dict[int, set[int]] = defaultdict(set)  # parameter unit -> the compute units that do so
+    for index, instruction in enumerate(program):
+        for slot in effects(instruction, table, position).adds:
+            if slot.kind == "wgrad":
+                added[slot.unit].append(index)
+                users[slot.unit].add(instruction.unit)
+    after: dict[int, Program] = defaultdict(list)
+    late = []
+    for unit, places in added.items():
+        groups = [group for group, _, _ in chain(table, unit)]
+        often = groups.index(table.shard_group) + 1
+        period = table.reduce_every * len(users[unit])
+        for place in {*places[period - 1::period], places[-1]}:
+            after[place] += [Instruction(Op.REDUCE, unit, group=group) for group in groups[:often]]
+        for group in groups[often:]:
+            # Both ends of the pipeline meet for a tie: at the end, where neither makes the other wait.
+            (late if group == "tie" else after[places[-1]]).append(Instruction(Op.REDUCE, unit, group=group))
+    return [item for index, instruction in enumerate(program) for item in (instruction, *after[index])], late
+
+
+def _gather(program: Program, table: Table, position: int) -> Program:
+    """The program with its GATHERs and RELEASEs."""
     if not table.sharded:
-        return []
-    used = dict.fromkeys(slot.unit for instruction in program
-                         for slot in effects(instruction, table, position).reads if slot.kind == "param")
-    return [Instruction(Op.GATHER, unit, group="dp") for unit in used]
+        return program
+    uses: list[tuple[int, list[int]]] = []  # (index, parameter units that it reads)
+    for index, instruction in enumerate(program):
+        read = [slot.unit for slot in effects(instruction, table, position).reads if slot.kind == "param"]
+        if read:
+            uses.append((index, read))
+    last = {unit: index for index, units in uses for unit in units}
+    gathers: dict[int, list[int]] = defaultdict(list)  # before this instruction
+    releases: dict[int, list[int]] = defaultdict(list)  # after this one
+    once = [unit for unit in last if table.parameters[unit].whole or table.residency == "step"]
+    for unit in once:
+        gathers[0].append(unit)
+        releases[last[unit]].append(unit)
+    windowed = [(index, [unit for unit in units if unit not in once]) for index, units in uses]
+    _window([use for use in windowed if use[1]], _capacity(table, position), table.prefetch, gathers, releases)
+    out = []
+    for index, instruction in enumerate(program):
+        out += [Instruction(Op.GATHER, unit, group=table.shard_group) for unit in gathers[index]]
+        out.append(instruction)
+        out += [Instruction(Op.RELEASE, unit) for unit in releases[index]]
+    return out
+
+
+def _capacity(table: Table, position: int) -> int:
+    """How many windowed units may be resident, besides those that are gathered ahead."""
+    if isinstance(table.residency, int):
+        return table.residency
+    of_stage: dict[int, set[int]] = defaultdict(set)
+    for unit in table.units_of(position):
+        of_stage[table.units[unit].stage].update(table.units[unit].parameters)
+    return max(map(len, of_stage.values()))
+
+
+def _window(uses: list[tuple[int, list[int]]], capacity: int, prefetch: int, gathers: dict[int, list[int]],
+            releases: dict[int, list[int]]) -> None:
+    """Demand paging with known future: at each use what is missing is gathered, what is used last makes room."""
+    next_use: list[dict[int, int]] = []  # of each use: unit -> the use after it
+    coming: dict[int, int] = {}
+    for use in range(len(uses) - 1, -1, -1):
+        next_use.append({unit: coming.get(unit, len(uses)) for unit in uses[use][1]})
+        coming.update(dict.fromkeys(uses[use][1], use))
+    next_use.reverse()
+    resident: dict[int, tuple[int, int]] = {}  # unit -> (latest use, next use)
+    released: dict[int, int] = {}  # unit -> index after which it went
+    for use, (index, needed) in enumerate(uses):
+        missing = [unit for unit in needed if unit not in resident]
+        others = sorted((unit for unit in resident if unit not in needed), key=lambda unit: resident[unit][1])
+        for unit in others[max(0, capacity - len(needed)):]:
+            released[unit] = uses[resident.pop(unit)[0]][0]
+            releases[released[unit]].append(unit)
+        for unit in missing:
+            ahead = uses[use - prefetch][0] if use >= prefetch else 0
+            gathers[max(ahead, released.get(unit, -1) + 1)].append(unit)
+        for unit in needed:
+            resident[unit] = use, next_use[use][unit]
+        for unit in [unit for unit, (_, then) in resident.items() if then == len(uses)]:
+            releases[index].append(unit)
+            del resident[unit]
+    assert not resident

@@ -8,13 +8,16 @@ from dataclasses import dataclass
 
 import torch
 
-from threed.comm import Comm, Handle
+from threed.comm import Comm
+from threed.program.buffers import Buffers
 from threed.program.effects import chain
 from threed.program.instruction import Instruction, Op, Slot
 from threed.program.table import Table
 from threed.schema import Config
 from threed.slots import Slots
+from threed.tensor.precision import Precision
 from threed.zero import optimizer
+from threed.zero.scaler import LossScaler
 from threed.zero.state import UnitState
 
 
@@ -26,51 +29,94 @@ class Clipped:
     grad_norm: float
     scale: float  # STEP multiplies gradients by this
     finite: bool
+    loss_scale: float  # that this step's gradients were made with
 
 
 class ZeroRun:
-    def __init__(self, config: Config, comm: Comm, table: Table, states: dict[int, UnitState]):
+    def __init__(self, config: Config, comm: Comm, table: Table, states: dict[int, UnitState], buffers: Buffers):
         self.config, self.comm, self.table, self.states = config, comm, table, states
-        self.step_number = 0  # steps of the run so far: the learning rate's clock
-        self.updates = 0  # optimizer updates so far: Adam's clock (skipped steps do not count)
+        self.precision, self.scaler = Precision.of(config.precision), LossScaler.of(config)
+        self.step_number = 0  # steps of the run so far
+        self.updates = 0  # optimizer updates so far: Adam's and the learning rate's clock (skipped steps do not count)
+        self._staging = torch.zeros(buffers.staging, dtype=torch.uint8, device=comm.device)
         self.handlers: dict[Op, Callable[[Instruction, Slots], None]] = {
             Op.GATHER: self.gather, Op.RELEASE: self.release, Op.REDUCE: self.reduce, Op.CLIP: self.clip, Op.STEP: self.step}
 
     @property
     def lr(self) -> float:
-        return optimizer.learning_rate(self.config.optimizer, self.step_number, self.config.train.steps)
+        return optimizer.learning_rate(self.config.optimizer, self.updates, self.config.train.steps)
 
     def gather(self, instruction: Instruction, slots: Slots) -> None:
-        state = self.states[instruction.unit]
-        state.publish()
-        handle = self.comm.groups["dp"].all_gather(state.param, state.param[slice(*state.owned)])
-        slots.put(Slot("param", instruction.unit), state.param, handle)
+        state, group = self.states[instruction.unit], self.comm.groups[instruction.group]
+        if not state.whole:
+            state.occupy(state.storage.params.take(state.layout.numel))
+        whole, part = state.param, state.pshard
+        assert whole is not None
+        handle = self.comm.dp_lane.submit(lambda: group.all_gather(whole, part).wait())
+        slots.put(Slot("param", instruction.unit), whole, handle)
 
     def release(self, instruction: Instruction, slots: Slots) -> None:
-        """Nothing to do: the whole parameters keep their buffer, only their content is given up."""
+        """A unit that stays whole keeps its buffer; only the content is given up."""
+        if not self.states[instruction.unit].whole:
+            self.states[instruction.unit].vacate()
 
     @torch.no_grad()
     def reduce(self, instruction: Instruction, slots: Slots) -> None:
-        unit, group = instruction.unit, self.comm.groups[instruction.group]
-        state = self.states[unit]
-        made = next(made for name, _, made in chain(self.table, unit) if name == instruction.group)
-        if instruction.group == "tp":
-            handles = [group.all_reduce(state.grad[segment.start:segment.stop])
-                       for segment in state.layout.segments if segment.replicated]
-            slots.put(made, True, _all(handles))
-        elif instruction.group == "tie":
-            slots.put(made, True, group.all_reduce(state.gshard))
+        name, state = instruction.group, self.states[instruction.unit]
+        made = next(made for group, _, made in chain(self.table, instruction.unit) if group == name)
+        if name == "tp":
+            self._sum_replicated(state)
+            slots.put(made, True)
+        elif name == "tie":
+            slots.put(made, True, self.comm.groups[name].all_reduce(state.gshard))
+        elif name == "replica":
+            slots.put(made, True, self.comm.dp_lane.submit(lambda: self._sum_replicas(state)))
         else:
-            part = state.grad[slice(*state.shard)]
-            scattered = group.reduce_scatter(part, state.grad)
+            self._scatter(state, made, slots)
 
-            def finish() -> None:
-                scattered.wait()
-                if not self.table.sharded:  # the same sums as under ZeRO-1, then everybody gets all of them
-                    group.all_gather(state.grad, part).wait()
-                state.start_over()
+    def _sum_replicated(self, state: UnitState) -> None:
+        """Over tp, in one call: parameters that all tp ranks hold, of which each has the gradient of its own tokens."""
+        grad = state.whole_grad()
+        parts = [grad[segment.start:segment.stop] for segment in state.layout.segments if segment.replicated]
+        joined = torch.cat(parts) if len(parts) > 1 else parts[0]
+        self.comm.groups["tp"].all_reduce(joined).wait()
+        if len(parts) > 1:
+            for part, summed in zip(parts, joined.split([len(part) for part in parts]), strict=True):
+                part.copy_(summed)
 
-            slots.put(made, True, Handle(finish))
+    def _sum_replicas(self, state: UnitState) -> None:
+        group, gshard = self.comm.groups["replica"], state.gshard
+        moving = self._stage(gshard, 0)
+        group.all_reduce(moving).wait()
+        if moving is not gshard:
+            gshard.copy_(moving)
+
+    def _scatter(self, state: UnitState, made: Slot, slots: Slots) -> None:
+        """Sum the gradient over the group that shares the unit; this rank keeps its part. Without sharding everybody then gets
+        all parts: the same sums as under ZeRO-1."""
+        group, sharded = self.comm.groups[self.table.shard_group], self.table.sharded
+        grad, pooled = state.whole_grad(), self.table.zero_stage >= 2
+        part = state.gshard if pooled else grad[slice(*state.shard)]
+        add = pooled and state.reduced
+        state.reduced = True
+
+        def job() -> None:
+            moving = self._stage(grad, grad.numel())
+            scratch = self._staging.view(moving.dtype)[:grad.numel()] if group.size() > 1 else None
+            group.reduce_scatter(part, moving, add, scratch).wait()
+            if not sharded:
+                group.all_gather(grad, part).wait()
+
+        handle = self.comm.dp_lane.submit(job)
+        state.begin_anew(handle)
+        slots.put(made, True, handle)
+
+    def _stage(self, tensor: torch.Tensor, skip: int) -> torch.Tensor:
+        """The tensor in the dtype in which gradients travel: itself, or a copy in the staging buffer after `skip` elements."""
+        if tensor.dtype == self.precision.reduce or self.table.dp == 1:
+            return tensor
+        staged = self._staging.view(self.precision.reduce)[skip:skip + tensor.numel()]
+        return staged.copy_(tensor)
 
     @torch.no_grad()
     def clip(self, instruction: Instruction, slots: Slots) -> None:
@@ -89,35 +135,28 @@ class ZeroRun:
         self.comm.groups["world"].all_reduce(numbers).wait()
         squared, found, loss, tokens = numbers.tolist()
         assert tokens == self.config.tokens_per_step, f"{tokens} tokens were counted, not {self.config.tokens_per_step}"
-        norm = math.sqrt(squared) if squared >= 0 else math.nan
+        loss_scale = self.scaler.scale
+        norm = (math.sqrt(squared) if squared >= 0 else math.nan) / loss_scale
         limit = self.config.optimizer.clip_grad
         scale = min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
-        slots.put(Slot("scale"), Clipped(loss, norm, scale, found == 0 and math.isfinite(norm) and math.isfinite(loss)))
+        finite = found == 0 and math.isfinite(norm) and math.isfinite(loss)
+        slots.put(Slot("scale"), Clipped(loss, norm, scale / loss_scale, finite, loss_scale))
 
     def _counts(self, unit: int) -> bool:
-        """A tied embedding counts once: at the first of its positions."""
-        return self.table.parameters[unit].positions[0] == self.comm.here.pp
+        """A tied embedding counts once: at the first of its positions. So does what several shard groups hold: in the first."""
+        first = self.table.parameters[unit].positions[0] == self.comm.here.pp
+        return first and self.comm.here.dp < self.table.shard_size
 
     @torch.no_grad()
     def step(self, instruction: Instruction, slots: Slots) -> None:
         clipped: Clipped = slots.get(Slot("scale"))
+        state, config = self.states[instruction.unit], self.config.optimizer
+        state.reduced = False
         if not clipped.finite:
             return  # nothing moves; the loop decides whether the run goes on
-        state, config = self.states[instruction.unit], self.config.optimizer
-        if clipped.scale != 1.0:
-            state.gshard.mul_(clipped.scale)
         for segment in state.segments():
             moments = optimizer.Moments(state.range(state.moments.exp_avg, segment),
                                         state.range(state.moments.exp_avg_sq, segment))
-            optimizer.step(config, self.lr, self.updates + 1, state.range(state.master, segment),
-                           state.range(state.gshard, segment), moments, segment.decay)
-        if not self.table.sharded:
-            state.publish()
-
-
-def _all(handles: list[Handle]) -> Handle:
-    def wait() -> None:
-        for handle in handles:
-            handle.wait()
-
-    return Handle(wait)
+            update = optimizer.Update(config, self.lr, self.updates + 1, segment.decay, clipped.scale)
+            optimizer.step(update, state.range(state.weights, segment), state.range(state.gshard, segment), moments)
+        state.publish()

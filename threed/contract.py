@@ -1,0 +1,81 @@
+"""The contract: which features work together, and why the others do not. One table, from which come the refusals of a config,
+`threed matrix`, and the tests that run every cell.
+
+A **cell** is one choice on each axis. It works, and `tests/loopback/test_contract.py` compares it with the single-process
+reference under its name; or a rule refuses it and says why. A rule is a law of nature, or says what would lift it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from threed.schema import Config
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v", "breadth-first", "auto", "file")
+
+
+class Cell(NamedTuple):
+    schedule: str
+    stage: int  # of ZeRO
+    offload: str  # where the optimizer's state lives, and the parameters: device
+    activation: str  # activation policy
+    precision: str
+    sequence_parallel: bool
+    tied: bool
+    shard_groups: bool  # whether dp is cut into several shard groups
+
+    @property
+    def id(self) -> str:
+        """A name, in tests and in `threed matrix`."""
+        words = [self.schedule, f"zero{self.stage}", self.offload, self.activation, self.precision]
+        return "-".join([*words, "sp" if self.sequence_parallel else "nosp", "tied" if self.tied else "untied",
+                         "groups" if self.shard_groups else "nogroups"])
+
+    @property
+    def test(self) -> str:
+        return f"tests/loopback/test_contract.py::test_cell[{self.id}]"
+
+    @classmethod
+    def of(cls, config: Config) -> Cell:
+        """The cell of a config."""
+        parallel = config.parallel
+        return cls("file" if parallel.schedule.startswith("file:") else parallel.schedule, config.zero.stage, "none",
+                   config.activation.policy, config.precision.dtype, parallel.sequence_parallel,
+                   config.model.tie_embeddings, config.shard_size < config.dp)
+
+
+AXES: dict[str, tuple[object, ...]] = {
+    "schedule": SCHEDULES,
+    "stage": (0, 1, 2, 3),
+    "offload": ("none",),
+    "activation": ("none",),
+    "precision": ("fp32", "bf16", "fp16"),
+    "sequence_parallel": (False, True),
+    "tied": (False, True),
+    "shard_groups": (False, True),
+}
+
+
+class Rule(NamedTuple):
+    refuses: Callable[[Cell], bool]
+    reason: str
+
+
+RULES = (
+    Rule(lambda cell: cell.stage == 0 and cell.shard_groups,
+         "zero.shard_size below parallel.dp needs zero.stage of at least 1: at stage 0 nothing is sharded, whole copies are "
+         "everywhere; leave zero.shard_size out"),
+)
+
+
+def refusal(cell: Cell) -> str | None:
+    """Why a cell does not work; None where it does."""
+    return next((rule.reason for rule in RULES if rule.refuses(cell)), None)
+
+
+def cells() -> Iterator[Cell]:
+    """All of them."""
+    for values in itertools.product(*AXES.values()):
+        yield Cell(*values)  # pyright: ignore[reportArgumentType]

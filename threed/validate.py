@@ -1,0 +1,273 @@
+"""Every check of a config, in one place. A setting is honoured, or refused with a reason."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from threed.contract import Cell, refusal
+from threed.errors import InputError
+from threed.quantity import parse_bytes
+from threed.schema import V_SHAPED, Config
+
+CHOICES = {
+    "model.position": ("rotary", "learned"),
+    "model.norm": ("layernorm", "rmsnorm"),
+    "model.activation": ("gelu", "swiglu"),
+    "parallel.schedule": ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v", "breadth-first", "auto"),
+    "precision.dtype": ("fp32", "bf16", "fp16"),
+    "precision.grad_dtype": ("fp32", "bf16", "fp16"),
+    "precision.reduce_dtype": ("fp32", "bf16", "fp16"),
+    "precision.master": ("fp32", "none"),
+    "optimizer.name": ("adamw", "sgd"),
+    "optimizer.schedule": ("constant", "linear", "cosine", "wsd"),
+    "train.on_nonfinite": ("stop", "skip"),
+    "monitor.wandb": ("auto", "offline", "online", "disabled"),
+    "run.device": ("auto", "cpu", "cuda"),
+    "zero.stage": (0, 1, 2, 3),
+    "activation.policy": ("none",),
+    "offload.optimizer": ("none",),
+    "offload.parameters": ("none",),
+}
+# What the field knows and this version does not do yet: refused by name rather than as a typing slip.
+NOT_YET = {
+    "activation.policy": ("full", "selective", "budget"),
+    "offload.optimizer": ("cpu", "nvme"),
+    "offload.parameters": ("cpu", "nvme"),
+}
+_AT_LEAST = {  # key: least value
+    "model.layers": 1, "model.hidden": 1, "model.heads": 1, "model.kv_heads": 1, "model.ffn_hidden": 1,
+    "model.vocab": 2, "model.vocab_multiple": 1, "model.seq_len": 1, "model.init_std": 0, "model.dropout": 0,
+    "model.attention_dropout": 0, "parallel.tp": 1, "parallel.pp": 1, "parallel.layers_per_unit": 1,
+    "parallel.virtual_stages": 1,
+    "optimizer.lr": 0, "optimizer.eps": 0, "optimizer.weight_decay": 0, "optimizer.clip_grad": 0,
+    "optimizer.warmup_steps": 0, "optimizer.decay_steps": 1, "optimizer.wsd_decay_steps": 0, "optimizer.min_lr": 0,
+    "train.steps": 0, "train.global_batch_size": 1, "train.micro_batch_size": 1, "train.seed": 0,
+    "train.eval_every": 0, "train.eval_batches": 1, "checkpoint.every": 0, "checkpoint.keep": 0,
+    "monitor.console_every": 1, "monitor.trace_every": 0, "monitor.timeline_every": 0,
+    "run.timeout_s": 1, "data.validation_fraction": 0, "zero.shard_size": 1, "zero.prefetch": 0, "zero.persist_below": 0,
+    "precision.loss_scale_window": 1, "precision.hysteresis": 1,
+}
+_ABOVE_ZERO = ("model.norm_eps", "model.rope_theta", "monitor.peak_tflops", "precision.initial_loss_scale",
+               "precision.min_loss_scale")
+
+
+def validate(config: Config, world_size: int | None = None) -> list[str]:
+    """Every problem of a config, one line each; empty when it can run. `world_size`: what will really be there."""
+    problems = _check_values(config)
+    wrong = {problem.split(".")[0] for problem in problems}  # sections with values that arithmetic may trip over
+    problems += _check_model(config) if not wrong & {"model", "parallel"} else []
+    problems += _check_parallel(config, world_size) if not wrong & {"model", "parallel"} else []
+    problems += _check_batch(config) if not wrong & {"train", "parallel", "data"} else []
+    problems += _check_schedule(config) if not wrong & {"train", "optimizer"} else []
+    problems += _check_zero(config) if not wrong & {"zero", "parallel", "train"} else []
+    problems += _check_precision(config) if "precision" not in wrong else []
+    reason = refusal(Cell.of(config)) if not wrong & {"parallel", "zero", "precision"} else None
+    return [*problems, reason] if reason else problems
+
+
+def get(config: Config, key: str) -> Any:
+    section, name = key.split(".")
+    return getattr(getattr(config, section), name)
+
+
+def _check_values(config: Config) -> list[str]:
+    problems = []
+    for key, choices in CHOICES.items():
+        value = get(config, key)
+        if key == "parallel.schedule" and str(value).startswith("file:"):
+            continue
+        if value in NOT_YET.get(key, ()):
+            listed = ", ".join(map(str, choices))
+            problems.append(f"{key}={value}: not in this version of threed; use one of: {listed}")
+        elif value not in choices:
+            problems.append(f"{key}={value}: must be one of {', '.join(map(str, choices))}")
+    for key, least in _AT_LEAST.items():
+        value = get(config, key)
+        if value is not None and not value >= least:  # `not >=`: NaN is refused too
+            problems.append(f"{key}={value}: must be at least {least}")
+        elif value == math.inf:
+            problems.append(f"{key}={value}: must be finite")
+    for key in _ABOVE_ZERO:
+        value = get(config, key)
+        if value is not None and not 0 < value < math.inf:
+            problems.append(f"{key}={value}: must be above 0 and finite")
+    dp = config.parallel.dp
+    if not isinstance(dp, int) or dp < 1:
+        problems.append(f"parallel.dp={dp}: must be 'auto' or an integer of at least 1")
+    for key in ("model.dropout", "model.attention_dropout", "data.validation_fraction"):
+        if get(config, key) >= 1:
+            problems.append(f"{key}={get(config, key)}: must be less than 1")
+    if not config.run.dir.strip():
+        problems.append("run.dir is empty: give a folder for checkpoints and metrics")
+    if sorted(config.parallel.axis_order.split("-")) != ["dp", "pp", "tp"]:
+        problems.append(f"parallel.axis_order={config.parallel.axis_order}: must name each axis once, outermost first, "
+                        "for example pp-dp-tp")
+    betas = config.optimizer.betas
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        problems.append(f"optimizer.betas={betas}: must be two numbers in [0, 1)")
+    return problems
+
+
+def _check_model(config: Config) -> list[str]:
+    model, tp = config.model, config.parallel.tp
+    problems = []
+    if model.hidden % model.heads:
+        problems.append(f"model.hidden={model.hidden} is not divisible by model.heads={model.heads}")
+    elif model.position == "rotary" and model.head_dim % 2:
+        problems.append(f"model.position=rotary needs an even head size; model.hidden / model.heads = {model.head_dim}")
+    if model.heads % model.num_kv_heads:
+        problems.append(f"model.heads={model.heads} is not divisible by model.kv_heads={model.kv_heads}")
+    sizes = {"model.heads": model.heads, "model.kv_heads": model.num_kv_heads, "model.hidden": model.hidden,
+             "model.ffn_hidden": model.num_ffn_hidden, "the padded vocabulary": model.padded_vocab}
+    for name, size in sizes.items():
+        if size % tp and not (name == "model.kv_heads" and model.kv_heads is None):
+            problems.append(f"{name}={size} is not divisible by parallel.tp={tp}")
+    if config.parallel.sequence_parallel:
+        if tp == 1:
+            problems.append("parallel.sequence_parallel=true needs parallel.tp > 1: it splits the sequence over tp")
+        elif model.seq_len % tp:
+            problems.append(f"parallel.sequence_parallel=true: model.seq_len={model.seq_len} is not divisible by "
+                            f"parallel.tp={tp}")
+    return problems
+
+
+def _check_parallel(config: Config, world_size: int | None) -> list[str]:
+    parallel = config.parallel
+    problems = []
+    others = parallel.tp * parallel.pp
+    if world_size is not None and config.world_size != world_size:
+        divides = f", which tp x pp = {others} does not divide" if world_size % others else ""
+        problems.append(f"parallel.dp={config.dp} x tp={parallel.tp} x pp={parallel.pp} = {config.world_size} processes, "
+                        f"but the world size is {world_size}{divides}")
+    problems += _check_schedule_shape(config)
+    units = num_units(config)
+    if config.num_stages > units:
+        problems.append(f"parallel.pp={parallel.pp} makes {config.num_stages} stages, more than the model's {units} units "
+                        f"(embedding, {units - 2} of blocks, head)")
+    if parallel.stage_units is not None:
+        listed = list(parallel.stage_units)
+        if len(listed) != config.num_stages:
+            problems.append(f"parallel.stage_units={listed} has {len(listed)} stages, but there are {config.num_stages}")
+        elif sum(listed) != units or min(listed) < 1:
+            problems.append(f"parallel.stage_units={listed} must be positive and add up to the model's {units} units")
+    return problems
+
+
+def _check_schedule_shape(config: Config) -> list[str]:
+    parallel, problems = config.parallel, []
+    name, virtual = parallel.schedule, parallel.virtual_stages
+    if name in V_SHAPED and virtual not in (None, 2):
+        problems.append(f"parallel.schedule={name} has two stages a rank, not parallel.virtual_stages={virtual}")
+    if name in ("interleaved", "breadth-first") and (virtual or 1) < 2:
+        problems.append(f"parallel.schedule={name} needs parallel.virtual_stages of at least 2: with one stage a rank it would "
+                        f"be {'1f1b' if name == 'interleaved' else 'gpipe'}")
+    if name in ("gpipe", "1f1b", "zb-h1", "zb-h2") and (virtual or 1) != 1:
+        problems.append(f"parallel.schedule={name} has one stage a rank, not parallel.virtual_stages={virtual}; interleaved "
+                        "and breadth-first have more")
+    if name == "auto" and virtual not in (None, 1, 2):
+        problems.append(f"parallel.schedule=auto searches 1 or 2 stages a rank, not parallel.virtual_stages={virtual}")
+    if parallel.activation_limit is not None:
+        try:
+            parse_limit(parallel.activation_limit)
+        except InputError as error:
+            problems.append(f"parallel.activation_limit: {error}")
+    return problems
+
+
+def parse_limit(text: str) -> tuple[float | None, int | None]:
+    """'2x' -> (2.0, None): times 1F1B's peak. '30GiB' -> (None, bytes)."""
+    if text.endswith("x"):
+        try:
+            times = float(text[:-1])
+        except ValueError:
+            times = -1.0
+        if not 0 < times < math.inf:
+            raise InputError(f"'{text}' is not a multiple of 1F1B's peak; write for example 1x or 1.5x")
+        return times, None
+    return None, parse_bytes(text)
+
+
+def _check_zero(config: Config) -> list[str]:
+    """Settings that the stage gives no meaning, and values that are not one."""
+    zero, problems = config.zero, []
+    for key, least in (("reduce_every", 2), ("residency", 3), ("prefetch", 3), ("persist_below", 3)):
+        value = getattr(zero, key)
+        if value is not None and zero.stage < least:
+            problems.append(f"zero.{key}={value} needs zero.stage of at least {least}, and it is {zero.stage}: below, "
+                            f"{_WHOLE[key]}; leave it out")
+    for key, words in (("reduce_every", ("step",)), ("residency", ("stage", "step"))):
+        value = getattr(zero, key)
+        if value is not None and value not in words and not (isinstance(value, int) and value >= 1):
+            problems.append(f"zero.{key}={value}: must be a whole number of at least 1, or {' or '.join(words)}")
+    if zero.shard_size is not None and config.dp % zero.shard_size:
+        problems.append(f"zero.shard_size={zero.shard_size} does not divide parallel.dp={config.dp}: each group shares one copy, "
+                        "and all groups are of one size")
+    return problems
+
+
+_WHOLE = {
+    "reduce_every": "gradients are reduced once a step",
+    **dict.fromkeys(("residency", "prefetch", "persist_below"), "all parameters stay whole for the whole step"),
+}
+
+
+def _check_precision(config: Config) -> list[str]:
+    precision, problems = config.precision, []
+    for key in ("grad_dtype", "reduce_dtype"):
+        value = getattr(precision, key)
+        if value not in ("fp32", precision.dtype):
+            problems.append(f"precision.{key}={value}: must be fp32, or what precision.dtype is ({precision.dtype})")
+    if precision.dtype == "fp32" and precision.master == "none":
+        problems.append("precision.master=none: fp32 weights have no other copy to leave out; it is for bf16 and fp16")
+    scale = precision.loss_scale
+    try:
+        scale_ok = scale in (None, "dynamic") or 0 < float(scale) < math.inf  # pyright: ignore[reportArgumentType]
+    except ValueError:
+        scale_ok = False
+    if not scale_ok:
+        problems.append(f"precision.loss_scale={scale}: must be dynamic or a number above 0")
+    if precision.min_loss_scale > precision.initial_loss_scale:
+        problems.append(f"precision.min_loss_scale={precision.min_loss_scale} is above precision.initial_loss_scale="
+                        f"{precision.initial_loss_scale}")
+    return problems
+
+
+def num_units(config: Config) -> int:
+    """Compute units of the model: the embedding, runs of `layers_per_unit` blocks, the head."""
+    return -(-config.model.layers // config.parallel.layers_per_unit) + 2
+
+
+def _check_batch(config: Config) -> list[str]:
+    train = config.train
+    problems = []
+    if train.global_batch_size % (train.micro_batch_size * config.dp):
+        problems.append(f"train.global_batch_size={train.global_batch_size} is not divisible by "
+                        f"train.micro_batch_size={train.micro_batch_size} x parallel.dp={config.dp}")
+    if train.eval_every and not config.data.validation_fraction:
+        problems.append(f"train.eval_every={train.eval_every} needs data.validation_fraction > 0: nothing is held out")
+    return problems
+
+
+def _check_schedule(config: Config) -> list[str]:
+    train, problems = config.train, []
+    decay = config.optimizer.decay_steps or train.steps
+    if config.optimizer.schedule == "wsd" and (config.optimizer.wsd_decay_steps or 0) > decay:
+        problems.append(f"optimizer.wsd_decay_steps={config.optimizer.wsd_decay_steps} is longer than "
+                        f"optimizer.decay_steps={decay}")
+    if config.optimizer.min_lr > config.optimizer.lr:
+        problems.append(f"optimizer.min_lr={config.optimizer.min_lr} is above optimizer.lr={config.optimizer.lr}")
+    return problems
+
+
+def warnings(config: Config) -> list[str]:
+    """What can run but may not be meant."""
+    lines = []
+    optimizer, steps = config.optimizer, config.train.steps
+    if optimizer.warmup_steps > steps:
+        lines.append(f"optimizer.warmup_steps={optimizer.warmup_steps} is longer than train.steps={steps}: "
+                     "the learning rate never reaches optimizer.lr")
+    if config.num_microbatches < config.num_stages and config.parallel.pp > 1:
+        lines.append(f"{config.num_microbatches} micro-batches for {config.num_stages} pipeline stages: most of the step is "
+                     "bubble; raise train.global_batch_size or lower train.micro_batch_size")
+    return lines

@@ -15,7 +15,7 @@ from threed.errors import ConfigError, InputError, ThreedError
 from threed.planner import make_mesh, make_plan
 from threed.program import show as shows
 from threed.program.summary import stages
-from threed.quantity import show_bytes, show_count
+from threed.quantity import parse_bytes, show_bytes, show_count
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
@@ -96,10 +96,14 @@ def show(config: ConfigPath, overrides: Overrides = None,
 
 
 @app.command(short_help="check a config for any mesh, and what each rank holds and sends")
-def check(config: ConfigPath, overrides: Overrides = None, as_json: Json = False) -> None:
+def check(config: ConfigPath, overrides: Overrides = None,
+          advise: Annotated[bool, typer.Option("--advise", help="compare other settings with this one")] = False,
+          memory: Annotated[str | None, typer.Option(metavar="BYTES", help="of a device: advise what fits")] = None,
+          hardware: Annotated[str, typer.Option(help="for --advise, as in predict")] = "", as_json: Json = False) -> None:
     """Check that a config can run, on any number of ranks, without starting any: the plan is built and walked.
 
-    Prints what a rank of each pipeline position holds and sends in a step. Exit status 2 where it cannot run.
+    Prints what a rank of each pipeline position holds and sends in a step; with --advise, other settings beside it. Exit status 2
+    where it cannot run.
     """
     try:
         loaded = configs.load(config, overrides)
@@ -112,22 +116,33 @@ def check(config: ConfigPath, overrides: Overrides = None, as_json: Json = False
         raise typer.Exit(error.status) from None
     rows = stages(plan)
     lines = validate.warnings(loaded)
+    limit = parse_bytes(memory) if memory is not None else None
+    advised = None
+    if advise or limit is not None:
+        from threed.predict import advise as advising
+        from threed.predict.analytic import Hardware
+
+        advised = advising.advise(loaded, Hardware.parse(hardware), limit, lambda line: print(f"... {line}", file=sys.stderr))
     if as_json:
         _print_json({"ok": True, "world_size": loaded.world_size, "instructions": len(plan), "digest": plan.digest,
-                     "warnings": lines, "stages": rows})
+                     "warnings": lines, "stages": rows, **({"advice": advised} if advised else {})})
         return
     print(f"ok: {loaded.world_size} ranks (pp {loaded.parallel.pp} x dp {loaded.dp} x tp {loaded.parallel.tp}), "
           f"{len(plan)} instructions, plan {plan.digest}")
     for line in lines:
         print(f"warning: {line}")
-    head = ("a rank of", "parameters", "param", "grad", "optimizer", "activations", "sends dp", "tp", "pp")
+    head = ("a rank of", "parameters", "param", "grad", "optimizer", "buffers", "activations", "sends dp", "tp", "pp", "gathers",
+            "reduces")
     print("".join(text.rjust(12) for text in head))
     for position, row in enumerate(rows):
         cells = [f"pp{position}", show_count(row["parameters"]),
-                 *(show_bytes(row[key]) for key in ("parameter_bytes", "gradient_bytes", "optimizer_bytes",
+                 *(show_bytes(row[key]) for key in ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "buffer_bytes",
                                                     "activation_peak_bytes")),
-                 *(show_bytes(row["sent_bytes"][axis]) for axis in ("dp", "tp", "pp"))]
+                 *(show_bytes(row["sent_bytes"][axis]) for axis in ("dp", "tp", "pp")),
+                 *(str(row[key]) for key in ("gathers", "reduces"))]
         print("".join(cell.rjust(12) for cell in cells))
+    if advised:
+        print(f"\n{advising.show(advised, limit)}")
 
 
 @app.command(short_help="predict step time, bubble, memory and bytes")
@@ -189,6 +204,51 @@ def predict(config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help
         _print_json(values)
     else:
         print(show_report(values))
+
+
+@app.command(short_help="bytes of parameters, gradients and optimizer state at each ZeRO stage")
+def memory(config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="YAML file; leave it out with --parameters")]
+           = None, overrides: Overrides = None,
+           parameters: Annotated[float | None, typer.Option(metavar="N", help="of the whole model, such as 7.5e9")] = None,
+           dp: Annotated[int, typer.Option(min=1, help="ranks that share a copy (or zero.shard_size)")] = 1,
+           tp: Annotated[int, typer.Option(min=1)] = 1, pp: Annotated[int, typer.Option(min=1)] = 1,
+           dtype: Annotated[str, typer.Option(help="of parameters and gradients: bf16, fp16 or fp32")] = "bf16",
+           master: Annotated[str, typer.Option(help="of 16-bit weights: fp32 or none")] = "fp32",
+           as_json: Json = False) -> None:
+    """Bytes that a rank holds of a model's states at ZeRO stages 0 to 3: by the ZeRO paper's formulas for --parameters, or
+    exactly, from the plan of a CONFIG (the position that holds most)."""
+    from threed.predict import memory as memories
+
+    if (config is None) == (parameters is None):
+        raise InputError("give a CONFIG or --parameters N, and not both; for example threed memory --parameters 7.5e9 --dp 64")
+    if config is not None:
+        found = memories.of_config(configs.load(config, overrides))
+    else:
+        if dtype not in ("fp32", "bf16", "fp16") or master not in ("fp32", "none"):
+            raise InputError(f"--dtype {dtype} --master {master}: give fp32, bf16 or fp16, and fp32 or none")
+        if parameters is None or not 0 < parameters < 1e18:
+            raise InputError(f"--parameters {parameters}: give a number above 0, such as 7.5e9")
+        found = memories.model_states(parameters / (tp * pp), dp, dtype, master == "fp32")
+    if as_json:
+        _print_json(found)
+    else:
+        print(memories.show(found))
+
+
+@app.command(short_help="which features work together, and why others do not")
+def matrix(as_json: Json = False,
+           refused: Annotated[bool, typer.Option("--refused", help="list every refused cell")] = False) -> None:
+    """The contract: every combination of schedule, ZeRO stage, offload, activation policy, precision, sequence parallelism, tied
+    weights and shard groups works and names its test, or is refused with the reason. `make matrix` runs the tests."""
+    from threed import contract
+
+    rows = [{**cell._asdict(), "verdict": "refused" if (reason := contract.refusal(cell)) else "works", "reason": reason,
+             "test": cell.test} for cell in contract.cells()]
+    if as_json:
+        _print_json({"axes": contract.AXES, "works": sum(row["verdict"] == "works" for row in rows),
+                     "refused": sum(row["verdict"] == "refused" for row in rows), "cells": rows})
+    else:
+        print(contract.show(refused))
 
 
 @app.command(short_help="prepare the data ahead of a run")

@@ -79,3 +79,24 @@ def cells() -> Iterator[Cell]:
     """All of them."""
     for values in itertools.product(*AXES.values()):
         yield Cell(*values)  # pyright: ignore[reportArgumentType]
+
+
+def show(refused: bool = False) -> str:
+    """The contract as text: a table of ZeRO stages by schedule with how many cells work, and the rules that refuse."""
+    every = list(cells())
+    works = [cell for cell in every if refusal(cell) is None]
+    lines = [f"{len(works)} of {len(every)} cells work, and {len(every) - len(works)} are refused",
+             *(f"  {axis.ljust(18)} {_values(values)}" for axis, values in AXES.items()), "",
+             "works".ljust(16) + "".join(f"zero{stage}".rjust(12) for stage in AXES["stage"])]
+    for schedule in AXES["schedule"]:
+        counts = [(sum(cell.schedule == schedule and cell.stage == stage for cell in some) for some in (works, every))
+                  for stage in AXES["stage"]]
+        lines.append(str(schedule).ljust(16) + "".join("{}/{}".format(*count).rjust(12) for count in counts))
+    for rule in RULES:
+        listed = [cell for cell in every if rule.refuses(cell)]
+        lines += ["", f"{len(listed)} refused: {rule.reason}", *(f"  {cell.id}" for cell in listed if refused)]
+    return "\n".join(lines)
+
+
+def _values(values: tuple[object, ...]) -> str:
+    return ", ".join({False: "no", True: "yes"}[value] if isinstance(value, bool) else str(value) for value in values)

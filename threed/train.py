@@ -35,6 +35,7 @@ from threed.planner import make_mesh, make_pipeline, make_plan
 from threed.program.trace import Trace
 from threed.quantity import show_bytes, show_count, show_seconds
 from threed.schema import Config
+from threed.zero.run import Clipped
 
 
 class Requests:
@@ -173,11 +174,11 @@ class Loop:
         """One step, its metrics, its evaluation. Whether somebody asked to stop, to save."""
         config, zero = self.config, self.engine.zero
         started = time.monotonic()
-        lr, index = zero.lr, zero.step_number
+        lr, index, hopeless = zero.lr, zero.step_number, zero.scaler.exhausted
         clipped, trace = self.engine.train_step(self._batches(self.train_split, self.samples))
         number = zero.step_number
         if not clipped.finite:
-            self._nonfinite(index, clipped.loss, clipped.grad_norm)
+            self._nonfinite(index, clipped, hopeless)
         self.samples += config.train.global_batch_size
         with self.watch.phase(f"metrics of step {number}"):
             step = self.meter.exchange(trace, time.monotonic() - started, self.requests.stop, self.requests.save)
@@ -185,6 +186,8 @@ class Loop:
         self._trace(number, trace, step)
         metrics: dict[str, float | None] = {"train/loss": clipped.loss, "train/lr": lr, "train/grad_norm": clipped.grad_norm,
                                             "train/skipped_steps": float(self.skipped)}
+        if zero.scaler.dynamic:
+            metrics["train/loss_scale"] = clipped.loss_scale
         if config.train.eval_every and number % config.train.eval_every == 0:
             metrics["val/loss"] = self._evaluate()
         if self.log:
@@ -236,9 +239,14 @@ class Loop:
                            "weights. Lower optimizer.lr and resume from a checkpoint before it")
         return loss
 
-    def _nonfinite(self, index: int, loss: float, norm: float) -> None:
+    def _nonfinite(self, index: int, clipped: Clipped, hopeless: bool) -> None:
+        """A step that changed no weight. `hopeless`: a smaller loss scale could not have helped."""
         self.skipped += 1
-        what = f"step {index + 1}: not finite (loss {loss}, gradient norm {norm})"
+        if math.isfinite(clipped.loss) and not hopeless:  # how a dynamic loss scale finds its level
+            self._say(f"step {index + 1}: gradients overflowed at loss scale {clipped.loss_scale:.10g}: the step is skipped, "
+                      f"{self.skipped} so far; the scale is now {self.engine.zero.scaler.scale:.10g}")
+            return
+        what = f"step {index + 1}: not finite (loss {clipped.loss}, gradient norm {clipped.grad_norm})"
         if self.config.train.on_nonfinite == "skip":
             self._say(f"{what}: the step is skipped, {self.skipped} so far")
             return

@@ -8,7 +8,7 @@ import torch
 
 from threed.engine.engine import Engine
 from threed.models.gpt import Batch
-from threed.program.instruction import Instruction, Op, Slot
+from threed.program.instruction import BACKWARDS, Instruction, Op, Slot
 from threed.slots import Slots
 
 
@@ -16,10 +16,10 @@ def find_nonfinite(engine: Engine, batch: Callable[[int], Batch]) -> str:
     """Run the train program once more (its STEPs do nothing, since its CLIP finds the same) and say where it began.
 
     All ranks call this together; all get the same answer: the first unit in the order of the data's way, forward before
-    backward.
+    backward, and then the sums over ranks.
     """
     table, here = engine.plan.table, engine.comm.here
-    found: list[tuple[int, int, int, str]] = []  # (forward or backward, distance along the way, micro-batch, text)
+    found: list[tuple[int, int, int, str]] = []  # (forward, backward or sum, distance along the way, micro-batch, text)
     me = f"on rank {engine.comm.rank} (pp{here.pp} dp{here.dp} tp{here.tp})"
     for unit, state in engine.states.items():
         if not bool(torch.isfinite(state.weights).all()):
@@ -34,13 +34,18 @@ def find_nonfinite(engine: Engine, batch: Callable[[int], Batch]) -> str:
                 what = "output" if unit < table.last else "loss"
                 found.append((0, unit, microbatch, f"first in the {what} of u{unit} ({table.units[unit].name}), "
                                                    f"micro-batch {microbatch}, FORWARD {me}"))
-        elif op == Op.BACKWARD:
+        elif op in BACKWARDS:
             values = [grad for p in table.units[unit].parameters for grad in engine.states[p].written()]
-            if unit > 0:
+            if unit > 0 and op != Op.BACKWARD_WEIGHT:
                 values.append(slots.get(Slot("grad", unit - 1, microbatch)))
             if not all(bool(torch.isfinite(value).all()) for value in values):
                 found.append((1, -unit, microbatch, f"first in the gradient of u{unit} ({table.units[unit].name}), "
-                                                    f"micro-batch {microbatch}, BACKWARD {me}"))
+                                                    f"micro-batch {microbatch}, {op} {me}"))
+        elif op == Op.CLIP:
+            for p, state in engine.states.items():
+                if not bool(torch.isfinite(state.gshard).all()):
+                    found.append((2, p, 0, f"first in the sum over ranks of the gradient of p{p} ({table.parameters[p].name}) "
+                                           f"{me}"))
 
     engine.after = inspect
     try:

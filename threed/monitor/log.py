@@ -1,6 +1,7 @@
 """Log: the same names and numbers to metrics.jsonl, to wandb, and as a line on the console. Rank 0 only.
 
     train/loss train/lr train/grad_norm train/skipped_steps    of the step
+    train/loss_scale                                           that it was made with, where it is dynamic
     val/loss                                                   where evaluated
     perf/step_s perf/tokens_per_s perf/tokens_per_s_per_device perf/model_tflops_per_device
     perf/mfu                          null where the device's peak is not known

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from threed.program.instruction import COMPUTE, Op
-from threed.program.summary import stages
+from threed.program.summary import ACTIVATIONS, alive_bytes, fixed_bytes, stages
 from threed.program.table import Plan
-from threed.program.walk import Cost, Mode, link, memory, walk
+from threed.program.walk import Cost, Mode, link, walk
 from threed.quantity import show_bytes, show_seconds
 
 SAMPLES = 50  # points of memory over time
@@ -22,10 +22,8 @@ def report(plan: Plan, cost: Cost, source: str) -> dict[str, Any]:
     rows = []
     for position, (program, held) in enumerate(zip(programs, stages(plan), strict=True)):
         busy = sum(cost(position, item) for item in program if item.op in COMPUTE or item.op == Op.STEP)
-        alive = memory(program, table, links[position], table.seam(position))
-        kinds = ("act", "grad", "saved", "operands")
-        kept = [sum(column) for column in zip(*(alive.by_kind[kind] for kind in kinds if kind in alive.by_kind), strict=True)]
-        fixed = held["parameter_bytes"] + held["gradient_bytes"] + held["optimizer_bytes"]
+        by_kind, fixed = alive_bytes(plan, position).by_kind, fixed_bytes(held)
+        kept = [sum(column) for column in zip(*(by_kind[kind] for kind in ACTIVATIONS if kind in by_kind), strict=True)]
         every = max(1, len(program) // SAMPLES)
         rows.append({
             "bubble": max(0.0, 1.0 - busy / total) if total else 0.0, "busy_s": busy,

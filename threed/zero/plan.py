@@ -106,7 +106,7 @@ def _capacity(table: Table, position: int) -> int:
         return table.residency
     of_stage: dict[int, set[int]] = defaultdict(set)
     for unit in table.units_of(position):
-        of_stage[table.units[unit].stage].update(table.units[unit].parameters)
+        of_stage[table.units[unit].stage].update(p for p in table.units[unit].parameters if not table.parameters[p].whole)
     return max(map(len, of_stage.values()))
 
 

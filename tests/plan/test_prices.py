@@ -1,0 +1,135 @@
+"""Prices known before a run: `threed memory`, `check --advise`, `threed matrix`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from threed import contract
+from threed.cli import app
+from threed.config import load
+from threed.errors import ConfigError, InputError
+from threed.predict.advise import advise
+from threed.predict.analytic import Hardware
+from threed.predict.memory import of_config
+
+GB = 1e9
+
+
+def printed(*arguments: str) -> dict:
+    result = CliRunner().invoke(app, [*arguments, "--json"], catch_exceptions=False)
+    assert result.exit_code == 0
+    return json.loads(result.stdout)
+
+
+@pytest.mark.parametrize("parameters, dp, expected", [  # ZeRO paper, Table 1: GB, last printed place
+    (7.5e9, 64, (120, 31.4, 16.6, 1.88)), (7.5e9, 1024, (120, 30.1, 15.1, 0.12)), (128e9, 64, (2048, 536, 284, 32)),
+    (1e12, 1024, (16000, 4011, 2013, 15.6))])
+def test_paper(parameters, dp, expected):
+    """Formulas that leave the master weights out, or unsharded (both are about)."""
+    found = printed("memory", "--parameters", str(parameters), "--dp", str(dp))
+    for stage, value in enumerate(expected):
+        place = 10.0 ** -len(str(value).partition(".")[2])
+        assert abs(found[f"stage_{stage}"] / GB - value) <= place, stage
+        more = found["fp32_gradients"][f"stage_{stage}"] - found[f"stage_{stage}"]
+        assert more == pytest.approx(2 * parameters / (dp if stage >= 2 else 1))
+
+
+def test_memory_over_the_mesh():
+    """tp and pp divide the parameters, precision the bytes."""
+    found = printed("memory", "--parameters", "8e9", "--dp", "4", "--tp", "2", "--pp", "4", "--dtype", "fp32")
+    assert found["stage_0"] == 1e9 * 16 and found["stage_3"] == 1e9 * 16 / 4
+    assert printed("memory", "--parameters", "1e9", "--master", "none")["stage_0"] == 1e9 * 12
+
+
+def test_memory_of_a_config():
+    """From the plan: the formula, but for padding, where every position is alike."""
+    config = load("configs/gpt2-small.yaml", ["parallel.pp=1", "parallel.tp=1", "parallel.dp=8", "precision.dtype=bf16",
+                                              "precision.grad_dtype=bf16", "train.global_batch_size=64",
+                                              "parallel.sequence_parallel=false"])
+    found = of_config(config)
+    psi = found["parameters"]
+    for stage, formula in enumerate((16 * psi, 4 * psi + 1.5 * psi, 2 * psi + 14 * psi / 8, 2 * psi)):
+        assert found[f"stage_{stage}"] == pytest.approx(formula, rel=1e-3), stage
+
+
+@pytest.mark.parametrize("arguments", [[], ["configs/toy.yaml", "--parameters", "1e9"], ["--parameters", "-1"],
+                                       ["--parameters", "nan"], ["--parameters", "1e9", "--dtype", "int8"]])
+def test_memory_refuses(arguments):
+    with pytest.raises(InputError):
+        CliRunner().invoke(app, ["memory", *arguments], catch_exceptions=False)
+
+
+def test_advice():
+    """What each setting saves and costs is what its own plan says; what fits a memory comes first, the fastest first."""
+    config = load("configs/gpt2-small.yaml", ["parallel.dp=4", "parallel.pp=1", "parallel.tp=1", "train.global_batch_size=64",
+                                              "parallel.sequence_parallel=false"])
+    rows = {row["setting"]: row for row in advise(config, Hardware())}
+    here = rows.pop("as configured")
+    assert {"zero.stage=0", "zero.stage=2 zero.reduce_every=step"} <= rows.keys()
+    assert "zero.stage=1" not in rows, "it is the config itself"
+    assert rows["zero.stage=0"]["fixed_bytes"] > here["fixed_bytes"]
+    assert rows["zero.stage=3"]["fixed_bytes"] < rows["zero.stage=2"]["fixed_bytes"] < here["fixed_bytes"]
+    assert rows["zero.stage=2"]["dp_bytes"] > here["dp_bytes"] == rows["zero.stage=2 zero.reduce_every=step"]["dp_bytes"]
+    plans = [tuple(sorted((k, v) for k, v in row.items() if k.endswith("bytes") or k == "step_s")) for row in rows.values()]
+    assert len(rows) >= 8 and len(set(plans)) >= 7, "one setting is listed under several names"
+    memory = sorted(row["peak_bytes"] for row in rows.values())[3]
+    listed = advise(config, Hardware(), memory)[1:]
+    fits = [row["fits"] for row in listed]
+    assert fits == sorted(fits, reverse=True) and fits.count(True) >= 4
+    times = [row["step_s"] for row in listed if row["fits"]]
+    assert times == sorted(times)
+
+
+def test_advice_is_printed():
+    """The sentence that says what a setting saves and costs."""
+    arguments = ["check", "configs/toy.yaml", "parallel.dp=4", "train.global_batch_size=32", "--memory", "26MiB"]
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert result.exit_code == 0 and "zero.stage=2" in result.stdout
+    assert "of traffic a step" in result.stdout and "fits" in result.stdout and "saves" in result.stdout
+
+
+def test_matrix():
+    """Each cell has a verdict, a reason where it is refused, and a test of its name."""
+    found = printed("matrix")
+    assert found["works"] + found["refused"] == len(found["cells"])
+    assert len({cell["test"] for cell in found["cells"]}) == len(found["cells"])
+    for cell in found["cells"]:
+        assert (cell["verdict"] == "refused") == bool(cell["reason"])
+    refused = CliRunner().invoke(app, ["matrix", "--refused"]).stdout
+    assert refused.count("-groups") >= found["refused"] > 0
+
+
+def test_configs_are_refused_by_the_contract():
+    """A rule of the contract is a refusal of the config, word for word."""
+    with pytest.raises(ConfigError) as error:
+        load("configs/toy.yaml", ["parallel.dp=4", "train.global_batch_size=32", "zero.stage=0", "zero.shard_size=2"])
+    assert error.value.problems == [contract.RULES[0].reason]
+
+
+@pytest.mark.parametrize("overrides, said", [
+    (["zero.stage=1", "zero.reduce_every=2"], "zero.stage of at least 2"),
+    (["zero.stage=2", "zero.residency=1"], "zero.stage of at least 3"),
+    (["zero.stage=2", "zero.prefetch=0"], "zero.stage of at least 3"),
+    (["zero.stage=0", "zero.persist_below=9"], "zero.stage of at least 3"),
+    (["zero.stage=2", "zero.reduce_every=0"], "at least 1, or step"),
+    (["zero.stage=2", "zero.reduce_every=stage"], "at least 1, or step"),
+    (["zero.stage=3", "zero.residency=all"], "at least 1, or stage or step"),
+    (["zero.stage=3", "zero.residency=true"], "residency"),
+    (["zero.shard_size=3"], "does not divide parallel.dp=2"),
+    (["precision.grad_dtype=bf16"], "must be fp32, or what precision.dtype is (fp32)"),
+    (["precision.dtype=bf16", "precision.reduce_dtype=fp16"], "must be fp32, or what precision.dtype is (bf16)"),
+    (["precision.master=none"], "fp32 weights have no other copy"),
+    (["precision.loss_scale=big"], "dynamic or a number above 0"), (["precision.loss_scale=0"], "dynamic or a number above 0"),
+    (["precision.loss_scale=.nan"], "dynamic or a number above 0"), (["precision.hysteresis=0"], "at least 1"),
+    (["precision.min_loss_scale=131072"], "is above precision.initial_loss_scale"),
+    (["zero_optimization.stage3_param_persistence_threshold=5"], "use zero.persist_below"),
+    (["gradient_accumulation_steps=5"], "use train.global_batch_size"), (["bf16.enabled=true"], "use precision.dtype=bf16"),
+])
+def test_refusals(overrides, said):
+    """A setting that would have no effect, a value that means nothing, a name of another framework."""
+    with pytest.raises(ConfigError) as error:
+        load("configs/toy.yaml", ["parallel.dp=2", *overrides])
+    assert said in str(error.value) and len(error.value.problems) == 1

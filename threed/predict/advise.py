@@ -1,0 +1,108 @@
+"""Advise: a config's neighbours, side by side. What does another setting save, and what does it cost?"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from threed.errors import ThreedError
+from threed.planner import make_pipeline, make_plan
+from threed.predict.analytic import Hardware
+from threed.predict.cost import load_costs
+from threed.predict.memory import at_stage
+from threed.predict.simulate import cost_of
+from threed.program.show import timeline
+from threed.program.summary import fixed_bytes, stages
+from threed.quantity import show_bytes, show_seconds
+from threed.schema import Config
+from threed.validate import validate
+
+Changes = dict[str, Any]  # dotted key -> value
+
+
+def neighbours(config: Config) -> Iterator[Changes]:
+    """Settings that could be otherwise, one or a few at a time. With nobody to share a copy with, ZeRO changes nothing."""
+    for stage in range(4) if config.shard_size > 1 else ():
+        yield {"zero.stage": stage}
+        for every in (1, "step") if stage >= 2 else ():
+            for residency in (1, 2, "stage", "step") if stage == 3 else (None,):
+                yield {"zero.stage": stage, "zero.reduce_every": every, **({"zero.residency": residency} if residency else {})}
+    if config.precision.dtype != "fp32":
+        yield {"precision.grad_dtype": config.precision.dtype}
+        yield {"precision.reduce_dtype": config.precision.dtype}
+
+
+def change(config: Config, changes: Changes) -> Config:
+    """A config with some settings otherwise."""
+    other = at_stage(config, changes["zero.stage"]) if "zero.stage" in changes else copy.deepcopy(config)
+    for key, value in changes.items():
+        section, name = key.split(".")
+        setattr(getattr(other, section), name, value)
+    return other
+
+
+def measure(config: Config, hardware: Hardware) -> dict[str, Any]:
+    """What the rank that holds most holds, what the one that sends most sends over dp, and how long a step is."""
+    plan = make_plan(config, make_pipeline(config))
+    rows = stages(plan)
+    cost = cost_of(load_costs(config.parallel.costs)) if config.parallel.costs else hardware.cost(plan.table)
+    return {"fixed_bytes": max(map(fixed_bytes, rows)),
+            "peak_bytes": max(fixed_bytes(row) + row["activation_peak_bytes"] for row in rows),
+            "dp_bytes": max(row["sent_bytes"]["dp"] for row in rows),
+            "step_s": timeline(plan, "train", cost).total_s}
+
+
+def advise(config: Config, hardware: Hardware, memory: int | None = None,
+           progress: Callable[[str], None] = lambda _: None) -> list[dict[str, Any]]:
+    """The config and its neighbours, the fastest first of those that fit into `memory` bytes, then the others by peak."""
+    here = {"setting": "as configured", "changes": {}, **measure(config, hardware)}
+    rows, seen = [here], {repr(config.to_dict())}
+    for changes in neighbours(config):
+        other = change(config, changes)
+        # What a setting means by default is the same plan under another name: those come first, and stand for it.
+        key = repr(_spelled_out(other).to_dict())
+        if key in seen or key == repr(_spelled_out(config).to_dict()) or validate(other):
+            continue
+        seen.add(key)
+        setting = " ".join(f"{name}={value}" for name, value in changes.items())
+        progress(setting)
+        try:
+            rows.append({"setting": setting, "changes": changes, **measure(other, hardware)})
+        except ThreedError:
+            continue  # a limit of the config's own refuses it
+    for row in rows:
+        row["fits"] = memory is None or row["peak_bytes"] <= memory
+    return [here, *sorted(rows[1:], key=lambda row: (not row["fits"], row["step_s"] if row["fits"] else row["peak_bytes"]))]
+
+
+def _spelled_out(config: Config) -> Config:
+    """Defaults of ZeRO put in where they are left open."""
+    other = copy.deepcopy(config)
+    zero = other.zero
+    if zero.stage >= 2 and zero.reduce_every is None:
+        zero.reduce_every = 1
+    if zero.stage >= 3:
+        zero.residency = 1 if zero.residency is None else zero.residency
+    return other
+
+
+def show(rows: list[dict[str, Any]], memory: int | None = None) -> str:
+    """As a table, each setting against the config."""
+    here = rows[0]
+    width = max(len(row["setting"]) for row in rows) + 2
+    head = ["peak", "sends dp", "step"] + ["fits"] * (memory is not None)
+    lines = ["setting".ljust(width) + "".join(text.rjust(12) for text in head)]
+    for row in rows:
+        cells = [show_bytes(row["peak_bytes"]), show_bytes(row["dp_bytes"]), show_seconds(row["step_s"])]
+        cells += ["yes" if row["fits"] else "no"] * (memory is not None)
+        lines.append(row["setting"].ljust(width) + "".join(cell.rjust(12) for cell in cells)
+                     + ("" if row is here else f"  {_against(row, here)}"))
+    return "\n".join(lines)
+
+
+def _against(row: dict[str, Any], here: dict[str, Any]) -> str:
+    kept, sent = row["peak_bytes"] - here["peak_bytes"], row["dp_bytes"] - here["dp_bytes"]
+    memory = f"{'saves' if kept < 0 else 'takes'} {show_bytes(abs(kept))}" if kept else "the same memory"
+    traffic = f"{'adds' if sent > 0 else 'spares'} {show_bytes(abs(sent))} of traffic a step" if sent else "the same traffic"
+    return f"{memory}, {traffic}"

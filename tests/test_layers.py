@@ -30,7 +30,7 @@ LAYERS = {
     "planner": 4.6, "pipeline.run": 4, "zero.run": 4, "zero.state": 4, "zero.optimizer": 4, "zero.buffers": 4,
     "activation.run": 4,
     "offload.run": 4, "offload.tiers": 4,
-    "predict.": 4.5, "engine.": 5, "checkpoint.": 5, "monitor.": 5,
+    "predict.": 4.5, "predict.memory": 4.8, "predict.advise": 4.9, "engine.": 5, "checkpoint.": 5, "monitor.": 5,
     "train": 6, "launcher": 6.2, "cli": 6.5,
 }
 MAX_FILE, MAX_FUNCTION, MAX_ARGUMENTS = 420, 70, 7  # lines, lines, arguments besides self

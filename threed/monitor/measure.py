@@ -68,7 +68,7 @@ class Meter:
                 pair = sums.setdefault((item.op, item.unit), [0.0, 0.0])
                 pair[0] += trace.ended[index] - trace.started[index]
                 pair[1] += 1
-        width = len(table.units) + 1  # parameter units too: a tied embedding is one more
+        width = max(len(table.units) - 1, *table.parameters) + 1  # of compute units and parameter units
         row = torch.full((len(head) + len(COSTED) * width,), math.nan, dtype=torch.float64)
         row[: len(head)] = torch.tensor(head)
         for (op, unit), (total, count) in sums.items():

@@ -188,15 +188,23 @@ class Comm(ABC):
         self.waiting_since: float | None = None  # when this rank began to wait for all others, if it does so now
         self.groups: dict[str, Group] = {}
         self.channels: dict[tuple[int, int, str], Channel] = {}  # (sender, receiver, kind), of this rank's dp and tp
-        self.dp_lane = Lane()
+        self._lanes: dict[str, Lane] = {}
 
     @abstractmethod
     def exchange(self, value: Any) -> list[Any]:
         """Every rank's value, by rank (plain Python values, over the host). Also a barrier."""
 
+    def lane(self, name: str) -> Lane:
+        """A queue of work beside the computation. With nobody to talk to over dp, that lane runs its jobs at once."""
+        if name not in self._lanes:
+            alone = name == "dp" and self.mesh.dp == 1
+            self._lanes[name] = Lane() if alone else StreamLane(self.device) if self.device.type == "cuda" else ThreadLane(name)
+        return self._lanes[name]
+
     def close(self) -> None:
         """Leave."""
-        self.dp_lane.close()
+        for lane in self._lanes.values():
+            lane.close()
 
 
 class ProcessGroup(Group):
@@ -305,8 +313,6 @@ class ProcessComm(Comm):
                 if rank in ranks:
                     self.groups[name] = ProcessGroup(name, ranks, rank, self.sent, made)
         self.groups["world"] = ProcessGroup("world", tuple(range(mesh.size)), rank, self.sent, dist.group.WORLD)
-        if mesh.dp > 1:
-            self.dp_lane = StreamLane(device) if device.type == "cuda" else ThreadLane("dp")
 
     def open_channels(self, pairs: Sequence[tuple[int, int, str]]) -> None:
         """Connect a plan's channels, given as (sender position, receiver position, kind): each its own communicator, so that
@@ -327,6 +333,6 @@ class ProcessComm(Comm):
         return values
 
     def close(self) -> None:
-        self.dp_lane.close()
+        super().close()
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -9,9 +9,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
+from threed.activation import plan as activation
 from threed.errors import InputError
 from threed.mesh import Mesh
 from threed.models.spec import Layer, Parameter, layers, tied_parameter
@@ -26,7 +28,7 @@ from threed.program.check import check
 from threed.program.instruction import Instruction, Op
 from threed.program.summary import stages
 from threed.program.table import ComputeUnit, ParameterUnit, Plan, Table, ring
-from threed.quantity import show_bytes
+from threed.quantity import parse_bytes, show_bytes
 from threed.schema import Config
 from threed.validate import num_units, parse_limit
 from threed.zero import plan as zero
@@ -89,7 +91,37 @@ def make_plan(config: Config, pipeline: Pipeline | None = None) -> Plan:
 
 def _plan(config: Config, pipeline: Pipeline) -> Plan:
     table = make_table(config, pipeline.place)
-    programs = {"train": zero.train(communicate(expand(pipeline.order, table), table), table)}
+    policy, every = config.activation.policy, config.activation.every or 1
+    if policy == "full":
+        table = activation.mark(table, [u for u in activation.worthwhile(table) if u % every == 0])
+    elif policy == "budget":
+        table = _budgeted(config, pipeline, table)
+    return _programs(config, pipeline, table)
+
+
+def _budgeted(config: Config, pipeline: Pipeline, table: Table) -> Table:
+    """The units that `activation.policy=budget` recomputes. InputError where all of them are not enough."""
+    budget = parse_bytes(config.activation.budget or 0)
+
+    def peaks(chosen: Collection[int]) -> list[int]:
+        plan = _programs(config, pipeline, activation.mark(table, chosen))
+        return [row["activation_peak_bytes"] for row in stages(plan)]
+
+    chosen = activation.choose(table, [parts[0] for parts in unit_costs(config)], peaks, budget)
+    if chosen is None:
+        least = max(peaks(activation.worthwhile(table)))
+        raise InputError(f"activation.budget={config.activation.budget}: with every unit recomputed a rank still keeps "
+                         f"{show_bytes(least)} of activations at its peak; raise the budget, lower train.micro_batch_size, or use "
+                         "a schedule that keeps fewer micro-batches")
+    return activation.mark(table, chosen)
+
+
+def _programs(config: Config, pipeline: Pipeline, table: Table) -> Plan:
+    """The passes, in their order."""
+    forward_backward = expand(pipeline.order, table)
+    for transform in (activation.recompute, activation.partition, activation.offload, communicate, zero.train):
+        forward_backward = transform(forward_backward, table)
+    programs = {"train": forward_backward}
     if config.train.eval_every:
         forward = expand(forward_only(pipeline.place, config.num_microbatches), table, keep="none")
         programs["evaluate"] = zero.evaluate(communicate(forward, table), table)
@@ -219,7 +251,9 @@ def make_table(config: Config, place: tuple[int, ...]) -> Table:
                  reduce_every=config.reduce_every, residency=1 if config.zero.residency is None else config.zero.residency,
                  prefetch=1 if config.zero.prefetch is None else config.zero.prefetch, grad_bytes=_bytes(precision.grad_dtype),
                  reduce_bytes=_bytes(precision.reduce_dtype),
-                 master=precision.dtype != "fp32" and precision.master == "fp32")
+                 master=precision.dtype != "fp32" and precision.master == "fp32",
+                 partition=config.activation.partition and parallel.tp > 1 and not parallel.sequence_parallel,
+                 offload_kept=config.activation.offload == "cpu", contiguous=config.activation.contiguous)
 
 
 def _bytes(dtype: str) -> int:

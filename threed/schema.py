@@ -81,7 +81,13 @@ class ZeroConfig:
 
 @dataclass
 class ActivationConfig:
-    policy: str = "none"  # none: keep what backward needs
+    policy: str = "none"  # recompute in backward: none | full (units) | selective (pieces of blocks) | budget (fewest units)
+    every: int | None = None  # full: every so many units are recomputed; null: 1, all
+    pieces: list[str] | None = None  # selective: of attention, norm, mlp_act; null: [norm, mlp_act]
+    budget: str | None = None  # budget: most bytes of activations that a rank may keep, such as 8GiB
+    partition: bool = False  # full, budget: kept inputs are cut over tp
+    offload: str = "none"  # full, budget: kept inputs go to: none | cpu
+    contiguous: bool = False  # full, budget: kept inputs lie in one preallocated arena
 
 
 @dataclass

@@ -25,13 +25,13 @@ CHOICES = {
     "monitor.wandb": ("auto", "offline", "online", "disabled"),
     "run.device": ("auto", "cpu", "cuda"),
     "zero.stage": (0, 1, 2, 3),
-    "activation.policy": ("none",),
+    "activation.policy": ("none", "full", "selective", "budget"),
+    "activation.offload": ("none", "cpu"),
     "offload.optimizer": ("none",),
     "offload.parameters": ("none",),
 }
 # What the field knows and this version does not do yet: refused by name rather than as a typing slip.
 NOT_YET = {
-    "activation.policy": ("full", "selective", "budget"),
     "offload.optimizer": ("cpu", "nvme"),
     "offload.parameters": ("cpu", "nvme"),
 }
@@ -42,7 +42,7 @@ _AT_LEAST = {  # key: least value
     "parallel.virtual_stages": 1,
     "optimizer.lr": 0, "optimizer.eps": 0, "optimizer.weight_decay": 0, "optimizer.clip_grad": 0,
     "optimizer.warmup_steps": 0, "optimizer.decay_steps": 1, "optimizer.wsd_decay_steps": 0, "optimizer.min_lr": 0,
-    "train.steps": 0, "train.global_batch_size": 1, "train.micro_batch_size": 1, "train.seed": 0,
+    "activation.every": 1, "train.steps": 0, "train.global_batch_size": 1, "train.micro_batch_size": 1, "train.seed": 0,
     "train.eval_every": 0, "train.eval_batches": 1, "checkpoint.every": 0, "checkpoint.keep": 0,
     "monitor.console_every": 1, "monitor.trace_every": 0, "monitor.timeline_every": 0,
     "run.timeout_s": 1, "data.validation_fraction": 0, "zero.shard_size": 1, "zero.prefetch": 0, "zero.persist_below": 0,
@@ -61,6 +61,7 @@ def validate(config: Config, world_size: int | None = None) -> list[str]:
     problems += _check_batch(config) if not wrong & {"train", "parallel", "data"} else []
     problems += _check_schedule(config) if not wrong & {"train", "optimizer"} else []
     problems += _check_zero(config) if not wrong & {"zero", "parallel", "train"} else []
+    problems += _check_activation(config) if "activation" not in wrong else []
     problems += _check_precision(config) if "precision" not in wrong else []
     reason = refusal(Cell.of(config)) if not wrong & {"parallel", "zero", "precision"} else None
     return [*problems, reason] if reason else problems
@@ -212,6 +213,34 @@ _WHOLE = {
 }
 
 
+def _check_activation(config: Config) -> list[str]:
+    """Settings that the policy gives no meaning, and values that are not one."""
+    activation, problems = config.activation, []
+    policy = activation.policy
+    for key, policies in (("every", ("full",)), ("pieces", ("selective",)), ("budget", ("budget",)),
+                          ("partition", ("full", "budget")), ("offload", ("full", "budget")), ("contiguous", ("full", "budget"))):
+        value = getattr(activation, key)
+        if value not in (None, False, "none") and policy not in policies:
+            problems.append(f"activation.{key}={value} needs activation.policy={' or '.join(policies)}, and it is {policy}: "
+                            f"{_KEPT if len(policies) > 1 else 'leave it out'}")
+    if activation.budget is None and policy == "budget":
+        problems.append("activation.policy=budget needs activation.budget, the most bytes of activations that a rank may keep, "
+                        "such as 8GiB")
+    elif activation.budget is not None:
+        try:
+            parse_bytes(activation.budget)
+        except InputError as error:
+            problems.append(f"activation.budget: {error}")
+    strange = [piece for piece in activation.pieces or () if piece not in PIECES]
+    if strange or activation.pieces == []:
+        problems.append(f"activation.pieces={list(activation.pieces or ())}: must be some of {', '.join(PIECES)}")
+    return problems
+
+
+PIECES = ("attention", "norm", "mlp_act")
+_KEPT = "only a unit that is recomputed has a kept input"
+
+
 def _check_precision(config: Config) -> list[str]:
     precision, problems = config.precision, []
     for key in ("grad_dtype", "reduce_dtype"):
@@ -270,4 +299,8 @@ def warnings(config: Config) -> list[str]:
     if config.num_microbatches < config.num_stages and config.parallel.pp > 1:
         lines.append(f"{config.num_microbatches} micro-batches for {config.num_stages} pipeline stages: most of the step is "
                      "bubble; raise train.global_batch_size or lower train.micro_batch_size")
+    if config.activation.partition and (config.parallel.sequence_parallel or config.parallel.tp == 1):
+        why = ("sequence parallelism has cut kept inputs over tp already" if config.parallel.sequence_parallel
+               else "parallel.tp=1: there is nobody to share kept inputs with")
+        lines.append(f"activation.partition=true does nothing here: {why}")
     return lines

@@ -11,10 +11,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+from threed.activation.run import ActivationRun
 from threed.comm import Comm
 from threed.engine.clock import make_clock
 from threed.errors import RunError, ThreedError
 from threed.models.gpt import Batch
+from threed.offload.run import OffloadRun
 from threed.pipeline.run import PipelineRun
 from threed.planner import layouts
 from threed.program.buffers import buffers
@@ -40,8 +42,10 @@ class Engine:
         self.states = make_states(config, comm, table, layouts(config), shared, weight_grads)
         self.zero = ZeroRun(config, comm, table, self.states, shared)
         parameters = {name: p for state in self.states.values() for name, p in state.parameters.items()}
-        self.pipeline = PipelineRun(config, comm, table, parameters, weight_grads, self._keeping)
-        self.handlers = {**self.pipeline.handlers, **self.zero.handlers}
+        dtype = self.zero.precision.compute
+        activation, offload = ActivationRun(comm, table, shared, dtype), OffloadRun(comm, shared, dtype)
+        self.pipeline = PipelineRun(config, comm, table, parameters, weight_grads, self._keeping, activation)
+        self.handlers = {**self.pipeline.handlers, **self.zero.handlers, **activation.handlers, **offload.handlers}
         self.seam = table.seam(position)
         self.effects = {name: link(programs[position], table, position, self.seam).effects
                         for name, programs in plan.programs.items()}

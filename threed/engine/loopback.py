@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from threed.comm import Channel, Comm, Group, Handle, ThreadLane, sum_rows
+from threed.comm import Channel, Comm, Group, Handle, sum_rows
 from threed.mesh import GROUPS, Mesh
 from threed.program.instruction import Op
 from threed.program.table import Plan
@@ -136,8 +136,6 @@ class ThreadComm(Comm):
     def __init__(self, world: World, rank: int, pairs: Sequence[tuple[int, int, str]]):
         super().__init__(world.mesh, rank, torch.device("cpu"))
         self._world, self._exchanges = world, 0
-        if world.mesh.dp > 1:
-            self.dp_lane = ThreadLane("dp")
         for name in GROUPS:
             self.groups[name] = ThreadGroup(name, world.mesh.group(name, rank), rank, self.sent, world)
         for sender, receiver, kind in pairs:

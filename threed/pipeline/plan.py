@@ -62,7 +62,7 @@ def communicate(programs: Programs, table: Table) -> Programs:
                 if start == math.inf:
                     break
                 events.append((start, True, len(events), position, instruction))
-                now = start + costs[instruction.op, instruction.unit]
+                now = start + costs.get((instruction.op, instruction.unit), 0.0)
                 for slot in effect.writes:
                     if slot.kind in _PASSED:
                         ready[slot] = now

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -24,18 +24,25 @@ from threed.tensor.layers import WeightGrads
 from threed.tensor.precision import Precision
 
 
+class KeptInputs(Protocol):
+    """Where the input of a unit lies between FORWARD and RECOMPUTE. (The first unit has none.)"""
+
+    def keep(self, x: torch.Tensor | None) -> torch.Tensor | None: ...
+    def give_back(self, x: torch.Tensor | None) -> torch.Tensor | None: ...
+
+
 class PipelineRun:
     """The layers of one rank and the handlers that run them."""
 
     def __init__(self, config: Config, comm: Comm, table: Table, parameters: Mapping[str, nn.Parameter],
-                 weight_grads: WeightGrads, keeping: Callable[[int], AbstractContextManager[Any]]):
+                 weight_grads: WeightGrads, keeping: Callable[[int], AbstractContextManager[Any]], inputs: KeptInputs):
         """`parameters`: global name -> parameter, for every unit that the rank holds. `keeping`: the context in which FORWARD of
-        a unit runs, which says how autograd keeps its parameters."""
+        a unit runs, which says how autograd keeps its parameters. `inputs`: where inputs are kept for RECOMPUTE."""
         self.comm, self.table, self.weight_grads = comm, table, weight_grads
         self.position = comm.here.pp
         sp = config.parallel.sequence_parallel
         self.dtype = Precision.of(config.precision).compute
-        self.keeping = keeping
+        self.keeping, self.inputs = keeping, inputs
         self.loss_scale = 1.0  # what backward begins with
         self.shape = (config.model.seq_len // (config.parallel.tp if sp else 1), config.train.micro_batch_size,
                       config.model.hidden)
@@ -51,28 +58,48 @@ class PipelineRun:
         self.batch: Callable[[int], Batch] = _no_batch  # micro-batch -> its data; set before each program
         self._sends: deque[Handle] = deque()
         self.handlers: dict[Op, Callable[[Instruction, Slots], None]] = {
-            Op.FORWARD: self.forward, Op.BACKWARD: self.backward, Op.BACKWARD_INPUT: self.backward_input,
-            Op.BACKWARD_WEIGHT: self.backward_weight, Op.SEND: self.send, Op.RECV: self.recv}
+            Op.FORWARD: self.forward, Op.RECOMPUTE: self.recompute, Op.BACKWARD: self.backward,
+            Op.BACKWARD_INPUT: self.backward_input, Op.BACKWARD_WEIGHT: self.backward_weight, Op.SEND: self.send, Op.RECV: self.recv}
 
     def forward(self, instruction: Instruction, slots: Slots) -> None:
         _, unit, microbatch, *_ = instruction
         x = slots.get(Slot("act", unit - 1, microbatch)).detach() if unit > 0 else None
-        keeps = instruction.keep != "none"
-        if x is not None and keeps:
-            x.requires_grad_()
-        output: Any = x
-        with torch.set_grad_enabled(keeps), self.keeping(unit):
-            batch = self.batch(microbatch)
-            for layer in self.layers[unit]:
-                output = layer(output, batch)
-        if keeps:  # the graph's root alone: the output itself belongs to the next unit
-            slots.put(Slot("saved", unit, microbatch), (x, torch.autograd.graph.get_gradient_edge(output)))
+        if instruction.keep == "all":
+            output, saved = self._with_graph(unit, microbatch, x)
+            slots.put(Slot("saved", unit, microbatch), saved)
+        else:
+            with torch.no_grad():
+                output = self._compute(unit, microbatch, x)
+            if instruction.keep == "input":
+                slots.put(Slot("kept", unit, microbatch), self.inputs.keep(x))
         if unit < self.table.last:
             slots.put(Slot("act", unit, microbatch), output.detach())
         else:
             loss = Slot("loss")
             before = slots.get(loss) if loss in slots else 0.0
             slots.put(loss, before + output.detach().double())
+
+    def recompute(self, instruction: Instruction, slots: Slots) -> None:
+        """FORWARD once more, for its graph. (Dropout is a function of sample and place, so the numbers are the same.)"""
+        _, unit, microbatch, *_ = instruction
+        x = self.inputs.give_back(slots.get(Slot("kept", unit, microbatch)))
+        _, saved = self._with_graph(unit, microbatch, x if x is None else x.view(self.shape))
+        slots.put(Slot("saved", unit, microbatch), saved)
+
+    def _with_graph(self, unit: int, microbatch: int, x: torch.Tensor | None) -> tuple[torch.Tensor, Any]:
+        """A unit's output, and what BACKWARD needs: its input and the graph's root (the output itself belongs to the next)."""
+        if x is not None:
+            x = x.detach().requires_grad_()
+        with torch.enable_grad(), self.keeping(unit):
+            output = self._compute(unit, microbatch, x)
+        return output, (x, torch.autograd.graph.get_gradient_edge(output))
+
+    def _compute(self, unit: int, microbatch: int, x: torch.Tensor | None) -> torch.Tensor:
+        output: Any = x
+        batch = self.batch(microbatch)
+        for layer in self.layers[unit]:
+            output = layer(output, batch)
+        return output
 
     def backward(self, instruction: Instruction, slots: Slots) -> None:
         _, unit, microbatch, *_ = instruction

@@ -29,6 +29,8 @@ def cost_of(costs: Costs) -> Cost:
         if op == Op.BACKWARD:
             anywhere.setdefault((Op.BACKWARD_INPUT, unit), seconds / 2)
             anywhere.setdefault((Op.BACKWARD_WEIGHT, unit), seconds / 2)
+        elif op == Op.FORWARD:
+            anywhere.setdefault((Op.RECOMPUTE, unit), seconds)
         elif op == Op.BACKWARD_INPUT:
             anywhere.setdefault((Op.BACKWARD, unit), seconds + anywhere.get((Op.BACKWARD_WEIGHT, unit), seconds))
 

@@ -3,14 +3,14 @@
 Checker, memory meter, simulator, loopback and engine all call `effects`; nobody restates it.
 
 A **lane** is one queue of work: `compute`; `dp` (collectives over dp and its sub-groups); `tie`; `send` and `recv` for
-each (peer, act or grad). Order holds within a lane; across lanes only through slots: using a slot waits for it.
+each (peer, act or grad); `d2h` and `h2d` (device to host and back). Order holds within a lane; across lanes only through slots: using a slot waits for it.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from threed.program.instruction import COMPUTE, MESSAGES, Instruction, Op, Slot
+from threed.program.instruction import COMPUTE, MESSAGES, MOVES, Instruction, Op, Slot
 from threed.program.table import Table
 
 
@@ -35,14 +35,19 @@ def effects(instruction: Instruction, table: Table, position: int) -> Effects:
 
 def _effects(instruction: Instruction, table: Table, position: int) -> Effects:
     op, unit, microbatch, group, peer, keep = instruction
-    if (op in COMPUTE and not 0 <= unit < len(table.units)) or keep not in ("all", "none"):
+    if ((op in COMPUTE or op in MOVES) and not 0 <= unit < len(table.units)) or keep not in ("all", "input", "none"):
         raise KeyError(str(instruction))
     if op == Op.FORWARD:
         before = _slots("act", unit - 1, microbatch, unit > 0)
         after = _slots("act", unit, microbatch, unit < table.last)
-        saved = _slots("saved", unit, microbatch, keep != "none")
+        saved = _slots("kept" if keep == "input" else "saved", unit, microbatch, keep != "none")
         loss = (Slot("loss"),) if unit == table.last else ()
         return Effects("compute", (*_params(table, unit), *before), (*after, *saved), adds=loss, frees=before)
+    if op == Op.RECOMPUTE:
+        kept = (Slot("kept", unit, microbatch),)
+        return Effects("compute", (*_params(table, unit), *kept), (Slot("saved", unit, microbatch),), frees=kept)
+    if op in MOVES:
+        return _move(instruction)
     if op in (Op.BACKWARD, Op.BACKWARD_INPUT):
         used = (Slot("saved", unit, microbatch), *_slots("grad", unit, microbatch, unit < table.last))
         made = _slots("grad", unit - 1, microbatch, unit > 0)
@@ -76,6 +81,16 @@ def _effects(instruction: Instruction, table: Table, position: int) -> Effects:
         stepped = (Slot("pshard" if table.sharded else "param", unit), Slot("state", unit))
         return Effects("compute", (*gradient, Slot("scale")), updates=stepped, frees=gradient)
     raise AssertionError(op)
+
+
+def _move(instruction: Instruction) -> Effects:
+    op, unit, microbatch, kind, *_ = instruction
+    lane, there = {Op.OFFLOAD: ("d2h", f"host_{kind}"), Op.FETCH: ("h2d", f"host_{kind}")}.get(op, ("compute", "kpart"))
+    if kind not in (("kept",) if lane == "compute" else ("kept", "kpart")):
+        raise KeyError(f"{op} does not move '{kind}'")
+    here, away = (Slot(kind, unit, microbatch),), (Slot(there, unit, microbatch),)
+    taken, made = (here, away) if op in (Op.SPLIT, Op.OFFLOAD) else (away, here)
+    return Effects(lane, taken, made, frees=taken)
 
 
 def chain(table: Table, unit: int) -> list[tuple[str, Slot, Slot]]:

@@ -8,6 +8,8 @@ A **slot** is a named value:
     act u3 m1        output of compute unit 3 for micro-batch 1, what FORWARD of unit 4 reads
     grad u3 m1       the loss's gradient with respect to act u3 m1
     saved u3 m1      what FORWARD keeps for BACKWARD
+    kept u3 m1       what FORWARD keeps for RECOMPUTE: its input
+    kpart u3 m1      this tp rank's part of it
     operands u3 m1   what BACKWARD_INPUT leaves for BACKWARD_WEIGHT
     param p3         a parameter unit, whole (this tp rank's part), as compute units read it
     pshard p3        this rank's shard of it, which STEP updates
@@ -18,6 +20,8 @@ A **slot** is a named value:
     gfull p3         the same, summed over all shard groups, still without the other half of a tied embedding
     gshard p3        the gradient, reduced over everything: what CLIP and STEP read
     loss, scale      sum of losses; what CLIP says STEP must multiply gradients by
+
+A slot on another tier than the device has the tier before its kind: `host_kept u3 m1`.
 
 A compute unit is written u3 and a parameter unit p3. They are one to one (u3 uses p3), but for a tied embedding: it is
 a parameter unit of its own, used by the first and the last compute unit.
@@ -31,6 +35,7 @@ from typing import NamedTuple
 
 class Op(StrEnum):
     FORWARD = "FORWARD"
+    RECOMPUTE = "RECOMPUTE"
     BACKWARD = "BACKWARD"
     BACKWARD_INPUT = "BACKWARD_INPUT"
     BACKWARD_WEIGHT = "BACKWARD_WEIGHT"
@@ -38,19 +43,25 @@ class Op(StrEnum):
     RECV = "RECV"
     GATHER = "GATHER"
     RELEASE = "RELEASE"
+    SPLIT = "SPLIT"
+    JOIN = "JOIN"
+    OFFLOAD = "OFFLOAD"
+    FETCH = "FETCH"
     REDUCE = "REDUCE"
     CLIP = "CLIP"
     STEP = "STEP"
 
 
 BACKWARDS = (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
-COMPUTE = (Op.FORWARD, *BACKWARDS)
+COMPUTE = (Op.FORWARD, Op.RECOMPUTE, *BACKWARDS)
 MESSAGES = (Op.SEND, Op.RECV)
+MOVES = (Op.SPLIT, Op.JOIN, Op.OFFLOAD, Op.FETCH)  # of a slot, to another form or tier and back
 
 # The fields that an op uses. The others keep their defaults, so that what is printed is all there is.
 FIELDS: dict[Op, tuple[str, ...]] = {
     Op.FORWARD: ("unit", "microbatch", "keep"),
-    **dict.fromkeys(BACKWARDS, ("unit", "microbatch")),
+    **dict.fromkeys((Op.RECOMPUTE, *BACKWARDS), ("unit", "microbatch")),
+    **dict.fromkeys(MOVES, ("unit", "microbatch", "group")),
     **dict.fromkeys(MESSAGES, ("unit", "microbatch", "group", "peer")),
     **dict.fromkeys((Op.GATHER, Op.REDUCE), ("unit", "group")),
     **dict.fromkeys((Op.RELEASE, Op.STEP), ("unit",)),
@@ -64,7 +75,7 @@ class Slot(NamedTuple):
     microbatch: int = -1
 
     def __str__(self) -> str:
-        letter = "p" if self.kind in PARAMETER_KINDS else "u"
+        letter = "p" if self.kind.removeprefix(f"{tier(self.kind)}_") in PARAMETER_KINDS else "u"
         parts = [self.kind]
         if self.unit >= 0:
             parts.append(f"{letter}{self.unit}")
@@ -76,18 +87,28 @@ class Slot(NamedTuple):
 PARAMETER_KINDS = frozenset({"param", "pshard", "state", "wgrad", "wsum", "gpart", "gfull", "gshard"})
 
 
+TIERS = ("device", "host", "disk")
+
+
+def tier(kind: str) -> str:
+    """Where slots of a kind live."""
+    return next((name for name in TIERS if kind.startswith(f"{name}_")), "device")
+
+
 class Instruction(NamedTuple):
     op: Op
     unit: int = -1  # compute unit of COMPUTE and of a message's slot; parameter unit of GATHER, RELEASE, REDUCE, STEP
     microbatch: int = -1
-    group: str = ""  # GATHER, REDUCE: the group of ranks; SEND, RECV: the kind of slot, act or grad
+    group: str = ""  # GATHER, REDUCE: the group of ranks; SEND, RECV, MOVES: the kind of slot
     peer: int = -1  # SEND, RECV: the other pipeline position
-    keep: str = "all"  # FORWARD: what it keeps for backward, all or none; CLIP: all, or none where there is no gradient
+    keep: str = "all"  # FORWARD: what it keeps for backward, all, its input or none; CLIP: all, or none where no gradient is
 
     def __str__(self) -> str:
         if self.op in MESSAGES:
             arrow = "->" if self.op == Op.SEND else "<-"
             return f"{self.op} {self.group} u{self.unit} m{self.microbatch} {arrow} pp{self.peer}"
+        if self.op in MOVES:
+            return f"{self.op} {Slot(self.group, self.unit, self.microbatch)}"
         parts: list[str] = [self.op]
         if self.unit >= 0:
             parts.append(f"{'u' if self.op in COMPUTE else 'p'}{self.unit}")

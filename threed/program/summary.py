@@ -10,7 +10,7 @@ from threed.program.instruction import Op, Slot
 from threed.program.table import Plan
 from threed.program.walk import Memory, link, memory
 
-ACTIVATIONS = ("act", "grad", "saved", "operands")
+ACTIVATIONS = ("act", "grad", "saved", "kept", "kpart", "operands")
 
 
 def stages(plan: Plan) -> list[dict[str, Any]]:

@@ -28,6 +28,7 @@ class ComputeUnit:
     forward_tp_bytes: int  # sent over tp by a FORWARD
     input_tp_bytes: int  # by a BACKWARD_INPUT
     weight_tp_bytes: int  # by a BACKWARD_WEIGHT; BACKWARD sends both
+    recompute: bool = False  # whether FORWARD keeps its input alone, and RECOMPUTE makes the rest again
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,9 @@ class Table:
     grad_bytes: int = 4  # of an element of an accumulated gradient
     reduce_bytes: int = 4  # of an element of a gradient on its way over dp
     master: bool = False  # whether STEP updates an fp32 copy of a 16-bit weight
+    partition: bool = False  # whether a kept input is cut over tp
+    offload_kept: bool = False  # whether it then goes to the host
+    contiguous: bool = False  # whether kept inputs lie in one arena
     _held: dict[int, tuple[int, ...]] = field(default_factory=dict, compare=False, repr=False)
     known: dict[Instruction, Any] = field(default_factory=dict, compare=False, repr=False)  # what `effects` remembers
 
@@ -111,6 +115,8 @@ class Table:
             return self.units[slot.unit].saved_bytes
         if slot.kind == "operands":
             return self.units[slot.unit].operand_bytes
+        if slot.kind in ("kept", "kpart", "host_kept", "host_kpart"):  # the first unit reads tokens, which all ranks have
+            return 0 if slot.unit == 0 else self.act_bytes // (self.tp if slot.kind.endswith("kpart") else 1)
         if slot.kind in ("loss", "scale"):
             return 0
         unit = self.parameters[slot.unit]
@@ -129,8 +135,10 @@ class Table:
     def sent(self, instruction: Instruction) -> dict[str, int]:
         """Bytes that a rank sends for an instruction, by axis."""
         op, unit = instruction.op, instruction.unit
-        if op == Op.FORWARD:
+        if op in (Op.FORWARD, Op.RECOMPUTE):
             return {"tp": self.units[unit].forward_tp_bytes}
+        if op == Op.JOIN:
+            return {"tp": ring(self.size(Slot("kept", unit)), self.tp)}
         if op in BACKWARDS:
             sent = self.units[unit]
             return {"tp": (op != Op.BACKWARD_WEIGHT) * sent.input_tp_bytes + (op != Op.BACKWARD_INPUT) * sent.weight_tp_bytes}

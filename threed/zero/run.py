@@ -52,7 +52,7 @@ class ZeroRun:
             state.occupy(state.storage.params.take(state.layout.numel))
         whole, part = state.param, state.pshard
         assert whole is not None
-        handle = self.comm.dp_lane.submit(lambda: group.all_gather(whole, part).wait())
+        handle = self.comm.lane("dp").submit(lambda: group.all_gather(whole, part).wait())
         slots.put(Slot("param", instruction.unit), whole, handle)
 
     def release(self, instruction: Instruction, slots: Slots) -> None:
@@ -70,7 +70,7 @@ class ZeroRun:
         elif name == "tie":
             slots.put(made, True, self.comm.groups[name].all_reduce(state.gshard))
         elif name == "replica":
-            slots.put(made, True, self.comm.dp_lane.submit(lambda: self._sum_replicas(state)))
+            slots.put(made, True, self.comm.lane("dp").submit(lambda: self._sum_replicas(state)))
         else:
             self._scatter(state, made, slots)
 
@@ -107,7 +107,7 @@ class ZeroRun:
             if not sharded:
                 group.all_gather(grad, part).wait()
 
-        handle = self.comm.dp_lane.submit(job)
+        handle = self.comm.lane("dp").submit(job)
         state.begin_anew(handle)
         slots.put(made, True, handle)
 

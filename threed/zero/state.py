@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from threed.comm import Comm, Handle
+from threed.pool import Pool
 from threed.program.buffers import Buffers
 from threed.program.table import Table
 from threed.schema import Config
 from threed.tensor.layers import WeightGrads
 from threed.tensor.precision import Precision
 from threed.tensor.random import initial_values
-from threed.zero.buffers import Pool
 from threed.zero.optimizer import Moments
 from threed.zero.shard import Layout, Placed, Segment
 
@@ -199,17 +199,20 @@ def handles(states: list[UnitState]) -> AbstractContextManager[Any]:
     windowed = [state for state in states if not state.whole]
     if not windowed:
         return nullcontext()
-    owner = {state.param.untyped_storage().data_ptr(): state for state in windowed if state.param is not None}
+    starts = [(state.param.data_ptr(), state) for state in windowed if state.param is not None]
 
     def pack(tensor: torch.Tensor) -> torch.Tensor | _Handle:
-        state = owner.get(tensor.untyped_storage().data_ptr())
-        return tensor if state is None else _Handle(state, tensor.storage_offset(), tensor.shape, tensor.stride())
+        for start, state in starts:
+            offset = tensor.data_ptr() - start
+            if 0 <= offset < state.param.nbytes and tensor.device == state.param.device:  # pyright: ignore
+                return _Handle(state, offset // tensor.itemsize, tensor.shape, tensor.stride())
+        return tensor
 
     def unpack(kept: torch.Tensor | _Handle) -> torch.Tensor:
         if isinstance(kept, torch.Tensor):
             return kept
         assert kept.state.param is not None, "BACKWARD needs a parameter that was not gathered"
-        return kept.state.param.as_strided(kept.size, kept.stride, kept.offset)
+        return kept.state.param.as_strided(kept.size, kept.stride, kept.state.param.storage_offset() + kept.offset)
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 

@@ -1,0 +1,111 @@
+"""What is kept of a forward until its backward: everything, or its input alone; whole, cut over tp, or on the host. No torch.
+
+    keep all      FORWARD ... BACKWARD
+    keep input    FORWARD keep=input ... RECOMPUTE BACKWARD
+    partitioned   FORWARD keep=input  SPLIT ... JOIN  RECOMPUTE BACKWARD
+    on the host   FORWARD keep=input  OFFLOAD ... FETCH ... RECOMPUTE BACKWARD
+
+RECOMPUTE comes before the half of backward that reads what it makes, and waits for no message: while the gradient is on its
+way it is done already. FETCH comes one RECOMPUTE ahead of its own.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+
+from threed.program.instruction import BACKWARDS, Instruction, Op, Programs, Slot
+from threed.program.table import Table
+
+Program = list[Instruction]
+
+
+def mark(table: Table, units: Collection[int]) -> Table:
+    """The table with these units recomputed, and no others."""
+    return replace(table, units=tuple(replace(unit, recompute=u in units) for u, unit in enumerate(table.units)), known={})
+
+
+def worthwhile(table: Table) -> list[int]:
+    """Units that keep more than their input: recomputing one of the others would save nothing."""
+    return [u for u, unit in enumerate(table.units) if unit.saved_bytes > table.size(Slot("kept", u))]
+
+
+def choose(table: Table, costs: Sequence[float], peaks: Callable[[Collection[int]], list[int]], budget: int) -> set[int] | None:
+    """The cheapest units to recompute, so that no position keeps more than `budget` bytes; None where all are not enough.
+
+    `costs`: of a forward of each unit. `peaks`: units -> bytes that each position keeps. Greedy: while a position keeps too much,
+    the unit that saves most for its cost is added; then whatever was not needed is taken out, the costliest first. Exact where
+    the units of a position are alike, as blocks are.
+    """
+    chosen: set[int] = set()
+    gain = {u: (table.units[u].saved_bytes - table.size(Slot("kept", u))) / costs[u] for u in worthwhile(table)}
+    while over := [position for position, peak in enumerate(peaks(chosen)) if peak > budget]:
+        for position in over:
+            left = [u for u in gain if u not in chosen and table.position(u) == position]
+            if not left:
+                return None
+            chosen.add(max(left, key=lambda u: gain[u]))
+    for u in sorted(chosen, key=lambda u: -costs[u]):
+        if max(peaks(chosen - {u})) <= budget:
+            chosen.remove(u)
+    return chosen
+
+
+def recompute(programs: Programs, table: Table) -> Programs:
+    """Keep the input alone where the table says so; but not where backward follows at once, which would gain nothing."""
+    result = []
+    for program in programs:
+        out: Program = []
+        kept = set()
+        for index, item in enumerate(program):
+            after = program[index + 1] if index + 1 < len(program) else None
+            at_once = after is not None and after.op in BACKWARDS and after[1:3] == item[1:3]
+            if item.op == Op.FORWARD and table.units[item.unit].recompute and not at_once:
+                item = item._replace(keep="input")
+                kept.add(item[1:3])
+            elif item.op in (Op.BACKWARD, Op.BACKWARD_INPUT) and item[1:3] in kept:
+                out.append(Instruction(Op.RECOMPUTE, item.unit, item.microbatch))
+            out.append(item)
+        result.append(out)
+    return result
+
+
+def partition(programs: Programs, table: Table) -> Programs:
+    """Cut kept inputs over tp, and join them before they are used."""
+    if not table.partition:
+        return programs
+    result = []
+    for program in programs:
+        out: Program = []
+        for item in program:
+            if item.op == Op.RECOMPUTE and item.unit > 0:
+                out.append(Instruction(Op.JOIN, item.unit, item.microbatch, "kept"))
+            out.append(item)
+            if item.keep == "input" and item.unit > 0:
+                out.append(Instruction(Op.SPLIT, item.unit, item.microbatch, "kept"))
+        result.append(out)
+    return result
+
+
+def offload(programs: Programs, table: Table) -> Programs:
+    """Kept inputs go to the host and come back one RECOMPUTE ahead. One that would come back at once stays."""
+    if not table.offload_kept:
+        return programs
+    kind, made, used = ("kpart", Op.SPLIT, Op.JOIN) if table.partition else ("kept", Op.FORWARD, Op.RECOMPUTE)
+    result = []
+    for program in programs:
+        uses = [index for index, item in enumerate(program) if item.op == used and item.unit > 0]
+        use_of = {program[index][1:3]: use for use, index in enumerate(uses)}
+        after: dict[int, Program] = defaultdict(list)
+        before: dict[int, Program] = defaultdict(list)
+        for index, item in enumerate(program):
+            use = use_of.get(item[1:3])
+            if item.op == made and use is not None:
+                ahead = uses[max(0, use - 1)]
+                fetch = ahead if ahead > index + 1 else uses[use]
+                if fetch > index + 1:
+                    after[index].append(Instruction(Op.OFFLOAD, item.unit, item.microbatch, kind))
+                    before[fetch].append(Instruction(Op.FETCH, item.unit, item.microbatch, kind))
+        result.append([each for index, item in enumerate(program) for each in (*before[index], item, *after[index])])
+    return result

@@ -1,0 +1,55 @@
+"""What is done to kept inputs: stored, split over tp, joined."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from threed.comm import Comm
+from threed.pool import Pool
+from threed.program.buffers import Buffers
+from threed.program.instruction import Instruction, Op, Slot
+from threed.program.table import Table
+from threed.slots import Slots
+
+
+class ActivationRun:
+    def __init__(self, comm: Comm, table: Table, buffers: Buffers, dtype: torch.dtype):
+        self.comm, self.table = comm, table
+        self.arena = Pool(buffers.kept, dtype, comm.device)
+        self.in_arena = bool(buffers.kept)
+        self.handlers: dict[Op, Callable[[Instruction, Slots], None]] = {Op.SPLIT: self.split, Op.JOIN: self.join}
+
+    def keep(self, x: torch.Tensor | None) -> torch.Tensor | None:
+        """A unit's input, where it will be until RECOMPUTE. (What comes from it is all of the forward's memory that stays.)"""
+        return self._store(x) if x is not None and self.in_arena and not self.table.partition else x
+
+    def give_back(self, x: torch.Tensor | None) -> torch.Tensor | None:
+        """A kept input for RECOMPUTE: outside of the arena, since its unit's graph now has it until BACKWARD."""
+        return self._withdraw(x) if x is not None and self.in_arena and not self.table.partition else x
+
+    def split(self, instruction: Instruction, slots: Slots) -> None:
+        """[s, B, D], equal on all tp ranks -> the rank's part of its elements."""
+        group = self.comm.groups["tp"]
+        whole = slots.get(Slot("kept", instruction.unit, instruction.microbatch))
+        part = whole.reshape(group.size(), -1)[group.rank()]
+        slots.put(Slot("kpart", instruction.unit, instruction.microbatch), self._store(part) if self.in_arena else part.clone())
+
+    def join(self, instruction: Instruction, slots: Slots) -> None:
+        """The parts of all tp ranks, put together."""
+        group = self.comm.groups["tp"]
+        part = slots.get(Slot("kpart", instruction.unit, instruction.microbatch))
+        whole = part.new_empty(group.size() * part.numel())
+        group.all_gather(whole, part.view(-1)).wait()
+        if self.in_arena:
+            self.arena.give(part)
+        slots.put(Slot("kept", instruction.unit, instruction.microbatch), whole)
+
+    def _store(self, x: torch.Tensor) -> torch.Tensor:
+        return self.arena.take(x.numel()).view(x.shape).copy_(x)
+
+    def _withdraw(self, x: torch.Tensor) -> torch.Tensor:
+        copy = x.clone()
+        self.arena.give(x)
+        return copy

@@ -7,11 +7,12 @@ V vocabulary of this rank. The residual stream is [s, B, D].
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from threed.comm import Group
 from threed.schema import ModelConfig
@@ -24,6 +25,7 @@ from threed.tensor.layers import (
     vocab_parallel_cross_entropy,
 )
 from threed.tensor.random import keep_mask
+from threed.tensor.saving import Saving
 
 
 @dataclass
@@ -47,6 +49,17 @@ class Context:
     sequence_parallel: bool
     dtype: torch.dtype
     weight_grads: WeightGrads
+    saving: Saving = field(default_factory=Saving)
+    _rotary: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    def rotary(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines of rotary positions (Su et al. 2021), [S, E] each: pairs are (i, i + E/2)."""
+        if device not in self._rotary:
+            size = self.model.head_dim
+            frequency = self.model.rope_theta ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
+            angles = torch.outer(torch.arange(self.model.seq_len, dtype=torch.float64), frequency).repeat(1, 2)
+            self._rotary[device] = angles.cos().to(device, self.dtype), angles.sin().to(device, self.dtype)
+        return self._rotary[device]
 
     def linear(self, kind: type, inputs: int, outputs: int, bias: bool | None = None):
         parallel = parallel_config(self.group, self.sequence_parallel, self.dtype)
@@ -123,10 +136,17 @@ class Attention(nn.Module):
         self.queries = model.heads // model.num_kv_heads  # G
         self.qkv = context.linear(ColumnParallelLinear, model.hidden, model.hidden + 2 * model.num_kv_heads * model.head_dim)
         self.out = context.linear(RowParallelLinear, model.hidden, model.hidden)
-        self._rotary: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def forward(self, x_sBD: torch.Tensor, batch: Batch) -> torch.Tensor:
         qkv = self.qkv(x_sBD)
+        if self.context.saving.again("attention"):
+            attended = checkpoint(self._core, qkv, batch, use_reentrant=False, preserve_rng_state=False)
+        else:
+            attended = self._core(qkv, batch)
+        return self.out(attended)
+
+    def _core(self, qkv: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """[S, B, queries, keys and values of this rank] -> [S, B, N x E]."""
         seq, size = qkv.shape[:2]
         qkv = qkv.view(seq, size, self.kv_heads, self.queries + 2, self.head_dim)
         q_BNSE = qkv[..., :-2, :].reshape(seq, size, -1, self.head_dim).permute(1, 2, 0, 3)
@@ -134,7 +154,7 @@ class Attention(nn.Module):
         if self.context.model.position == "rotary":
             q_BNSE, k_BKSE = self._rotate(q_BNSE), self._rotate(k_BKSE)
         x_BNSE = self._attend(q_BNSE, k_BKSE, v_BKSE, batch)
-        return self.out(x_BNSE.permute(2, 0, 1, 3).reshape(seq, size, -1))
+        return x_BNSE.permute(2, 0, 1, 3).reshape(seq, size, -1)
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> torch.Tensor:
         probability = self.context.model.attention_dropout
@@ -151,13 +171,7 @@ class Attention(nn.Module):
         return (scores.float().softmax(-1).to(v.dtype) * keep / (1.0 - probability)) @ v
 
     def _rotate(self, x_BNSE: torch.Tensor) -> torch.Tensor:
-        """Rotary positions (Su et al. 2021): pairs are (i, i + E/2)."""
-        if self._rotary is None:
-            frequency = self.context.model.rope_theta ** (
-                -torch.arange(0, self.head_dim, 2, dtype=torch.float64) / self.head_dim)
-            angles = torch.outer(torch.arange(x_BNSE.shape[2], dtype=torch.float64), frequency).repeat(1, 2)
-            self._rotary = tuple(f(angles).to(x_BNSE.device, x_BNSE.dtype) for f in (torch.cos, torch.sin))  # pyright: ignore
-        cos_SE, sin_SE = self._rotary  # pyright: ignore[reportGeneralTypeIssues]
+        cos_SE, sin_SE = self.context.rotary(x_BNSE.device)
         low, high = x_BNSE.chunk(2, -1)
         return x_BNSE * cos_SE + torch.cat([-high, low], -1) * sin_SE
 
@@ -165,22 +179,35 @@ class Attention(nn.Module):
 class Mlp(nn.Module):
     def __init__(self, context: Context):
         super().__init__()
-        model = context.model
+        model, self.saving = context.model, context.saving
         self.gated = model.activation == "swiglu"
         self.up = context.linear(ColumnParallelLinear, model.hidden, model.num_ffn_hidden * (2 if self.gated else 1))
         self.down = context.linear(RowParallelLinear, model.num_ffn_hidden, model.hidden)
 
-    def forward(self, x_sBD: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_sBD: torch.Tensor, batch: Batch) -> torch.Tensor:
         x_SBF = self.up(x_sBD)
+        kept = x_SBF.detach()
         if self.gated:
             gate, up = x_SBF.chunk(2, -1)
-            return self.down(F.silu(gate) * up)
-        return self.down(F.gelu(x_SBF, approximate="tanh"))
+            opened = F.silu(gate)
+            with self.saving.instead("mlp_act", opened, lambda: F.silu(kept.chunk(2, -1)[0])):
+                inner = opened * up
+            with self.saving.instead("mlp_act", inner, lambda: _gated(kept)):
+                return self.down(inner)
+        inner = F.gelu(x_SBF, approximate="tanh")
+        with self.saving.instead("mlp_act", inner, lambda: F.gelu(kept, approximate="tanh")):
+            return self.down(inner)
+
+
+def _gated(x_SBF: torch.Tensor) -> torch.Tensor:
+    gate, up = x_SBF.chunk(2, -1)
+    return F.silu(gate) * up
 
 
 class Block(nn.Module):
     def __init__(self, context: Context, index: int):
         super().__init__()
+        self.saving = context.saving
         self.attention_norm = Norm(context)
         self.attention = Attention(context, f"blocks.{index}.attention.weights")
         self.attention_dropout = Dropout(context, f"blocks.{index}.attention")
@@ -189,8 +216,15 @@ class Block(nn.Module):
         self.mlp_dropout = Dropout(context, f"blocks.{index}.mlp")
 
     def forward(self, x_sBD: torch.Tensor, batch: Batch) -> torch.Tensor:
-        x_sBD = x_sBD + self.attention_dropout(self.attention(self.attention_norm(x_sBD), batch), batch)
-        return x_sBD + self.mlp_dropout(self.mlp(self.mlp_norm(x_sBD)), batch)
+        return self._branch(self._branch(x_sBD, batch, "attention"), batch, "mlp")
+
+    def _branch(self, x_sBD: torch.Tensor, batch: Batch, name: str) -> torch.Tensor:
+        """The residual stream after one of the two branches."""
+        norm, branch, dropout = (getattr(self, part) for part in (f"{name}_norm", name, f"{name}_dropout"))
+        normed, x = norm(x_sBD), x_sBD.detach()
+        with self.saving.instead("norm", normed, lambda: norm(x)):
+            out = branch(normed, batch)
+        return x_sBD + dropout(out, batch)
 
 
 class Head(nn.Module):

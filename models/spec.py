@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from threed.schema import ModelConfig
@@ -49,20 +49,34 @@ class Parameter:
         return (shape[0] * shape[1], *shape[2:]) if self.stacked else shape
 
 
+class Saved(NamedTuple):
+    """A tensor that is kept from forward to backward, of one sequence."""
+
+    what: str
+    elements: int  # of all tp ranks together
+    cut: str  # over tp: always, under sequence parallelism (sp), or never
+    bytes: int | None = None  # of an element; None: the dtype of compute
+    piece: str | None = None  # with this activation piece it is computed again instead
+
+    def bytes_a_rank(self, element: int, tp: int, sequence_parallel: bool) -> int:
+        """`element`: bytes of one in the dtype of compute."""
+        share = tp if self.cut == "always" or (self.cut == "sp" and sequence_parallel) else 1
+        return self.elements * (self.bytes or element) // share
+
+
 @dataclass(frozen=True)
 class Layer:
     """One layer. The tied word embedding belongs to neither layer that uses it: `uses_tied` says that it is used.
 
-    Work and memory are of one sequence, all tp ranks together. `saved_*` counts elements kept from forward to backward,
-    `operand_*` those kept from the input half of backward to the weights' half: `*_full` where every tp rank keeps all of
-    it (cut by tp under sequence parallelism), `*_cut` where it is always cut by tp, `operand_whole` where it never is.
+    Work and memory are of one sequence, all tp ranks together. `saved` is kept from forward to backward. `operand_*` counts
+    elements kept from the input half of backward to the weights' half: `*_full` where every tp rank keeps all of it (cut by tp
+    under sequence parallelism), `*_cut` where it is always cut by tp, `operand_whole` where it never is.
     """
 
     name: str
     parameters: tuple[Parameter, ...]
     forward_flops: int  # matrix products of a sequence, all tp ranks together
-    saved_full: int
-    saved_cut: int
+    saved: tuple[Saved, ...]
     operand_full: int
     operand_whole: int
     operand_cut: int
@@ -122,7 +136,8 @@ def _embedding(model: ModelConfig) -> Layer:
     parameters = [] if model.tie_embeddings else [_word_embedding(model)]
     if model.position == "learned":
         parameters.append(Parameter("embedding.position.weight", (model.seq_len, model.hidden), None, model.init_std))
-    return Layer("embedding", tuple(parameters), forward_flops=0, saved_full=0, saved_cut=0,
+    saved = (Saved("token ids", model.seq_len, "never", 8), *_dropped(model))
+    return Layer("embedding", tuple(parameters), forward_flops=0, saved=saved,
                  operand_full=model.seq_len * model.hidden, operand_whole=0, operand_cut=0, columns=0, rows=1,
                  uses_tied=model.tie_embeddings)
 
@@ -143,16 +158,52 @@ def _block(model: ModelConfig, index: int) -> Layer:
         *_linear(model, f"{name}.mlp.down", (hidden, ffn), 1, residual_std),
     ]
     matrices = hidden * (hidden + 2 * kv) + hidden * hidden + hidden * up + ffn * hidden
-    # Kept: inputs of both norms and of qkv and up (whole); queries, keys, values and the attention's output, its
-    # transposed copy that `out` reads, and the MLP's inner tensors (cut): up's output and down's input.
     return Layer(name, tuple(parameters),
                  forward_flops=seq * (2 * matrices + 4 * seq * hidden),
-                 saved_full=seq * 4 * hidden,
-                 saved_cut=seq * (3 * hidden + 2 * kv + up + (2 * ffn if gated else ffn)),
+                 saved=_saved_by_block(model),
                  # Of each product its input and its output's gradient: the latter gathered where rows were scattered.
                  operand_full=seq * 2 * hidden, operand_whole=seq * 2 * hidden,
                  operand_cut=seq * (2 * hidden + 2 * kv + up + ffn),
                  columns=2, rows=2)
+
+
+def _saved_by_block(model: ModelConfig) -> tuple[Saved, ...]:
+    """What autograd keeps of a block (tests/loopback/test_saved.py measures it)."""
+    seq, hidden, ffn = model.seq_len, model.hidden, model.num_ffn_hidden
+    kv = model.num_kv_heads * model.head_dim
+    grouped, rotary = model.heads > model.num_kv_heads, model.position == "rotary"
+    found = [*_saved_by_norm(model, "attention", "norm"), *_saved_by_norm(model, "mlp", "norm"), *_dropped(model), *_dropped(model)]
+    if model.attention_dropout:  # unfused
+        squares = model.heads * seq * seq
+        found += [Saved("softmax of attention", squares, "always", 4, "attention"),
+                  Saved("dropped attention", squares, "always", None, "attention"),
+                  Saved("attention mask", squares, "always", 1, "attention"),
+                  Saved("queries, keys, values", 3 * seq * hidden, "always", None, "attention")]
+    else:
+        found += [Saved("queries, keys and values as projected", seq * (hidden + 2 * kv), "always"),
+                  Saved("queries", seq * hidden if rotary or grouped else 0, "always", None, "attention"),
+                  Saved("keys", seq * kv if rotary else 0, "always", None, "attention"),
+                  Saved("log of attention's sums", model.heads * seq, "always", 4, "attention")]
+    found += [Saved("attention's output", seq * hidden, "always")]
+    if model.activation == "swiglu":
+        found += [Saved("gate and up", 2 * seq * ffn, "always"), Saved("opened gate", seq * ffn, "always", None, "mlp_act"),
+                  Saved("gated", seq * ffn, "always", None, "mlp_act")]
+    else:
+        found += [Saved("up", seq * ffn, "always"), Saved("activated", seq * ffn, "always", None, "mlp_act")]
+    return tuple(found)
+
+
+def _saved_by_norm(model: ModelConfig, name: str, piece: str | None) -> list[Saved]:
+    """Its input, its statistics in fp32, and its output, which the product after it reads."""
+    found = [Saved(f"{name} norm's input", model.seq_len * model.hidden, "sp"),
+             Saved(f"{name} norm's statistics", model.seq_len * (2 if model.norm == "layernorm" else 1), "sp", 4),
+             Saved(f"{name} norm's output", model.seq_len * model.hidden, "sp", None, piece)]
+    # RMSNorm is several operations on a CPU: what is normalized is kept before it is scaled, too.
+    return found if model.norm == "layernorm" else [*found, Saved(f"{name} normalized", model.seq_len * model.hidden, "sp")]
+
+
+def _dropped(model: ModelConfig) -> list[Saved]:
+    return [Saved("dropout mask", model.seq_len * model.hidden, "sp", 1)] if model.dropout else []
 
 
 def _head(model: ModelConfig) -> Layer:
@@ -160,10 +211,11 @@ def _head(model: ModelConfig) -> Layer:
     if not model.tie_embeddings:
         parameters.append(Parameter("head.output.weight", (model.padded_vocab, model.hidden), 0, model.init_std,
                                     unpadded=model.vocab))
-    # Kept: inputs of norm and projection (whole), the softmax in fp32 (cut; counted as two 16-bit elements each).
+    saved = (*_saved_by_norm(model, "head", None), Saved("softmax", model.seq_len * model.padded_vocab, "always", 4),
+             Saved("labels", model.seq_len, "never", 9))
     return Layer("head", tuple(parameters),
                  forward_flops=2 * model.seq_len * model.hidden * model.padded_vocab,
-                 saved_full=model.seq_len * 2 * model.hidden, saved_cut=model.seq_len * model.padded_vocab,
+                 saved=saved,
                  operand_full=model.seq_len * model.hidden, operand_whole=0,
                  operand_cut=model.seq_len * model.padded_vocab,
                  columns=1, rows=0, has_loss=True, uses_tied=model.tie_embeddings)

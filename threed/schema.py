@@ -210,6 +210,13 @@ class Config:
         return self.zero.shard_size if self.zero.shard_size is not None else self.dp
 
     @property
+    def pieces(self) -> tuple[str, ...]:
+        """Pieces of blocks that are computed again in backward."""
+        if self.activation.policy != "selective":
+            return ()
+        return ("norm", "mlp_act") if self.activation.pieces is None else tuple(self.activation.pieces)
+
+    @property
     def reduce_every(self) -> int:
         """Micro-batches between two reductions of a gradient."""
         every = self.zero.reduce_every

@@ -15,7 +15,7 @@ from threed.activation.run import ActivationRun
 from threed.comm import Comm
 from threed.engine.clock import make_clock
 from threed.errors import RunError, ThreedError
-from threed.models.gpt import Batch
+from threed.models.gpt import Batch, Context
 from threed.offload.run import OffloadRun
 from threed.pipeline.run import PipelineRun
 from threed.planner import layouts
@@ -28,8 +28,9 @@ from threed.program.walk import link
 from threed.schema import Config
 from threed.slots import Slots
 from threed.tensor.layers import WeightGrads
+from threed.tensor.saving import Saving
 from threed.zero.run import Clipped, ZeroRun
-from threed.zero.state import handles, make_states
+from threed.zero.state import make_states, places
 
 
 class Engine:
@@ -43,8 +44,10 @@ class Engine:
         self.zero = ZeroRun(config, comm, table, self.states, shared)
         parameters = {name: p for state in self.states.values() for name, p in state.parameters.items()}
         dtype = self.zero.precision.compute
+        self.saving = Saving(config.pieces)
         activation, offload = ActivationRun(comm, table, shared, dtype), OffloadRun(comm, shared, dtype)
-        self.pipeline = PipelineRun(config, comm, table, parameters, weight_grads, self._keeping, activation)
+        context = Context(config.model, comm.groups["tp"], config.parallel.sequence_parallel, dtype, weight_grads, self.saving)
+        self.pipeline = PipelineRun(config, comm, table, parameters, context, self._keeping, activation)
         self.handlers = {**self.pipeline.handlers, **self.zero.handlers, **activation.handlers, **offload.handlers}
         self.seam = table.seam(position)
         self.effects = {name: link(programs[position], table, position, self.seam).effects
@@ -60,7 +63,7 @@ class Engine:
         self._reset()
 
     def _keeping(self, unit: int) -> AbstractContextManager[Any]:
-        return handles([self.states[p] for p in self.plan.table.units[unit].parameters])
+        return self.saving.keeping(places([self.states[p] for p in self.plan.table.units[unit].parameters]))
 
     def _reset(self) -> None:
         self.slots.clear()

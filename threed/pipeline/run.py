@@ -20,8 +20,6 @@ from threed.program.instruction import Instruction, Op, Slot
 from threed.program.table import Table
 from threed.schema import Config
 from threed.slots import Slots
-from threed.tensor.layers import WeightGrads
-from threed.tensor.precision import Precision
 
 
 class KeptInputs(Protocol):
@@ -35,18 +33,17 @@ class PipelineRun:
     """The layers of one rank and the handlers that run them."""
 
     def __init__(self, config: Config, comm: Comm, table: Table, parameters: Mapping[str, nn.Parameter],
-                 weight_grads: WeightGrads, keeping: Callable[[int], AbstractContextManager[Any]], inputs: KeptInputs):
+                 context: Context, keeping: Callable[[int], AbstractContextManager[Any]], inputs: KeptInputs):
         """`parameters`: global name -> parameter, for every unit that the rank holds. `keeping`: the context in which FORWARD of
         a unit runs, which says how autograd keeps its parameters. `inputs`: where inputs are kept for RECOMPUTE."""
-        self.comm, self.table, self.weight_grads = comm, table, weight_grads
+        self.comm, self.table, self.weight_grads = comm, table, context.weight_grads
         self.position = comm.here.pp
         sp = config.parallel.sequence_parallel
-        self.dtype = Precision.of(config.precision).compute
+        self.dtype = context.dtype
         self.keeping, self.inputs = keeping, inputs
         self.loss_scale = 1.0  # what backward begins with
         self.shape = (config.model.seq_len // (config.parallel.tp if sp else 1), config.train.micro_batch_size,
                       config.model.hidden)
-        context = Context(config.model, comm.groups["tp"], sp, self.dtype, weight_grads)
         self.layers: dict[int, list[nn.Module]] = {}
         for unit in table.units_of(self.position):
             self.layers[unit] = []

@@ -43,6 +43,7 @@ def check_programs(name: str, programs: Sequence[Program], table: Table) -> list
             what = f"leaves '{min(left)}' behind" if left else f"has lost '{min(lost)}'"
             raise PlanError(describe(name, programs, position, len(program) - 1, f"the program ends here and {what}"))
         _check_complete(name, programs, position, table)
+        _check_copies(name, programs, position, found)
         links.append(found)
     _check_channels(name, programs)
     _check_collectives(name, programs)
@@ -96,6 +97,18 @@ def _check_complete(name: str, programs: Sequence[Program], position: int, table
     for index, instruction in enumerate(program):
         if instruction.op == Op.FORWARD and (instruction.keep == "none") == trains:
             raise PlanError(describe(name, programs, position, index, f"keep={instruction.keep} does not belong here"))
+
+
+def _check_copies(name: str, programs: Sequence[Program], position: int, links: Links) -> None:
+    """STEP changes what GATHER reads: no whole copy may be there then, or on its way."""
+    whole: set[int] = set()
+    for index, effect in enumerate(links.effects):
+        for slot in effect.updates:
+            if slot.kind == "pshard" and slot.unit in whole:
+                raise PlanError(describe(name, programs, position, index,
+                                         f"updates '{slot}' while 'param p{slot.unit}', which is gathered from it, is there"))
+        whole.update(slot.unit for slot in effect.writes if slot.kind == "param")
+        whole.difference_update(slot.unit for slot in effect.frees if slot.kind == "param")
 
 
 def _check_channels(name: str, programs: Sequence[Program]) -> None:

@@ -110,10 +110,13 @@ _MADE = {"tp": "wsum", "dp": "gpart", "shard": "gpart", "replica": "gfull"}
 def _reduce(instruction: Instruction, table: Table) -> Effects:
     for group, taken, made in chain(table, instruction.unit) if instruction.unit in table.parameters else ():
         if group == instruction.group:
-            lane = {"tie": "tie", "tp": "compute"}.get(group, "dp")
+            if group == "tp":  # summed where it lies: nothing may be added to it before that has gone on
+                return Effects("compute", (taken,), (made,))
+            lane = "tie" if group == "tie" else "dp"
+            frees = (taken, Slot("wgrad", instruction.unit)) if taken.kind == "wsum" else (taken,)
             if group == table.shard_group and table.zero_stage >= 2:  # one of several, added up on the rank that keeps it
-                return Effects(lane, (taken,), adds=(made,), frees=(taken,))
-            return Effects(lane, (taken,), (made,), frees=(taken,))
+                return Effects(lane, (taken,), adds=(made,), frees=frees)
+            return Effects(lane, (taken,), (made,), frees=frees)
     raise KeyError(f"p{instruction.unit} has no reduction over '{instruction.group}'")
 
 

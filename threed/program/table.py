@@ -108,7 +108,8 @@ class Table:
         return {Slot(kind, p) for kind in kinds for p in self.held(position)}
 
     def size(self, slot: Slot) -> int:
-        """Bytes of a slot on one rank. The shard of a parameter that stays whole is part of the whole one's buffer."""
+        """Bytes of a slot on one rank. The shard of a parameter that stays whole is part of the whole one's buffer; what is
+        summed over tp lies where it was."""
         if slot.kind in ("act", "grad"):
             return self.act_bytes
         if slot.kind == "saved":
@@ -117,7 +118,7 @@ class Table:
             return self.units[slot.unit].operand_bytes
         if slot.kind in ("kept", "kpart", "host_kept", "host_kpart"):  # the first unit reads tokens, which all ranks have
             return 0 if slot.unit == 0 else self.act_bytes // (self.tp if slot.kind.endswith("kpart") else 1)
-        if slot.kind in ("loss", "scale"):
+        if slot.kind in ("loss", "scale", "wsum"):
             return 0
         unit = self.parameters[slot.unit]
         if slot.kind == "param":
@@ -126,7 +127,7 @@ class Table:
             return 0 if unit.whole else self.shard_numel(slot.unit) * self.param_bytes
         if slot.kind == "state":  # two moments, and the fp32 master where it is a separate copy
             return self.shard_numel(slot.unit) * (12 if self.master else 8)
-        if slot.kind in ("wgrad", "wsum"):
+        if slot.kind == "wgrad":
             return unit.numel * self.grad_bytes
         if slot.kind in ("gpart", "gfull", "gshard"):
             return self.shard_numel(slot.unit) * self.grad_bytes

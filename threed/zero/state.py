@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -17,6 +16,7 @@ from threed.schema import Config
 from threed.tensor.layers import WeightGrads
 from threed.tensor.precision import Precision
 from threed.tensor.random import initial_values
+from threed.tensor.saving import Place
 from threed.zero.optimizer import Moments
 from threed.zero.shard import Layout, Placed, Segment
 
@@ -89,6 +89,11 @@ class UnitState:
         assert self.param is not None
         self.storage.params.give(self.param)
         self.param = None
+
+    def whole_param(self) -> torch.Tensor:
+        """The whole parameters, which must be there now."""
+        assert self.param is not None, "a parameter is needed that was not gathered"
+        return self.param
 
     # ---- gradients
 
@@ -184,37 +189,10 @@ def _hook(add: Callable[[torch.Tensor], None], weight_grads: WeightGrads) -> Cal
     return hook
 
 
-class _Handle(NamedTuple):
-    """A tensor that lies in the whole parameters of a unit, wherever they will be when it is asked for."""
-
-    state: UnitState
-    offset: int
-    size: torch.Size
-    stride: tuple[int, ...]
-
-
-def handles(states: list[UnitState]) -> AbstractContextManager[Any]:
-    """The context of a FORWARD: what autograd keeps of parameters that do not stay whole, it keeps as handles, so that their
-    buffers can be used for others until BACKWARD, when the parameters may lie elsewhere."""
-    windowed = [state for state in states if not state.whole]
-    if not windowed:
-        return nullcontext()
-    starts = [(state.param.data_ptr(), state) for state in windowed if state.param is not None]
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor | _Handle:
-        for start, state in starts:
-            offset = tensor.data_ptr() - start
-            if 0 <= offset < state.param.nbytes and tensor.device == state.param.device:  # pyright: ignore
-                return _Handle(state, offset // tensor.itemsize, tensor.shape, tensor.stride())
-        return tensor
-
-    def unpack(kept: torch.Tensor | _Handle) -> torch.Tensor:
-        if isinstance(kept, torch.Tensor):
-            return kept
-        assert kept.state.param is not None, "BACKWARD needs a parameter that was not gathered"
-        return kept.state.param.as_strided(kept.size, kept.stride, kept.state.param.storage_offset() + kept.offset)
-
-    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+def places(states: list[UnitState]) -> list[Place]:
+    """Where autograd must not keep parameters as such: buffers that are used for others until BACKWARD, when the parameters may
+    lie elsewhere."""
+    return [Place(state.param, state.whole_param) for state in states if not state.whole and state.param is not None]
 
 
 def make_states(config: Config, comm: Comm, table: Table, layouts: dict[int, Layout], buffers: Buffers,

@@ -24,8 +24,8 @@ ROOT = Path(__file__).parents[1]
 LAYERS = {
     "errors": 0, "models": 0, "quantity": 0.2, "models.registry": 0.2,
     "schema": 0.5, "synonyms": 0.2, "mesh": 0.5, "models.spec": 0.6, "contract": 0.6, "validate": 0.7, "config": 0.8,
-    "comm": 1, "tensor.": 1.2, "data.": 1.2, "models.gpt": 1.5,
-    "program.": 2, "slots": 2.5, "pool": 2.6,
+    "comm": 1, "pool": 1.1, "tensor.": 1.2, "data.": 1.2, "models.gpt": 1.5,
+    "program.": 2, "slots": 2.5,
     "pipeline.": 3, "zero.": 3, "activation.": 3, "offload.": 3,
     "planner": 4.6, "pipeline.run": 4, "zero.run": 4, "zero.state": 4, "zero.optimizer": 4,
     "activation.run": 4,

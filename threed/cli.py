@@ -12,7 +12,7 @@ import typer
 from threed import __version__, validate
 from threed import config as configs
 from threed.errors import ConfigError, InputError, ThreedError
-from threed.planner import make_mesh, make_plan
+from threed.planner import make_mesh, make_plan, saved_by_piece
 from threed.program import show as shows
 from threed.program.summary import stages
 from threed.quantity import parse_bytes, show_bytes, show_count
@@ -141,6 +141,10 @@ def check(config: ConfigPath, overrides: Overrides = None,
                  *(show_bytes(row["sent_bytes"][axis]) for axis in ("dp", "tp", "pp")),
                  *(str(row[key]) for key in ("gathers", "reduces"))]
         print("".join(cell.rjust(12) for cell in cells))
+    if loaded.pieces:
+        saved = ", ".join(f"{piece} {show_bytes(size)}{'' if piece in loaded.pieces else ' (not chosen)'}"
+                          for piece, size in saved_by_piece(loaded).items())
+        print(f"computed again, a block and micro-batch: {saved}")
     if advised:
         print(f"\n{advising.show(advised, limit)}")
 

@@ -20,7 +20,7 @@ class Cell(NamedTuple):
     schedule: str
     stage: int  # of ZeRO
     offload: str  # where the optimizer's state lives, and the parameters: device
-    activation: str  # activation policy
+    activation: str  # activation policy, or where kept inputs go: partition (cut over tp), cpu
     precision: str
     sequence_parallel: bool
     tied: bool
@@ -40,9 +40,10 @@ class Cell(NamedTuple):
     @classmethod
     def of(cls, config: Config) -> Cell:
         """The cell of a config."""
-        parallel = config.parallel
+        parallel, activation = config.parallel, config.activation
+        kept = "cpu" if activation.offload == "cpu" else "partition" if activation.partition else activation.policy
         return cls("file" if parallel.schedule.startswith("file:") else parallel.schedule, config.zero.stage, "none",
-                   config.activation.policy, config.precision.dtype, parallel.sequence_parallel,
+                   kept, config.precision.dtype, parallel.sequence_parallel,
                    config.model.tie_embeddings, config.shard_size < config.dp)
 
 
@@ -50,7 +51,7 @@ AXES: dict[str, tuple[object, ...]] = {
     "schedule": SCHEDULES,
     "stage": (0, 1, 2, 3),
     "offload": ("none",),
-    "activation": ("none",),
+    "activation": ("none", "full", "selective", "budget", "partition", "cpu"),
     "precision": ("fp32", "bf16", "fp16"),
     "sequence_parallel": (False, True),
     "tied": (False, True),

@@ -30,7 +30,7 @@ from threed.program.summary import stages
 from threed.program.table import ComputeUnit, ParameterUnit, Plan, Table, ring
 from threed.quantity import parse_bytes, show_bytes
 from threed.schema import Config
-from threed.validate import num_units, parse_limit
+from threed.validate import PIECES, num_units, parse_limit
 from threed.zero import plan as zero
 from threed.zero.shard import Layout, layout
 
@@ -265,6 +265,16 @@ def _act_bytes(config: Config) -> int:
     """Bytes of the residual stream of a micro-batch between two units, on one rank."""
     share = config.parallel.tp if config.parallel.sequence_parallel else 1
     return config.train.micro_batch_size * config.model.seq_len * config.model.hidden * _bytes(config.precision.dtype) // share
+
+
+def saved_by_piece(config: Config) -> dict[str, int]:
+    """Bytes of a block, a rank and a micro-batch that each activation piece saves where it is computed again."""
+    parallel, found = config.parallel, dict.fromkeys(PIECES, 0)
+    for kept in layers(config.model)[1].saved:
+        if kept.piece is not None:
+            size = kept.bytes_a_rank(_bytes(config.precision.dtype), parallel.tp, parallel.sequence_parallel)
+            found[kept.piece] += size * config.train.micro_batch_size
+    return found
 
 
 def _compute_unit(config: Config, members: list[Layer], run: tuple[int, int], stage: int,

@@ -13,7 +13,7 @@ from threed.errors import PlanError
 from threed.planner import make_plan
 from threed.program.check import check_programs, describe
 from threed.program.effects import effects
-from threed.program.instruction import FIELDS, Instruction, Op
+from threed.program.instruction import FIELDS, MOVES, Instruction, Op
 from threed.program.table import Plan
 from threed.program.walk import Mode, link, walk
 
@@ -342,5 +342,5 @@ def test_every_op_has_effects_and_fields():
     assert set(FIELDS) == set(Op)
     plan = plan_of()
     for op in Op:
-        group = {Op.GATHER: "dp", Op.REDUCE: "dp", S: "act", R: "act"}.get(op, "")
+        group = {Op.GATHER: "dp", Op.REDUCE: "dp", S: "act", R: "act", **dict.fromkeys(MOVES, "kept")}.get(op, "")
         assert effects(Instruction(op, 1, 0, group, 1), plan.table, 0).lane

@@ -15,7 +15,7 @@ from threed.predict.simulate import cost_of
 from threed.program.show import timeline
 from threed.program.summary import fixed_bytes, stages
 from threed.quantity import show_bytes, show_seconds
-from threed.schema import Config
+from threed.schema import ActivationConfig, Config
 from threed.validate import validate
 
 Changes = dict[str, Any]  # dotted key -> value
@@ -28,6 +28,11 @@ def neighbours(config: Config) -> Iterator[Changes]:
         for every in (1, "step") if stage >= 2 else ():
             for residency in (1, 2, "stage", "step") if stage == 3 else (None,):
                 yield {"zero.stage": stage, "zero.reduce_every": every, **({"zero.residency": residency} if residency else {})}
+    yield {"activation.policy": "none"}
+    yield {"activation.policy": "selective"}
+    yield {"activation.policy": "full"}
+    yield {"activation.policy": "full", "activation.partition": True}
+    yield {"activation.policy": "full", "activation.offload": "cpu"}
     if config.precision.dtype != "fp32":
         yield {"precision.grad_dtype": config.precision.dtype}
         yield {"precision.reduce_dtype": config.precision.dtype}
@@ -36,6 +41,8 @@ def neighbours(config: Config) -> Iterator[Changes]:
 def change(config: Config, changes: Changes) -> Config:
     """A config with some settings otherwise."""
     other = at_stage(config, changes["zero.stage"]) if "zero.stage" in changes else copy.deepcopy(config)
+    if "activation.policy" in changes:
+        other.activation = ActivationConfig()
     for key, value in changes.items():
         section, name = key.split(".")
         setattr(getattr(other, section), name, value)
@@ -62,7 +69,7 @@ def advise(config: Config, hardware: Hardware, memory: int | None = None,
         other = change(config, changes)
         # What a setting means by default is the same plan under another name: those come first, and stand for it.
         key = repr(_spelled_out(other).to_dict())
-        if key in seen or key == repr(_spelled_out(config).to_dict()) or validate(other):
+        if key in seen or key == repr(_spelled_out(config).to_dict()) or validate(other) or _idle(other):
             continue
         seen.add(key)
         setting = " ".join(f"{name}={value}" for name, value in changes.items())
@@ -74,6 +81,11 @@ def advise(config: Config, hardware: Hardware, memory: int | None = None,
     for row in rows:
         row["fits"] = memory is None or row["peak_bytes"] <= memory
     return [here, *sorted(rows[1:], key=lambda row: (not row["fits"], row["step_s"] if row["fits"] else row["peak_bytes"]))]
+
+
+def _idle(config: Config) -> bool:
+    """Whether a setting of it does nothing here."""
+    return config.activation.partition and (config.parallel.tp == 1 or config.parallel.sequence_parallel)
 
 
 def _spelled_out(config: Config) -> Config:

@@ -124,10 +124,10 @@ class ZeroRun:
         numbers = torch.zeros(4, dtype=torch.float64, device=self.comm.device)
         if instruction.keep != "none":
             for state, counts in ((self.states[p], self._counts(p)) for p in self.table.held(self.comm.here.pp)):
-                for segment in state.layout.segments_of(state.index) if counts else ():
-                    if self.comm.here.tp == 0 or not segment.replicated:
-                        norm = torch.linalg.vector_norm(state.range(state.gshard, segment), dtype=torch.float64)
-                        numbers[0] += norm * norm
+                for segment in state.layout.segments_of(state.index):
+                    norm = torch.linalg.vector_norm(state.range(state.gshard, segment), dtype=torch.float64)
+                    # What another rank counts is looked at, too: an overflow may be in one copy only.
+                    numbers[0 if counts and (self.comm.here.tp == 0 or not segment.replicated) else 1] += norm * norm
         if Slot("loss") in slots and self.comm.here.tp == 0:
             numbers[2] = slots.get(Slot("loss"))
             numbers[3] = self.config.tokens_per_step / self.config.dp

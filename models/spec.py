@@ -172,7 +172,7 @@ def _saved_by_block(model: ModelConfig) -> tuple[Saved, ...]:
     seq, hidden, ffn = model.seq_len, model.hidden, model.num_ffn_hidden
     kv = model.num_kv_heads * model.head_dim
     grouped, rotary = model.heads > model.num_kv_heads, model.position == "rotary"
-    found = [*_saved_by_norm(model, "attention", "norm"), *_saved_by_norm(model, "mlp", "norm"), *_dropped(model), *_dropped(model)]
+    found = [*_saved_by_norm(model, "attention", "norm"), *_saved_by_norm(model, "mlp", "norm"), *2 * _dropped(model)]
     if model.attention_dropout:  # unfused
         squares = model.heads * seq * seq
         found += [Saved("softmax of attention", squares, "always", 4, "attention"),

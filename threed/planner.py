@@ -111,8 +111,8 @@ def _budgeted(config: Config, pipeline: Pipeline, table: Table) -> Table:
     if chosen is None:
         least = max(peaks(activation.worthwhile(table)))
         raise InputError(f"activation.budget={config.activation.budget}: with every unit recomputed a rank still keeps "
-                         f"{show_bytes(least)} of activations at its peak; raise the budget, lower train.micro_batch_size, or use "
-                         "a schedule that keeps fewer micro-batches")
+                         f"{show_bytes(least)} of activations at its peak; raise the budget, lower train.micro_batch_size, or "
+                         "use a schedule that keeps fewer micro-batches")
     return activation.mark(table, chosen)
 
 
@@ -282,7 +282,8 @@ def _compute_unit(config: Config, members: list[Layer], run: tuple[int, int], st
     tp, sp, batch = config.parallel.tp, config.parallel.sequence_parallel, config.train.micro_batch_size
     element = _bytes(config.precision.dtype)
     full = tp if sp else 1
-    saved = sum(kept.bytes_a_rank(element, tp, sp) for layer in members for kept in layer.saved if kept.piece not in config.pieces)
+    saved = sum(kept.bytes_a_rank(element, tp, sp) for layer in members for kept in layer.saved
+                if kept.piece not in config.pieces)
     operands = sum(layer.operand_full // full + layer.operand_whole + layer.operand_cut // tp for layer in members)
     # One all-gather or reduce-scatter of the whole residual stream; an all-reduce is two.
     stream = ring(batch * config.model.seq_len * config.model.hidden * element, tp)

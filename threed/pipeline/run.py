@@ -56,7 +56,8 @@ class PipelineRun:
         self._sends: deque[Handle] = deque()
         self.handlers: dict[Op, Callable[[Instruction, Slots], None]] = {
             Op.FORWARD: self.forward, Op.RECOMPUTE: self.recompute, Op.BACKWARD: self.backward,
-            Op.BACKWARD_INPUT: self.backward_input, Op.BACKWARD_WEIGHT: self.backward_weight, Op.SEND: self.send, Op.RECV: self.recv}
+            Op.BACKWARD_INPUT: self.backward_input, Op.BACKWARD_WEIGHT: self.backward_weight, Op.SEND: self.send,
+            Op.RECV: self.recv}
 
     def forward(self, instruction: Instruction, slots: Slots) -> None:
         _, unit, microbatch, *_ = instruction

@@ -3,7 +3,8 @@
 Checker, memory meter, simulator, loopback and engine all call `effects`; nobody restates it.
 
 A **lane** is one queue of work: `compute`; `dp` (collectives over dp and its sub-groups); `tie`; `send` and `recv` for
-each (peer, act or grad); `d2h` and `h2d` (device to host and back). Order holds within a lane; across lanes only through slots: using a slot waits for it.
+each (peer, act or grad); `d2h` and `h2d` (device to host and back). Order holds within a lane; across lanes only through
+slots: using a slot waits for it.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ from threed.program.instruction import COMPUTE, Instruction, Op
 from threed.program.table import Plan, Table
 from threed.program.walk import Mode, Walk, link, walk
 
-_COLORS = {Op.FORWARD: "#4c78a8", Op.RECOMPUTE: "#9ecae9", Op.BACKWARD: "#f58518", Op.BACKWARD_INPUT: "#f58518", Op.BACKWARD_WEIGHT: "#54a24b",
-           Op.CLIP: "#bab0ac", Op.STEP: "#b279a2"}
+_COLORS = {Op.FORWARD: "#4c78a8", Op.RECOMPUTE: "#9ecae9", Op.BACKWARD: "#f58518", Op.BACKWARD_INPUT: "#f58518",
+           Op.BACKWARD_WEIGHT: "#54a24b", Op.CLIP: "#bab0ac", Op.STEP: "#b279a2"}
 _LETTERS = {Op.FORWARD: "F", Op.RECOMPUTE: "R", Op.BACKWARD: "B", Op.BACKWARD_INPUT: "B", Op.BACKWARD_WEIGHT: "W"}
 
 

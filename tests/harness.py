@@ -78,7 +78,7 @@ def drive(config: Config, engine: Engine, comm: Comm, steps: int):
     def after(instruction, slots):
         if instruction.op == Op.CLIP:
             for unit, state in engine.states.items():
-                grads[unit] = state.gshard.clone()
+                grads[unit] = state.gradient.clone()
 
     engine.after = after
     for step in range(steps):
@@ -86,7 +86,7 @@ def drive(config: Config, engine: Engine, comm: Comm, steps: int):
         losses.append(clipped.loss)
         norms.append(clipped.grad_norm)
         engine.after = None
-    weights = {unit: state.weights.clone() for unit, state in engine.states.items()}
+    weights = {unit: torch.clone(state.weights) for unit, state in engine.states.items()}
     places = {unit: (state.owned, state.layout) for unit, state in engine.states.items()}
     return losses, norms, grads, weights, places, comm.here, dict(comm.sent)
 

@@ -144,8 +144,8 @@ def check(config: ConfigPath, overrides: Overrides = None,
     for position, row in enumerate(rows):
         if row["moved_bytes"]:
             moved = ", ".join(f"{lane} {show_bytes(size)}" for lane, size in sorted(row["moved_bytes"].items()))
-            print(f"pp{position} holds {show_bytes(row['host_bytes'])} on the host and {show_bytes(row['disk_bytes'])} on disk; moves a "
-                  f"step: {moved}")
+            print(f"pp{position} holds {show_bytes(row['host_bytes'])} on the host and {show_bytes(row['disk_bytes'])} on disk; "
+                  f"moves a step: {moved}")
     if loaded.pieces:
         saved = ", ".join(f"{piece} {show_bytes(size)}{'' if piece in loaded.pieces else ' (not chosen)'}"
                           for piece, size in saved_by_piece(loaded).items())

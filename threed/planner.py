@@ -265,7 +265,7 @@ def _send_home(config: Config, parameters: dict[int, ParameterUnit]) -> None:
     tiers, asked = {"none": "device", "cpu": "host", "nvme": "disk"}, config.offload
     for position in {unit.positions[0] for unit in parameters.values()}:
         sizes = {p: unit.numel for p, unit in parameters.items() if unit.positions[0] == position}
-        for p, home in offload.homes(sizes, asked.ratio, tiers[asked.optimizer]).items():
+        for p, home in offload.homes(sizes, config.offload.ratio, tiers[asked.optimizer]).items():
             unit = parameters[p]
             weights = "device" if unit.whole or home == "device" else tiers[asked.parameters]
             parameters[p] = replace(unit, state_home=home, weight_home=weights)

@@ -114,6 +114,8 @@ def train(config: Config, rank: int, local_rank: int, requests: Requests, connec
                 log.say(f"resumed from {path} after step {engine.zero.step_number}")
         Loop(config, engine, comm, data, watch, log, requests).run(manifest or {})
     finally:
+        if watch.engine is not None:
+            watch.engine.close()
         watch.engine = None
         if log:
             log.close()

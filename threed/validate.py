@@ -237,8 +237,8 @@ def _check_offload(config: Config) -> list[str]:
     elif offload.ratio < 1 and offload.optimizer == "none":
         problems.append(f"offload.ratio={offload.ratio} needs offload.optimizer=cpu or nvme: it is a share of what is offloaded")
     if offload.optimizer != "none" and config.precision.master == "none":
-        problems.append(f"offload.optimizer={offload.optimizer} with precision.master=none: the host steps fp32 weights of its own; "
-                        "leave one of the two out")
+        problems.append(f"offload.optimizer={offload.optimizer} with precision.master=none: the host steps fp32 weights of its "
+                        "own; leave one of the two out")
     if "nvme" in (offload.optimizer, offload.parameters):
         if not offload.nvme_path:
             problems.append("offload to nvme needs offload.nvme_path, a folder on a fast disk of each machine")

@@ -4,9 +4,9 @@
     on disk, too          ...                             CLIP  FETCH host_state  STEP  OFFLOAD host_state ...
     parameters there      ... FETCH pshard  GATHER ... RELEASE ...
 
-A gradient goes down as soon as it is reduced. Units are stepped one after the other: while one is stepped, the state of the next is
-read from disk and the parameters of the one before come up, so two or three units at a time are on their way. Units whose state
-is on the device are stepped meanwhile.
+A gradient goes down as soon as it is reduced. Units are stepped one after the other: while one is stepped, the state of the
+next is read from disk and the parameters of the one before come up, so two or three units at a time are on their way. Units
+whose state is on the device are stepped meanwhile.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ Program = list[Instruction]
 
 
 def homes(sizes: dict[int, int], ratio: float, home: str) -> dict[int, str]:
-    """Parameter unit -> where its state lives, such that a share of `ratio` of all `sizes` is at `home`, as nearly as units allow:
-    largest first, a unit goes there as long as that brings the share nearer to it."""
+    """Parameter unit -> where its state lives, such that a share of `ratio` of all `sizes` is at `home`, as nearly as units
+    allow: largest first, a unit goes there as long as that brings the share nearer to it."""
     goal, there = ratio * sum(sizes.values()), 0
     found = {}
     for unit, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):

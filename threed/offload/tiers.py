@@ -68,8 +68,8 @@ class Disk:
                 raise RunError(f"{file} could not be {done}: {error.strerror}. The last checkpoint stands; see to "
                                "offload.nvme_path and start again") from None
             if moved <= 0:
-                raise RunError(f"{file} could be {done} up to byte {at} of {len(memory)} only: it was cut short while the run used "
-                               "it. The last checkpoint stands; see to offload.nvme_path and start again")
+                raise RunError(f"{file} could be {done} up to byte {at} of {len(memory)} only: it was cut short while the run "
+                               "used it. The last checkpoint stands; see to offload.nvme_path and start again")
             at += moved
 
     def map(self, name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:

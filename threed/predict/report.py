@@ -16,8 +16,9 @@ SAMPLES = 50  # points of memory over time
 
 
 def report(plan: Plan, cost: Cost, source: str) -> dict[str, Any]:
-    """Times are of one train step; bytes of one rank of a position, by tier: device, host, disk. What is offloaded keeps its memory
-    on the host and on disk all the time. `exposed_transfer_s`: how much longer the step is than if moving between tiers were free."""
+    """Times are of one train step; bytes of one rank of a position, by tier: device, host, disk. What is offloaded keeps its
+    memory on the host and on disk all the time. `exposed_transfer_s`: how much longer the step is than if moving between tiers
+    were free."""
     table, programs = plan.table, plan.programs["train"]
     links = [link(program, table, position, table.seam(position)) for position, program in enumerate(programs)]
     when = walk(programs, table, links, Mode.BUFFERED, cost)
@@ -73,5 +74,6 @@ def show(values: dict[str, Any]) -> str:
             lines.append(f"pp{position} holds {show_bytes(row['host_bytes'])} on the host and {show_bytes(row['disk_bytes'])} on "
                          f"disk; moves a step: {links}")
     if any(row["moved_bytes"] for row in values["stages"]):
-        lines.append(f"moving between tiers makes the step {show_seconds(values['exposed_transfer_s'])} longer than if it were free")
+        longer = show_seconds(max(0.0, values["exposed_transfer_s"]))
+        lines.append(f"moving between tiers makes the step {longer} longer than if it were free")
     return "\n".join(lines)

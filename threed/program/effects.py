@@ -3,8 +3,8 @@
 Checker, memory meter, simulator, loopback and engine all call `effects`; nobody restates it.
 
 A **lane** is one queue of work: `compute`; `dp` (collectives over dp and its sub-groups); `tie`; `send` and `recv` for
-each (peer, act or grad); `d2h` and `h2d` (device to host and back); `read` and `write` (disk to
-host and back); `host` (the optimizer there). Order holds within a lane; across lanes only through slots: using a slot waits for it.
+each (peer, act or grad); `d2h` and `h2d` (device to host and back); `read` and `write` (disk to host and back); `host` (the
+optimizer there). Order holds within a lane; across lanes only through slots: using a slot waits for it.
 """
 
 from __future__ import annotations
@@ -68,8 +68,9 @@ def _effects(instruction: Instruction, table: Table, position: int) -> Effects:
     if op == Op.GATHER:
         if group != table.shard_group:
             raise KeyError(f"p{unit} is sharded over {table.shard_group}, not '{group}'")
-        part = (Slot("pshard", unit),)  # fetched for this, where it lives elsewhere
-        return Effects("dp", part, (Slot("param", unit),), frees=() if table.weight(unit) in part else part)
+        part = (Slot("pshard", unit),)
+        here = unit not in table.parameters or table.weight(unit) in part  # else it was fetched for this
+        return Effects("dp", part, (Slot("param", unit),), frees=() if here else part)
     if op == Op.RELEASE:
         return Effects("compute", frees=(Slot("param", unit),))
     if op == Op.REDUCE:

@@ -75,7 +75,7 @@ class UnitState:
         self.whole = self.unit.whole
         self.sharded = table.sharded
         self.owned = layout.shard(index) if self.sharded else (0, layout.numel)
-        self.count = count = self.owned[1] - self.owned[0]
+        self.count = self.owned[1] - self.owned[0]
         stays = self.unit.whole and self.unit.weight_home == "device"
         param = torch.zeros(layout.numel, dtype=precision.compute, device=device) if stays else None
         grad = torch.zeros(layout.numel, dtype=precision.grad, device=device) if table.zero_stage < 2 else None

@@ -102,15 +102,16 @@ def test_a_skipped_step(start, tmp_path):
     assert len({row["train/loss"] for row in seen[:3]}) == 3, "the same data again"
 
 
-@pytest.mark.parametrize("overrides", [
-    [f"precision.loss_scale={2**24}"],  # fixed
-    [f"precision.initial_loss_scale={2**24}", f"precision.min_loss_scale={2**24}"],  # dynamic, and as low as it may go
+@pytest.mark.parametrize("lower, overrides", [
+    ("precision.loss_scale", [f"precision.loss_scale={2**24}"]),
+    ("precision.min_loss_scale", [f"precision.initial_loss_scale={2**24}", f"precision.min_loss_scale={2**24}"]),
 ])
-def test_an_overflow_that_no_scale_helps(overrides, start, tmp_path):
+def test_an_overflow_that_no_scale_helps(lower, overrides, start, tmp_path):
     """It follows train.on_nonfinite; a run that skipped such steps for ever would train nothing and say nothing."""
     common = ["train.steps=3", *PP, "precision.dtype=fp16", "zero.stage=2", *overrides]
     stop = start("stop", *common, status=1)
     assert "step 1: not finite (loss " in stop.output and "first in the gradient of u" in stop.output
+    assert f"Lower {lower}, or set train.on_nonfinite=skip" in stop.output
     skip = start("skip", *common, "train.on_nonfinite=skip")
     assert skip.output.count("not finite (loss") == 3 and rows(tmp_path / "skip")[-1]["train/skipped_steps"] == 3
 
@@ -120,6 +121,7 @@ def test_a_loss_that_is_not_finite(start):
     run = start("run", "train.steps=30", *PP, "precision.dtype=bf16", "precision.loss_scale=dynamic", "optimizer.lr=1e30",
                 "optimizer.clip_grad=0", "optimizer.warmup_steps=0", "zero.stage=3", status=1)
     assert "not finite (loss " in run.output and run.output.count("threed: step") == 1
+    assert "Lower optimizer.lr" in run.output
 
 
 @pytest.fixture(scope="module")

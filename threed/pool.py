@@ -13,11 +13,14 @@ from threed.quantity import ALIGNMENT
 class Pool:
     """A fixed number of flat tensors of each size. Those of a size are one piece of memory."""
 
-    def __init__(self, counts: dict[int, int], dtype: torch.dtype, device: torch.device, pinned: bool = False):
-        """`counts`: elements -> how many buffers of that size. `pinned`: host memory that a GPU copies from and to directly."""
+    def __init__(self, counts: dict[int, int], dtype: torch.dtype, device: torch.device, pinned: bool = False,
+                 for_disk: bool = False):
+        """`counts`: elements -> how many buffers of that size. `pinned`: host memory that a GPU copies from and to directly.
+        `for_disk`: host memory that begins at a multiple of ALIGNMENT, as do its buffers if their sizes are multiples, too."""
         self._free: dict[int, deque[tuple[torch.Tensor, Handle]]] = {}
         for numel, count in counts.items():
-            arena = zeros(numel * count, dtype, device, pinned).view(count, numel)
+            make = aligned if for_disk else torch.zeros
+            arena = make(numel * count, dtype=dtype, device=device, pin_memory=pinned).view(count, numel)
             self._free[numel] = deque((row, Handle(None)) for row in arena)
         self.first = {numel: free[0][0] for numel, free in self._free.items()}  # to give shapes to what has no value yet
 
@@ -35,10 +38,8 @@ class Pool:
         self._free[buffer.numel()].append((buffer.view(-1), handle or Handle(None)))
 
 
-def zeros(numel: int, dtype: torch.dtype, device: torch.device, pinned: bool = False) -> torch.Tensor:
-    """Flat zeros. On the host they begin at a multiple of ALIGNMENT, so that a disk can be read into them directly."""
-    if device.type != "cpu":
-        return torch.zeros(numel, dtype=dtype, device=device)
-    whole = torch.zeros(numel * dtype.itemsize + ALIGNMENT, dtype=torch.uint8, pin_memory=pinned)
+def aligned(numel: int, dtype: torch.dtype, device: torch.device, pin_memory: bool) -> torch.Tensor:
+    """Flat zeros on the host that begin at a multiple of ALIGNMENT, so that a disk can be read into them directly."""
+    whole = torch.zeros(numel * dtype.itemsize + ALIGNMENT, dtype=torch.uint8, device=device, pin_memory=pin_memory)
     start = -whole.data_ptr() % ALIGNMENT
     return whole[start:start + numel * dtype.itemsize].view(dtype)

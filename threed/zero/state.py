@@ -10,7 +10,7 @@ from torch import nn
 
 from threed.comm import Comm, Handle
 from threed.offload.tiers import Disk
-from threed.pool import Pool, zeros
+from threed.pool import Pool
 from threed.program.buffers import Buffers
 from threed.program.table import Table
 from threed.quantity import ALIGNMENT, round_up
@@ -45,12 +45,13 @@ class Storage(NamedTuple):
         uses_disk = "nvme" in (config.offload.optimizer, config.offload.parameters)
         return cls(table, precision, device, Pool(buffers.params, precision.compute, device),
                    Pool(buffers.grads, precision.grad, device), Pool(buffers.pshards, precision.compute, device),
-                   Pool(buffers.gshards, precision.grad, device), Pool(buffers.host_weights, precision.compute, host, pinned),
-                   Pool(buffers.host_states, torch.uint8, host, pinned),
+                   Pool(buffers.gshards, precision.grad, device),
+                   Pool(buffers.host_weights, precision.compute, host, pinned, for_disk=True),
+                   Pool(buffers.host_states, torch.uint8, host, pinned, for_disk=True),
                    Disk(str(config.offload.nvme_path), comm.rank) if uses_disk else None, weight_grads)
 
     def on_host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return zeros(numel, dtype, torch.device("cpu"), self.device.type == "cuda")
+        return torch.zeros(numel, dtype=dtype, pin_memory=self.device.type == "cuda")
 
 
 class UnitState:

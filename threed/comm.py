@@ -122,6 +122,10 @@ class Group(ABC):
     def rank(self) -> int:
         return self._index
 
+    def others(self) -> list[int]:
+        """Everybody else by index in the group, the next one first: nobody is the first whom all talk to."""
+        return [(self._index + step) % self.size() for step in range(1, self.size())]
+
     def _count(self, tensor: torch.Tensor, rounds: int) -> None:
         self._sent[self._axis] += rounds * (tensor.nbytes * (self.size() - 1) // self.size())
 
@@ -260,34 +264,54 @@ class ProcessGroup(Group):
                 flat.add_(part) if add else flat.copy_(part)
 
             return Handle(add_part, (output, tensor, part))
-        # Gloo's reduce-scatter sends as much as an all-reduce; all-to-all and a sum on arrival send half of that.
-        parts = torch.empty_like(tensor) if scratch is None else scratch.view(-1)[:tensor.numel()]
-        work = dist.all_to_all_single(parts, tensor.view(-1), group=self.process_group, async_op=True)
+        # Gloo's reduce-scatter sends as much as an all-reduce; messages and a sum on arrival send half of that.
+        parts = tensor.view(self.size(), -1)
+        arrived = (torch.empty_like(tensor) if scratch is None else scratch.view(-1)[:tensor.numel()]).view_as(parts)
+        handle = self._messages(parts, arrived)
 
         def finish() -> None:
-            work.wait()  # pyright: ignore[reportOptionalMemberAccess]
-            sum_rows(parts.view(self.size(), -1), flat, add)
+            handle.wait()
+            sum_parts([parts[self._index], *(arrived[index] for index in self.others())], flat, add)
 
-        return Handle(finish, (output, tensor, parts))
+        return Handle(finish, (output, tensor, arrived))
 
     def _all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Handle:
         if tensor.is_cuda:
             work = _single("all_gather")(output, tensor, group=self.process_group, async_op=True)
             return _handle(work, output, tensor)
-        parts = list(output.view(self.size(), -1).unbind())
-        work = dist.all_gather(parts, tensor.view(-1), self.process_group, async_op=True)
-        return _handle(work, output, tensor)
+        # Messages: gloo's all-gather makes a copy of everything, and takes twice the time.
+        return self._messages(tensor.view(1, -1).expand(self.size(), -1), output.view(self.size(), -1), own=True)
+
+    def _messages(self, parts: torch.Tensor, arrived: torch.Tensor, own: bool = False) -> Handle:
+        """Send row i of `parts` to rank i of the group, whose message arrives in row i of `arrived`. `own`: there this rank's
+        row is wanted, too."""
+        works: list[Any] = []
+        for index in reversed(self.others()):
+            works.append(dist.irecv(arrived[index], self.ranks[index], self.process_group))
+        for index in self.others():
+            works.append(dist.isend(parts[index], self.ranks[index], self.process_group))
+        mine, there = parts[self._index], arrived[self._index]
+        if own and mine.data_ptr() != there.data_ptr():
+            there.copy_(mine)
+        return Handle(lambda: [work.wait() for work in works], (parts, arrived))
 
 
-def sum_rows(rows: torch.Tensor, output: torch.Tensor, add: bool) -> None:
-    """The sum of [n, numel] rows, in fp32 where one of the two dtypes is, into `output` [numel] or on top of it."""
-    dtype = torch.promote_types(rows.dtype, output.dtype)
-    if add:
-        output.add_(torch.sum(rows, 0, dtype=dtype))
-    elif dtype == output.dtype:
-        torch.sum(rows, 0, dtype=dtype, out=output)
+def sum_parts(parts: Sequence[torch.Tensor], output: torch.Tensor, add: bool) -> None:
+    """The sum of two tensors or more, in fp32 where they are narrower, into `output` or on top of it. Only the first may be
+    (the same part of the same buffer as) `output`."""
+    wide = torch.promote_types(output.dtype, torch.float32)
+    total = output if output.dtype == wide else torch.empty_like(output, dtype=wide)
+    first, second, *rest = parts
+    if add and total is output:
+        total.add_(first).add_(second)
+    elif first.dtype == wide:
+        torch.add(first, second, out=total)
     else:
-        output.copy_(torch.sum(rows, 0, dtype=dtype))
+        total.copy_(first).add_(second)
+    for part in rest:
+        total.add_(part)
+    if total is not output:
+        output.add_(total) if add else output.copy_(total)
 
 
 def _single(name: str) -> Any:

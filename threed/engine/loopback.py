@@ -1,6 +1,6 @@
 """Loopback: all ranks of a mesh in one process, a thread each, over a second implementation of `comm`.
 
-The engine and its handlers are those of a real run; only the transport differs. Sums are taken in rank order.
+The engine and its handlers are those of a real run; only the transport differs. Sums are taken in a fixed order.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from threed.comm import Channel, Comm, Group, Handle, sum_rows
+from threed.comm import Channel, Comm, Group, Handle, sum_parts
 from threed.mesh import GROUPS, Mesh
 from threed.program.instruction import Op
 from threed.program.table import Plan
@@ -98,7 +98,8 @@ class ThreadGroup(Group):
     def _reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, add: bool,
                         scratch: torch.Tensor | None) -> Handle:
         def finish(parts: list[torch.Tensor]) -> None:
-            sum_rows(torch.stack([part.view(self.size(), -1)[self.rank()] for part in parts]), output.view(-1), add)
+            mine = [part.view(self.size(), -1)[self.rank()] for part in parts]
+            sum_parts([mine[index] for index in (self.rank(), *self.others())], output.view(-1), add)
 
         return self._call(tensor, finish)
 

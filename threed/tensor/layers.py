@@ -26,7 +26,7 @@ with warnings.catch_warnings():
 
 
 class WeightGrads:
-    """Where weight gradients go: into the parameters' `.grad`, or, during BACKWARD_INPUT, put off.
+    """Where weight gradients go: on top of the parameters' gradients, or, during BACKWARD_INPUT, put off.
 
     While `put_off` is a list, layers append their weight-gradient product to it instead of computing it: each entry is a
     call that does so later. One object a rank, shared by its layers and parameters.
@@ -37,11 +37,21 @@ class WeightGrads:
 
     def take(self, weight: torch.Tensor, grad: torch.Tensor, x: torch.Tensor, gather: Group | None) -> torch.Tensor | None:
         """The gradient of `weight` from its product's output gradient and input (to be gathered over tp first), or None
-        where it was put off. `weight.add_grad` is what a later call gives the gradient to."""
-        if self.put_off is None:
-            return _weight_grad(grad, x if gather is None else _gather(x, gather))
-        add = weight.add_grad  # pyright: ignore[reportAttributeAccessIssue]
-        self.put_off.append(lambda: add(_weight_grad(grad, x if gather is None else _gather(x, gather))))
+        where it goes past autograd: `weight.add_product` is given the factors, now or later."""
+        def factors() -> tuple[torch.Tensor, torch.Tensor]:
+            """[S, B, O], [S, B, I] -> [O, SB], [SB, I]."""
+            whole = x if gather is None else _gather(x, gather)
+            return grad.reshape(-1, grad.shape[-1]).t(), whole.reshape(-1, whole.shape[-1])
+
+        add = getattr(weight, "add_product", None)
+        if self.put_off is not None:
+            assert add is not None
+            self.put_off.append(lambda: add(*factors()))
+            return None
+        left, right = factors()
+        if add is None:  # a parameter that autograd looks after
+            return left @ right
+        add(left, right)
         return None
 
 
@@ -63,11 +73,6 @@ def _scatter_sum(x: torch.Tensor, group: Group) -> torch.Tensor:
     output = x.new_empty((x.shape[0] // group.size(), *x.shape[1:]))
     group.reduce_scatter(output, x.contiguous()).wait()
     return output
-
-
-def _weight_grad(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """[S, B, O], [S, B, I] -> [O, I]."""
-    return grad.reshape(-1, grad.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
 
 
 class _Column(torch.autograd.Function):

@@ -32,6 +32,18 @@ class Clipped:
     loss_scale: float  # that this step's gradients were made with
 
 
+BLOCK = 256  # elements whose squares are summed in fp32: few enough that the norm is right to some 1e-8
+
+
+def squared_norm(values: torch.Tensor) -> torch.Tensor:
+    """Sum of squares of a flat tensor, in fp64: of blocks in fp32, and over these in fp64. (On a CPU torch's own norm in fp64
+    makes an fp64 copy first.) An element above 1e19 is taken for an overflow: its square would be one in Adam's moments, too."""
+    whole = len(values) - len(values) % BLOCK
+    norms = torch.linalg.vector_norm(values[:whole].view(-1, BLOCK), dim=1, dtype=torch.float32).double()
+    rest = torch.linalg.vector_norm(values[whole:], dtype=torch.float64)
+    return norms.dot(norms) + rest * rest
+
+
 class ZeroRun:
     def __init__(self, config: Config, comm: Comm, table: Table, states: dict[int, UnitState], buffers: Buffers):
         self.config, self.comm, self.table, self.states = config, comm, table, states
@@ -134,9 +146,9 @@ class ZeroRun:
         if instruction.keep != "none":
             for state, counts in ((self.states[p], self._counts(p)) for p in self.table.held(self.comm.here.pp)):
                 for segment in state.layout.segments_of(state.index):
-                    norm = torch.linalg.vector_norm(state.range(state.gradient, segment), dtype=torch.float64)
                     # What another rank counts is looked at, too: an overflow may be in one copy only.
-                    numbers[0 if counts and (self.comm.here.tp == 0 or not segment.replicated) else 1] += norm * norm
+                    counted = counts and (self.comm.here.tp == 0 or not segment.replicated)
+                    numbers[0 if counted else 1] += squared_norm(state.range(state.gradient, segment))
         if Slot("loss") in slots and self.comm.here.tp == 0:
             numbers[2] = slots.get(Slot("loss"))
             numbers[3] = self.config.tokens_per_step / self.config.dp

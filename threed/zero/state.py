@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -90,9 +91,8 @@ class UnitState:
             # `.data` is set apart, for a count of changes of its own: the buffer's goes up whenever any unit is gathered into it.
             parameter = nn.Parameter(torch.empty(0, dtype=precision.compute, device=device))
             parameter.data = _view(values, placed)
-            add = self._adder(number, placed)
-            parameter.add_grad = add  # pyright: ignore[reportAttributeAccessIssue]
-            parameter.register_post_accumulate_grad_hook(_hook(add, storage.weight_grads))
+            parameter.add_product = partial(self._add_product, number)  # pyright: ignore[reportAttributeAccessIssue]
+            parameter.register_post_accumulate_grad_hook(_hook(partial(self._add, number), storage.weight_grads))
             self.parameters[placed.parameter.name] = parameter
 
     @property
@@ -174,18 +174,25 @@ class UnitState:
 
     # ---- gradients
 
-    def _adder(self, number: int, placed: Placed) -> Callable[[torch.Tensor], None]:
-        def add(grad: torch.Tensor) -> None:
-            if self.grad is None:
-                self.grad = self.storage.grads.take(self.layout.numel)
-            into = _view(self.grad, placed)
-            if number in self._unwritten:
-                self._unwritten.discard(number)
-                into.copy_(grad)
-            else:
-                into.add_(grad)  # fp32 += 16 bit too
+    def _into(self, number: int) -> tuple[torch.Tensor, bool]:
+        """Where the gradient of a parameter goes, and whether something is there already."""
+        if self.grad is None:
+            self.grad = self.storage.grads.take(self.layout.numel)
+        fresh = number in self._unwritten
+        self._unwritten.discard(number)
+        return _view(self.grad, self.layout.placed[number]), not fresh
 
-        return add
+    def _add(self, number: int, grad: torch.Tensor) -> None:
+        into, there = self._into(number)
+        into.add_(grad) if there else into.copy_(grad)  # fp32 += 16 bit too
+
+    def _add_product(self, number: int, left: torch.Tensor, right: torch.Tensor) -> None:
+        """Add a product of matrices; where it has the gradient's dtype, without a tensor in between."""
+        if left.dtype != self.storage.precision.grad:
+            self._add(number, left @ right)
+            return
+        into, there = self._into(number)
+        into.addmm_(left, right) if there else torch.mm(left, right, out=into)
 
     def whole_grad(self) -> torch.Tensor:
         """The gradient as it is now, to be reduced."""

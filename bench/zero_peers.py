@@ -1,0 +1,214 @@
+"""Data parallelism five ways: threed's engine, and torch's and DeepSpeed's over one plain module of the same layers.
+
+Each executor takes one optimizer step a call, on micro-batches that are made before, and returns the loss of this rank's
+tokens (a peer) or of all (threed). Loss is the mean over tokens; AdamW, fused, without clipping; decay on matrices only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from threed.comm import Comm
+from threed.config import load
+from threed.engine.engine import Engine
+from threed.models.gpt import Batch, Context, build_layer, parameter_names
+from threed.models.spec import layers
+from threed.planner import make_plan
+from threed.schema import Config
+from threed.tensor.layers import WeightGrads
+from threed.tensor.random import initial_values
+
+
+def import_deepspeed() -> tuple[Any, str]:
+    """The module and its version, or None and why it is not there."""
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    logging.disable(logging.WARNING)  # it talks a lot
+    try:
+        import deepspeed  # pyright: ignore[reportMissingImports]
+        return deepspeed, deepspeed.__version__
+    except Exception as error:
+        return None, f"{type(error).__name__}: {error}"
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+DEEPSPEED, DEEPSPEED_VERSION = import_deepspeed()
+
+
+class Sizes(NamedTuple):
+    """The model and its batch."""
+
+    layers: int
+    hidden: int
+    heads: int
+    vocab: int
+    seq_len: int
+    micro_batch: int
+    num_microbatches: int
+
+
+def make_config(sizes: Sizes, ranks: int, *more: str) -> Config:
+    return load(None, [
+        f"model.layers={sizes.layers}", f"model.hidden={sizes.hidden}", f"model.heads={sizes.heads}",
+        f"model.vocab={sizes.vocab}", f"model.seq_len={sizes.seq_len}", "model.position=learned", "model.tie_embeddings=false",
+        f"parallel.dp={ranks}", f"train.micro_batch_size={sizes.micro_batch}",
+        f"train.global_batch_size={sizes.micro_batch * sizes.num_microbatches * ranks}", "optimizer.lr=1e-3",
+        "optimizer.clip_grad=0", "optimizer.schedule=constant", *more])
+
+
+def batches(config: Config, step: int, rank: int, device: torch.device) -> list[Batch]:
+    """The micro-batches of a rank: random tokens, the same for all executors."""
+    model, micro = config.model, config.train.micro_batch_size
+    generator = torch.Generator().manual_seed(1000 + step)
+    tokens = torch.randint(0, model.vocab, (config.train.global_batch_size, model.seq_len + 1), generator=generator).to(device)
+    found = []
+    for number in range(config.num_microbatches):
+        first = (number * config.dp + rank) * micro
+        rows = slice(first, first + micro)
+        samples = torch.arange(first, first + micro, device=device)
+        found.append(Batch(tokens[rows, :-1], tokens[rows, 1:], samples, config.train.seed, config.tokens_per_step))
+    return found
+
+
+Step = Callable[[Sequence[Batch]], float]  # one optimizer step; the loss
+
+
+# ---------------------------------------------------------------- threed
+
+
+def threed(config: Config, comm: Comm, **zero: Any) -> Step:
+    config = dataclasses.replace(config, zero=dataclasses.replace(config.zero, **zero))
+    engine = Engine(config, make_plan(config), comm)
+    return lambda data: engine.train_step(lambda microbatch: data[microbatch])[0].loss
+
+
+# ---------------------------------------------------------------- the peers
+
+
+class Gpt(nn.Module):
+    """The layers of threed at tp=1 as one module, with the initial values that threed draws."""
+
+    def __init__(self, config: Config, comm: Comm):
+        super().__init__()
+        model = config.model
+        context = Context(model, comm.groups["tp"], False, torch.float32, WeightGrads())
+        self.layers = nn.ModuleList(build_layer(index, context) for index in range(model.layers + 2))
+        specs = {p.name: p for layer in layers(model) for p in layer.parameters}
+        for index, layer in enumerate(self.layers):
+            for inside, name in parameter_names(index, layer, model).items():
+                path, _, last = inside.rpartition(".")
+                values = initial_values(specs[name], 1, 0, config.train.seed).view(specs[name].module_shape(1))
+                setattr(layer.get_submodule(path), last, nn.Parameter(values.to(comm.device)))
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        x = None
+        for layer in self.layers:
+            x = layer(x, batch)
+        assert x is not None
+        return x
+
+
+def adamw(config: Config, module: nn.Module, make: Callable[..., Any] = torch.optim.AdamW) -> Any:
+    options = config.optimizer
+    groups = [{"params": [p for p in module.parameters() if (p.dim() > 1) == decay],
+               "weight_decay": options.weight_decay if decay else 0.0} for decay in (True, False)]
+    beta1, beta2 = options.betas
+    return make(groups, lr=options.lr, betas=(beta1, beta2), eps=options.eps, fused=True)
+
+
+def local(batch: Batch, parts: int) -> Batch:
+    """Its loss is divided by the tokens of one of `parts`: the peers take means over what we sum."""
+    return dataclasses.replace(batch, num_tokens=batch.num_tokens // parts)
+
+
+def stepper(config: Config, module: nn.Module, optimizer: Any, quiet: Callable[[bool], Any]) -> Step:
+    """`quiet`: the context of a micro-batch, which says whether it is the last: the others need not send anything."""
+    def step(data: Sequence[Batch]) -> float:
+        optimizer.zero_grad(set_to_none=True)
+        total = torch.zeros((), device=data[0].tokens_BS.device)
+        for number, batch in enumerate(data):
+            with quiet(number == len(data) - 1):
+                loss = module(local(batch, config.dp))
+                loss.backward()
+            total += loss.detach()
+        optimizer.step()
+        return total.item()
+
+    return step
+
+
+def ddp(config: Config, comm: Comm, make: Callable[..., Any] = torch.optim.AdamW) -> Step:
+    devices = [comm.device] if comm.device.type == "cuda" else None
+    module = DistributedDataParallel(Gpt(config, comm), device_ids=devices, gradient_as_bucket_view=True)
+    optimizer = adamw(config, module, make)
+    return stepper(config, module, optimizer, lambda last: contextlib.nullcontext() if last else module.no_sync())
+
+
+def zero_redundancy(config: Config, comm: Comm) -> Step:
+    return ddp(config, comm, lambda groups, **options: ZeroRedundancyOptimizer(groups, torch.optim.AdamW, **options))
+
+
+def fsdp2(config: Config, comm: Comm, reshard: bool) -> Step:
+    """A group a layer, and gradients reduced in every micro-batch, as threed's ZeRO-3 does by default."""
+    module: Any = Gpt(config, comm)
+    mesh = init_device_mesh(comm.device.type, (config.dp,))
+    for layer in module.layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(module, mesh=mesh, reshard_after_forward=reshard)
+    return stepper(config, module, adamw(config, module), lambda last: contextlib.nullcontext())
+
+
+@contextlib.contextmanager
+def silent() -> Iterator[None]:
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def deepspeed(config: Config, comm: Comm, stage: int) -> Step:
+    os.environ.setdefault("LOCAL_RANK", str(comm.rank))  # it asks for it
+    module = Gpt(config, comm)
+    with silent():
+        engine, *_ = DEEPSPEED.initialize(model=module, optimizer=adamw(config, module), dist_init_required=False, config={
+            "train_micro_batch_size_per_gpu": config.train.micro_batch_size, "steps_per_print": 10**9,
+            "gradient_accumulation_steps": config.num_microbatches, "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False, "gradient_clipping": 0.0, "zero_optimization": {"stage": stage}})
+
+    def step(data: Sequence[Batch]) -> float:
+        total = torch.zeros((), device=comm.device)
+        for batch in data:
+            loss = engine(local(batch, config.dp * config.num_microbatches))
+            engine.backward(loss)
+            engine.step()
+            total += loss.detach() / config.num_microbatches
+        return total.item()
+
+    return step
+
+
+def executors() -> dict[str, Callable[[Config, Comm], Step]]:
+    """Name -> how to make one."""
+    found: dict[str, Callable[[Config, Comm], Step]] = {
+        "DDP": ddp, "ZeroRedundancyOptimizer": zero_redundancy,
+        "FSDP2, reshard": lambda config, comm: fsdp2(config, comm, True),
+        "FSDP2, keep": lambda config, comm: fsdp2(config, comm, False),
+        **{f"threed {stage}": lambda config, comm, stage=stage: threed(config, comm, stage=stage) for stage in range(4)},
+        "threed 3, step": lambda config, comm: threed(config, comm, stage=3, residency="step")}
+    if DEEPSPEED is not None:
+        found |= {f"DeepSpeed {stage}": lambda config, comm, stage=stage: deepspeed(config, comm, stage) for stage in (1, 2, 3)}
+    return found

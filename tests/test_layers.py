@@ -27,7 +27,7 @@ LAYERS = {
     "comm": 1, "pool": 1.1, "tensor.": 1.2, "data.": 1.2, "models.gpt": 1.5,
     "program.": 2, "slots": 2.5,
     "pipeline.": 3, "zero.": 3, "activation.": 3, "offload.": 3,
-    "planner": 4.6, "pipeline.run": 4, "zero.run": 4, "zero.state": 4, "zero.optimizer": 4,
+    "planner": 4.6, "pipeline.run": 4, "zero.run": 4.2, "zero.state": 4.1, "zero.optimizer": 4,
     "activation.run": 4,
     "offload.run": 4, "offload.tiers": 4,
     "predict.": 4.5, "predict.memory": 4.8, "predict.advise": 4.9, "engine.": 5, "checkpoint.": 5, "monitor.": 5,

@@ -141,6 +141,11 @@ def check(config: ConfigPath, overrides: Overrides = None,
                  *(show_bytes(row["sent_bytes"][axis]) for axis in ("dp", "tp", "pp")),
                  *(str(row[key]) for key in ("gathers", "reduces"))]
         print("".join(cell.rjust(12) for cell in cells))
+    for position, row in enumerate(rows):
+        if row["moved_bytes"]:
+            moved = ", ".join(f"{lane} {show_bytes(size)}" for lane, size in sorted(row["moved_bytes"].items()))
+            print(f"pp{position} holds {show_bytes(row['host_bytes'])} on the host and {show_bytes(row['disk_bytes'])} on disk; "
+                  f"moves a step: {moved}")
     if loaded.pieces:
         saved = ", ".join(f"{piece} {show_bytes(size)}{'' if piece in loaded.pieces else ' (not chosen)'}"
                           for piece, size in saved_by_piece(loaded).items())

@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from threed.mesh import Mesh
 
+HOST_LANES = ("host", "read", "write")  # threads, whatever the device
 AXIS_OF_GROUP = {"tp": "tp", "dp": "dp", "shard": "dp", "replica": "dp", "pp": "pp", "tie": "pp", "world": "world"}
 FEW_BYTES = 256  # what is all-reduced on CPU by sending it to everybody; counted as other all-reduces are
 
@@ -199,8 +200,22 @@ class Comm(ABC):
         """A queue of work beside the computation. With nobody to talk to over dp, that lane runs its jobs at once."""
         if name not in self._lanes:
             alone = name == "dp" and self.mesh.dp == 1
-            self._lanes[name] = Lane() if alone else StreamLane(self.device) if self.device.type == "cuda" else ThreadLane(name)
+            streams = self.device.type == "cuda" and name not in HOST_LANES
+            self._lanes[name] = Lane() if alone else StreamLane(self.device) if streams else ThreadLane(name)
         return self._lanes[name]
+
+    def host(self, job: Callable[[], None]) -> Handle:
+        """Run a job on the host's lane, once what was issued so far on the device is done."""
+        if self.device.type != "cuda":
+            return self.lane("host").submit(job)
+        event = torch.cuda.Event()
+        event.record()
+
+        def after() -> None:
+            event.synchronize()
+            job()
+
+        return self.lane("host").submit(after)
 
     def close(self) -> None:
         """Leave."""

@@ -19,7 +19,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe
 class Cell(NamedTuple):
     schedule: str
     stage: int  # of ZeRO
-    offload: str  # where the optimizer's state lives, and the parameters: device
+    offload: str  # where the optimizer's state lives: none (the device), cpu, nvme; +parameters: they live there, too
     activation: str  # activation policy, or where kept inputs go: partition (cut over tp), cpu
     precision: str
     sequence_parallel: bool
@@ -42,16 +42,21 @@ class Cell(NamedTuple):
         """The cell of a config."""
         parallel, activation = config.parallel, config.activation
         kept = "cpu" if activation.offload == "cpu" else "partition" if activation.partition else activation.policy
-        return cls("file" if parallel.schedule.startswith("file:") else parallel.schedule, config.zero.stage, "none",
+        return cls("file" if parallel.schedule.startswith("file:") else parallel.schedule, config.zero.stage, _offload(config),
                    kept, config.precision.dtype, parallel.sequence_parallel,
                    config.model.tie_embeddings, config.shard_size < config.dp)
+
+
+def _offload(config: Config) -> str:
+    asked = config.offload
+    return asked.optimizer + ("+parameters" if asked.parameters != "none" else "")
 
 
 AXES: dict[str, tuple[object, ...]] = {
     "schedule": SCHEDULES,
     "stage": (0, 1, 2, 3),
-    "offload": ("none",),
-    "activation": ("none", "full", "selective", "budget", "partition", "cpu"),
+    "offload": ("none",),  # cpu, nvme, cpu+parameters, nvme+parameters: tested apart, not yet in every cell
+    "activation": ("none",),  # full, selective, budget, partition, cpu: the same
     "precision": ("fp32", "bf16", "fp16"),
     "sequence_parallel": (False, True),
     "tied": (False, True),
@@ -68,6 +73,10 @@ RULES = (
     Rule(lambda cell: cell.stage == 0 and cell.shard_groups,
          "zero.shard_size below parallel.dp needs zero.stage of at least 1: at stage 0 nothing is sharded, whole copies are "
          "everywhere; leave zero.shard_size out"),
+    Rule(lambda cell: cell.offload == "none+parameters",
+         "offload.parameters needs offload.optimizer=cpu or nvme: what lives on the host is stepped there"),
+    Rule(lambda cell: cell.offload.endswith("+parameters") and cell.stage < 3,
+         "offload.parameters needs zero.stage=3: below it every device holds whole parameters all the time"),
 )
 
 

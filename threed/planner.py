@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from threed.activation import plan as activation
 from threed.errors import InputError
 from threed.mesh import Mesh
 from threed.models.spec import Layer, Parameter, layers, tied_parameter
+from threed.offload import plan as offload
 from threed.pipeline.auto import Times, play, search
 from threed.pipeline.file import read_order
 from threed.pipeline.orders import SCHEDULES, Order, forward_only, line
@@ -119,12 +121,13 @@ def _budgeted(config: Config, pipeline: Pipeline, table: Table) -> Table:
 def _programs(config: Config, pipeline: Pipeline, table: Table) -> Plan:
     """The passes, in their order."""
     forward_backward = expand(pipeline.order, table)
-    for transform in (activation.recompute, activation.partition, activation.offload, communicate, zero.train):
+    for transform in (activation.recompute, activation.partition, activation.offload, communicate, zero.train,
+                      offload.optimizer, offload.parameters):
         forward_backward = transform(forward_backward, table)
     programs = {"train": forward_backward}
     if config.train.eval_every:
         forward = expand(forward_only(pipeline.place, config.num_microbatches), table, keep="none")
-        programs["evaluate"] = zero.evaluate(communicate(forward, table), table)
+        programs["evaluate"] = offload.parameters(zero.evaluate(communicate(forward, table), table), table)
     return Plan(table, {name: [tuple(program) for program in each] for name, each in programs.items()})
 
 
@@ -245,6 +248,7 @@ def make_table(config: Config, place: tuple[int, ...]) -> Table:
         name = "tied embedding" if index == tied else units[of].name + (", small" if index > tied else "")
         parameters[index] = ParameterUnit(name, positions, laid.numel, laid.padding, laid.replicated, groups,
                                           whole=all(persists(config, placed.parameter) for placed in laid.placed))
+    _send_home(config, parameters)
     precision = config.precision
     return Table(units, parameters, place, config.num_microbatches, config.dp, parallel.tp, config.zero.stage,
                  param_bytes=_bytes(precision.dtype), act_bytes=_act_bytes(config), shard_size=config.shard_size,
@@ -254,6 +258,17 @@ def make_table(config: Config, place: tuple[int, ...]) -> Table:
                  master=precision.dtype != "fp32" and precision.master == "fp32",
                  partition=config.activation.partition and parallel.tp > 1 and not parallel.sequence_parallel,
                  offload_kept=config.activation.offload == "cpu", contiguous=config.activation.contiguous)
+
+
+def _send_home(config: Config, parameters: dict[int, ParameterUnit]) -> None:
+    """Say where units' optimizer state and parameters live."""
+    tiers, asked = {"none": "device", "cpu": "host", "nvme": "disk"}, config.offload
+    for position in {unit.positions[0] for unit in parameters.values()}:
+        sizes = {p: unit.numel for p, unit in parameters.items() if unit.positions[0] == position}
+        for p, home in offload.homes(sizes, config.offload.ratio, tiers[asked.optimizer]).items():
+            unit = parameters[p]
+            weights = "device" if unit.whole or home == "device" else tiers[asked.parameters]
+            parameters[p] = replace(unit, state_home=home, weight_home=weights)
 
 
 def _bytes(dtype: str) -> int:

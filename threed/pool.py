@@ -1,4 +1,4 @@
-"""Buffers that units share at run time: made once, handed out, given back."""
+"""Buffers that are shared in turn: made once, handed out, given back."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections import deque
 import torch
 
 from threed.comm import Handle
+from threed.quantity import ALIGNMENT
 
 
 class Pool:
@@ -16,7 +17,7 @@ class Pool:
         """`counts`: elements -> how many buffers of that size. `pinned`: host memory that a GPU copies from and to directly."""
         self._free: dict[int, deque[tuple[torch.Tensor, Handle]]] = {}
         for numel, count in counts.items():
-            arena = torch.zeros(count, numel, dtype=dtype, device=device, pin_memory=pinned)
+            arena = zeros(numel * count, dtype, device, pinned).view(count, numel)
             self._free[numel] = deque((row, Handle(None)) for row in arena)
         self.first = {numel: free[0][0] for numel, free in self._free.items()}  # to give shapes to what has no value yet
 
@@ -32,3 +33,12 @@ class Pool:
     def give(self, buffer: torch.Tensor, handle: Handle | None = None) -> None:
         """Hand a buffer back, which may be written once `handle` is done."""
         self._free[buffer.numel()].append((buffer.view(-1), handle or Handle(None)))
+
+
+def zeros(numel: int, dtype: torch.dtype, device: torch.device, pinned: bool = False) -> torch.Tensor:
+    """Flat zeros. On the host they begin at a multiple of ALIGNMENT, so that a disk can be read into them directly."""
+    if device.type != "cpu":
+        return torch.zeros(numel, dtype=dtype, device=device)
+    whole = torch.zeros(numel * dtype.itemsize + ALIGNMENT, dtype=torch.uint8, pin_memory=pinned)
+    start = -whole.data_ptr() % ALIGNMENT
+    return whole[start:start + numel * dtype.itemsize].view(dtype)

@@ -6,6 +6,7 @@ import re
 
 from threed.errors import InputError
 
+ALIGNMENT = 4096  # bytes: of memory, lengths and offsets, for reads and writes of a disk past the page cache
 _BINARY = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _DECIMAL = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 

@@ -92,8 +92,10 @@ class ActivationConfig:
 
 @dataclass
 class OffloadConfig:
-    optimizer: str = "none"
-    parameters: str = "none"
+    optimizer: str = "none"  # where Adam's moments and fp32 weights live and are stepped: none (the device) | cpu | nvme
+    ratio: float = 1.0  # share of the optimizer's state that is offloaded, by units; the device steps the rest meanwhile
+    parameters: str = "none"  # stage 3: where this rank's part of the parameters lives: none (the device) | cpu | nvme
+    nvme_path: str | None = None  # nvme: a folder on a fast disk of each machine
 
 
 @dataclass

@@ -27,13 +27,8 @@ CHOICES = {
     "zero.stage": (0, 1, 2, 3),
     "activation.policy": ("none", "full", "selective", "budget"),
     "activation.offload": ("none", "cpu"),
-    "offload.optimizer": ("none",),
-    "offload.parameters": ("none",),
-}
-# What the field knows and this version does not do yet: refused by name rather than as a typing slip.
-NOT_YET = {
-    "offload.optimizer": ("cpu", "nvme"),
-    "offload.parameters": ("cpu", "nvme"),
+    "offload.optimizer": ("none", "cpu", "nvme"),
+    "offload.parameters": ("none", "cpu", "nvme"),
 }
 _AT_LEAST = {  # key: least value
     "model.layers": 1, "model.hidden": 1, "model.heads": 1, "model.kv_heads": 1, "model.ffn_hidden": 1,
@@ -62,6 +57,7 @@ def validate(config: Config, world_size: int | None = None) -> list[str]:
     problems += _check_schedule(config) if not wrong & {"train", "optimizer"} else []
     problems += _check_zero(config) if not wrong & {"zero", "parallel", "train"} else []
     problems += _check_activation(config) if "activation" not in wrong else []
+    problems += _check_offload(config) if "offload" not in wrong else []
     problems += _check_precision(config) if "precision" not in wrong else []
     reason = refusal(Cell.of(config)) if not wrong & {"parallel", "zero", "precision"} else None
     return [*problems, reason] if reason else problems
@@ -78,10 +74,7 @@ def _check_values(config: Config) -> list[str]:
         value = get(config, key)
         if key == "parallel.schedule" and str(value).startswith("file:"):
             continue
-        if value in NOT_YET.get(key, ()):
-            listed = ", ".join(map(str, choices))
-            problems.append(f"{key}={value}: not in this version of threed; use one of: {listed}")
-        elif value not in choices:
+        if value not in choices:
             problems.append(f"{key}={value}: must be one of {', '.join(map(str, choices))}")
     for key, least in _AT_LEAST.items():
         value = get(config, key)
@@ -234,6 +227,23 @@ def _check_activation(config: Config) -> list[str]:
     strange = [piece for piece in activation.pieces or () if piece not in PIECES]
     if strange or activation.pieces == []:
         problems.append(f"activation.pieces={list(activation.pieces or ())}: must be some of {', '.join(PIECES)}")
+    return problems
+
+
+def _check_offload(config: Config) -> list[str]:
+    offload, problems = config.offload, []
+    if not 0 < offload.ratio <= 1:
+        problems.append(f"offload.ratio={offload.ratio}: must be above 0 and at most 1; offload.optimizer=none offloads nothing")
+    elif offload.ratio < 1 and offload.optimizer == "none":
+        problems.append(f"offload.ratio={offload.ratio} needs offload.optimizer=cpu or nvme: it is a share of what is offloaded")
+    if offload.optimizer != "none" and config.precision.master == "none":
+        problems.append(f"offload.optimizer={offload.optimizer} with precision.master=none: the host steps fp32 weights of its "
+                        "own; leave one of the two out")
+    if "nvme" in (offload.optimizer, offload.parameters):
+        if not offload.nvme_path:
+            problems.append("offload to nvme needs offload.nvme_path, a folder on a fast disk of each machine")
+    elif offload.nvme_path is not None:
+        problems.append(f"offload.nvme_path={offload.nvme_path} needs offload.optimizer or offload.parameters to be nvme")
     return problems
 
 

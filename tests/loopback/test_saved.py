@@ -63,7 +63,7 @@ def watch(config: Config, plan: Plan) -> list[Seen]:
 
     def work(comm: Comm) -> Seen:
         engine = Engine(config, plan, comm)
-        pools = engine.handlers[Op.SPLIT].__self__.arena, engine.handlers[Op.OFFLOAD].__self__.host  # pyright: ignore
+        pools = engine.handlers[Op.SPLIT].__self__.arena, engine.handlers[Op.OFFLOAD].__self__.kept  # pyright: ignore
         seen = Seen([], [], *(sum(first.untyped_storage().nbytes() for first in pool.first.values()) for pool in pools))
         with Alive() as alive:
             engine.train_step(lambda _: fresh(config))

@@ -70,14 +70,6 @@ def test_value_that_makes_nan(override):
     assert override.split("=")[0] in one(override)
 
 
-@pytest.mark.parametrize("key, values", subject.NOT_YET.items())
-def test_not_in_this_version(key, values):
-    """What the field knows but this version lacks is refused by name, with what there is, not as a typing slip."""
-    for value in values:
-        problem = one(f"{key}={value}")
-        assert problem.startswith(f"{key}={value}: not in this version") and str(subject.CHOICES[key][0]) in problem
-
-
 def test_world_size():
     """Degrees that do not multiply to the processes that are there would hang at the first collective."""
     problem = one("parallel.dp=2", "parallel.tp=2", "parallel.pp=2", world_size=6)
@@ -209,7 +201,7 @@ def test_overrides_win_and_the_last_wins(tmp_path):
 
 def test_every_key_of_the_checks_exists():
     """A check of a key that was renamed checks nothing."""
-    checked = {*subject.CHOICES, *subject.NOT_YET, *subject._AT_LEAST}
+    checked = {*subject.CHOICES, *subject._AT_LEAST}
     assert checked <= set(known_keys())
 
 

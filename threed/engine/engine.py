@@ -1,6 +1,6 @@
 """The engine: runs the programs of a plan on one rank, and notes when each instruction ran.
 
-It decides nothing. For each instruction it waits for the slots that `effects` says are read, calls the handler, and
+It decides nothing. For each instruction it waits for the slots that `effects` says are read or updated, calls the handler, and
 frees the slots that `effects` says are freed. Loopback runs the same engine on threads.
 """
 
@@ -30,7 +30,7 @@ from threed.slots import Slots
 from threed.tensor.layers import WeightGrads
 from threed.tensor.saving import Saving
 from threed.zero.run import Clipped, ZeroRun
-from threed.zero.state import make_states, places
+from threed.zero.state import Storage, make_states, places
 
 
 class Engine:
@@ -40,12 +40,13 @@ class Engine:
         self.position = position
         weight_grads = WeightGrads()
         shared = buffers(plan, position)
-        self.states = make_states(config, comm, table, layouts(config), shared, weight_grads)
+        self.storage = Storage.make(config, table, shared, comm, weight_grads)
+        self.states = make_states(config, comm, layouts(config), self.storage)
         self.zero = ZeroRun(config, comm, table, self.states, shared)
         parameters = {name: p for state in self.states.values() for name, p in state.parameters.items()}
         dtype = self.zero.precision.compute
         self.saving = Saving(config.pieces)
-        activation, offload = ActivationRun(comm, table, shared, dtype), OffloadRun(comm, shared, dtype)
+        activation, offload = ActivationRun(comm, table, shared, dtype), OffloadRun(comm, table, shared, dtype, self.states)
         context = Context(config.model, comm.groups["tp"], config.parallel.sequence_parallel, dtype, weight_grads, self.saving)
         self.pipeline = PipelineRun(config, comm, table, parameters, context, self._keeping, activation)
         self.handlers = {**self.pipeline.handlers, **self.zero.handlers, **activation.handlers, **offload.handlers}
@@ -91,7 +92,7 @@ class Engine:
                 self.current = (name, index, time.monotonic())
                 now = mark()
                 issued.append(now)
-                for slot in all_effects[index].reads:
+                for slot in (*all_effects[index].reads, *all_effects[index].updates):
                     if slots.wait(slot):
                         before, now = now, mark()
                         waits.append((index, slot, before, now))
@@ -103,6 +104,8 @@ class Engine:
                 for slot in all_effects[index].frees:
                     slots.free(slot)
             self.pipeline.finish()
+            for slot in self.seam:  # what the host and the disk are still at
+                slots.wait(slot)
             end = mark()
             since = self.clock.reader(begin, end)
         except ThreedError:
@@ -118,6 +121,11 @@ class Engine:
         clipped = slots.get(Slot("scale"))
         self._reset()
         return clipped, trace
+
+    def close(self) -> None:
+        """Remove what the engine has on disk."""
+        if self.storage.disk is not None:
+            self.storage.disk.close()
 
     def where(self) -> str:
         """Which instruction the rank is at, for whom it waits, its neighbours, and the slots alive."""

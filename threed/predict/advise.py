@@ -33,6 +33,10 @@ def neighbours(config: Config) -> Iterator[Changes]:
     yield {"activation.policy": "full"}
     yield {"activation.policy": "full", "activation.partition": True}
     yield {"activation.policy": "full", "activation.offload": "cpu"}
+    for tier in ("cpu", *(("nvme",) if config.offload.nvme_path else ())):
+        yield {"offload.optimizer": tier}
+        yield {"zero.stage": 3, "offload.optimizer": tier, "offload.parameters": tier}
+        yield {"zero.stage": 3, "offload.optimizer": tier, "offload.parameters": tier, "activation.policy": "full"}
     if config.precision.dtype != "fp32":
         yield {"precision.grad_dtype": config.precision.dtype}
         yield {"precision.reduce_dtype": config.precision.dtype}

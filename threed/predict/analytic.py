@@ -22,6 +22,10 @@ class Hardware:
     dp_gbps: float = 200.0
     pp_gbps: float = 200.0
     memory_gbps: float = 12000.0  # Gbit/s of device memory: what the optimizer step is bound by
+    host_gbps: float = 800.0  # Gbit/s of host memory that a rank has for its optimizer step
+    link_gbps: float = 200.0  # Gbit/s between device and host, each way
+    read_gbps: float = 24.0  # Gbit/s that a rank reads from its disk
+    write_gbps: float = 12.0
     latency_us: float = 10.0  # of one communication
 
     @classmethod
@@ -42,6 +46,7 @@ class Hardware:
     def cost(self, table: Table) -> Cost:
         """Seconds of an instruction of a plan."""
         speed = self.tflops * 1e12 * self.efficiency
+        ways = {"d2h": self.link_gbps, "h2d": self.link_gbps, "read": self.read_gbps, "write": self.write_gbps}
         links = {"tp": self.tp_gbps, "dp": self.dp_gbps, "pp": self.pp_gbps}
 
         def travel(instruction: Instruction) -> float:
@@ -55,7 +60,12 @@ class Hardware:
                 return flops / speed + travel(instruction)
             if op == Op.STEP:  # gradient, master and two moments are read, all but the gradient written, the parameter too
                 numel = table.shard_numel(instruction.unit)
-                return numel * (6 * 4 + table.grad_bytes + table.param_bytes) * 8 / (self.memory_gbps * 1e9)
+                home = table.parameters[instruction.unit].state_home
+                speed_gbps = self.memory_gbps if home == "device" else self.host_gbps
+                return numel * (6 * 4 + table.grad_bytes + table.param_bytes) * 8 / (speed_gbps * 1e9)
+            if op in (Op.OFFLOAD, Op.FETCH):
+                moved = table.moved(instruction)
+                return sum(size * 8 / (ways[lane] * 1e9) + self.latency_us * 1e-6 for lane, size in moved.items())
             if op == Op.CLIP:
                 return self.latency_us * 1e-6
             return travel(instruction)

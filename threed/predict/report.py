@@ -2,37 +2,58 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
-from threed.program.instruction import COMPUTE, Op
+from threed.program.instruction import COMPUTE, Instruction, Op
 from threed.program.summary import ACTIVATIONS, alive_bytes, fixed_bytes, stages
 from threed.program.table import Plan
-from threed.program.walk import Cost, Mode, link, walk
+from threed.program.walk import Cost, Links, Mode, Program, link, walk
 from threed.quantity import show_bytes, show_seconds
 
 SAMPLES = 50  # points of memory over time
 
 
 def report(plan: Plan, cost: Cost, source: str) -> dict[str, Any]:
-    """Times are of one train step; bytes of one rank of a position, on tier `device` (the only one so far)."""
+    """Times are of one train step; bytes of one rank of a position, by tier: device, host, disk. What is offloaded keeps its
+    memory on the host and on disk all the time. `exposed_transfer_s`: how much longer the step is than if moving between tiers
+    were free."""
     table, programs = plan.table, plan.programs["train"]
     links = [link(program, table, position, table.seam(position)) for position, program in enumerate(programs)]
     when = walk(programs, table, links, Mode.BUFFERED, cost)
     total = when.total_s
     rows = []
     for position, (program, held) in enumerate(zip(programs, stages(plan), strict=True)):
-        busy = sum(cost(position, item) for item in program if item.op in COMPUTE or item.op == Op.STEP)
+        effects = links[position].effects  # a step on the host is not the device's work
+        busy = sum(cost(position, item) for item, effect in zip(program, effects, strict=True)
+                   if item.op in COMPUTE or (item.op == Op.STEP and effect.lane == "compute"))
         by_kind, fixed = alive_bytes(plan, position).by_kind, fixed_bytes(held)
         kept = [sum(column) for column in zip(*(by_kind[kind] for kind in ACTIVATIONS if kind in by_kind), strict=True)]
         every = max(1, len(program) // SAMPLES)
         rows.append({
             "bubble": max(0.0, 1.0 - busy / total) if total else 0.0, "busy_s": busy,
-            "peak_bytes": {"device": fixed + max(kept, default=0)},
+            "peak_bytes": {"device": fixed + max(kept, default=0), "host": held["host_bytes"], "disk": held["disk_bytes"]},
+            "transfer_s": _transfers(program, links[position], lambda item, at=position: cost(at, item)),
             "memory": [{"seconds": when.start[position][i], "device": fixed + kept[i]} for i in range(0, len(kept), every)],
             **held,
         })
     bubble = sum(row["bubble"] for row in rows) / len(rows)
-    return {"step_time": total, "bubble": bubble, "costs": source, "digest": plan.digest, "stages": rows}
+    free = walk(programs, table, links, Mode.BUFFERED, lambda at, item: 0.0 if item.op in _BETWEEN_TIERS else cost(at, item))
+    return {"step_time": total, "bubble": bubble, "exposed_transfer_s": total - free.total_s, "costs": source,
+            "digest": plan.digest, "stages": rows}
+
+
+_BETWEEN_TIERS = (Op.OFFLOAD, Op.FETCH)
+
+
+def _transfers(program: Program, links: Links, cost: Callable[[Instruction], float]) -> dict[str, float]:
+    """Seconds that a position's links between tiers are busy."""
+    found: Counter[str] = Counter()
+    for item, effect in zip(program, links.effects, strict=True):
+        if item.op in _BETWEEN_TIERS:
+            found[effect.lane] += cost(item)
+    return dict(found)
 
 
 def show(values: dict[str, Any]) -> str:
@@ -46,4 +67,13 @@ def show(values: dict[str, Any]) -> str:
                  show_bytes(peak - row["activation_peak_bytes"]), show_bytes(row["activation_peak_bytes"]),
                  *(show_bytes(row["sent_bytes"][axis]) for axis in ("dp", "tp", "pp"))]
         lines.append("".join(cell.rjust(12) for cell in cells))
+    for position, row in enumerate(values["stages"]):
+        if row["moved_bytes"]:
+            links = ", ".join(f"{lane} {show_bytes(size)} in {show_seconds(row['transfer_s'].get(lane, 0.0))}"
+                              for lane, size in sorted(row["moved_bytes"].items()))
+            lines.append(f"pp{position} holds {show_bytes(row['host_bytes'])} on the host and {show_bytes(row['disk_bytes'])} on "
+                         f"disk; moves a step: {links}")
+    if any(row["moved_bytes"] for row in values["stages"]):
+        longer = show_seconds(max(0.0, values["exposed_transfer_s"]))
+        lines.append(f"moving between tiers makes the step {longer} longer than if it were free")
     return "\n".join(lines)

@@ -1,7 +1,8 @@
-"""Buffers that several units share: how many of each size a position needs. No torch.
+"""Buffers that are made once and used again and again: how many of each size a position needs. No torch.
 
-Whole parameters that do not stay whole (ZeRO-3) and whole gradients that are reduced as they come (ZeRO-2 and 3) live in buffers
-that are made once and used again and again. Each is as large as the unit that it is for, so units of one size share.
+Values that live for a part of the step only lie in pools: whole parameters that do not stay whole (ZeRO-3), gradients that are
+reduced as they come (ZeRO-2 and 3), kept inputs, and what is on its way between tiers. A buffer is as large as the value that it
+is for, so units of one size share.
 """
 
 from __future__ import annotations
@@ -10,66 +11,93 @@ from collections import Counter
 from typing import NamedTuple
 
 from threed.program.effects import effects
-from threed.program.instruction import Op, Slot
+from threed.program.instruction import Slot, tier
 from threed.program.table import Plan, Table
+from threed.quantity import ALIGNMENT, round_up
+
+Sizes = dict[int, int]  # elements of a buffer (bytes, of optimizer state) -> how many of that size
 
 
 class Buffers(NamedTuple):
-    """Elements of a buffer -> how many of that size."""
-
-    params: dict[int, int]
-    grads: dict[int, int]
+    params: Sizes  # whole parameters
+    grads: Sizes  # whole gradients
+    pshards: Sizes  # this rank's part of parameters that live elsewhere
+    gshards: Sizes  # this rank's part of gradients that go down as they come
+    kept: Sizes  # the arena of kept inputs
+    host_kept: Sizes  # the same on the host
+    host_weights: Sizes  # parameters on their way between the host and another tier
+    host_states: Sizes  # optimizer state on its way between the host and the disk
     staging: int  # bytes of the one buffer in which gradients arrive, or are cast
-    kept: dict[int, int]  # the arena of kept inputs
-    host_kept: dict[int, int]  # the same on the host
 
     def bytes(self, table: Table) -> int:
         """Of the device, but for the arena, whose content counts as activations."""
-        return (sum(numel * count for numel, count in self.params.items()) * table.param_bytes
-                + sum(numel * count for numel, count in self.grads.items()) * table.grad_bytes + self.staging)
+        return (sum(map(_elements, (self.params, self.pshards))) * table.param_bytes
+                + sum(map(_elements, (self.grads, self.gshards))) * table.grad_bytes + self.staging)
+
+    def host_bytes(self, table: Table) -> int:
+        return sum(map(_elements, (self.host_kept, self.host_weights))) * table.param_bytes + _elements(self.host_states)
+
+
+def _elements(sizes: Sizes) -> int:
+    return sum(numel * count for numel, count in sizes.items())
 
 
 def buffers(plan: Plan, position: int) -> Buffers:
     """What a rank of a position needs over all programs of the plan."""
     table = plan.table
     held = table.held(position)
-    params, grads = Counter[int](), Counter[int]()
-    kept, host_kept = Counter[int](), Counter[int]()
+    most: dict[str, Counter[int]] = {name: Counter() for name in Buffers._fields if name != "staging"}
     for programs in plan.programs.values():
-        alive = {"param": set[int](), "grad": set[int]()}
-        inputs = set[Slot]()
+        alive: dict[str, Counter[int]] = {name: Counter() for name in most}
+        inside: set[Slot] = set()
         for instruction in programs[position]:
             effect = effects(instruction, table, position)
             for slot in (*effect.writes, *effect.adds):
-                if slot.kind == "param" and not table.parameters[slot.unit].whole:
-                    alive["param"].add(slot.unit)
-                elif slot.kind in ("wgrad", "wsum") and table.zero_stage >= 2:
-                    alive["grad"].add(slot.unit)
-                elif slot.kind in _KEPT and slot.unit > 0:
-                    inputs.add(slot)
-            if effect.writes and effect.writes[-1].kind in _KEPT:
-                for most, kinds in ((kept, _arena(table)), (host_kept, ("host_kept", "host_kpart"))):
-                    most |= Counter(table.size(slot) // table.param_bytes for slot in inputs if slot.kind in kinds)
-            for most, units in ((params, alive["param"]), (grads, alive["grad"])):
-                most |= Counter(table.parameters[unit].numel for unit in units)
-            inputs.difference_update(effect.frees)
-            for slot in effect.frees:
-                if slot.kind == "param":
-                    alive["param"].discard(slot.unit)
-                elif slot.kind in ("wgrad", "wsum") and instruction.op == Op.REDUCE and instruction.group == table.shard_group:
-                    alive["grad"].discard(slot.unit)
+                name = _pool(slot, table)
+                if name is not None and slot not in inside:
+                    inside.add(slot)
+                    alive[name][_size(slot, name, table)] += 1
+                    most[name] |= alive[name]
+            for slot in inside.intersection(effect.frees):
+                name = _pool(slot, table)
+                assert name is not None
+                inside.discard(slot)
+                alive[name][_size(slot, name, table)] -= 1
     # One more of each size than are alive: the next gradient is added up while the one before it is still on its way.
-    sizes = Counter(table.parameters[unit].numel for unit in held)
-    grads = Counter({numel: min(count + 1, sizes[numel]) for numel, count in grads.items()})
-    return Buffers(dict(params), dict(grads), _staging(table, held), dict(kept), dict(host_kept))
+    whole = Counter(table.parameters[unit].numel for unit in held)
+    parts = Counter(table.shard_numel(unit) for unit in held)
+    for name, units in (("grads", whole), ("gshards", parts)):
+        most[name] = Counter({numel: min(count + 1, units[numel]) for numel, count in most[name].items()})
+    return Buffers(**{name: dict(sizes) for name, sizes in most.items()}, staging=_staging(table, held))
 
 
-_KEPT = ("kept", "kpart", "host_kept", "host_kpart")
+def _pool(slot: Slot, table: Table) -> str | None:
+    """The pool that a slot lies in; None where it has memory of its own."""
+    kind, home = slot.kind, tier(slot.kind)
+    if kind.removeprefix("host_") in ("kept", "kpart"):
+        if slot.unit == 0:
+            return None
+        arena = table.contiguous and not table.offload_kept and kind == ("kpart" if table.partition else "kept")
+        return "host_kept" if home == "host" else "kept" if arena else None
+    if kind == "param" and not table.parameters[slot.unit].whole:
+        return "params"
+    if kind == "wgrad" and table.zero_stage >= 2:
+        return "grads"
+    if kind == "gshard" and table.streams(slot.unit):
+        return "gshards"
+    if kind in ("param", "pshard", "host_param", "host_pshard") and slot != table.weight(slot.unit):
+        return {"pshard": "pshards", "param": None}.get(kind, "host_weights")
+    return "host_states" if kind == "host_state" and slot != table.state(slot.unit) else None
 
 
-def _arena(table: Table) -> tuple[str, ...]:
-    """Kinds of slots that lie in the device's arena: what is kept for long, once."""
-    return () if not table.contiguous or table.offload_kept else ("kpart",) if table.partition else ("kept",)
+def _size(slot: Slot, name: str, table: Table) -> int:
+    if name == "host_states":
+        return round_up(table.size(slot), ALIGNMENT)
+    if name == "host_weights":
+        return round_up(table.size(slot), ALIGNMENT) // table.param_bytes
+    if name in ("params", "grads") :
+        return table.parameters[slot.unit].numel
+    return table.size(slot) // table.param_bytes if name in ("kept", "host_kept") else table.shard_numel(slot.unit)
 
 
 def _staging(table: Table, held: tuple[int, ...]) -> int:

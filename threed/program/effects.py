@@ -3,15 +3,15 @@
 Checker, memory meter, simulator, loopback and engine all call `effects`; nobody restates it.
 
 A **lane** is one queue of work: `compute`; `dp` (collectives over dp and its sub-groups); `tie`; `send` and `recv` for
-each (peer, act or grad); `d2h` and `h2d` (device to host and back). Order holds within a lane; across lanes only through
-slots: using a slot waits for it.
+each (peer, act or grad); `d2h` and `h2d` (device to host and back); `read` and `write` (disk to host and back); `host` (the
+optimizer there). Order holds within a lane; across lanes only through slots: using a slot waits for it.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from threed.program.instruction import COMPUTE, MESSAGES, MOVES, Instruction, Op, Slot
+from threed.program.instruction import COMPUTE, MESSAGES, MOVES, TIERS, Instruction, Op, Slot, at, below, tier
 from threed.program.table import Table
 
 
@@ -36,7 +36,7 @@ def effects(instruction: Instruction, table: Table, position: int) -> Effects:
 
 def _effects(instruction: Instruction, table: Table, position: int) -> Effects:
     op, unit, microbatch, group, peer, keep = instruction
-    if ((op in COMPUTE or op in MOVES) and not 0 <= unit < len(table.units)) or keep not in ("all", "input", "none"):
+    if (op in COMPUTE and not 0 <= unit < len(table.units)) or keep not in ("all", "input", "none"):
         raise KeyError(str(instruction))
     if op == Op.FORWARD:
         before = _slots("act", unit - 1, microbatch, unit > 0)
@@ -48,7 +48,7 @@ def _effects(instruction: Instruction, table: Table, position: int) -> Effects:
         kept = (Slot("kept", unit, microbatch),)
         return Effects("compute", (*_params(table, unit), *kept), (Slot("saved", unit, microbatch),), frees=kept)
     if op in MOVES:
-        return _move(instruction)
+        return _keep(instruction, table) if group in ("kept", "kpart") else _state(instruction, table)
     if op in (Op.BACKWARD, Op.BACKWARD_INPUT):
         used = (Slot("saved", unit, microbatch), *_slots("grad", unit, microbatch, unit < table.last))
         made = _slots("grad", unit - 1, microbatch, unit > 0)
@@ -68,30 +68,76 @@ def _effects(instruction: Instruction, table: Table, position: int) -> Effects:
     if op == Op.GATHER:
         if group != table.shard_group:
             raise KeyError(f"p{unit} is sharded over {table.shard_group}, not '{group}'")
-        return Effects("dp", (Slot("pshard", unit),), (Slot("param", unit),))
+        part = (Slot("pshard", unit),)
+        here = unit not in table.parameters or table.weight(unit) in part  # else it was fetched for this
+        return Effects("dp", part, (Slot("param", unit),), frees=() if here else part)
     if op == Op.RELEASE:
         return Effects("compute", frees=(Slot("param", unit),))
     if op == Op.REDUCE:
         return _reduce(instruction, table)
     if op == Op.CLIP:
-        gradients = () if keep == "none" else tuple(Slot("gshard", p) for p in table.held(position))
+        gradients = () if keep == "none" else tuple(_gradient(table, p) for p in table.held(position))
         loss = (Slot("loss"),) if table.position(table.last) == position else ()
         return Effects("compute", (*gradients, *loss), (Slot("scale"),), frees=loss)
     if op == Op.STEP:
-        gradient = (Slot("gshard", unit),)
-        stepped = (Slot("pshard" if table.sharded else "param", unit), Slot("state", unit))
-        return Effects("compute", (*gradient, Slot("scale")), updates=stepped, frees=gradient)
+        gradient, weight, state = (_gradient(table, unit),), table.weight(unit), table.state(unit)
+        reads = (*gradient, Slot("scale"))
+        if tier(state.kind) == "device":
+            return Effects("compute", reads, updates=(weight, state), frees=gradient)
+        host_state = (at("host", Slot("state", unit)),)
+        if tier(weight.kind) == "host":
+            return Effects("host", reads, updates=(weight, *host_state), frees=gradient)
+        return Effects("host", reads, (_on_host(weight),), updates=host_state, frees=gradient)
     raise AssertionError(op)
 
 
-def _move(instruction: Instruction) -> Effects:
+def _keep(instruction: Instruction, table: Table) -> Effects:
+    """A kept input goes into another form, or to the host, or comes back."""
     op, unit, microbatch, kind, *_ = instruction
-    lane, there = {Op.OFFLOAD: ("d2h", f"host_{kind}"), Op.FETCH: ("h2d", f"host_{kind}")}.get(op, ("compute", "kpart"))
-    if kind not in (("kept",) if lane == "compute" else ("kept", "kpart")):
-        raise KeyError(f"{op} does not move '{kind}'")
-    here, away = (Slot(kind, unit, microbatch),), (Slot(there, unit, microbatch),)
+    if not 0 <= unit < len(table.units) or (op in (Op.SPLIT, Op.JOIN) and kind != "kept"):
+        raise KeyError(str(instruction))
+    here = Slot(kind, unit, microbatch)
+    lane = {Op.OFFLOAD: "d2h", Op.FETCH: "h2d"}.get(op, "compute")
+    away = Slot("kpart", unit, microbatch) if lane == "compute" else below(here)
     taken, made = (here, away) if op in (Op.SPLIT, Op.OFFLOAD) else (away, here)
-    return Effects(lane, taken, made, frees=taken)
+    return Effects(lane, (taken,), (made,), frees=(taken,))
+
+
+def _state(instruction: Instruction, table: Table) -> Effects:
+    """A gradient goes down, a parameter comes up, optimizer state goes between host and disk."""
+    op, unit, microbatch, kind, *_ = instruction
+    if op in (Op.SPLIT, Op.JOIN) or unit not in table.parameters or microbatch >= 0:
+        raise KeyError(str(instruction))
+    here = Slot(kind, unit)
+    away, weight, state = below(here), table.weight(unit), table.state(unit)
+    lane = {("device", Op.OFFLOAD): "d2h", ("device", Op.FETCH): "h2d", ("host", Op.OFFLOAD): "write",
+            ("host", Op.FETCH): "read"}.get((tier(kind), op), "")
+    if op == Op.OFFLOAD and kind == "gshard" and tier(state.kind) != "device":
+        return Effects(lane, (here,), adds=(away,), frees=(here,))
+    if away == state and tier(kind) == "host":  # between host and disk: one of the two has it
+        taken, made = (here, away) if op == Op.OFFLOAD else (away, here)
+        return Effects(lane, (taken,), (made,), frees=(taken,))
+    if op == Op.FETCH and here == weight and tier(state.kind) != "device":  # what the host has stepped
+        return Effects(lane, (away,), updates=(here,), frees=(away,))
+    if op == Op.FETCH and kind in ("pshard", "host_pshard") and _home(weight) >= _home(away):
+        return Effects(lane, (away,), (here,), frees=() if away == weight else (away,))
+    if op == Op.OFFLOAD and away == weight and tier(kind) == "host":
+        return Effects(lane, (here,), updates=(away,), frees=(here,))
+    raise KeyError(f"{op} does not move '{here}'")
+
+
+def _home(slot: Slot) -> int:
+    return TIERS.index(tier(slot.kind))
+
+
+def _on_host(weight: Slot) -> Slot:
+    """What the host's step leaves there, to be brought to where the weights live."""
+    return below(weight) if tier(weight.kind) == "device" else weight._replace(kind=weight.kind.replace("disk_", "host_"))
+
+
+def _gradient(table: Table, unit: int) -> Slot:
+    """What CLIP and STEP read."""
+    return Slot("gshard" if table.parameters[unit].state_home == "device" else "host_gshard", unit)
 
 
 def chain(table: Table, unit: int) -> list[tuple[str, Slot, Slot]]:
@@ -115,7 +161,8 @@ def _reduce(instruction: Instruction, table: Table) -> Effects:
                 return Effects("compute", (taken,), (made,))
             lane = "tie" if group == "tie" else "dp"
             frees = (taken, Slot("wgrad", instruction.unit)) if taken.kind == "wsum" else (taken,)
-            if group == table.shard_group and table.zero_stage >= 2:  # one of several, added up on the rank that keeps it
+            # One of several, added up on the rank that keeps it: on its device, or as they come down to its host.
+            if group == table.shard_group and table.zero_stage >= 2 and not table.streams(instruction.unit):
                 return Effects(lane, (taken,), adds=(made,), frees=frees)
             return Effects(lane, (taken,), (made,), frees=frees)
     raise KeyError(f"p{instruction.unit} has no reduction over '{instruction.group}'")

@@ -95,6 +95,16 @@ def tier(kind: str) -> str:
     return next((name for name in TIERS if kind.startswith(f"{name}_")), "device")
 
 
+def at(home: str, slot: Slot) -> Slot:
+    """The same value on another tier."""
+    return slot if home == "device" else slot._replace(kind=f"{home}_{slot.kind}")
+
+
+def below(slot: Slot) -> Slot:
+    """The same value one tier down: device, host, disk."""
+    return at("host", slot) if tier(slot.kind) == "device" else slot._replace(kind=f"disk_{slot.kind.removeprefix('host_')}")
+
+
 class Instruction(NamedTuple):
     op: Op
     unit: int = -1  # compute unit of COMPUTE and of a message's slot; parameter unit of GATHER, RELEASE, REDUCE, STEP

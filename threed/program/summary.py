@@ -6,8 +6,8 @@ from collections import Counter
 from typing import Any
 
 from threed.program.buffers import buffers
-from threed.program.instruction import Op, Slot
-from threed.program.table import Plan
+from threed.program.instruction import Op, Slot, tier
+from threed.program.table import Plan, Table
 from threed.program.walk import Memory, link, memory
 
 ACTIVATIONS = ("act", "grad", "saved", "kept", "kpart", "operands")
@@ -17,7 +17,8 @@ def stages(plan: Plan) -> list[dict[str, Any]]:
     """One object a pipeline position: parameters and bytes of one of its ranks; collectives and bytes sent in a train step.
 
     Parameters, gradients and optimizer state keep their memory from step to step, as shards or whole by the ZeRO stage;
-    buffers are what units share in turn (whole parameters and gradients that do not stay, staging). `slot_peak_bytes` is the
+    buffers are what units share in turn (whole parameters and gradients that do not stay, staging). Host and disk have what is
+    offloaded, and the host what is on its way; `moved_bytes` is what goes between tiers, by lane. `slot_peak_bytes` is the
     most that slots of each kind take over the step, wherever they live.
     """
     table, rows = plan.table, []
@@ -26,22 +27,47 @@ def stages(plan: Plan) -> list[dict[str, Any]]:
         sent: Counter[str] = Counter({"dp": 0, "tp": 0, "pp": 0})
         for instruction in program:
             sent.update(table.sent(instruction))
-        held = [(p, table.parameters[p]) for p in table.held(position)]
+        moved: Counter[str] = Counter()
+        for instruction in program:
+            moved.update(table.moved(instruction))
         counts = Counter(instruction.op for instruction in program if instruction.op != Op.REDUCE or instruction.group != "tp")
+        pools, away = buffers(plan, position), _away(table, position)
+        held = table.held(position)
         rows.append({
-            "parameters": sum(unit.numel - unit.padding for _, unit in held),
-            "parameter_bytes": sum(table.size(Slot("param" if unit.whole else "pshard", p)) for p, unit in held),
+            "parameters": sum(table.parameters[p].numel - table.parameters[p].padding for p in held),
+            "parameter_bytes": sum(_parameter_bytes(table, p) for p in held),
             # Below ZeRO-2 the reduced shard is a part of the whole gradient.
-            "gradient_bytes": sum(table.size(Slot("wgrad" if table.zero_stage < 2 else "gshard", p)) for p, _ in held),
-            "optimizer_bytes": sum(table.size(Slot("state", p)) for p, _ in held),
-            "buffer_bytes": buffers(plan, position).bytes(table),
+            "gradient_bytes": sum(table.size(Slot("wgrad" if table.zero_stage < 2 else "gshard", p)) for p in held
+                                  if not table.streams(p)),
+            "optimizer_bytes": sum(table.size(table.state(p)) for p in held if table.parameters[p].state_home == "device"),
+            "buffer_bytes": pools.bytes(table),
+            "host_bytes": away["host"] + pools.host_bytes(table), "disk_bytes": away["disk"],
             "activation_peak_bytes": alive.peak(*ACTIVATIONS),
             "slot_peak_bytes": {kind: max(row) for kind, row in sorted(alive.by_kind.items()) if max(row)},
             "gathers": counts[Op.GATHER], "reduces": counts[Op.REDUCE],
-            "sent_bytes": dict(sent),
+            "sent_bytes": dict(sent), "moved_bytes": dict(moved),
             "units": [table.units[u].name for u in table.units_of(position)],
         })
     return rows
+
+
+def _parameter_bytes(table: Table, unit: int) -> int:
+    held = table.parameters[unit]
+    if held.weight_home != "device":
+        return 0
+    return table.size(Slot("param" if held.whole else "pshard", unit))
+
+
+def _away(table: Table, position: int) -> dict[str, int]:
+    """Bytes of what lives on the host and on disk from step to step, and of gradients that have come down."""
+    found = {"host": 0, "disk": 0}
+    for p in table.held(position):
+        held = table.parameters[p]
+        for slot in (table.weight(p), table.state(p)):
+            if (home := tier(slot.kind)) != "device":
+                found[home] += table.size(slot)
+        found["host"] += table.size(Slot("host_gshard", p)) if held.state_home != "device" else 0
+    return found
 
 
 def alive_bytes(plan: Plan, position: int) -> Memory:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
-from threed.program.instruction import BACKWARDS, Instruction, Op, Slot
+from threed.program.instruction import BACKWARDS, Instruction, Op, Slot, at, tier
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,8 @@ class ParameterUnit:
     padding: int  # of them, padding
     replicated: int  # of them, replicated over tp
     reductions: tuple[str, ...]  # groups its gradient is reduced over, in order
+    state_home: str = "device"  # tier where its optimizer state lives, and is stepped (disk: through the host)
+    weight_home: str = "device"  # tier where this rank's part of the parameters lives
     whole: bool = True  # stays whole from its first use in a step to its last, in a buffer of its own (not so in ZeRO-3)
 
 
@@ -104,8 +106,21 @@ class Table:
 
     def seam(self, position: int) -> set[Slot]:
         """Slots alive between two programs: what a checkpoint saves."""
-        kinds = ["pshard", "state"] if self.sharded else ["param", "state"]
-        return {Slot(kind, p) for kind in kinds for p in self.held(position)}
+        return {slot for p in self.held(position) for slot in (self.weight(p), self.state(p))}
+
+    def weight(self, unit: int) -> Slot:
+        """Where what STEP updates of a parameter unit lives."""
+        return at(self.parameters[unit].weight_home, Slot("pshard" if self.sharded else "param", unit))
+
+    def state(self, unit: int) -> Slot:
+        """Where the optimizer state of a parameter unit lives."""
+        return at(self.parameters[unit].state_home, Slot("state", unit))
+
+    def streams(self, unit: int) -> bool:
+        """Whether each reduced part of a gradient goes down at once and is added up there. (What is still to be summed over other
+        groups is added up on the device, and goes down after that.)"""
+        held = self.parameters[unit]
+        return held.state_home != "device" and self.zero_stage >= 2 and held.reductions[-1] == self.shard_group
 
     def size(self, slot: Slot) -> int:
         """Bytes of a slot on one rank. The shard of a parameter that stays whole is part of the whole one's buffer; what is
@@ -120,16 +135,17 @@ class Table:
             return 0 if slot.unit == 0 else self.act_bytes // (self.tp if slot.kind.endswith("kpart") else 1)
         if slot.kind in ("loss", "scale", "wsum"):
             return 0
-        unit = self.parameters[slot.unit]
-        if slot.kind == "param":
+        unit, home = self.parameters[slot.unit], tier(slot.kind)
+        kind = slot.kind.removeprefix(f"{home}_")
+        if kind == "param":
             return unit.numel * self.param_bytes
-        if slot.kind == "pshard":
-            return 0 if unit.whole else self.shard_numel(slot.unit) * self.param_bytes
-        if slot.kind == "state":  # two moments, and the fp32 master where it is a separate copy
-            return self.shard_numel(slot.unit) * (12 if self.master else 8)
-        if slot.kind == "wgrad":
+        if kind == "pshard":
+            return 0 if unit.whole and home == "device" else self.shard_numel(slot.unit) * self.param_bytes
+        if kind == "state":  # two moments, and the fp32 master where it is a separate copy
+            return self.shard_numel(slot.unit) * (12 if self.master or home != "device" else 8)
+        if kind == "wgrad":
             return unit.numel * self.grad_bytes
-        if slot.kind in ("gpart", "gfull", "gshard"):
+        if kind in ("gpart", "gfull", "gshard"):
             return self.shard_numel(slot.unit) * self.grad_bytes
         raise KeyError(slot)
 
@@ -159,6 +175,16 @@ class Table:
         if op == Op.REDUCE and instruction.group == "tie":
             return {"pp": 2 * ring(self.size(Slot("gshard", unit)), 2)}
         return {}
+
+    def moved(self, instruction: Instruction) -> dict[str, int]:
+        """Bytes that an instruction moves between tiers, by lane."""
+        if instruction.op not in (Op.OFFLOAD, Op.FETCH):
+            return {}
+        names = ("write", "read") if tier(instruction.group) == "host" else ("d2h", "h2d")
+        size = self.size(Slot(instruction.group, instruction.unit, instruction.microbatch))
+        if instruction.op == Op.FETCH and self.parameters.get(instruction.unit) and size == 0:  # into a part of the whole
+            size = self.size(at("host", Slot(instruction.group, instruction.unit)))
+        return {names[instruction.op == Op.FETCH]: size}
 
 
 def ring(size: int, ranks: int) -> int:

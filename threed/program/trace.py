@@ -36,11 +36,11 @@ class Trace:
 
 
 def sources(effects: Sequence[Effects]) -> list[dict[Slot, int]]:
-    """For each instruction of a program: slot that it reads -> the latest instruction that made it."""
+    """For each instruction of a program: slot that it reads or updates -> the latest instruction that made it."""
     made: dict[Slot, int] = {}
     found = []
     for index, effect in enumerate(effects):
-        found.append({slot: made[slot] for slot in effect.reads if slot in made})
+        found.append({slot: made[slot] for slot in (*effect.reads, *effect.updates) if slot in made})
         made |= dict.fromkeys((*effect.writes, *effect.adds, *effect.updates), index)
     return found
 

@@ -111,8 +111,8 @@ def walk(programs: Sequence[Program], table: Table, links: Sequence[Links], mode
         tails: dict[str, int] = {}
         for node, effect in zip(nodes, links[position].effects, strict=True):
             lane = effect.lane if buffered else "host"
-            # A collective over dp begins no sooner than the host comes to it, after the compute that was issued before it.
-            for behind in (lane, "compute") if lane == "dp" else (lane,):
+            # These begin no sooner than the host comes to them, after the compute that was issued before them.
+            for behind in (lane, "compute") if lane in _ISSUED else (lane,):
                 previous = tails.get(behind, node)
                 if previous != node:
                     after[previous].append(node)
@@ -135,6 +135,9 @@ def walk(programs: Sequence[Program], table: Table, links: Sequence[Links], mode
                     after[first].append(node)
                     waits[node] += 1
     return _visit(node_of, seconds, after, waits)
+
+
+_ISSUED = ("dp", "d2h", "h2d", "read", "write", "host")
 
 
 def _merge(programs: Sequence[Program], mode: Mode, cost: Cost | None) -> tuple[list[list[int]], list[float]]:

@@ -50,9 +50,13 @@ class ZeroRun:
         state, group = self.states[instruction.unit], self.comm.groups[instruction.group]
         if not state.whole:
             state.occupy(state.storage.params.take(state.layout.numel))
-        whole, part = state.param, state.pshard
-        assert whole is not None
+        whole, slot = state.param, Slot("pshard", instruction.unit)
+        fetched = slot != self.table.weight(instruction.unit)
+        part = slots.get(slot) if fetched else state.pshard
+        assert whole is not None and part is not None
         handle = self.comm.lane("dp").submit(lambda: group.all_gather(whole, part).wait())
+        if fetched:
+            state.storage.pshards.give(part, handle)
         slots.put(Slot("param", instruction.unit), whole, handle)
 
     def release(self, instruction: Instruction, slots: Slots) -> None:
@@ -68,11 +72,11 @@ class ZeroRun:
             self._sum_replicated(state)
             slots.put(made, True)
         elif name == "tie":
-            slots.put(made, True, self.comm.groups[name].all_reduce(state.gshard))
+            slots.put(made, True, self.comm.groups[name].all_reduce(_there(state.gshard)))
         elif name == "replica":
             slots.put(made, True, self.comm.lane("dp").submit(lambda: self._sum_replicas(state)))
         else:
-            self._scatter(state, made, slots)
+            self._scatter(instruction, made, slots)
 
     def _sum_replicated(self, state: UnitState) -> None:
         """Over tp, in one call: parameters that all tp ranks hold, of which each has the gradient of its own tokens."""
@@ -86,18 +90,23 @@ class ZeroRun:
 
     def _sum_replicas(self, state: UnitState) -> None:
         group, gshard = self.comm.groups["replica"], state.gshard
+        assert gshard is not None
         moving = self._stage(gshard, 0)
         group.all_reduce(moving).wait()
         if moving is not gshard:
             gshard.copy_(moving)
 
-    def _scatter(self, state: UnitState, made: Slot, slots: Slots) -> None:
+    def _scatter(self, instruction: Instruction, made: Slot, slots: Slots) -> None:
         """Sum the gradient over the group that shares the unit; this rank keeps its part. Without sharding everybody then gets
         all parts: the same sums as under ZeRO-1."""
+        state = self.states[instruction.unit]
         group, sharded = self.comm.groups[self.table.shard_group], self.table.sharded
         grad, pooled = state.whole_grad(), self.table.zero_stage >= 2
+        if self.table.streams(instruction.unit):
+            state.gshard = state.storage.gshards.take(state.count)
         part = state.gshard if pooled else grad[slice(*state.shard)]
-        add = pooled and state.reduced
+        assert part is not None
+        add = pooled and state.reduced and not self.table.streams(instruction.unit)
         state.reduced = True
 
         def job() -> None:
@@ -125,7 +134,7 @@ class ZeroRun:
         if instruction.keep != "none":
             for state, counts in ((self.states[p], self._counts(p)) for p in self.table.held(self.comm.here.pp)):
                 for segment in state.layout.segments_of(state.index):
-                    norm = torch.linalg.vector_norm(state.range(state.gshard, segment), dtype=torch.float64)
+                    norm = torch.linalg.vector_norm(state.range(state.gradient, segment), dtype=torch.float64)
                     # What another rank counts is looked at, too: an overflow may be in one copy only.
                     numbers[0 if counts and (self.comm.here.tp == 0 or not segment.replicated) else 1] += norm * norm
         if Slot("loss") in slots and self.comm.here.tp == 0:
@@ -150,13 +159,43 @@ class ZeroRun:
     @torch.no_grad()
     def step(self, instruction: Instruction, slots: Slots) -> None:
         clipped: Clipped = slots.get(Slot("scale"))
-        state, config = self.states[instruction.unit], self.config.optimizer
+        state = self.states[instruction.unit]
         state.reduced = False
-        if not clipped.finite:
-            return  # nothing moves; the loop decides whether the run goes on
+        if state.unit.state_home != "device":
+            self._step_on_host(state, clipped, slots)
+        elif clipped.finite:  # else nothing moves; the loop decides whether the run goes on
+            self._update(state, clipped, self.lr, self.updates + 1)
+            state.publish()
+
+    def _update(self, state: UnitState, clipped: Clipped, lr: float, number: int) -> None:
         for segment in state.segments():
             moments = optimizer.Moments(state.range(state.moments.exp_avg, segment),
                                         state.range(state.moments.exp_avg_sq, segment))
-            update = optimizer.Update(config, self.lr, self.updates + 1, segment.decay, clipped.scale)
-            optimizer.step(update, state.range(state.weights, segment), state.range(state.gshard, segment), moments)
-        state.publish()
+            update = optimizer.Update(self.config.optimizer, lr, number, segment.decay, clipped.scale)
+            optimizer.step(update, state.range(state.weights, segment), state.range(state.gradient, segment), moments)
+
+    def _step_on_host(self, state: UnitState, clipped: Clipped, slots: Slots) -> None:
+        """The same beside the computation. What comes of it lies where the weights live, or on its way there."""
+        lr, number, unit = self.lr, self.updates + 1, state.number
+        state.came_down = False
+        stays = state.unit.weight_home == "host"
+        kind = "host_param" if self.table.weight(unit).kind == "param" else "host_pshard"
+        if stays:
+            out = state.pshard
+        else:
+            out = state.storage.host_weights.take(state.file_bytes(self.table.param_bytes) // self.table.param_bytes)
+        assert out is not None
+
+        def job() -> None:
+            if clipped.finite:
+                self._update(state, clipped, lr, number)
+            out[:state.count].copy_(state.weights)
+
+        handle = self.comm.host(job)
+        slots.put(Slot(kind, unit), out, handle)
+        slots.put(Slot("host_state", unit), True, handle)
+
+
+def _there(tensor: torch.Tensor | None) -> torch.Tensor:
+    assert tensor is not None
+    return tensor

@@ -9,9 +9,11 @@ import torch
 from torch import nn
 
 from threed.comm import Comm, Handle
-from threed.pool import Pool
+from threed.offload.tiers import Disk
+from threed.pool import Pool, zeros
 from threed.program.buffers import Buffers
 from threed.program.table import Table
+from threed.quantity import ALIGNMENT, round_up
 from threed.schema import Config
 from threed.tensor.layers import WeightGrads
 from threed.tensor.precision import Precision
@@ -22,43 +24,64 @@ from threed.zero.shard import Layout, Placed, Segment
 
 
 class Storage(NamedTuple):
-    """What all units of a rank have in common."""
+    """What all units of a rank have in common: where memory comes from."""
 
-    stage: int
+    table: Table
     precision: Precision
     device: torch.device
-    params: Pool  # for whole parameters that do not stay whole
-    grads: Pool  # for whole gradients from ZeRO-2 on
+    params: Pool  # whole parameters that do not stay whole
+    grads: Pool  # whole gradients, from ZeRO-2 on
+    pshards: Pool  # this rank's part of parameters that live elsewhere
+    gshards: Pool  # this rank's part of gradients that go down as they come
+    host_weights: Pool  # parameters on their way between the host and another tier
+    host_states: Pool  # optimizer state on its way between the host and the disk
+    disk: Disk | None
     weight_grads: WeightGrads
+
+    @classmethod
+    def make(cls, config: Config, table: Table, buffers: Buffers, comm: Comm, weight_grads: WeightGrads) -> Storage:
+        precision, device, host = Precision.of(config.precision), comm.device, torch.device("cpu")
+        pinned = device.type == "cuda"
+        uses_disk = "nvme" in (config.offload.optimizer, config.offload.parameters)
+        return cls(table, precision, device, Pool(buffers.params, precision.compute, device),
+                   Pool(buffers.grads, precision.grad, device), Pool(buffers.pshards, precision.compute, device),
+                   Pool(buffers.gshards, precision.grad, device), Pool(buffers.host_weights, precision.compute, host, pinned),
+                   Pool(buffers.host_states, torch.uint8, host, pinned),
+                   Disk(str(config.offload.nvme_path), comm.rank) if uses_disk else None, weight_grads)
+
+    def on_host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return zeros(numel, dtype, torch.device("cpu"), self.device.type == "cuda")
 
 
 class UnitState:
     """One parameter unit on one rank.
 
         param    [numel]  in the precision of compute; its own buffer where the unit stays whole, else one of the pool's, or None
-        pshard   [owned]  what this rank steps of it; part of `param` where the unit stays whole
+        pshard   [owned]  what this rank steps of it; part of `param` where the unit stays whole; on the host, or None, where it
+                          is offloaded to the host, or to disk
         grad     [numel]  gradients of micro-batches are added here; from ZeRO-2 on one of the pool's, or None
-        gshard   [owned]  the reduced gradient; below ZeRO-2 part of `grad`
+        gshard   [owned]  the reduced gradient; below ZeRO-2 part of `grad`; one of the pool's where it goes down as it comes
+        gradient [owned]  what CLIP and STEP read: `gshard`, or a copy on the host
         master   [owned]  fp32 weights; None where the optimizer updates `pshard` itself
-        moments  [owned]  fp32
+        moments  [owned]  fp32; both on the host, or in a file, where they are offloaded
 
     `owned` is the rank's shard from ZeRO-1 on, everything under ZeRO-0.
     """
 
-    def __init__(self, layout: Layout, index: int, whole: bool, storage: Storage):
-        self.layout, self.index, self.whole, self.storage = layout, index, whole, storage
-        precision, device = storage.precision, storage.device
-        self.sharded = storage.stage >= 1
+    def __init__(self, number: int, layout: Layout, index: int, storage: Storage):
+        self.layout, self.index, self.storage = layout, index, storage
+        table, precision, device = storage.table, storage.precision, storage.device
+        self.number, self.unit = number, table.parameters[number]
+        self.whole = self.unit.whole
+        self.sharded = table.sharded
         self.owned = layout.shard(index) if self.sharded else (0, layout.numel)
-        count = self.owned[1] - self.owned[0]
-        param = torch.zeros(layout.numel, dtype=precision.compute, device=device) if whole else None
-        grad = torch.zeros(layout.numel, dtype=precision.grad, device=device) if storage.stage < 2 else None
+        self.count = self.owned[1] - self.owned[0]
+        stays = self.unit.whole and self.unit.weight_home == "device"
+        param = torch.zeros(layout.numel, dtype=precision.compute, device=device) if stays else None
+        grad = torch.zeros(layout.numel, dtype=precision.grad, device=device) if table.zero_stage < 2 else None
         self.param, self.grad = param, grad
-        self.pshard = _part(param, self.owned, precision.compute, device)
-        self.gshard = _part(grad, self.owned, precision.grad, device)
-        self.reduced = False  # whether `gshard` has part of this step's gradient
-        self.master = torch.zeros(count, device=device) if precision.master else None
-        self.moments = Moments(torch.zeros(count, device=device), torch.zeros(count, device=device))
+        self._make_shards()
+        self._make_states()
         self._unwritten = set(range(len(layout.placed)))  # parameters whose part of `grad` holds nothing of use
         self.parameters: dict[str, nn.Parameter] = {}
         values = self.param if self.param is not None else storage.params.first[layout.numel]
@@ -74,7 +97,60 @@ class UnitState:
     @property
     def weights(self) -> torch.Tensor:
         """What the optimizer updates, and a checkpoint keeps."""
-        return self.master if self.master is not None else self.pshard
+        found = self.master if self.master is not None else self.pshard
+        assert found is not None
+        return found
+
+    # ---- what lives where
+
+    def _make_shards(self) -> None:
+        storage, precision, owned = self.storage, self.storage.precision, self.owned
+        self.pshard: torch.Tensor | None = None
+        if self.unit.weight_home == "device":
+            self.pshard = _part(self.param, owned, precision.compute, storage.device)
+        elif self.unit.weight_home == "host":
+            self.pshard = storage.on_host(self.count, precision.compute)
+        streams = storage.table.streams(self.number)
+        self.gshard: torch.Tensor | None = None if streams else _part(self.grad, owned, precision.grad, storage.device)
+        self.reduced = False  # whether `gshard` has part of this step's gradient
+        away = self.unit.state_home != "device"
+        self.host_grad = storage.on_host(self.count, precision.grad) if away else None
+        self.came_down = False  # whether `host_grad` has part of this step's gradient
+
+    def _make_states(self) -> None:
+        home, count, device, disk = self.unit.state_home, self.count, self.storage.device, self.storage.disk
+        if self.unit.weight_home == "disk" and disk is not None:
+            disk.make(f"p{self.number}.weights", count * self.storage.precision.compute.itemsize)
+        if home == "disk" and disk is not None:
+            disk.make(f"p{self.number}.state", 3 * 4 * count)
+            self.bind(None)
+        elif home == "host":
+            self.bind(self.storage.on_host(3 * count, torch.float32).view(torch.uint8))
+        else:
+            self.master = torch.zeros(count, device=device) if self.storage.precision.master else None
+            self.moments = Moments(torch.zeros(count, device=device), torch.zeros(count, device=device))
+
+    def bind(self, buffer: torch.Tensor | None) -> None:
+        """The optimizer's state is in this host memory [bytes]; None: in its file, where one may look at it between steps."""
+        if buffer is None:
+            assert self.storage.disk is not None
+            state = self.storage.disk.map(f"p{self.number}.state", 3 * self.count, torch.float32)
+        else:
+            state = buffer.view(torch.float32)[:3 * self.count]
+        self.bound = buffer
+        self.master, *moments = state.split(self.count)
+        self.moments = Moments(*moments)
+
+    def file_bytes(self, itemsize: int) -> int:
+        """Of a file with so many bytes an element."""
+        return round_up(self.count * itemsize, ALIGNMENT)
+
+    @property
+    def gradient(self) -> torch.Tensor:
+        """What CLIP and STEP read."""
+        found = self.gshard if self.host_grad is None else self.host_grad
+        assert found is not None
+        return found
 
     # ---- parameters that do not stay whole
 
@@ -121,7 +197,7 @@ class UnitState:
     def begin_anew(self, handle: Handle) -> None:
         """The next gradient does not add to this one. A buffer of the pool may be used again once `handle` is done."""
         self._unwritten.update(range(len(self.layout.placed)))
-        if self.storage.stage >= 2 and self.grad is not None:
+        if self.storage.table.zero_stage >= 2 and self.grad is not None:
             self.storage.grads.give(self.grad, handle)
             self.grad = None
 
@@ -160,8 +236,12 @@ class UnitState:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Bring the master weights into what is gathered."""
-        if self.master is not None:
+        """Bring the master weights to where parameters are gathered from, between steps or after one on the device."""
+        if self.unit.weight_home == "disk":
+            assert self.storage.disk is not None
+            dtype = self.storage.precision.compute
+            self.storage.disk.map(f"p{self.number}.weights", self.count, dtype).copy_(self.weights)
+        elif self.master is not None and self.pshard is not None:
             self.pshard.copy_(self.master)
 
 
@@ -195,14 +275,11 @@ def places(states: list[UnitState]) -> list[Place]:
     return [Place(state.param, state.whole_param) for state in states if not state.whole and state.param is not None]
 
 
-def make_states(config: Config, comm: Comm, table: Table, layouts: dict[int, Layout], buffers: Buffers,
-                weight_grads: WeightGrads) -> dict[int, UnitState]:
+def make_states(config: Config, comm: Comm, layouts: dict[int, Layout], storage: Storage) -> dict[int, UnitState]:
     """The states of the parameter units that a rank holds, with initial values."""
-    precision, states = Precision.of(config.precision), {}
-    storage = Storage(table.zero_stage, precision, comm.device, Pool(buffers.params, precision.compute, comm.device),
-                      Pool(buffers.grads, precision.grad, comm.device), weight_grads)
-    for unit in table.held(comm.here.pp):
-        state = UnitState(layouts[unit], comm.here.dp % table.shard_size, table.parameters[unit].whole, storage)
+    states = {}
+    for unit in storage.table.held(comm.here.pp):
+        state = UnitState(unit, layouts[unit], comm.here.dp % storage.table.shard_size, storage)
         state.fill(config.parallel.tp, comm.here.tp, config.train.seed)
         states[unit] = state
     return states

@@ -83,7 +83,7 @@ def test_passes(schedule, way, zero):
 
 
 def test_not_where_backward_follows_at_once():
-    """A unit whose forward is followed by its own backward keeps all: the last unit of 1F1B is never recomputed, though marked."""
+    """A unit whose forward is followed by its own backward keeps all: the last unit of 1F1B is marked, and never recomputed."""
     plan = plan_of(*FULL)
     last = plan.table.last
     assert plan.table.units[last].recompute
@@ -222,7 +222,8 @@ def test_refusals(overrides, said):
 
 
 @pytest.mark.parametrize("others, said", [
-    (["parallel.tp=1"], "nobody to share"), (["parallel.tp=2", "parallel.sequence_parallel=true"], "cut kept inputs over tp already"),
+    (["parallel.tp=1"], "nobody to share"),
+    (["parallel.tp=2", "parallel.sequence_parallel=true"], "cut kept inputs over tp already"),
 ])
 def test_partition_without_effect(others, said):
     """Partitioned activations with sequence parallelism, or alone: a warning, and a plan without SPLIT and JOIN."""

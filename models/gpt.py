@@ -22,6 +22,7 @@ from threed.tensor.layers import (
     VocabParallelEmbedding,
     WeightGrads,
     parallel_config,
+    rms_norm,
     vocab_parallel_cross_entropy,
 )
 from threed.tensor.random import keep_mask
@@ -83,7 +84,7 @@ class Norm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.bias is None:
-            return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+            return rms_norm(x, self.weight, self.eps)
         return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
 
 
@@ -163,8 +164,8 @@ class Attention(nn.Module):
         # Fused attention draws its own dropout, which depends on the mesh: attention weights are made explicitly.
         k, v = (t.repeat_interleave(self.queries, 1) for t in (k, v))
         seq, heads = q.shape[2], q.shape[1]
-        future = torch.ones(seq, seq, dtype=torch.bool, device=q.device).triu(1)
-        scores = (q @ k.transpose(-1, -2) * self.head_dim**-0.5).masked_fill(future, -torch.inf)
+        future = torch.full((seq, seq), -torch.inf, dtype=q.dtype, device=q.device).triu(1)  # added: nothing is kept of it
+        scores = q @ k.transpose(-1, -2) * self.head_dim**-0.5 + future
         first = self.context.group.rank() * heads
         counters = torch.arange(first * seq * seq, (first + heads) * seq * seq, device=q.device).view(heads, seq, seq)
         keep = keep_mask(probability, (batch.seed, self.site), batch.samples_B, counters)

@@ -82,6 +82,7 @@ class Layer:
     operand_cut: int
     columns: int  # column-parallel products that read the residual stream: each costs tp traffic in backward
     rows: int  # row-parallel products that write it: each costs tp traffic in forward
+    operand_saved: bool = False  # all of its backward is put off: what is saved stays too
     has_loss: bool = False  # ends in the vocab-parallel cross entropy: three numbers a token over tp
     uses_tied: bool = False
 
@@ -138,8 +139,8 @@ def _embedding(model: ModelConfig) -> Layer:
         parameters.append(Parameter("embedding.position.weight", (model.seq_len, model.hidden), None, model.init_std))
     saved = (Saved("token ids", model.seq_len, "never", 8), *_dropped(model))
     return Layer("embedding", tuple(parameters), forward_flops=0, saved=saved,
-                 operand_full=model.seq_len * model.hidden, operand_whole=0, operand_cut=0, columns=0, rows=1,
-                 uses_tied=model.tie_embeddings)
+                 operand_full=model.seq_len * model.hidden, operand_whole=0, operand_cut=0, operand_saved=True,
+                 columns=0, rows=1, uses_tied=model.tie_embeddings)
 
 
 def _block(model: ModelConfig, index: int) -> Layer:
@@ -173,15 +174,17 @@ def _saved_by_block(model: ModelConfig) -> tuple[Saved, ...]:
     kv = model.num_kv_heads * model.head_dim
     grouped, rotary = model.heads > model.num_kv_heads, model.position == "rotary"
     found = [*_saved_by_norm(model, "attention", "norm"), *_saved_by_norm(model, "mlp", "norm"), *2 * _dropped(model)]
+    found += [Saved("queries, keys and values as projected", seq * (hidden + 2 * kv), "always")]
     if model.attention_dropout:  # unfused
         squares = model.heads * seq * seq
+        # Keys and values are kept for each query head. Queries that were turned or copied are kept so, and nothing as projected.
+        instead = 2 * kv if rotary or grouped else 0
         found += [Saved("softmax of attention", squares, "always", 4, "attention"),
                   Saved("dropped attention", squares, "always", None, "attention"),
                   Saved("attention mask", squares, "always", 1, "attention"),
-                  Saved("queries, keys, values", 3 * seq * hidden, "always", None, "attention")]
+                  Saved("keys and values of each query", seq * (2 * hidden - instead), "always", None, "attention")]
     else:
-        found += [Saved("queries, keys and values as projected", seq * (hidden + 2 * kv), "always"),
-                  Saved("queries", seq * hidden if rotary or grouped else 0, "always", None, "attention"),
+        found += [Saved("queries", seq * hidden if rotary or grouped else 0, "always", None, "attention"),
                   Saved("keys", seq * kv if rotary else 0, "always", None, "attention"),
                   Saved("log of attention's sums", model.heads * seq, "always", 4, "attention")]
     found += [Saved("attention's output", seq * hidden, "always")]
@@ -195,11 +198,9 @@ def _saved_by_block(model: ModelConfig) -> tuple[Saved, ...]:
 
 def _saved_by_norm(model: ModelConfig, name: str, piece: str | None) -> list[Saved]:
     """Its input, its statistics in fp32, and its output, which the product after it reads."""
-    found = [Saved(f"{name} norm's input", model.seq_len * model.hidden, "sp"),
-             Saved(f"{name} norm's statistics", model.seq_len * (2 if model.norm == "layernorm" else 1), "sp", 4),
-             Saved(f"{name} norm's output", model.seq_len * model.hidden, "sp", None, piece)]
-    # RMSNorm is several operations on a CPU: what is normalized is kept before it is scaled, too.
-    return found if model.norm == "layernorm" else [*found, Saved(f"{name} normalized", model.seq_len * model.hidden, "sp")]
+    return [Saved(f"{name} norm's input", model.seq_len * model.hidden, "sp"),
+            Saved(f"{name} norm's statistics", model.seq_len * (2 if model.norm == "layernorm" else 1), "sp", 4),
+            Saved(f"{name} norm's output", model.seq_len * model.hidden, "sp", None, piece)]
 
 
 def _dropped(model: ModelConfig) -> list[Saved]:

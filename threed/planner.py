@@ -299,7 +299,8 @@ def _compute_unit(config: Config, members: list[Layer], run: tuple[int, int], st
     full = tp if sp else 1
     saved = sum(kept.bytes_a_rank(element, tp, sp) for layer in members for kept in layer.saved
                 if kept.piece not in config.pieces)
-    operands = sum(layer.operand_full // full + layer.operand_whole + layer.operand_cut // tp for layer in members)
+    operands = element * sum(layer.operand_full // full + layer.operand_whole + layer.operand_cut // tp for layer in members)
+    operands += sum(kept.bytes_a_rank(element, tp, sp) for layer in members if layer.operand_saved for kept in layer.saved)
     # One all-gather or reduce-scatter of the whole residual stream; an all-reduce is two.
     stream = ring(batch * config.model.seq_len * config.model.hidden * element, tp)
     columns, rows = sum(layer.columns for layer in members), sum(layer.rows for layer in members)
@@ -311,5 +312,5 @@ def _compute_unit(config: Config, members: list[Layer], run: tuple[int, int], st
     names = [layer.name for layer in members]
     name = names[0] if len(names) == 1 else f"{names[0]}..{names[-1].rsplit('.', 1)[-1]}"
     return ComputeUnit(name, run, stage, parameters, sum(layer.forward_flops for layer in members) * batch // tp,
-                       saved * batch, operands * batch * element,
+                       saved * batch, operands * batch,
                        forward * stream + loss, backward * stream, weight * stream)

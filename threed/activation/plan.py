@@ -107,5 +107,7 @@ def offload(programs: Programs, table: Table) -> Programs:
                 if fetch > index + 1:
                     after[index].append(Instruction(Op.OFFLOAD, item.unit, item.microbatch, kind))
                     before[fetch].append(Instruction(Op.FETCH, item.unit, item.microbatch, kind))
+        for fetches in before.values():  # on one lane: the first that is used comes first
+            fetches.sort(key=lambda fetch: use_of[fetch[1:3]])
         result.append([each for index, item in enumerate(program) for each in (*before[index], item, *after[index])])
     return result

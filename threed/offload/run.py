@@ -20,6 +20,7 @@ class OffloadRun:
         """`states`: of parameter units (zero.state.UnitState)."""
         self.comm, self.table, self.states = comm, table, states
         self.kept = Pool(buffers.host_kept, dtype, torch.device("cpu"), pinned=comm.device.type == "cuda")
+        self._leaving = Handle(None)
         self.handlers: dict[Op, Callable[[Instruction, Slots], None]] = {Op.OFFLOAD: self.offload, Op.FETCH: self.fetch}
 
     def offload(self, instruction: Instruction, slots: Slots) -> None:
@@ -27,8 +28,10 @@ class OffloadRun:
         here = Slot(kind, instruction.unit, instruction.microbatch)
         if kind in ("kept", "kpart"):
             value = slots.get(here)
+            self._leaving.wait()  # one at a time: behind a slow link they would pile up on the device, which no plan counts
             there = self.kept.take(value.numel()).view(value.shape)
-            slots.put(below(here), there, self._copy("d2h", there, value))
+            self._leaving = self._copy("d2h", there, value)
+            slots.put(below(here), there, self._leaving)
         elif kind == "gshard":
             self._gradient_down(instruction.unit, slots)
         else:

@@ -38,6 +38,8 @@ class WeightGrads:
     def take(self, weight: torch.Tensor, grad: torch.Tensor, x: torch.Tensor, gather: Group | None) -> torch.Tensor | None:
         """The gradient of `weight` from its product's output gradient and input (to be gathered over tp first), or None
         where it goes past autograd: `weight.add_product` is given the factors, now or later."""
+        grad, x = grad.detach(), x.detach()  # their graph would keep the unit's input, if the product is put off
+
         def factors() -> tuple[torch.Tensor, torch.Tensor]:
             """[S, B, O], [S, B, I] -> [O, SB], [SB, I]."""
             whole = x if gather is None else _gather(x, gather)
@@ -183,6 +185,32 @@ class VocabParallelEmbedding(megatron.VocabParallelEmbedding):
         found = F.embedding((tokens - self.vocab_start_index).masked_fill(elsewhere, 0), self.weight)
         found = found.masked_fill(elsewhere.unsqueeze(-1), 0.0)
         return _SumOverTp.apply(found, self.group, self.sp)  # pyright: ignore[reportReturnType]
+
+
+class _RmsNorm(torch.autograd.Function):
+    """Keeps its input and one number a token, as the fused kernel does; the sum of single operations keeps fp32 copies."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float):
+        wide = x.float()
+        scale = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
+        ctx.save_for_backward(x, weight, scale)
+        return (wide * scale * weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor):
+        x, weight, scale = ctx.saved_tensors
+        grad, normed = grads[0].float(), x.float() * scale
+        grad_weight = (grad * normed).flatten(0, -2).sum(0).to(weight.dtype)
+        grad = grad * weight
+        return (scale * (grad - normed * (grad * normed).mean(-1, keepdim=True))).to(x.dtype), grad_weight, None
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / sqrt(mean of x^2 + eps) * weight over the last dim, in fp32 inside. [..., H], [H] -> [..., H]."""
+    if x.is_cuda and hasattr(torch, "_fused_rms_norm"):
+        return F.rms_norm(x, x.shape[-1:], weight, eps)
+    return _RmsNorm.apply(x, weight, eps)  # pyright: ignore[reportReturnType]
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -30,7 +30,7 @@ def references():
     made = {}
 
     def get(config, steps: int = 5):
-        key = (str(config.model), config.precision.dtype, str(config.optimizer), str(config.train), steps)
+        key = (str(config.model), str(config.precision), str(config.optimizer), str(config.train), steps)
         if key not in made:
             made[key] = reference.run(config, steps)
         return made[key]

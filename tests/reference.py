@@ -7,6 +7,7 @@ buffers. `tests/loopback/test_gpt.py` checks the layers themselves against ones 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +22,7 @@ from threed.tensor.layers import WeightGrads
 from threed.tensor.random import initial_values
 from threed.zero.optimizer import learning_rate
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass
@@ -30,6 +31,7 @@ class Result:
     norms: list[float]
     first_grads: dict[str, torch.Tensor]  # before the first update, unclipped
     weights: dict[str, torch.Tensor]  # after the last
+    evaluated: float = 0.0  # loss of the step after the last, forward only
 
 
 def tokens_of(config: Config, step: int) -> torch.Tensor:
@@ -41,59 +43,82 @@ def tokens_of(config: Config, step: int) -> torch.Tensor:
 
 def run(config: Config, steps: int) -> Result:
     with initialized():
-        return _run(config, steps)
+        return Reference(config).run(steps)
 
 
-def _run(config: Config, steps: int) -> Result:
-    model, dtype = config.model, DTYPES[config.precision.dtype]
-    alone = ThreadGroup("tp", (0,), 0, Counter(), World(Mesh()))
-    context = Context(model, alone, False, dtype, WeightGrads())
-    modules = [build_layer(index, context) for index in range(model.layers + 2)]
-    tied = tied_parameter(model)
-    specs = [p for layer in layers(model) for p in layer.parameters] + ([tied] if tied else [])
-    masters = {p.name: initial_values(p, 1, 0, config.train.seed).requires_grad_() for p in specs}
-    live = {p.name: nn.Parameter(masters[p.name].detach().to(dtype).view(p.module_shape(1))) for p in specs}
-    for index, module in enumerate(modules):
-        for inside, name in parameter_names(index, module, model).items():
-            path, _, last = inside.rpartition(".")
-            setattr(module.get_submodule(path), last, live[name])
-    decay = {p.name: p.decay for p in specs}
-    groups = [{"params": [masters[n] for n in masters if decay[n] == flag],
-               "weight_decay": config.optimizer.weight_decay if flag else 0.0} for flag in (True, False)]
-    beta1, beta2 = config.optimizer.betas
-    optimizer = torch.optim.AdamW(groups, lr=1.0, betas=(beta1, beta2), eps=config.optimizer.eps)
-    result = Result([], [], {}, {})
-    size, micro = config.train.global_batch_size, config.train.micro_batch_size
-    for step in range(steps):
-        tokens = tokens_of(config, step)
-        total = 0.0
-        for value in masters.values():
-            value.grad = torch.zeros_like(value)
-        # 16 bit: the same casts as threed's, micro-batch by micro-batch, gradients added in fp32.
-        for first in range(0, size, size if dtype == torch.float32 else micro):
-            last = first + (size if dtype == torch.float32 else micro)
-            samples = torch.arange(step * size + first, step * size + last)
-            batch = Batch(tokens[first:last, :-1], tokens[first:last, 1:], samples, config.train.seed,
-                          config.tokens_per_step)
+class Reference:
+    def __init__(self, config: Config):
+        self.config, self.precision, self.dtype = config, config.precision, DTYPES[config.precision.dtype]
+        model = config.model
+        alone = ThreadGroup("tp", (0,), 0, Counter(), World(Mesh()))
+        context = Context(model, alone, False, self.dtype, WeightGrads())
+        self.modules = [build_layer(index, context) for index in range(model.layers + 2)]
+        tied = tied_parameter(model)
+        specs = [p for layer in layers(model) for p in layer.parameters] + ([tied] if tied else [])
+        self.masters = {p.name: initial_values(p, 1, 0, config.train.seed).requires_grad_() for p in specs}
+        self.live = {p.name: nn.Parameter(self.masters[p.name].detach().to(self.dtype).view(p.module_shape(1))) for p in specs}
+        for index, module in enumerate(self.modules):
+            for inside, name in parameter_names(index, module, model).items():
+                path, _, last = inside.rpartition(".")
+                setattr(module.get_submodule(path), last, self.live[name])
+        self.publish()
+        groups = [{"params": [self.masters[p.name] for p in specs if p.decay == decay],
+                   "weight_decay": config.optimizer.weight_decay if decay else 0.0} for decay in (True, False)]
+        beta1, beta2 = config.optimizer.betas
+        self.optimizer = torch.optim.AdamW(groups, lr=1.0, betas=(beta1, beta2), eps=config.optimizer.eps)
+        # 16 bit: the same casts as threed's, micro-batch by micro-batch.
+        self.micro = config.train.global_batch_size if self.dtype == torch.float32 else config.train.micro_batch_size
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Round the weights for compute. Without a master, what is rounded is all that is kept."""
+        for name, value in self.live.items():
+            value.copy_(self.masters[name].view_as(value))
+            if self.precision.master == "none":
+                self.masters[name].copy_(value.view_as(self.masters[name]))
+
+    def losses(self, step: int, train: bool = True) -> Iterator[torch.Tensor]:
+        """The loss of each micro-batch of a step."""
+        tokens, size = tokens_of(self.config, step), self.config.train.global_batch_size
+        for first in range(0, size, self.micro):
+            samples = torch.arange(step * size + first, step * size + first + self.micro)
+            part = tokens[first:first + self.micro]
+            batch = Batch(part[:, :-1], part[:, 1:], samples, self.config.train.seed, self.config.tokens_per_step, train)
             x = None
-            for module in modules:
+            for module in self.modules:
                 x = module(x, batch)
             assert x is not None
-            x.backward()
-            total += x.item()
-            for name, value in live.items():
-                masters[name].grad += value.grad.float().view_as(masters[name])  # pyright: ignore
-                value.grad = None
-        result.losses.append(total)
-        if step == 0:
-            result.first_grads = {name: value.grad.clone() for name, value in masters.items()}  # pyright: ignore
-        limit = config.optimizer.clip_grad or float("inf")
-        result.norms.append(float(torch.nn.utils.clip_grad_norm_(masters.values(), limit)))
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(config.optimizer, step, config.train.steps)
-        optimizer.step()
+            yield x
+
+    def backward(self, step: int) -> float:
+        """Gradients of the masters; the loss."""
+        scale = self.config.loss_scale
+        assert scale is not None, "a comparison needs a loss scale that stays"
+        total, grads = 0.0, {}
+        for loss in self.losses(step):
+            total += loss.item()
+            loss.backward(torch.full_like(loss, scale))
+            for name, value in self.live.items():
+                grad, value.grad = value.grad, None
+                assert grad is not None
+                grads[name] = grads[name] + grad if name in grads else grad.to(DTYPES[self.precision.grad_dtype])
+        for name, value in self.masters.items():  # over dp each rank's part is rounded; here the sum
+            value.grad = grads[name].to(DTYPES[self.precision.reduce_dtype]).float().view_as(value) / scale
+        return total
+
+    def run(self, steps: int) -> Result:
+        config, result = self.config.optimizer, Result([], [], {}, {})
+        for step in range(steps):
+            result.losses.append(self.backward(step))
+            if step == 0:
+                result.first_grads = {name: value.grad.clone() for name, value in self.masters.items()}  # pyright: ignore
+            limit = config.clip_grad or float("inf")
+            result.norms.append(float(torch.nn.utils.clip_grad_norm_(self.masters.values(), limit)))
+            for group in self.optimizer.param_groups:
+                group["lr"] = learning_rate(config, step, self.config.train.steps)
+            self.optimizer.step()
+            self.publish()
+        result.weights = {name: value.detach() for name, value in self.masters.items()}
         with torch.no_grad():
-            for name, value in live.items():
-                value.copy_(masters[name].view_as(value))
-    result.weights = {name: value.detach() for name, value in masters.items()}
-    return result
+            result.evaluated = sum(loss.item() for loss in self.losses(steps, train=False))
+        return result

@@ -254,7 +254,9 @@ class Loop:
             return
         # The learning rate's clock does not matter: the repeated step updates nothing either.
         where = find_nonfinite(self.engine, self._batches(self.train_split, self.samples))
-        raise RunError(f"{what}; {where}. No weight has changed in this step. Lower optimizer.lr, or set "
+        scale = "precision.min_loss_scale" if self.engine.zero.scaler.dynamic else "precision.loss_scale"
+        high = scale if math.isfinite(clipped.loss) and clipped.loss_scale > 1 else "optimizer.lr"
+        raise RunError(f"{what}; {where}. No weight has changed in this step. Lower {high}, or set "
                        "train.on_nonfinite=skip to leave such steps out")
 
     def _save(self) -> None:

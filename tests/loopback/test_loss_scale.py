@@ -27,7 +27,7 @@ class Seen(NamedTuple):
     scale: float  # of the next step
     updates: int
     lr: float
-    moved: tuple[bool, bool]  # weights as they are gathered or read, master weights and moments
+    moved: tuple[bool, ...]  # weights as they are gathered or read, master weights and moments
 
 
 def state_of(engine: Engine) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -145,7 +145,7 @@ def peak_of(prof: profile) -> int:
     now = peak = 0
     for event in prof.profiler.kineto_results.events():  # pyright: ignore[reportOptionalMemberAccess]
         if event.name() == "[memory]":
-            now += event.nbytes()
+            now += event.nbytes()  # pyright: ignore[reportAttributeAccessIssue]
             peak = max(peak, now)
     return peak
 

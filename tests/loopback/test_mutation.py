@@ -2,13 +2,15 @@
 
 This is what makes the checker worth having: none may be accepted and wrong, and none accepted may hang or fail.
 A communication may end when it is issued or only when somebody waits for it. Loopback always does the latter, which
-hides faults; here each does one or the other at random.
+hides faults; here each does one or the other at random. What runs beside the computation runs at once, beside it, or late.
 """
 
 from __future__ import annotations
 
 import difflib
 import random
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +19,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.harness import Ranks, assert_parity, batches, collect, drive, tiny
-from threed.comm import Comm, Handle
+from threed.comm import Comm, Handle, Lane, ThreadLane
 from threed.engine import loopback
 from threed.engine.engine import Engine
 from threed.errors import PlanError
@@ -26,7 +28,6 @@ from threed.program.check import check_programs
 from threed.program.instruction import Instruction, Op
 from threed.program.table import Plan
 from threed.schema import Config
-from threed.zero import run as zero_run
 
 SMALL = ["model.hidden=8", "model.heads=2", "model.seq_len=8", "model.vocab=16", "model.vocab_multiple=16",
          "optimizer.lr=0.05", "train.eval_every=1"]
@@ -46,7 +47,16 @@ class Case(NamedTuple):
                     f"parallel.tp={self.tp}", f"train.global_batch_size={self.dp * self.microbatches}", *self.others)
 
 
-UNTIED, GPIPE, ZERO_0 = "model.tie_embeddings=false", "parallel.schedule=gpipe", "zero.stage=0"
+UNTIED, GPIPE, SP = "model.tie_embeddings=false", "parallel.schedule=gpipe", "parallel.sequence_parallel=true"
+INTERLEAVED = ("parallel.schedule=interleaved", "parallel.virtual_stages=2")
+ZERO_0, ZERO_1, ZERO_2, ZERO_3 = (f"zero.stage={stage}" for stage in range(4))
+GROUPS, STAGE = "zero.shard_size=2", "zero.residency=stage"
+
+
+def ahead(uses: int) -> str:
+    return f"zero.prefetch={uses}"
+
+
 CASES = {
     "alone": Case(480, 1, 1),
     "accumulate": Case(840, 1, 3, dp=2, others=(UNTIED,)),
@@ -56,28 +66,51 @@ CASES = {
     "three": Case(720, 3, 4, others=(UNTIED,)),
     "four-gpipe": Case(720, 4, 2, others=(GPIPE,)),
     "one-unit-stages": Case(600, 4, 4, others=(UNTIED, ZERO_0)),
-    "sequence-parallel": Case(360, 2, 2, tp=2, others=("parallel.sequence_parallel=true",)),
-    "interleaved": Case(300, 2, 3, others=("parallel.schedule=interleaved", "parallel.virtual_stages=2")),
+    "sequence-parallel": Case(360, 2, 2, tp=2, others=(SP,)),
+    "interleaved": Case(300, 2, 3, others=INTERLEAVED),
     "breadth-first": Case(240, 2, 2, others=("parallel.schedule=breadth-first", "parallel.virtual_stages=2", UNTIED)),
     "zb-h1": Case(400, 2, 3, others=("parallel.schedule=zb-h1",)),
     "zb-h2": Case(300, 2, 4, others=("parallel.schedule=zb-h2", UNTIED)),
     "zb-v": Case(400, 2, 3, others=("parallel.schedule=zb-v",)),
-    "zb-v-sequence-parallel": Case(200, 2, 2, tp=2, others=("parallel.schedule=zb-v", "parallel.sequence_parallel=true")),
+    "zb-v-sequence-parallel": Case(200, 2, 2, tp=2, others=("parallel.schedule=zb-v", SP)),
     "dualpipe-v": Case(300, 2, 4, others=("parallel.schedule=dualpipe-v",)),
     "file": Case(300, 2, 2, others=(f"parallel.schedule=file:{Path(__file__).with_name('order.csv')}", UNTIED)),
     "auto": Case(300, 2, 4, others=("parallel.schedule=auto", "parallel.activation_limit=1.5x")),
+    "zero2": Case(160, 2, 3, dp=2, others=(ZERO_2,)),
+    "zero2-accumulate": Case(160, 1, 4, dp=2, others=(ZERO_2, UNTIED, "zero.reduce_every=2")),
+    "zero2-every-2": Case(120, 2, 3, dp=2, others=(ZERO_2, "zero.reduce_every=2")),
+    "zero2-sequence-parallel": Case(160, 1, 3, dp=2, tp=2, others=(ZERO_2, SP)),
+    "zero3": Case(160, 2, 3, dp=2, others=(ZERO_3, ahead(0))),
+    "zero3-ahead": Case(160, 1, 3, layers=3, dp=2, others=(ZERO_3, ahead(2), "zero.residency=2", UNTIED)),
+    "zero3-stage": Case(120, 2, 3, dp=2, others=(ZERO_3, ahead(1), STAGE, GPIPE, UNTIED)),
+    "zero3-persist": Case(120, 2, 2, dp=2, others=(ZERO_3, ahead(1), "zero.persist_below=100")),
+    "zero3-zb-v": Case(120, 2, 3, dp=2, others=(ZERO_3, "parallel.schedule=zb-v")),
+    "zero3-zb-v-untied": Case(120, 2, 3, dp=2, others=(ZERO_3, "parallel.schedule=zb-v", UNTIED, "zero.reduce_every=2")),
+    "zero3-zb-h1": Case(120, 2, 3, dp=2, others=(ZERO_3, "parallel.schedule=zb-h1", "zero.residency=2")),
+    "zero3-zb-h1-sequence-parallel": Case(120, 2, 2, dp=2, tp=2, others=(ZERO_3, "parallel.schedule=zb-h1", UNTIED, SP)),
+    "zero3-interleaved": Case(120, 2, 3, dp=2, others=(ZERO_3, *INTERLEAVED, STAGE)),
+    "zero3-interleaved-untied": Case(120, 2, 2, dp=2, others=(ZERO_3, *INTERLEAVED, UNTIED, ahead(2))),
+    "groups-zero1": Case(120, 2, 2, dp=4, others=(ZERO_1, GROUPS)),
+    "groups-zero2": Case(120, 2, 2, dp=4, others=(ZERO_2, GROUPS)),
+    "groups-zero3": Case(120, 1, 3, dp=4, others=(ZERO_3, GROUPS, UNTIED)),
 }
 
 
 # Moves more often than the rest: most of what is accepted is another order.
 KINDS = ("delete", "duplicate", "swap", "move", "move", "nudge", "nudge", "nudge", "unit", "microbatch", "peer",
-         "group", "keep", "op")
+         "group", "keep", "op", "more", "more")
+ZERO = (Op.GATHER, Op.RELEASE, Op.REDUCE, Op.CLIP, Op.STEP)
 
 
 def change(program: list[Instruction], rng: random.Random) -> None:
-    """One edit in place."""
+    """One edit in place, of ZeRO's instructions as often as of all the others, anywhere or where its unit is used."""
     kind = rng.choice(KINDS)
     i, j = rng.randrange(len(program)), rng.randrange(len(program))
+    of_zero = [index for index, item in enumerate(program) if item.op in ZERO]
+    if of_zero and rng.random() < 0.5:
+        i = rng.choice(of_zero)
+    if rng.random() < 0.5:
+        j = rng.choice([index for index, item in enumerate(program) if item.unit == program[i].unit])
     if kind == "delete":
         del program[i]
     elif kind == "duplicate":
@@ -88,14 +121,33 @@ def change(program: list[Instruction], rng: random.Random) -> None:
         program.insert(j, program.pop(i))
     elif kind == "nudge":
         program.insert(i + rng.choice((-1, 1)), program.pop(i))
+    elif kind == "more":
+        more(program, i, j, rng)
     elif kind == "op":
         program[i] = program[i]._replace(op=rng.choice(list(Op)))
     elif kind == "group":
-        program[i] = program[i]._replace(group=rng.choice(("", "dp", "tp", "tie", "shard", "world", "act", "grad")))
+        program[i] = program[i]._replace(group=rng.choice(("", "dp", "tp", "tie", "shard", "replica", "world", "act", "grad")))
     elif kind == "keep":
         program[i] = program[i]._replace(keep=rng.choice(("all", "none", "input")))
     else:
-        program[i] = program[i]._replace(**{kind: rng.randint(-1, 5)})
+        program[i] = program[i]._replace(**{kind: rng.randint(-1, 7)})
+
+
+def more(program: list[Instruction], i: int, j: int, rng: random.Random) -> None:
+    """Another GATHER and RELEASE of a unit, or RELEASE and GATHER, around some instructions or none; or what reduces a unit's
+    gradient once more: edits that take several of the others, and may well be right."""
+    item = program[i]
+    if item.op == Op.REDUCE:
+        groups = list(dict.fromkeys(other.group for other in program if other[:2] == item[:2]))
+        program[j:j] = [item._replace(group=group) for group in groups[:groups.index(item.group) + 1]]
+    elif item.op in (Op.GATHER, Op.RELEASE):
+        pair = {Op.GATHER: item, Op.RELEASE: item}
+        for other in program:
+            if other.unit == item.unit and other.op in pair:
+                pair[other.op] = other
+        first, then = rng.sample(list(pair.values()), 2)
+        program.insert(j, first)
+        program.insert(rng.choice((j + 1, rng.randint(j + 1, len(program)))), then)
 
 
 def edited(plan: Plan, rng: random.Random) -> tuple[str, list[tuple[Instruction, ...]]]:
@@ -122,31 +174,33 @@ def run(config: Config, plan: Plan) -> Ranks:
     return collect(config, loopback.run_loopback(config, plan, make_mesh(config), work))
 
 
+LANES = ("at once", "beside", "late")  # when a lane's jobs run; all of a run's are alike
+
+
 class Haste:
-    """Ends communications early: single ones at random; the composite ones of ZeRO all or none of a run, since they
-    communicate when they end, which all ranks must do alike."""
+    """Ends communications early, or begins and ends those of lanes late, at random."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seed: int):
-        self.rng, self.composite, recv = random.Random(seed), False, loopback.ThreadChannel.recv
+        self.rng, self.lanes = random.Random(seed), "beside"
+        monkeypatch.setattr(loopback.ThreadChannel, "recv", self.any_time(loopback.ThreadChannel.recv))
+        monkeypatch.setattr(loopback.ThreadGroup, "_call", self.any_time(loopback.ThreadGroup._call))
+        monkeypatch.setattr(loopback, "ThreadLane", lambda name: Lane() if self.lanes == "at once" else ThreadLane(name))
 
-        def early(channel, tensor) -> Handle:
-            handle = recv(channel, tensor)
+    def any_time(self, call: Callable[..., Handle]) -> Callable[..., Handle]:
+        def issue(*arguments) -> Handle:
+            self.pause()
+            handle = call(*arguments)
+            self.pause()
             if self.rng.random() < 0.5:
                 handle.wait()
             return handle
 
-        monkeypatch.setattr(loopback.ThreadChannel, "recv", early)
-        monkeypatch.setattr(loopback.ThreadGroup, "_call", self.eager(loopback.ThreadGroup._call))
-        monkeypatch.setattr(zero_run, "Handle", lambda wait: self.handle(wait, self.composite))
+        return issue
 
-    def handle(self, wait: Callable[[], object], now: bool) -> Handle:
-        made = Handle(wait)
-        if now:
-            made.wait()
-        return made
-
-    def eager(self, call: Callable[..., Handle]) -> Callable[..., Handle]:
-        return lambda *arguments: self.handle(call(*arguments).wait, self.rng.random() < 0.5)
+    def pause(self) -> None:
+        """In a late lane: whoever should wait for its job and does not now goes on without it."""
+        if self.lanes == "late" and threading.current_thread().name == "dp":
+            time.sleep(self.rng.choice((0, 0, 0.001)))
 
 
 def hunt(case: Case, seed: int, haste: Haste, tell: Callable[[str], None]) -> Counter[str]:
@@ -165,7 +219,7 @@ def hunt(case: Case, seed: int, haste: Haste, tell: Callable[[str], None]) -> Co
         verdict = "right"
         if (key := (name, tuple(programs))) not in seen:
             seen.add(key)
-            haste.composite = len(seen) % 2 == 0
+            haste.lanes = LANES[len(seen) % len(LANES)]
             try:
                 assert_parity(run(config, Plan(plan.table, {**plan.programs, name: programs})), right)
             except Exception as error:
@@ -182,17 +236,61 @@ def difference(before: list[tuple[Instruction, ...]], after: list[tuple[Instruct
     return "\n".join(lines)
 
 
+def check(case: Case, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loopback, "TIMEOUT_S", 10.0)
+    found: list[str] = []
+    counts = hunt(case, seed, Haste(monkeypatch, seed + 1), found.append)
+    print(", ".join(f"{counts[verdict]} {verdict}" for verdict in ("rejected", "right", "wrong")))
+    assert not found, "\n\n".join(found[:5])
+    assert counts["rejected"] > counts["right"] > 0
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_no_edit_is_accepted_and_wrong(name, monkeypatch):
     """An edit that gets past `check` and then gives other numbers, raises or hangs: a rule is missing in `effects`."""
-    monkeypatch.setattr(loopback, "TIMEOUT_S", 10.0)
-    found: list[str] = []
-    counts = hunt(CASES[name], 1, Haste(monkeypatch, 2), found.append)
-    print(f"\n{name}: " + ", ".join(f"{counts[verdict]} {verdict}" for verdict in ("rejected", "right", "wrong")))
-    assert not found, "\n\n".join(found[:5])
-    assert counts["rejected"] > counts["right"] > 0
+    check(CASES[name], 1, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [11, 12])
+@pytest.mark.parametrize("name", CASES)
+def test_many_edits(name, seed, monkeypatch):
+    """The same, with 1,000 other edits."""
+    check(CASES[name]._replace(edits=1000), seed, monkeypatch)
 
 
 def test_there_are_enough_edits():
     """Fewer than 2,000 edits would say little."""
     assert sum(case.edits for case in CASES.values()) >= 2000
+
+
+def refusal(case: Case, edit: Callable[[list[Instruction]], None]) -> str:
+    """Why an edit of the first position's training program is refused."""
+    plan = make_plan(case.config())
+    program, *others = plan.programs["train"]
+    edit(edited := list(program))
+    with pytest.raises(PlanError) as caught:
+        check_programs("train", [tuple(edited), *others], plan.table)
+    return str(caught.value).splitlines()[0]
+
+
+def test_nothing_is_added_to_a_sum_over_tp():
+    """It lies in the gradient's buffer until it is reduced over dp: a backward in between would be summed over tp never."""
+
+    def edit(program: list[Instruction]) -> None:
+        reduce = program.index(Instruction(Op.REDUCE, 1, group="dp"))
+        backward = program.index(Instruction(Op.BACKWARD, 1, 1))
+        program.insert(backward, program.pop(reduce))
+
+    case = Case(0, 1, 3, dp=2, tp=2, others=(ZERO_2, SP, UNTIED))
+    assert "adds to 'wgrad p1' after it was used" in refusal(case, edit)
+
+
+def test_no_copy_is_there_while_its_shard_is_stepped():
+    """A GATHER that is still on its way would write the old shard over the new one."""
+
+    def edit(program: list[Instruction]) -> None:
+        step = program.index(Instruction(Op.STEP, 1))
+        program[step:step + 1] = [Instruction(Op.GATHER, 1, group="dp"), program[step], Instruction(Op.RELEASE, 1)]
+
+    assert "updates 'pshard p1' while 'param p1'" in refusal(Case(0, 1, 2, dp=2, others=(UNTIED,)), edit)

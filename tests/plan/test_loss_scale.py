@@ -95,3 +95,10 @@ def test_what_a_checkpoint_does_not_change():
     assert fixed.scale == 64 and dynamic.scale == 65536
     dynamic.restore(saved)
     assert dynamic.state() == saved
+
+
+def test_from_a_fixed_scale_to_a_dynamic_one():
+    """A bf16 run that goes on in fp16 began with a scale of 1, and lost its small gradients for thousands of steps."""
+    subject = scaler()
+    subject.restore(scaler("precision.dtype=bf16").state())
+    assert subject == scaler()

@@ -49,8 +49,8 @@ class LossScaler:
             self.scale = min(2 * self.scale, 2.0**96)  # finite in fp32, whatever the window
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint keeps."""
-        return {key: value for key, value in asdict(self).items() if key in ("scale", "good", "left")}
+        """What a checkpoint keeps: nothing of a fixed scale, which is no place for a dynamic one to go on from."""
+        return {key: value for key, value in asdict(self).items() if self.dynamic and key in ("scale", "good", "left")}
 
     def restore(self, state: dict[str, float]) -> None:
         """Go on from a checkpoint. A fixed scale is the config's."""

@@ -1,0 +1,171 @@
+"""Every setting of ZeRO against the reference, training and evaluating; and stages against each other, to the bit."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from tests.harness import SIXTEEN, Ranks, assert_contract, assert_parity, loopback, tiny
+from threed.planner import make_plan
+from threed.program.summary import stages
+from threed.schema import Config
+
+SMALL = ["model.layers=4", "model.hidden=16", "model.heads=4", "model.seq_len=8", "model.vocab=30", "model.vocab_multiple=16",
+         "train.eval_every=1"]
+UNTIED = "model.tie_embeddings=false"
+SP = ["parallel.tp=2", "parallel.sequence_parallel=true"]
+
+
+def small(stage: int, *others: str, dp: int = 2, pp: int = 2, micro_batches: int = 3) -> Config:
+    return tiny(*SMALL, f"zero.stage={stage}", f"parallel.dp={dp}", f"parallel.pp={pp}",
+                f"train.global_batch_size={dp * micro_batches}", *others)
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, "step"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_reduce_every(stage, every, references):
+    """A part of the gradient that is lost, or added twice, when the last reduction has fewer micro-batches than the others."""
+    assert_contract(small(stage, f"zero.reduce_every={every}", micro_batches=4), references)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+@pytest.mark.parametrize("residency", [1, 2, 3, "stage", "step"])
+def test_window(residency, prefetch, references):
+    """A unit that is used when its buffer holds another one, or that autograd kept as memory that is used again."""
+    assert_contract(small(3, f"zero.residency={residency}", f"zero.prefetch={prefetch}"), references)
+
+
+@pytest.mark.parametrize("others", [[], SP, ["zero.residency=stage"]], ids=["", "sequence-parallel", "stage"])
+@pytest.mark.parametrize("below", [1, 100, 10**9])
+def test_persist(below, others, references):
+    """Parameters of a unit that stay whole and others that do not: none (nothing is that small), biases and norms, or all."""
+    assert_contract(small(3, f"zero.persist_below={below}", UNTIED, *others), references)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_shard_groups(stage, size, references):
+    """Copies in several groups that drift apart, or are counted once each in the gradient norm."""
+    assert_contract(small(stage, f"zero.shard_size={size}", dp=4), references)
+
+
+MESHES = {
+    "dp2": ((2, 1), []),
+    "dp4": ((4, 1), []),
+    "dp8": ((8, 1), []),
+    "pp2": ((2, 2), ["parallel.schedule=gpipe"]),
+    "pp4": ((2, 4), []),
+    "zb-v": ((2, 2), ["parallel.schedule=zb-v"]),
+    "tp2": ((2, 1), SP),
+    "3d": ((2, 2), SP),
+    "groups": ((4, 1), [*SP, "zero.shard_size=2"]),
+}
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("name", MESHES)
+def test_mesh(name, stage, tied, references):
+    """pp=1, where a tied embedding is one unit that two others use; pp=2 and 4, where it is two halves."""
+    (dp, pp), others = MESHES[name]
+    config = small(stage, *others, *([] if tied else [UNTIED]), dp=dp, pp=pp, micro_batches=2)
+    assert_contract(config, references)
+
+
+VARIANTS = {
+    "llama": ["model.norm=rmsnorm", "model.activation=swiglu", "model.bias=false", "model.kv_heads=2", UNTIED, *SP],
+    "learned-positions": ["model.position=learned", *SP],
+    "units-of-two-blocks": ["parallel.layers_per_unit=2"],
+    "dropout": ["model.dropout=0.1", "model.attention_dropout=0.1"],
+    "clipping": ["optimizer.clip_grad=1.0"],
+}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variant(name, stage, references):
+    """What a model keeps for backward when its parameters come and go."""
+    assert_contract(small(stage, *VARIANTS[name]), references)
+
+
+@pytest.mark.parametrize("master", ["fp32", "none"])
+@pytest.mark.parametrize("reduce", ["fp32", "bf16"])
+@pytest.mark.parametrize("grad", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_dtypes(stage, grad, reduce, master, references):
+    """bf16 with gradients kept and sent in either dtype, with and without an fp32 copy of the weights. Losses would hardly tell
+    a setting that has no effect: so the values themselves are asked, and the bytes."""
+    groups = ["zero.shard_size=2"] if stage in (1, 3) else []
+    config = small(stage, "model.layers=2", "precision.dtype=bf16", f"precision.grad_dtype={grad}",
+                   f"precision.reduce_dtype={reduce}", f"precision.master={master}", *groups, dp=4, pp=1)
+    ranks = loopback(config, 4)
+    assert_parity(ranks, references(config, 4), SIXTEEN)
+    assert fits_bf16(ranks.weights) == (master == "none")
+    assert fits_bf16(ranks.first_grads) == ("bf16" in (grad, reduce if groups else None))  # the last sum is over groups
+    plan = make_plan(config)
+    assert ranks.sent[0]["dp"] == 4 * stages(plan)[0]["sent_bytes"]["dp"]
+    assert plan.table.reduce_bytes == (4 if reduce == "fp32" else 2)
+
+
+def fits_bf16(tensors: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(value, value.bfloat16().float()) for value in tensors.values())
+
+
+@pytest.mark.parametrize("master", ["fp32", "none"])
+def test_master_keeps_what_rounding_loses(master):
+    """Updates of less than half a unit in the last place of bf16: without a copy in fp32 the weights never move."""
+    ranks = loopback(small(2, "precision.dtype=bf16", f"precision.master={master}", "optimizer.lr=1e-5"), 3)
+    weight = ranks.weights["blocks.0.mlp_norm.weight"]
+    assert torch.equal(weight, torch.ones_like(weight)) == (master == "none")
+
+
+PRECISIONS = {
+    "fp32": [],
+    "bf16": ["precision.dtype=bf16"],
+    "fp16": ["precision.dtype=fp16", "precision.loss_scale=1024"],
+    "bf16-throughout": ["precision.dtype=bf16", "precision.grad_dtype=bf16", "precision.reduce_dtype=bf16",
+                        "precision.master=none"],
+}
+BITS = {
+    "dp": ((2, 1), [UNTIED]),
+    "pp-tied": ((2, 2), []),
+    "sequence-parallel": ((2, 1), SP),
+    "zb-v": ((2, 2), ["parallel.schedule=zb-v"]),
+    "dp4": ((4, 1), []),
+}
+QUICK = {(name, precision) for name in ("dp", "pp-tied") for precision in ("fp32", "bf16", "fp16")}
+
+
+def same_bits(runs: list[Ranks]) -> None:
+    for a, b in itertools.pairwise(runs):
+        assert (a.losses, a.norms, a.evaluated) == (b.losses, b.norms, b.evaluated)
+        for name, value in a.weights.items():
+            assert torch.equal(a.first_grads[name], b.first_grads[name]), name
+            assert torch.equal(value, b.weights[name]), name
+
+
+@pytest.mark.parametrize(("name", "precision"), [
+    pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow]) for case in itertools.product(BITS, PRECISIONS)])
+def test_stages_are_equal_to_the_bit(name, precision):
+    """With clipping, 20 steps: what sums the same in the same order has the same bits, whatever is sharded."""
+    (dp, pp), others = BITS[name]
+
+    def run(stage: int, *settings: str) -> Ranks:
+        return loopback(small(stage, "model.layers=2", "optimizer.clip_grad=1.0", *others, *PRECISIONS[precision], *settings,
+                              dp=dp, pp=pp, micro_batches=2), 20)
+
+    once = "zero.reduce_every=step"
+    same_bits([run(0), run(1), run(2, once), run(3, once)])
+    same_bits([run(2), run(3), run(3, "zero.residency=step", "zero.persist_below=1")])
+
+
+@pytest.mark.parametrize(("pp", "precision"), [
+    pytest.param(*case, marks=[pytest.mark.slow] if case[0] > 1 else []) for case in itertools.product((1, 2), PRECISIONS)])
+def test_shard_groups_are_equal_to_the_bit(pp, precision):
+    """The same, with two shard groups."""
+    runs = [loopback(small(stage, "model.layers=2", "optimizer.clip_grad=1.0", "zero.shard_size=2", *PRECISIONS[precision],
+                           *(["zero.reduce_every=step"] if stage > 1 else []), dp=4, pp=pp, micro_batches=2), 20)
+            for stage in (1, 2, 3)]
+    same_bits(runs)

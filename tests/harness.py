@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,6 +142,7 @@ def drive(config: Config, engine: Engine, comm: Comm, steps: int):
     sent, evaluated = dict(comm.sent), None
     if "evaluate" in engine.plan.programs:
         evaluated = engine.run("evaluate", batches(config, comm, steps, train=False))[0].loss
+    engine.close()
     return losses, norms, grads, weights, places, comm.here, sent, evaluated
 
 
@@ -203,6 +205,15 @@ def assert_parity(ranks: Ranks, reference, tolerance: Tolerance = FP32) -> None:
         for name, want in all_want.items():
             error, size = (all_got[name] - want).abs().max().item(), want.abs().max().item()
             assert error <= most * max(size, 1e-3), (name, error, size)
+
+
+def same_bits(runs: list[Ranks]) -> None:
+    """Runs that are equal in every number, tensor and bit."""
+    for a, b in itertools.pairwise(runs):
+        assert (a.losses, a.norms, a.evaluated) == (b.losses, b.norms, b.evaluated)
+        for name, value in a.weights.items():
+            assert torch.equal(a.first_grads[name], b.first_grads[name]), name
+            assert torch.equal(value, b.weights[name]), name
 
 
 def over_gloo(rank: int, store_path: str, config: Config, steps: int):

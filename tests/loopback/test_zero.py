@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from tests.harness import SIXTEEN, Ranks, assert_contract, assert_parity, loopback, tiny
+from tests.harness import SIXTEEN, Ranks, assert_contract, assert_parity, loopback, same_bits, tiny
 from threed.planner import make_plan
 from threed.program.summary import stages
 from threed.schema import Config
@@ -136,14 +136,6 @@ BITS = {
     "dp4": ((4, 1), []),
 }
 QUICK = {(name, precision) for name in ("dp", "pp-tied") for precision in ("fp32", "bf16", "fp16")}
-
-
-def same_bits(runs: list[Ranks]) -> None:
-    for a, b in itertools.pairwise(runs):
-        assert (a.losses, a.norms, a.evaluated) == (b.losses, b.norms, b.evaluated)
-        for name, value in a.weights.items():
-            assert torch.equal(a.first_grads[name], b.first_grads[name]), name
-            assert torch.equal(value, b.weights[name]), name
 
 
 @pytest.mark.parametrize(("name", "precision"), [

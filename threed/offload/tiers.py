@@ -1,16 +1,20 @@
-"""The disk tier: a file a parameter unit, in a folder a rank, read and written past the page cache.
+"""The disk tier: files of parameter units, read and written past the page cache.
 
-Files are made, with all their room, before the first step: a disk that is too small says so then. They are removed at the end.
+Files are made, with all their room, before the first step: a disk that is too small says so then. They have no name in the
+folder: they go with the process, however it ends, and runs that share a folder do not meet. (`df` shows the room that they take,
+`ls` does not.)
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
+import mmap
 import os
-import shutil
+import tempfile
 from pathlib import Path
+from typing import IO
 
-import numpy as np
 import torch
 
 from threed.errors import InputError, RunError
@@ -23,32 +27,30 @@ class Disk:
     """Files of one rank. RunError where one cannot be read or written: the last checkpoint stands."""
 
     def __init__(self, path: str, rank: int):
-        self.folder = Path(path) / f"rank-{rank:05d}"
-        self._files: dict[str, tuple[int, Path]] = {}
-        try:
-            if not Path(path).is_dir():
-                raise InputError(f"offload.nvme_path={path} is not a folder: make it, on the fastest disk of each machine")
-            shutil.rmtree(self.folder, ignore_errors=True)  # of a run that was killed
-            self.folder.mkdir()
-        except OSError as error:
-            raise InputError(f"offload.nvme_path={path} cannot be used: {error.strerror}") from None
+        self._path, self._rank = path, rank
+        self._files: dict[str, IO[bytes]] = {}
+        if not Path(path).is_dir():
+            raise InputError(f"offload.nvme_path={path} is not a folder: make it, on the fastest disk of each machine")
 
     def make(self, name: str, nbytes: int) -> None:
         """A file of `nbytes`, rounded up to ALIGNMENT, with all its room."""
-        file, size = self.folder / name, round_up(nbytes, ALIGNMENT)
-        flags = os.O_RDWR | os.O_CREAT
+        size = round_up(nbytes, ALIGNMENT)
         try:
-            try:
-                descriptor = os.open(file, flags | getattr(os, "O_DIRECT", 0), 0o600)
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-                descriptor = os.open(file, flags, 0o600)  # a file system in memory has no cache to go past
-            self._files[name] = descriptor, file
-            os.posix_fallocate(descriptor, 0, size)
+            file = self._files[name] = tempfile.TemporaryFile(dir=self._path, buffering=0)  # noqa: SIM115 (open as long as we are)
         except OSError as error:
-            raise InputError(f"{file}: there is no room for {show_bytes(size)} ({error.strerror}): free some, set "
-                             "offload.nvme_path to a larger disk, or offload less") from None
+            raise InputError(f"offload.nvme_path={self._path} cannot be used: {error.strerror}; give a folder in which files can "
+                             "be made") from None
+        try:
+            os.posix_fallocate(file.fileno(), 0, size)
+        except OSError as error:
+            raise InputError(f"offload.nvme_path={self._path} has no room for {show_bytes(size)}, {name} of rank {self._rank} "
+                             f"({error.strerror}): free some, give a folder on a larger disk, or offload less") from None
+        try:
+            flags = fcntl.fcntl(file, fcntl.F_GETFL)
+            fcntl.fcntl(file, fcntl.F_SETFL, flags | getattr(os, "O_DIRECT", 0))
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # a file system in memory has no cache to go past
+                raise
 
     def read(self, name: str, into: torch.Tensor) -> None:
         """Fill aligned host memory from a file."""
@@ -59,27 +61,32 @@ class Disk:
         self._transfer(name, of, os.pwritev, "written")
 
     def _transfer(self, name: str, tensor: torch.Tensor, call, done: str) -> None:
-        descriptor, file = self._files[name]
+        file = self._files[name]  # held, so that its number is nobody else's for as long as this takes
         memory, at = memoryview(tensor.numpy()), 0
         while at < len(memory):
             try:
-                moved = call(descriptor, [memory[at:at + BLOCK]], at)
+                moved = call(file.fileno(), [memory[at:at + BLOCK]], at)
             except OSError as error:
-                raise RunError(f"{file} could not be {done}: {error.strerror}. The last checkpoint stands; see to "
-                               "offload.nvme_path and start again") from None
+                raise RunError(f"{self._called(name)} could not be {done}: {error.strerror}. {_STANDS}") from None
             if moved <= 0:
-                raise RunError(f"{file} could be {done} up to byte {at} of {len(memory)} only: it was cut short while the run "
-                               "used it. The last checkpoint stands; see to offload.nvme_path and start again")
+                raise RunError(f"{self._called(name)} could be {done} up to byte {at} of {len(memory)} only: it was cut short "
+                               f"while the run used it. {_STANDS}")
             at += moved
 
     def map(self, name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A file's content as a tensor, without reading it: for checkpoints and initial values, between steps."""
-        nbytes = numel * dtype.itemsize
-        return torch.from_numpy(np.memmap(self._files[name][1], np.uint8, "r+", shape=(nbytes,))).view(dtype)
+        try:
+            content = mmap.mmap(self._files[name].fileno(), numel * dtype.itemsize)
+        except ValueError:
+            raise RunError(f"{self._called(name)} was cut short while the run used it. {_STANDS}") from None
+        return torch.frombuffer(content, dtype=dtype)
+
+    def _called(self, name: str) -> str:
+        return f"offload.nvme_path={self._path}: {name} of rank {self._rank}"
 
     def close(self) -> None:
-        """Remove all files."""
-        for descriptor, _ in self._files.values():
-            os.close(descriptor)
+        """Give up all files. Each goes once what is being read or written has been."""
         self._files.clear()
-        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+_STANDS = "The last checkpoint stands; see to the disk and start again"

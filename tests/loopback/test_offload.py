@@ -1,0 +1,254 @@
+"""Optimizer state and parameters on the host and on disk: against the reference, and against the device, to the bit."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from pathlib import Path
+
+import pytest
+from allpairspy import AllPairs
+
+from tests.harness import Ranks, assert_contract, batches, loopback, same_bits, tiny
+from threed.comm import Comm, ThreadLane
+from threed.engine.engine import Engine
+from threed.engine.loopback import run_loopback
+from threed.planner import make_mesh, make_plan
+from threed.schema import Config
+
+SMALL = ["model.layers=4", "model.hidden=16", "model.heads=4", "model.seq_len=8", "model.vocab=30", "model.vocab_multiple=16",
+         "train.eval_every=1"]
+TP, SP = ["parallel.tp=2"], ["parallel.tp=2", "parallel.sequence_parallel=true"]
+CPU, NVME = ["offload.optimizer=cpu"], ["offload.optimizer=nvme"]
+CPU_BOTH, NVME_BOTH = [*CPU, "offload.parameters=cpu"], [*NVME, "offload.parameters=nvme"]
+TIERS = {"cpu": CPU, "nvme": NVME, "cpu-both": CPU_BOTH, "nvme-both": NVME_BOTH,
+         "state-on-disk": [*NVME, "offload.parameters=cpu"], "weights-on-disk": [*CPU, "offload.parameters=nvme"]}
+BF16, FP16 = ["precision.dtype=bf16"], ["precision.dtype=fp16", "precision.loss_scale=1024"]
+
+
+def small(path: Path, stage: int, *others: str, dp: int = 2, pp: int = 2, micro_batches: int = 3) -> Config:
+    """Files go to `path` where some are asked for."""
+    files = [f"offload.nvme_path={path}"] if any(text.endswith("=nvme") for text in others) else []
+    return tiny(*SMALL, f"zero.stage={stage}", f"parallel.dp={dp}", f"parallel.pp={pp}",
+                f"train.global_batch_size={dp * micro_batches}", *files, *others)
+
+
+# ---------------------------------------------------------------- all together
+
+AXES: dict[str, list] = {
+    "tier": list(TIERS),
+    "stage": [3, 0, 1, 2],
+    "ratio": [1.0, 0.3, 0.5],
+    "schedule": ["1f1b", "gpipe", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v", "breadth-first"],
+    "mesh": ["plain", "tp", "sp", "groups"],
+    "tied": [True, False],
+    "precision": ["fp32", "bf16", "fp16"],
+    "activation": ["none", "full", "cpu"],
+}
+MESHES = {"plain": (2, []), "tp": (2, TP), "sp": (2, SP), "groups": (4, ["zero.shard_size=2"])}
+PRECISIONS = {"fp32": [], "bf16": BF16, "fp16": FP16}
+ACTIVATIONS = {"none": [], "full": ["activation.policy=full"], "cpu": ["activation.policy=full", "activation.offload=cpu"]}
+
+
+def works(row: list) -> bool:
+    """What the contract does not refuse."""
+    parameters = len(row) > 0 and any("parameters" in text for text in TIERS[row[0]])
+    return not (len(row) > 1 and parameters and row[1] < 3) and not (len(row) > 4 and row[1] == 0 and row[4] == "groups")
+
+
+def composed(path: Path, tier: str, stage: int, ratio: float, schedule: str, mesh: str, tied: bool, precision: str,
+             activation: str) -> Config:
+    dp, over = MESHES[mesh]
+    virtual = ["parallel.virtual_stages=2"] if schedule in ("interleaved", "breadth-first") else []
+    return small(path, stage, *TIERS[tier], f"offload.ratio={ratio}", f"parallel.schedule={schedule}", *virtual, *over,
+                 f"model.tie_embeddings={tied}", *PRECISIONS[precision], *ACTIVATIONS[activation], dp=dp,
+                 micro_batches=4 if schedule == "dualpipe-v" else 3)
+
+
+SAMPLE = [tuple(row) for row in AllPairs(list(AXES.values()), filter_func=works)]
+
+
+@pytest.mark.parametrize("row", SAMPLE, ids=lambda row: "-".join(map(str, row)))
+def test_pairs(row, references, tmp_path):
+    """Two features that do not get on: every two values of two axes meet here."""
+    assert_contract(composed(tmp_path, *row), references)
+
+
+PRODUCT = [row for row in itertools.product(*(AXES[axis] for axis in ("tier", "stage", "ratio", "schedule"))) if works(list(row))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "row"), list(enumerate(PRODUCT)), ids=["-".join(map(str, row)) for row in PRODUCT])
+def test_product(number, row, references, tmp_path):
+    """The same, every tier, stage, ratio and schedule; with other values of the other axes each time."""
+    rng = random.Random(number)
+    mesh, tied, precision, activation = (rng.choice(AXES[axis]) for axis in ("mesh", "tied", "precision", "activation"))
+    config = composed(tmp_path, *row, "plain" if row[1] == 0 and mesh == "groups" else mesh, tied, precision, activation)
+    assert_contract(config, references)
+
+
+# ---------------------------------------------------------------- settings that meet offload
+
+VARIANTS = {
+    "reduce-every-1": (2, ["zero.reduce_every=1"]),
+    "reduce-every-2": (2, ["zero.reduce_every=2"]),
+    "reduce-every-step": (2, ["zero.reduce_every=step"]),
+    "3-reduce-every-2": (3, ["zero.reduce_every=2"]),
+    "3-reduce-every-step": (3, ["zero.reduce_every=step"]),
+    "residency-2": (3, ["zero.residency=2", "zero.prefetch=0"]),
+    "residency-stage": (3, ["zero.residency=stage", "zero.prefetch=2"]),
+    "residency-step": (3, ["zero.residency=step"]),
+    "prefetch-3": (3, ["zero.prefetch=3"]),
+    "persist-some": (3, ["zero.persist_below=100"]),
+    "persist-all": (3, ["zero.persist_below=1000000"]),
+    "clipping-0": (0, ["optimizer.clip_grad=0.5"]),
+    "clipping-3": (3, ["optimizer.clip_grad=0.5"]),
+    "bf16-gradients": (2, [*BF16, "precision.grad_dtype=bf16", "precision.reduce_dtype=bf16"]),
+    "bf16-gradients-3": (3, [*BF16, "precision.grad_dtype=bf16"]),
+    "groups-of-one": (3, ["zero.shard_size=1"]),
+    "contiguous": (3, ["activation.policy=full", "activation.offload=cpu", "activation.contiguous=true"]),
+}
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variant(name, pp, references, tmp_path):
+    """A part of a gradient that comes down twice or never; a unit that is up when its GATHER is not there, or the other way."""
+    stage, others = VARIANTS[name]
+    for tier in ("cpu", "nvme") if stage < 3 else ("cpu-both", "nvme-both"):
+        assert_contract(small(tmp_path, stage, *TIERS[tier], *others, pp=pp, micro_batches=4), references)
+
+
+@pytest.mark.parametrize("ratio", [0.3, 0.5, 1])
+def test_one_rank(ratio, references, tmp_path):
+    """dp = tp = pp = 1: lanes with nobody to talk to."""
+    for stage, tier in itertools.product((0, 3), ("cpu", "nvme")):
+        assert_contract(small(tmp_path, stage, *TIERS[tier], f"offload.ratio={ratio}", dp=1, pp=1), references)
+
+
+# ---------------------------------------------------------------- to the bit
+
+BITS = {
+    "stage-0": (0, []),
+    "stage-1": (1, ["offload.ratio=0.5"]),
+    "stage-1-sp": (1, SP),
+    "stage-2-step": (2, ["zero.reduce_every=step"]),
+    "stage-3-step": (3, ["zero.reduce_every=step"]),
+    "groups": (1, ["zero.shard_size=2"]),
+}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", BITS)
+def test_equal_to_the_device(name, precision, tmp_path):
+    """With clipping, 10 steps: the host's arithmetic is that of the device, on the same ranges, whatever tier it is kept on."""
+    stage, others = BITS[name]
+
+    def run(*settings: str) -> Ranks:
+        mine = [text for text in others if settings or "ratio" not in text]
+        return loopback(small(tmp_path, stage, "model.layers=2", "optimizer.clip_grad=1.0", *PRECISIONS[precision], *mine,
+                              *settings, dp=4 if name == "groups" else 2, micro_batches=2), 10)
+
+    same_bits([run(), run(*CPU), run(*NVME), *([run(*CPU_BOTH), run(*NVME_BOTH)] if stage == 3 else [])])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("others", [[], ["zero.reduce_every=2", "offload.ratio=0.5"], ["model.tie_embeddings=false", *SP]],
+                         ids=["", "often", "sp"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_disk_is_equal_to_the_host(stage, others, precision, tmp_path):
+    """Bytes that are lost on the way to the disk or back, or come from the unit before."""
+    tiers = ("cpu", "nvme") if stage < 3 else tuple(TIERS)
+    same_bits([loopback(small(tmp_path, stage, "model.layers=2", "optimizer.clip_grad=1.0", *PRECISIONS[precision], *others,
+                              *TIERS[tier]), 10) for tier in tiers])
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_evaluation_in_between(tier, tmp_path):
+    """An evaluation that reads parameters before they are up from the step, or leaves something behind for the next one."""
+
+    def run(*settings: str) -> list[list[float]]:
+        config = small(tmp_path, 3, "zero.reduce_every=step", *settings)
+        plan = make_plan(config)
+
+        def work(comm: Comm) -> list[float]:
+            engine, losses = Engine(config, plan, comm), []
+            for step in range(4):
+                losses += [engine.run("evaluate", batches(config, comm, 9, train=False))[0].loss for _ in range(2)]
+                losses.append(engine.train_step(batches(config, comm, step))[0].loss)
+            engine.close()
+            return losses
+
+        return run_loopback(config, plan, make_mesh(config), work)
+
+    found = run(*TIERS[tier])
+    assert found == run() and found[0][0] == found[0][1] != found[0][3]
+
+
+def test_a_skipped_step_changes_nothing(tmp_path):
+    """An overflow: the host must leave weights and moments alone, on disk, too, and what comes up must be the old weights."""
+    overflow = ["precision.dtype=fp16", f"precision.initial_loss_scale={2.0**40}", "precision.hysteresis=1"]
+    runs = [loopback(small(tmp_path, 3, "zero.reduce_every=step", *overflow, *settings), 2)
+            for settings in ([], CPU, NVME, CPU_BOTH, NVME_BOTH)]
+    for ranks in runs:
+        assert ranks.weights.keys() == runs[0].weights.keys() and ranks.evaluated == runs[0].evaluated
+        assert all(ranks.weights[name].equal(value) for name, value in runs[0].weights.items())
+
+
+# ---------------------------------------------------------------- under hostile timing
+
+SLOW_LANES = ("d2h", "h2d", "host", "read", "write", "dp")
+HOSTILE = {
+    "stage-0": (0, CPU, []),
+    "stage-1-tied": (1, NVME, ["parallel.schedule=zb-h1"]),
+    "stage-2": (2, CPU, ["model.tie_embeddings=false"]),
+    "stage-2-groups": (2, NVME, ["zero.shard_size=1", "offload.ratio=0.5"]),
+    "stage-3": (3, CPU_BOTH, ["zero.prefetch=2"]),
+    "stage-3-window": (3, NVME_BOTH, ["zero.residency=2", "parallel.schedule=zb-v"]),
+    "stage-3-bf16": (3, NVME_BOTH, [*BF16, "zero.reduce_every=2"]),
+    "stage-3-recompute": (3, TIERS["state-on-disk"], ACTIVATIONS["cpu"]),
+    "stage-3-persist": (3, TIERS["weights-on-disk"], ["zero.persist_below=100", "zero.residency=stage"]),
+}
+
+
+@pytest.fixture
+def late_lanes(monkeypatch):
+    """Jobs beside the computation begin up to 3 ms late: whoever does not wait for one that it needs is there before it."""
+    rng, submit, names = random.Random(3), ThreadLane.submit, {}
+    start = ThreadLane.__init__
+
+    def init(self: ThreadLane, name: str) -> None:
+        names[id(self)] = name
+        start(self, name)
+
+    def late(self: ThreadLane, job):
+        pause = rng.choice((0, 0, 0.001, 0.003)) if names[id(self)] in SLOW_LANES else 0
+
+        def body() -> None:
+            time.sleep(pause)
+            job()
+
+        return submit(self, body)
+
+    monkeypatch.setattr(ThreadLane, "__init__", init)
+    monkeypatch.setattr(ThreadLane, "submit", late)
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_late_lanes(name, late_lanes, references, tmp_path):
+    """A wait that is missing: a gradient that is overwritten before it is down, a weight that is gathered before it is up, a
+    buffer that is used again before it is on disk."""
+    stage, tier, others = HOSTILE[name]
+    assert_contract(small(tmp_path, stage, *tier, *others), references)
+
+
+def test_late_lanes_make_a_fault_show(late_lanes, references, tmp_path, monkeypatch):
+    """The test above itself: slots that are used without waiting for them give other numbers."""
+    from threed.slots import Slots
+
+    put = Slots.put
+    monkeypatch.setattr(Slots, "put", lambda self, slot, value, handle=None: put(
+        self, slot, value, None if slot.kind == "host_gshard" else handle))
+    with pytest.raises(AssertionError):
+        assert_contract(small(tmp_path, 1, *CPU), references)

@@ -1,0 +1,284 @@
+"""Offload as a pass: what lives where, what is on its way at a time, the buffers for it, and the bytes that move."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from threed.config import load
+from threed.errors import ConfigError
+from threed.offload.plan import homes
+from threed.planner import make_plan
+from threed.program.buffers import buffers
+from threed.program.instruction import Instruction, Op
+from threed.program.summary import stages
+from threed.program.table import Plan, Table
+from threed.quantity import ALIGNMENT, round_up
+from threed.schema import Config, ModelConfig, OffloadConfig, ParallelConfig, PrecisionConfig, TrainConfig, ZeroConfig
+from threed.validate import validate
+
+BASE = ["model.layers=6", "model.hidden=16", "model.heads=4", "model.vocab=64", "model.vocab_multiple=32", "model.seq_len=8"]
+CPU, NVME = ["offload.optimizer=cpu"], ["offload.optimizer=nvme", "offload.nvme_path=/disk"]
+
+
+def plan_of(*overrides: str) -> Plan:
+    return make_plan(load(None, [*BASE, *overrides]))
+
+
+# ---------------------------------------------------------------- what lives where
+
+
+@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=12), st.floats(0.01, 1))
+def test_ratio(sizes, ratio):
+    """A share that another unit would bring nearer, or that is off by more than half a unit."""
+    units = dict(enumerate(sizes))
+    found = homes(units, ratio, "host")
+    there = sum(size for unit, size in units.items() if found[unit] == "host")
+    goal = ratio * sum(sizes)
+    assert abs(there - goal) <= max(sizes) / 2
+    assert all(abs(there + size - goal) >= abs(there - goal) for unit, size in units.items() if found[unit] == "device")
+
+
+def test_ratio_of_equal_units():
+    for count in range(1, 9):
+        for away in range(1, count + 1):
+            assert list(homes(dict.fromkeys(range(count), 7), away / count, "disk").values()).count("disk") == away
+
+
+@pytest.mark.parametrize("ratio", [0.3, 0.5, 1])
+def test_ratio_of_a_model(ratio):
+    """A position that offloads nothing because the others do; ends of a tied embedding that live apart; parameters that are
+    offloaded although their state is not, or that stay whole."""
+    table = plan_of(*CPU, f"offload.ratio={ratio}", "offload.parameters=cpu", "parallel.pp=2", "parallel.dp=2", "zero.stage=3",
+                    "train.global_batch_size=4", "zero.persist_below=20").table
+    for position in (0, 1):
+        mine = {p: unit for p, unit in table.parameters.items() if unit.positions[0] == position}
+        away = sum(unit.numel for unit in mine.values() if unit.state_home == "host")
+        assert abs(away - ratio * sum(unit.numel for unit in mine.values())) <= max(unit.numel for unit in mine.values()) / 2
+        for unit in mine.values():
+            assert unit.weight_home == ("device" if unit.whole else unit.state_home)
+    assert any(unit.whole for unit in table.parameters.values())
+
+
+# ---------------------------------------------------------------- whole plans
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v", "breadth-first")
+
+
+def draw(rng: random.Random) -> Config:
+    """A random valid config with offload."""
+    while True:
+        stage, dp, tp, pp, schedule = (rng.choice((0, 1, 2, 3, 3, 3)), rng.choice((1, 2, 4)), rng.choice((1, 2)),
+                                       rng.choice((1, 2, 3)), rng.choice(SCHEDULES))
+        zero = ZeroConfig(stage, rng.choice((1, 2, dp)) if stage else None)
+        if stage >= 2:
+            zero.reduce_every = rng.choice((1, 2, "step"))
+        if stage == 3:
+            zero.residency, zero.prefetch = rng.choice((1, 2, "stage", "step")), rng.choice((0, 1, 3))
+            zero.persist_below = rng.choice((0, 100))
+        offload = OffloadConfig(rng.choice(("cpu", "nvme")), rng.choice((0.3, 0.5, 1.0)),
+                                rng.choice(("none", "cpu", "nvme")) if stage == 3 else "none")
+        if "nvme" in (offload.optimizer, offload.parameters):
+            offload.nvme_path = "/disk"
+        config = Config(
+            ModelConfig(layers=6, hidden=16, heads=4, vocab=64, vocab_multiple=32, seq_len=8, tie_embeddings=rng.random() < 0.5),
+            ParallelConfig(dp, tp, pp, schedule, 2 if schedule in ("interleaved", "breadth-first") else None,
+                           sequence_parallel=tp > 1 and rng.random() < 0.5), zero, offload=offload,
+            precision=PrecisionConfig(rng.choice(("fp32", "bf16"))),
+            train=TrainConfig(global_batch_size=dp * rng.choice((1, 2, 5, 8)), eval_every=rng.choice((0, 1))))
+        if not validate(config) and (schedule != "dualpipe-v" or config.num_microbatches >= 2 * pp):
+            return config
+
+
+@pytest.fixture(scope="module")
+def drawn() -> list[tuple[Config, Plan]]:
+    rng = random.Random(5)
+    return [(config, make_plan(config)) for config in (draw(rng) for _ in range(160))]
+
+
+class Tiers:
+    """A program played by its instructions alone: which units' state and weights are off their home, or up, and what the
+    handlers take from the pools and give back."""
+
+    def __init__(self, table: Table):
+        self.table = table
+        self.states: set[int] = set()  # of units that live on disk, on the host now
+        self.weights: set[int] = set()  # on the host, on their way up or down
+        self.up: set[int] = set()  # parts of offloaded parameters on the device, for a GATHER
+        self.gradients: set[int] = set()  # that stream, reduced and not yet down
+        self.down: set[int] = set()  # gradients of this step that came down
+
+    def play(self, item: Instruction) -> None:
+        unit = self.table.parameters.get(item.unit)
+        if item.op == Op.REDUCE and self.table.streams(item.unit) and item.group == self.table.shard_group:
+            add(self.gradients, item.unit)
+        elif item.op == Op.STEP and unit is not None and unit.state_home != "device":
+            assert item.unit in self.down and (unit.state_home == "host" or item.unit in self.states)
+            self.down.remove(item.unit)
+            if unit.weight_home != "host":
+                add(self.weights, item.unit)
+        elif item.op == Op.GATHER and unit is not None and unit.weight_home != "device":
+            self.up.remove(item.unit)
+        elif item.op in (Op.FETCH, Op.OFFLOAD) and unit is not None:
+            self._move(item)
+
+    def _move(self, item: Instruction) -> None:
+        unit, fetch = self.table.parameters[item.unit], item.op == Op.FETCH
+        if item.group == "gshard":
+            assert not fetch and unit.state_home != "device"
+            self.gradients.discard(item.unit)
+            self.down.add(item.unit)
+        elif item.group == "host_state":
+            assert unit.state_home == "disk"
+            add(self.states, item.unit) if fetch else self.states.remove(item.unit)
+        elif item.group == "host_pshard":
+            assert unit.weight_home == "disk"
+            add(self.weights, item.unit) if fetch else self.weights.remove(item.unit)
+        else:
+            assert fetch and item.group == self.table.weight(item.unit).kind.removeprefix(f"{unit.weight_home}_")
+            if unit.weight_home != "host":
+                self.weights.remove(item.unit)
+            if unit.weight_home != "device":
+                add(self.up, item.unit)
+
+
+def add(units: set[int], unit: int) -> None:
+    assert unit not in units
+    units.add(unit)
+
+
+def test_everything_comes_home(drawn):
+    """A FETCH without its OFFLOAD, or twice; a step without its gradient or its state; weights that are not brought up."""
+    for _, plan in drawn:
+        for program in (program for programs in plan.programs.values() for program in programs):
+            tiers = Tiers(plan.table)
+            for item in program:
+                tiers.play(item)
+            assert not any((tiers.states, tiers.weights, tiers.up, tiers.gradients, tiers.down))
+
+
+def test_few_units_are_on_their_way(drawn):
+    """A host that must hold the state of half the model at a time, which is what the disk was to save."""
+    seen: Counter[int] = Counter()
+    for config, plan in drawn:
+        for program in plan.programs["train"]:
+            tiers = Tiers(plan.table)
+            for item in program:
+                tiers.play(item)
+                assert len(tiers.states) <= 3 and len(tiers.weights) <= 3
+                assert len(tiers.up) <= (1 + (config.zero.prefetch or 0)) * 2
+                seen[len(tiers.states)] += 1
+    assert seen[3] > 100, "a limit that nothing comes near says nothing"
+
+
+def test_steps_of_disk_and_device_overlap():
+    """While one unit is stepped the next is read: in a program where each waits for the one before nothing overlaps."""
+    for program in plan_of(*NVME).programs["train"]:
+        steps = [item for item in program if item.op == Op.STEP]
+        for before, step in zip(steps, steps[1:]):
+            assert program.index(Instruction(Op.FETCH, step.unit, group="host_state")) < program.index(before)
+
+
+def rooms_of(table: Table) -> dict[str, Callable[[int], int]]:
+    """Of a buffer for a unit, as its pool counts: elements, or bytes; whole blocks where a file is read into it."""
+    part, itemsize = table.shard_numel, table.param_bytes
+    return {"states": lambda p: round_up(part(p) * 12, ALIGNMENT), "up": part, "gradients": part,
+            "weights": lambda p: round_up(part(p) * itemsize, ALIGNMENT) // itemsize}
+
+
+def test_buffers_are_enough_and_no_more(drawn):
+    """A pool that runs dry in the middle of a step, or one with buffers that nobody ever takes."""
+    for _, plan in drawn:
+        table = plan.table
+        for position in range(table.num_positions):
+            rooms = rooms_of(table)
+            most: dict[str, Counter[int]] = {name: Counter() for name in rooms}
+            for programs in plan.programs.values():
+                tiers = Tiers(table)
+                for item in programs[position]:
+                    tiers.play(item)
+                    for name, room in rooms.items():
+                        most[name] |= Counter(map(room, getattr(tiers, name)))
+            found = buffers(plan, position)
+            of_size = Counter(map(table.shard_numel, table.held(position)))
+            for name, pool in (("states", found.host_states), ("weights", found.host_weights), ("up", found.pshards)):
+                assert pool == most[name], name
+            assert found.gshards == {numel: min(count + 1, of_size[numel]) for numel, count in most["gradients"].items()}
+
+
+# ---------------------------------------------------------------- bytes
+
+
+def moved(plan: Plan) -> list[tuple[Counter[str], int]]:
+    """Of each position: bytes by lane in a step, and elements of a rank's shards."""
+    found = []
+    for position, program in enumerate(plan.programs["train"]):
+        lanes: Counter[str] = Counter()
+        for item in program:
+            lanes.update(plan.table.moved(item))
+        found.append((lanes, sum(plan.table.shard_numel(p) for p in plan.table.held(position))))
+        assert stages(plan)[position]["moved_bytes"] == lanes
+    return found
+
+
+SHAPE = ["parallel.pp=2", "parallel.dp=2", "train.global_batch_size=8"]
+
+
+@pytest.mark.parametrize("dtype, weight", [("fp32", 4), ("bf16", 2)])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_bytes_of_a_step(tier, stage, dtype, weight):
+    """4 bytes an element of the shard down, weights up; from and to disk 12 each. What comes down more often costs that."""
+    once = ["zero.reduce_every=step"] if stage >= 2 else []
+    common = [*SHAPE, *(CPU if tier == "cpu" else NVME), f"zero.stage={stage}", f"precision.dtype={dtype}"]
+    disk = 12 * (tier == "nvme")
+    for lanes, numel in moved(plan_of(*common, *once)):
+        expected = Counter({"d2h": 4 * numel, "h2d": weight * numel, "read": disk * numel, "write": disk * numel})
+        assert +lanes == +expected
+    for lanes, numel in moved(plan_of(*common, "model.tie_embeddings=false")):
+        assert lanes["d2h"] == 4 * numel * (4 if stage >= 2 else 1)  # of 4 micro-batches
+
+
+@pytest.mark.parametrize("where", ["cpu", "nvme"])
+def test_bytes_of_parameters(where):
+    """With the parameters away, too, a part comes up for each GATHER and not after the step."""
+    files = ["offload.nvme_path=/disk"] if where == "nvme" else []
+    plan = plan_of(*SHAPE, *CPU, *files, f"offload.parameters={where}", "zero.stage=3", "precision.dtype=bf16",
+                   "zero.reduce_every=step")
+    for (lanes, numel), program in zip(moved(plan), plan.programs["train"], strict=True):
+        up = sum(2 * plan.table.shard_numel(item.unit) for item in program if item.op == Op.GATHER)
+        assert lanes["h2d"] == up > 2 * numel
+        assert (lanes["read"], lanes["write"]) == ((up, 2 * numel) if where == "nvme" else (0, 0))
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize("overrides, words", [
+    (["offload.parameters=cpu", *CPU, "zero.stage=2"], "offload.parameters needs zero.stage=3: below it every device"),
+    (["offload.parameters=cpu", "zero.stage=3"], "offload.parameters needs offload.optimizer=cpu or nvme: what lives on"),
+    (["offload.optimizer=nvme"], "needs offload.nvme_path, a folder on a fast disk"),
+    (["offload.optimizer=nvme", "offload.nvme_path="], "needs offload.nvme_path, a folder on a fast disk"),
+    ([*CPU, "offload.parameters=nvme", "zero.stage=3"], "needs offload.nvme_path, a folder on a fast disk"),
+    ([*CPU, "offload.nvme_path=/disk"], "offload.nvme_path=/disk needs offload.optimizer or offload.parameters to be nvme"),
+    (["offload.nvme_path=/disk"], "offload.nvme_path=/disk needs offload.optimizer or offload.parameters to be nvme"),
+    ([*CPU, "offload.ratio=0"], "offload.ratio=0.0: must be above 0 and at most 1"),
+    ([*CPU, "offload.ratio=2"], "offload.ratio=2.0: must be above 0 and at most 1"),
+    ([*CPU, "offload.ratio=-0.5"], "offload.ratio=-0.5: must be above 0 and at most 1"),
+    ([*CPU, "offload.ratio=.nan"], "offload.ratio=nan: must be above 0 and at most 1"),
+    (["offload.ratio=0.5"], "offload.ratio=0.5 needs offload.optimizer=cpu or nvme"),
+    ([*CPU, "precision.dtype=bf16", "precision.master=none"], "with precision.master=none: the host steps fp32 weights"),
+    (["offload.optimizer=gpu"], "offload.optimizer=gpu: must be one of none, cpu, nvme"),
+    ([*CPU, "offload.parameters=disk", "zero.stage=3"], "offload.parameters=disk: must be one of none, cpu, nvme"),
+])
+def test_refused(overrides, words):
+    """A setting that would do nothing, or something else than it says; once, with the reason."""
+    with pytest.raises(ConfigError) as caught:
+        load(None, [*BASE, *overrides])
+    assert words in str(caught.value) and str(caught.value).startswith("1 problem"), str(caught.value)

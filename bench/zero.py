@@ -117,6 +117,7 @@ class Row(NamedTuple):
     cpu_ratio: float  # of processor time
     sent: int  # bytes a rank a step; 0 for peers, which are not counted
     steps_s: list[float]
+    cpu_s: list[float]
 
 
 class Result(NamedTuple):
@@ -124,10 +125,14 @@ class Result(NamedTuple):
     rows: list[Row]
     others: float  # share of the machine's processors that was busy with other work
 
-    def compare(self, name: str, peer: str) -> float | None:
-        """The median of the rounds' ratios; None where one of the two is not there."""
-        found = {row.name: row.steps_s for row in self.rows}
-        return median(a / b for a, b in zip(found[name], found[peer])) if name in found and peer in found else None
+    def compare(self, name: str, peer: str) -> tuple[float, float] | None:
+        """The medians of the rounds' ratios, of time and of processor time; None where one of the two is not there."""
+        found = {row.name: row for row in self.rows}
+        if name not in found or peer not in found:
+            return None
+        ours, theirs = found[name], found[peer]
+        return (median(a / b for a, b in zip(ours.steps_s, theirs.steps_s)),
+                median(a / b for a, b in zip(ours.cpu_s, theirs.cpu_s)))
 
 
 def chosen(name: str, args: argparse.Namespace) -> bool:
@@ -194,10 +199,11 @@ def agree(losses: dict[str, list[float]], say: Callable[[str], None]) -> None:
 def sum_up(ranks: int, rounds: Sequence[dict[str, Ran]], others: float) -> Result:
     rows = []
     for name in sorted(rounds[0], key=list(executors()).index):
-        took = [each[name].end - each[name].begin for each in rounds]
-        base = [each[BASE].end - each[BASE].begin for each in rounds]
-        cpu_ratio = median(each[name].cpu_s / each[BASE].cpu_s for each in rounds)
-        rows.append(Row(name, median(took), median(a / b for a, b in zip(took, base)), cpu_ratio, rounds[0][name].sent, took))
+        ours, base = [each[name] for each in rounds], [each[BASE] for each in rounds]
+        took = [ran.end - ran.begin for ran in ours]
+        ratio = median(a / (b.end - b.begin) for a, b in zip(took, base))
+        cpu_ratio = median(a.cpu_s / b.cpu_s for a, b in zip(ours, base))
+        rows.append(Row(name, median(took), ratio, cpu_ratio, ours[0].sent, took, [ran.cpu_s for ran in ours]))
     return Result(ranks, rows, others)
 
 
@@ -229,9 +235,10 @@ def table_text(result: Result) -> str:
 def verdicts(result: Result) -> str:
     lines = []
     for name, peer, limit in TARGETS:
-        ratio = result.compare(name, peer)
-        if ratio is not None:
-            lines.append(f"{'met   ' if ratio <= limit else 'missed'}  {name} at most {limit:g} x {peer}: {ratio:.3f}")
+        if found := result.compare(name, peer):
+            ratio, cpu_ratio = found
+            lines.append(f"{'met   ' if ratio <= limit else 'missed'}  {name} at most {limit:g} x {peer}: {ratio:.3f} "
+                         f"(processor time {cpu_ratio:.3f})")
     return "\n".join(lines)
 
 
@@ -283,11 +290,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
     begin = time.monotonic()
     print(about(args), file=sys.stderr, flush=True)
-    results = [run(ranks, args, begin) for ranks in args.ranks]
-    text = "\n".join(map(report, results))
-    print(text, end="")
+    results = []
+    for ranks in args.ranks:
+        results.append(run(ranks, args, begin))
+        print(report(results[-1]), flush=True)
     if args.markdown:
-        args.markdown.write_text(f"{markdown_head(args, argv or sys.argv[1:])}\n{text}")
+        args.markdown.write_text(f"{markdown_head(args, argv or sys.argv[1:])}\n" + "\n".join(map(report, results)))
     if args.json:
         args.json.write_text(json.dumps({"about": about(args), "results": [
             {"ranks": result.ranks, "others": result.others, "rows": [row._asdict() for row in result.rows]}

@@ -313,4 +313,7 @@ def warnings(config: Config) -> list[str]:
         why = ("sequence parallelism has cut kept inputs over tp already" if config.parallel.sequence_parallel
                else "parallel.tp=1: there is nobody to share kept inputs with")
         lines.append(f"activation.partition=true does nothing here: {why}")
+    if config.activation.contiguous and config.activation.offload == "cpu":
+        lines.append("activation.contiguous=true does nothing here: with activation.offload=cpu kept inputs lie in an arena of the "
+                     "host already")
     return lines

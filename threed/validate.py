@@ -314,6 +314,6 @@ def warnings(config: Config) -> list[str]:
                else "parallel.tp=1: there is nobody to share kept inputs with")
         lines.append(f"activation.partition=true does nothing here: {why}")
     if config.activation.contiguous and config.activation.offload == "cpu":
-        lines.append("activation.contiguous=true does nothing here: with activation.offload=cpu kept inputs lie in an arena of the "
-                     "host already")
+        lines.append("activation.contiguous=true does nothing here: activation.offload=cpu has an arena of the host for kept "
+                     "inputs")
     return lines

@@ -313,4 +313,7 @@ def warnings(config: Config) -> list[str]:
         why = ("sequence parallelism has cut kept inputs over tp already" if config.parallel.sequence_parallel
                else "parallel.tp=1: there is nobody to share kept inputs with")
         lines.append(f"activation.partition=true does nothing here: {why}")
+    if config.activation.contiguous and config.activation.offload == "cpu":
+        lines.append("activation.contiguous=true does nothing here: activation.offload=cpu has an arena of the host for kept "
+                     "inputs")
     return lines

@@ -19,13 +19,14 @@ from typing import NamedTuple
 import pytest
 
 from tests.harness import Ranks, assert_parity, batches, collect, drive, tiny
+from threed import comm
 from threed.comm import Comm, Handle, Lane, ThreadLane
 from threed.engine import loopback
 from threed.engine.engine import Engine
 from threed.errors import PlanError
 from threed.planner import make_mesh, make_plan
 from threed.program.check import check_programs
-from threed.program.instruction import Instruction, Op
+from threed.program.instruction import MOVES, Instruction, Op
 from threed.program.table import Plan
 from threed.schema import Config
 
@@ -51,6 +52,8 @@ UNTIED, GPIPE, SP = "model.tie_embeddings=false", "parallel.schedule=gpipe", "pa
 INTERLEAVED = ("parallel.schedule=interleaved", "parallel.virtual_stages=2")
 ZERO_0, ZERO_1, ZERO_2, ZERO_3 = (f"zero.stage={stage}" for stage in range(4))
 GROUPS, STAGE = "zero.shard_size=2", "zero.residency=stage"
+
+FULL, PARTITION, CPU = ("activation.policy=full",), "activation.partition=true", "activation.offload=cpu"
 
 
 def ahead(uses: int) -> str:
@@ -90,6 +93,15 @@ CASES = {
     "zero3-zb-h1-sequence-parallel": Case(120, 2, 2, dp=2, tp=2, others=(ZERO_3, "parallel.schedule=zb-h1", UNTIED, SP)),
     "zero3-interleaved": Case(120, 2, 3, dp=2, others=(ZERO_3, *INTERLEAVED, STAGE)),
     "zero3-interleaved-untied": Case(120, 2, 2, dp=2, others=(ZERO_3, *INTERLEAVED, UNTIED, ahead(2))),
+    "full": Case(160, 2, 3, others=FULL),
+    "full-zb-h1": Case(160, 2, 3, others=(*FULL, "parallel.schedule=zb-h1")),
+    "full-zero3": Case(120, 2, 3, dp=2, others=(*FULL, ZERO_3, ahead(1))),
+    "partition": Case(120, 2, 3, tp=2, others=(*FULL, PARTITION)),
+    "partition-zb-h1-zero3": Case(120, 2, 2, dp=2, tp=2, others=(*FULL, PARTITION, "parallel.schedule=zb-h1", ZERO_3)),
+    "partition-cpu": Case(120, 1, 3, tp=2, others=(*FULL, PARTITION, CPU, UNTIED)),
+    "cpu": Case(160, 2, 3, others=(*FULL, CPU)),
+    "cpu-zb-h1-zero3": Case(120, 2, 3, dp=2, others=(*FULL, CPU, "parallel.schedule=zb-h1", ZERO_3)),
+    "arena": Case(120, 2, 3, others=(*FULL, "activation.contiguous=true", GPIPE)),
     "groups-zero1": Case(120, 2, 2, dp=4, others=(ZERO_1, GROUPS)),
     "groups-zero2": Case(120, 2, 2, dp=4, others=(ZERO_2, GROUPS)),
     "groups-zero3": Case(120, 1, 3, dp=4, others=(ZERO_3, GROUPS, UNTIED)),
@@ -103,12 +115,13 @@ ZERO = (Op.GATHER, Op.RELEASE, Op.REDUCE, Op.CLIP, Op.STEP)
 
 
 def change(program: list[Instruction], rng: random.Random) -> None:
-    """One edit in place, of ZeRO's instructions as often as of all the others, anywhere or where its unit is used."""
+    """One edit in place, of ZeRO's instructions and those for activations as often as of all the others, anywhere or where its
+    unit is used."""
     kind = rng.choice(KINDS)
     i, j = rng.randrange(len(program)), rng.randrange(len(program))
-    of_zero = [index for index, item in enumerate(program) if item.op in ZERO]
-    if of_zero and rng.random() < 0.5:
-        i = rng.choice(of_zero)
+    oftener = [index for index, item in enumerate(program) if item.op in (*ZERO, Op.RECOMPUTE, *MOVES)]
+    if oftener and rng.random() < 0.5:
+        i = rng.choice(oftener)
     if rng.random() < 0.5:
         j = rng.choice([index for index, item in enumerate(program) if item.unit == program[i].unit])
     if kind == "delete":
@@ -126,7 +139,9 @@ def change(program: list[Instruction], rng: random.Random) -> None:
     elif kind == "op":
         program[i] = program[i]._replace(op=rng.choice(list(Op)))
     elif kind == "group":
-        program[i] = program[i]._replace(group=rng.choice(("", "dp", "tp", "tie", "shard", "replica", "world", "act", "grad")))
+        groups = ("", "kept", "kpart") if program[i].op in MOVES else (
+            "", "dp", "tp", "tie", "shard", "replica", "world", "act", "grad")
+        program[i] = program[i]._replace(group=rng.choice(groups))
     elif kind == "keep":
         program[i] = program[i]._replace(keep=rng.choice(("all", "none", "input")))
     else:
@@ -135,11 +150,16 @@ def change(program: list[Instruction], rng: random.Random) -> None:
 
 def more(program: list[Instruction], i: int, j: int, rng: random.Random) -> None:
     """Another GATHER and RELEASE of a unit, or RELEASE and GATHER, around some instructions or none; or what reduces a unit's
-    gradient once more: edits that take several of the others, and may well be right."""
+    gradient once more; or a kept input that moves once more: edits that take several of the others, and may well be right."""
     item = program[i]
     if item.op == Op.REDUCE:
         groups = list(dict.fromkeys(other.group for other in program if other[:2] == item[:2]))
         program[j:j] = [item._replace(group=group) for group in groups[:groups.index(item.group) + 1]]
+    elif item.op in MOVES:
+        pairs = ((Op.OFFLOAD, Op.FETCH), (Op.SPLIT, Op.JOIN))
+        first, then = rng.sample([item._replace(op=op) for pair in pairs if item.op in pair for op in pair], 2)
+        program.insert(j, first)
+        program.insert(rng.choice((j + 1, rng.randint(j + 1, len(program)))), then)
     elif item.op in (Op.GATHER, Op.RELEASE):
         pair = {Op.GATHER: item, Op.RELEASE: item}
         for other in program:
@@ -184,7 +204,10 @@ class Haste:
         self.rng, self.lanes = random.Random(seed), "beside"
         monkeypatch.setattr(loopback.ThreadChannel, "recv", self.any_time(loopback.ThreadChannel.recv))
         monkeypatch.setattr(loopback.ThreadGroup, "_call", self.any_time(loopback.ThreadGroup._call))
-        monkeypatch.setattr(loopback, "ThreadLane", lambda name: Lane() if self.lanes == "at once" else ThreadLane(name))
+        monkeypatch.setattr(comm, "ThreadLane", self.lane)
+
+    def lane(self, name: str) -> Lane:
+        return Lane() if self.lanes == "at once" else ThreadLane(name) if name == "dp" else Copies(name, self)
 
     def any_time(self, call: Callable[..., Handle]) -> Callable[..., Handle]:
         def issue(*arguments) -> Handle:
@@ -199,8 +222,23 @@ class Haste:
 
     def pause(self) -> None:
         """In a late lane: whoever should wait for its job and does not now goes on without it."""
-        if self.lanes == "late" and threading.current_thread().name == "dp":
+        if self.lanes == "late" and threading.current_thread().name in ("dp", "d2h", "h2d"):
             time.sleep(self.rng.choice((0, 0, 0.001)))
+
+
+class Copies(ThreadLane):
+    """A lane that copies between device and host, some of it late."""
+
+    def __init__(self, name: str, haste: Haste):
+        super().__init__(name)
+        self.haste = haste
+
+    def submit(self, job: Callable[[], None]) -> Handle:
+        def later() -> None:
+            self.haste.pause()
+            job()
+
+        return super().submit(later)
 
 
 def hunt(case: Case, seed: int, haste: Haste, tell: Callable[[str], None]) -> Counter[str]:

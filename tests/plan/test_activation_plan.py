@@ -233,3 +233,10 @@ def test_partition_without_effect(others, said):
     assert not any(item.op in (Op.SPLIT, Op.JOIN) for program in plan.programs["train"] for item in program)
     check(plan)
     assert not any("partition" in line for line in warnings(config_of(*FULL, "activation.partition=true", "parallel.tp=2")))
+
+
+def test_contiguous_without_effect():
+    """An arena on the device that nobody uses, since kept inputs go to the host: a warning."""
+    config = config_of(*FULL, "activation.contiguous=true", "activation.offload=cpu")
+    assert any("activation.contiguous=true does nothing here" in line for line in warnings(config))
+    assert not any(buffers(make_plan(config), position).kept for position in range(2))

@@ -113,7 +113,9 @@ def _state(instruction: Instruction, table: Table) -> Effects:
     lane = {("device", Op.OFFLOAD): "d2h", ("device", Op.FETCH): "h2d", ("host", Op.OFFLOAD): "write",
             ("host", Op.FETCH): "read"}.get((tier(kind), op), "")
     if op == Op.OFFLOAD and kind == "gshard" and tier(state.kind) != "device":
-        return Effects(lane, (here,), adds=(away,), frees=(here,))
+        # Once, where it is added up on the device: there it may lie in what the next backward would write.
+        made = {"adds": (away,)} if table.streams(unit) else {"writes": (away,)}
+        return Effects(lane, (here,), **made, frees=(here,))
     if away == state and tier(kind) == "host":  # between host and disk: one of the two has it
         taken, made = (here, away) if op == Op.OFFLOAD else (away, here)
         return Effects(lane, (taken,), (made,), frees=(taken,))

@@ -8,7 +8,7 @@ from typing import Any
 from threed.contract import Cell, refusal
 from threed.errors import InputError
 from threed.quantity import parse_bytes
-from threed.schema import V_SHAPED, Config
+from threed.schema import V_SHAPED, Config, PrecisionConfig
 
 CHOICES = {
     "model.position": ("rotary", "learned"),
@@ -266,6 +266,11 @@ def _check_precision(config: Config) -> list[str]:
         scale_ok = False
     if not scale_ok:
         problems.append(f"precision.loss_scale={scale}: must be dynamic or a number above 0")
+    if scale_ok and config.loss_scale is not None:
+        problems += [f"precision.{key}={getattr(precision, key)} is for a dynamic loss scale, and here it is "
+                     f"{config.loss_scale:g}; leave it out, or set precision.loss_scale=dynamic"
+                     for key in ("initial_loss_scale", "loss_scale_window", "hysteresis", "min_loss_scale")
+                     if getattr(precision, key) != getattr(PrecisionConfig(), key)]
     if precision.min_loss_scale > precision.initial_loss_scale:
         problems.append(f"precision.min_loss_scale={precision.min_loss_scale} is above precision.initial_loss_scale="
                         f"{precision.initial_loss_scale}")

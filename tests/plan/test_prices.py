@@ -124,7 +124,9 @@ def test_configs_are_refused_by_the_contract():
     (["precision.master=none"], "fp32 weights have no other copy"),
     (["precision.loss_scale=big"], "dynamic or a number above 0"), (["precision.loss_scale=0"], "dynamic or a number above 0"),
     (["precision.loss_scale=.nan"], "dynamic or a number above 0"), (["precision.hysteresis=0"], "at least 1"),
-    (["precision.min_loss_scale=131072"], "is above precision.initial_loss_scale"),
+    (["precision.dtype=fp16", "precision.min_loss_scale=131072"], "is above precision.initial_loss_scale"),
+    (["precision.hysteresis=3"], "is for a dynamic loss scale"),
+    (["precision.dtype=fp16", "precision.loss_scale=64", "precision.initial_loss_scale=32"], "is for a dynamic loss scale"),
     (["zero_optimization.stage3_param_persistence_threshold=5"], "use zero.persist_below"),
     (["gradient_accumulation_steps=5"], "use train.global_batch_size"), (["bf16.enabled=true"], "use precision.dtype=bf16"),
 ])

@@ -69,6 +69,8 @@ def read_manifest(path: Path, config: Config) -> dict[str, Any]:
         manifest = json.loads((path / "manifest.json").read_text())
         files, model = dict(manifest["files"]), dict(manifest["config"]["model"])
         counters = [manifest[key] for key in ("step", "updates", "samples", "skipped")]
+        scaler = manifest.get("loss_scaler") or {"scale": 1, "good": 0, "left": 0}
+        counters += [int(scaler["good"]), int(scaler["left"]), int(float(scaler["scale"]) > 0)]
         if not all(isinstance(count, int) for count in counters) or len(manifest["crc32"]) != len(files):
             raise ValueError("its counters are not numbers")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -284,7 +284,7 @@ def _act_bytes(config: Config) -> int:
 
 def saved_by_piece(config: Config) -> dict[str, int]:
     """Bytes of a block, a rank and a micro-batch that each activation piece saves where it is computed again."""
-    parallel, found = config.parallel, dict.fromkeys(PIECES, 0)
+    parallel, found = config.parallel, {str(piece): 0 for piece in PIECES}
     for kept in layers(config.model)[1].saved:
         if kept.piece is not None:
             size = kept.bytes_a_rank(_bytes(config.precision.dtype), parallel.tp, parallel.sequence_parallel)

@@ -32,7 +32,7 @@ class Seen(NamedTuple):
 
 def state_of(engine: Engine) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     states = engine.states.values()
-    return [s.pshard.clone() for s in states], [
+    return [s.pshard.clone() for s in states if s.pshard is not None], [
         t.clone() for s in states for t in (s.weights, s.moments.exp_avg, s.moments.exp_avg_sq)]
 
 
@@ -120,7 +120,7 @@ def test_an_overflow_in_one_copy(rank, unit, others):
             if comm.rank == rank:
                 state = engine.states[unit]
                 copies = [s for s in state.segments() if s.replicated or plan.table.tp == 1 or unit == 4]
-                state.range(state.gshard, copies[-1])[-1] = torch.nan
+                state.range(state.gradient, copies[-1])[-1] = torch.nan
             clip(instruction, slots)
 
         engine.handlers[Op.CLIP] = handle

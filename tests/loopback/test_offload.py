@@ -85,7 +85,9 @@ def test_product(number, row, references, tmp_path):
     """The same, every tier, stage, ratio and schedule; with other values of the other axes each time."""
     rng = random.Random(number)
     mesh, tied, precision, activation = (rng.choice(AXES[axis]) for axis in ("mesh", "tied", "precision", "activation"))
-    config = composed(tmp_path, *row, "plain" if row[1] == 0 and mesh == "groups" else mesh, tied, precision, activation)
+    tier, stage, ratio, schedule = row
+    mesh = "plain" if stage == 0 and mesh == "groups" else mesh
+    config = composed(tmp_path, tier, stage, ratio, schedule, mesh, tied, precision, activation)
     assert_contract(config, references)
 
 

@@ -88,8 +88,9 @@ def watch(config: Config, plan: Plan) -> list[Seen]:
 
 def fresh(config: Config) -> Batch:
     """A micro-batch of its own memory."""
-    ids = (torch.randint(0, config.model.vocab, (config.train.micro_batch_size, config.model.seq_len)) for _ in range(2))
-    return Batch(*ids, torch.arange(config.train.micro_batch_size), 0, config.tokens_per_step)
+    tokens, labels = (torch.randint(0, config.model.vocab, (config.train.micro_batch_size, config.model.seq_len))
+                      for _ in range(2))
+    return Batch(tokens, labels, torch.arange(config.train.micro_batch_size), 0, config.tokens_per_step)
 
 
 LLAMA = ["model.norm=rmsnorm", "model.activation=swiglu", "model.kv_heads=2", "model.bias=false"]
@@ -218,4 +219,5 @@ def test_rms_norm(dtype):
         results.append([out, *(leaf.grad for leaf in leaves)])
     for ours, torchs in zip(*results):
         assert ours.dtype == dtype
-        torch.testing.assert_close(ours, torchs, **({} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.02}))
+        near = None if dtype == torch.float32 else 0.02
+        torch.testing.assert_close(ours, torchs, rtol=near, atol=near)

@@ -43,7 +43,7 @@ def find_nonfinite(engine: Engine, batch: Callable[[int], Batch]) -> str:
                                                     f"micro-batch {microbatch}, {op} {me}"))
         elif op == Op.CLIP:
             for p, state in engine.states.items():
-                if not bool(torch.isfinite(state.gshard).all()):
+                if not bool(torch.isfinite(state.gradient).all()):
                     found.append((2, p, 0, f"first in the sum over ranks of the gradient of p{p} ({table.parameters[p].name}) "
                                            f"{me}"))
 

@@ -15,6 +15,7 @@ were cut evenly. fp32 gradients add 2 bytes a gradient where parameters have 16 
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 from threed.planner import make_plan
@@ -56,8 +57,8 @@ def of_config(config: Config) -> dict[str, Any]:
 def at_stage(config: Config, stage: int) -> Config:
     """A config with another ZeRO stage; settings that have no meaning there are left out."""
     other, zero = copy.deepcopy(config), config.zero
-    other.zero = ZeroConfig(stage, zero.shard_size if stage >= 1 else None, zero.reduce_every if stage >= 2 else None,
-                            *((zero.residency, zero.prefetch, zero.persist_below) if stage >= 3 else ()))
+    other.zero = replace(zero, stage=stage) if stage >= 3 else ZeroConfig(
+        stage, zero.shard_size if stage >= 1 else None, zero.reduce_every if stage >= 2 else None)
     return other
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -49,7 +49,7 @@ _BETWEEN_TIERS = (Op.OFFLOAD, Op.FETCH)
 
 def _transfers(program: Program, links: Links, cost: Callable[[Instruction], float]) -> dict[str, float]:
     """Seconds that a position's links between tiers are busy."""
-    found: Counter[str] = Counter()
+    found: dict[str, float] = defaultdict(float)
     for item, effect in zip(program, links.effects, strict=True):
         if item.op in _BETWEEN_TIERS:
             found[effect.lane] += cost(item)

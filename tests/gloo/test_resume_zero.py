@@ -35,7 +35,8 @@ def start(tmp_path, cache):
     """start(name, *overrides) -> the ended run in tmp_path/name."""
 
     def begin(name: str, *overrides: str, status: int = 0) -> Run:
-        run = Run(tmp_path, *SMALL, *cache, f"run.dir={tmp_path / name}", *overrides)
+        files = [f"offload.nvme_path={tmp_path}"] if any(text.endswith("=nvme") for text in overrides) else []
+        run = Run(tmp_path, *SMALL, *cache, f"run.dir={tmp_path / name}", *files, *overrides)
         try:
             assert run.wait() == status, run.output
         finally:
@@ -54,6 +55,7 @@ def manifest(folder: Path, step: int) -> dict:
 
 
 PP, DP4 = ["parallel.dp=2", "parallel.pp=2"], ["parallel.dp=4", "parallel.pp=1"]
+CPU, NVME = ["offload.optimizer=cpu"], ["offload.optimizer=nvme"]
 FP16 = ["precision.dtype=fp16", f"precision.initial_loss_scale={2**24}"]
 RUNS = {
     "zero-1-fp16": [*PP, *FP16, "zero.stage=1"],
@@ -65,6 +67,9 @@ RUNS = {
                        "precision.hysteresis=1", "precision.loss_scale_window=3"],
     "zero-3-bf16-no-master": [*PP, "zero.stage=3", "precision.dtype=bf16", "precision.grad_dtype=bf16", "precision.master=none",
                               "parallel.schedule=zb-h1"],
+    "zero-2-cpu": [*PP, *CPU, "zero.stage=2", "offload.ratio=0.5"],
+    "zero-1-nvme": [*PP, *NVME, "zero.stage=1", "precision.dtype=bf16"],
+    "zero-3-nvme-fp16": [*PP, *NVME, *FP16, "zero.stage=3", "offload.parameters=nvme"],
 }
 
 
@@ -142,12 +147,16 @@ ELSEWHERE = {
     "stage-3-groups": (["zero.stage=3", "parallel.pp=1", "parallel.dp=4", "zero.shard_size=2"], 1e-5),
     "stage-3-tp-persist": (["zero.stage=3", "parallel.tp=2", "parallel.pp=1", "zero.persist_below=100"], 1e-5),
     "stage-2-v": (["zero.stage=2", "parallel.dp=1", "parallel.schedule=zb-v"], 1e-5),
+    "cpu": ([*CPU, "zero.stage=0", "offload.ratio=0.5"], 0.0),
+    "nvme": ([*NVME, "zero.stage=1"], 0.0),
+    "nvme-both": ([*NVME, "offload.parameters=nvme", "zero.stage=3", "zero.reduce_every=step"], 0.0),
+    "nvme-elsewhere": ([*NVME, "offload.parameters=cpu", "zero.stage=3", "parallel.pp=1", "parallel.tp=2"], 1e-5),
 }
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)
 def test_from_zero_1_to_elsewhere(name, start, tmp_path, source):
-    """A checkpoint that knows its stage, its shards or its units: it goes on anywhere, and there too it can be read again."""
+    """A checkpoint that knows its stage, its shards, its units or its tiers: it goes on anywhere, and there it can be read again."""
     overrides, tolerance = ELSEWHERE[name]
     start("run", f"train.steps={STEPS - 2}", *PP, *overrides, f"train.resume={source / 'checkpoints' / f'step-{STOP:08d}'}")
     start("back", f"train.steps={STEPS}", *PP, "zero.stage=1",

@@ -113,6 +113,15 @@ def fits_bf16(tensors: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(value, value.bfloat16().float()) for value in tensors.values())
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_sixteen_bits_throughout(stage, dtype, references):
+    """Gradients that are cast a chunk at a time as they are used: divided by the loss scale, and clipped."""
+    settings = [f"precision.{key}={dtype}" for key in ("dtype", "grad_dtype", "reduce_dtype")]
+    config = small(stage, *settings, "precision.master=none", "precision.loss_scale=256", "optimizer.clip_grad=0.5")
+    assert_contract(config, references)
+
+
 @pytest.mark.parametrize("master", ["fp32", "none"])
 def test_master_keeps_what_rounding_loses(master):
     """Updates of less than half a unit in the last place of bf16: without a copy in fp32 the weights never move."""

@@ -26,13 +26,15 @@ $(STAMP): pyproject.toml constraints.txt
 train: $(STAMP) ## train the toy model on 8 CPU processes, as dp=2 x tp=2 x pp=2
 	$(BIN)/threed train configs/toy.yaml $(ARGS)
 
-test: $(STAMP) ## run the test suite (ARGS='tests/plan' for a part of it)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+# A process for each core, since ranks as threads share one. The test of times wants the machine for itself: it comes after.
+PARALLEL := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist worksteal --ignore tests/loopback/test_prediction.py -n logical
 
-# A process for each core, since ranks as threads share one. Without the test of times, which wants the machine for itself.
+test: $(STAMP) ## run the test suite (ARGS='tests/plan' for a part of it)
+	$(PARALLEL) --maxprocesses 4 $(ARGS)
+	$(if $(ARGS),,OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/loopback/test_prediction.py)
+
 matrix: $(STAMP) ## run every cell of the contract, and all other products of cases, in loopback (long)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 16 --dist worksteal -m "slow or not slow" \
-	  --ignore tests/loopback/test_prediction.py tests/loopback $(ARGS)
+	$(PARALLEL) --maxprocesses 16 -m "slow or not slow" tests/loopback $(ARGS)
 
 lint: $(STAMP) ## check style and types with ruff and pyright
 	$(BIN)/ruff check .

@@ -291,7 +291,7 @@ def difference(before: list[tuple[Instruction, ...]], after: list[tuple[Instruct
 
 
 def check(case: Case, seed: int, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loopback, "TIMEOUT_S", 10.0)
+    monkeypatch.setattr(loopback, "TIMEOUT_S", 30.0)
     found: list[str] = []
     counts = hunt(case, seed, Haste(monkeypatch, seed + 1), path, found.append)
     print(", ".join(f"{counts[verdict]} {verdict}" for verdict in ("rejected", "right", "wrong")))

@@ -25,7 +25,6 @@ from threed.program.buffers import buffers
 from threed.program.instruction import Op, Slot
 from threed.program.summary import alive_bytes, stages
 from threed.program.table import Plan
-from threed.quantity import ALIGNMENT
 from threed.schema import Config
 from threed.tensor.layers import rms_norm
 
@@ -65,8 +64,7 @@ def watch(config: Config, plan: Plan) -> list[Seen]:
     def work(comm: Comm) -> Seen:
         engine = Engine(config, plan, comm)
         pools = engine.handlers[Op.SPLIT].__self__.arena, engine.handlers[Op.OFFLOAD].__self__.kept  # pyright: ignore
-        sizes = (sum(first.untyped_storage().nbytes() - ALIGNMENT for first in pool.first.values()) for pool in pools)
-        seen = Seen([], [], *sizes)
+        seen = Seen([], [], *(sum(first.untyped_storage().nbytes() for first in pool.first.values()) for pool in pools))
         with Alive() as alive:
             engine.train_step(lambda _: fresh(config))
             gc.collect()

@@ -1,7 +1,7 @@
 """The reference: the same model, global batch and seed in one process, one unsharded graph, plain torch.optim.AdamW.
 
 It shares the layers with threed (at tp=1, where they are plain products) and nothing else: no plan, no engine, no flat
-buffers. `tests/loopback/test_gpt.py` checks the layers themselves against ones written out by hand.
+buffers.
 """
 
 from __future__ import annotations

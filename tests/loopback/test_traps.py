@@ -1,7 +1,6 @@
 """Faults that other frameworks have had where features meet, each by its name.
 
-Not here yet, since what they need is not: activations partitioned over tp (with sequence parallelism; with tp and pp above 1),
-and activation recomputation with a split backward.
+Those of activations (cut over tp, recomputed before a split backward) are in test_activation.py.
 """
 
 from __future__ import annotations

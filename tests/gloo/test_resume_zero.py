@@ -156,7 +156,7 @@ ELSEWHERE = {
 
 @pytest.mark.parametrize("name", ELSEWHERE)
 def test_from_zero_1_to_elsewhere(name, start, tmp_path, source):
-    """A checkpoint that knows its stage, its shards, its units or its tiers: it goes on anywhere, and there it can be read again."""
+    """A checkpoint that knows its stage, its shards, its units or its tiers: it goes on anywhere, and can be read again."""
     overrides, tolerance = ELSEWHERE[name]
     start("run", f"train.steps={STEPS - 2}", *PP, *overrides, f"train.resume={source / 'checkpoints' / f'step-{STOP:08d}'}")
     start("back", f"train.steps={STEPS}", *PP, "zero.stage=1",

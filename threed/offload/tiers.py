@@ -62,7 +62,7 @@ class Disk:
 
     def _transfer(self, name: str, tensor: torch.Tensor, call, done: str) -> None:
         file = self._files[name]  # held, so that its number is nobody else's for as long as this takes
-        memory, at = memoryview(tensor.numpy()), 0
+        memory, at = tensor.numpy().data, 0
         while at < len(memory):
             try:
                 moved = call(file.fileno(), [memory[at:at + BLOCK]], at)

@@ -220,7 +220,7 @@ def test_damaged_traces(damage, words, copy, tmp_path):
     elif damage == "line":
         file.write_text("".join([*lines[:2], lines[2][:200] + "\n", *lines[3:]]))
     elif damage == "times":
-        file.write_text("".join([*lines[:2], re.sub(r'"ended":\[[\d.]+,', '"ended":[', lines[2]), *lines[3:]]))
+        file.write_text("".join([*lines[:2], re.sub(r'"ended":\[[\d.e-]+,', '"ended":[', lines[2]), *lines[3:]]))
     elif damage == "empty":
         (folder / "rank-00000.jsonl").write_text("")
     else:

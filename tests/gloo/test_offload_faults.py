@@ -18,7 +18,7 @@ import threed.launcher  # noqa: F401  (imported before the runs fork)
 from tests.running import Run, losses, metrics
 from threed.errors import InputError, RunError
 from threed.offload.tiers import Disk
-from threed.pool import zeros
+from threed.pool import aligned
 
 SMALL = ["train", "configs/toy.yaml", "model.layers=2", "model.hidden=32", "model.seq_len=32", "model.vocab=300",
          "train.global_batch_size=4", "train.micro_batch_size=1", "train.eval_every=0", "monitor.wandb=disabled",
@@ -244,7 +244,7 @@ def test_two_runs_in_one_folder(start, tmp_path, unbroken):
 
 
 def memory(numel: int) -> torch.Tensor:
-    return zeros(numel, torch.float32, torch.device("cpu"))
+    return aligned(numel, torch.float32, torch.device("cpu"), False)
 
 
 def test_what_is_written_is_read(disk):

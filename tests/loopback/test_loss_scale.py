@@ -173,7 +173,8 @@ def test_small_gradients_survive():
     def norm(*overrides: str) -> float:
         return run(tiny("model.layers=2", "model.init_std=1e-4", "model.seq_len=64", *overrides), 1)[0][0].clipped.grad_norm
 
-    exact, scaled, plain = norm(), norm(*FP16, "precision.loss_scale=4096"), norm(*FP16, "precision.loss_scale=1")
+    fp16 = "precision.dtype=fp16"
+    exact, scaled, plain = norm(), norm(fp16, "precision.loss_scale=4096"), norm(fp16, "precision.loss_scale=1")
     assert scaled == pytest.approx(exact, rel=5e-3) and abs(plain - exact) > 10 * abs(scaled - exact)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -21,6 +22,7 @@ from threed.engine.loopback import channel_pairs, run_loopback
 from threed.models.gpt import Batch
 from threed.planner import make_mesh, make_plan
 from threed.program.instruction import Op
+from threed.program.summary import stages
 from threed.program.table import Plan
 from threed.schema import Config
 
@@ -43,6 +45,7 @@ def schedule_config(name: str, p: int, tp: int, zero: int, count: str, *others: 
                 f"parallel.schedule={name}", f"zero.stage={zero}", f"train.global_batch_size={m}", *virtual, *others)
 
 
+FILES = f"offload.nvme_path={tempfile.gettempdir()}"
 # Overrides for each value of each axis of the contract. Two stages a rank where a schedule can have them: then on V-shaped and
 # interleaved ones a unit is a stage of its own.
 SETTINGS: dict[str, dict[object, list[str]]] = {
@@ -53,8 +56,21 @@ SETTINGS: dict[str, dict[object, list[str]]] = {
         "file": [f"parallel.schedule=file:{Path(__file__).with_name('loopback') / 'order.csv'}"],
     },
     "stage": {stage: [f"zero.stage={stage}"] for stage in AXES["stage"]},
-    "offload": {"none": []},
-    "activation": {"none": []},
+    "offload": {
+        "none": [],
+        "cpu": ["offload.optimizer=cpu"],
+        "nvme": ["offload.optimizer=nvme", FILES],
+        "cpu+parameters": ["offload.optimizer=cpu", "offload.parameters=cpu"],
+        "nvme+parameters": ["offload.optimizer=nvme", "offload.parameters=nvme", FILES],
+    },
+    "activation": {
+        "none": [],
+        "full": ["activation.policy=full"],
+        "selective": ["activation.policy=selective", "activation.pieces=[attention,norm,mlp_act]"],
+        "budget": ["activation.policy=budget"],  # and the budget, which depends on the rest
+        "partition": ["activation.policy=full", "activation.partition=true"],
+        "cpu": ["activation.policy=full", "activation.offload=cpu"],
+    },
     "precision": {
         "fp32": [],
         "bf16": ["precision.dtype=bf16"],
@@ -76,16 +92,36 @@ def cell_config(cell: Cell, ranks: int = 16) -> Config:
     batch = dp * MICROBATCHES.get(cell.schedule, 2 if cell.shard_groups else 3)
     schedule = SETTINGS["schedule"].get(cell.schedule, [f"parallel.schedule={cell.schedule}"])
     chosen = [text for axis in AXES if axis != "schedule" for text in SETTINGS[axis][getattr(cell, axis)]]
-    return tiny("model.layers=2", "model.hidden=16", "model.heads=4", "model.seq_len=8", "model.vocab=30",
-                "model.vocab_multiple=16", "parallel.pp=2", f"parallel.tp={tp}", f"parallel.dp={dp}", f"zero.shard_size={size}",
-                f"train.global_batch_size={batch}", *schedule, *chosen)
+    rest = ["model.layers=2", "model.hidden=16", "model.heads=4", "model.seq_len=8", "model.vocab=30",
+            "model.vocab_multiple=16", "parallel.pp=2", f"parallel.tp={tp}", f"parallel.dp={dp}", f"zero.shard_size={size}",
+            f"train.global_batch_size={batch}", *schedule, *chosen]
+    if cell.activation == "budget":
+        rest.append(f"activation.budget={least_budget(*(text for text in rest if text != 'activation.policy=budget'))}")
+    return tiny(*rest)
+
+
+def least_budget(*overrides: str) -> int:
+    """Bytes of activations that a rank keeps with every unit recomputed: the least `activation.budget` that there can be."""
+    return max(row["activation_peak_bytes"] for row in stages(make_plan(tiny(*overrides, "activation.policy=full"))))
 
 
 def covering() -> list[Cell]:
     """Cells that work, few, in which every pair of values that works anywhere is met."""
     works = [cell for cell in cells() if refusal(cell) is None]
     starts = {cell[:count] for cell in works for count in range(len(cell) + 1)}
-    return [Cell(*row) for row in AllPairs(list(AXES.values()), filter_func=lambda row: tuple(row) in starts)]
+    chosen = [Cell(*row) for row in AllPairs(list(AXES.values()), filter_func=lambda row: tuple(row) in starts)]
+    missing = pairs(works) - pairs(chosen)
+    while missing:  # by rows that the library could not complete
+        row, i, j = min(missing, key=str)
+        best = max((cell for cell in works if (cell[i], cell[j]) == row), key=lambda cell: len(missing & pairs([cell])))
+        chosen.append(best)
+        missing -= pairs([best])
+    return chosen
+
+
+def pairs(some: Iterable[Cell]) -> set[tuple[tuple[object, object], int, int]]:
+    """((value, value), axis, axis) of all two values that meet in a cell."""
+    return {((cell[i], cell[j]), i, j) for cell in some for i in range(len(AXES)) for j in range(i)}
 
 
 @dataclass

@@ -55,8 +55,8 @@ def _offload(config: Config) -> str:
 AXES: dict[str, tuple[object, ...]] = {
     "schedule": SCHEDULES,
     "stage": (0, 1, 2, 3),
-    "offload": ("none",),  # cpu, nvme, cpu+parameters, nvme+parameters: tested apart, not yet in every cell
-    "activation": ("none",),  # full, selective, budget, partition, cpu: the same
+    "offload": ("none", "cpu", "nvme", "cpu+parameters", "nvme+parameters"),
+    "activation": ("none", "full", "selective", "budget", "partition", "cpu"),
     "precision": ("fp32", "bf16", "fp16"),
     "sequence_parallel": (False, True),
     "tied": (False, True),

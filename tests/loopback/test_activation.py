@@ -10,7 +10,7 @@ import random
 
 import pytest
 
-from tests.harness import assert_contract, loopback, tiny
+from tests.harness import assert_contract, least_budget, loopback, tiny
 from threed.planner import make_mesh, make_plan
 from threed.program.instruction import Op
 from threed.program.summary import stages
@@ -59,8 +59,7 @@ def small(*others: str, policy: str = "full") -> Config:
     base = ["model.layers=4", "model.hidden=16", "model.heads=4", "model.seq_len=8", "model.vocab=30", "model.vocab_multiple=16",
             "parallel.pp=2", "train.global_batch_size=4", "train.eval_every=1", *virtual, *others]
     if policy.startswith("tight"):
-        peak = max(row["activation_peak_bytes"] for row in stages(make_plan(tiny(*base, *FULL))))
-        return tiny(*base, *POLICIES[policy], f"activation.budget={peak}")
+        return tiny(*base, *POLICIES[policy], f"activation.budget={least_budget(*base)}")
     return tiny(*base, *POLICIES[policy])
 
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.harness import Ranks, assert_contract, cell_config, covering, loopback
+from tests.harness import Ranks, assert_contract, cell_config, covering, loopback, pairs
 from threed.contract import Cell, cells, refusal
 from threed.errors import ConfigError
 from threed.schema import Config
@@ -14,13 +14,14 @@ from threed.schema import Config
 SAMPLE = covering()
 
 
-def marked(cell: Cell):
-    """Cells that are refused are quick to test; of the others `make test` runs some and `make matrix` all."""
-    quick = refusal(cell) is not None or cell in SAMPLE
-    return pytest.param(cell, id=cell.id, marks=[] if quick else [pytest.mark.slow])
+def pytest_generate_tests(metafunc):
+    """Every cell where slow tests are asked for (`make matrix`). Otherwise few: to collect them all takes longer than to run those."""
+    if "cell" in metafunc.fixturenames:
+        every = list(cells())
+        some = [*SAMPLE, *[cell for cell in every if refusal(cell) is not None][::97]]
+        metafunc.parametrize("cell", some if metafunc.config.getoption("-m") == "not slow" else every, ids=lambda cell: cell.id)
 
 
-@pytest.mark.parametrize("cell", [marked(cell) for cell in cells()])
 def test_cell(cell, references):
     """A cell that works only in the table, or is refused there and runs (or is refused for another reason)."""
     reason = refusal(cell)
@@ -35,10 +36,6 @@ def test_cell(cell, references):
 
 def test_sample_covers_all_pairs():
     """A pair of values that works together nowhere in the sample would go unseen in `make test`."""
-
-    def pairs(found: list[Cell]) -> set[tuple[tuple[int, object], tuple[int, object]]]:
-        return {((i, cell[i]), (j, cell[j])) for cell in found for i in range(len(cell)) for j in range(i)}
-
     assert pairs(SAMPLE) == pairs([cell for cell in cells() if refusal(cell) is None])
 
 

@@ -28,37 +28,45 @@ class Aborted(RuntimeError):
 
 
 class World:
-    """What the ranks share: one lock, and what each has put on the table."""
+    """What the ranks share: one lock, and what each has put on the table. Who waits is woken by what it waits for alone: with
+    many ranks, waking all of them for everything would be most of the work."""
 
     def __init__(self, mesh: Mesh):
         self.mesh = mesh
-        self.changed = threading.Condition()
         self.failure: BaseException | None = None
+        self._lock = threading.Lock()
+        self._waiting: dict[Any, threading.Condition] = {}
         self._calls: dict[Any, dict[int, torch.Tensor]] = {}  # (group, call number) -> index -> tensor
         self._taken: Counter[Any] = Counter()
         self._mail: dict[Any, deque[torch.Tensor]] = {}
 
-    def wait_for(self, ready: Callable[[], bool]) -> None:
-        if not self.changed.wait_for(lambda: self.failure is not None or ready(), TIMEOUT_S):
-            raise TimeoutError(f"nothing came for {TIMEOUT_S:.0f} s")
+    def _wait_for(self, key: Any, ready: Callable[[], bool]) -> None:
+        """Under the lock, until what has this key is ready."""
+        if not ready() and self.failure is None:
+            condition = self._waiting.setdefault(key, threading.Condition(self._lock))
+            if not condition.wait_for(lambda: self.failure is not None or ready(), TIMEOUT_S):
+                raise TimeoutError(f"nothing came for {TIMEOUT_S:.0f} s")
         if self.failure is not None and not ready():
             raise Aborted("another rank failed")
 
     def fail(self, error: BaseException) -> None:
-        with self.changed:
+        with self._lock:
             if self.failure is None or isinstance(self.failure, Aborted):
                 self.failure = error
-            self.changed.notify_all()
+            for condition in self._waiting.values():
+                condition.notify_all()
 
-    def put(self, key: Any, index: int, tensor: torch.Tensor) -> None:
-        with self.changed:
-            self._calls.setdefault(key, {})[index] = tensor
-            self.changed.notify_all()
+    def put(self, key: Any, index: int, tensor: torch.Tensor, size: int) -> None:
+        with self._lock:
+            call = self._calls.setdefault(key, {})
+            call[index] = tensor
+            if len(call) == size and key in self._waiting:
+                self._waiting.pop(key).notify_all()
 
     def take(self, key: Any, size: int) -> list[torch.Tensor]:
         """Everybody's tensor of a call, by index, once all are there."""
-        with self.changed:
-            self.wait_for(lambda: len(self._calls.get(key, ())) == size)
+        with self._lock:
+            self._wait_for(key, lambda: len(self._calls.get(key, ())) == size)
             found = self._calls[key]
             self._taken[key] += 1
             if self._taken[key] == size:
@@ -66,13 +74,14 @@ class World:
             return [found[index] for index in range(size)]
 
     def post(self, key: Any, tensor: torch.Tensor) -> None:
-        with self.changed:
+        with self._lock:
             self._mail.setdefault(key, deque()).append(tensor)
-            self.changed.notify_all()
+            if key in self._waiting:
+                self._waiting[key].notify()
 
     def receive(self, key: Any) -> torch.Tensor:
-        with self.changed:
-            self.wait_for(lambda: bool(self._mail.get(key)))
+        with self._lock:
+            self._wait_for(key, lambda: bool(self._mail.get(key)))
             return self._mail[key].popleft()
 
 
@@ -85,7 +94,7 @@ class ThreadGroup(Group):
         """Copies are put on the table, so that a result may overwrite an input."""
         self._count_calls += 1
         key = (self.name, self.ranks, self._count_calls)
-        self._world.put(key, self.rank(), tensor.detach().clone())
+        self._world.put(key, self.rank(), tensor.detach().clone(), self.size())
         return Handle(lambda: finish(self._world.take(key, self.size())))
 
     def _all_reduce(self, tensor: torch.Tensor, op: str) -> Handle:
@@ -146,7 +155,7 @@ class ThreadComm(Comm):
     def exchange(self, value: Any) -> list[Any]:
         self._exchanges += 1
         key = ("exchange", self._exchanges)
-        self._world.put(key, self.rank, value)
+        self._world.put(key, self.rank, value, self._world.mesh.size)
         return self._world.take(key, self.mesh.size)
 
 

@@ -30,7 +30,8 @@ def references():
     made = {}
 
     def get(config, steps: int = 5):
-        key = (str(config.model), str(config.precision), str(config.optimizer), str(config.train), steps)
+        key = (str(config.model), str(config.precision), str(config.optimizer), str(config.train),
+               config.offload.delayed_update, config.offload.warmup, steps)
         if key not in made:
             made[key] = reference.run(config, steps)
         return made[key]

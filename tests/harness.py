@@ -165,7 +165,8 @@ def drive(config: Config, engine: Engine, comm: Comm, steps: int):
     def after(instruction, slots):
         if instruction.op == Op.CLIP:
             for unit, state in engine.states.items():
-                grads[unit] = state.gradient.float() / scale
+                gradient = state.host_prev if instruction.keep == "later" else state.gradient
+                grads[unit] = gradient.float() / scale
 
     engine.after = after
     for step in range(steps):

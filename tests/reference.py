@@ -107,17 +107,29 @@ class Reference:
         return total
 
     def run(self, steps: int) -> Result:
-        config, result = self.config.optimizer, Result([], [], {}, {})
+        config, offload, result = self.config.optimizer, self.config.offload, Result([], [], {}, {})
+        waiting: list[torch.Tensor | None] | None = None  # with delayed updates: the clipped gradients of the step before
+        updates = 0
         for step in range(steps):
             result.losses.append(self.backward(step))
             if step == 0:
                 result.first_grads = {name: value.grad.clone() for name, value in self.masters.items()}  # pyright: ignore
             limit = config.clip_grad or float("inf")
             result.norms.append(float(torch.nn.utils.clip_grad_norm_(self.masters.values(), limit)))
-            for group in self.optimizer.param_groups:
-                group["lr"] = learning_rate(config, step, self.config.train.steps)
-            self.optimizer.step()
-            self.publish()
+            made = [value.grad for value in self.masters.values()]
+            last = step == self.config.train.steps - 1
+            due = [made]
+            if offload.delayed_update and (waiting is not None or (step >= offload.warmup and not last)):
+                due = [*([waiting] if waiting is not None else []), *([made] if last else [])]
+                waiting = None if last else made
+            for grads in due:
+                for value, grad in zip(self.masters.values(), grads, strict=True):
+                    value.grad = grad
+                for group in self.optimizer.param_groups:
+                    group["lr"] = learning_rate(config, updates, self.config.train.steps)
+                self.optimizer.step()
+                self.publish()
+                updates += 1
         result.weights = {name: value.detach() for name, value in self.masters.items()}
         with torch.no_grad():
             result.evaluated = sum(loss.item() for loss in self.losses(steps, train=False))

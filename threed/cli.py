@@ -67,7 +67,7 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
 @app.command(short_help="show what will run: mesh, units, schedule, programs")
 def show(config: ConfigPath, overrides: Overrides = None,
          rank: Annotated[int | None, typer.Option(help="print this rank's program, an instruction a line")] = None,
-         program: Annotated[str, typer.Option(help="train or evaluate")] = "train",
+         program: Annotated[str, typer.Option(help="train, evaluate; with delayed updates plain, enter, drain")] = "train",
          svg: Annotated[Path | None, typer.Option(metavar="FILE", help="draw the timeline into FILE")] = None,
          as_json: Json = False) -> None:
     """Show what will run: the mesh, the units and the schedule's grid, or one rank's program."""

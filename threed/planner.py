@@ -121,10 +121,11 @@ def _budgeted(config: Config, pipeline: Pipeline, table: Table) -> Table:
 def _programs(config: Config, pipeline: Pipeline, table: Table) -> Plan:
     """The passes, in their order."""
     forward_backward = expand(pipeline.order, table)
-    for transform in (activation.recompute, activation.partition, activation.offload, communicate, zero.train,
-                      offload.optimizer, offload.parameters):
+    for transform in (activation.recompute, activation.partition, activation.offload, communicate, zero.train):
         forward_backward = transform(forward_backward, table)
-    programs = {"train": forward_backward}
+    programs = {"train": offload.parameters(offload.optimizer(forward_backward, table), table)}
+    if table.delayed:
+        programs = {**offload.delay(forward_backward, table), "plain": programs["train"]}
     if config.train.eval_every:
         forward = expand(forward_only(pipeline.place, config.num_microbatches), table, keep="none")
         programs["evaluate"] = offload.parameters(zero.evaluate(communicate(forward, table), table), table)
@@ -257,7 +258,8 @@ def make_table(config: Config, place: tuple[int, ...]) -> Table:
                  reduce_bytes=_bytes(precision.reduce_dtype),
                  master=precision.dtype != "fp32" and precision.master == "fp32",
                  partition=config.activation.partition and parallel.tp > 1 and not parallel.sequence_parallel,
-                 offload_kept=config.activation.offload == "cpu", contiguous=config.activation.contiguous)
+                 offload_kept=config.activation.offload == "cpu", contiguous=config.activation.contiguous,
+                 delayed=config.offload.delayed_update)
 
 
 def _send_home(config: Config, parameters: dict[int, ParameterUnit]) -> None:

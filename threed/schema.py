@@ -96,6 +96,8 @@ class OffloadConfig:
     ratio: float = 1.0  # share of the optimizer's state that is offloaded, by units; the device steps the rest meanwhile
     parameters: str = "none"  # stage 3: where this rank's part of the parameters lives: none (the device) | cpu | nvme
     nvme_path: str | None = None  # nvme: a folder on a fast disk of each machine
+    delayed_update: bool = False  # the host steps a step's gradients beside the step after it: weights are one update behind
+    warmup: int = 0  # delayed_update: steps before the first that is delayed
 
 
 @dataclass

@@ -202,7 +202,9 @@ class Loop:
     def _trace(self, number: int, trace: Trace, step: Step) -> None:
         """A traced step into this rank's file; a picture of the timeline to wandb."""
         monitor, mesh, here = self.config.monitor, self.comm.mesh, self.comm.here
-        last = number == self.config.train.steps or step.asked("stop")
+        if trace.name != "train":  # with delayed updates there are a few others
+            return
+        last = number == self.config.train.steps - self.engine.plan.table.delayed or step.asked("stop")
         if monitor.trace_every and (last or number % monitor.trace_every == 0):
             if problem := self.traces.write(number, trace, step.costs):
                 print(f"threed: warning: {problem}", file=sys.stderr, flush=True)
@@ -256,7 +258,7 @@ class Loop:
         where = find_nonfinite(self.engine, self._batches(self.train_split, self.samples))
         scale = "precision.min_loss_scale" if self.engine.zero.scaler.dynamic else "precision.loss_scale"
         high = scale if math.isfinite(clipped.loss) and clipped.loss_scale > 1 else "optimizer.lr"
-        raise RunError(f"{what}; {where}. No weight has changed in this step. Lower {high}, or set "
+        raise RunError(f"{what}; {where}. No weight has changed for it. Lower {high}, or set "
                        "train.on_nonfinite=skip to leave such steps out")
 
     def _save(self) -> None:

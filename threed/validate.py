@@ -236,6 +236,17 @@ def _check_offload(config: Config) -> list[str]:
         problems.append(f"offload.ratio={offload.ratio}: must be above 0 and at most 1; offload.optimizer=none offloads nothing")
     elif offload.ratio < 1 and offload.optimizer == "none":
         problems.append(f"offload.ratio={offload.ratio} needs offload.optimizer=cpu or nvme: it is a share of what is offloaded")
+    if offload.warmup < 0 or (offload.warmup and not offload.delayed_update):
+        problems.append(f"offload.warmup={offload.warmup}: must be steps before the first that offload.delayed_update delays")
+    if offload.delayed_update and offload.optimizer == "none":
+        problems.append("offload.delayed_update=true needs offload.optimizer=cpu or nvme: what the device steps takes its turn "
+                        "anyway, so there is nothing to hide")
+    elif offload.delayed_update and offload.ratio < 1:
+        problems.append(f"offload.delayed_update=true with offload.ratio={offload.ratio}: some weights would be an update behind "
+                        "and others not; set offload.ratio=1")
+    if offload.delayed_update and offload.parameters != "none":
+        problems.append(f"offload.delayed_update=true with offload.parameters={offload.parameters}: the host would step weights "
+                        "that the step still reads there; set offload.parameters=none (a second copy there would lift this)")
     if offload.optimizer != "none" and config.precision.master == "none":
         problems.append(f"offload.optimizer={offload.optimizer} with precision.master=none: the host steps fp32 weights of its "
                         "own; leave one of the two out")

@@ -15,7 +15,7 @@ SAMPLE = covering()
 
 
 def pytest_generate_tests(metafunc):
-    """Every cell where slow tests are asked for (`make matrix`). Otherwise few: to collect them all takes longer than to run those."""
+    """Every cell where slow tests are asked for (`make matrix`). Otherwise few: to collect all takes longer than to run those."""
     if "cell" in metafunc.fixturenames:
         every = list(cells())
         some = [*SAMPLE, *[cell for cell in every if refusal(cell) is not None][::97]]

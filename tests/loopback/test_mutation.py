@@ -54,6 +54,7 @@ UNTIED, GPIPE, SP = "model.tie_embeddings=false", "parallel.schedule=gpipe", "pa
 INTERLEAVED = ("parallel.schedule=interleaved", "parallel.virtual_stages=2")
 ZERO_0, ZERO_1, ZERO_2, ZERO_3 = (f"zero.stage={stage}" for stage in range(4))
 GROUPS, STAGE = "zero.shard_size=2", "zero.residency=stage"
+DELAYED = ("offload.delayed_update=true", "train.steps=3")  # each of its programs once
 CPU, NVME = "offload.optimizer=cpu", "offload.optimizer=nvme"
 
 FULL, PARTITION, KEPT_CPU = ("activation.policy=full",), "activation.partition=true", "activation.offload=cpu"
@@ -117,6 +118,9 @@ CASES = {
                                                          "activation.policy=full", "activation.offload=cpu")),
     "nvme-zero1": Case(200, 2, 2, dp=2, others=(ZERO_1, NVME, UNTIED)),
     "nvme-zero3": Case(200, 1, 3, dp=2, others=(ZERO_3, NVME, "offload.parameters=nvme", UNTIED)),
+    "delayed-zero1": Case(200, 1, 2, dp=2, others=(ZERO_1, CPU, UNTIED, *DELAYED)),
+    "delayed-zero0-tied": Case(160, 2, 2, others=(ZERO_0, CPU, *DELAYED)),
+    "delayed-nvme-zero3": Case(160, 1, 3, dp=2, others=(ZERO_3, NVME, UNTIED, *DELAYED)),
     "nvme-zero3-tied": Case(160, 2, 2, dp=2, others=(ZERO_3, NVME, "offload.parameters=nvme", "zero.residency=2")),
 }
 
@@ -125,7 +129,7 @@ CASES = {
 KINDS = ("delete", "duplicate", "swap", "move", "move", "nudge", "nudge", "nudge", "unit", "microbatch", "peer",
          "group", "keep", "op", "more", "more")
 ZERO = (Op.GATHER, Op.RELEASE, Op.REDUCE, Op.CLIP, Op.STEP, *MOVES)
-GROUPED = ("", "dp", "tp", "tie", "shard", "replica", "world", "act", "grad", "gshard", "pshard")
+GROUPED = ("", "dp", "tp", "tie", "shard", "replica", "world", "act", "grad", "gshard", "pshard", "prev")
 MOVED = ("", "param", "gshard", "pshard", "state", "kept", "kpart", "host_state", "host_pshard", "host_param", "host_gshard")
 
 
@@ -156,7 +160,7 @@ def change(program: list[Instruction], rng: random.Random) -> None:
     elif kind == "group":
         program[i] = program[i]._replace(group=rng.choice(MOVED if program[i].op in MOVES else GROUPED))
     elif kind == "keep":
-        program[i] = program[i]._replace(keep=rng.choice(("all", "none", "input")))
+        program[i] = program[i]._replace(keep=rng.choice(("all", "none", "input", "later")))
     else:
         program[i] = program[i]._replace(**{kind: rng.randint(-1, 7)})
 
@@ -187,7 +191,8 @@ def more(program: list[Instruction], i: int, j: int, rng: random.Random) -> None
 
 def edited(plan: Plan, rng: random.Random) -> tuple[str, list[tuple[Instruction, ...]]]:
     """A program of the plan with one to three edits in one position's part."""
-    name = rng.choice(("train", "train", "train", "evaluate"))
+    trains = [name for name in plan.programs if name not in ("plain", "evaluate")]
+    name = rng.choice((*trains, *trains, *trains, "evaluate") if len(trains) == 1 else (*trains, *trains, "evaluate"))
     programs = list(plan.programs[name])
     position = rng.randrange(len(programs))
     program = list(programs[position])
@@ -198,12 +203,12 @@ def edited(plan: Plan, rng: random.Random) -> tuple[str, list[tuple[Instruction,
 
 
 def run(config: Config, plan: Plan) -> Ranks:
-    """An evaluation (its loss comes first), then two steps."""
+    """An evaluation (its loss comes first), then two steps, or three where updates are delayed."""
 
     def work(here: Comm):
         engine = Engine(config, plan, here)
         evaluated, _ = engine.run("evaluate", batches(config, here, 7))
-        losses, *rest = drive(config, engine, here, 2)
+        losses, *rest = drive(config, engine, here, 2 + plan.table.delayed)
         return [evaluated.loss, *losses], *rest
 
     return collect(config, loopback.run_loopback(config, plan, make_mesh(config), work))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 import time
@@ -16,6 +17,8 @@ from threed.comm import Comm, ThreadLane
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
 from threed.planner import make_mesh, make_plan
+from threed.program.instruction import COMPUTE, Instruction, Op
+from threed.program.show import timeline
 from threed.schema import Config
 
 SMALL = ["model.layers=4", "model.hidden=16", "model.heads=4", "model.seq_len=8", "model.vocab=30", "model.vocab_multiple=16",
@@ -210,6 +213,78 @@ def test_a_skipped_step_changes_nothing(tier, tmp_path):
         engine.close()
 
     run_loopback(config, plan, make_mesh(config), work)
+
+
+# ---------------------------------------------------------------- delayed updates
+
+DELAYED_AXES: dict[str, list] = {
+    "tier": ["cpu", "nvme"],
+    "stage": [3, 0, 1, 2],
+    "warmup": [0, 1, 2, 5],
+    "end": ["waiting", "drained"],
+    **{axis: AXES[axis] for axis in ("schedule", "mesh", "tied", "precision", "activation")},
+}
+
+
+@pytest.mark.parametrize("row", [tuple(row) for row in AllPairs(list(DELAYED_AXES.values()), filter_func=lambda row: not (
+    len(row) > 5 and row[1] == 0 and row[5] == "groups"))], ids=lambda row: "-".join(map(str, row)))
+def test_delayed_pairs(row, references, tmp_path):
+    """A gradient that is stepped twice, late, or never; weights that change inside a step. The reference is a plain model that
+    applies each gradient a step later, from the first step that is delayed to the last of the run, which applies two."""
+    tier, stage, warmup, end, schedule, mesh, tied, precision, activation = row
+    config = composed(tmp_path, tier, stage, 1, schedule, mesh, tied, precision, activation)
+    config.offload.delayed_update, config.offload.warmup = True, warmup
+    config.optimizer.clip_grad, config.optimizer.warmup_steps = 1.0, 2
+    if end == "drained":  # as many steps as are compared
+        config.train.steps = 3 if precision == "fp32" else 4
+    assert_contract(config, references)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_delayed_tiers_and_stages_are_equal_to_the_bit(schedule, precision, tmp_path):
+    """Over 8 steps, all programs among them."""
+    over = [f"parallel.schedule={schedule}", "offload.delayed_update=true", "offload.warmup=2", "train.steps=8",
+            "optimizer.clip_grad=1.0", "zero.reduce_every=step", *PRECISIONS[precision]]
+    runs = [loopback(small(tmp_path, stage, *TIERS[tier], *(text for text in over if stage >= 2 or "reduce" not in text)), 8)
+            for stage, tier in ((0, "cpu"), (1, "cpu"), (2, "nvme"), (3, "cpu"), (3, "nvme"))]
+    same_bits(runs)
+
+
+def test_a_delayed_step_hides_the_host(tmp_path):
+    """The point of it: with a slow host, predicted, the step is as long as without it."""
+    config = small(tmp_path, 2, *CPU)
+    plain, late = (make_plan(dataclasses.replace(config, offload=dataclasses.replace(config.offload, delayed_update=delayed)))
+                   for delayed in (False, True))
+
+    def cost(_: int, instruction: Instruction) -> float:
+        return 1.0 if instruction.op in COMPUTE else 4.0 if instruction.op == Op.STEP else 0.0
+
+    steps = [timeline(plan, cost=cost).total_s for plan in (plain, late)]
+    alone = timeline(plain, cost=lambda at, item: cost(at, item) if item.op in COMPUTE else 0.0).total_s
+    assert steps[1] < steps[0] and steps[1] == alone
+
+
+def test_a_skipped_delayed_step(tmp_path):
+    """Two overflows and then none: each is applied a step late, as nothing. The updates' count follows what is applied."""
+    config = small(tmp_path, 2, "precision.dtype=fp16", f"precision.initial_loss_scale={2.0**24}", "precision.hysteresis=1",
+                   *CPU, "offload.delayed_update=true", "train.steps=20")
+    plan = make_plan(config)
+
+    def work(comm: Comm) -> list[tuple[bool, bool, int]]:
+        engine, seen = Engine(config, plan, comm), []
+        for step in range(20):
+            before = [torch.clone(state.weights) for state in engine.states.values()]
+            clipped, _ = engine.train_step(batches(config, comm, step))
+            moved = any(not a.equal(state.weights) for a, state in zip(before, engine.states.values(), strict=True))
+            seen.append((clipped.finite, moved, engine.zero.updates))
+        return seen
+
+    for seen in run_loopback(config, plan, make_mesh(config), work):
+        finite = [each for each, _, _ in seen]
+        assert not finite[0] and sum(finite) > 8
+        assert [moved for _, moved, _ in seen] == [False, *finite[:-2], True]  # the last applies its own, too
+        assert [updates for *_, updates in seen] == [sum(finite[:step]) for step in range(19)] + [sum(finite)]
 
 
 # ---------------------------------------------------------------- under hostile timing

@@ -32,6 +32,8 @@ CASES = {
     "cpu-0": ["zero.stage=0", CPU],
     "cpu-1-bf16-pp": ["zero.stage=1", CPU, BF16, "parallel.pp=2"],
     "cpu-2": ["zero.stage=2", CPU],
+    "cpu-2-delayed": ["zero.stage=2", CPU, BF16, "offload.delayed_update=true"],
+    "nvme-1-delayed-pp": ["zero.stage=1", NVME, "parallel.pp=2", "offload.delayed_update=true"],
     "cpu-2-half": ["zero.stage=2", CPU, BF16, "offload.ratio=0.5"],
     "nvme-1": ["zero.stage=1", NVME],
     "nvme-2-bf16-pp": ["zero.stage=2", NVME, BF16, "parallel.pp=2"],
@@ -64,7 +66,7 @@ def by_tier(engine: Engine) -> dict[str, Storages]:
 
 
 def on_host(state: UnitState) -> Iterable:
-    yield state.host_grad
+    yield from (state.host_grad, state.host_prev)
     if state.unit.weight_home == "host":
         yield state.pshard
     if state.unit.state_home == "host":

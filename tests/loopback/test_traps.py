@@ -21,7 +21,7 @@ from threed.models.spec import TIED, layers, tied_parameter
 from threed.planner import make_mesh, make_plan
 from threed.program.check import check_programs
 from threed.program.instruction import Instruction, Op, Slot
-from threed.schema import Config, PrecisionConfig, ZeroConfig
+from threed.schema import Config, OffloadConfig, PrecisionConfig, ZeroConfig
 
 SMALL = ["model.layers=3", "model.hidden=16", "model.heads=4", "model.seq_len=8"]
 SHARDED = {
@@ -197,6 +197,7 @@ def test_an_overflow_seen_by_one_stage_only(sharded, position):
 # ---------------------------------------------------------------- a config key that is read but has no effect
 
 FP16, BF16, HUGE = ["precision.dtype=fp16"], ["precision.dtype=bf16"], f"precision.initial_loss_scale={2**26}"
+OFFLOADED = "offload.optimizer=cpu"
 KEYS: dict[str, tuple[list[str], Any, str]] = {  # key -> (where it matters, another value, what must change)
     "zero.stage": ([], 2, "plan, run"),
     "zero.shard_size": ([], 2, "plan, run"),
@@ -213,6 +214,11 @@ KEYS: dict[str, tuple[list[str], Any, str]] = {  # key -> (where it matters, ano
     "precision.grad_dtype": (BF16, "bf16", "plan, run"),
     "precision.reduce_dtype": (BF16, "bf16", "plan, run"),
     "precision.master": (BF16, "none", "plan, run"),
+    "offload.optimizer": ([], "cpu", "plan"),
+    "offload.ratio": ([OFFLOADED], 0.5, "plan"),
+    "offload.parameters": ([OFFLOADED, "zero.stage=3"], "cpu", "plan"),
+    "offload.delayed_update": ([OFFLOADED], True, "plan, run"),
+    "offload.warmup": ([OFFLOADED, "offload.delayed_update=true"], 2, "run"),
 }
 
 
@@ -246,9 +252,11 @@ def test_a_key_that_has_no_effect(key):
 
 
 def test_every_key_is_among_them():
-    """A new key of zero or precision that nobody has shown to matter."""
-    sections = {"zero": ZeroConfig, "precision": PrecisionConfig}
-    assert set(KEYS) == {f"{name}.{leaf.name}" for name, section in sections.items() for leaf in dataclasses.fields(section)}
+    """A new key of zero, precision or offload that nobody has shown to matter. (A folder that is not there is an error: see
+    gloo/test_offload_faults.py.)"""
+    sections = {"zero": ZeroConfig, "precision": PrecisionConfig, "offload": OffloadConfig}
+    every = {f"{name}.{leaf.name}" for name, section in sections.items() for leaf in dataclasses.fields(section)}
+    assert {*KEYS, "offload.nvme_path"} == every
 
 
 @pytest.mark.parametrize("stage, key, value", [(1, "shard_size", 4), (2, "reduce_every", 1), (3, "residency", 1),

@@ -14,10 +14,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from threed.checkpoint.boxes import Box, boxes, overlap
-from threed.checkpoint.save import FORMAT, KINDS, checksum, folder
+from threed.checkpoint.save import FORMAT, checksum, folder, kept
 from threed.errors import InputError
 from threed.schema import Config
-from threed.zero.run import ZeroRun
+from threed.zero.run import Clipped, ZeroRun
 
 _OTHER = "resume from another one with train.resume=PATH"
 
@@ -71,6 +71,7 @@ def read_manifest(path: Path, config: Config) -> dict[str, Any]:
         counters = [manifest[key] for key in ("step", "updates", "samples", "skipped")]
         scaler = manifest.get("loss_scaler") or {"scale": 1, "good": 0, "left": 0}
         counters += [int(scaler["good"]), int(scaler["left"]), int(float(scaler["scale"]) > 0)]
+        waiting = Clipped(**manifest["waiting"]) if manifest.get("waiting") else None
         if not all(isinstance(count, int) for count in counters) or len(manifest["crc32"]) != len(files):
             raise ValueError("its counters are not numbers")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -83,6 +84,10 @@ def read_manifest(path: Path, config: Config) -> dict[str, Any]:
             raise InputError(f"checkpoint {path} is incomplete: {name} is missing; {_OTHER}")
         if file.stat().st_size != size:
             raise InputError(f"checkpoint {path} is damaged: {name} has {file.stat().st_size} bytes, not {size}; {_OTHER}")
+    if waiting and not config.offload.delayed_update:
+        raise InputError(f"checkpoint {path} holds gradients that its next step was to apply; go on with "
+                         "offload.delayed_update=true as it was made, or resume from one that was saved before the first delayed "
+                         "step, or after the last")
     mine = config.to_dict()["model"]
     free = {"name", "dropout", "attention_dropout", "init_std"}  # do not change what the weights mean
     different = [f"model.{key}={model.get(key)} there, {mine[key]} here" for key in mine
@@ -95,12 +100,13 @@ def read_manifest(path: Path, config: Config) -> dict[str, Any]:
 def load(path: Path, manifest: dict[str, Any], zero: ZeroRun) -> None:
     """Fill this rank's master weights and moments, and set the counters."""
     comm = zero.comm
+    zero.waiting = Clipped(**manifest["waiting"]) if manifest.get("waiting") else None
     checksums = dict(zip(sorted(manifest["files"]), manifest["crc32"], strict=True))
     reader = _Reader(path, sorted(manifest["files"], key=lambda name: abs(_rank(name) - comm.rank)), checksums)
     for state in zero.states.values():
         for box in boxes(state.layout, comm.here.tp, *state.owned):
             where = slice(box.start - state.owned[0], box.stop - state.owned[0])
-            for kind, whole in zip(KINDS, (state.weights, state.moments.exp_avg, state.moments.exp_avg_sq), strict=True):
+            for kind, whole in kept(state, zero.waiting is not None).items():
                 reader.read(kind, box, whole[where].view(box.shape))
         state.publish()
     zero.step_number, zero.updates = manifest["step"], manifest["updates"]

@@ -6,8 +6,8 @@
             rank-00000.safetensors  tensors 'param:NAME@ROW,COLUMN', 'exp_avg:...', 'exp_avg_sq:...', all fp32
         latest                      name of the newest; written last
 
-`param` is the fp32 master weight. Where several ranks hold the same values, one writes them. The folder must be on a
-file system that all ranks share.
+`param` is the fp32 master weight; 'waiting:...' are gradients that the next step applies (offload.delayed_update). Where several
+ranks hold the same values, one writes them. The folder must be on a file system that all ranks share.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import shutil
 import threading
 import zlib
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,18 @@ from threed.checkpoint.boxes import boxes
 from threed.comm import Comm
 from threed.schema import Config
 from threed.zero.run import ZeroRun
+from threed.zero.state import UnitState
 
 FORMAT = 1
 POLL_S = 0.2  # between two exchanges of ranks that write
-KINDS = ("param", "exp_avg", "exp_avg_sq")
+
+
+def kept(state: UnitState, waiting: bool) -> dict[str, torch.Tensor]:
+    """What a checkpoint holds of a parameter unit, by kind: flat tensors over `owned`."""
+    found = {"param": state.weights, "exp_avg": state.moments.exp_avg, "exp_avg_sq": state.moments.exp_avg_sq}
+    if waiting and state.host_prev is not None:
+        found["waiting"] = state.host_prev
+    return found
 
 
 def folder(config: Config) -> Path:
@@ -105,7 +114,7 @@ def _write(path: Path, zero: ZeroRun) -> int:
                 continue
             where = slice(box.start - state.owned[0], box.stop - state.owned[0])
             place = ",".join(map(str, box.offset))
-            for kind, whole in zip(KINDS, (state.weights, state.moments.exp_avg, state.moments.exp_avg_sq), strict=True):
+            for kind, whole in kept(state, zero.waiting is not None).items():
                 tensors[f"{kind}:{box.name}@{place}"] = whole[where].detach().float().cpu().view(box.shape).numpy()
     save_file(tensors, path)
     _sync(path)
@@ -124,7 +133,8 @@ def checksum(path: Path) -> int:
 def _publish(zero: ZeroRun, counters: dict[str, Any], aside: Path, final: Path) -> None:
     mesh = zero.comm.mesh
     manifest = {
-        "format": FORMAT, "step": zero.step_number, "updates": zero.updates, "loss_scaler": zero.scaler.state(), **counters,
+        "format": FORMAT, "step": zero.step_number, "updates": zero.updates, "loss_scaler": zero.scaler.state(),
+        "waiting": asdict(zero.waiting) if zero.waiting else None, **counters,
         "mesh": {"pp": mesh.pp, "dp": mesh.dp, "tp": mesh.tp, "order": list(mesh.order)},
         "torch": torch.__version__, "config": zero.config.to_dict(),
         "files": {path.name: path.stat().st_size for path in sorted(aside.glob("rank-*.safetensors"))},

@@ -13,7 +13,8 @@ from threed.slots import Slots
 
 
 def find_nonfinite(engine: Engine, batch: Callable[[int], Batch]) -> str:
-    """Run the train program once more (its STEPs do nothing, since its CLIP finds the same) and say where it began.
+    """Run the train program once more (its STEPs do nothing, since its CLIP finds the same) and say where it began. With delayed
+    updates the gradients before these have been stepped meanwhile: then it is a run with the weights of the next step.
 
     All ranks call this together; all get the same answer: the first unit in the order of the data's way, forward before
     backward, and then the sums over ranks.
@@ -43,14 +44,17 @@ def find_nonfinite(engine: Engine, batch: Callable[[int], Batch]) -> str:
                                                     f"micro-batch {microbatch}, {op} {me}"))
         elif op == Op.CLIP:
             for p, state in engine.states.items():
-                if not bool(torch.isfinite(state.gradient).all()):
+                gradient = state.host_prev if instruction.keep == "later" else state.gradient
+                if not bool(torch.isfinite(gradient).all()):
                     found.append((2, p, 0, f"first in the sum over ranks of the gradient of p{p} ({table.parameters[p].name}) "
                                            f"{me}"))
 
     engine.after = inspect
     try:
-        engine.run("train", batch)
+        engine.run("enter" if table.delayed else "train", batch)
     finally:
         engine.after = None
     everywhere = [each for each in engine.comm.exchange(min(found, default=None)) if each is not None]
+    if not everywhere and table.delayed:
+        return "it did not happen again with the weights of the next step: run without offload.delayed_update to find where"
     return min(everywhere)[3] if everywhere else "it did not happen again when the step was repeated: look at the hardware"

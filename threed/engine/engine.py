@@ -50,8 +50,7 @@ class Engine:
         context = Context(config.model, comm.groups["tp"], config.parallel.sequence_parallel, dtype, weight_grads, self.saving)
         self.pipeline = PipelineRun(config, comm, table, parameters, context, self._keeping, activation)
         self.handlers = {**self.pipeline.handlers, **self.zero.handlers, **activation.handlers, **offload.handlers}
-        self.seam = table.seam(position)
-        self.effects = {name: link(programs[position], table, position, self.seam).effects
+        self.effects = {name: link(programs[position], table, position, table.seam(position, name)).effects
                         for name, programs in plan.programs.items()}
         self.sources = {name: sources(effects) for name, effects in self.effects.items()}
         self.clock = make_clock(comm.device)
@@ -61,29 +60,24 @@ class Engine:
         self.slots = Slots()
         self.current: tuple[str, int, float] | None = None  # (program, index, since): what the watchdog looks at
         self.after: Callable[[Instruction, Slots], None] | None = None  # called after each instruction, to inspect it
-        self._reset()
 
     def _keeping(self, unit: int) -> AbstractContextManager[Any]:
         return self.saving.keeping(places([self.states[p] for p in self.plan.table.units[unit].parameters]))
 
-    def _reset(self) -> None:
-        self.slots.clear()
-        for slot in self.seam:
-            self.slots.put(slot, True)
-
     def train_step(self, batch: Callable[[int], Batch]) -> tuple[Clipped, Trace]:
         """One optimizer step; `batch` gives the data of a micro-batch of this rank."""
         self.pipeline.loss_scale = self.zero.scaler.scale
-        clipped, trace = self.run("train", batch)
-        self.zero.step_number += 1
-        self.zero.updates += clipped.finite
-        self.zero.scaler.update(not clipped.finite)
+        clipped, trace = self.run(self.zero.program(), batch)
+        self.zero.finish_step(clipped)
         return clipped, trace
 
     def run(self, name: str, batch: Callable[[int], Batch]) -> tuple[Clipped, Trace]:
         """Run a program once. A failure is raised as RunError, with the instruction, its neighbours and what is alive."""
         program, all_effects = self.plan.programs[name][self.position], self.effects[name]
         slots, handlers, mark = self.slots, self.handlers, self.clock.mark
+        slots.clear()
+        for slot in self.plan.table.seam(self.position, name):
+            slots.put(slot, True)
         issued, started, ended, waits = [], [], [], []  # marks, which are read after the step
         self.pipeline.batch, self._ended, self._waits = batch, ended, waits
         epoch, begin = time.time(), mark()
@@ -104,7 +98,7 @@ class Engine:
                 for slot in all_effects[index].frees:
                     slots.free(slot)
             self.pipeline.finish()
-            for slot in self.seam:  # what the host and the disk are still at
+            for slot in self.plan.table.seam(self.position, name, end=True):  # what the host and the disk are still at
                 slots.wait(slot)
             end = mark()
             since = self.clock.reader(begin, end)
@@ -118,9 +112,7 @@ class Engine:
         trace.waits = [Wait(index, self.sources[name][index].get(slot, -1), since(after) - since(before))
                        for index, slot, before, after in waits]
         trace.total_s = since(end)
-        clipped = slots.get(Slot("scale"))
-        self._reset()
-        return clipped, trace
+        return slots.get(Slot("scale")), trace
 
     def close(self) -> None:
         """Remove what the engine has on disk."""
@@ -139,7 +131,7 @@ class Engine:
         programs = self.plan.programs[name]
         instruction = programs[self.position][index]
         waiting = f"for {time.monotonic() - since:.1f} s at '{instruction}'{self._awaited(name, index)}"
-        alive = [str(slot) for slot in self.slots.alive() if slot not in self.seam]
+        alive = [str(slot) for slot in self.slots.alive() if slot not in self.plan.table.seam(self.position, name)]
         shown = ", ".join(alive[:12]) + (f" and {len(alive) - 12} more" if len(alive) > 12 else "")
         return f"{me} {waiting}\n{describe(name, programs, self.position, index, 'here')}\n  alive: {shown or 'nothing'}"
 

@@ -34,6 +34,7 @@ PEAK_TFLOPS = {"A100": 312.0, "H100": 989.0, "H200": 989.0, "B200": 2250.0}
 class Step:
     """What all ranks reported of a step, by rank."""
 
+    program: str
     rows: list[dict[str, float]]
     costs: Costs
     clip_s: float
@@ -56,7 +57,7 @@ class Meter:
     def exchange(self, trace: Trace, step_s: float, stop: bool, save: bool) -> Step:
         """Share this rank's numbers with all ranks."""
         table, here = self.plan.table, self.comm.here
-        program = self.plan.programs["train"][here.pp]
+        program = self.plan.programs[trace.name][here.pp]
         sent = {axis: self.comm.sent[axis] for axis in AXES}
         head = [step_s, compute_s(trace, program), float(peak_bytes(self.comm.device)),
                 *(float(sent[axis] - self._sent.get(axis, 0)) for axis in AXES), float(stop), float(save),
@@ -75,9 +76,9 @@ class Meter:
             row[len(head) + COSTED.index(op) * width + unit] = total / count
         rows = torch.empty(self.comm.mesh.size, row.numel(), dtype=torch.float64)
         self.comm.groups["world"].all_gather(rows, row).wait()
-        return self._read(rows.tolist(), len(head), width)
+        return self._read(trace.name, rows.tolist(), len(head), width)
 
-    def _read(self, rows: list[list[float]], start: int, width: int) -> Step:
+    def _read(self, program: str, rows: list[list[float]], start: int, width: int) -> Step:
         sums: dict[tuple[int, Op, int], list[float]] = {}
         for rank, row in enumerate(rows):
             position = self.comm.mesh.coordinate(rank).pp
@@ -91,7 +92,7 @@ class Meter:
         # CLIP is a barrier: what it takes by itself is what the last one to arrive sees.
         clip_s = min(head["clip"] for head in heads)
         costs |= {(position, Op.CLIP, -1): clip_s for position in range(self.plan.table.num_positions)}
-        return Step(heads, costs, clip_s)
+        return Step(program, heads, costs, clip_s)
 
     def metrics(self, step: Step, elapsed_s: float) -> dict[str, float | None]:
         """perf, pipeline, comm and memory metrics of a step."""
@@ -109,7 +110,7 @@ class Meter:
         measured: list[list[float]] = [[] for _ in range(mesh.pp)]
         for rank, row in enumerate(step.rows):
             measured[mesh.coordinate(rank).pp].append(1.0 - row["compute_s"] / row["step_s"])
-        predicted = self._predict(step.costs, elapsed_s)
+        predicted = self._predict(step, elapsed_s)
         for name, bubbles in (("measured", [_mean(each) for each in measured]), ("predicted", predicted)):
             values[f"pipeline/bubble_{name}"] = _mean(bubbles)
             values |= {f"pipeline/bubble_{name}/{stage}": bubble for stage, bubble in enumerate(bubbles)}
@@ -122,11 +123,11 @@ class Meter:
         values["memory/peak_bytes"] = max(row["memory"] for row in step.rows)
         return values
 
-    def _predict(self, costs: Costs, elapsed_s: float) -> list[float]:
+    def _predict(self, step: Step, elapsed_s: float) -> list[float]:
         """Predicted bubbles; a large plan is walked again only as often as costs a hundredth of the run's time."""
         if self._predicted is None or self._spent_s < 0.01 * elapsed_s:
             begin = time.monotonic()
-            self._predicted = predict(self.plan, costs).bubble
+            self._predicted = predict(self.plan, step.costs, step.program).bubble
             self._spent_s += time.monotonic() - begin
         return self._predicted
 

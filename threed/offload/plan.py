@@ -12,6 +12,7 @@ whose state is on the device are stepped meanwhile.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 
 from threed.program.effects import chain
 from threed.program.instruction import Instruction, Op, Programs
@@ -36,44 +37,87 @@ def optimizer(programs: Programs, table: Table) -> Programs:
     """Gradients down, steps on the host, parameters up."""
     result = []
     for position, program in enumerate(programs):
-        away = [p for p in table.held(position) if table.parameters[p].state_home != "device"]
-        out: Program = []
-        for item in program:
-            if item.op != Op.STEP or item.unit not in away:
-                out.append(item)
-            if item.op == Op.REDUCE and item.unit in away and item.group == chain(table, item.unit)[-1][0]:
-                out.append(Instruction(Op.OFFLOAD, item.unit, group="gshard"))
-        here = [item for item in out if item.op == Op.STEP]
-        result.append([*out[:len(out) - len(here)], *_steps(away, here, table)] if away else program)
+        away = _away(table, position)
+        if not away:
+            result.append(program)
+            continue
+        out, here = _down(program, table, away)
+        turns = _turns(away, table, Instruction(Op.STEP), lambda unit: [*_weights_home(unit, table), *_state_home(unit, table)])
+        result.append([*out, *turns[0], *turns[1], *here, *(item for turn in turns[2:] for item in turn)])
     return result
 
 
-def _steps(away: list[int], here: Program, table: Table) -> Program:
-    """The steps of units whose state is away, one unit reading, one stepping and one writing at a time; and of the others."""
+def delay(programs: Programs, table: Table) -> dict[str, Programs]:
+    """The same, one step late: the programs `train`, `enter` and `drain` (program.table.Plan).
+
+        train   [STEP prev, a unit at a time, beside forward and backward]  FETCH weights  CLIP: this step's gradients wait
+        enter   forward and backward                                                       CLIP: this step's gradients wait
+        drain   as train                                                                   CLIP  STEP ...
+
+    Everything is on the host. The steps are spread evenly over the program, since one waits for the state of the one before
+    to be on disk. New weights come up after the last backward: all micro-batches of a step see the same.
+    """
+    named: dict[str, Programs] = {"train": [], "enter": [], "drain": []}
+    for position, program in enumerate(programs):
+        away = _away(table, position)
+        (*work, clip), _ = _down(program, table, away)
+        turns = _turns(away, table, Instruction(Op.STEP, group="prev"), lambda unit: _state_home(unit, table))
+        beside = [*_spread(work, turns), *(item for unit in away for item in _weights_home(unit, table))]
+        late = clip._replace(keep="later")
+        named["train"].append([*beside, late])
+        named["enter"].append([*work, late])
+        now = _turns(away, table, Instruction(Op.STEP), lambda unit: [*_weights_home(unit, table), *_state_home(unit, table)])
+        named["drain"].append([*beside, clip, *(item for turn in now for item in turn)])
+    return named
+
+
+def _away(table: Table, position: int) -> list[int]:
+    return [p for p in table.held(position) if table.parameters[p].state_home != "device"]
+
+
+def _down(program: Program, table: Table, away: list[int]) -> tuple[Program, Program]:
+    """The program up to CLIP, with gradients of these units on their way down; and the STEPs of the others."""
     out: Program = []
+    for item in program:
+        if item.op != Op.STEP:
+            out.append(item)
+        if item.op == Op.REDUCE and item.unit in away and item.group == chain(table, item.unit)[-1][0]:
+            out.append(Instruction(Op.OFFLOAD, item.unit, group="gshard"))
+    return out, [item for item in program if item.op == Op.STEP and item.unit not in away]
+
+
+def _turns(away: list[int], table: Table, step: Instruction, then: Callable[[int], Program]) -> list[Program]:
+    """The steps of units whose state is away, one unit reading, one stepping and one writing (`then`) at a time."""
+    turns: list[Program] = []
     for turn in range(len(away) + 2):
-        if turn < len(away) and table.parameters[away[turn]].state_home == "disk":
-            out.append(Instruction(Op.FETCH, away[turn], group="host_state"))
+        reads = [unit for unit in away[turn:turn + 1] if table.parameters[unit].state_home == "disk"]
+        turns.append([Instruction(Op.FETCH, unit, group="host_state") for unit in reads])
         if 1 <= turn <= len(away):
-            out.append(Instruction(Op.STEP, away[turn - 1]))
-        if turn == 1:
-            out += here
+            turns[-1].append(step._replace(unit=away[turn - 1]))
         if turn >= 2:
-            out += _home_again(away[turn - 2], table)
+            turns[-1] += then(away[turn - 2])
+    return turns
+
+
+def _spread(program: Program, turns: list[Program]) -> Program:
+    """The turns, evenly over a program."""
+    out: Program = []
+    for turn, items in enumerate(turns):
+        first, stop = (len(program) * at // len(turns) for at in (turn, turn + 1))
+        out += [*items, *program[first:stop]]
     return out
 
 
-def _home_again(unit: int, table: Table) -> Program:
+def _weights_home(unit: int, table: Table) -> Program:
     """After a unit's step on the host."""
     held, kind = table.parameters[unit], table.weight(unit).kind
-    out: Program = []
     if held.weight_home == "device":
-        out.append(Instruction(Op.FETCH, unit, group=kind))
-    elif held.weight_home == "disk":
-        out.append(Instruction(Op.OFFLOAD, unit, group=kind.replace("disk_", "host_")))
-    if held.state_home == "disk":
-        out.append(Instruction(Op.OFFLOAD, unit, group="host_state"))
-    return out
+        return [Instruction(Op.FETCH, unit, group=kind)]
+    return [Instruction(Op.OFFLOAD, unit, group=kind.replace("disk_", "host_"))] if held.weight_home == "disk" else []
+
+
+def _state_home(unit: int, table: Table) -> Program:
+    return [Instruction(Op.OFFLOAD, unit, group="host_state")] if table.parameters[unit].state_home == "disk" else []
 
 
 def parameters(programs: Programs, table: Table) -> Programs:

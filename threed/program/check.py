@@ -29,7 +29,7 @@ def check_programs(name: str, programs: Sequence[Program], table: Table) -> list
         raise PlanError(f"program '{name}' has {len(programs)} positions, but the table has {table.num_positions}")
     links = []
     for position, program in enumerate(programs):
-        seam = table.seam(position)
+        seam, ends = table.seam(position, name), table.seam(position, name, end=True)
         for index, instruction in enumerate(program):
             if strays := instruction.strays():
                 raise PlanError(describe(name, programs, position, index,
@@ -37,8 +37,8 @@ def check_programs(name: str, programs: Sequence[Program], table: Table) -> list
         found = link(program, table, position, seam)
         if found.faults:
             raise PlanError(describe(name, programs, position, *found.faults[0]))
-        left = found.alive - seam - {Slot("scale")}
-        lost = seam - found.alive
+        left = found.alive - ends - {Slot("scale")}
+        lost = ends - found.alive
         if left or lost:
             what = f"leaves '{min(left)}' behind" if left else f"has lost '{min(lost)}'"
             raise PlanError(describe(name, programs, position, len(program) - 1, f"the program ends here and {what}"))
@@ -86,11 +86,13 @@ def _check_complete(name: str, programs: Sequence[Program], position: int, table
         index = next((i for i, other in enumerate(program) if other[:3] == instruction[:3]), len(program) - 1)
         raise PlanError(describe(name, programs, position, index, f"'{instruction}' runs {have} times here, not {want}"))
     counts = Counter(instruction.op for instruction in program)
-    steps = {i.unit for i in program if i.op == Op.STEP}
-    if trains and (steps != set(table.held(position)) or counts[Op.STEP] != len(steps)):
+    steps = [(item.unit, item.group) for item in program if item.op == Op.STEP]
+    asked = [(unit, group) for unit in table.held(position) for group in (_STEPS if table.delayed else {}).get(name, ("",))]
+    if trains and (sorted(steps) != sorted(asked) or any((unit, "prev") in steps[at:] for at, (unit, _) in enumerate(steps)
+                                                         if (unit, "") in steps[:at])):
         raise PlanError(describe(name, programs, position, len(program) - 1,
-                                 f"STEP runs for p{sorted(steps)}, but the position holds p{list(table.held(position))}"))
-    wrong = next((i for i, item in enumerate(program) if item.op == Op.CLIP and (item.keep == "all") != trains), None)
+                                 f"STEP runs for {_named(steps)}, and should for {_named(asked)}, older gradients first"))
+    wrong = next((i for i, item in enumerate(program) if item.op == Op.CLIP and (item.keep != "none") != trains), None)
     if counts[Op.CLIP] != 1 or wrong is not None:
         raise PlanError(describe(name, programs, position, wrong if wrong is not None else len(program) - 1,
                                  "CLIP must run once, over gradients where there are any"))
@@ -99,14 +101,28 @@ def _check_complete(name: str, programs: Sequence[Program], position: int, table
             raise PlanError(describe(name, programs, position, index, f"keep={instruction.keep} does not belong here"))
 
 
+# With delayed updates: whose gradients each unit's STEPs are of.
+_STEPS: dict[str, tuple[str, ...]] = {"train": ("prev",), "enter": (), "drain": ("prev", "")}
+
+
+def _named(steps: Sequence[tuple[int, str]]) -> str:
+    return ", ".join(f"p{unit}{' ' if group else ''}{group}" for unit, group in steps) or "nothing"
+
+
 def _check_copies(name: str, programs: Sequence[Program], position: int, links: Links) -> None:
-    """STEP changes what GATHER reads: no whole copy may be there then, or on its way."""
+    """STEP changes what GATHER reads: no whole copy may be there then, or on its way. And nothing of the step may read what has
+    changed: all micro-batches see the same weights."""
     whole: set[int] = set()
+    changed: set[int] = set()
     for index, effect in enumerate(links.effects):
         for slot in effect.updates:
             if slot.kind == "pshard" and slot.unit in whole:
                 raise PlanError(describe(name, programs, position, index,
                                          f"updates '{slot}' while 'param p{slot.unit}', which is gathered from it, is there"))
+            changed.update([slot.unit] if slot.kind in ("param", "pshard") else [])
+        for slot in effect.reads:
+            if slot.kind in ("param", "pshard") and slot.unit in changed:
+                raise PlanError(describe(name, programs, position, index, f"reads '{slot}', which this step has already updated"))
         whole.update(slot.unit for slot in effect.writes if slot.kind == "param")
         whole.difference_update(slot.unit for slot in effect.frees if slot.kind == "param")
 

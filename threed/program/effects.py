@@ -14,6 +14,9 @@ from typing import NamedTuple
 from threed.program.instruction import COMPUTE, MESSAGES, MOVES, TIERS, Instruction, Op, Slot, at, below, tier
 from threed.program.table import Table
 
+# What `keep` may be.
+KEEPS = {Op.FORWARD: ("all", "input", "none"), Op.CLIP: ("all", "later", "none")}
+
 
 class Effects(NamedTuple):
     lane: str
@@ -36,7 +39,7 @@ def effects(instruction: Instruction, table: Table, position: int) -> Effects:
 
 def _effects(instruction: Instruction, table: Table, position: int) -> Effects:
     op, unit, microbatch, group, peer, keep = instruction
-    if (op in COMPUTE and not 0 <= unit < len(table.units)) or keep not in ("all", "input", "none"):
+    if (op in COMPUTE and not 0 <= unit < len(table.units)) or keep not in KEEPS.get(op, ("all",)):
         raise KeyError(str(instruction))
     if op == Op.FORWARD:
         before = _slots("act", unit - 1, microbatch, unit > 0)
@@ -78,10 +81,17 @@ def _effects(instruction: Instruction, table: Table, position: int) -> Effects:
     if op == Op.CLIP:
         gradients = () if keep == "none" else tuple(_gradient(table, p) for p in table.held(position))
         loss = (Slot("loss"),) if table.position(table.last) == position else ()
+        if keep == "later":
+            waiting = tuple(Slot("host_gprev", p) for p in table.held(position))
+            return Effects("compute", (*gradients, *loss), (Slot("scale"), *waiting), frees=(*gradients, *loss))
         return Effects("compute", (*gradients, *loss), (Slot("scale"),), frees=loss)
     if op == Op.STEP:
+        if group not in ("", "prev"):
+            raise KeyError(f"STEP is of this step's gradient, or of 'prev', not '{group}'")
         gradient, weight, state = (_gradient(table, unit),), table.weight(unit), table.state(unit)
         reads = (*gradient, Slot("scale"))
+        if group == "prev":
+            reads = gradient = (Slot("host_gprev", unit),)
         if tier(state.kind) == "device":
             return Effects("compute", reads, updates=(weight, state), frees=gradient)
         host_state = (at("host", Slot("state", unit)),)

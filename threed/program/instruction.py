@@ -19,6 +19,7 @@ A **slot** is a named value:
     gpart p3         the same, summed over dp, or over a shard group of it, on the rank that keeps it
     gfull p3         the same, summed over all shard groups, still without the other half of a tied embedding
     gshard p3        the gradient, reduced over everything: what CLIP and STEP read
+    gprev p3         that of the step before, which waits for its STEP (offload.delayed_update)
     loss, scale      sum of losses; what CLIP says STEP must multiply gradients by
 
 A slot on another tier than the device has the tier before its kind: `host_kept u3 m1`.
@@ -64,7 +65,8 @@ FIELDS: dict[Op, tuple[str, ...]] = {
     **dict.fromkeys(MOVES, ("unit", "microbatch", "group")),
     **dict.fromkeys(MESSAGES, ("unit", "microbatch", "group", "peer")),
     **dict.fromkeys((Op.GATHER, Op.REDUCE), ("unit", "group")),
-    **dict.fromkeys((Op.RELEASE, Op.STEP), ("unit",)),
+    Op.RELEASE: ("unit",),
+    Op.STEP: ("unit", "group"),
     Op.CLIP: ("keep",),
 }
 
@@ -84,7 +86,7 @@ class Slot(NamedTuple):
         return " ".join(parts)
 
 
-PARAMETER_KINDS = frozenset({"param", "pshard", "state", "wgrad", "wsum", "gpart", "gfull", "gshard"})
+PARAMETER_KINDS = frozenset({"param", "pshard", "state", "wgrad", "wsum", "gpart", "gfull", "gshard", "gprev"})
 
 
 TIERS = ("device", "host", "disk")
@@ -109,9 +111,9 @@ class Instruction(NamedTuple):
     op: Op
     unit: int = -1  # compute unit of COMPUTE and of a message's slot; parameter unit of GATHER, RELEASE, REDUCE, STEP
     microbatch: int = -1
-    group: str = ""  # GATHER, REDUCE: the group of ranks; SEND, RECV, MOVES: the kind of slot
+    group: str = ""  # GATHER, REDUCE: the group of ranks; SEND, RECV, MOVES: the kind of slot; STEP: prev, of the step before
     peer: int = -1  # SEND, RECV: the other pipeline position
-    keep: str = "all"  # FORWARD: what it keeps for backward, all, its input or none; CLIP: all, or none where no gradient is
+    keep: str = "all"  # FORWARD: what it keeps for backward, all, its input or none; CLIP: all, later (gradients wait), or none
 
     def __str__(self) -> str:
         if self.op in MESSAGES:

@@ -32,7 +32,7 @@ def unit_cost(table: Table):
 def timeline(plan: Plan, name: str = "train", cost=None) -> Walk:
     """When each instruction runs, every lane by itself."""
     programs, table = plan.programs[name], plan.table
-    links = [link(program, table, position, table.seam(position)) for position, program in enumerate(programs)]
+    links = [link(program, table, position, table.seam(position, name)) for position, program in enumerate(programs)]
     return walk(programs, table, links, Mode.BUFFERED, cost or unit_cost(table))
 
 

@@ -66,7 +66,8 @@ def _away(table: Table, position: int) -> dict[str, int]:
         for slot in (table.weight(p), table.state(p)):
             if (home := tier(slot.kind)) != "device":
                 found[home] += table.size(slot)
-        found["host"] += table.size(Slot("host_gshard", p)) if held.state_home != "device" else 0
+        gradients = ("host_gshard", "host_gprev") if table.delayed else ("host_gshard",)
+        found["host"] += sum(table.size(Slot(kind, p)) for kind in gradients) if held.state_home != "device" else 0
     return found
 
 

@@ -65,6 +65,7 @@ class Table:
     partition: bool = False  # whether a kept input is cut over tp
     offload_kept: bool = False  # whether it then goes to the host
     contiguous: bool = False  # whether kept inputs lie in one arena
+    delayed: bool = False  # whether gradients are stepped in the step after theirs
     _held: dict[int, tuple[int, ...]] = field(default_factory=dict, compare=False, repr=False)
     known: dict[Instruction, Any] = field(default_factory=dict, compare=False, repr=False)  # what `effects` remembers
 
@@ -104,9 +105,12 @@ class Table:
         """Elements of a parameter unit that a rank steps."""
         return self.parameters[unit].numel // (self.shard_size if self.sharded else 1)
 
-    def seam(self, position: int) -> set[Slot]:
-        """Slots alive between two programs: what a checkpoint saves."""
-        return {slot for p in self.held(position) for slot in (self.weight(p), self.state(p))}
+    def seam(self, position: int, program: str = "train", end: bool = False) -> set[Slot]:
+        """Slots alive between two programs, before this one or after it: what a checkpoint saves."""
+        stays = {slot for p in self.held(position) for slot in (self.weight(p), self.state(p))}
+        if self.delayed and program in (("enter", "train") if end else ("train", "drain")):
+            stays |= {Slot("host_gprev", p) for p in self.held(position)}
+        return stays
 
     def weight(self, unit: int) -> Slot:
         """Where what STEP updates of a parameter unit lives."""
@@ -145,7 +149,7 @@ class Table:
             return self.shard_numel(slot.unit) * (12 if self.master or home != "device" else 8)
         if kind == "wgrad":
             return unit.numel * self.grad_bytes
-        if kind in ("gpart", "gfull", "gshard"):
+        if kind in ("gpart", "gfull", "gshard", "gprev"):
             return self.shard_numel(slot.unit) * self.grad_bytes
         raise KeyError(slot)
 
@@ -194,7 +198,14 @@ def ring(size: int, ranks: int) -> int:
 
 @dataclass(frozen=True)
 class Plan:
-    """All positions' programs, by name (`train`, `evaluate`), with the table. `programs[name][position]`."""
+    """All positions' programs, by name, with the table. `programs[name][position]`.
+
+    train      a step of the run. With delayed updates it steps the gradients of the step before, and is one of four:
+    plain      a step that is not delayed
+    enter      the first one that is: it steps nothing
+    drain      the last one: it steps what waits, and its own
+    evaluate   forward only
+    """
 
     table: Table
     programs: dict[str, list[tuple[Instruction, ...]]]

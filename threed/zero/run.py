@@ -50,6 +50,7 @@ class ZeroRun:
         self.precision, self.scaler = Precision.of(config.precision), LossScaler.of(config)
         self.step_number = 0  # steps of the run so far
         self.updates = 0  # optimizer updates so far: Adam's and the learning rate's clock (skipped steps do not count)
+        self.waiting: Clipped | None = None  # what CLIP found of the gradients that wait for the next step
         self._staging = torch.zeros(buffers.staging, dtype=torch.uint8, device=comm.device)
         self.handlers: dict[Op, Callable[[Instruction, Slots], None]] = {
             Op.GATHER: self.gather, Op.RELEASE: self.release, Op.REDUCE: self.reduce, Op.CLIP: self.clip, Op.STEP: self.step}
@@ -57,6 +58,21 @@ class ZeroRun:
     @property
     def lr(self) -> float:
         return optimizer.learning_rate(self.config.optimizer, self.updates, self.config.train.steps)
+
+    def program(self) -> str:
+        """Which program the next step runs."""
+        if not self.table.delayed:
+            return "train"
+        last = self.step_number >= self.config.train.steps - 1
+        if self.waiting is not None:
+            return "drain" if last else "train"
+        return "plain" if last or self.step_number < self.config.offload.warmup else "enter"
+
+    def finish_step(self, clipped: Clipped) -> None:
+        """Count a step of which CLIP found this."""
+        self.step_number += 1
+        self.updates += clipped.finite and self.waiting is None
+        self.scaler.update(not clipped.finite)
 
     def gather(self, instruction: Instruction, slots: Slots) -> None:
         state, group = self.states[instruction.unit], self.comm.groups[instruction.group]
@@ -161,7 +177,21 @@ class ZeroRun:
         limit = self.config.optimizer.clip_grad
         scale = min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
         finite = found == 0 and math.isfinite(norm) and math.isfinite(loss)
-        slots.put(Slot("scale"), Clipped(loss, norm, scale / loss_scale, finite, loss_scale))
+        clipped = Clipped(loss, norm, scale / loss_scale, finite, loss_scale)
+        slots.put(Slot("scale"), clipped)
+        if instruction.keep != "none":
+            self._complete(clipped if instruction.keep == "later" else None, slots)
+
+    def _complete(self, waiting: Clipped | None, slots: Slots) -> None:
+        """What comes from now on is of another step. What waited has been stepped; this step's gradients may wait in turn."""
+        if self.waiting is not None:
+            self.updates += self.waiting.finite
+        self.waiting = waiting
+        for unit, state in self.states.items():
+            state.reduced = state.came_down = False
+            if waiting is not None:
+                state.host_grad, state.host_prev = state.host_prev, state.host_grad
+                slots.put(Slot("host_gprev", unit), True)
 
     def _counts(self, unit: int) -> bool:
         """A tied embedding counts once: at the first of its positions. So does what several shard groups hold: in the first."""
@@ -170,26 +200,25 @@ class ZeroRun:
 
     @torch.no_grad()
     def step(self, instruction: Instruction, slots: Slots) -> None:
-        clipped: Clipped = slots.get(Slot("scale"))
-        state = self.states[instruction.unit]
-        state.reduced = False
+        state, clipped = self.states[instruction.unit], self.waiting if instruction.group == "prev" else slots.get(Slot("scale"))
+        gradient = state.host_prev if instruction.group == "prev" else state.gradient
+        assert clipped is not None and gradient is not None
         if state.unit.state_home != "device":
-            self._step_on_host(state, clipped, slots)
+            self._step_on_host(state, gradient, clipped, slots)
         elif clipped.finite:  # else nothing moves; the loop decides whether the run goes on
-            self._update(state, clipped, self.lr, self.updates + 1)
+            self._update(state, gradient, clipped, self.lr, self.updates + 1)
             state.publish()
 
-    def _update(self, state: UnitState, clipped: Clipped, lr: float, number: int) -> None:
+    def _update(self, state: UnitState, gradient: torch.Tensor, clipped: Clipped, lr: float, number: int) -> None:
         for segment in state.segments():
             moments = optimizer.Moments(state.range(state.moments.exp_avg, segment),
                                         state.range(state.moments.exp_avg_sq, segment))
             update = optimizer.Update(self.config.optimizer, lr, number, segment.decay, clipped.scale)
-            optimizer.step(update, state.range(state.weights, segment), state.range(state.gradient, segment), moments)
+            optimizer.step(update, state.range(state.weights, segment), state.range(gradient, segment), moments)
 
-    def _step_on_host(self, state: UnitState, clipped: Clipped, slots: Slots) -> None:
+    def _step_on_host(self, state: UnitState, gradient: torch.Tensor, clipped: Clipped, slots: Slots) -> None:
         """The same beside the computation. What comes of it lies where the weights live, or on its way there."""
         lr, number, unit = self.lr, self.updates + 1, state.number
-        state.came_down = False
         stays = state.unit.weight_home == "host"
         kind = "host_param" if self.table.weight(unit).kind == "param" else "host_pshard"
         if stays:
@@ -200,7 +229,7 @@ class ZeroRun:
 
         def job() -> None:
             if clipped.finite:
-                self._update(state, clipped, lr, number)
+                self._update(state, gradient, clipped, lr, number)
             out[:state.count].copy_(state.weights)
 
         handle = self.comm.host(job)

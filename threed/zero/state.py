@@ -63,7 +63,8 @@ class UnitState:
                           is offloaded to the host, or to disk
         grad     [numel]  gradients of micro-batches are added here; from ZeRO-2 on one of the pool's, or None
         gshard   [owned]  the reduced gradient; below ZeRO-2 part of `grad`; one of the pool's where it goes down as it comes
-        gradient [owned]  what CLIP and STEP read: `gshard`, or a copy on the host
+        gradient [owned]  what CLIP and STEP read: `gshard`, or a copy on the host; `host_prev`: that of the step before, which
+                          waits for its STEP
         master   [owned]  fp32 weights; None where the optimizer updates `pshard` itself
         moments  [owned]  fp32; both on the host, or in a file, where they are offloaded
 
@@ -116,6 +117,7 @@ class UnitState:
         self.reduced = False  # whether `gshard` has part of this step's gradient
         away = self.unit.state_home != "device"
         self.host_grad = storage.on_host(self.count, precision.grad) if away else None
+        self.host_prev = storage.on_host(self.count, precision.grad) if storage.table.delayed else None
         self.came_down = False  # whether `host_grad` has part of this step's gradient
 
     def _make_states(self) -> None:

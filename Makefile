@@ -33,8 +33,8 @@ test: $(STAMP) ## run the test suite (ARGS='tests/plan' for a part of it)
 	$(PARALLEL) --maxprocesses 4 $(ARGS)
 	$(if $(ARGS),,OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/loopback/test_prediction.py)
 
-matrix: $(STAMP) ## run every cell of the contract, and all other products of cases, in loopback (long)
-	$(PARALLEL) --maxprocesses 16 -m "slow or not slow" tests/loopback $(ARGS)
+matrix: $(STAMP) ## run every cell of the contract, and all other products of cases, in loopback; some over processes (long)
+	$(PARALLEL) --maxprocesses 16 -m "slow or not slow" tests/loopback tests/gloo/test_contract.py $(ARGS)
 
 lint: $(STAMP) ## check style and types with ruff and pyright
 	$(BIN)/ruff check .

@@ -9,6 +9,7 @@ import ctypes
 import gc
 import types
 import warnings
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -187,3 +188,19 @@ def test_flat_over_200_steps(stage, schedule):
     assert peaks[0] == peaks[1] > 0 and early[:2] == late[:2]
     # One activation a step, the least that could leak, would be 2 KiB x 180. The C library keeps some of what was freed.
     assert late[2] - early[2] < 128 * 1024
+
+
+def test_an_engine_is_freed():
+    """A ring that Python cannot see through would keep every engine of a process, with all of its buffers, for ever."""
+    config = tiny("model.layers=2", "parallel.dp=2", "zero.stage=3", "activation.policy=full", "activation.offload=cpu",
+                  "offload.optimizer=cpu")
+    plan = make_plan(config)
+
+    def work(comm: Comm) -> list[weakref.ref]:
+        engine = Engine(config, plan, comm)
+        engine.train_step(batches(config, comm, 0))
+        return [weakref.ref(thing) for thing in (engine, *engine.states.values(), *engine.pipeline.layers[0])]
+
+    left = [ref for rank in run_loopback(config, plan, make_mesh(config), work) for ref in rank]
+    gc.collect()
+    assert len(left) > 4 and not any(ref() for ref in left)

@@ -35,6 +35,7 @@ def neighbours(config: Config) -> Iterator[Changes]:
     yield {"activation.policy": "full", "activation.offload": "cpu"}
     for tier in ("cpu", *(("nvme",) if config.offload.nvme_path else ())):
         yield {"offload.optimizer": tier}
+        yield {"offload.optimizer": tier, "offload.delayed_update": True}
         yield {"zero.stage": 3, "offload.optimizer": tier, "offload.parameters": tier}
         yield {"zero.stage": 3, "offload.optimizer": tier, "offload.parameters": tier, "activation.policy": "full"}
     if config.precision.dtype != "fp32":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import NamedTuple
@@ -93,7 +94,8 @@ class UnitState:
             parameter = nn.Parameter(torch.empty(0, dtype=precision.compute, device=device))
             parameter.data = _view(values, placed)
             parameter.add_product = partial(self._add_product, number)  # pyright: ignore[reportAttributeAccessIssue]
-            parameter.register_post_accumulate_grad_hook(_hook(partial(self._add, number), storage.weight_grads))
+            # A weak reference: Python does not see what a hook refers to, and would never free the ring of the two.
+            parameter.register_post_accumulate_grad_hook(_hook(weakref.WeakMethod(self._add), number, storage.weight_grads))
             self.parameters[placed.parameter.name] = parameter
 
     @property
@@ -264,8 +266,13 @@ def _view(buffer: torch.Tensor, placed: Placed) -> torch.Tensor:
     return buffer[placed.start:placed.stop].view(placed.module_shape)
 
 
-def _hook(add: Callable[[torch.Tensor], None], weight_grads: WeightGrads) -> Callable[[torch.Tensor], None]:
+def _hook(adder: weakref.WeakMethod, number: int, weight_grads: WeightGrads) -> Callable[[torch.Tensor], None]:
     """What autograd calls with a parameter whose `.grad` is new: add it to the unit's, now or with what was put off."""
+
+    def add(grad: torch.Tensor) -> None:
+        found = adder()
+        assert found is not None
+        found(number, grad)
 
     def hook(parameter: torch.Tensor) -> None:
         grad, parameter.grad = parameter.grad, None

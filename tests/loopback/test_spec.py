@@ -30,10 +30,10 @@ def test_modules_match_their_spec(name, tp):
     model = load(None, ["model.layers=2", f"parallel.tp={tp}", *MODELS[name]]).model
     group = ThreadGroup("tp", range(tp), tp - 1, Counter(), World(Mesh(tp=tp)))
     tied = tied_parameter(model)
-    for index, layer in enumerate(layers(model)):
+    for layer in layers(model):
         with initialized():
-            module = build_layer(index, Context(model, group, False, torch.float32, WeightGrads()))
-        names = parameter_names(index, module, model)
+            module = build_layer(layer, Context(model, group, False, torch.float32, WeightGrads()))
+        names = parameter_names(layer, module, model)
         found = {names[inside]: tuple(p.shape) for inside, p in module.named_parameters()}
         specified = {p.name: p.module_shape(tp) for p in layer.parameters}
         if layer.uses_tied:

@@ -84,7 +84,7 @@ def read_manifest(path: Path, config: Config) -> dict[str, Any]:
         if file.stat().st_size != size:
             raise InputError(f"checkpoint {path} is damaged: {name} has {file.stat().st_size} bytes, not {size}; {_OTHER}")
     mine = config.to_dict()["model"]
-    free = {"name", "dropout", "attention_dropout", "init_std"}  # do not change what the weights mean
+    free = {"name", "dropout", "attention_dropout", "init_std", "tile_linears"}  # do not change what the weights mean
     different = [f"model.{key}={model.get(key)} there, {mine[key]} here" for key in mine
                  if key not in free and model.get(key) != mine[key]]
     if different:

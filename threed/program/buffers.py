@@ -75,7 +75,7 @@ def _pool(slot: Slot, table: Table) -> str | None:
     """The pool that a slot lies in; None where it has memory of its own."""
     kind, home = slot.kind, tier(slot.kind)
     if kind.removeprefix("host_") in ("kept", "kpart"):
-        if slot.unit == 0:
+        if not table.keeps_stream(slot.unit):
             return None
         arena = table.contiguous and not table.offload_kept and kind == ("kpart" if table.partition else "kept")
         return "host_kept" if home == "host" else "kept" if arena else None

@@ -93,7 +93,7 @@ class UnitState:
             parameter.data = _view(values, placed)
             parameter.add_product = partial(self._add_product, number)  # pyright: ignore[reportAttributeAccessIssue]
             parameter.register_post_accumulate_grad_hook(_hook(partial(self._add, number), storage.weight_grads))
-            self.parameters[placed.parameter.name] = parameter
+            self.parameters[placed.parameter.key] = parameter
 
     @property
     def weights(self) -> torch.Tensor:

@@ -101,7 +101,7 @@ def _effects(instruction: Instruction, table: Table, position: int) -> Effects:
 def _keep(instruction: Instruction, table: Table) -> Effects:
     """A kept input goes into another form, or to the host, or comes back."""
     op, unit, microbatch, kind, *_ = instruction
-    if not 0 <= unit < len(table.units) or (op in (Op.SPLIT, Op.JOIN) and kind != "kept"):
+    if not 0 <= unit < len(table.units) or not table.keeps_stream(unit) or (op in (Op.SPLIT, Op.JOIN) and kind != "kept"):
         raise KeyError(str(instruction))
     here = Slot(kind, unit, microbatch)
     lane = {Op.OFFLOAD: "d2h", Op.FETCH: "h2d"}.get(op, "compute")

@@ -25,10 +25,10 @@ from threed.slots import Slots
 
 
 class KeptInputs(Protocol):
-    """Where the input of a unit lies between FORWARD and RECOMPUTE. (The first unit has none.)"""
+    """Where the residual stream that a unit reads lies between FORWARD and RECOMPUTE."""
 
-    def keep(self, x: torch.Tensor | None) -> torch.Tensor | None: ...
-    def give_back(self, x: torch.Tensor | None) -> torch.Tensor | None: ...
+    def keep(self, x: torch.Tensor) -> torch.Tensor: ...
+    def give_back(self, x: torch.Tensor) -> torch.Tensor: ...
 
 
 class Saved(NamedTuple):
@@ -83,8 +83,9 @@ class PipelineRun:
             self._share(unit, microbatch, normed, slots)
             if instruction.keep == "input":
                 kept = None if self.table.units[unit].adds else x
-                stream = self.table.keeps_stream(unit)
-                slots.put(Slot("kept", unit, microbatch), self.inputs.keep(kept) if stream else kept)
+                if kept is not None and self.table.keeps_stream(unit):
+                    kept = self.inputs.keep(kept)
+                slots.put(Slot("kept", unit, microbatch), kept)
         if unit < self.table.last:
             slots.put(Slot("act", unit, microbatch), output.detach())
         else:

@@ -105,10 +105,10 @@ class Gpt(nn.Module):
         super().__init__()
         model = config.model
         context = Context(model, comm.groups["tp"], False, torch.float32, WeightGrads())
-        self.layers = nn.ModuleList(build_layer(index, context) for index in range(model.layers + 2))
+        self.layers = nn.ModuleList(build_layer(layer, context) for layer in layers(model))
         specs = {p.name: p for layer in layers(model) for p in layer.parameters}
-        for index, layer in enumerate(self.layers):
-            for inside, name in parameter_names(index, layer, model).items():
+        for spec, layer in zip(layers(model), self.layers, strict=True):
+            for inside, name in parameter_names(spec, layer, model).items():
                 path, _, last = inside.rpartition(".")
                 values = initial_values(specs[name], 1, 0, config.train.seed).view(specs[name].module_shape(1))
                 setattr(layer.get_submodule(path), last, nn.Parameter(values.to(comm.device)))

@@ -1,5 +1,8 @@
 """GPT and Llama as a list of layers: embedding, blocks, head. Each layer holds exactly the parameters of its spec.
 
+Called with the residual stream and the batch, a layer returns the residual stream (the head: the loss). A tile of a layer is
+also given the output of the layer's norm, which the first tile, given None, makes; it returns that beside its output.
+
 Legend of shape suffixes: S sequence, s sequence cut over tp where sequence parallelism is on (else S), B micro-batch,
 D hidden, N heads of this rank, K key and value heads of this rank, G = N/K, E head size, F feed-forward of this rank,
 V vocabulary of this rank. The residual stream is [s, B, D].
@@ -7,6 +10,7 @@ V vocabulary of this rank. The residual stream is [s, B, D].
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from threed.comm import Group
+from threed.models.spec import TIED, Layer
 from threed.schema import ModelConfig
 from threed.tensor.layers import (
     ColumnParallelLinear,
@@ -27,6 +32,7 @@ from threed.tensor.layers import (
 )
 from threed.tensor.random import keep_mask
 from threed.tensor.saving import Saving
+from threed.tensor.softmax import add_to_softmax, cross_entropy_of
 
 
 @dataclass
@@ -106,37 +112,39 @@ class Dropout:
 
 
 class Embedding(nn.Module):
-    def __init__(self, context: Context):
+    def __init__(self, context: Context, tile: int = 0, tiles: int = 1):
         super().__init__()
         model = context.model
         parallel = parallel_config(context.group, context.sequence_parallel, context.dtype)
-        self.word = VocabParallelEmbedding(model.padded_vocab, model.hidden, parallel, context.group)
+        self.word = VocabParallelEmbedding(model.padded_vocab, model.hidden, parallel, context.group, tile, tiles)
         self.position = None
-        if model.position == "learned":
+        if model.position == "learned" and tile == 0:
             self.position = nn.Module()
             self.position.weight = nn.Parameter(torch.empty(model.seq_len, model.hidden, dtype=context.dtype))
         self.span = context.sequence()
         self.dropout = Dropout(context, "embedding")
 
-    def forward(self, _: torch.Tensor | None, batch: Batch) -> torch.Tensor:
+    def forward(self, before_sBD: torch.Tensor | None, batch: Batch) -> torch.Tensor:
         x_sBD = self.word(batch.tokens_BS)
         if self.position is not None:
             first, length = self.span
             x_sBD = x_sBD + self.position.weight[first:first + length].unsqueeze(1)  # pyright: ignore
-        return self.dropout(x_sBD, batch)
+        return _added(before_sBD, self.dropout(x_sBD, batch))
 
 
 class Attention(nn.Module):
     """Causal self-attention; query heads share key and value heads in groups of G."""
 
-    def __init__(self, context: Context, site: str):
+    def __init__(self, context: Context, index: int, tile: int = 0, tiles: int = 1):
         super().__init__()
-        self.context, self.site = context, site
+        self.context, self.site = context, f"blocks.{index}.attention.weights"
         model, tp = context.model, context.group.size()
-        self.head_dim, self.kv_heads = model.head_dim, model.num_kv_heads // tp
+        self.head_dim, self.kv_heads = model.head_dim, model.num_kv_heads // tp // tiles
         self.queries = model.heads // model.num_kv_heads  # G
-        self.qkv = context.linear(ColumnParallelLinear, model.hidden, model.hidden + 2 * model.num_kv_heads * model.head_dim)
-        self.out = context.linear(RowParallelLinear, model.hidden, model.hidden)
+        self.part = tile * tp + context.group.rank()  # which run of heads this is
+        kv = model.num_kv_heads * model.head_dim
+        self.qkv = context.linear(ColumnParallelLinear, model.hidden, (model.hidden + 2 * kv) // tiles)
+        self.out = context.linear(RowParallelLinear, model.hidden // tiles, model.hidden, model.bias and tile == tiles - 1)
 
     def forward(self, x_sBD: torch.Tensor, batch: Batch) -> torch.Tensor:
         qkv = self.qkv(x_sBD)
@@ -166,7 +174,7 @@ class Attention(nn.Module):
         seq, heads = q.shape[2], q.shape[1]
         future = torch.full((seq, seq), -torch.inf, dtype=q.dtype, device=q.device).triu(1)  # added: nothing is kept of it
         scores = q @ k.transpose(-1, -2) * self.head_dim**-0.5 + future
-        first = self.context.group.rank() * heads
+        first = self.part * heads
         counters = torch.arange(first * seq * seq, (first + heads) * seq * seq, device=q.device).view(heads, seq, seq)
         keep = keep_mask(probability, (batch.seed, self.site), batch.samples_B, counters)
         return (scores.float().softmax(-1).to(v.dtype) * keep / (1.0 - probability)) @ v
@@ -178,12 +186,13 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    def __init__(self, context: Context):
+    def __init__(self, context: Context, _: int, tile: int = 0, tiles: int = 1):
         super().__init__()
         model, self.saving = context.model, context.saving
         self.gated = model.activation == "swiglu"
-        self.up = context.linear(ColumnParallelLinear, model.hidden, model.num_ffn_hidden * (2 if self.gated else 1))
-        self.down = context.linear(RowParallelLinear, model.num_ffn_hidden, model.hidden)
+        inner = model.num_ffn_hidden // tiles
+        self.up = context.linear(ColumnParallelLinear, model.hidden, inner * (2 if self.gated else 1))
+        self.down = context.linear(RowParallelLinear, inner, model.hidden, model.bias and tile == tiles - 1)
 
     def forward(self, x_sBD: torch.Tensor, batch: Batch) -> torch.Tensor:
         x_SBF = self.up(x_sBD)
@@ -205,19 +214,24 @@ def _gated(x_SBF: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up
 
 
+BRANCHES = {"attention": Attention, "mlp": Mlp}
+
+
 class Block(nn.Module):
-    def __init__(self, context: Context, index: int):
+    """A block, or one branch of it."""
+
+    def __init__(self, context: Context, index: int, branches: Sequence[str]):
         super().__init__()
-        self.saving = context.saving
-        self.attention_norm = Norm(context)
-        self.attention = Attention(context, f"blocks.{index}.attention.weights")
-        self.attention_dropout = Dropout(context, f"blocks.{index}.attention")
-        self.mlp_norm = Norm(context)
-        self.mlp = Mlp(context)
-        self.mlp_dropout = Dropout(context, f"blocks.{index}.mlp")
+        self.saving, self.branches = context.saving, tuple(branches)
+        for name in branches:
+            setattr(self, f"{name}_norm", Norm(context))
+            setattr(self, name, BRANCHES[name](context, index))
+            setattr(self, f"{name}_dropout", Dropout(context, f"blocks.{index}.{name}"))
 
     def forward(self, x_sBD: torch.Tensor, batch: Batch) -> torch.Tensor:
-        return self._branch(self._branch(x_sBD, batch, "attention"), batch, "mlp")
+        for name in self.branches:
+            x_sBD = self._branch(x_sBD, batch, name)
+        return x_sBD
 
     def _branch(self, x_sBD: torch.Tensor, batch: Batch, name: str) -> torch.Tensor:
         """The residual stream after one of the two branches."""
@@ -226,6 +240,30 @@ class Block(nn.Module):
         with self.saving.instead("norm", normed, lambda: norm(x)):
             out = branch(normed, batch)
         return x_sBD + dropout(out, batch)
+
+
+class BranchTile(nn.Module):
+    """A tile of a branch: what it adds to the residual stream. (The tiles' dropout masks are equal: dropout of a sum.)"""
+
+    def __init__(self, context: Context, layer: Layer):
+        super().__init__()
+        self.name = layer.kind
+        if layer.tile == 0:
+            setattr(self, f"{self.name}_norm", Norm(context))
+        setattr(self, self.name, BRANCHES[self.name](context, layer.block, layer.tile, layer.tiles))
+        self.dropout = Dropout(context, f"blocks.{layer.block}.{self.name}")
+
+    def forward(self, x_sBD: torch.Tensor | None, batch: Batch,
+                normed_sBD: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        if normed_sBD is None:
+            normed_sBD = getattr(self, f"{self.name}_norm")(x_sBD)
+        out = getattr(self, self.name)(normed_sBD, batch)
+        return _added(x_sBD, self.dropout(out, batch)), normed_sBD  # pyright: ignore[reportReturnType]
+
+
+def _added(x_sBD: torch.Tensor | None, part_sBD: torch.Tensor) -> torch.Tensor:
+    """The sum; without a residual stream, which is not there when a tile is computed again for its graph, the part alone."""
+    return part_sBD if x_sBD is None else x_sBD + part_sBD
 
 
 class Head(nn.Module):
@@ -244,20 +282,47 @@ class Head(nn.Module):
         return loss_SB.sum() / batch.num_tokens
 
 
-def build_layer(index: int, context: Context) -> nn.Module:
-    """Layer `index` of the model (0: embedding, 1 ..: blocks, last: head), its parameters without values."""
+class HeadTile(nn.Module):
+    """A tile of the head: a run of the vocabulary, added to a running softmax [2, S, B]; from the last tile comes the loss."""
+
+    def __init__(self, context: Context, layer: Layer):
+        super().__init__()
+        model, tp = context.model, context.group.size()
+        self.group, self.vocab, self.last = context.group, model.vocab, layer.has_loss
+        width = model.padded_vocab // layer.tiles
+        self.first = layer.tile * width + context.group.rank() * (width // tp)  # of this rank's ids
+        self.norm = Norm(context) if layer.tile == 0 else None
+        self.output = context.linear(ColumnParallelLinear, model.hidden, width, bias=False)
+
+    def forward(self, x: torch.Tensor, batch: Batch, normed_sBD: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """`x`: the residual stream into the first tile, then the running softmax."""
+        before = x
+        if self.norm is not None:
+            before, normed_sBD = None, self.norm(x)
+        assert normed_sBD is not None
+        running = add_to_softmax(before, self.output(normed_sBD), batch.labels_BS.t(), self.first, self.vocab)
+        if not self.last:
+            return running, normed_sBD
+        return cross_entropy_of(running, self.group).sum() / batch.num_tokens, normed_sBD
+
+
+def build_layer(layer: Layer, context: Context) -> nn.Module:
+    """A layer, its parameters without values."""
     with torch.device("meta"):
-        if index == 0:
-            return Embedding(context)
-        if index == context.model.layers + 1:
-            return Head(context)
-        return Block(context, index - 1)
+        if layer.kind == "embedding":
+            return Embedding(context, layer.tile, layer.tiles)
+        if layer.kind == "head":
+            return HeadTile(context, layer) if layer.tiles > 1 else Head(context)
+        if layer.tiles > 1:
+            return BranchTile(context, layer)
+        return Block(context, layer.block, tuple(BRANCHES) if layer.kind == "block" else (layer.kind,))
 
 
-def parameter_names(index: int, layer: nn.Module, model: ModelConfig) -> dict[str, str]:
-    """Name inside the layer -> global name. The head's output weight is the word embedding's when they are tied."""
-    prefix = "embedding" if index == 0 else "head" if index == model.layers + 1 else f"blocks.{index - 1}"
-    names = {name: f"{prefix}.{name}" for name, _ in layer.named_parameters()}
+def parameter_names(layer: Layer, module: nn.Module, model: ModelConfig) -> dict[str, str]:
+    """Name inside the module -> key (spec.Parameter.key). The head's output weight is the word embedding's when they are tied."""
+    prefix = f"blocks.{layer.block}" if layer.block >= 0 else layer.kind
+    keys = {parameter.name: parameter.key for parameter in layer.parameters}
+    names = {name: f"{prefix}.{name}" for name, _ in module.named_parameters()}
     if model.tie_embeddings and "output.weight" in names:
-        names["output.weight"] = "embedding.word.weight"
-    return names
+        names["output.weight"] = TIED
+    return {inside: keys.get(name, name) for inside, name in names.items()}

@@ -202,7 +202,7 @@ def collect(config: Config, results: list) -> Ranks:
             for placed in layouts[unit, tp, pp].placed:
                 value = buffer[placed.start:placed.stop].view(placed.shape)
                 name, cut = placed.parameter.name, placed.parameter.tp_dim
-                shards.setdefault(name, {})[tp] = value
+                shards.setdefault(name, {})[placed.parameter.tile * config.parallel.tp + tp] = value
                 whole[which][name] = value if cut is None else torch.cat(
                     [shards[name][rank] for rank in sorted(shards[name])], cut)
     losses, norms, evaluated = results[0][0], results[0][1], results[0][7]

@@ -52,13 +52,13 @@ class Reference:
         model = config.model
         alone = ThreadGroup("tp", (0,), 0, Counter(), World(Mesh()))
         context = Context(model, alone, False, self.dtype, WeightGrads())
-        self.modules = [build_layer(index, context) for index in range(model.layers + 2)]
+        self.modules = [build_layer(layer, context) for layer in layers(model)]
         tied = tied_parameter(model)
         specs = [p for layer in layers(model) for p in layer.parameters] + ([tied] if tied else [])
         self.masters = {p.name: initial_values(p, 1, 0, config.train.seed).requires_grad_() for p in specs}
         self.live = {p.name: nn.Parameter(self.masters[p.name].detach().to(self.dtype).view(p.module_shape(1))) for p in specs}
-        for index, module in enumerate(self.modules):
-            for inside, name in parameter_names(index, module, model).items():
+        for layer, module in zip(layers(model), self.modules, strict=True):
+            for inside, name in parameter_names(layer, module, model).items():
                 path, _, last = inside.rpartition(".")
                 setattr(module.get_submodule(path), last, self.live[name])
         self.publish()

@@ -6,7 +6,7 @@
     3  */plan, */shard, pipeline/orders|split   passes: program -> program              (no torch)
     2  program/                                 the heart                               (no torch); then slots
     1  comm; then tensor/, data/; then models/gpt
-    0  errors; quantity, models/registry; schema; config, mesh, models/spec             (no torch)
+    0  errors; quantity, models/registry; schema; config, mesh, models/spec|tiling      (no torch)
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ ROOT = Path(__file__).parents[1]
 # Module, or folder with a dot at its end -> layer. The longest match counts. Fractions: the order inside a layer.
 LAYERS = {
     "errors": 0, "models": 0, "quantity": 0.2, "models.registry": 0.2,
-    "schema": 0.5, "synonyms": 0.2, "mesh": 0.5, "models.spec": 0.6, "contract": 0.6, "validate": 0.7, "config": 0.8,
+    "schema": 0.5, "synonyms": 0.2, "mesh": 0.5, "models.spec": 0.6, "contract": 0.6, "models.tiling": 0.65,
+    "validate": 0.7, "config": 0.8,
     "comm": 1, "pool": 1.1, "tensor.": 1.2, "data.": 1.2, "models.gpt": 1.5,
     "program.": 2, "slots": 2.5,
     "pipeline.": 3, "zero.": 3, "activation.": 3, "offload.": 3,

@@ -17,13 +17,14 @@ from typing import NamedTuple
 from threed.activation import plan as activation
 from threed.errors import InputError
 from threed.mesh import Mesh
-from threed.models.spec import Layer, Parameter, layers, tied_parameter
+from threed.models.spec import Layer, Parameter, tied_parameter
+from threed.models.tiling import layers_of
 from threed.offload import plan as offload
 from threed.pipeline.auto import Times, play, search
 from threed.pipeline.file import read_order
 from threed.pipeline.orders import SCHEDULES, Order, forward_only, line
 from threed.pipeline.plan import communicate, expand
-from threed.pipeline.split import split_layers, split_units
+from threed.pipeline.split import split_layers, split_stages
 from threed.predict.cost import load_costs
 from threed.predict.simulate import cost_of
 from threed.program.check import check
@@ -32,7 +33,7 @@ from threed.program.summary import stages
 from threed.program.table import ComputeUnit, ParameterUnit, Plan, Table, ring
 from threed.quantity import parse_bytes, show_bytes
 from threed.schema import Config
-from threed.validate import PIECES, num_units, parse_limit
+from threed.validate import PIECES, parse_limit, stage_runs
 from threed.zero import plan as zero
 from threed.zero.shard import Layout, layout
 
@@ -133,8 +134,8 @@ def _programs(config: Config, pipeline: Pipeline, table: Table) -> Plan:
 
 
 def _times(config: Config, place: tuple[int, ...]) -> Times | None:
-    """Times of each stage; None where there are more stages than units."""
-    if len(place) > num_units(config):
+    """Times of each stage; None where there are more stages than the units can fill."""
+    if len(place) > len(stage_runs(config)):
         return None
     table = make_table(config, place)
     found = Times([0.0] * len(place), [0.0] * len(place), [0.0] * len(place))
@@ -144,10 +145,15 @@ def _times(config: Config, place: tuple[int, ...]) -> Times | None:
     return found
 
 
+def unit_layers(config: Config) -> tuple[list[Layer], list[tuple[int, int]]]:
+    """The layers of a model, and those of each unit: (first, one past the last)."""
+    found = layers_of(config)
+    return found, split_layers(len(found) - 2, config.parallel.layers_per_unit)
+
+
 def unit_costs(config: Config) -> list[tuple[float, float, float]]:
     """Forward, input half and weights' half of each unit: seconds as measured by the run `parallel.costs`, or FLOPs."""
-    model_layers = layers(config.model)
-    runs = split_layers(config.model.layers, config.parallel.layers_per_unit)
+    model_layers, runs = unit_layers(config)
     if config.parallel.costs is None:  # + 1: even a layer without products takes its turn
         work = [sum(layer.forward_flops for layer in model_layers[first:stop]) + 1.0 for first, stop in runs]
         return [(flops, flops, flops) for flops in work]
@@ -193,8 +199,7 @@ def _check_limit(config: Config, pipeline: Pipeline, plan: Plan) -> None:
 def unit_parameters(config: Config) -> dict[int, tuple[Parameter, ...]]:
     """Parameter unit -> its parameters. A tied embedding is the unit after the last compute unit. After it come the small
     parameters that stay whole under ZeRO-3, a unit for each compute unit that has some besides others."""
-    model_layers = layers(config.model)
-    runs = split_layers(config.model.layers, config.parallel.layers_per_unit)
+    model_layers, runs = unit_layers(config)
     units = {index: tuple(p for layer in model_layers[first:stop] for p in layer.parameters)
              for index, (first, stop) in enumerate(runs)}
     for index in range(len(runs)):
@@ -222,18 +227,18 @@ def layouts(config: Config) -> dict[int, Layout]:
 
 def make_table(config: Config, place: tuple[int, ...]) -> Table:
     """Units, stages, sizes and traffic of a config whose stages are at the positions `place`."""
-    model_layers, parallel = layers(config.model), config.parallel
-    runs = split_layers(config.model.layers, parallel.layers_per_unit)
-    costs = [sum(parts) for parts in unit_costs(config)]
-    if len(place) > len(runs) or (parallel.stage_units is not None and len(parallel.stage_units) != len(place)):
-        raise InputError(f"parallel.schedule={parallel.schedule} has {len(place)} stages; the model has {len(runs)} units, and "
+    (model_layers, runs), parallel = unit_layers(config), config.parallel
+    costs, together = [sum(parts) for parts in unit_costs(config)], stage_runs(config)
+    if len(place) > len(together) or (parallel.stage_units is not None and len(parallel.stage_units) != len(place)):
+        raise InputError(f"parallel.schedule={parallel.schedule} has {len(place)} stages; the model has {len(runs)} units"
+                         f"{f' in {len(together)} layers' if len(together) < len(runs) else ''}, and "
                          f"parallel.stage_units={parallel.stage_units}")
     ends = {place[0], place[-1]}
     if config.model.tie_embeddings and not (place[0] == 0 and place[-1] in (0, parallel.pp - 1)):
         raise InputError(f"parallel.schedule={parallel.schedule} has the embedding on position {place[0]} and the head on "
                          f"{place[-1]}; tied embeddings need them on the first position and on the first or the last: number the "
                          "rows so, or set model.tie_embeddings=false")
-    sizes = parallel.stage_units or split_units(costs, len(place))
+    sizes = parallel.stage_units or split_stages(costs, together, len(place))
     stage_of = [stage for stage, size in enumerate(sizes) for _ in range(size)]
     tied = len(runs)
     laid_out = layouts(config)
@@ -287,7 +292,7 @@ def _act_bytes(config: Config) -> int:
 def saved_by_piece(config: Config) -> dict[str, int]:
     """Bytes of a block, a rank and a micro-batch that each activation piece saves where it is computed again."""
     parallel, found = config.parallel, {str(piece): 0 for piece in PIECES}
-    for kept in layers(config.model)[1].saved:
+    for kept in (kept for layer in layers_of(config) if layer.block == 0 for kept in layer.saved):
         if kept.piece is not None:
             size = kept.bytes_a_rank(_bytes(config.precision.dtype), parallel.tp, parallel.sequence_parallel)
             found[kept.piece] += size * config.train.micro_batch_size
@@ -301,7 +306,8 @@ def _compute_unit(config: Config, members: list[Layer], run: tuple[int, int], st
     full = tp if sp else 1
     saved = sum(kept.bytes_a_rank(element, tp, sp) for layer in members for kept in layer.saved
                 if kept.piece not in config.pieces)
-    operands = element * sum(layer.operand_full // full + layer.operand_whole + layer.operand_cut // tp for layer in members)
+    operands = element * sum(layer.operand_full // full + layer.operand_whole + layer.operand_cut // tp
+                             + (layer.operand_gathered if sp else 0) for layer in members)
     operands += sum(kept.bytes_a_rank(element, tp, sp) for layer in members if layer.operand_saved for kept in layer.saved)
     # One all-gather or reduce-scatter of the whole residual stream; an all-reduce is two.
     stream = ring(batch * config.model.seq_len * config.model.hidden * element, tp)
@@ -313,6 +319,9 @@ def _compute_unit(config: Config, members: list[Layer], run: tuple[int, int], st
         forward, backward, weight = 2 * rows, 2 * columns, 0
     names = [layer.name for layer in members]
     name = names[0] if len(names) == 1 else f"{names[0]}..{names[-1].rsplit('.', 1)[-1]}"
+    first = members[0]
     return ComputeUnit(name, run, stage, parameters, sum(layer.forward_flops for layer in members) * batch // tp,
                        saved * batch, operands * batch,
-                       forward * stream + loss, backward * stream, weight * stream)
+                       forward * stream + loss, backward * stream, weight * stream, tile=first.tile, tiles=first.tiles,
+                       normed_bytes=_act_bytes(config) if first.shares else 0, adds=first.adds,
+                       running_bytes=2 * 4 * batch * config.model.seq_len if first.running else 0)

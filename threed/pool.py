@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 
 import torch
@@ -11,7 +12,8 @@ from threed.quantity import ALIGNMENT
 
 
 class Pool:
-    """A fixed number of flat tensors of each size. Those of a size are one piece of memory."""
+    """A fixed number of flat tensors of each size. Those of a size are one piece of memory. What is smaller is handed out as the
+    beginning of a buffer of the next larger size."""
 
     def __init__(self, counts: dict[int, int], dtype: torch.dtype, device: torch.device, pinned: bool = False,
                  for_disk: bool = False):
@@ -22,20 +24,29 @@ class Pool:
             make = aligned if for_disk else torch.zeros
             arena = make(numel * count, dtype=dtype, device=device, pin_memory=pinned).view(count, numel)
             self._free[numel] = deque((row, Handle(None)) for row in arena)
-        self.first = {numel: free[0][0] for numel, free in self._free.items()}  # to give shapes to what has no value yet
+        self._sizes = sorted(counts)
+        self.first = {numel: free[0][0] for numel, free in self._free.items()}
+
+    def sample(self, numel: int) -> torch.Tensor:
+        """Memory of this size, to give shapes to what has no value yet."""
+        return self.first[self._size(numel)][:numel]
 
     def take(self, numel: int) -> torch.Tensor:
         """A flat buffer, once those who read it have done so. The plan has counted them: there is one."""
-        free = self._free[numel]
+        free = self._free[self._size(numel)]
         ready = next((index for index, (_, handle) in enumerate(free) if handle.done()), 0)
         buffer, handle = free[ready]
         del free[ready]
         handle.wait()
-        return buffer
+        return buffer[:numel]
 
     def give(self, buffer: torch.Tensor, handle: Handle | None = None) -> None:
         """Hand a buffer back, which may be written once `handle` is done."""
-        self._free[buffer.numel()].append((buffer.view(-1), handle or Handle(None)))
+        size = self._size(buffer.numel())
+        self._free[size].append((buffer.as_strided((size,), (1,)), handle or Handle(None)))
+
+    def _size(self, numel: int) -> int:
+        return self._sizes[bisect_left(self._sizes, numel)]
 
 
 def aligned(numel: int, dtype: torch.dtype, device: torch.device, pin_memory: bool) -> torch.Tensor:

@@ -34,6 +34,7 @@ class ModelConfig:
     attention_dropout: float = 0.0  # on attention weights; above 0 attention runs unfused
     init_std: float = 0.02
     tie_embeddings: bool = True
+    tile_linears: str | None = None  # most bytes of linear layers that a unit gathers, such as 64MiB: larger ones become tiles
 
     @property
     def padded_vocab(self) -> int:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from itertools import accumulate
 from typing import Any
 
 from threed.contract import Cell, refusal
 from threed.errors import InputError
+from threed.models.spec import WHOLE
+from threed.models.tiling import layers_of, tiling, together
 from threed.quantity import parse_bytes
 from threed.schema import V_SHAPED, Config, PrecisionConfig
 
@@ -51,8 +54,10 @@ def validate(config: Config, world_size: int | None = None) -> list[str]:
     """Every problem of a config, one line each; empty when it can run. `world_size`: what will really be there."""
     problems = _check_values(config)
     wrong = {problem.split(".")[0] for problem in problems}  # sections with values that arithmetic may trip over
-    problems += _check_model(config) if not wrong & {"model", "parallel"} else []
-    problems += _check_parallel(config, world_size) if not wrong & {"model", "parallel"} else []
+    if not wrong & {"model", "parallel"}:
+        of_model = _check_model(config) or _check_tiling(config)
+        problems += [*of_model, *_check_parallel(config, world_size)]
+        problems += _check_stages(config) if not of_model or config.model.tile_linears is None else []
     problems += _check_batch(config) if not wrong & {"train", "parallel", "data"} else []
     problems += _check_schedule(config) if not wrong & {"train", "optimizer"} else []
     problems += _check_zero(config) if not wrong & {"zero", "parallel", "train"} else []
@@ -126,6 +131,21 @@ def _check_model(config: Config) -> list[str]:
     return problems
 
 
+def _check_tiling(config: Config) -> list[str]:
+    asked, per_unit = config.model.tile_linears, config.parallel.layers_per_unit
+    if asked is None:
+        return []
+    if per_unit > 1:
+        return [f"model.tile_linears={asked} with parallel.layers_per_unit={per_unit}: one makes units smaller, the "
+                "other larger; leave one of the two out"]
+    try:
+        tiling(config)
+    except InputError as error:
+        text = str(error)
+        return [text if text.startswith("model.") else f"model.tile_linears: {text}"]
+    return []
+
+
 def _check_parallel(config: Config, world_size: int | None) -> list[str]:
     parallel = config.parallel
     problems = []
@@ -134,17 +154,29 @@ def _check_parallel(config: Config, world_size: int | None) -> list[str]:
         divides = f", which tp x pp = {others} does not divide" if world_size % others else ""
         problems.append(f"parallel.dp={config.dp} x tp={parallel.tp} x pp={parallel.pp} = {config.world_size} processes, "
                         f"but the world size is {world_size}{divides}")
-    problems += _check_schedule_shape(config)
-    units = num_units(config)
-    if config.num_stages > units:
-        problems.append(f"parallel.pp={parallel.pp} makes {config.num_stages} stages, more than the model's {units} units "
-                        f"(embedding, {units - 2} of blocks, head)")
+    return problems + _check_schedule_shape(config)
+
+
+def _check_stages(config: Config) -> list[str]:
+    """There is a unit for each stage, and no stage begins in the middle of a layer's tiles."""
+    parallel, problems, runs = config.parallel, [], stage_runs(config)
+    units = sum(runs)
+    if config.num_stages > len(runs):
+        what = (f"layers (embedding, {len(runs) - 2} of blocks, head), whose {units} tiles" if units > len(runs)
+                else f"units (embedding, {units - 2} of blocks, head)")
+        problems.append(f"parallel.pp={parallel.pp} makes {config.num_stages} stages, more than the model's {len(runs)} {what}"
+                        f"{' stay on one stage each' if units > len(runs) else ''}")
     if parallel.stage_units is not None:
         listed = list(parallel.stage_units)
         if len(listed) != config.num_stages:
             problems.append(f"parallel.stage_units={listed} has {len(listed)} stages, but there are {config.num_stages}")
         elif sum(listed) != units or min(listed) < 1:
             problems.append(f"parallel.stage_units={listed} must be positive and add up to the model's {units} units")
+        elif not set(accumulate(listed)) <= (ends := set(accumulate(runs))):
+            cut = min(set(accumulate(listed)) - ends)
+            near = max(end for end in ends | {0} if end < cut), min(end for end in ends if end > cut)
+            problems.append(f"parallel.stage_units={listed} parts the tiles of a layer, units {near[0]} to {near[1] - 1}, which "
+                            f"must be on one stage: end a stage after {near[0]} or {near[1]} units, not after {cut}")
     return problems
 
 
@@ -289,8 +321,14 @@ def _check_precision(config: Config) -> list[str]:
 
 
 def num_units(config: Config) -> int:
-    """Compute units of the model: the embedding, runs of `layers_per_unit` blocks, the head."""
-    return -(-config.model.layers // config.parallel.layers_per_unit) + 2
+    """Compute units of the model: the embedding, runs of `layers_per_unit` blocks, the head; with tiling, the tiles of each."""
+    return sum(stage_runs(config))
+
+
+def stage_runs(config: Config) -> list[int]:
+    """Lengths of the runs of units that are on one stage: tiles of one layer; otherwise each unit is one by itself."""
+    per_unit = config.parallel.layers_per_unit
+    return together(layers_of(config)) if per_unit == 1 else [1] * (-(-config.model.layers // per_unit) + 2)
 
 
 def _check_batch(config: Config) -> list[str]:
@@ -329,6 +367,10 @@ def warnings(config: Config) -> list[str]:
         why = ("sequence parallelism has cut kept inputs over tp already" if config.parallel.sequence_parallel
                else "parallel.tp=1: there is nobody to share kept inputs with")
         lines.append(f"activation.partition=true does nothing here: {why}")
+    if config.model.tile_linears is not None and tiling(config) == WHOLE:
+        lines.append(f"model.tile_linears={config.model.tile_linears} does nothing here: no layer is larger")
+    elif "norm" in config.pieces and "norm" not in {kept.piece for layer in layers_of(config) for kept in layer.saved}:
+        lines.append("activation.pieces: norm does nothing here: the tiles of a layer share its norm's output, which is kept")
     if config.activation.contiguous and config.activation.offload == "cpu":
         lines.append("activation.contiguous=true does nothing here: activation.offload=cpu has an arena of the host for kept "
                      "inputs")

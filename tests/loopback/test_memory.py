@@ -72,6 +72,7 @@ CASES = {  # stage, dp, others
     "3-bf16": (3, 4, [*BF16, "zero.prefetch=2"]),
     "3-bf16-grads-groups": (3, 4, [*BF16_GRADS, "zero.shard_size=2"]),
     "3-bf16-no-master-pp": (3, 2, [*BF16_GRADS, *ZB, "precision.master=none"]),
+    "3-tiles": (3, 2, ["model.tile_linears=32KiB", "model.tie_embeddings=false"]),
     "3-bf16-travels-bf16": (3, 2, [*BF16, "precision.reduce_dtype=bf16", "zero.residency=stage"]),
 }
 

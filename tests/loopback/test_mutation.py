@@ -58,6 +58,7 @@ DELAYED = ("offload.delayed_update=true", "train.steps=3")  # each of its progra
 CPU, NVME = "offload.optimizer=cpu", "offload.optimizer=nvme"
 
 FULL, PARTITION, KEPT_CPU = ("activation.policy=full",), "activation.partition=true", "activation.offload=cpu"
+TILES = ("model.tile_linears=256", "model.heads=4")
 
 
 def ahead(uses: int) -> str:
@@ -106,6 +107,9 @@ CASES = {
     "cpu": Case(80, 2, 3, others=(*FULL, KEPT_CPU)),
     "cpu-zb-h1-zero3": Case(60, 2, 3, dp=2, others=(*FULL, KEPT_CPU, "parallel.schedule=zb-h1", ZERO_3)),
     "arena": Case(60, 2, 3, others=(*FULL, "activation.contiguous=true", GPIPE)),
+    "tiles": Case(100, 2, 2, layers=1, others=(*TILES, UNTIED)),
+    "tiles-tied-full-zb-h1": Case(100, 2, 2, layers=1, others=("model.tile_linears=512", *FULL, "parallel.schedule=zb-h1")),
+    "tiles-full-zero3": Case(100, 1, 2, layers=1, dp=2, others=(*TILES, *FULL, ZERO_3, UNTIED)),
     "groups-zero1": Case(60, 2, 2, dp=4, others=(ZERO_1, GROUPS)),
     "groups-zero2": Case(60, 2, 2, dp=4, others=(ZERO_2, GROUPS)),
     "groups-zero3": Case(60, 1, 3, dp=4, others=(ZERO_3, GROUPS, UNTIED)),

@@ -22,6 +22,7 @@ from threed.engine.engine import Engine
 from threed.models.gpt import Batch
 from threed.planner import make_mesh, make_plan, saved_by_piece
 from threed.program.buffers import buffers
+from threed.program.effects import effects
 from threed.program.instruction import Op, Slot
 from threed.program.summary import alive_bytes, stages
 from threed.program.table import Plan
@@ -95,6 +96,7 @@ def fresh(config: Config) -> Batch:
 
 LLAMA = ["model.norm=rmsnorm", "model.activation=swiglu", "model.kv_heads=2", "model.bias=false"]
 TP, SP = ["parallel.tp=2"], ["parallel.tp=2", "parallel.sequence_parallel=true"]
+TILES = ["model.tile_linears=256KiB", "model.tie_embeddings=false"]  # 4 of an embedding, 4 of attention, 8 of an MLP, in fp32
 BF16, LEARNED, UNFUSED = ["precision.dtype=bf16"], ["model.position=learned"], ["model.attention_dropout=0.1"]
 CASES = {
     "fp32": [], "bf16": BF16, "tp": TP, "sp": SP, "untied-bf16-tp": ["model.tie_embeddings=false", *BF16, *TP],
@@ -106,6 +108,8 @@ CASES = {
     "unfused-grouped-learned": [*UNFUSED, *LEARNED, "model.kv_heads=2"], "unfused-llama-tp": [*UNFUSED, *LLAMA, *TP],
     "blocks-of-two": ["model.layers=2", "parallel.layers_per_unit=2"], "zero-3": ["zero.stage=3"],
     "zero-3-llama-bf16": ["zero.stage=3", *LLAMA, *BF16],
+    "tiles": TILES, "tiles-sp": [*TILES, *SP], "tiles-llama-bf16-tp": [*TILES, *LLAMA, *BF16, *TP],
+    "tiles-dropout-bf16-sp": [*TILES, "model.dropout=0.1", *LEARNED, *BF16, *SP], "tiles-unfused": [*TILES, *UNFUSED],
 }
 PIECES = ("attention", "norm", "mlp_act", "attention,norm,mlp_act")
 
@@ -117,14 +121,17 @@ def selective(pieces: str) -> list[str]:
 def measured(config: Config) -> tuple[Plan, dict[tuple[str, int], float]]:
     """(saved or operands, unit) -> bytes: what an instruction of the only micro-batch makes, and what it lets go of."""
     plan = make_plan(config)
-    table, found = plan.table, {}
+    table, found, alive = plan.table, {}, set()
     before = watch(config, plan)[0].before
-    for index, (op, unit, *_) in enumerate(plan.programs["train"][0]):
-        stream = table.act_bytes * ((unit > 0) - (unit < table.last))  # in less out
-        if op == Op.FORWARD:
-            found["saved", unit] = before[index + 1] - before[index] + stream - 8 * (unit == table.last)  # the loss
-        elif op == Op.BACKWARD_INPUT:
-            found["operands", unit] = before[index + 1] - before[index] - stream + found["saved", unit]
+    for index, item in enumerate(plan.programs["train"][0]):
+        effect = effects(item, table, 0)
+        made = {*effect.writes, *effect.adds} - alive
+        alive = (alive | made) - set(effect.frees)
+        kind = {Op.FORWARD: "saved", Op.BACKWARD_INPUT: "operands"}.get(item.op)
+        if kind:  # whatever else is made or freed is a stream, or what tiles share, in full
+            others = sum(8 if slot.kind == "loss" else table.size(slot) for slot in made if slot.kind != kind)
+            freed = sum(found["saved", item.unit] if slot.kind == "saved" else table.size(slot) for slot in effect.frees)
+            found[kind, item.unit] = before[index + 1] - before[index] - others + freed
     return plan, found
 
 
@@ -165,6 +172,9 @@ PROGRAMS = {
     "gpipe-cpu": ["parallel.schedule=gpipe", *FULL, "activation.offload=cpu"],
     "gpipe-partition-cpu": ["parallel.schedule=gpipe", *TP, *FULL, "activation.partition=true", "activation.offload=cpu"],
     "gpipe-contiguous": ["parallel.schedule=gpipe", *FULL, "activation.contiguous=true"],
+    **{f"tiles-{name}": ["model.tile_linears=64KiB", *others] for name, others in {
+        "1f1b": [], "full": FULL, "full-gpipe": [*FULL, "parallel.schedule=gpipe"],
+        "cpu": [*FULL, "activation.offload=cpu"], "partition": [*TP, *FULL, "activation.partition=true"]}.items()},
     "zero-3-full": ["parallel.dp=2", "zero.stage=3", "train.global_batch_size=32", *FULL],
 }
 

@@ -11,8 +11,9 @@ from threed import validate as subject
 from threed.config import known_keys, load
 from threed.errors import ConfigError, InputError
 from threed.models.registry import SIZES
+from threed.models.tiling import tiling
 from threed.schema import Config, ParallelConfig
-from threed.validate import warnings
+from threed.validate import num_units, warnings
 
 ROOT = Path(__file__).parents[2]
 
@@ -119,6 +120,40 @@ def test_stages():
         assert "parallel.stage_units" in one("parallel.pp=2", f"parallel.stage_units={units}")
     assert load(None, ["parallel.pp=2", "parallel.stage_units=[1,9]"]).parallel.stage_units == [1, 9]
     assert load(None, ["parallel.pp=10"]).num_stages == 10
+
+
+UNTIED = "model.tie_embeddings=false"
+
+
+@pytest.mark.parametrize("overrides, text", [
+    (("model.tile_linears=lots",), "model.tile_linears: 'lots' is not an amount of bytes"),
+    (("model.tile_linears=-4KiB",), "is not an amount of bytes"),
+    (("model.tile_linears=4KiB",), "would cut the word embedding of 512.0 KiB"),
+    (("model.tile_linears=1MiB", "parallel.layers_per_unit=2"), "one makes units smaller, the other larger"),
+    (("model.tile_linears=64KiB", UNTIED, "parallel.pp=2", "parallel.stage_units=[3,109]"),
+     "parts the tiles of a layer, units 0 to 7, which must be on one stage: end a stage after 0 or 8 units, not after 3"),
+    (("model.tile_linears=64KiB", UNTIED, "model.layers=1", "parallel.pp=5"), "5 stages, more than the model's 4 layers"),
+])
+def test_bad_tiles(overrides, text):
+    """Nonsense, tiles of what is shared whole, tiles on two stages."""
+    assert text in one(*overrides)
+
+
+@pytest.mark.parametrize("limit", ["0", "1000", "16KiB", "32767"])
+def test_too_small_tiles(limit):
+    """The smallest limit that works is said, and works."""
+    problem = one(f"model.tile_linears={limit}", UNTIED)
+    assert "attention has 256.0 KiB a rank, and its smallest tile, one kv head with its queries, has 32768 bytes" in problem
+    config = load(None, ["model.tile_linears=32768", UNTIED])
+    assert tiling(config) == (16, 8, 16, 16, True) and num_units(config) == 8 * (8 + 16) + 2 * 16
+
+
+def test_idle_tiles():
+    """A limit, or a piece to recompute, that changes nothing is said to."""
+    assert any("tile_linears=1GiB does nothing" in line for line in warnings(load(None, ["model.tile_linears=1GiB"])))
+    tiled = load(None, ["model.tile_linears=64KiB", UNTIED, "activation.policy=selective"])
+    assert any("norm does nothing here" in line for line in warnings(tiled))
+    assert not any("tile" in line for line in warnings(load(None, ["activation.policy=selective"])))
 
 
 def test_batch_divides():

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-from itertools import combinations
+from itertools import accumulate, combinations
 
 import pytest
 
 from threed.config import load
-from threed.pipeline.split import split_layers, split_units
+from threed.pipeline.split import split_layers, split_stages, split_units
 from threed.planner import make_table
 from threed.validate import num_units
 
@@ -39,6 +39,18 @@ def test_split_units_is_optimal():
         cuts = [(0, *cut, len(costs)) for cut in combinations(range(1, len(costs)), stages - 1)]
         best = min(max(stage_costs(costs, [b - a for a, b in zip(cut, cut[1:])])) for cut in cuts)
         assert max(stage_costs(costs, sizes)) == best
+
+
+def test_tiles_stay_together():
+    """A stage that begins in the middle of a layer's tiles; one that is costlier than it must be for that."""
+    assert split_stages([1.0] * 8, [1, 1, 4, 2], 2) == [2, 6]
+    assert split_stages([2.0, 2.0, *[1.0] * 6], [1, 1, 4, 2], 3) == [2, 4, 2]
+    rng = random.Random(5)
+    for _ in range(100):
+        together = [rng.randint(1, 3) for _ in range(rng.randint(1, 6))]
+        costs, stages = [float(rng.randint(0, 9)) for _ in range(sum(together))], rng.randint(1, len(together))
+        ends = list(accumulate(split_stages(costs, together, stages)))
+        assert len(ends) == stages and ends[-1] == len(costs) and set(ends) <= set(accumulate(together))
 
 
 def test_split_units_refuses():

@@ -316,7 +316,7 @@ def test_buffers_are_enough_and_no_more(drawn):
         table = plan.table
         for position in range(config.parallel.pp):
             numel = {p: table.parameters[p].numel for p in table.held(position)}
-            params, grads = Counter(), Counter()
+            times = {"param": [], "grad": []}  # sizes of what is taken, after each instruction
             for programs in plan.programs.values():
                 holds = {"param": set(), "grad": set()}
                 for item in programs[position]:
@@ -328,12 +328,19 @@ def test_buffers_are_enough_and_no_more(drawn):
                         holds["grad"].update(table.units[item.unit].parameters)
                     elif item.op == Op.REDUCE and item.group == table.shard_group:
                         holds["grad"].discard(item.unit)
-                    params |= Counter(numel[p] for p in holds["param"])
-                    grads |= Counter(numel[p] for p in holds["grad"])
+                    for kind, units in holds.items():
+                        times[kind].append([numel[p] for p in units])
             found = buffers(plan, position)
-            assert found.params == params
-            of_size = Counter(numel.values())
-            assert found.grads == {size: min(count + 1, of_size[size]) for size, count in grads.items()}
+            for kind, sizes, spare in (("param", found.params, 0), ("grad", found.grads, 1)):
+                ends, separate = sorted(sizes), Counter()
+                for taken in times[kind]:
+                    separate |= Counter(taken)
+                for below, end in zip([0, *ends], ends, strict=False):  # a buffer is for sizes above the next smaller one's
+                    most = max(sum(below < size <= end for size in taken) for taken in times[kind])
+                    assert sizes[end] == min(most + spare, sum(below < size <= end for size in numel.values())) > 0
+                assert max(separate, default=0) == max(ends, default=0)
+                own = sum(size * min(count + spare, Counter(numel.values())[size]) for size, count in separate.items())
+                assert sum(size * count for size, count in sizes.items()) <= own
             times = 2 if config.precision.reduce_dtype != config.precision.grad_dtype else 1
             assert found.staging == max(numel.values(), default=0) * 4 * times
 

@@ -79,10 +79,10 @@ def partition(programs: Programs, table: Table) -> Programs:
     for program in programs:
         out: Program = []
         for item in program:
-            if item.op == Op.RECOMPUTE and item.unit > 0:
+            if item.op == Op.RECOMPUTE and table.keeps_stream(item.unit):
                 out.append(Instruction(Op.JOIN, item.unit, item.microbatch, "kept"))
             out.append(item)
-            if item.keep == "input" and item.unit > 0:
+            if item.keep == "input" and table.keeps_stream(item.unit):
                 out.append(Instruction(Op.SPLIT, item.unit, item.microbatch, "kept"))
         result.append(out)
     return result
@@ -95,7 +95,7 @@ def offload(programs: Programs, table: Table) -> Programs:
     kind, made, used = ("kpart", Op.SPLIT, Op.JOIN) if table.partition else ("kept", Op.FORWARD, Op.RECOMPUTE)
     result = []
     for program in programs:
-        uses = [index for index, item in enumerate(program) if item.op == used and item.unit > 0]
+        uses = [index for index, item in enumerate(program) if item.op == used and table.keeps_stream(item.unit)]
         use_of = {program[index][1:3]: use for use, index in enumerate(uses)}
         after: dict[int, Program] = defaultdict(list)
         before: dict[int, Program] = defaultdict(list)

@@ -21,13 +21,13 @@ class ActivationRun:
         self.in_arena = bool(buffers.kept)
         self.handlers: dict[Op, Callable[[Instruction, Slots], None]] = {Op.SPLIT: self.split, Op.JOIN: self.join}
 
-    def keep(self, x: torch.Tensor | None) -> torch.Tensor | None:
+    def keep(self, x: torch.Tensor) -> torch.Tensor:
         """A unit's input, where it will be until RECOMPUTE. (What comes from it is all of the forward's memory that stays.)"""
-        return self._store(x) if x is not None and self.in_arena and not self.table.partition else x
+        return self._store(x) if self.in_arena and not self.table.partition else x
 
-    def give_back(self, x: torch.Tensor | None) -> torch.Tensor | None:
+    def give_back(self, x: torch.Tensor) -> torch.Tensor:
         """A kept input for RECOMPUTE: outside of the arena, since its unit's graph now has it until BACKWARD."""
-        return self._withdraw(x) if x is not None and self.in_arena and not self.table.partition else x
+        return self._withdraw(x) if self.in_arena and not self.table.partition else x
 
     def split(self, instruction: Instruction, slots: Slots) -> None:
         """[s, B, D], equal on all tp ranks -> the rank's part of its elements."""

@@ -1,8 +1,8 @@
 """Boxes: what a checkpoint is made of. A box is a rectangle of a global parameter, wherever its elements lie.
 
 A rank owns a flat range of a tp-cut parameter. A range of a row-major array is a few rectangles, each contiguous in the
-buffer: at most 2n - 1 of n dims. With the tp offset added they have global coordinates, so a checkpoint does not know
-the mesh that wrote it, and another mesh reads the parts of boxes that it needs.
+buffer: at most 2n - 1 of n dims. With the offset of tp rank and tile added they have global coordinates, so a checkpoint knows
+neither the mesh nor the tiling that wrote it, and another reads the parts of boxes that it needs.
 """
 
 from __future__ import annotations
@@ -55,11 +55,12 @@ def boxes(layout: Layout, tp_rank: int, start: int, stop: int) -> list[Box]:
     found = []
     for placed in layout.placed:
         low, high = max(start, placed.start), min(stop, placed.stop)
-        cut = placed.parameter.tp_dim
-        flat = low
+        parameter, flat = placed.parameter, low
+        cut = parameter.tp_dim
+        begin = 0 if cut is None else parameter.tile * (parameter.shape[cut] // parameter.tiles) + tp_rank * placed.shape[cut]
         for offset, shape in rectangles(placed.shape, low - placed.start, high - placed.start):
-            moved = tuple(at + (tp_rank * placed.shape[dim] if dim == cut else 0) for dim, at in enumerate(offset))
-            found.append(Box(placed.parameter.name, moved, shape, flat, cut is None))
+            moved = tuple(at + (begin if dim == cut else 0) for dim, at in enumerate(offset))
+            found.append(Box(parameter.name, moved, shape, flat, cut is None))
             flat += math.prod(shape)
     return found
 

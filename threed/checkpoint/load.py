@@ -89,7 +89,7 @@ def read_manifest(path: Path, config: Config) -> dict[str, Any]:
                          "offload.delayed_update=true as it was made, or resume from one that was saved before the first delayed "
                          "step, or after the last")
     mine = config.to_dict()["model"]
-    free = {"name", "dropout", "attention_dropout", "init_std"}  # do not change what the weights mean
+    free = {"name", "dropout", "attention_dropout", "init_std", "tile_linears"}  # do not change what the weights mean
     different = [f"model.{key}={model.get(key)} there, {mine[key]} here" for key in mine
                  if key not in free and model.get(key) != mine[key]]
     if different:

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 
 def split_layers(num_blocks: int, blocks_per_unit: int) -> list[tuple[int, int]]:
     """Layers (embedding, blocks, head) -> units as (first, one past the last): the blocks in runs, the ends alone."""
     blocks = [(first, min(first + blocks_per_unit, num_blocks + 1)) for first in range(1, num_blocks + 1, blocks_per_unit)]
     return [(0, 1), *blocks, (num_blocks + 1, num_blocks + 2)]
+
+
+def split_stages(costs: Sequence[float], together: Sequence[int], num_stages: int) -> list[int]:
+    """Units of each stage, as `split_units`, where runs of units must not be parted: `together` are their lengths."""
+    starts = [sum(together[:run]) for run in range(len(together) + 1)]
+    of_runs = [sum(costs[start:stop]) for start, stop in pairwise(starts)]
+    sizes, first = [], 0
+    for count in split_units(of_runs, num_stages):
+        sizes.append(starts[first + count] - starts[first])
+        first += count
+    return sizes
 
 
 def split_units(costs: Sequence[float], num_stages: int) -> list[int]:

@@ -2,12 +2,14 @@
 
 Values that live for a part of the step only lie in pools: whole parameters that do not stay whole (ZeRO-3), gradients that are
 reduced as they come (ZeRO-2 and 3), kept inputs, and what is on its way between tiers. A buffer is as large as the value that it
-is for, so units of one size share.
+is for, so units of one size share. Whole parameters and gradients also lie in larger buffers than they need, where buffers of
+their own would take more memory: tiles of a layer differ by a norm or a bias, and are not all there at a time.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from typing import NamedTuple
 
 from threed.program.effects import effects
@@ -46,6 +48,7 @@ def buffers(plan: Plan, position: int) -> Buffers:
     """What a rank of a position needs over all programs of the plan."""
     table = plan.table
     held = table.held(position)
+    taken: dict[str, set[tuple[tuple[int, int], ...]]] = {"params": set(), "grads": set()}  # sizes alive at some time
     most: dict[str, Counter[int]] = {name: Counter() for name in Buffers._fields if name != "staging"}
     for programs in plan.programs.values():
         alive: dict[str, Counter[int]] = {name: Counter() for name in most}
@@ -57,25 +60,45 @@ def buffers(plan: Plan, position: int) -> Buffers:
                 if name is not None and slot not in inside:
                     inside.add(slot)
                     alive[name][_size(slot, name, table)] += 1
-                    most[name] |= alive[name]
+                    if name in taken:
+                        taken[name].add(tuple(alive[name].items()))
+                    else:
+                        most[name] |= alive[name]
             for slot in inside.intersection(effect.frees):
                 name = _pool(slot, table)
                 assert name is not None
                 inside.discard(slot)
                 alive[name][_size(slot, name, table)] -= 1
-    # One more of each size than are alive: the next gradient is added up while the one before it is still on its way.
-    whole = Counter(table.parameters[unit].numel for unit in held)
+    # One more gradient of a size than are alive: the next is added up while the one before it is still on its way.
+    units = Counter(table.parameters[unit].numel for unit in held)
     parts = Counter(table.shard_numel(unit) for unit in held)
-    for name, units in (("grads", whole), ("gshards", parts)):
-        most[name] = Counter({numel: min(count + 1, units[numel]) for numel, count in most[name].items()})
-    return Buffers(**{name: dict(sizes) for name, sizes in most.items()}, staging=_staging(table, held))
+    most["gshards"] = Counter({numel: min(count + 1, parts[numel]) for numel, count in most["gshards"].items()})
+    shared = {name: _shared(times, units, spare=name == "grads") for name, times in taken.items()}
+    return Buffers(**{name: dict(sizes) for name, sizes in most.items()} | shared, staging=_staging(table, held))
+
+
+def _shared(taken: Collection[tuple[tuple[int, int], ...]], units: Counter[int], spare: bool) -> Sizes:
+    """The buffers that take the least memory: neighbouring sizes have buffers of the largest among them, as many as are taken
+    at a time. `taken`: (size, how many) at each time. `units`: how many units have a size; no more buffers are needed."""
+    sizes = sorted({numel for time in taken for numel, _ in time})
+    best: list[tuple[int, Sizes]] = [(0, {})]  # of the smallest sizes: elements, buffers
+    for stop in range(1, len(sizes) + 1):
+        found = []
+        for start in range(stop - 1, -1, -1):
+            among = sizes[start:stop]
+            count = max(sum(count for numel, count in time if numel in among) for time in taken)
+            count = min(count + spare, sum(units[numel] for numel in among))
+            elements, rest = best[start]
+            found.append((elements + count * among[-1], {**rest, among[-1]: count}))
+        best.append(min(found, key=lambda each: each[0]))
+    return best[-1][1]
 
 
 def _pool(slot: Slot, table: Table) -> str | None:
     """The pool that a slot lies in; None where it has memory of its own."""
     kind, home = slot.kind, tier(slot.kind)
     if kind.removeprefix("host_") in ("kept", "kpart"):
-        if slot.unit == 0:
+        if not table.keeps_stream(slot.unit):
             return None
         arena = table.contiguous and not table.offload_kept and kind == ("kpart" if table.partition else "kept")
         return "host_kept" if home == "host" else "kept" if arena else None

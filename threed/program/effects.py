@@ -46,18 +46,25 @@ def _effects(instruction: Instruction, table: Table, position: int) -> Effects:
         after = _slots("act", unit, microbatch, unit < table.last)
         saved = _slots("kept" if keep == "input" else "saved", unit, microbatch, keep != "none")
         loss = (Slot("loss"),) if unit == table.last else ()
-        return Effects("compute", (*_params(table, unit), *before), (*after, *saved), adds=loss, frees=before)
+        made, shared = _normed(table, unit, microbatch)
+        done = (*made, *shared) if keep == "none" and table.units[unit].tile == table.units[unit].tiles - 1 else ()
+        return Effects("compute", (*_params(table, unit), *before, *shared), (*after, *saved, *made), adds=loss,
+                       frees=(*before, *done))
     if op == Op.RECOMPUTE:
-        kept = (Slot("kept", unit, microbatch),)
-        return Effects("compute", (*_params(table, unit), *kept), (Slot("saved", unit, microbatch),), frees=kept)
+        kept, (made, shared) = (Slot("kept", unit, microbatch),), _normed(table, unit, microbatch)
+        return Effects("compute", (*_params(table, unit), *kept, *shared), (Slot("saved", unit, microbatch),), updates=made,
+                       frees=kept)
     if op in MOVES:
         return _keep(instruction, table) if group in ("kept", "kpart") else _state(instruction, table)
     if op in (Op.BACKWARD, Op.BACKWARD_INPUT):
         used = (Slot("saved", unit, microbatch), *_slots("grad", unit, microbatch, unit < table.last))
         made = _slots("grad", unit - 1, microbatch, unit > 0)
+        first, shared = _normed(table, unit, microbatch)
+        used += (*first, *map(_gradient_of, first))  # the first tile's backward is the last
+        reads, adds = (*_params(table, unit), *used, *shared), tuple(map(_gradient_of, shared))
         if op == Op.BACKWARD:
-            return Effects("compute", (*_params(table, unit), *used), made, adds=_wgrads(table, unit), frees=used)
-        return Effects("compute", (*_params(table, unit), *used), (*made, Slot("operands", unit, microbatch)), frees=used)
+            return Effects("compute", reads, made, adds=(*_wgrads(table, unit), *adds), frees=used)
+        return Effects("compute", reads, (*made, Slot("operands", unit, microbatch)), adds=adds, frees=used)
     if op == Op.BACKWARD_WEIGHT:
         operands = (Slot("operands", unit, microbatch),)
         return Effects("compute", operands, adds=_wgrads(table, unit), frees=operands)
@@ -104,7 +111,7 @@ def _effects(instruction: Instruction, table: Table, position: int) -> Effects:
 def _keep(instruction: Instruction, table: Table) -> Effects:
     """A kept input goes into another form, or to the host, or comes back."""
     op, unit, microbatch, kind, *_ = instruction
-    if not 0 <= unit < len(table.units) or (op in (Op.SPLIT, Op.JOIN) and kind != "kept"):
+    if not 0 <= unit < len(table.units) or not table.keeps_stream(unit) or (op in (Op.SPLIT, Op.JOIN) and kind != "kept"):
         raise KeyError(str(instruction))
     here = Slot(kind, unit, microbatch)
     lane = {Op.OFFLOAD: "d2h", Op.FETCH: "h2d"}.get(op, "compute")
@@ -182,6 +189,17 @@ def _reduce(instruction: Instruction, table: Table) -> Effects:
 
 def _slots(kind: str, unit: int, microbatch: int, exists: bool) -> tuple[Slot, ...]:
     return (Slot(kind, unit, microbatch),) if exists else ()
+
+
+def _normed(table: Table, unit: int, microbatch: int) -> tuple[tuple[Slot, ...], tuple[Slot, ...]]:
+    """What a tile makes for those after it, and what it reads of its first."""
+    tile, shares = table.units[unit].tile, table.units[unit].normed_bytes > 0
+    slot = (Slot("normed", unit - tile, microbatch),) if shares else ()
+    return (slot, ()) if tile == 0 else ((), slot)
+
+
+def _gradient_of(normed: Slot) -> Slot:
+    return normed._replace(kind="gnormed")
 
 
 def _params(table: Table, unit: int) -> tuple[Slot, ...]:

@@ -63,10 +63,10 @@ def listing(plan: Plan, position: int, name: str = "train") -> str:
 def units(plan: Plan) -> str:
     """Which unit is what and where."""
     table = plan.table
-    lines = []
+    lines, width = [], max(20, *(len(unit.name) + 2 for unit in table.units))
     for index, unit in enumerate(table.units):
         uses = " ".join(f"p{p}" for p in unit.parameters) or "no parameters"
-        lines.append(f"u{index}".ljust(5) + f"pp{table.position(index)}".ljust(6) + unit.name.ljust(20) + f"uses {uses}")
+        lines.append(f"u{index}".ljust(5) + f"pp{table.position(index)}".ljust(6) + unit.name.ljust(width) + f"uses {uses}")
     return "\n".join(lines)
 
 

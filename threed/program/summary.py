@@ -10,7 +10,7 @@ from threed.program.instruction import Op, Slot, tier
 from threed.program.table import Plan, Table
 from threed.program.walk import Memory, link, memory
 
-ACTIVATIONS = ("act", "grad", "saved", "kept", "kpart", "operands")
+ACTIVATIONS = ("act", "grad", "saved", "kept", "kpart", "operands", "normed", "gnormed")
 
 
 def stages(plan: Plan) -> list[dict[str, Any]]:

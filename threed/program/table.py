@@ -29,6 +29,11 @@ class ComputeUnit:
     input_tp_bytes: int  # by a BACKWARD_INPUT
     weight_tp_bytes: int  # by a BACKWARD_WEIGHT; BACKWARD sends both
     recompute: bool = False  # whether FORWARD keeps its input alone, and RECOMPUTE makes the rest again
+    tile: int = 0  # of a layer that is cut into several units, this is one
+    tiles: int = 1
+    normed_bytes: int = 0  # of the norm's output that such tiles share; 0: they share none
+    adds: bool = False  # only adds to its input: keeps nothing of it, and hands its output's gradient on as it is
+    running_bytes: int = 0  # of its output, where that is a running softmax, not the residual stream
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,11 @@ class Table:
             self._held[position] = tuple(p for p, unit in self.parameters.items() if position in unit.positions)
         return self._held[position]
 
+    def keeps_stream(self, unit: int) -> bool:
+        """Whether the input that a compute unit keeps for RECOMPUTE is the residual stream: the first unit reads tokens, which
+        all ranks have, and later tiles what their first has made."""
+        return unit > 0 and self.units[unit].tile == 0
+
     def units_of(self, position: int) -> list[int]:
         return [u for u in range(len(self.units)) if self.position(u) == position]
 
@@ -130,13 +140,17 @@ class Table:
         """Bytes of a slot on one rank. The shard of a parameter that stays whole is part of the whole one's buffer; what is
         summed over tp lies where it was."""
         if slot.kind in ("act", "grad"):
-            return self.act_bytes
+            return self.units[slot.unit].running_bytes or self.act_bytes
+        if slot.kind in ("normed", "gnormed"):
+            return self.units[slot.unit].normed_bytes
         if slot.kind == "saved":
             return self.units[slot.unit].saved_bytes
         if slot.kind == "operands":
             return self.units[slot.unit].operand_bytes
-        if slot.kind in ("kept", "kpart", "host_kept", "host_kpart"):  # the first unit reads tokens, which all ranks have
-            return 0 if slot.unit == 0 else self.act_bytes // (self.tp if slot.kind.endswith("kpart") else 1)
+        if slot.kind in ("kept", "kpart", "host_kept", "host_kpart"):
+            if not self.keeps_stream(slot.unit):
+                return self.units[slot.unit - 1].running_bytes if slot.unit > 0 else 0
+            return self.act_bytes // (self.tp if slot.kind.endswith("kpart") else 1)
         if slot.kind in ("loss", "scale", "wsum"):
             return 0
         unit, home = self.parameters[slot.unit], tier(slot.kind)

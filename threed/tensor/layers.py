@@ -170,20 +170,24 @@ class RowParallelLinear(megatron.RowParallelLinear):
 
 
 class VocabParallelEmbedding(megatron.VocabParallelEmbedding):
-    """Token ids [B, S] -> [S or s, B, H], with rows of the table cut over tp."""
+    """Token ids [B, S] -> [S or s, B, H], with rows of the table cut over tp. Of a tile: zeros for ids that are not in it."""
 
-    def __init__(self, vocab: int, hidden: int, config: ModelParallelConfig, group: Group):
-        super().__init__(vocab, hidden, init_method=torch.nn.init.zeros_, config=config,
+    def __init__(self, vocab: int, hidden: int, config: ModelParallelConfig, group: Group, tile: int = 0, tiles: int = 1):
+        super().__init__(vocab // tiles, hidden, init_method=torch.nn.init.zeros_, config=config,
                          tp_group=group)  # pyright: ignore[reportArgumentType]
-        self.group, self.sp = group, config.sequence_parallel
+        self.group, self.sp, self.whole = group, config.sequence_parallel, group.size() == tiles == 1
+        self.vocab_start_index += tile * (vocab // tiles)
+        self.vocab_end_index += tile * (vocab // tiles)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         tokens = tokens.t()
-        if self.group.size() == 1:
+        if self.whole:
             return F.embedding(tokens, self.weight)
         elsewhere = (tokens < self.vocab_start_index) | (tokens >= self.vocab_end_index)
         found = F.embedding((tokens - self.vocab_start_index).masked_fill(elsewhere, 0), self.weight)
         found = found.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        if self.group.size() == 1:
+            return found
         return _SumOverTp.apply(found, self.group, self.sp)  # pyright: ignore[reportReturnType]
 
 

@@ -1,4 +1,4 @@
-"""Numbers that do not depend on the mesh: initial weights drawn by tile, dropout masks computed from counters."""
+"""Numbers that do not depend on the mesh: initial weights drawn by block, dropout masks computed from counters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from threed.models.spec import Parameter
 
-TILE = 256  # rows and columns of a tile
+BLOCK = 256  # rows and columns of a block
 _MASK = (1 << 64) - 1
 
 
@@ -20,11 +20,14 @@ def _seed(*words: object) -> int:
 
 
 def initial_values(parameter: Parameter, tp: int, tp_rank: int, seed: int) -> torch.Tensor:
-    """The fp32 values of a tp rank's part of a parameter, on the CPU.
+    """The fp32 values of a tp rank's part of a parameter (of a tile of it), on the CPU.
 
-    Normal values are drawn in tiles, each with a generator keyed by (seed, name, tile), so a rank draws only the tiles
+    Normal values are drawn in blocks, each with a generator keyed by (seed, name, block), so a rank draws only the blocks
     that its part touches and the whole parameter is the same on every mesh. Rows that pad the vocabulary are zero.
     """
+    if parameter.tiles > 1:  # as if as many more ranks cut the whole
+        whole = replace(parameter, tile=0, tiles=1)
+        return initial_values(whole, tp * parameter.tiles, parameter.tile * tp + tp_rank, seed)
     shape = parameter.local_shape(tp)
     if parameter.std == 0.0:
         return torch.full(shape, parameter.fill)
@@ -41,15 +44,15 @@ def initial_values(parameter: Parameter, tp: int, tp_rank: int, seed: int) -> to
         size[cut] //= tp
         first[cut] = tp_rank * size[cut]
     values = torch.empty(size)
-    for row in range(first[0] - first[0] % TILE, first[0] + size[0], TILE):
-        for column in range(first[1] - first[1] % TILE, first[1] + size[1], TILE):
-            generator = torch.Generator().manual_seed(_seed(seed, parameter.name, row // TILE, column // TILE))
-            tile = torch.empty(min(TILE, whole[0] - row), min(TILE, whole[1] - column))
-            tile.normal_(0.0, parameter.std, generator=generator)
+    for row in range(first[0] - first[0] % BLOCK, first[0] + size[0], BLOCK):
+        for column in range(first[1] - first[1] % BLOCK, first[1] + size[1], BLOCK):
+            generator = torch.Generator().manual_seed(_seed(seed, parameter.name, row // BLOCK, column // BLOCK))
+            block = torch.empty(min(BLOCK, whole[0] - row), min(BLOCK, whole[1] - column))
+            block.normal_(0.0, parameter.std, generator=generator)
             low = [max(row, first[0]), max(column, first[1])]
-            high = [min(row + tile.shape[0], first[0] + size[0]), min(column + tile.shape[1], first[1] + size[1])]
+            high = [min(row + block.shape[0], first[0] + size[0]), min(column + block.shape[1], first[1] + size[1])]
             values[low[0] - first[0]:high[0] - first[0], low[1] - first[1]:high[1] - first[1]] = \
-                tile[low[0] - row:high[0] - row, low[1] - column:high[1] - column]
+                block[low[0] - row:high[0] - row, low[1] - column:high[1] - column]
     if parameter.unpadded is not None:
         values[max(parameter.unpadded - first[0], 0):] = 0.0
     return values.view(shape)

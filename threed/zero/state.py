@@ -88,7 +88,7 @@ class UnitState:
         self._make_states()
         self._unwritten = set(range(len(layout.placed)))  # parameters whose part of `grad` holds nothing of use
         self.parameters: dict[str, nn.Parameter] = {}
-        values = self.param if self.param is not None else storage.params.first[layout.numel]
+        values = self.param if self.param is not None else storage.params.sample(layout.numel)
         for number, placed in enumerate(layout.placed):
             # `.data` is set apart, for a count of changes of its own: the buffer's goes up whenever any unit is gathered into it.
             parameter = nn.Parameter(torch.empty(0, dtype=precision.compute, device=device))
@@ -96,7 +96,7 @@ class UnitState:
             parameter.add_product = partial(self._add_product, number)  # pyright: ignore[reportAttributeAccessIssue]
             # A weak reference: Python does not see what a hook refers to, and would never free the ring of the two.
             parameter.register_post_accumulate_grad_hook(_hook(weakref.WeakMethod(self._add), number, storage.weight_grads))
-            self.parameters[placed.parameter.name] = parameter
+            self.parameters[placed.parameter.key] = parameter
 
     @property
     def weights(self) -> torch.Tensor:

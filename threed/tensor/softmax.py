@@ -1,0 +1,75 @@
+"""Cross entropy over a vocabulary that comes tile by tile: a running softmax.
+
+What goes from tile to tile is [2, S, B] in fp32: the log of the sum of exponents so far, and the label's logit (0 until its tile
+has come). Each tp rank has those of its own part of the vocabulary; after the last tile they are put together over tp.
+Shapes as in `layers`: S sequence, B micro-batch, V the rank's part of a tile.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from threed.comm import Group
+
+MASKED = -1e30  # the logit of what pads the vocabulary. Finite: a tile may be all padding, and differences are taken
+
+
+class _AddToSoftmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, before: torch.Tensor | None, logits: torch.Tensor, labels: torch.Tensor, first: int, vocab: int):
+        wide, width = logits.float(), logits.shape[-1]
+        wide[..., min(max(vocab - first, 0), width):] = MASKED
+        here = (labels >= first) & (labels < first + width)
+        index = (labels - first).masked_fill(~here, 0).unsqueeze(-1)
+        chosen = wide.gather(-1, index).squeeze(-1) * here
+        largest = wide.amax(-1)
+        exponents = wide.sub_(largest.unsqueeze(-1)).exp_()
+        total = exponents.sum(-1)
+        softmax, log_sum = exponents.div_(total.unsqueeze(-1)), largest + total.log()
+        after = log_sum if before is None else torch.logaddexp(before[0], log_sum)
+        kept = None if before is None else (before[0] - after).exp()  # the share of the tiles before
+        ctx.save_for_backward(softmax, here, index, (log_sum - after).exp(), kept)
+        ctx.dtype = logits.dtype
+        return torch.stack([after, chosen if before is None else before[1] + chosen])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor):
+        softmax, here, index, share, kept = ctx.saved_tensors
+        of_sum, of_label = grads[0]
+        grad = softmax * (of_sum * share).unsqueeze(-1)
+        grad.scatter_add_(-1, index, (of_label * here).unsqueeze(-1))
+        before = None if kept is None else torch.stack([of_sum * kept, of_label])
+        return before, grad.to(ctx.dtype), None, None, None
+
+
+class _CrossEntropyOf(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, running: torch.Tensor, group: Group):
+        log_sum, label = running[0], running[1].clone()
+        largest = log_sum.clone()
+        group.all_reduce(largest, "max").wait()
+        total = (log_sum - largest).exp()
+        group.all_reduce(total).wait()
+        group.all_reduce(label).wait()
+        whole = largest + total.log()
+        ctx.save_for_backward((log_sum - whole).exp())  # this rank's share
+        return whole - label
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor):
+        (share,) = ctx.saved_tensors
+        return torch.stack([grads[0] * share, -grads[0]]), None
+
+
+def add_to_softmax(before: torch.Tensor | None, logits: torch.Tensor, labels: torch.Tensor, first: int,
+                   vocab: int) -> torch.Tensor:
+    """The running softmax [2, S, B] after a tile more. `logits` [S, B, V], of ids from `first` on, are used up; `labels` [S, B].
+    `before`: None for the first tile. Ids from `vocab` on are padding: masked."""
+    return _AddToSoftmax.apply(before, logits, labels.contiguous(), first, vocab)  # pyright: ignore[reportReturnType]
+
+
+def cross_entropy_of(running: torch.Tensor, group: Group) -> torch.Tensor:
+    """Loss of each token [S, B] in fp32, of the running softmax after the last tile, put together over tp."""
+    return _CrossEntropyOf.apply(running, group)  # pyright: ignore[reportReturnType]

@@ -28,6 +28,7 @@ from threed.models.spec import layers
 from threed.planner import make_plan
 from threed.schema import Config
 from threed.tensor.layers import WeightGrads
+from threed.tensor.precision import Precision
 from threed.tensor.random import initial_values
 
 
@@ -104,14 +105,15 @@ class Gpt(nn.Module):
     def __init__(self, config: Config, comm: Comm):
         super().__init__()
         model = config.model
-        context = Context(model, comm.groups["tp"], False, torch.float32, WeightGrads())
+        dtype = Precision.of(config.precision).compute
+        context = Context(model, comm.groups["tp"], False, dtype, WeightGrads())
         self.layers = nn.ModuleList(build_layer(layer, context) for layer in layers(model))
         specs = {p.name: p for layer in layers(model) for p in layer.parameters}
         for spec, layer in zip(layers(model), self.layers, strict=True):
             for inside, name in parameter_names(spec, layer, model).items():
                 path, _, last = inside.rpartition(".")
                 values = initial_values(specs[name], 1, 0, config.train.seed).view(specs[name].module_shape(1))
-                setattr(layer.get_submodule(path), last, nn.Parameter(values.to(comm.device)))
+                setattr(layer.get_submodule(path), last, nn.Parameter(values.to(comm.device, dtype)))
 
     def forward(self, batch: Batch) -> torch.Tensor:
         x = None
@@ -180,14 +182,23 @@ def silent() -> Iterator[None]:
         logging.disable(logging.NOTSET)
 
 
+def cpu_adam(groups: Any, fused: bool, **options: Any) -> Any:
+    from deepspeed.ops.adam import DeepSpeedCPUAdam  # pyright: ignore[reportMissingImports]
+    return DeepSpeedCPUAdam(groups, **options)
+
+
 def deepspeed(config: Config, comm: Comm, stage: int) -> Step:
     os.environ.setdefault("LOCAL_RANK", str(comm.rank))  # it asks for it
-    module = Gpt(config, comm)
+    module, zero, make = Gpt(config, comm), {"stage": stage}, torch.optim.AdamW
+    if config.offload.optimizer == "cpu":
+        zero |= {"offload_optimizer": {"device": "cpu", "pin_memory": comm.device.type == "cuda"}}
+        make = cpu_adam
     with silent():
-        engine, *_ = DEEPSPEED.initialize(model=module, optimizer=adamw(config, module), dist_init_required=False, config={
+        engine, *_ = DEEPSPEED.initialize(model=module, optimizer=adamw(config, module, make), dist_init_required=False, config={
             "train_micro_batch_size_per_gpu": config.train.micro_batch_size, "steps_per_print": 10**9,
             "gradient_accumulation_steps": config.num_microbatches, "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False, "gradient_clipping": 0.0, "zero_optimization": {"stage": stage}})
+            "zero_force_ds_cpu_optimizer": False, "gradient_clipping": 0.0, "zero_optimization": zero,
+            "bf16": {"enabled": config.precision.dtype == "bf16"}})
 
     def step(data: Sequence[Batch]) -> float:
         total = torch.zeros((), device=comm.device)

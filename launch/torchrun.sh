@@ -19,6 +19,7 @@ usage: [NAME=value ...] launch/torchrun.sh CONFIG [key=value ...]
   LOCAL_ADDR     this node's own address, where its host name does not resolve
   MAX_RESTARTS   how often torchrun starts all ranks again after a failure; they resume
                  from the newest complete checkpoint (0)
+  OMP_NUM_THREADS  threads of a process (its part of the node's processors)
   PYTHON         the interpreter (the repository's .venv/bin/python, else python3)
 TEXT
 }
@@ -90,7 +91,9 @@ if ((MAX_RESTARTS > 0)); then
   # Without this, restarted gloo ranks read the addresses of the dead ones from the agent's store, and hang.
   export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-1}
 fi
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+# A rank's part of the node's processors, as `threed train` alone gives it: an offloaded optimizer steps on them.
+threads=$(($(getconf _NPROCESSORS_ONLN) / GPUS_PER_NODE))
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 1 ? threads : 1))}
 # SIGTERM asks the ranks to save a checkpoint and end: leave them time before torchrun kills them (its default is 30 s).
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-110}
 # SIGUSR1 asks them to save and go on. Sent to the whole job, it must not end torchrun; the ranks set their own handler.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import replace
 
 import torch
@@ -20,42 +21,62 @@ def _seed(*words: object) -> int:
 
 
 def initial_values(parameter: Parameter, tp: int, tp_rank: int, seed: int) -> torch.Tensor:
-    """The fp32 values of a tp rank's part of a parameter (of a tile of it), on the CPU.
+    """The fp32 values of a tp rank's part of a parameter (of a tile of it), on the CPU."""
+    values = torch.empty(parameter.local_shape(tp))
+    draw(values.view(-1), parameter, tp, tp_rank, seed)
+    return values
+
+
+def draw(into: torch.Tensor, parameter: Parameter, tp: int, tp_rank: int, seed: int, start: int = 0) -> None:
+    """Fill a flat tensor with initial values: a tp rank's part of a parameter (of a tile of it), from its element `start` on.
 
     Normal values are drawn in blocks, each with a generator keyed by (seed, name, block), so a rank draws only the blocks
-    that its part touches and the whole parameter is the same on every mesh. Rows that pad the vocabulary are zero.
+    that its range touches, a row of blocks at a time, and the whole parameter is the same on every mesh. Rows that pad the
+    vocabulary are zero.
     """
     if parameter.tiles > 1:  # as if as many more ranks cut the whole
         whole = replace(parameter, tile=0, tiles=1)
-        return initial_values(whole, tp * parameter.tiles, parameter.tile * tp + tp_rank, seed)
-    shape = parameter.local_shape(tp)
+        return draw(into, whole, tp * parameter.tiles, parameter.tile * tp + tp_rank, seed, start)
+    stop = start + len(into)
     if parameter.std == 0.0:
-        return torch.full(shape, parameter.fill)
-    if parameter.stacked:  # each of the stacked products as a parameter of its own
+        into.fill_(parameter.fill)
+    elif parameter.stacked:  # each of the stacked products as a parameter of its own
         cut = parameter.tp_dim - 1 if parameter.tp_dim is not None else None
-        parts = [replace(parameter, name=f"{parameter.name}.{index}", shape=parameter.shape[1:], tp_dim=cut, stacked=False)
-                 for index in range(parameter.shape[0])]
-        return torch.stack([initial_values(part, tp, tp_rank, seed) for part in parts])
-    whole = parameter.shape if len(parameter.shape) == 2 else (1, parameter.numel)
-    cut = parameter.tp_dim if len(parameter.shape) == 2 else None
-    size = [whole[0], whole[1]]
-    first = [0, 0]
-    if cut is not None:
-        size[cut] //= tp
-        first[cut] = tp_rank * size[cut]
-    values = torch.empty(size)
-    for row in range(first[0] - first[0] % BLOCK, first[0] + size[0], BLOCK):
-        for column in range(first[1] - first[1] % BLOCK, first[1] + size[1], BLOCK):
-            generator = torch.Generator().manual_seed(_seed(seed, parameter.name, row // BLOCK, column // BLOCK))
-            block = torch.empty(min(BLOCK, whole[0] - row), min(BLOCK, whole[1] - column))
-            block.normal_(0.0, parameter.std, generator=generator)
-            low = [max(row, first[0]), max(column, first[1])]
-            high = [min(row + block.shape[0], first[0] + size[0]), min(column + block.shape[1], first[1] + size[1])]
-            values[low[0] - first[0]:high[0] - first[0], low[1] - first[1]:high[1] - first[1]] = \
-                block[low[0] - row:high[0] - row, low[1] - column:high[1] - column]
+        size = math.prod(parameter.local_shape(tp)[1:])
+        for index in range(start // size, -(-stop // size)):
+            part = replace(parameter, name=f"{parameter.name}.{index}", shape=parameter.shape[1:], tp_dim=cut, stacked=False)
+            low, high = max(start, index * size), min(stop, (index + 1) * size)
+            draw(into[low - start:high - start], part, tp, tp_rank, seed, low - index * size)
+    else:
+        whole, cut = (parameter.shape, parameter.tp_dim) if len(parameter.shape) == 2 else ((1, parameter.numel), None)
+        size, first = list(whole), [0, 0]
+        if cut is not None:
+            size[cut] //= tp
+            first[cut] = tp_rank * size[cut]
+        row, last = first[0] + start // size[1], first[0] + -(-stop // size[1])
+        while row < last:
+            top, bottom = max(row - row % BLOCK, first[0]), min(row - row % BLOCK + BLOCK, first[0] + size[0])
+            offset, end = (top - first[0]) * size[1], (bottom - first[0]) * size[1]
+            low, high = max(start, offset), min(stop, end)
+            into[low - start:high - start] = _strip(  # nowhere else, so that there is one at a time
+                parameter, whole, (top, bottom), (first[1], first[1] + size[1]), seed).view(-1)[low - offset:high - offset]
+            row = bottom
+
+
+def _strip(parameter: Parameter, whole: tuple[int, ...], rows: tuple[int, int], columns: tuple[int, int],
+           seed: int) -> torch.Tensor:
+    """These (from, to) rows and columns of a whole matrix. The rows lie in one row of blocks."""
+    row = rows[0] - rows[0] % BLOCK
+    strip = torch.empty(rows[1] - rows[0], columns[1] - columns[0])
+    for column in range(columns[0] - columns[0] % BLOCK, columns[1], BLOCK):
+        generator = torch.Generator().manual_seed(_seed(seed, parameter.name, row // BLOCK, column // BLOCK))
+        block = torch.empty(min(BLOCK, whole[0] - row), min(BLOCK, whole[1] - column))
+        block.normal_(0.0, parameter.std, generator=generator)
+        low, high = max(column, columns[0]), min(column + BLOCK, columns[1])
+        strip[:, low - columns[0]:high - columns[0]] = block[rows[0] - row:rows[1] - row, low - column:high - column]
     if parameter.unpadded is not None:
-        values[max(parameter.unpadded - first[0], 0):] = 0.0
-    return values.view(shape)
+        strip[max(parameter.unpadded - rows[0], 0):] = 0.0
+    return strip
 
 
 def keep_mask(probability: float, key: tuple[int, str], samples: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:

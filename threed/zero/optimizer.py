@@ -49,37 +49,44 @@ class Update(NamedTuple):
     scale: float  # of the gradients
 
 
-CHUNK = 1 << 22  # elements that are cast to fp32 at a time
+# Elements that are taken at a time where 16 bits are read or written: on a CPU so few that they stay in its cache.
+CHUNK = {"cpu": 1 << 20, "cuda": 1 << 22}
 
 
-def step(update: Update, weight: torch.Tensor, grad: torch.Tensor, moments: Moments) -> None:
-    """Update `weight` in place; all are flat. `grad` may be scaled in place. 16-bit weights and gradients are taken through fp32,
-    a chunk at a time.
+def step(update: Update, weight: torch.Tensor, grad: torch.Tensor, moments: Moments, copy: torch.Tensor | None = None) -> None:
+    """Update `weight` in place, and write what comes of it into `copy`, too; all are flat. `grad` may be scaled in place. 16-bit
+    weights and gradients are taken through fp32.
 
     AdamW: Loshchilov and Hutter 2019, torch's fused kernel. SGD: without momentum, decay as an L2 gradient.
     """
-    if weight.dtype == grad.dtype == torch.float32:
-        if update.scale != 1.0:
-            grad.mul_(update.scale)
-        _step(update, weight, grad, moments)
-        return
-    for start in range(0, len(weight), CHUNK):
-        part = slice(start, start + CHUNK)
-        wide = weight[part].float()
-        _step(update, wide, grad[part].float().mul_(update.scale), Moments(moments.exp_avg[part], moments.exp_avg_sq[part]))
+    narrow = not weight.dtype == grad.dtype == torch.float32
+    size = min(CHUNK[weight.device.type] if narrow or copy is not None else len(weight), len(weight))
+    scratch = torch.empty(2, size if narrow else 0, device=weight.device)
+    for start in range(0, len(weight), max(1, size)):
+        part = slice(start, start + size)
+        wide = _wide(weight[part], scratch[0])
+        _step(update, wide, _wide(grad[part], scratch[1]), Moments(moments.exp_avg[part], moments.exp_avg_sq[part]))
         if weight.dtype != torch.float32:
             weight[part] = wide
+        if copy is not None:
+            copy[part] = wide
+
+
+def _wide(tensor: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
+    """Itself if it is in fp32, else a copy."""
+    return tensor if tensor.dtype == torch.float32 else scratch[:len(tensor)].copy_(tensor)
 
 
 def _step(update: Update, weight: torch.Tensor, grad: torch.Tensor, moments: Moments) -> None:
     config, lr = update.config, update.lr
     weight_decay = config.weight_decay if update.decay else 0.0
     if config.name == "sgd":
-        weight.mul_(1 - lr * weight_decay).add_(grad, alpha=-lr)
+        weight.mul_(1 - lr * weight_decay).add_(grad, alpha=-lr * update.scale)
         return
     beta1, beta2 = config.betas
-    # The kernel counts one up before it uses the count.
+    # The kernel counts one up before it uses the count, and divides by its scale.
     count = torch.tensor(float(update.number - 1), device=weight.device)
+    divisor = torch.tensor(1 / update.scale, device=weight.device) if update.scale != 1.0 else None
     with torch.no_grad():
-        adamw([weight], [grad], [moments.exp_avg], [moments.exp_avg_sq], [], [count], fused=True, amsgrad=False,
-              beta1=beta1, beta2=beta2, lr=lr, weight_decay=weight_decay, eps=config.eps, maximize=False)
+        adamw([weight], [grad], [moments.exp_avg], [moments.exp_avg_sq], [], [count], fused=True, amsgrad=False, beta1=beta1,
+              beta2=beta2, lr=lr, weight_decay=weight_decay, eps=config.eps, maximize=False, grad_scale=divisor)

@@ -209,12 +209,15 @@ class ZeroRun:
             self._update(state, gradient, clipped, self.lr, self.updates + 1)
             state.publish()
 
-    def _update(self, state: UnitState, gradient: torch.Tensor, clipped: Clipped, lr: float, number: int) -> None:
+    def _update(self, state: UnitState, gradient: torch.Tensor, clipped: Clipped, lr: float, number: int,
+                out: torch.Tensor | None = None) -> None:
+        """Step a unit; `out` gets the weights, too."""
         for segment in state.segments():
             moments = optimizer.Moments(state.range(state.moments.exp_avg, segment),
                                         state.range(state.moments.exp_avg_sq, segment))
             update = optimizer.Update(self.config.optimizer, lr, number, segment.decay, clipped.scale)
-            optimizer.step(update, state.range(state.weights, segment), state.range(gradient, segment), moments)
+            copy = state.range(out, segment) if out is not None else None
+            optimizer.step(update, state.range(state.weights, segment), state.range(gradient, segment), moments, copy)
 
     def _step_on_host(self, state: UnitState, gradient: torch.Tensor, clipped: Clipped, slots: Slots) -> None:
         """The same beside the computation. What comes of it lies where the weights live, or on its way there."""
@@ -229,8 +232,10 @@ class ZeroRun:
 
         def job() -> None:
             if clipped.finite:
-                self._update(state, gradient, clipped, lr, number)
-            out[:state.count].copy_(state.weights)
+                self._update(state, gradient, clipped, lr, number, out)
+                out[sum(segment.stop - segment.start for segment in state.segments()):].zero_()  # padding
+            else:
+                out[:state.count].copy_(state.weights)
 
         handle = self.comm.host(job)
         slots.put(Slot(kind, unit), out, handle)

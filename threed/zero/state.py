@@ -19,7 +19,7 @@ from threed.quantity import ALIGNMENT, round_up
 from threed.schema import Config
 from threed.tensor.layers import WeightGrads
 from threed.tensor.precision import Precision
-from threed.tensor.random import initial_values
+from threed.tensor.random import draw
 from threed.tensor.saving import Place
 from threed.zero.optimizer import Moments
 from threed.zero.shard import Layout, Placed, Segment
@@ -237,13 +237,12 @@ class UnitState:
 
     @torch.no_grad()
     def fill(self, tp: int, tp_rank: int, seed: int) -> None:
-        """Draw initial values of what this rank steps, one parameter at a time."""
+        """Draw initial values of what this rank steps, straight into it."""
         first, last = self.owned
         for placed in self.layout.placed:
             start, stop = max(placed.start, first), min(placed.stop, last)
             if stop > start:
-                values = initial_values(placed.parameter, tp, tp_rank, seed).view(-1)
-                self.weights[start - first:stop - first] = values[start - placed.start:stop - placed.start]
+                draw(self.weights[start - first:stop - first], placed.parameter, tp, tp_rank, seed, start - placed.start)
         self.publish()
 
     @torch.no_grad()

@@ -1,0 +1,274 @@
+"""Measure offload: the optimizer's step on the host, files of the disk tier, and a whole offloaded training step.
+
+    adam   AdamW over fp32 weights and moments: threed's host step beside torch.optim.AdamW and DeepSpeedCPUAdam
+    disk   files as large as a unit's state, through the lanes `write` and `read`, beside fio and dd past the page cache
+    step   ZeRO-2 with the optimizer's state on the host, in bf16, on 2 ranks, beside DeepSpeed
+
+In each all sides take turns, in an order that is drawn anew every round, on the same memory, files or data.
+
+    python bench/offload.py --help
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import multiprocessing
+import os
+import random
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from offload_disk import measure_disk
+from offload_step import measure_step
+from pipeline import machine, processors
+from torch.optim.adamw import AdamW
+from zero_peers import DEEPSPEED, DEEPSPEED_VERSION
+
+from threed.comm import ThreadLane
+from threed.quantity import show_count
+from threed.schema import OptimizerConfig
+from threed.zero.optimizer import Moments, Update
+from threed.zero.optimizer import step as threed_step
+
+UNIT = 10_000_000  # parameters that are stepped at a time
+NOISE = 1.02  # what is as fast to 2% is as fast
+
+
+class Took(NamedTuple):
+    seconds: float
+    cpu_s: float  # processor time of all threads
+
+
+class Section(NamedTuple):
+    """A part of the results: lines of text, with the targets among them."""
+
+    title: str
+    lines: list[str]
+
+
+# ---------------------------------------------------------------- AdamW
+
+
+class Work(NamedTuple):
+    """What every side does: some of it in passes of their own, or in one."""
+
+    narrow: bool  # gradients are in bf16
+    scale: float  # gradients are multiplied by this: clipping
+    copy: bool  # a bf16 copy of the weights is wanted
+
+    def __str__(self) -> str:
+        gradients = ("bf16" if self.narrow else "fp32") + (" gradients, scaled" if self.scale != 1.0 else " gradients")
+        return gradients + (", bf16 copy of the weights" if self.copy else "")
+
+
+WORKS = (Work(False, 1.0, False), Work(False, 1.0, True), Work(True, 0.5, True))
+
+
+class Memory:
+    """Weights, gradients and moments of units, which all sides update in turn."""
+
+    def __init__(self, numel: int):
+        def units(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+            return torch.zeros(numel, dtype=dtype).split(UNIT)
+
+        self.weights, self.grads, self.narrow = units(torch.float32), units(torch.float32), units(torch.bfloat16)
+        self.copies, self.exp_avg, self.exp_avg_sq = units(torch.bfloat16), units(torch.float32), units(torch.float32)
+        values = torch.randn(min(UNIT, numel)) * 1e-2
+        for unit, weight in enumerate(self.weights):
+            weight.copy_(values[:len(weight)])
+            self.grads[unit].copy_(weight)
+            self.narrow[unit].copy_(weight)
+            self.exp_avg[unit].copy_(weight)
+            self.exp_avg_sq[unit].fill_(1e-4)
+
+
+Side = Callable[[Work], None]
+
+
+def threed_side(memory: Memory, options: OptimizerConfig) -> Side:
+    """As the engine does it: on the host's lane, unit by unit, everything in one pass."""
+    lane = ThreadLane("host")
+
+    def side(work: Work) -> None:
+        update = Update(options, options.lr, 10, True, work.scale)
+
+        def job() -> None:
+            for unit, weight in enumerate(memory.weights):
+                grad = memory.narrow[unit] if work.narrow else memory.grads[unit]
+                moments = Moments(memory.exp_avg[unit], memory.exp_avg_sq[unit])
+                threed_step(update, weight, grad, moments, memory.copies[unit] if work.copy else None)
+
+        lane.submit(job).wait()
+
+    return side
+
+
+def peer_side(memory: Memory, options: OptimizerConfig, make: Callable[..., Any]) -> Side:
+    """An optimizer of torch's kind over the same memory; what it does not do comes before and after, unit by unit."""
+    parameters = [torch.nn.Parameter(weight) for weight in memory.weights]
+    beta1, beta2 = options.betas
+    optimizer = make(parameters, lr=options.lr, betas=(beta1, beta2), eps=options.eps, weight_decay=options.weight_decay)
+    for unit, parameter in enumerate(parameters):
+        count = 10 if "DeepSpeed" in type(optimizer).__name__ else torch.tensor(10.0)
+        optimizer.state[parameter] = {"step": count, "exp_avg": memory.exp_avg[unit], "exp_avg_sq": memory.exp_avg_sq[unit]}
+        parameter.grad = memory.grads[unit]
+
+    @torch.no_grad()
+    def side(work: Work) -> None:
+        for unit, grad in enumerate(memory.grads):
+            if work.narrow:
+                grad.copy_(memory.narrow[unit])
+            if work.scale != 1.0:
+                grad.mul_(work.scale)
+        optimizer.step()
+        if work.copy:
+            for copy, parameter in zip(memory.copies, parameters, strict=True):
+                copy.copy_(parameter)
+
+    return side
+
+
+def sides(memory: Memory, options: OptimizerConfig) -> dict[str, Side]:
+    def adamw(**how: bool) -> Side:
+        return peer_side(memory, options, lambda parameters, **rest: AdamW(parameters, **rest, **how))
+
+    found = {"threed": threed_side(memory, options), "torch, fused": adamw(fused=True), "torch, foreach": adamw(foreach=True),
+             "torch, for-loop": adamw(foreach=False)}
+    if DEEPSPEED is not None:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam  # pyright: ignore[reportMissingImports]
+        found["DeepSpeedCPUAdam"] = peer_side(memory, options, DeepSpeedCPUAdam)
+    return found
+
+
+def adam_body(numel: int, rounds: int, pipe: Any) -> None:
+    """In a process of its own, whose number of threads the environment says: sends {work: {side: best}}."""
+    try:
+        memory, found = Memory(numel), {}
+        everybody = sides(memory, OptimizerConfig())
+        for work in WORKS:
+            names = [name for name in everybody if work == WORKS[0] or name not in ("torch, foreach", "torch, for-loop")]
+            found[work] = best_of(rounds, {name: lambda side=everybody[name], work=work: side(work) for name in names})
+        pipe.send(found)
+    except BaseException:
+        pipe.send(traceback.format_exc())
+
+
+def best_of(rounds: int, jobs: dict[str, Callable[[], None]]) -> dict[str, Took]:
+    """The least of each, after one turn that does not count."""
+    order, took = random.Random(0), {name: [] for name in jobs}
+    for number in range(rounds + 1):
+        names = list(jobs)
+        order.shuffle(names)
+        for name in names:
+            used, begin = time.process_time(), time.monotonic()
+            jobs[name]()
+            if number:
+                took[name].append(Took(time.monotonic() - begin, time.process_time() - used))
+    return {name: Took(min(t.seconds for t in each), min(t.cpu_s for t in each)) for name, each in took.items()}
+
+
+def measure_adam(args: argparse.Namespace, say: Callable[[str], None]) -> Section:
+    lines = []
+    for numel in args.parameters:
+        for threads in sorted({1, os.cpu_count() or 1}):
+            say(f"AdamW, {show_count(numel)} parameters, {threads} thread{'s' * (threads > 1)}")
+            for work, found in in_process(threads, numel, args.rounds).items():
+                lines += [f"{show_count(numel)} parameters, {threads} thread{'s' * (threads > 1)}, {work}", "",
+                          "| side | ms | of threed | cpu of threed |", "|---|---:|---:|---:|"]
+                ours = found["threed"]
+                lines += [f"| {name} | {1e3 * took.seconds:.1f} | {took.seconds / ours.seconds:.3f} | "
+                          f"{took.cpu_s / ours.cpu_s:.3f} |" for name, took in found.items()]
+                peer = min((name for name in found if name != "threed"), key=lambda name: found[name].seconds)
+                ratio, cpu = ours.seconds / found[peer].seconds, ours.cpu_s / found[peer].cpu_s
+                lines += ["", verdict(ratio <= NOISE, f"threed at most {NOISE:g} x the best, {peer}: {ratio:.3f} (processor time "
+                                      f"{cpu:.3f})"), ""]
+    if DEEPSPEED is None:
+        lines.append(f"DeepSpeed is not there: {DEEPSPEED_VERSION}")
+    return Section("AdamW on the host", lines)
+
+
+def in_process(threads: int, numel: int, rounds: int) -> dict[Work, dict[str, Took]]:
+    context: Any = multiprocessing.get_context("spawn")  # OpenMP reads its environment once
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    ours, theirs = context.Pipe()
+    process = context.Process(target=adam_body, args=(numel, rounds, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        found = ours.recv()
+    except EOFError:
+        found = f"it ended without a word; {show_count(numel)} parameters take {26 * numel / 2**30:.0f} GiB"
+    finally:
+        process.kill()
+        process.join()
+        os.environ.pop("OMP_NUM_THREADS")
+        if before is not None:
+            os.environ["OMP_NUM_THREADS"] = before
+    if isinstance(found, str):
+        raise SystemExit(f"AdamW failed:\n{found}")
+    return found
+
+
+# ---------------------------------------------------------------- the bench
+
+
+def verdict(met: bool, text: str) -> str:
+    return f"`{'met   ' if met else 'missed'}`  {text}"
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n    python")[0],
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=("adam", "disk", "step"), default=["adam", "disk", "step"])
+    parser.add_argument("--parameters", type=float, nargs="+", default=[50e6, 500e6], metavar="N",
+                        help="adam: sizes (default: 50e6 500e6, which takes 15 GiB)")
+    parser.add_argument("--folder", type=Path, default=Path.cwd(), help="disk: where files are made (default: here)")
+    parser.add_argument("--mib", type=int, default=96, help="disk: of a file (default: 96, the state of 8M parameters)")
+    parser.add_argument("--files", type=int, default=8, help="disk: files of a round (default: 8)")
+    parser.add_argument("--layers", type=int, default=8, help="step: blocks (default: 8)")
+    parser.add_argument("--hidden", type=int, default=512, help="step: width (default: 512)")
+    parser.add_argument("--rounds", type=int, default=7, help="turns of every side that count (default: 7)")
+    parser.add_argument("--quick", action="store_true", help="small sizes, two rounds")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the results here too, and how they were made")
+    args = parser.parse_args(argv)
+    if args.quick:
+        args.parameters, args.mib, args.files, args.layers, args.hidden, args.rounds = [5e6], 16, 2, 2, 256, 2
+    args.parameters = [int(numel) for numel in args.parameters]
+    if min(*args.parameters, args.mib, args.files, args.layers, args.rounds) < 1 or args.hidden % 64 or args.hidden < 64:
+        parser.error("sizes, --files, --layers and --rounds must be at least 1, --hidden a multiple of 64")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args, begin = parse(argv), time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"{time.monotonic() - begin:4.0f} s  {text}", file=sys.stderr, flush=True)
+
+    measures = {"adam": measure_adam, "disk": lambda args, say: Section(*measure_disk(args, say)),
+                "step": lambda args, say: Section(*measure_step(args, say))}
+    about = f"{machine()}" + (f", DeepSpeed {DEEPSPEED_VERSION}" if DEEPSPEED is not None else "")
+    text = (f"# Offload\n\n`python bench/offload.py {' '.join(argv or sys.argv[1:])}`, {time.strftime('%Y-%m-%d')}. {about}.\n"
+            f"What the columns are is in [../README.md](../README.md).\n")
+    for name in args.only:
+        before, load = processors(), os.getloadavg()[0]
+        section = measures[name](args, say)
+        gc.collect()
+        after = processors()
+        busy = (after[0] - before[0]) / max(after[1] - before[1], 1e-9)
+        text += (f"\n## {section.title}\n\nThe machine's processors were {busy:.0%} busy, this bench included; load average "
+                 f"{load:.1f} at the start.\n\n" + "\n".join(section.lines).rstrip() + "\n")
+    print(text)
+    if args.markdown:
+        args.markdown.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

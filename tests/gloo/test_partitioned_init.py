@@ -1,0 +1,99 @@
+"""A model is built in parts: no rank ever holds more than its own shards, the buffers that units share, and one parameter."""
+
+from __future__ import annotations
+
+import ctypes
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.alive import Alive
+from tests.harness import batches, tiny
+from tests.workers import Workers
+from threed.comm import Comm, ProcessComm
+from threed.engine.engine import Engine
+from threed.engine.loopback import run_loopback
+from threed.planner import layouts, make_mesh, make_plan
+from threed.program.summary import fixed_bytes, stages
+from threed.schema import Config
+from threed.zero.state import UnitState
+
+SLACK = 24 << 20  # what else a process takes while it trains: stacks of its threads, the allocator's leftovers
+
+
+class Most(Alive):
+    """The most bytes that were alive at a time."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        self.most = max(self.most, self.bytes())
+        return result
+
+
+@pytest.mark.parametrize("others", [
+    ["zero.stage=3", "parallel.dp=4"], ["zero.stage=3", "precision.dtype=bf16", "parallel.dp=2"],
+    ["zero.stage=3", "parallel.dp=2", "offload.optimizer=cpu", "offload.parameters=cpu"], ["zero.stage=1", "parallel.tp=2"],
+    ["parallel.dp=2", "parallel.pp=2"], []], ids=lambda others: "-".join(text.split(".")[1] for text in others) or "alone")
+def test_one_parameter_at_a_time(others, monkeypatch):
+    """Initial values of a whole unit, or of a stacked parameter and of its parts at once; a module with weights of its own."""
+    config = tiny("model.hidden=512", "model.layers=2", "train.global_batch_size=4", *others)
+    plan, mesh = make_plan(config), make_mesh(config)
+    rows, fill = stages(plan), UnitState.fill
+    largest = 4 * max(placed.parameter.numel for layout in layouts(config).values() for placed in layout.placed)
+
+    def watched(state: UnitState, *args) -> None:
+        with Most() as alive:
+            fill(state, *args)
+        assert alive.most < largest, f"{alive.most} bytes at a time for unit {state.number}"
+
+    monkeypatch.setattr(UnitState, "fill", watched)
+
+    def work(comm: Comm) -> int:
+        with Most() as alive:
+            Engine(config, plan, comm)
+        return alive.most
+
+    for rank, most in enumerate(run_loopback(config, plan, mesh, work)):
+        row = rows[mesh.coordinate(rank).pp]
+        held = fixed_bytes(row) + row["host_bytes"]
+        assert held <= most <= held + largest, f"rank {rank}"
+
+
+def build(rank: int, store: str, config: Config, allowed: int) -> float:
+    """Make an engine with `allowed` bytes more than the process has, and train one step: its loss."""
+    plan = make_plan(config)
+    comm = ProcessComm(make_mesh(config), rank, torch.device("cpu"), 60.0, dist.FileStore(store, config.world_size))
+    comm.exchange(None)  # everybody is connected
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed before gives no room
+    used = next(int(line.split()[1]) << 10 for line in Path("/proc/self/status").read_text().splitlines() if "VmData" in line)
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (used + allowed, before[1]))
+    try:
+        engine = Engine(config, plan, comm)
+        return engine.train_step(batches(config, comm, 0))[0].loss
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+        comm.close()
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system does not say how much memory a process has")
+def test_more_than_a_process_may_hold():
+    """The whole model somewhere on the way to its shards. Processes of their own: a limit may leave one without memory."""
+    model = ["model.layers=40", "model.hidden=256", "model.heads=4", "zero.stage=3"]
+    config, alone = tiny(*model, "parallel.dp=8"), tiny(*model)
+    row = stages(make_plan(config))[0]
+    allowed = fixed_bytes(row) + row["activation_peak_bytes"] + 4 * 4 * 256 * 256 + SLACK
+    assert allowed < 4 * row["parameters"], "the parameters alone must not fit"
+    pool = Workers(8)
+    try:
+        losses = pool.run(build, 8, config, allowed)
+        assert len(set(losses)) == 1 and 0 < losses[0] < 10
+        with pytest.raises(AssertionError, match="can't allocate memory"):
+            pool.run(build, 1, alone, allowed)
+    finally:
+        pool.close()

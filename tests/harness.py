@@ -165,7 +165,7 @@ def drive(config: Config, engine: Engine, comm: Comm, steps: int):
     def after(instruction, slots):
         if instruction.op == Op.CLIP:
             for unit, state in engine.states.items():
-                gradient = state.host_prev if instruction.keep == "later" else state.gradient
+                gradient = state.gradient_prev if instruction.keep == "later" else state.gradient
                 grads[unit] = gradient.float() / scale
 
     engine.after = after

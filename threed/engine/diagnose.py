@@ -44,7 +44,7 @@ def find_nonfinite(engine: Engine, batch: Callable[[int], Batch]) -> str:
                                                     f"micro-batch {microbatch}, {op} {me}"))
         elif op == Op.CLIP:
             for p, state in engine.states.items():
-                gradient = state.host_prev if instruction.keep == "later" else state.gradient
+                gradient = state.gradient_prev if instruction.keep == "later" else state.gradient
                 if not bool(torch.isfinite(gradient).all()):
                     found.append((2, p, 0, f"first in the sum over ranks of the gradient of p{p} ({table.parameters[p].name}) "
                                            f"{me}"))

@@ -201,8 +201,8 @@ class ZeroRun:
     @torch.no_grad()
     def step(self, instruction: Instruction, slots: Slots) -> None:
         state, clipped = self.states[instruction.unit], self.waiting if instruction.group == "prev" else slots.get(Slot("scale"))
-        gradient = state.host_prev if instruction.group == "prev" else state.gradient
-        assert clipped is not None and gradient is not None
+        gradient = state.gradient_prev if instruction.group == "prev" else state.gradient
+        assert clipped is not None
         if state.unit.state_home != "device":
             self._step_on_host(state, gradient, clipped, slots)
         elif clipped.finite:  # else nothing moves; the loop decides whether the run goes on

@@ -153,9 +153,12 @@ class UnitState:
     @property
     def gradient(self) -> torch.Tensor:
         """What CLIP and STEP read."""
-        found = self.gshard if self.host_grad is None else self.host_grad
-        assert found is not None
-        return found
+        return _there(self.gshard if self.host_grad is None else self.host_grad)
+
+    @property
+    def gradient_prev(self) -> torch.Tensor:
+        """That of the step before, where it waits for its STEP."""
+        return _there(self.host_prev)
 
     # ---- parameters that do not stay whole
 
@@ -254,6 +257,11 @@ class UnitState:
             self.storage.disk.map(f"p{self.number}.weights", self.count, dtype).copy_(self.weights)
         elif self.master is not None and self.pshard is not None:
             self.pshard.copy_(self.master)
+
+
+def _there(tensor: torch.Tensor | None) -> torch.Tensor:
+    assert tensor is not None
+    return tensor
 
 
 def _part(whole: torch.Tensor | None, owned: tuple[int, int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

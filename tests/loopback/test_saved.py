@@ -193,7 +193,8 @@ def test_peak(name):
         found = max(*seen.before, *seen.after) + seen.arena
         assert seen.host == alive_bytes(plan, position).peak("host_kept", "host_kpart")
         assert seen.arena == sum(numel * count for numel, count in buffers(plan, position).kept.items()) * plan.table.param_bytes
-        again = act_bytes * bool(seen.arena)  # an input that leaves the arena for RECOMPUTE: its place there stays
+        # An input that leaves the arena for RECOMPUTE: its place there stays. One that is still on its way to the host.
+        again = act_bytes * bool(seen.arena or seen.host)
         assert peak - act_bytes <= found <= peak - act_bytes + again + 0.02 * peak, (rank, (found - peak) / act_bytes)
 
 

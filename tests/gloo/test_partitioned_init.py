@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import random
 import resource
 from pathlib import Path
 
@@ -16,9 +17,11 @@ from tests.workers import Workers
 from threed.comm import Comm, ProcessComm
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
+from threed.models.spec import Parameter
 from threed.planner import layouts, make_mesh, make_plan
 from threed.program.summary import fixed_bytes, stages
 from threed.schema import Config
+from threed.tensor.random import draw, initial_values
 from threed.zero.state import UnitState
 
 SLACK = 24 << 20  # what else a process takes while it trains: stacks of its threads, the allocator's leftovers
@@ -62,6 +65,25 @@ def test_one_parameter_at_a_time(others, monkeypatch):
         row = rows[mesh.coordinate(rank).pp]
         held = fixed_bytes(row) + row["host_bytes"]
         assert held <= most <= held + largest, f"rank {rank}"
+
+
+@pytest.mark.parametrize("parameter", [
+    Parameter("plain", (300, 520), None, 0.02), Parameter("rows", (512, 300), 0, 0.02), Parameter("columns", (300, 512), 1, 0.02),
+    Parameter("stacked", (3, 512, 70), 1, 0.02, stacked=True), Parameter("padded", (600, 64), 0, 0.1, unpadded=290),
+    Parameter("flat", (1000,), None, 0.1), Parameter("ones", (3, 30), 1, fill=1.0, stacked=True)], ids=lambda each: each.name)
+def test_a_part_is_a_part_of_the_whole(parameter):
+    """A range that begins or ends inside a row, a tile, or one of the stacked products; a part of tp drawn as if it were all."""
+    whole, rng = initial_values(parameter, 1, 0, 7), random.Random(0)
+    for tp in (1, 2) if parameter.tp_dim is not None else (1,):
+        for rank in range(tp):
+            part = whole if tp == 1 else whole.chunk(tp, parameter.tp_dim)[rank]
+            flat = part.reshape(-1)
+            assert torch.equal(initial_values(parameter, tp, rank, 7), part)
+            for _ in range(10):
+                start, stop = sorted(rng.sample(range(len(flat) + 1), 2))
+                values = torch.full((stop - start,), torch.nan)
+                draw(values, parameter, tp, rank, 7, start)
+                assert torch.equal(values, flat[start:stop])
 
 
 def build(rank: int, store: str, config: Config, allowed: int) -> float:

@@ -10,7 +10,8 @@ import torch
 from tests.harness import SIXTEEN, Ranks, assert_contract, assert_parity, loopback, same_bits, tiny
 from threed.planner import make_plan
 from threed.program.summary import stages
-from threed.schema import Config
+from threed.schema import Config, OptimizerConfig
+from threed.zero import optimizer
 
 SMALL = ["model.layers=4", "model.hidden=16", "model.heads=4", "model.seq_len=8", "model.vocab=30", "model.vocab_multiple=16",
          "train.eval_every=1"]
@@ -170,3 +171,31 @@ def test_shard_groups_are_equal_to_the_bit(pp, precision):
                            *(["zero.reduce_every=step"] if stage > 1 else []), dp=4, pp=pp, micro_batches=2), 20)
             for stage in (1, 2, 3)]
     same_bits(runs)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.37])
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_a_step_in_chunks(name, dtype, grad_dtype, scale, monkeypatch):
+    """A chunk that is stepped twice or never, or that rounds otherwise; a gradient that is not scaled; a copy that is older."""
+    def step(chunk: int) -> tuple[torch.Tensor, ...]:
+        monkeypatch.setitem(optimizer.CHUNK, "cpu", chunk)
+        generator = torch.Generator().manual_seed(0)
+        weight, grad, first, second = (torch.randn(1000, generator=generator) for _ in range(4))
+        weight, grad, copy = weight.to(dtype), grad.to(grad_dtype), torch.full((1000,), torch.nan, dtype=torch.bfloat16)
+        before, averaged, scaled = weight.float().clone(), first.clone(), grad.float() * scale
+        moments = optimizer.Moments(first, second.square())
+        config = OptimizerConfig(name=name, weight_decay=0.1)
+        optimizer.step(optimizer.Update(config, 0.1, 3, True, scale), weight, grad, moments, copy)
+        if name == "sgd":
+            rounding = 1e-2 if dtype != torch.float32 else 1e-5
+            assert torch.allclose(weight.float(), before * 0.99 - 0.1 * scaled, rtol=rounding, atol=1e-6)
+        else:
+            beta1 = config.betas[0]
+            assert torch.allclose(moments.exp_avg, averaged * beta1 + (1 - beta1) * scaled, rtol=1e-5, atol=1e-6)
+        assert torch.equal(copy, weight.bfloat16())
+        return weight, copy, moments.exp_avg, moments.exp_avg_sq
+
+    for whole, chunked in zip(step(1 << 19), step(64), strict=True):
+        assert torch.equal(whole, chunked)

@@ -49,18 +49,18 @@ class Update(NamedTuple):
     scale: float  # of the gradients
 
 
-# Elements that are taken at a time where 16 bits are read or written: on a CPU so few that they stay in its cache.
-CHUNK = {"cpu": 1 << 20, "cuda": 1 << 22}
+# Elements that are taken at a time through fp32: on a CPU so few that they stay in its cache.
+CHUNK = {"cpu": 1 << 19, "cuda": 1 << 22}
 
 
 def step(update: Update, weight: torch.Tensor, grad: torch.Tensor, moments: Moments, copy: torch.Tensor | None = None) -> None:
     """Update `weight` in place, and write what comes of it into `copy`, too; all are flat. `grad` may be scaled in place. 16-bit
-    weights and gradients are taken through fp32.
+    weights and gradients are taken through fp32, a chunk at a time.
 
     AdamW: Loshchilov and Hutter 2019, torch's fused kernel. SGD: without momentum, decay as an L2 gradient.
     """
     narrow = not weight.dtype == grad.dtype == torch.float32
-    size = min(CHUNK[weight.device.type] if narrow or copy is not None else len(weight), len(weight))
+    size = min(CHUNK[weight.device.type], len(weight)) if narrow else len(weight)
     scratch = torch.empty(2, size if narrow else 0, device=weight.device)
     for start in range(0, len(weight), max(1, size)):
         part = slice(start, start + size)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from tests.alive import Alive
 from tests.harness import batches, tiny
-from tests.workers import Workers
+from tests.workers import TIMEOUT_S, Workers
 from threed.comm import Comm, ProcessComm
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
@@ -24,7 +24,7 @@ from threed.schema import Config
 from threed.tensor.random import draw, initial_values
 from threed.zero.state import UnitState
 
-SLACK = 24 << 20  # what else a process takes while it trains: stacks of its threads, the allocator's leftovers
+SLACK = 56 << 20  # what else a process takes while it trains: activations, stacks of threads, what the allocator keeps
 
 
 class Most(Alive):
@@ -89,7 +89,7 @@ def test_a_part_is_a_part_of_the_whole(parameter):
 def build(rank: int, store: str, config: Config, allowed: int) -> float:
     """Make an engine with `allowed` bytes more than the process has, and train one step: its loss."""
     plan = make_plan(config)
-    comm = ProcessComm(make_mesh(config), rank, torch.device("cpu"), 60.0, dist.FileStore(store, config.world_size))
+    comm = ProcessComm(make_mesh(config), rank, torch.device("cpu"), TIMEOUT_S, dist.FileStore(store, config.world_size))
     comm.exchange(None)  # everybody is connected
     ctypes.CDLL(None).malloc_trim(0)  # what was freed before gives no room
     used = next(int(line.split()[1]) << 10 for line in Path("/proc/self/status").read_text().splitlines() if "VmData" in line)
@@ -97,6 +97,7 @@ def build(rank: int, store: str, config: Config, allowed: int) -> float:
     resource.setrlimit(resource.RLIMIT_DATA, (used + allowed, before[1]))
     try:
         engine = Engine(config, plan, comm)
+        comm.exchange(None)
         return engine.train_step(batches(config, comm, 0))[0].loss
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, before)
@@ -106,10 +107,10 @@ def build(rank: int, store: str, config: Config, allowed: int) -> float:
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system does not say how much memory a process has")
 def test_more_than_a_process_may_hold():
     """The whole model somewhere on the way to its shards. Processes of their own: a limit may leave one without memory."""
-    model = ["model.layers=40", "model.hidden=256", "model.heads=4", "zero.stage=3"]
+    model = ["model.layers=64", "model.seq_len=8", "model.hidden=256", "model.heads=4", "zero.stage=3"]
     config, alone = tiny(*model, "parallel.dp=8"), tiny(*model)
     row = stages(make_plan(config))[0]
-    allowed = fixed_bytes(row) + row["activation_peak_bytes"] + 4 * 4 * 256 * 256 + SLACK
+    allowed = fixed_bytes(row) + 4 * 4 * 256 * 256 + SLACK
     assert allowed < 4 * row["parameters"], "the parameters alone must not fit"
     pool = Workers(8)
     try:

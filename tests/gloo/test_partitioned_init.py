@@ -76,7 +76,7 @@ def test_a_part_is_a_part_of_the_whole(parameter):
     whole, rng = initial_values(parameter, 1, 0, 7), random.Random(0)
     for tp in (1, 2) if parameter.tp_dim is not None else (1,):
         for rank in range(tp):
-            part = whole.chunk(tp, parameter.tp_dim or 0)[rank]
+            part = whole if parameter.tp_dim is None else whole.chunk(tp, parameter.tp_dim)[rank]
             flat = part.reshape(-1)
             assert torch.equal(initial_values(parameter, tp, rank, 7), part)
             for _ in range(10):

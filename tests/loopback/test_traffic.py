@@ -22,6 +22,10 @@ CASES = {
     "3d-bf16": ["parallel.dp=2", "parallel.tp=2", "parallel.pp=2", "precision.dtype=bf16"],
     "3d-untied-llama": ["parallel.dp=2", "parallel.tp=2", "parallel.pp=2", "model.tie_embeddings=false",
                         "model.norm=rmsnorm", "model.activation=swiglu", "model.bias=false", "model.kv_heads=4"],
+    "tiles": ["parallel.dp=2", "parallel.tp=2", "model.tile_linears=2KiB", "model.tie_embeddings=false", "zero.stage=3",
+              "activation.policy=full"],
+    "tiles-sequence-parallel-zb-h1": ["parallel.tp=2", "parallel.pp=2", "parallel.sequence_parallel=true",
+                                      "parallel.schedule=zb-h1", "model.tile_linears=2KiB", "model.tie_embeddings=false"],
 }
 
 

@@ -355,5 +355,5 @@ def test_torchrun_with_two_agents(tmp_path, cache, unbroken):
                 "optimizer.decay_steps=12"]
         processes.append(subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
     outputs = [process.communicate(timeout=180)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert [process.returncode for process in processes] == [0, 0], "\n----\n".join(outputs)
     assert losses(tmp_path / "run") == {step: pair for step, pair in losses(unbroken[0]).items() if step <= 3}

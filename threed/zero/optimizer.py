@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch.optim.adamw import adamw
 
 from threed.schema import OptimizerConfig
 
@@ -49,8 +48,8 @@ class Update(NamedTuple):
     scale: float  # of the gradients
 
 
-# Elements that are taken at a time through fp32: on a CPU so few that they stay in its cache.
-CHUNK = {"cpu": 1 << 19, "cuda": 1 << 22}
+# Elements that are taken at a time where 16 bits are read or written: on a CPU so few that they stay in its cache.
+CHUNK = {"cpu": 1 << 20, "cuda": 1 << 22}
 
 
 def step(update: Update, weight: torch.Tensor, grad: torch.Tensor, moments: Moments, copy: torch.Tensor | None = None) -> None:
@@ -60,7 +59,7 @@ def step(update: Update, weight: torch.Tensor, grad: torch.Tensor, moments: Mome
     AdamW: Loshchilov and Hutter 2019, torch's fused kernel. SGD: without momentum, decay as an L2 gradient.
     """
     narrow = not weight.dtype == grad.dtype == torch.float32
-    size = min(CHUNK[weight.device.type], len(weight)) if narrow else len(weight)
+    size = min(CHUNK[weight.device.type], len(weight)) if narrow or copy is not None else len(weight)
     scratch = torch.empty(2, size if narrow else 0, device=weight.device)
     for start in range(0, len(weight), max(1, size)):
         part = slice(start, start + size)
@@ -84,9 +83,10 @@ def _step(update: Update, weight: torch.Tensor, grad: torch.Tensor, moments: Mom
         weight.mul_(1 - lr * weight_decay).add_(grad, alpha=-lr * update.scale)
         return
     beta1, beta2 = config.betas
-    # The kernel counts one up before it uses the count, and divides by its scale.
-    count = torch.tensor(float(update.number - 1), device=weight.device)
+    # The kernel itself: what torch.optim does around it takes longer than a chunk. It divides by its scale.
+    count = torch.tensor(float(update.number), device=weight.device)
     divisor = torch.tensor(1 / update.scale, device=weight.device) if update.scale != 1.0 else None
     with torch.no_grad():
-        adamw([weight], [grad], [moments.exp_avg], [moments.exp_avg_sq], [], [count], fused=True, amsgrad=False, beta1=beta1,
-              beta2=beta2, lr=lr, weight_decay=weight_decay, eps=config.eps, maximize=False, grad_scale=divisor)
+        torch._fused_adamw_([weight], [grad], [moments.exp_avg], [moments.exp_avg_sq], [], [count], amsgrad=False, lr=lr,
+                            beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=config.eps, maximize=False,
+                            grad_scale=divisor, found_inf=None)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -340,14 +343,18 @@ def test_bad_input(overrides, words, start, tmp_path):
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
+def free_port() -> int:
+    """A port below those that the system hands out: between this and its use nobody else gets it by chance."""
+    for port in random.sample(range(20000, 30000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no port is free")
+
+
 def test_torchrun_with_two_agents(tmp_path, cache, unbroken):
     """Two torchrun agents on loopback, four ranks each: the same numbers as the launcher's."""
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    processes = []
+    port, processes = str(free_port()), []
     for node in range(2):
         env = {**os.environ, "NNODES": "2", "NODE_RANK": str(node), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
                "GPUS_PER_NODE": "4", "PYTHON": sys.executable, "LOCAL_ADDR": "127.0.0.1"}

@@ -23,10 +23,9 @@ from typing import Any, NamedTuple
 import psutil
 import torch
 from pipeline import machine, processors
-from zero_peers import batches
+from zero_peers import Sizes, batches, make_config
 
 from threed.comm import HOST_LANES, Comm, Handle, Lane, ProcessComm, file_store
-from threed.config import load
 from threed.engine.engine import Engine
 from threed.errors import RunError
 from threed.models.spec import layers
@@ -53,17 +52,8 @@ LANES = ("d2h", "h2d", "host")
 Intervals = list[tuple[float, float]]  # seconds from a step's begin
 
 
-class Size(NamedTuple):
-    hidden: int
-    heads: int
-    vocab: int
-    seq_len: int
-    micro_batch: int
-    num_microbatches: int
-    dtype: str
-
-
-LARGE, SMALL = Size(4096, 32, 50304, 2048, 1, 8, "bf16"), Size(128, 4, 512, 64, 2, 4, "fp32")
+# One block, of which a setting gets as many as fit.
+LARGE, SMALL = Sizes(1, 4096, 32, 50304, 2048, 1, 8, "bf16"), Sizes(1, 128, 4, 512, 64, 2, 4)
 
 
 class Measured(NamedTuple):
@@ -122,21 +112,17 @@ def overlap(intervals: Intervals, others: Intervals) -> float:
 # ---------------------------------------------------------------- one setting
 
 
-def config_of(size: Size, blocks: int, setting: str) -> Config:
-    return load(None, [
-        f"model.layers={blocks}", f"model.hidden={size.hidden}", f"model.heads={size.heads}", f"model.vocab={size.vocab}",
-        f"model.seq_len={size.seq_len}", "model.tie_embeddings=false", f"precision.dtype={size.dtype}",
-        f"train.micro_batch_size={size.micro_batch}", f"train.global_batch_size={size.micro_batch * size.num_microbatches}",
-        *SETTINGS[setting]])
+def config_of(size: Sizes, blocks: int, setting: str) -> Config:
+    return make_config(size._replace(layers=blocks), 1, "model.position=rotary", *SETTINGS[setting])
 
 
-def needs(size: Size, blocks: int, setting: str) -> tuple[int, int]:
+def needs(size: Sizes, blocks: int, setting: str) -> tuple[int, int]:
     """(device, host) bytes of the plan."""
     row = stages(make_plan(config_of(size, blocks, setting)))[0]
     return fixed_bytes(row) + row["activation_peak_bytes"], row["host_bytes"]
 
 
-def largest(size: Size, setting: str, device: int, host: int, most: int) -> int:
+def largest(size: Sizes, setting: str, device: int, host: int, most: int) -> int:
     """The most blocks, up to `most`, whose plan fits; 0 if none does."""
     low, high = 0, most + 1
     while high - low > 1:
@@ -146,7 +132,7 @@ def largest(size: Size, setting: str, device: int, host: int, most: int) -> int:
     return low
 
 
-def train(size: Size, blocks: int, setting: str, comm: Comm, steps: int) -> Measured:
+def train(size: Sizes, blocks: int, setting: str, comm: Comm, steps: int) -> Measured:
     """Train a step that does not count, and `steps` that do; the fastest of them."""
     config = config_of(size, blocks, setting)
     device, host = needs(size, blocks, setting)
@@ -186,7 +172,7 @@ def hidden(lane: TimedLane, trace: Trace, program: Sequence[Any], begin: float, 
     return busy, overlap(jobs, computes) / busy if busy else 0.0
 
 
-def attempt(size: Size, blocks: int, setting: str, comm: Comm, args: argparse.Namespace) -> Measured:
+def attempt(size: Sizes, blocks: int, setting: str, comm: Comm, args: argparse.Namespace) -> Measured:
     """`train`, with fewer blocks where the device has less memory than the plan needs."""
     while True:
         try:

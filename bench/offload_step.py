@@ -33,11 +33,11 @@ TOLERANCE = 1e-2  # of losses: DeepSpeed's fp32 weights begin as the bf16 ones
 
 
 def make_sizes(args: argparse.Namespace) -> Sizes:
-    return Sizes(args.layers, args.hidden, args.hidden // 64, 8192, 128, 2, 1)
+    return Sizes(args.layers, args.hidden, args.hidden // 64, 8192, 128, 2, 1, "bf16")
 
 
 def config_of(args: argparse.Namespace, *more: str) -> Config:
-    return make_config(make_sizes(args), RANKS, "zero.stage=2", "precision.dtype=bf16", "offload.optimizer=cpu", *more)
+    return make_config(make_sizes(args), RANKS, "zero.stage=2", "offload.optimizer=cpu", *more)
 
 
 def executors(args: argparse.Namespace, comm: Comm) -> dict[str, Step]:

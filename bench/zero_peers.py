@@ -59,6 +59,7 @@ class Sizes(NamedTuple):
     seq_len: int
     micro_batch: int
     num_microbatches: int
+    dtype: str = "fp32"
 
 
 def make_config(sizes: Sizes, ranks: int, *more: str) -> Config:
@@ -67,7 +68,7 @@ def make_config(sizes: Sizes, ranks: int, *more: str) -> Config:
         f"model.vocab={sizes.vocab}", f"model.seq_len={sizes.seq_len}", "model.position=learned", "model.tie_embeddings=false",
         f"parallel.dp={ranks}", f"train.micro_batch_size={sizes.micro_batch}",
         f"train.global_batch_size={sizes.micro_batch * sizes.num_microbatches * ranks}", "optimizer.lr=1e-3",
-        "optimizer.clip_grad=0", "optimizer.schedule=constant", *more])
+        "optimizer.clip_grad=0", "optimizer.schedule=constant", f"precision.dtype={sizes.dtype}", *more])
 
 
 def batches(config: Config, step: int, rank: int, device: torch.device) -> list[Batch]:

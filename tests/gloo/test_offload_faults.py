@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import resource
 import shutil
 import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -24,16 +24,6 @@ SMALL = ["train", "configs/toy.yaml", "model.layers=2", "model.hidden=32", "mode
          "train.global_batch_size=4", "train.micro_batch_size=1", "train.eval_every=0", "monitor.wandb=disabled",
          "monitor.trace_every=0", "optimizer.warmup_steps=0", "optimizer.decay_steps=12", "parallel.tp=1", "parallel.pp=1",
          "parallel.dp=2", "run.timeout_s=60", "zero.stage=3", "offload.optimizer=nvme", "offload.parameters=nvme"]
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    """A small corpus, prepared once."""
-    folder = tmp_path_factory.mktemp("corpus")
-    (folder / "text").mkdir()
-    for name in ("argparse", "ast", "datetime", "decimal"):
-        shutil.copy(Path(os.__file__).parent / f"{name}.py", folder / "text")
-    return [f"data.source={folder / 'text'}", f"data.cache={folder / 'cache'}"]
 
 
 @pytest.fixture(scope="module")
@@ -68,25 +58,6 @@ def start(tmp_path, cache, disk):
         run.kill()
 
 
-@pytest.fixture
-def mount(tmp_path):
-    """mount(options) -> a small file system in memory; skipped where nobody may mount one."""
-    mounted = []
-
-    def make(options: str) -> Path:
-        folder = tmp_path / f"mounted-{len(mounted)}"
-        folder.mkdir()
-        if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder],
-                                               capture_output=True).returncode:
-            pytest.skip("needs the right to mount a small file system")
-        mounted.append(folder)
-        return folder
-
-    yield make
-    for folder in mounted:
-        subprocess.run(["umount", "-l", folder], check=True)
-
-
 def said_once(run: Run, status: int, *words: str) -> None:
     """It ended with this status, and one message, which has these words."""
     assert run.wait() == status, run.output
@@ -101,11 +72,9 @@ def files_of(run: Run) -> list[Path]:
     found = []
     for rank in run.ranks():
         for link in Path(f"/proc/{rank.pid}/fd").iterdir():
-            try:
+            with contextlib.suppress(FileNotFoundError):  # one that was closed after it was listed is not open
                 if "/disk/" in os.readlink(link):
                     found.append(link)
-            except OSError:
-                pass  # closed meanwhile
     return found
 
 

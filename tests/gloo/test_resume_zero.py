@@ -4,8 +4,6 @@ and mesh goes on at another; what a dynamic loss scale skips."""
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from pathlib import Path
 
 import pytest
@@ -18,16 +16,6 @@ SMALL = ["train", "configs/toy.yaml", "model.layers=4", "model.hidden=32", "mode
          "monitor.trace_every=0", "optimizer.warmup_steps=3", "optimizer.decay_steps=12", "parallel.tp=1"]
 STEPS, STOP = 8, 4
 KEYS = ("train/loss", "train/lr", "train/grad_norm", "train/skipped_steps", "train/loss_scale")
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    """A small corpus, prepared once."""
-    folder = tmp_path_factory.mktemp("corpus")
-    (folder / "text").mkdir()
-    for name in ("argparse", "ast", "datetime", "decimal"):
-        shutil.copy(Path(os.__file__).parent / f"{name}.py", folder / "text")
-    return [f"data.source={folder / 'text'}", f"data.cache={folder / 'cache'}"]
 
 
 @pytest.fixture

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import re
 import shutil
 from contextlib import redirect_stdout
-from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -28,16 +26,6 @@ from threed.program.instruction import Op
 TOY = ["train", "configs/toy.yaml", "model.layers=2", "model.hidden=32", "model.seq_len=32", "model.vocab=300",
        "train.global_batch_size=8", "train.micro_batch_size=1", "train.eval_every=0", "monitor.wandb=disabled",
        "optimizer.warmup_steps=0", "train.steps=9"]
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    """A small corpus, prepared once."""
-    folder = tmp_path_factory.mktemp("corpus")
-    (folder / "text").mkdir()
-    for name in ("argparse", "datetime", "typing"):
-        shutil.copy(Path(os.__file__).parent / f"{name}.py", folder / "text")
-    return [f"data.source={folder / 'text'}", f"data.cache={folder / 'cache'}"]
 
 
 @pytest.fixture(scope="module")

@@ -25,16 +25,6 @@ TOY = ["train", "configs/toy.yaml", "model.layers=6", "model.hidden=32", "model.
        "optimizer.warmup_steps=0"]
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    """A small corpus, prepared once."""
-    folder = tmp_path_factory.mktemp("corpus")
-    (folder / "text").mkdir()
-    for name in ("argparse", "ast", "datetime", "decimal", "inspect", "typing"):
-        shutil.copy(Path(os.__file__).parent / f"{name}.py", folder / "text")
-    return [f"data.source={folder / 'text'}", f"data.cache={folder / 'cache'}"]
-
-
 @pytest.fixture
 def start(tmp_path, cache):
     """start(*overrides) -> a run in tmp_path/run; what still runs at the end is killed."""
@@ -285,24 +275,17 @@ def test_a_loss_that_is_not_finite(start, tmp_path, unbroken):
     assert metrics(tmp_path / "skip")[-1]["train/skipped_steps"] > 0
 
 
-def test_full_disk(start, tmp_path):
+def test_full_disk(start, mount):
     """A save that finds no room says so, leaves the older checkpoint valid and nothing half-written; the run goes on."""
-    small = tmp_path / "small"
-    small.mkdir()
-    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1500k", "tmpfs", small],
-                                           capture_output=True).returncode:
-        pytest.skip("needs the right to mount a small file system")
-    try:
-        run = start("train.steps=12", "checkpoint.every=2", "checkpoint.keep=0", f"run.dir={small}")
-        status = run.wait()
-        assert status == 0, run.output
-        assert "no checkpoint was saved" in run.output and "No space left" in run.output
-        kept = sorted(path.name for path in (small / "checkpoints").glob("step-*"))
-        assert kept and not any(name.endswith(".tmp") for name in kept)
-        assert (small / "checkpoints" / "latest").read_text().strip() == kept[-1]
-        assert start("train.steps=12", "checkpoint.every=0", f"run.dir={small}").wait() == 0
-    finally:
-        subprocess.run(["umount", "-l", small], check=True)
+    small = mount("size=1500k")
+    run = start("train.steps=12", "checkpoint.every=2", "checkpoint.keep=0", f"run.dir={small}")
+    status = run.wait()
+    assert status == 0, run.output
+    assert "no checkpoint was saved" in run.output and "No space left" in run.output
+    kept = sorted(path.name for path in (small / "checkpoints").glob("step-*"))
+    assert kept and not any(name.endswith(".tmp") for name in kept)
+    assert (small / "checkpoints" / "latest").read_text().strip() == kept[-1]
+    assert start("train.steps=12", "checkpoint.every=0", f"run.dir={small}").wait() == 0
 
 
 @pytest.mark.parametrize(("damage", "words"), [

@@ -6,6 +6,7 @@ Libraries are imported once, then the process forks: eight ranks start in second
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import multiprocessing
 import os
@@ -101,6 +102,7 @@ class _Launcher:
             signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
             self.ranks = [self.context.Process(target=_be, args=(self.config, rank, path, prepared, parent), name=f"rank {rank}")
                           for rank in range(size)]
+            gc.freeze()  # what was imported stays: a rank's collector need not look at it, and its memory stays shared
             for process in self.ranks:
                 process.start()
             signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)

@@ -29,9 +29,11 @@ def test_cell(cell, references):
         with pytest.raises(ConfigError, match=re.escape(reason)):
             cell_config(cell)
         return
-    config = cell_config(cell)
+    # Thousands of cells: those that are not in the sample run on half as many ranks, and two steps, of which the second needs
+    # all that the first leaves behind.
+    config = cell_config(cell, ranks=16 if cell in SAMPLE else 8)
     assert Cell.of(config) == cell
-    assert_contract(config, references)
+    assert_contract(config, references, steps=None if cell in SAMPLE else 2)
 
 
 def test_sample_covers_all_pairs():

@@ -160,7 +160,8 @@ def predict(config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help
             overrides: Overrides = None,
             costs: Annotated[Path | None, typer.Option(metavar="RUN|FILE", help="measured costs: a run's folder, or its "
                                                                                 "costs.json")] = None,
-            hardware: Annotated[str, typer.Option(help="for analytic costs: tflops=989,efficiency=0.4,dp_gbps=400 ...")] = "",
+            hardware: Annotated[str, typer.Option(help="for analytic costs, and for what --costs has none of (offload): "
+                                                    "tflops=989,efficiency=0.4,dp_gbps=400 ...")] = "",
             schedule: Annotated[str | None, typer.Option(help="of a bare pipeline: 1f1b, zb-v, auto, file:PATH ...")] = None,
             pp: Annotated[int, typer.Option(min=1, help="its positions")] = 4,
             micro_batches: Annotated[int, typer.Option(min=1, help="its micro-batches")] = 8,
@@ -203,11 +204,10 @@ def predict(config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help
     from threed.predict.cost import load_costs
     from threed.predict.report import report
     from threed.predict.report import show as show_report
-    from threed.predict.simulate import cost_of
 
     loaded = configs.load(config, overrides)
     plan = make_plan(loaded)
-    cost = cost_of(load_costs(costs)) if costs is not None else Hardware.parse(hardware).cost(plan.table)
+    cost = Hardware.parse(hardware).cost(plan.table, load_costs(costs) if costs is not None else None)
     values = report(plan, cost, str(costs) if costs is not None else "analytic")
     if as_json:
         _print_json(values)

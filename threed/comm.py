@@ -208,10 +208,10 @@ class Comm(ABC):
             self._lanes[name] = Lane() if alone else StreamLane(self.device) if streams else ThreadLane(name)
         return self._lanes[name]
 
-    def host(self, job: Callable[[], None]) -> Handle:
-        """Run a job on the host's lane, once what was issued so far on the device is done."""
+    def host(self, job: Callable[[], None], lane: str = "host") -> Handle:
+        """Run a job on a lane of the host, once what was issued so far on the device is done."""
         if self.device.type != "cuda":
-            return self.lane("host").submit(job)
+            return self.lane(lane).submit(job)
         event = torch.cuda.Event()
         event.record()
 
@@ -219,7 +219,7 @@ class Comm(ABC):
             event.synchronize()
             job()
 
-        return self.lane("host").submit(after)
+        return self.lane(lane).submit(after)
 
     def close(self) -> None:
         """Leave."""
@@ -246,7 +246,7 @@ class ProcessGroup(Group):
                 tensor.copy_(parts.sum(0).view_as(tensor))
 
             return Handle(add, (parts, copies))
-        how = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op]
+        how = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
         return _handle(dist.all_reduce(tensor, how, self.process_group, async_op=True), tensor)
 
     def _reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, add: bool,

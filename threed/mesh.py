@@ -96,13 +96,10 @@ class Mesh:
         """All groups called `name`, by their least rank: every rank makes them in this order."""
         return sorted({self.group(name, rank) for rank in range(self.size)})
 
-    def draw(self, ranks_per_node: int | None = None, most: int = 64) -> str:
-        """Who sits where: a row for each pipeline position and replica, a column for each tp part, nodes marked."""
-        cells = {}
-        for rank in range(self.size):
-            node = f" n{rank // ranks_per_node}" if ranks_per_node else ""
-            cells[self.coordinate(rank)] = f"r{rank}{node}"
-        width = max(map(len, cells.values()))
+    def draw(self, most: int = 64) -> str:
+        """Who sits where: a row for each pipeline position and replica, a column for each tp part."""
+        cells = {self.coordinate(rank): f"r{rank}" for rank in range(self.size)}
+        width = max(map(len, (*cells.values(), f"tp{self.tp - 1}")))
         lines = [f"{self.size} ranks = pp {self.pp} x dp {self.dp} x tp {self.tp}, order {'-'.join(self.order)}",
                  " " * 12 + "  ".join(f"tp{tp}".ljust(width) for tp in range(self.tp))]
         rows = [(pp, dp) for pp in range(self.pp) for dp in range(self.dp)]

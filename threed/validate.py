@@ -371,6 +371,9 @@ def warnings(config: Config) -> list[str]:
         lines.append(f"model.tile_linears={config.model.tile_linears} does nothing here: no layer is larger")
     elif "norm" in config.pieces and "norm" not in {kept.piece for layer in layers_of(config) for kept in layer.saved}:
         lines.append("activation.pieces: norm does nothing here: the tiles of a layer share its norm's output, which is kept")
+    if config.offload.delayed_update and config.offload.warmup >= steps - 1:
+        lines.append(f"offload.delayed_update=true does nothing here: of train.steps={steps}, the first offload.warmup="
+                     f"{config.offload.warmup} and the last are not delayed")
     if config.activation.contiguous and config.activation.offload == "cpu":
         lines.append("activation.contiguous=true does nothing here: activation.offload=cpu has an arena of the host for kept "
                      "inputs")

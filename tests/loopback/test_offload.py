@@ -215,6 +215,30 @@ def test_a_skipped_step_changes_nothing(tier, tmp_path):
     run_loopback(config, plan, make_mesh(config), work)
 
 
+@pytest.mark.parametrize("others", [[*CPU, "offload.delayed_update=true"], NVME_BOTH, ["zero.shard_size=2"]], ids=str)
+def test_for_whom_a_rank_waits(others, tmp_path):
+    """A report of a failure or a hang that fails itself: each instruction has its peers or none, and so has what it needs."""
+    config = small(tmp_path, 3, *TP, "activation.policy=full", "activation.partition=true", *others, dp=4)
+    plan = make_plan(config)
+
+    def work(comm: Comm) -> None:
+        engine = Engine(config, plan, comm)
+        for name, programs in plan.programs.items():
+            for index, item in enumerate(programs[comm.here.pp]):
+                said = engine._awaited(name, index)
+                if item.op in (*COMPUTE, Op.JOIN, Op.CLIP, Op.SEND, Op.RECV):
+                    assert "with rank" in said, item
+                elif item.op not in (Op.GATHER, Op.REDUCE):  # a group of theirs may have one rank
+                    assert "with rank" not in said, item
+                for slot in engine.effects[name][index].reads:
+                    engine.slots.waiting = slot
+                    engine._awaited(name, index)
+                engine.slots.waiting = None
+        engine.close()
+
+    run_loopback(config, plan, make_mesh(config), work)
+
+
 # ---------------------------------------------------------------- delayed updates
 
 DELAYED_AXES: dict[str, list] = {

@@ -52,11 +52,13 @@ def test_each_moment_counts_once():
     """A trace by hand: every kind of instruction, every kind of wait."""
     program = [Instruction(Op.GATHER, 0, group="dp"), Instruction(Op.RECV, 0, 0, "act", 0), Instruction(Op.FORWARD, 1, 0),
                Instruction(Op.REDUCE, 1, group="dp"), Instruction(Op.REDUCE, 2, group="tie"), Instruction(Op.CLIP),
-               Instruction(Op.STEP, 1)]
-    trace = Trace("train", issued=[0, 1, 3, 12, 14, 16, 30], started=[0, 1, 8, 12, 14, 22, 30], ended=[1, 2, 12, 13, 15, 29, 33],
+               Instruction(Op.STEP, 1), Instruction(Op.FETCH, 1, group="pshard")]
+    trace = Trace("train", issued=[0, 1, 3, 12, 14, 16, 30, 33], started=[0, 1, 8, 12, 14, 22, 30, 33],
+                  ended=[1, 2, 12, 13, 15, 29, 33, 34],
                   waits=[Wait(2, 0, 2.0), Wait(2, 1, 3.0), Wait(5, 3, 2.0), Wait(5, 4, 4.0)], total_s=35)
     found = attribute(parts(trace, program), 3.0, 40.0)
-    assert found == {"compute": 4, "p2p_wait": 1 + 3 + 1 + 4 + 2, "dp_wait": 1 + 2 + 1 + 2 + 3, "optimizer": 3, "idle": 13}
+    assert found == {"compute": 4, "p2p_wait": 1 + 3 + 1 + 4 + 1, "dp_wait": 1 + 2 + 1 + 2 + 3, "optimizer": 3, "offload": 1,
+                     "idle": 13}
 
 
 def test_costs_file(tmp_path):

@@ -67,13 +67,13 @@ def test_shard_and_replica_cut_dp():
 
 
 def test_draw():
-    """A picture in which a rank is missing or sits on the wrong node."""
-    assert Mesh(pp=2, dp=1, tp=2).draw(ranks_per_node=2).splitlines() == [
+    """A picture in which a rank is missing or sits elsewhere."""
+    assert Mesh(pp=2, dp=1, tp=2).draw().splitlines() == [
         "4 ranks = pp 2 x dp 1 x tp 2, order pp-dp-tp",
-        "            tp0    tp1",
-        "pp0 dp0     r0 n0  r1 n0",
-        "pp1 dp0     r2 n1  r3 n1"]
-    large = Mesh(16, 32, 8).draw(8)
+        "            tp0  tp1",
+        "pp0 dp0     r0   r1",
+        "pp1 dp0     r2   r3"]
+    large = Mesh(16, 32, 8).draw()
     assert len(large.splitlines()) == 67 and large.endswith("... and 448 rows more")
 
 

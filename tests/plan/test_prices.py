@@ -11,9 +11,13 @@ from threed import contract
 from threed.cli import app
 from threed.config import load
 from threed.errors import ConfigError, InputError
+from threed.planner import make_plan
 from threed.predict.advise import advise
 from threed.predict.analytic import Hardware
 from threed.predict.memory import of_config
+from threed.predict.report import report
+from threed.predict.simulate import predict
+from threed.program.instruction import COMPUTE, Op
 
 GB = 1e9
 
@@ -81,6 +85,28 @@ def test_advice():
     assert fits == sorted(fits, reverse=True) and fits.count(True) >= 4
     times = [row["step_s"] for row in listed if row["fits"]]
     assert times == sorted(times)
+
+
+def test_advice_to_those_who_offload():
+    """The other tier, none at all, or the same without its delay: whatever keys of the tier that is left would be refused."""
+    over = ["offload.optimizer=nvme", "offload.nvme_path=disk", "offload.delayed_update=true"]
+    rows = {row["setting"]: row for row in advise(load("configs/toy.yaml", over), Hardware())}
+    assert {"offload.optimizer=none", "offload.optimizer=cpu", "offload.optimizer=nvme",
+            "zero.stage=3 offload.optimizer=nvme offload.parameters=nvme"} <= rows.keys()
+    assert rows["offload.optimizer=none"]["fixed_bytes"] > rows["offload.optimizer=cpu"]["fixed_bytes"]
+
+
+@pytest.mark.parametrize("over", [["offload.optimizer=cpu"], ["offload.optimizer=nvme", "offload.nvme_path=disk"]])
+def test_measured_costs_leave_moves_their_price(over):
+    """A run measures how long it takes to hand a move or a host's step over, not how long that takes."""
+    plan = make_plan(load("configs/toy.yaml", over))
+    measured = {(position, op, unit): 1e-6 for position in range(2) for unit in range(20) for op in (*COMPUTE, Op.STEP)}
+    slow, fast = (report(plan, hardware.cost(plan.table, measured), "a run")["step_time"]
+                  for hardware in (Hardware(link_gbps=1, host_gbps=1, read_gbps=1, write_gbps=1), Hardware()))
+    assert slow > 2 * fast
+    of_device = make_plan(load("configs/toy.yaml"))
+    assert report(of_device, Hardware().cost(of_device.table, measured), "a run")["step_time"] == pytest.approx(
+        predict(of_device, measured).step_s), "what the device computes costs what was measured"
 
 
 def test_advice_is_printed():

@@ -21,7 +21,7 @@ from threed.pipeline.run import PipelineRun
 from threed.planner import layouts
 from threed.program.buffers import buffers
 from threed.program.check import describe
-from threed.program.instruction import MESSAGES, Instruction, Op, Slot
+from threed.program.instruction import COMPUTE, MESSAGES, Instruction, Op, Slot
 from threed.program.table import Plan
 from threed.program.trace import Trace, Wait, sources
 from threed.program.walk import link
@@ -148,9 +148,16 @@ class Engine:
                 text = f", which needs '{slot}' of '{instruction}'"
         if instruction.op in MESSAGES:
             return f"{text}, with rank {mesh.rank(instruction.peer, here.dp, here.tp)}"
-        group = {Op.CLIP: "world"}.get(instruction.op, instruction.group or "tp")
-        others = [rank for rank in self.comm.groups[group].ranks if rank != self.comm.rank]
+        group = _group(instruction)
+        others = [rank for rank in self.comm.groups[group].ranks if rank != self.comm.rank] if group else []
         return f"{text}, with rank{'s' if len(others) > 1 else ''} {_some(others)}" if others else text
+
+
+def _group(instruction: Instruction) -> str | None:
+    """The group that takes part in an instruction; None if the rank does it alone."""
+    if instruction.op in (Op.GATHER, Op.REDUCE):
+        return instruction.group
+    return "tp" if instruction.op in (*COMPUTE, Op.JOIN) else "world" if instruction.op == Op.CLIP else None
 
 
 def _some(ranks: list[int]) -> str:

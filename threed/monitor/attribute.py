@@ -1,10 +1,11 @@
 """Attribute: where the time of a step went, on one rank. The parts add up to the step.
 
-    compute      FORWARD and BACKWARD, with the tensor-parallel collectives inside them
+    compute      FORWARD and BACKWARD, with the tensor-parallel collectives inside them; SPLIT and JOIN of what they keep
     p2p_wait     waiting for activations and gradients of other positions, for a tied embedding's other half, and until
                  what was sent has left; issuing messages
     dp_wait      waiting for the results of GATHER and REDUCE, issuing them, and CLIP's all-reduce
-    optimizer    STEP
+    optimizer    STEP; waiting for one on the host
+    offload      waiting for what comes from the host or the disk, or must leave; issuing OFFLOAD and FETCH
     idle         the rest: waiting at CLIP for the last rank to arrive, and the host between instructions
 
 A rank waits at CLIP as long as the last one computes: that is imbalance, most of all the drain of the pipeline, and no
@@ -18,17 +19,18 @@ from collections.abc import Mapping, Sequence
 from threed.program.instruction import COMPUTE, MESSAGES, Instruction, Op
 from threed.program.trace import Trace
 
-CAUSES = ("compute", "p2p_wait", "dp_wait", "optimizer", "idle")
-PARTS = ("compute", "p2p_wait", "dp_wait", "optimizer", "clip")  # what one rank can tell
+CAUSES = ("compute", "p2p_wait", "dp_wait", "optimizer", "offload", "idle")
+PARTS = ("compute", "p2p_wait", "dp_wait", "optimizer", "offload", "clip")  # what one rank can tell
 
 
 def cause_of(item: Instruction) -> str:
     """What the time of an instruction counts as, on its own rank or on one that waits for it."""
-    if item.op in COMPUTE:
+    if item.op in (*COMPUTE, Op.SPLIT, Op.JOIN):
         return "compute"
     if item.op in MESSAGES or (item.op == Op.REDUCE and item.group == "tie"):
         return "p2p_wait"
-    return {Op.GATHER: "dp_wait", Op.REDUCE: "dp_wait", Op.STEP: "optimizer", Op.CLIP: "clip"}.get(item.op, "idle")
+    return {Op.GATHER: "dp_wait", Op.REDUCE: "dp_wait", Op.STEP: "optimizer", Op.OFFLOAD: "offload", Op.FETCH: "offload",
+            Op.CLIP: "clip"}.get(item.op, "idle")
 
 
 def parts(trace: Trace, program: Sequence[Instruction]) -> dict[str, float]:

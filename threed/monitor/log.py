@@ -7,7 +7,7 @@
     perf/mfu                          null where the device's peak is not known
     pipeline/bubble_measured          1 - (time in compute instructions / step time), mean; per stage as .../0, .../1
     pipeline/bubble_predicted         the same from walking the plan with this step's measured costs
-    time/compute/0 time/p2p_wait/0 time/dp_wait/0 time/optimizer/0 time/idle/0
+    time/compute/0 time/p2p_wait/0 time/dp_wait/0 time/optimizer/0 time/offload/0 time/idle/0
                                       seconds of the step on a rank of position 0, and so for each: see monitor/attribute
     comm/bytes_dp comm/bytes_tp comm/bytes_pp                  sent by all ranks in the step
     memory/peak_bytes                 allocator peak on a GPU, peak resident set on a CPU; the largest rank
@@ -82,11 +82,10 @@ class Log:
     def say(self, text: str) -> None:
         self.console.print(text, soft_wrap=True, markup=False)
 
-    def close(self, summary: dict[str, Any] | None = None) -> None:
+    def close(self) -> None:
         with contextlib.suppress(OSError):
             self._file.close()
         if self._wandb:
-            self._wandb.summary.update(summary or {})
             self._wandb.finish(quiet=True) if _takes_quiet(self._wandb.finish) else self._wandb.finish()
 
 

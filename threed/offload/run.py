@@ -103,7 +103,8 @@ class OffloadRun:
             itemsize = self.table.param_bytes
             buffer = state.storage.host_weights.take(state.file_bytes(itemsize) // itemsize)
             name = f"p{here.unit}.weights"
-        handle = self.comm.lane("read").submit(lambda: state.storage.disk.read(name, buffer.view(torch.uint8)))
+        # What was in the buffer may still be on its way to the device.
+        handle = self.comm.host(lambda: state.storage.disk.read(name, buffer.view(torch.uint8)), "read")
         slots.put(here, buffer, handle)
 
 

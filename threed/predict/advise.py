@@ -11,11 +11,10 @@ from threed.planner import make_pipeline, make_plan
 from threed.predict.analytic import Hardware
 from threed.predict.cost import load_costs
 from threed.predict.memory import at_stage
-from threed.predict.simulate import cost_of
 from threed.program.show import timeline
 from threed.program.summary import fixed_bytes, stages
 from threed.quantity import show_bytes, show_seconds
-from threed.schema import ActivationConfig, Config
+from threed.schema import ActivationConfig, Config, OffloadConfig
 from threed.validate import validate
 
 Changes = dict[str, Any]  # dotted key -> value
@@ -33,6 +32,7 @@ def neighbours(config: Config) -> Iterator[Changes]:
     yield {"activation.policy": "full"}
     yield {"activation.policy": "full", "activation.partition": True}
     yield {"activation.policy": "full", "activation.offload": "cpu"}
+    yield {"offload.optimizer": "none"}
     for tier in ("cpu", *(("nvme",) if config.offload.nvme_path else ())):
         yield {"offload.optimizer": tier}
         yield {"offload.optimizer": tier, "offload.delayed_update": True}
@@ -48,6 +48,8 @@ def change(config: Config, changes: Changes) -> Config:
     other = at_stage(config, changes["zero.stage"]) if "zero.stage" in changes else copy.deepcopy(config)
     if "activation.policy" in changes:
         other.activation = ActivationConfig()
+    if "offload.optimizer" in changes:  # from its beginning, but for the folder, which no default knows
+        other.offload = OffloadConfig(nvme_path=config.offload.nvme_path if changes["offload.optimizer"] == "nvme" else None)
     for key, value in changes.items():
         section, name = key.split(".")
         setattr(getattr(other, section), name, value)
@@ -58,7 +60,7 @@ def measure(config: Config, hardware: Hardware) -> dict[str, Any]:
     """What the rank that holds most holds, what the one that sends most sends over dp, and how long a step is."""
     plan = make_plan(config, make_pipeline(config))
     rows = stages(plan)
-    cost = cost_of(load_costs(config.parallel.costs)) if config.parallel.costs else hardware.cost(plan.table)
+    cost = hardware.cost(plan.table, load_costs(config.parallel.costs) if config.parallel.costs else None)
     return {"fixed_bytes": max(map(fixed_bytes, rows)),
             "peak_bytes": max(fixed_bytes(row) + row["activation_peak_bytes"] for row in rows),
             "dp_bytes": max(row["sent_bytes"]["dp"] for row in rows),

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from threed.errors import InputError
+from threed.predict.simulate import Costs, cost_of
 from threed.program.instruction import COMPUTE, Instruction, Op
 from threed.program.table import Table
 from threed.program.walk import Cost
@@ -43,8 +44,10 @@ class Hardware:
                 raise InputError(f"--hardware: '{part}' is not one of {', '.join(names)} with a number above 0")
         return cls(**values)
 
-    def cost(self, table: Table) -> Cost:
-        """Seconds of an instruction of a plan."""
+    def cost(self, table: Table, measured: Costs | None = None) -> Cost:
+        """Seconds of an instruction of a plan. `measured` costs take the place of these, but not of what the device only hands
+        over: moves between tiers, and steps on the host."""
+        by_run = cost_of(measured) if measured is not None else None
         speed = self.tflops * 1e12 * self.efficiency
         ways = {"d2h": self.link_gbps, "h2d": self.link_gbps, "read": self.read_gbps, "write": self.write_gbps}
         links = {"tp": self.tp_gbps, "dp": self.dp_gbps, "pp": self.pp_gbps}
@@ -53,14 +56,16 @@ class Hardware:
             sent = {axis: size for axis, size in table.sent(instruction).items() if size}
             return sum(size * 8 / (links[axis] * 1e9) + self.latency_us * 1e-6 for axis, size in sent.items())
 
-        def cost(_: int, instruction: Instruction) -> float:
+        def cost(position: int, instruction: Instruction) -> float:
             op = instruction.op
+            home = table.parameters[instruction.unit].state_home if op == Op.STEP else "device"
+            if by_run is not None and op not in (Op.OFFLOAD, Op.FETCH) and home == "device":
+                return by_run(position, instruction)
             if op in COMPUTE:
                 flops = table.units[instruction.unit].forward_flops * (2 if op == Op.BACKWARD else 1)
                 return flops / speed + travel(instruction)
             if op == Op.STEP:  # gradient, master and two moments are read, all but the gradient written, the parameter too
                 numel = table.shard_numel(instruction.unit)
-                home = table.parameters[instruction.unit].state_home
                 speed_gbps = self.memory_gbps if home == "device" else self.host_gbps
                 return numel * (6 * 4 + table.grad_bytes + table.param_bytes) * 8 / (speed_gbps * 1e9)
             if op in (Op.OFFLOAD, Op.FETCH):

@@ -18,7 +18,7 @@ from threed.slots import Slots
 from threed.tensor.precision import Precision
 from threed.zero import optimizer
 from threed.zero.scaler import LossScaler
-from threed.zero.state import UnitState
+from threed.zero.state import UnitState, there
 
 
 @dataclass
@@ -100,7 +100,7 @@ class ZeroRun:
             self._sum_replicated(state)
             slots.put(made, True)
         elif name == "tie":
-            slots.put(made, True, self.comm.groups[name].all_reduce(_there(state.gshard)))
+            slots.put(made, True, self.comm.groups[name].all_reduce(there(state.gshard)))
         elif name == "replica":
             slots.put(made, True, self.comm.lane("dp").submit(lambda: self._sum_replicas(state)))
         else:
@@ -160,6 +160,8 @@ class ZeroRun:
         """One all-reduce over the world of [norm squared, found_inf, loss sum, token count]."""
         numbers = torch.zeros(4, dtype=torch.float64, device=self.comm.device)
         if instruction.keep != "none":
+            if self.comm.device.type == "cuda" and any(state.host_grad is not None for state in self.states.values()):
+                torch.cuda.current_stream().synchronize()  # it waits for the copies to the host; the host reads them now
             for state, counts in ((self.states[p], self._counts(p)) for p in self.table.held(self.comm.here.pp)):
                 for segment in state.layout.segments_of(state.index):
                     # What another rank counts is looked at, too: an overflow may be in one copy only.
@@ -240,8 +242,3 @@ class ZeroRun:
         handle = self.comm.host(job)
         slots.put(Slot(kind, unit), out, handle)
         slots.put(Slot("host_state", unit), True, handle)
-
-
-def _there(tensor: torch.Tensor | None) -> torch.Tensor:
-    assert tensor is not None
-    return tensor

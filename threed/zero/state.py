@@ -153,12 +153,12 @@ class UnitState:
     @property
     def gradient(self) -> torch.Tensor:
         """What CLIP and STEP read."""
-        return _there(self.gshard if self.host_grad is None else self.host_grad)
+        return there(self.gshard if self.host_grad is None else self.host_grad)
 
     @property
     def gradient_prev(self) -> torch.Tensor:
         """That of the step before, where it waits for its STEP."""
-        return _there(self.host_prev)
+        return there(self.host_prev)
 
     # ---- parameters that do not stay whole
 
@@ -259,7 +259,7 @@ class UnitState:
             self.pshard.copy_(self.master)
 
 
-def _there(tensor: torch.Tensor | None) -> torch.Tensor:
+def there(tensor: torch.Tensor | None) -> torch.Tensor:
     assert tensor is not None
     return tensor
 

@@ -214,8 +214,8 @@ def _with_bubble(row: Row) -> Row:
 
 # ---------------------------------------------------------------- as text
 
-HEADS = {"step": "step", "compute": "compute", "p2p_wait": "p2p wait", "dp_wait": "dp wait", "optimizer": "optimizer", "offload": "offload",
-         "idle": "idle"}
+HEADS = {"step": "step", "compute": "compute", "p2p_wait": "p2p wait", "dp_wait": "dp wait", "optimizer": "optimizer",
+         "offload": "offload", "idle": "idle"}
 MOST_RANKS = 64
 
 

@@ -87,7 +87,7 @@ def test_wandb_holds_the_same(unbroken):
 def test_same_numbers_on_every_mesh(mesh, start, tmp_path, unbroken):
     """Loss to 1e-5 and norm to 1e-4 against dp=2 x tp=2 x pp=2, validation loss included."""
     dp, tp, pp = mesh
-    run = start("train.steps=4", "optimizer.decay_steps=12", f"parallel.dp={dp}", f"parallel.tp={tp}", f"parallel.pp={pp}",
+    run = start("train.steps=6", "optimizer.decay_steps=12", f"parallel.dp={dp}", f"parallel.tp={tp}", f"parallel.pp={pp}",
                 "train.eval_every=6")
     assert run.wait() == 0, run.output
     want, got = losses(unbroken[0]), losses(tmp_path / "run")

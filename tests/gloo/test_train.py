@@ -83,7 +83,7 @@ def test_wandb_holds_the_same(unbroken):
             key: value for key, value in logged.items() if not key.startswith("_")}
 
 
-@pytest.mark.parametrize("mesh", [(1, 1, 1), (1, 1, 8), (2, 4, 1), (4, 1, 2)])
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (1, 1, 8), (1, 8, 1), (4, 1, 2)])
 def test_same_numbers_on_every_mesh(mesh, start, tmp_path, unbroken):
     """Loss to 1e-5 and norm to 1e-4 against dp=2 x tp=2 x pp=2, validation loss included."""
     dp, tp, pp = mesh

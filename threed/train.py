@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from threed import __version__, validate
+from threed import __version__, native, validate
 from threed.checkpoint.load import find, load, notes, read_manifest
 from threed.checkpoint.save import folder, save
 from threed.comm import Comm, ProcessComm, environment_store
@@ -103,7 +103,7 @@ def train(config: Config, rank: int, local_rank: int, requests: Requests, connec
             log = Log(config, manifest.get("wandb_id") if manifest else None)  # takes the folder for this run
             for aside in folder(config).glob("step-*.tmp"):
                 shutil.rmtree(aside, ignore_errors=True)
-            for line in [*validate.warnings(config), *save_config(config)]:
+            for line in [*validate.warnings(config), *_without_compiler(config, device), *save_config(config)]:
                 log.say(f"warning: {line}")
             log.say(f"{mesh.draw()}\n{len(plan)} instructions, plan {plan.digest}, {device.type}")
         if path and manifest:
@@ -124,16 +124,35 @@ def train(config: Config, rank: int, local_rank: int, requests: Requests, connec
 
 
 def _agree(comm: Comm, config: Config, digest: str) -> None:
-    """All ranks run one plan of one config, or none runs."""
-    everywhere = comm.exchange((digest, __version__, config.to_dict()))
+    """All ranks run one plan of one config, and round alike, or none runs."""
+    compiled = native.ADAMW is not None or not _steps_on_host(config, comm.device)
+    everywhere = comm.exchange((config.to_dict(), (digest, __version__), compiled))
+    first = everywhere[0]
     for rank, other in enumerate(everywhere):
-        if other == everywhere[0]:
+        if other == first:
             continue
-        keys = [f"{section}.{key}" for section, values in other[2].items() for key, value in values.items()
-                if everywhere[0][2].get(section, {}).get(key) != value]
-        what = ", ".join(keys) or f"plan or version ({other[0]}, {other[1]}; rank 0 has {everywhere[0][0]}, {everywhere[0][1]})"
-        raise InputError(f"rank {rank} and rank 0 differ in {what}: every rank must be given the same config, overrides and "
-                         "version of threed")
+        what = [f"{section}.{key}" for section, values in other[0].items() for key, value in values.items()
+                if first[0].get(section, {}).get(key) != value]
+        if not what and other[1] != first[1]:
+            what = [f"plan or version ({', '.join(other[1])}; rank 0 has {', '.join(first[1])})"]
+        if not what:
+            without = 0 if other[2] else rank
+            what = [f"the AdamW of the host, which rank {without} has not compiled (install gcc and threed again there)"]
+        raise InputError(f"rank {rank} and rank 0 differ in {', '.join(what)}: every rank must be given the same config, "
+                         "overrides and version of threed")
+
+
+def _steps_on_host(config: Config, device: torch.device) -> bool:
+    """AdamW over fp32 weights in host memory: what native.c does."""
+    there = device.type == "cpu" or config.offload.optimizer != "none"
+    return there and config.optimizer.name == "adamw" and config.precision.master == "fp32"
+
+
+def _without_compiler(config: Config, device: torch.device) -> list[str]:
+    if native.ADAMW is not None or not _steps_on_host(config, device):
+        return []
+    return [f"AdamW on the host is torch's, and slower with 16 bits: {native.MISSING}. Install gcc, then threed again "
+            "(make -B install, or pip install)"]
 
 
 class Loop:

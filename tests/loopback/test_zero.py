@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.harness import SIXTEEN, Ranks, assert_contract, assert_parity, loopback, same_bits, tiny
+from threed import native
 from threed.planner import make_plan
 from threed.program.summary import stages
 from threed.schema import Config, OptimizerConfig
@@ -179,6 +180,8 @@ def test_shard_groups_are_equal_to_the_bit(pp, precision):
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_a_step_in_chunks(name, dtype, grad_dtype, scale, monkeypatch):
     """A chunk that is stepped twice or never, or that rounds otherwise; a gradient that is not scaled; a copy that is older."""
+    monkeypatch.setattr(native, "ADAMW", None)  # as without a C compiler
+
     def step(chunk: int) -> tuple[torch.Tensor, ...]:
         monkeypatch.setitem(optimizer.CHUNK, "cpu", chunk)
         generator = torch.Generator().manual_seed(0)

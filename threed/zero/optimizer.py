@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from threed import native
 from threed.schema import OptimizerConfig
 
 
@@ -56,8 +57,11 @@ def step(update: Update, weight: torch.Tensor, grad: torch.Tensor, moments: Mome
     """Update `weight` in place, and write what comes of it into `copy`, too; all are flat. `grad` may be scaled in place. 16-bit
     weights and gradients are taken through fp32, a chunk at a time.
 
-    AdamW: Loshchilov and Hutter 2019, torch's fused kernel. SGD: without momentum, decay as an L2 gradient.
+    AdamW: Loshchilov and Hutter 2019; native.c on the host, else torch's fused kernel. SGD: without momentum, decay as an L2
+    gradient.
     """
+    if update.config.name == "adamw" and _on_host(update, weight, grad, moments, copy):
+        return
     narrow = not weight.dtype == grad.dtype == torch.float32
     size = min(CHUNK[weight.device.type], len(weight)) if narrow or copy is not None else len(weight)
     scratch = torch.empty(2, size if narrow else 0, device=weight.device)
@@ -69,6 +73,24 @@ def step(update: Update, weight: torch.Tensor, grad: torch.Tensor, moments: Mome
             weight[part] = wide
         if copy is not None:
             copy[part] = wide
+
+
+def _on_host(update: Update, weight: torch.Tensor, grad: torch.Tensor, moments: Moments, copy: torch.Tensor | None) -> bool:
+    """AdamW by native.c, with torch's number of threads. False, and nothing is done, for what it does not do."""
+    state = (weight, moments.exp_avg, moments.exp_avg_sq)
+    everything = (*state, grad, *(() if copy is None else (copy,)))
+    if (native.ADAMW is None or any(tensor.dtype != torch.float32 for tensor in state)
+            or any(tensor.device.type != "cpu" or not tensor.is_contiguous() for tensor in everything)):
+        return False
+    assert all(tensor.numel() == weight.numel() for tensor in everything)
+    config, (beta1, beta2) = update.config, update.config.betas
+    kinds = [native.KINDS[str(tensor.dtype).removeprefix("torch.") if tensor is not None else ""] for tensor in (grad, copy)]
+    numbers = native.Numbers(
+        update.scale, beta1, 1 - beta1, beta2, 1 - beta2, 1 - update.lr * (config.weight_decay if update.decay else 0.0),
+        update.lr / (1 - beta1**update.number), 1 / math.sqrt(1 - beta2**update.number), config.eps)
+    native.ADAMW(native.Range(*(tensor.data_ptr() for tensor in (*state, grad)), copy.data_ptr() if copy is not None else None,
+                              *kinds), weight.numel(), torch.get_num_threads(), numbers)
+    return True
 
 
 def _wide(tensor: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:

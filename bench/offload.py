@@ -30,6 +30,7 @@ from pipeline import machine, processors
 from torch.optim.adamw import AdamW
 from zero_peers import DEEPSPEED, DEEPSPEED_VERSION
 
+from threed import native
 from threed.comm import ThreadLane
 from threed.quantity import show_count
 from threed.schema import OptimizerConfig
@@ -37,7 +38,7 @@ from threed.zero.optimizer import Moments, Update
 from threed.zero.optimizer import step as threed_step
 
 UNIT = 10_000_000  # parameters that are stepped at a time
-LARGE, FEW_ROUNDS = 100_000_000, 3  # sizes above that get so many rounds: a pass takes long enough
+LARGE, FEW_ROUNDS = 100_000_000, 8  # sizes above that get so many rounds: a pass takes long enough
 NOISE = 1.02  # what is as fast to 2% is as fast
 
 
@@ -192,6 +193,8 @@ def measure_adam(args: argparse.Namespace, say: Callable[[str], None]) -> Sectio
                                       f"{cpu:.3f})"), ""]
     if DEEPSPEED is None:
         lines.append(f"DeepSpeed is not there: {DEEPSPEED_VERSION}")
+    if native.ADAMW is None:
+        lines.append(f"threed's kernel is torch's: {native.MISSING}")
     return Section("AdamW on the host", lines)
 
 

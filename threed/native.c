@@ -34,8 +34,8 @@ struct range {
 
 /* Elements of which a 16-bit gradient is widened at a time: few enough for the first cache. */
 #define BLOCK 1024
-/* A thread for fewer elements than these takes longer to wake than to do them. */
-#define LEAST 32768
+/* Elements that a thread takes at a time: worth waking it, and so few that all threads end together. */
+#define PIECE 131072
 
 static inline uint32_t bits_of(float value)
 {
@@ -126,12 +126,10 @@ int threed_version(void)
 
 void threed_adamw(const struct range *range, int64_t numel, int threads, const struct numbers *numbers)
 {
-    if (numel <= 0)
-        return;
-    int64_t most = (numel + LEAST - 1) / LEAST;
-    int64_t parts = threads < most ? threads : most;
-#pragma omp parallel for num_threads((int)parts) schedule(static, 1) if (parts > 1)
-    for (int64_t part = 0; part < parts; part++)
-        step(*range, numel / BLOCK * part / parts * BLOCK, part + 1 < parts ? numel / BLOCK * (part + 1) / parts * BLOCK : numel,
-             *numbers);
+    int64_t pieces = (numel + PIECE - 1) / PIECE;
+    if (threads > pieces)
+        threads = (int)pieces;
+#pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1)
+    for (int64_t piece = 0; piece < pieces; piece++)
+        step(*range, piece * PIECE, piece + 1 < pieces ? (piece + 1) * PIECE : numel, *numbers);
 }

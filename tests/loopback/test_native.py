@@ -102,7 +102,7 @@ def test_pieces_and_threads_give_the_same_bits():
             return pool.submit(run, edges, threads).result()
 
     def run(edges: list[int], threads: int) -> list[torch.Tensor]:
-        weight, grad, moments = tensors(100_001, torch.bfloat16)
+        weight, grad, moments = tensors(400_001, torch.bfloat16)
         copy = torch.empty(len(weight), dtype=torch.bfloat16)
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
@@ -114,8 +114,8 @@ def test_pieces_and_threads_give_the_same_bits():
             torch.set_num_threads(before)
         return [weight, moments.exp_avg, moments.exp_avg_sq, copy]
 
-    whole = in_thread([0, 100_001], 1)
-    for edges, threads in (([0, 100_001], 3), ([0, 1, 7, 33_000, 33_000, 99_999, 100_001], 1), ([0, 40_003, 100_001], 2)):
+    whole = in_thread([0, 400_001], 1)
+    for edges, threads in (([0, 400_001], 3), ([0, 1, 7, 33_000, 33_000, 399_999, 400_001], 1), ([0, 140_003, 400_001], 2)):
         assert all(torch.equal(one, other) for one, other in zip(whole, in_thread(edges, threads), strict=True))
 
 

@@ -6,17 +6,13 @@ import importlib.machinery
 import importlib.util
 import itertools
 import shutil
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from threed import native, train
-from threed.config import load
-from threed.errors import InputError
+from threed import native
 from threed.schema import OptimizerConfig
 from threed.zero import optimizer
 
@@ -143,53 +139,3 @@ def test_why_there_is_none(monkeypatch, tmp_path: Path):
     monkeypatch.setattr(native, "VERSION", native.VERSION + 1)
     function, why = native._load()
     assert function is None and "is of another version of threed" in why
-
-
-@pytest.mark.parametrize(("settings", "said"), [
-    ([], 1), (["optimizer.name=sgd"], 0), (["precision.dtype=bf16", "precision.master=none"], 0)])
-def test_it_is_said_that_there_is_none(settings, said, monkeypatch):
-    assert not train._without_compiler(load(None, settings), torch.device("cpu"))
-    monkeypatch.setattr(native, "ADAMW", None)
-    monkeypatch.setattr(native, "MISSING", "because")
-    lines = train._without_compiler(load(None, settings), torch.device("cpu"))
-    assert len(lines) == said and all("AdamW on the host is torch's" in line and "because" in line for line in lines)
-
-
-class Two:
-    """A comm of two ranks, the second of which says something else."""
-
-    def __init__(self, device: str, other: Callable[[Any], Any]):
-        self.device, self.other = torch.device(device), other
-
-    def exchange(self, mine: Any) -> list[Any]:
-        return [mine, self.other(mine)]
-
-
-@pytest.mark.parametrize(("device", "settings", "fine"), [
-    ("cpu", [], False), ("cuda", [], True), ("cuda", ["offload.optimizer=cpu"], False),
-    ("cpu", ["optimizer.name=sgd"], True),
-    ("cpu", ["precision.dtype=bf16", "precision.master=none"], True)])
-def test_ranks_round_alike(device, settings, fine):
-    """A rank without the compiled step would drift from those that hold the same weights: refused where it would take it."""
-    config = load(None, settings)
-    here = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "ADAMW", None)
-        train._agree(Two(device, lambda mine: here.append(mine) or mine), config, "digest")  # pyright: ignore[reportArgumentType]
-
-    def run() -> None:
-        train._agree(Two(device, lambda mine: here[0]), config, "digest")  # pyright: ignore[reportArgumentType]
-
-    if fine:
-        run()
-    else:
-        with pytest.raises(InputError, match="rank 1 and rank 0 differ in the AdamW of the host, which rank 1 has not compiled"):
-            run()
-
-
-def test_ranks_have_one_config():
-    config, other = load(None, []), load(None, ["train.seed=5"])
-    with pytest.raises(InputError, match=r"rank 1 and rank 0 differ in train\.seed: every rank must be given the same config"):
-        train._agree(Two("cpu", lambda mine: (other.to_dict(), *mine[1:])), config, "a")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(InputError, match=r"differ in plan or version \(b, 1; rank 0 has a, "):
-        train._agree(Two("cpu", lambda mine: (mine[0], ("b", "1"), mine[2])), config, "a")  # pyright: ignore[reportArgumentType]

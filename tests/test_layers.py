@@ -1,6 +1,6 @@
 """Imports point down (DESIGN, "Layers"): what a module may know, and the budgets that keep files readable.
 
-    6  train; then launcher; then cli           words in, run out
+    6  loop; train; then launcher; then cli     words in, run out
     5  engine | predict | checkpoint | monitor  read a plan: do it, time it, save it, measure it
     4  */run, zero/state, zero/optimizer; then predict/, planner (no torch)
     3  */plan, */shard, pipeline/orders|split   passes: program -> program              (no torch)
@@ -32,7 +32,7 @@ LAYERS = {
     "activation.run": 4,
     "offload.run": 4, "offload.tiers": 4,
     "predict.": 4.5, "predict.memory": 4.8, "predict.advise": 4.9, "engine.": 5, "checkpoint.": 5, "monitor.": 5,
-    "train": 6, "launcher": 6.2, "cli": 6.5,
+    "environment": 0.5, "loop": 5.9, "train": 6, "launcher": 6.2, "cli": 6.5,
 }
 MAX_FILE, MAX_FUNCTION, MAX_ARGUMENTS = 420, 70, 7  # lines, lines, arguments besides self
 

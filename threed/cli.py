@@ -50,10 +50,9 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
     """
     path = configs.find_file(config)
     configs.load(path, overrides)  # bad input is told before torch is imported, which takes seconds
-    from threed import launcher
-    from threed import train as loop
+    from threed import environment, launcher
 
-    place = loop.rank_of_environment()
+    place = environment.rank_of_environment()
     if place is not None:
         rank, local_rank, world_size = place
         loaded = configs.load(path, overrides, world_size)

@@ -24,8 +24,9 @@ from threed.comm import file_store
 from threed.data.tokens import Prepared, prepare
 from threed.engine.watch import KEY, Watch, say
 from threed.errors import InputError, RunError, ThreedError
+from threed.loop import Requests
 from threed.schema import Config
-from threed.train import Requests, train
+from threed.train import train
 
 GRACE_S = 5.0  # after the first rank has failed
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)

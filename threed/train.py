@@ -1,57 +1,28 @@
-"""Train: the loop of one rank. Everything that all ranks must agree on is agreed before the first step."""
+"""Train: one rank from its start to its end. Everything that all ranks must agree on is agreed before the first step."""
 
 from __future__ import annotations
 
-import math
-import os
 import shutil
-import signal
-import sys
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from threed import __version__, native, validate
 from threed.checkpoint.load import find, load, notes, read_manifest
-from threed.checkpoint.save import folder, save
+from threed.checkpoint.save import folder
 from threed.comm import Comm, ProcessComm, environment_store
-from threed.data.samples import Split, splits
+from threed.data.samples import splits
 from threed.data.tokens import Prepared, prepare
-from threed.engine.diagnose import find_nonfinite
 from threed.engine.engine import Engine
 from threed.engine.loopback import channel_pairs
 from threed.engine.watch import Watch
-from threed.errors import InputError, RunError
-from threed.models.gpt import Batch
+from threed.errors import InputError
+from threed.loop import Loop, Requests
 from threed.monitor.compare import save_config
 from threed.monitor.log import Log
-from threed.monitor.measure import Meter, Step
-from threed.monitor.timeline import picture
-from threed.monitor.traces import TraceWriter
 from threed.planner import make_mesh, make_pipeline, make_plan
-from threed.program.trace import Trace
-from threed.quantity import show_bytes, show_count, show_seconds
 from threed.schema import Config
-from threed.zero.run import Clipped
-
-
-class Requests:
-    """What signals asked for: SIGTERM, SIGINT and SIGHUP save and stop, SIGUSR1 saves and goes on."""
-
-    def __init__(self) -> None:
-        self.stop = self.save = False
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, self._on_stop)
-        signal.signal(signal.SIGUSR1, self._on_save)
-
-    def _on_stop(self, *_: Any) -> None:
-        self.stop = True
-
-    def _on_save(self, *_: Any) -> None:
-        self.save = True
 
 
 def pick_device(config: Config, local_rank: int) -> torch.device:
@@ -153,182 +124,3 @@ def _without_compiler(config: Config, device: torch.device) -> list[str]:
         return []
     return [f"AdamW on the host is torch's, and slower with 16 bits: {native.MISSING}. Install gcc, then threed again "
             "(make -B install, or pip install)"]
-
-
-class Loop:
-    """The steps, and what happens between them."""
-
-    def __init__(self, config: Config, engine: Engine, comm: Comm, data: tuple[Split, Split], watch: Watch,
-                 log: Log | None, requests: Requests):
-        self.config, self.engine, self.comm, self.watch, self.log = config, engine, comm, watch, log
-        table = engine.plan.table
-        self.reads_tokens = comm.here.pp in (table.position(0), table.position(table.last))
-        self.train_split, self.validation_split = data
-        self.requests = requests
-        self.meter = Meter(config, engine.plan, comm)
-        self.traces = TraceWriter(Path(config.run.dir), engine.plan, comm, engine.zero.step_number + 1)
-        self.begin = time.monotonic()
-        self.skipped = 0
-        self.samples = 0  # of the training split, so far
-        self.saved: Path | None = None
-        self.losses: list[float] = []
-        self.last: dict[str, float | None] = {}
-
-    def run(self, manifest: dict[str, Any]) -> None:
-        config, zero = self.config, self.engine.zero
-        self.skipped, self.samples = manifest.get("skipped", 0), manifest.get("samples", 0)
-        saved_at = zero.step_number if manifest else -1
-        while zero.step_number < config.train.steps:
-            stop, save_now = self._step()
-            number = zero.step_number
-            done = number == config.train.steps
-            due = bool(config.checkpoint.every) and number % config.checkpoint.every == 0
-            if (done or stop or save_now or due) and saved_at != number:
-                self._save()
-                saved_at = number
-            if stop and not done:
-                self._say(f"stopped on request after step {number}; train.resume=auto goes on from here")
-                break
-        self._summary()
-
-    def _step(self) -> tuple[bool, bool]:
-        """One step, its metrics, its evaluation. Whether somebody asked to stop, to save."""
-        config, zero = self.config, self.engine.zero
-        started = time.monotonic()
-        lr, index, hopeless = zero.lr, zero.step_number, zero.scaler.exhausted
-        clipped, trace = self.engine.train_step(self._batches(self.train_split, self.samples))
-        number = zero.step_number
-        if not clipped.finite:
-            self._nonfinite(index, clipped, hopeless)
-        self.samples += config.train.global_batch_size
-        with self.watch.phase(f"metrics of step {number}"):
-            step = self.meter.exchange(trace, time.monotonic() - started, self.requests.stop, self.requests.save)
-        self.requests.save = False
-        self._trace(number, trace, step)
-        metrics: dict[str, float | None] = {"train/loss": clipped.loss, "train/lr": lr, "train/grad_norm": clipped.grad_norm,
-                                            "train/skipped_steps": float(self.skipped)}
-        if zero.scaler.dynamic:
-            metrics["train/loss_scale"] = clipped.loss_scale
-        if config.train.eval_every and number % config.train.eval_every == 0:
-            metrics["val/loss"] = self._evaluate()
-        if self.log:
-            metrics |= self.meter.metrics(step, time.monotonic() - self.begin)
-            self.losses.append(clipped.loss)
-            self.last = metrics
-            self.log.step(number, metrics)
-        return step.asked("stop"), step.asked("save")
-
-    def _trace(self, number: int, trace: Trace, step: Step) -> None:
-        """A traced step into this rank's file; a picture of the timeline to wandb."""
-        monitor, mesh, here = self.config.monitor, self.comm.mesh, self.comm.here
-        if trace.name != "train":  # with delayed updates there are a few others
-            return
-        last = number == self.config.train.steps - self.engine.plan.table.delayed or step.asked("stop")
-        if monitor.trace_every and (last or number % monitor.trace_every == 0):
-            if problem := self.traces.write(number, trace, step.costs):
-                print(f"threed: warning: {problem}", file=sys.stderr, flush=True)
-        if monitor.wandb != "disabled" and monitor.timeline_every and number % monitor.timeline_every == 0:
-            with self.watch.phase(f"timeline of step {number}"):
-                traces = self.comm.exchange(trace if here.dp == here.tp == 0 else None)
-            if self.log:
-                row = [traces[mesh.rank(position)] for position in range(mesh.pp)]
-                title = f"{self.config.run.dir}, step {number}, measured on dp 0 tp 0"
-                self.log.picture(number, picture(self.engine.plan.programs["train"], row, title))
-
-    def _batches(self, split: Split, start: int, train: bool = True) -> Callable[[int], Batch]:
-        """Micro-batch -> data, of the global batch that begins at sample `start`. Which sample goes where depends on the
-        sample's global number alone."""
-        config, here, device = self.config, self.comm.here, self.comm.device
-        micro = config.train.micro_batch_size
-
-        def batch(microbatch: int) -> Batch:
-            first = start + (microbatch * config.dp + here.dp) * micro
-            samples = torch.arange(first, first + micro, device=device)
-            tokens = torch.empty(0, dtype=torch.int64)
-            if self.reads_tokens:  # the others see activations only
-                tokens = torch.stack([torch.from_numpy(split.window(i)) for i in range(first, first + micro)]).to(device)
-            return Batch(tokens[..., :-1], tokens[..., 1:], samples, config.train.seed, config.tokens_per_step, train)
-
-        return batch
-
-    def _evaluate(self) -> float:
-        """Mean loss of the validation split's first `train.eval_batches` global batches."""
-        size = self.config.train.global_batch_size
-        losses = [self.engine.run("evaluate", self._batches(self.validation_split, index * size, train=False))[0].loss
-                  for index in range(self.config.train.eval_batches)]
-        loss = sum(losses) / len(losses)
-        if not math.isfinite(loss) and self.config.train.on_nonfinite == "stop":
-            raise RunError(f"val/loss after step {self.engine.zero.step_number} is {loss}: the last update has broken the "
-                           "weights. Lower optimizer.lr and resume from a checkpoint before it")
-        return loss
-
-    def _nonfinite(self, index: int, clipped: Clipped, hopeless: bool) -> None:
-        """A step that changed no weight. `hopeless`: a smaller loss scale could not have helped."""
-        self.skipped += 1
-        if math.isfinite(clipped.loss) and not hopeless:  # how a dynamic loss scale finds its level
-            self._say(f"step {index + 1}: gradients overflowed at loss scale {clipped.loss_scale:.10g}: the step is skipped, "
-                      f"{self.skipped} so far; the scale is now {self.engine.zero.scaler.scale:.10g}")
-            return
-        what = f"step {index + 1}: not finite (loss {clipped.loss}, gradient norm {clipped.grad_norm})"
-        if self.config.train.on_nonfinite == "skip":
-            self._say(f"{what}: the step is skipped, {self.skipped} so far")
-            return
-        # The learning rate's clock does not matter: the repeated step updates nothing either.
-        where = find_nonfinite(self.engine, self._batches(self.train_split, self.samples))
-        scale = "precision.min_loss_scale" if self.engine.zero.scaler.dynamic else "precision.loss_scale"
-        high = scale if math.isfinite(clipped.loss) and clipped.loss_scale > 1 else "optimizer.lr"
-        raise RunError(f"{what}; {where}. No weight has changed for it. Lower {high}, or set "
-                       "train.on_nonfinite=skip to leave such steps out")
-
-    def _save(self) -> None:
-        begin = time.monotonic()
-        with self.watch.phase("save a checkpoint", waits=False):
-            counters = {"samples": self.samples,
-                        "skipped": self.skipped, "wandb_id": self.log.run_id if self.log else None}
-            path, problem = save(self.engine.zero, self.engine.plan.digest, counters)
-        if problem:
-            self._say(f"warning: no checkpoint was saved: {problem}. Older checkpoints stand; the run goes on")
-        else:
-            self.saved = path
-            self._say(f"saved {path} in {show_seconds(time.monotonic() - begin)}")
-
-    def _summary(self) -> None:
-        if not self.log:
-            return
-        log, recent = self.log, self.losses[-10:]
-        if recent:
-            last, start = {name: value or 0.0 for name, value in self.last.items()}, self.losses[0]
-            log.say(
-                f"\nloss       {start:.4f} -> {sum(recent) / len(recent):.4f} (mean of the last {len(recent)} steps)\n"
-                f"speed      {show_count(last['perf/tokens_per_s'])} tokens/s, {show_seconds(last['perf/step_s'])} a step\n"
-                f"bubble     {last['pipeline/bubble_measured']:.1%} measured, "
-                f"{last['pipeline/bubble_predicted']:.1%} predicted\n"
-                f"memory     {show_bytes(last['memory/peak_bytes'])} at the peak of the largest rank")
-        else:
-            log.say(f"nothing to do: {self.engine.zero.step_number} steps are done, and train.steps={self.config.train.steps}")
-        saved = self.saved or find(self.config) or "none was saved"
-        log.say(f"checkpoint {saved}\nmetrics    {log.path}\nwandb      {log.wandb_dir or 'off'}")
-
-    def _say(self, text: str) -> None:
-        if self.log:
-            self.log.say(text)
-
-
-def rank_of_environment() -> tuple[int, int, int] | None:
-    """(rank, local rank, world size) where torchrun or Slurm started this process, else None."""
-    env = os.environ
-    if "RANK" in env and "WORLD_SIZE" in env:
-        try:
-            return int(env["RANK"]), int(env.get("LOCAL_RANK", "0")), int(env["WORLD_SIZE"])
-        except ValueError:
-            raise InputError(f"RANK={env['RANK']}, LOCAL_RANK={env.get('LOCAL_RANK')} and WORLD_SIZE={env['WORLD_SIZE']} in the "
-                             "environment must be numbers; unset them to start all ranks here") from None
-    if "SLURM_STEP_ID" in env and int(env.get("SLURM_NTASKS", "1")) > 1:
-        if "MASTER_ADDR" not in env:
-            raise InputError("under srun with several tasks MASTER_ADDR must name the first node; launch/slurm.sbatch does so")
-        rank, world = int(env["SLURM_PROCID"]), int(env["SLURM_NTASKS"])
-        env.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_PORT=env.get("MASTER_PORT", "29500"))
-        return rank, int(env["SLURM_LOCALID"]), world
-    return None
-
-

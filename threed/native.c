@@ -1,5 +1,7 @@
-/* AdamW over flat host memory in one pass: 16-bit gradients are read, clipped and used, and a 16-bit copy of the weights
- * written, while what they meet is in the cache. native.py loads it.
+/* Two loops over host memory; native.py loads them.
+ *
+ * AdamW in one pass: 16-bit gradients are read, clipped and used, and a 16-bit copy of the weights written, while what they meet
+ * is in the cache. And the checksum of a checkpoint's tensors (checkpoint/proof.py).
  *
  * Compiled without contraction of a * b + c: every processor, compiler and number of threads gives the same bits. */
 
@@ -121,7 +123,7 @@ static void step(struct range r, int64_t begin, int64_t end, struct numbers s)
 
 int threed_version(void)
 {
-    return 1; /* VERSION in native.py, raised with it */
+    return 2; /* VERSION in native.py, raised with it */
 }
 
 void threed_adamw(const struct range *range, int64_t numel, int threads, const struct numbers *numbers)
@@ -132,4 +134,31 @@ void threed_adamw(const struct range *range, int64_t numel, int threads, const s
 #pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1)
     for (int64_t piece = 0; piece < pieces; piece++)
         step(*range, piece * PIECE, piece + 1 < pieces ? (piece + 1) * PIECE : numel, *numbers);
+}
+
+/* splitmix64's finalizer, as data/samples.mix. Odd, so that no single wrong element leaves a sum as it was. */
+static inline uint64_t weight_of(uint64_t index)
+{
+    uint64_t z = index + 0x9E3779B97F4A7C15;
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB;
+    return (z ^ (z >> 31)) | 1;
+}
+
+FOR_EACH_PROCESSOR
+static uint64_t sum_row(const uint32_t *bits, int64_t columns, uint64_t first)
+{
+    uint64_t sum = 0;
+    for (int64_t i = 0; i < columns; i++)
+        sum += (bits[i] + (uint64_t)1) * weight_of(first + i);
+    return sum;
+}
+
+/* Of rows x columns elements, one row after the other in memory, of which element (r, c) has index first + r * stride + c. */
+uint64_t threed_sum(const uint32_t *bits, int64_t rows, int64_t columns, uint64_t first, uint64_t stride)
+{
+    uint64_t sum = 0;
+    for (int64_t row = 0; row < rows; row++)
+        sum += sum_row(bits + row * columns, columns, first + row * stride);
+    return sum;
 }

@@ -1,4 +1,5 @@
-"""AdamW over flat host memory in one pass: native.c, which is compiled when threed is installed, if there is a C compiler."""
+"""Two loops over host memory, AdamW and a checksum: native.c, which is compiled when threed is installed, if there is a C
+compiler."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any
 
-VERSION = 1  # of native.c's arguments and arithmetic: a rank with an older one would drift from the others
+VERSION = 2  # of native.c's arguments and arithmetic: a rank with an older one would drift from the others
 KINDS = {"": 0, "float32": 1, "bfloat16": 2, "float16": 3}  # enum kind
 
 
@@ -24,21 +25,23 @@ class Range(ctypes.Structure):
                 ("grad_kind", ctypes.c_int), ("copy_kind", ctypes.c_int)]
 
 
-def _load() -> tuple[Callable[..., Any] | None, str]:
-    """The function, or None and why there is none."""
+def _load() -> tuple[Callable[..., Any] | None, Callable[..., Any] | None, str]:
+    """AdamW and the checksum, or None for both and why there is none."""
     spec = importlib.util.find_spec("threed._native")
     if spec is None or spec.origin is None:
-        return None, "threed was installed where there was no C compiler with OpenMP"
+        return None, None, "threed was installed where there was no C compiler with OpenMP"
     try:
         library = ctypes.CDLL(spec.origin)
         if library.threed_version() != VERSION:
-            return None, f"{spec.origin} is of another version of threed"
-        function = library.threed_adamw
+            return None, None, f"{spec.origin} is of another version of threed"
+        adamw, checksum = library.threed_adamw, library.threed_sum
     except (OSError, AttributeError) as error:
-        return None, str(error)
-    function.argtypes = [ctypes.POINTER(Range), ctypes.c_int64, ctypes.c_int, ctypes.POINTER(Numbers)]
-    function.restype = None
-    return function, ""
+        return None, None, str(error)
+    adamw.argtypes = [ctypes.POINTER(Range), ctypes.c_int64, ctypes.c_int, ctypes.POINTER(Numbers)]
+    adamw.restype = None
+    checksum.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint64, ctypes.c_uint64]
+    checksum.restype = ctypes.c_uint64
+    return adamw, checksum, ""
 
 
-ADAMW, MISSING = _load()
+ADAMW, SUM, MISSING = _load()

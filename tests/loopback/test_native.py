@@ -131,11 +131,11 @@ def test_why_there_is_none(monkeypatch, tmp_path: Path):
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
         return native._load()
 
-    assert found(None) == (None, "threed was installed where there was no C compiler with OpenMP")
+    assert found(None) == (None, None, "threed was installed where there was no C compiler with OpenMP")
     (tmp_path / "text.so").write_text("no library")
-    function, why = found(tmp_path / "text.so")
-    assert function is None and why == f"{tmp_path / 'text.so'}: file too short"
+    *functions, why = found(tmp_path / "text.so")
+    assert functions == [None, None] and why == f"{tmp_path / 'text.so'}: file too short"
     monkeypatch.undo()
     monkeypatch.setattr(native, "VERSION", native.VERSION + 1)
-    function, why = native._load()
-    assert function is None and "is of another version of threed" in why
+    *functions, why = native._load()
+    assert functions == [None, None] and "is of another version of threed" in why

@@ -19,6 +19,7 @@ class Box:
     name: str  # global parameter name
     offset: tuple[int, ...]  # in the whole parameter
     shape: tuple[int, ...]
+    whole: tuple[int, ...]  # shape of the whole parameter
     start: int  # in the unit's buffer
     replicated: bool  # over tp
 
@@ -60,7 +61,7 @@ def boxes(layout: Layout, tp_rank: int, start: int, stop: int) -> list[Box]:
         begin = 0 if cut is None else parameter.tile * (parameter.shape[cut] // parameter.tiles) + tp_rank * placed.shape[cut]
         for offset, shape in rectangles(placed.shape, low - placed.start, high - placed.start):
             moved = tuple(at + (begin if dim == cut else 0) for dim, at in enumerate(offset))
-            found.append(Box(parameter.name, moved, shape, flat, cut is None))
+            found.append(Box(parameter.name, moved, shape, parameter.shape, flat, cut is None))
             flat += math.prod(shape)
     return found
 

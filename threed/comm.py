@@ -17,8 +17,9 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -200,6 +201,15 @@ class Comm(ABC):
     def exchange(self, value: Any) -> list[Any]:
         """Every rank's value, by rank (plain Python values, over the host). Also a barrier."""
 
+    def gather(self, value: Any) -> list[Any] | None:
+        """Every rank's value, by rank, on rank 0; None on the others."""
+        values = self.exchange(value)
+        return values if self.rank == 0 else None
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value. What the others pass is not looked at."""
+        return self.exchange(value if self.rank == 0 else None)[0]
+
     def lane(self, name: str) -> Lane:
         """A queue of work beside the computation. With nobody to talk to over dp, that lane runs its jobs at once."""
         if name not in self._lanes:
@@ -380,10 +390,28 @@ class ProcessComm(Comm):
 
     def exchange(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.mesh.size
-        self.waiting_since = time.monotonic()
-        dist.all_gather_object(values, value)
-        self.waiting_since = None
+        with self._talking():
+            dist.all_gather_object(values, value)
         return values
+
+    def gather(self, value: Any) -> list[Any] | None:
+        values: list[Any] | None = [None] * self.mesh.size if self.rank == 0 else None
+        with self._talking():
+            dist.gather_object(value, values)
+        return values
+
+    def broadcast(self, value: Any) -> Any:
+        values = [value if self.rank == 0 else None]
+        with self._talking():
+            dist.broadcast_object_list(values)
+        return values[0]
+
+    @contextmanager
+    def _talking(self) -> Iterator[None]:
+        """The watch sees that this rank waits for all others. (After a failure it goes on waiting, for the one who failed.)"""
+        self.waiting_since = time.monotonic()
+        yield
+        self.waiting_since = None
 
     def close(self) -> None:
         super().close()

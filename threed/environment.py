@@ -23,3 +23,13 @@ def rank_of_environment() -> tuple[int, int, int] | None:
         env.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_PORT=env.get("MASTER_PORT", "29500"))
         return rank, int(env["SLURM_LOCALID"]), world
     return None
+
+
+def restarted() -> bool:
+    """Whether this start of the run follows a failed one by itself: the launcher, torchrun or Slurm says so."""
+    return any(_number(name) > 0 for name in ("THREED_RESTARTS", "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+
+
+def _number(name: str) -> int:
+    text = os.environ.get(name, "0")
+    return int(text) if text.isdecimal() else 0

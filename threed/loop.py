@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from threed.checkpoint.load import find
-from threed.checkpoint.save import save
-from threed.comm import Comm
+from threed.checkpoint.load import Resumed
+from threed.checkpoints import Checkpoints
 from threed.data.samples import Split
 from threed.engine.diagnose import find_nonfinite
 from threed.engine.engine import Engine
@@ -50,8 +49,9 @@ class Requests:
 class Loop:
     """The steps, and what happens between them."""
 
-    def __init__(self, config: Config, engine: Engine, comm: Comm, data: tuple[Split, Split], watch: Watch,
-                 log: Log | None, requests: Requests):
+    def __init__(self, config: Config, engine: Engine, data: tuple[Split, Split], watch: Watch,
+                 log: Log | None, requests: Requests, resumed: Resumed):
+        comm = engine.comm
         self.config, self.engine, self.comm, self.watch, self.log = config, engine, comm, watch, log
         table = engine.plan.table
         self.reads_tokens = comm.here.pp in (table.position(0), table.position(table.last))
@@ -60,28 +60,35 @@ class Loop:
         self.meter = Meter(config, engine.plan, comm)
         self.traces = TraceWriter(Path(config.run.dir), engine.plan, comm, engine.zero.step_number + 1)
         self.begin = time.monotonic()
-        self.skipped = 0
-        self.samples = 0  # of the training split, so far
-        self.saved: Path | None = None
+        self.checkpoints = Checkpoints(config, engine, watch, log, resumed)
+        self.skipped: int = resumed.manifest.get("skipped", 0)
+        self.barren = 0  # steps in a row that were not finite, up to now
+        self.samples: int = resumed.manifest.get("samples", 0)  # of the training split, so far
         self.losses: list[float] = []
         self.last: dict[str, float | None] = {}
 
-    def run(self, manifest: dict[str, Any]) -> None:
+    def run(self) -> None:
         config, zero = self.config, self.engine.zero
-        self.skipped, self.samples = manifest.get("skipped", 0), manifest.get("samples", 0)
-        saved_at = zero.step_number if manifest else -1
-        while zero.step_number < config.train.steps:
+        last, saved = config.train.steps, zero.step_number if self.checkpoints.newest else -1
+        while zero.step_number < last:
             stop, save_now = self._step()
             number = zero.step_number
-            done = number == config.train.steps
             due = bool(config.checkpoint.every) and number % config.checkpoint.every == 0
-            if (done or stop or save_now or due) and saved_at != number:
-                self._save()
-                saved_at = number
-            if stop and not done:
-                self._say(f"stopped on request after step {number}; train.resume=auto goes on from here")
+            if stop or number == last:
                 break
+            if (save_now or due) and self._worth_saving():
+                self.checkpoints.save(self._counters())
+        if zero.step_number > saved:
+            self.checkpoints.save_last(self._counters())
+        if zero.step_number < last:
+            self._say(f"stopped on request after step {zero.step_number}; train.resume=auto goes on from here")
         self._summary()
+
+    def _worth_saving(self) -> bool:
+        """Not while steps are left out: it would push a checkpoint out of those that are kept, and have the same weights."""
+        if self.barren:
+            self._say(f"no checkpoint of step {self.engine.zero.step_number}: {self.barren} steps in a row were not finite")
+        return not self.barren
 
     def _step(self) -> tuple[bool, bool]:
         """One step, its metrics, its evaluation. Whether somebody asked to stop, to save."""
@@ -90,12 +97,15 @@ class Loop:
         lr, index, hopeless = zero.lr, zero.step_number, zero.scaler.exhausted
         clipped, trace = self.engine.train_step(self._batches(self.train_split, self.samples))
         number = zero.step_number
-        if not clipped.finite:
+        if clipped.finite:
+            self.barren = 0
+        else:
             self._nonfinite(index, clipped, hopeless)
         self.samples += config.train.global_batch_size
+        asked, self.requests.save = (self.requests.stop, self.requests.save), False
         with self.watch.phase(f"metrics of step {number}"):
-            step = self.meter.exchange(trace, time.monotonic() - started, self.requests.stop, self.requests.save)
-        self.requests.save = False
+            step = self.meter.exchange(trace, time.monotonic() - started, asked, self.checkpoints.status)
+        self.checkpoints.after_step([row["saving"] for row in step.rows], trace)
         self._trace(number, trace, step)
         metrics: dict[str, float | None] = {"train/loss": clipped.loss, "train/lr": lr, "train/grad_norm": clipped.grad_norm,
                                             "train/skipped_steps": float(self.skipped)}
@@ -104,7 +114,7 @@ class Loop:
         if config.train.eval_every and number % config.train.eval_every == 0:
             metrics["val/loss"] = self._evaluate()
         if self.log:
-            metrics |= self.meter.metrics(step, time.monotonic() - self.begin)
+            metrics |= self.meter.metrics(step, time.monotonic() - self.begin) | self.checkpoints.metrics()
             self.losses.append(clipped.loss)
             self.last = metrics
             self.log.step(number, metrics)
@@ -163,7 +173,11 @@ class Loop:
             return
         what = f"step {index + 1}: not finite (loss {clipped.loss}, gradient norm {clipped.grad_norm})"
         if self.config.train.on_nonfinite == "skip":
+            self.barren += 1
             self._say(f"{what}: the step is skipped, {self.skipped} so far")
+            if self.barren >= self.config.train.max_skipped > 0:
+                raise RunError(f"{what}: {self.barren} steps in a row were left out (train.max_skipped): the run "
+                               "learns nothing any more. Lower optimizer.lr, and go on from a checkpoint before them")
             return
         # The learning rate's clock does not matter: the repeated step updates nothing either.
         where = find_nonfinite(self.engine, self._batches(self.train_split, self.samples))
@@ -172,17 +186,9 @@ class Loop:
         raise RunError(f"{what}; {where}. No weight has changed for it. Lower {high}, or set "
                        "train.on_nonfinite=skip to leave such steps out")
 
-    def _save(self) -> None:
-        begin = time.monotonic()
-        with self.watch.phase("save a checkpoint", waits=False):
-            counters = {"samples": self.samples,
-                        "skipped": self.skipped, "wandb_id": self.log.run_id if self.log else None}
-            path, problem = save(self.engine.zero, self.engine.plan.digest, counters)
-        if problem:
-            self._say(f"warning: no checkpoint was saved: {problem}. Older checkpoints stand; the run goes on")
-        else:
-            self.saved = path
-            self._say(f"saved {path} in {show_seconds(time.monotonic() - begin)}")
+    def _counters(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the loop."""
+        return {"samples": self.samples, "skipped": self.skipped, "wandb_id": self.log.run_id if self.log else None}
 
     def _summary(self) -> None:
         if not self.log:
@@ -198,7 +204,7 @@ class Loop:
                 f"memory     {show_bytes(last['memory/peak_bytes'])} at the peak of the largest rank")
         else:
             log.say(f"nothing to do: {self.engine.zero.step_number} steps are done, and train.steps={self.config.train.steps}")
-        saved = self.saved or find(self.config) or "none was saved"
+        saved = self.checkpoints.newest or "none was saved"
         log.say(f"checkpoint {saved}\nmetrics    {log.path}\nwandb      {log.wandb_dir or 'off'}")
 
     def _say(self, text: str) -> None:

@@ -30,7 +30,7 @@ from threed.predict.simulate import cost_of
 from threed.program.check import check
 from threed.program.instruction import Instruction, Op
 from threed.program.summary import stages
-from threed.program.table import ComputeUnit, ParameterUnit, Plan, Table, ring
+from threed.program.table import SNAPSHOT, WAITING, ComputeUnit, ParameterUnit, Plan, Table, ring
 from threed.quantity import parse_bytes, show_bytes
 from threed.schema import Config
 from threed.validate import PIECES, parse_limit, stage_runs
@@ -130,6 +130,10 @@ def _programs(config: Config, pipeline: Pipeline, table: Table) -> Plan:
     if config.train.eval_every:
         forward = expand(forward_only(pipeline.place, config.num_microbatches), table, keep="none")
         programs["evaluate"] = offload.parameters(zero.evaluate(communicate(forward, table), table), table)
+    if table.snapshots:
+        programs[SNAPSHOT] = offload.snapshot(table, waiting=False)
+    if table.snapshots and table.delayed:
+        programs[WAITING] = offload.snapshot(table, waiting=True)
     return Plan(table, {name: [tuple(program) for program in each] for name, each in programs.items()})
 
 
@@ -264,7 +268,13 @@ def make_table(config: Config, place: tuple[int, ...]) -> Table:
                  master=precision.dtype != "fp32" and precision.master == "fp32",
                  partition=config.activation.partition and parallel.tp > 1 and not parallel.sequence_parallel,
                  offload_kept=config.activation.offload == "cpu", contiguous=config.activation.contiguous,
-                 delayed=config.offload.delayed_update)
+                 delayed=config.offload.delayed_update, snapshots=_snapshots(config))
+
+
+def _snapshots(config: Config) -> bool:
+    """Whether checkpoints are written from a copy on the host. State that lives on disk has no room there."""
+    on_disk = "nvme" in (config.offload.optimizer, config.offload.parameters)
+    return config.checkpoint.background and config.checkpoint.every > 0 and not on_disk
 
 
 def _send_home(config: Config, parameters: dict[int, ParameterUnit]) -> None:

@@ -149,12 +149,14 @@ class TrainConfig:
     eval_batches: int = 1  # global batches an evaluation
     resume: str = "auto"  # auto: the newest complete checkpoint in run.dir | never | a checkpoint's folder
     on_nonfinite: str = "stop"  # stop: the run ends and says where | skip: the step is skipped and counted
+    max_skipped: int = 10  # steps in a row that skip leaves out before the run ends; 0: no limit
 
 
 @dataclass
 class CheckpointConfig:
     every: int = 0  # steps; 0: only at the end
     keep: int = 2  # the newest ones kept; 0: all
+    background: bool = True  # written from a copy on the host while the run goes on; false: the run waits
 
 
 @dataclass

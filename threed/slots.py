@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from threed.comm import Handle
@@ -44,9 +45,10 @@ class Slots:
     def alive(self) -> list[Slot]:
         return sorted(self._values)
 
-    def clear(self) -> None:
-        self._values.clear()
-        self._pending.clear()
+    def keep(self, seam: Iterable[Slot]) -> None:
+        """Forget everything but these slots, which are alive between two programs."""
+        self._values = dict.fromkeys(seam, True)
+        self._pending = {slot: handle for slot, handle in self._pending.items() if slot in self._values}
         self.waiting = None
 
     def __contains__(self, slot: Slot) -> bool:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from threed import __version__, native, validate
-from threed.checkpoint.load import find, load, notes, read_manifest
-from threed.checkpoint.save import folder
+from threed.checkpoint.choose import begin_lineage
+from threed.checkpoint.load import resume
+from threed.checkpoint.save import tidy
 from threed.comm import Comm, ProcessComm, environment_store
 from threed.data.samples import splits
 from threed.data.tokens import Prepared, prepare
@@ -66,24 +66,24 @@ def train(config: Config, rank: int, local_rank: int, requests: Requests, connec
                 prepared = comm.exchange(made)[0]
         assert prepared is not None
         data = splits(prepared.prefix, config.model.seq_len, config.train.seed, config.data.validation_fraction)
-        path = find(config)
-        manifest = read_manifest(path, config) if path else None
         engine = Engine(config, plan, comm)
         watch.engine = engine
         if rank == 0:
-            log = Log(config, manifest.get("wandb_id") if manifest else None)  # takes the folder for this run
-            for aside in folder(config).glob("step-*.tmp"):
-                shutil.rmtree(aside, ignore_errors=True)
+            log = Log(config)  # takes the folder for this run
+            tidy(config)
             for line in [*validate.warnings(config), *_without_compiler(config, device), *save_config(config)]:
                 log.say(f"warning: {line}")
             log.say(f"{mesh.draw()}\n{len(plan)} instructions, plan {plan.digest}, {device.type}")
-        if path and manifest:
-            load(path, manifest, engine.zero)
-            if log:
-                for line in notes(path, manifest, config):
-                    log.say(f"note: {line}")
-                log.say(f"resumed from {path} after step {engine.zero.step_number}")
-        Loop(config, engine, comm, data, watch, log, requests).run(manifest or {})
+        with watch.phase("load a checkpoint", waits=False):
+            resumed = resume(config, engine.zero)
+        if log:
+            begin_lineage(config, resumed.path, resumed.lineage)
+            log.start(resumed.manifest.get("wandb_id"))
+            for line in resumed.notes:
+                log.say(f"note: {line}")
+            if resumed.path:
+                log.say(f"resumed from {resumed.path} after step {engine.zero.step_number}")
+        Loop(config, engine, data, watch, log, requests, resumed).run()
     finally:
         if watch.engine is not None:
             watch.engine.close()

@@ -72,7 +72,7 @@ def test_resumed_to_the_bit(name, start, tmp_path):
     again = start("run", f"train.steps={STEPS}", *RUNS[name])
     assert f"after step {STOP}" in again.output and rows(tmp_path / "run") == rows(tmp_path / "unbroken")
     wanted, found = (manifest(tmp_path / which, STEPS) for which in ("unbroken", "run"))
-    for key in ("step", "updates", "samples", "skipped", "loss_scaler", "crc32"):  # crc32: weights and moments, to the bit
+    for key in ("step", "updates", "samples", "skipped", "loss_scaler", "parameters"):  # weights and moments, to the bit
         assert found[key] == wanted[key], key
     at_stop = manifest(tmp_path / "run", STOP)
     assert at_stop["samples"] == 8 * STOP and found["updates"] == STEPS - found["skipped"]
@@ -100,7 +100,7 @@ def test_delayed_updates_are_resumed_to_the_bit(name, start, tmp_path):
         start(f"run-{step}", f"train.steps={STEPS}", *DELAYED_RUNS[name], f"train.resume={before}")
         assert rows(tmp_path / f"run-{step}") == rows(tmp_path / "unbroken")[step:]
         found = manifest(tmp_path / f"run-{step}", STEPS)
-        for key in ("updates", "skipped", "loss_scaler", "waiting", "crc32"):
+        for key in ("updates", "skipped", "loss_scaler", "waiting", "parameters"):
             assert found[key] == wanted[key], (step, key)
 
 

@@ -54,7 +54,7 @@ def test_step_time_is_the_predicted_one(schedule):
         steps = []
         for step in range(6):
             _, trace = engine.train_step(batches(config, comm, step))
-            steps.append(meter.exchange(trace, trace.total_s, False, False))
+            steps.append(meter.exchange(trace, trace.total_s, (False, False), 0.0))
         return steps
 
     steps = run_loopback(config, plan, make_mesh(config), work)[0]

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.harness import FP32, SIXTEEN, Ranks, assert_parity, batches, collect, loopback, tiny
-from threed.checkpoint.load import load, read_manifest
-from threed.checkpoint.save import save
+from threed.checkpoint.load import resume
+from threed.checkpoint.save import Saver
 from threed.comm import Comm
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
@@ -124,6 +125,10 @@ def test_no_more_than_tiles_is_gathered():
 # ---------------------------------------------------------------- checkpoints
 
 
+def from_checkpoint(config: Config, path: Path) -> Config:
+    return replace(config, train=replace(config.train, resume=str(path)))
+
+
 def go_on(config: Config, steps: int, path: Path | None = None) -> tuple[Ranks, Path]:
     """Some steps from a checkpoint on (or from the start), and a checkpoint."""
     plan = make_plan(config)
@@ -132,15 +137,17 @@ def go_on(config: Config, steps: int, path: Path | None = None) -> tuple[Ranks, 
     def work(comm: Comm):
         engine = Engine(config, plan, comm)
         if path is not None:
-            load(path, read_manifest(path, config), engine.zero)
+            resume(from_checkpoint(config, path), engine.zero)
         first = engine.zero.step_number
         done = [engine.train_step(batches(config, comm, first + step))[0] for step in range(steps)]
-        saved, problem = save(engine.zero, plan.digest, {"samples": 0, "skipped": 0, "wandb_id": None})
-        assert problem is None
+        saver = Saver(engine, "test-0", lambda: None)
+        saver.begin({"samples": 0, "skipped": 0, "wandb_id": None})
+        outcome = saver.drain()
+        assert outcome is not None and outcome.problem is None
         state = {unit: torch.clone(each.weights) for unit, each in engine.states.items()}
         places = {unit: (each.owned, each.layout) for unit, each in engine.states.items()}
         moments = {unit: torch.clone(each.moments.exp_avg) for unit, each in engine.states.items()}
-        return [c.loss for c in done], [c.grad_norm for c in done], moments, state, places, comm.here, {}, saved
+        return [c.loss for c in done], [c.grad_norm for c in done], moments, state, places, comm.here, {}, outcome.path
 
     results = run_loopback(config, plan, make_mesh(config), work)
     return collect(config, results), results[0][-1]

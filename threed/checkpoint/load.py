@@ -1,167 +1,160 @@
-"""Load: find the newest complete checkpoint, see that it fits, and read the boxes that this rank needs.
+"""Load: all ranks take the checkpoint that rank 0 has chosen, read the boxes that they need, and prove what they have.
 
-Nothing in a checkpoint is run: a manifest is JSON, tensors are safetensors. Any mesh can read what any mesh wrote.
+    rank 0      choose: the newest that is whole and of this run's lineage          choose.py     
+    all ranks   see the same manifest, by its checksum                              `_confirm`
+    all ranks   read                                                                read.py 
+    all ranks   checksums of whole tensors, from what lies in memory now            `_prove`
+
+Where one of that fails on any rank, all ranks take the checkpoint before it, if `train.resume` leaves the choice. Nothing in a
+checkpoint is run: a manifest is JSON, tensors are safetensors. Any mesh can read what any mesh wrote.
 """
 
 from __future__ import annotations
 
-import json
-import math
+import socket
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 
-from threed.checkpoint.boxes import Box, boxes, overlap
-from threed.checkpoint.save import FORMAT, checksum, folder, kept
-from threed.errors import InputError
+from threed.checkpoint.boxes import boxes
+from threed.checkpoint.choose import candidates, is_free, new_lineage, notes, read_manifest
+from threed.checkpoint.format import Unusable, unseal
+from threed.checkpoint.proof import MASK, checksum
+from threed.checkpoint.read import Reader
+from threed.comm import Comm
+from threed.errors import InputError, RunError
 from threed.schema import Config
 from threed.zero.run import Clipped, ZeroRun
 
-_OTHER = "resume from another one with train.resume=PATH"
+PATIENCE_S = 30.0  # how long a network file system may take to show what another host has written
 
 
-def find(config: Config) -> Path | None:
-    """The checkpoint to resume from, by `train.resume`: None to start afresh."""
-    if config.train.resume == "never":
-        return None
-    if config.train.resume != "auto":
-        path = Path(config.train.resume)
-        if not (path / "manifest.json").is_file():
-            raise InputError(f"train.resume={path}: there is no complete checkpoint here (no manifest.json); give a folder "
-                             "such as runs/NAME/checkpoints/step-00000100, or auto")
-        return path
-    path = folder(config) / _latest(config)
-    if (path / "manifest.json").is_file():
-        return path
-    complete = sorted(path.parent for path in folder(config).glob("step-*/manifest.json") if path.parent.suffix != ".tmp")
-    return complete[-1] if complete else None
+class Resumed(NamedTuple):
+    """From where a run goes on, the same on all ranks."""
+
+    path: Path | None  # None: from the start
+    manifest: dict[str, Any]
+    lineage: str
+    notes: list[str]  # what one should know of it
 
 
-def _latest(config: Config) -> str:
-    """The name in the file `latest`; 'none' where it cannot be read."""
+def resume(config: Config, zero: ZeroRun) -> Resumed:
+    """Bring this rank to where `train.resume` says. All ranks call it together, and all of them resume from the same checkpoint.
+
+    InputError where the named checkpoint cannot be used, or none of those that are there.
+    """
+    comm, said = zero.comm, []
+    free = comm.broadcast(is_free(config))  # whether an older checkpoint will do
+    chosen = [(str(path), lineage) for path, lineage in candidates(config)] if comm.rank == 0 else None
+    for name, lineage in comm.broadcast(chosen):
+        path = Path(name)
+        manifest, problem = _read_on_first(path, config, comm)
+        if problem is None:
+            problem = _load(path, manifest, zero)
+        if problem is None:
+            return Resumed(path, manifest, lineage, said + notes(path, manifest, config))
+        if not free:
+            raise InputError(f"checkpoint {path} {problem}; resume from another one with train.resume=PATH")
+        said.append(f"checkpoint {path} {problem}: going on from the one before it")
+    if said:
+        raise InputError("none of the checkpoints can be used:\n  " + "\n  ".join(said) + "\nrepair one, name one with "
+                         "train.resume=PATH, or begin anew in another run.dir, or here with train.resume=never")
+    return Resumed(None, {}, comm.broadcast(new_lineage(config)), said)
+
+
+def _read_on_first(path: Path, config: Config, comm: Comm) -> tuple[dict[str, Any], str | None]:
+    """The manifest on all ranks, which rank 0 has read first; or why it cannot be used."""
+    checksum_, problem, manifest = "", None, {}
+    if comm.rank == 0:
+        try:
+            manifest = read_manifest(path, config)
+            checksum_ = manifest["checksum"]
+        except Unusable as error:
+            problem = error.what
+    checksum_, problem = comm.broadcast((checksum_, problem))
+    if problem is None and comm.rank != 0:
+        manifest, problem = _confirm(path, checksum_)
+    blind = [each for each in comm.exchange(problem) if each is not None]
+    if blind and checksum_:  # an older checkpoint would not help: the ranks do not share their folder
+        raise RunError(blind[0])
+    return manifest, problem
+
+
+def _confirm(path: Path, checksum_: str) -> tuple[dict[str, Any], str | None]:
+    """The manifest as this rank sees it, if it is the one that rank 0 sees."""
+    until = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            manifest = unseal(path)
+            if manifest["checksum"] == checksum_:
+                return manifest, None
+            seen = "another manifest.json there"
+        except InputError as error:
+            seen = str(error)
+        if time.monotonic() > until:
+            return {}, (f"{socket.gethostname()} does not see {path} as rank 0 does ({seen}): run.dir must be on a file system "
+                        "that all hosts share")
+        time.sleep(0.5)
+
+
+def _load(path: Path, manifest: dict[str, Any], zero: ZeroRun) -> str | None:
+    """Read, and prove it. The first problem of any rank, the same on all ranks."""
+    comm, problem = zero.comm, None
+    zero.waiting = Clipped(**manifest["waiting"]) if manifest["waiting"] else None
+    reader = Reader(path, manifest)
     try:
-        return (folder(config) / "latest").read_text().strip() or "none"
-    except (OSError, UnicodeDecodeError):
-        return "none"
+        for state in zero.states.values():
+            for box in boxes(state.layout, comm.here.tp, *state.owned):
+                where = slice(box.start - state.owned[0], box.stop - state.owned[0])
+                for kind, whole in state.kept(zero.waiting is not None).items():
+                    reader.read(kind, box, whole[where].view(box.shape))
+            state.publish()
+    except Unusable as error:
+        problem = error.what
+    finally:
+        reader.close()
+    problem = next((each for each in comm.exchange(problem) if each is not None), None)
+    if problem is None:
+        problem = next((each for each in comm.exchange(_prove(manifest, zero)) if each is not None), None)
+    zero.step_number, zero.updates = manifest["step"], manifest["updates"]
+    zero.scaler.restore(manifest["loss_scaler"])
+    return problem
 
 
-def notes(path: Path, manifest: dict[str, Any], config: Config) -> list[str]:
-    """What a resumed run does otherwise than the one that saved, or than one would think."""
-    lines = []
-    latest = _latest(config)
-    if config.train.resume == "auto" and latest not in ("none", path.name):
-        lines.append(f"the newest checkpoint, {latest}, is not there whole: going on from {path.name}")
-    mine, theirs = config.to_dict(), manifest["config"]
-    for key in ("train.seed", "train.global_batch_size", "data.source", "data.tokenizer", "data.append_eod",
-                "data.validation_fraction", "optimizer.name", "precision.dtype"):
-        section, name = key.split(".")
-        before = theirs.get(section, {}).get(name)
-        if before != mine[section][name]:
-            lines.append(f"{key} was {before} in {path.name} and is {mine[section][name]} from here on")
-    return lines
-
-
-def read_manifest(path: Path, config: Config) -> dict[str, Any]:
-    """The manifest, once all files are there whole and the model is the config's."""
-    try:
-        manifest = json.loads((path / "manifest.json").read_text())
-        files, model = dict(manifest["files"]), dict(manifest["config"]["model"])
-        counters = [manifest[key] for key in ("step", "updates", "samples", "skipped")]
-        scaler = manifest.get("loss_scaler") or {"scale": 1, "good": 0, "left": 0}
-        counters += [int(scaler["good"]), int(scaler["left"]), int(float(scaler["scale"]) > 0)]
-        waiting = Clipped(**manifest["waiting"]) if manifest.get("waiting") else None
-        if not all(isinstance(count, int) for count in counters) or len(manifest["crc32"]) != len(files):
-            raise ValueError("its counters are not numbers")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"checkpoint {path}: manifest.json cannot be read ({error}); {_OTHER}") from None
-    if manifest.get("format") != FORMAT:
-        raise InputError(f"checkpoint {path} has format {manifest.get('format')}; this version reads format {FORMAT}")
-    for name, size in files.items():
-        file = path / name
-        if not file.is_file():
-            raise InputError(f"checkpoint {path} is incomplete: {name} is missing; {_OTHER}")
-        if file.stat().st_size != size:
-            raise InputError(f"checkpoint {path} is damaged: {name} has {file.stat().st_size} bytes, not {size}; {_OTHER}")
-    if waiting and not config.offload.delayed_update:
-        raise InputError(f"checkpoint {path} holds gradients that its next step was to apply; go on with "
-                         "offload.delayed_update=true as it was made, or resume from one that was saved before the first delayed "
-                         "step, or after the last")
-    mine = config.to_dict()["model"]
-    free = {"name", "dropout", "attention_dropout", "init_std", "tile_linears"}  # do not change what the weights mean
-    different = [f"model.{key}={model.get(key)} there, {mine[key]} here" for key in mine
-                 if key not in free and model.get(key) != mine[key]]
-    if different:
-        raise InputError(f"checkpoint {path} is of another model: {'; '.join(different)}")
-    return manifest
-
-
-def load(path: Path, manifest: dict[str, Any], zero: ZeroRun) -> None:
-    """Fill this rank's master weights and moments, and set the counters."""
-    comm = zero.comm
-    zero.waiting = Clipped(**manifest["waiting"]) if manifest.get("waiting") else None
-    checksums = dict(zip(sorted(manifest["files"]), manifest["crc32"], strict=True))
-    reader = _Reader(path, sorted(manifest["files"], key=lambda name: abs(_rank(name) - comm.rank)), checksums)
+def _prove(manifest: dict[str, Any], zero: ZeroRun) -> str | None:
+    """Checksums of whole tensors from what lies in memory now, summed over the ranks that share each; what differs from the
+    manifest's. Every copy is looked at: those of other shard groups, of other tp ranks, of both ends of a tie."""
+    comm, table, kinds = zero.comm, zero.table, ("param", "exp_avg", "exp_avg_sq", "waiting")
+    sums: dict[tuple[str, str], int] = {}
     for state in zero.states.values():
+        kept = state.kept(zero.waiting is not None)
         for box in boxes(state.layout, comm.here.tp, *state.owned):
             where = slice(box.start - state.owned[0], box.stop - state.owned[0])
-            for kind, whole in kept(state, zero.waiting is not None).items():
-                reader.read(kind, box, whole[where].view(box.shape))
-        state.publish()
-    zero.step_number, zero.updates = manifest["step"], manifest["updates"]
-    zero.scaler.restore(manifest.get("loss_scaler", {}))
+            for kind, whole in kept.items():
+                key = box.name, kind
+                sums[key] = (sums.get(key, 0) + checksum(whole[where], box)) & MASK
+    # All parameters of the position, in one order: a rank may have no part of one.
+    everything = [placed.parameter for state in zero.states.values() for placed in state.layout.placed]
+    names = sorted({parameter.name for parameter in everything})
+    cut = {parameter.name for parameter in everything if parameter.tp_dim is not None}
+    total = torch.tensor([[_signed(sums.get((name, kind), 0)) for kind in kinds] for name in names], dtype=torch.int64,
+                         device=comm.device).view(-1)
+    if table.sharded:
+        comm.groups[table.shard_group].all_reduce(total).wait()
+    over_tp = total.clone()
+    comm.groups["tp"].all_reduce(over_tp).wait()
+    mine, shared = (tensor.view(-1, len(kinds)).tolist() for tensor in (total, over_tp))
+    for name, alone, together in zip(names, mine, shared, strict=True):
+        for kind, value in zip(kinds, together if name in cut else alone, strict=True):
+            want = manifest["parameters"][name]["sums"].get(kind)
+            if want is not None and f"{value & MASK:016x}" != want:
+                return (f"is damaged: {kind} {name}, as rank {comm.rank} on {socket.gethostname()} and those who share it "
+                        "have it in memory, does not have the checksum of its manifest")
+    return None
 
 
-def _rank(name: str) -> int:
-    return int(name.removeprefix("rank-").split(".")[0])
-
-
-class _Reader:
-    """Reads boxes from the files of a checkpoint, opening the nearest ranks' first and no more than are needed."""
-
-    def __init__(self, path: Path, files: list[str], checksums: dict[str, int]):
-        self._path, self._unread, self._checksums = path, files, checksums
-        self._stored: dict[tuple[str, str], list[tuple[tuple[int, ...], tuple[int, ...], str, Any]]] = {}
-
-    def read(self, kind: str, box: Box, into: torch.Tensor) -> None:
-        missing = math.prod(box.shape)
-        used = 0
-        while True:
-            stored = self._stored.get((kind, box.name), [])
-            for offset, shape, key, file in stored[used:]:
-                target = overlap(box.offset, box.shape, offset, shape)
-                if target is None:
-                    continue
-                source = overlap(offset, shape, box.offset, box.shape)
-                part = self._slice(file, key, source)
-                with torch.no_grad():
-                    into[target] = part.to(into.device)
-                missing -= part.numel()
-            used = len(stored)
-            if missing <= 0:
-                return
-            if not self._unread:
-                raise InputError(f"checkpoint {self._path} is incomplete: {missing} elements of {kind} {box.name} are in no "
-                                 "file")
-            self._open(self._unread.pop(0))
-
-    def _slice(self, file: Any, key: str, source: Any) -> torch.Tensor:
-        try:
-            return file.get_slice(key)[source]
-        except (OSError, SafetensorError) as error:
-            raise InputError(f"checkpoint {self._path} is damaged: {key}: {error}") from None
-
-    def _open(self, name: str) -> None:
-        if checksum(self._path / name) != self._checksums[name]:
-            raise InputError(f"checkpoint {self._path} is damaged: {name} does not have the checksum of its manifest; {_OTHER}")
-        try:
-            file = safe_open(self._path / name, framework="pt")
-            for key in file.keys():  # noqa: SIM118 (not a dict)
-                kind, _, rest = key.partition(":")
-                parameter, _, place = rest.rpartition("@")
-                offset = tuple(map(int, place.split(",")))
-                shape = tuple(file.get_slice(key).get_shape())
-                self._stored.setdefault((kind, parameter), []).append((offset, shape, key, file))
-        except (OSError, SafetensorError, ValueError) as error:
-            raise InputError(f"checkpoint {self._path} is damaged: {name}: {error}; {_OTHER}") from None
+def _signed(value: int) -> int:
+    """64 bits as torch has them."""
+    return value - 2**64 if value >= 2**63 else value

@@ -1,172 +1,258 @@
-"""Save: every rank writes what it owns; the checkpoint becomes visible only when it is whole.
+"""Save: every rank writes what it owns while the run goes on; the checkpoint becomes visible only when it is whole.
 
-    run.dir/checkpoints/
-        step-00000100/              made aside as step-00000100.tmp, then renamed
-            manifest.json           step, counters, mesh, config, plan digest, files with sizes and checksums
-            rank-00000.safetensors  tensors 'param:NAME@ROW,COLUMN', 'exp_avg:...', 'exp_avg_sq:...', all fp32
-        latest                      name of the newest; written last
+    begin       [snapshot of weights and optimizer state, beside the next forward]      all ranks
+    WRITING     tensors -> rank-NNNNN.safetensors, checksummed, to the disk, read back  a thread of each rank
+    PUBLISHING  index, manifest, rename, `latest`; older checkpoints are removed        a thread of rank 0
 
-`param` is the fp32 master weight; 'waiting:...' are gradients that the next step applies (offload.delayed_update). Where several
-ranks hold the same values, one writes them. The folder must be on a file system that all ranks share.
+Ranks tell each other how far they are with the numbers of each step (`status`), so all of them go from stage to stage after the
+same step (`advance`), and no thread talks to another rank. Where a disk is full, older checkpoints make room, all but the
+newest, and what was to be written is written again.
 """
 
 from __future__ import annotations
 
-import json
+import errno
+import itertools
+import math
 import os
 import shutil
 import threading
-import zlib
-from collections.abc import Callable
+import time
+import uuid
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError
-from safetensors.numpy import save_file
 
 from threed.checkpoint.boxes import boxes
-from threed.comm import Comm
+from threed.checkpoint.format import (
+    FORMAT,
+    INDEX,
+    MANIFEST,
+    Report,
+    checkpoints,
+    file_name,
+    folder,
+    index_of,
+    name_of,
+    read_latest,
+    replace_text,
+    seal,
+    step_of,
+    sync,
+    unseal,
+    write_latest,
+)
+from threed.checkpoint.write import Item, write
+from threed.engine.engine import Engine
 from threed.schema import Config
-from threed.zero.run import ZeroRun
 from threed.zero.state import UnitState
 
-FORMAT = 1
-POLL_S = 0.2  # between two exchanges of ranks that write
+POLL_S = 0.1  # between two exchanges of ranks that have nothing to do but write
+BUSY, DONE, FAILED, FULL = 0.0, 1.0, 2.0, 3.0  # what a rank says of its work
+REMOVED, REPLACED = ".removed.tmp", ".replaced.tmp"
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
-def kept(state: UnitState, waiting: bool) -> dict[str, torch.Tensor]:
-    """What a checkpoint holds of a parameter unit, by kind: flat tensors over `owned`."""
-    found = {"param": state.weights, "exp_avg": state.moments.exp_avg, "exp_avg_sq": state.moments.exp_avg_sq}
-    if waiting and state.host_prev is not None:
-        found["waiting"] = state.host_prev
-    return found
+class Stage(Enum):
+    IDLE = "nothing is being saved"
+    WRITING = "each rank writes its file"
+    CLEARING = "the disk was full: rank 0 removes older checkpoints"
+    PUBLISHING = "rank 0 makes the checkpoint visible"
 
 
-def folder(config: Config) -> Path:
-    return Path(config.run.dir) / "checkpoints"
+class Outcome(NamedTuple):
+    """How a save ended, the same on all ranks."""
+
+    path: Path
+    problem: str | None  # why there is no checkpoint
+    written_s: float  # from its begin
 
 
-def save(zero: ZeroRun, digest: str, counters: dict[str, Any]) -> tuple[Path, str | None]:
-    """Save after a step, on all ranks. Returns the checkpoint's folder, and what went wrong if it could not be written:
-    then nothing has changed and the older checkpoints stand."""
-    comm, checksums = zero.comm, []
-    final = folder(zero.config) / f"step-{zero.step_number:08d}"
-    aside = final.with_suffix(".tmp")
+class Saver:
+    """One rank's part in the run's checkpoints. All ranks call `begin` and `advance` after the same steps."""
 
-    def prepare() -> None:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
+    def __init__(self, engine: Engine, lineage: str, synced: Callable[[], None]):
+        """`synced` is called on rank 0 before a checkpoint becomes visible: what else
+        must be on the disk then."""
+        self._engine, self._comm, self._config = engine, engine.comm, engine.config
+        self._lineage, self._synced = lineage, synced
+        self._attempt = self._comm.broadcast(uuid.uuid4().hex[:8])  # nobody else writes into a folder of this name
+        self.stage = Stage.IDLE
+        self._thread: threading.Thread | None = None
+        self._result: Any = None  # of the thread's work
+        self._status = DONE
+        self._cleared = False  # whether older checkpoints have made room for this one
+        self._begun_s = 0.0
+        self._manifest: dict[str, Any] = {}
+        self._items: list[Item] = []
 
-    def write() -> None:
-        checksums.append(_write(aside / f"rank-{comm.rank:05d}.safetensors", zero))
+    @property
+    def step(self) -> int:
+        """Of the checkpoint under way, or of the last one."""
+        return self._manifest["step"]
 
-    def publish() -> None:
-        _publish(zero, {"plan": digest, **counters, "crc32": everybody}, aside, final)
+    @property
+    def _final(self) -> Path:
+        return folder(self._config) / name_of(self.step)
 
-    problem = _together(comm, prepare if comm.rank == 0 else None, aside)
-    problem = problem or _together(comm, write, aside)
-    if problem is None:
-        everybody = comm.exchange(checksums[0])
-        problem = _together(comm, publish if comm.rank == 0 else None, aside)
-    if comm.rank == 0:
-        if problem is not None:
+    @property
+    def _aside(self) -> Path:
+        return self._final.with_suffix(f".{self._attempt}.tmp")
+
+    def begin(self, counters: dict[str, Any]) -> None:
+        """Save the run as it is after this step. `counters`: what the loop counts."""
+        assert self.stage is Stage.IDLE
+        self._begun_s, self._cleared = time.monotonic(), False
+        zero, mesh = self._engine.zero, self._comm.mesh
+        self._manifest = {
+            "format": FORMAT, "step": zero.step_number, "updates": zero.updates, "loss_scaler": zero.scaler.state(),
+            "waiting": asdict(zero.waiting) if zero.waiting else None, **counters, "plan": self._engine.plan.digest,
+            "lineage": self._lineage, "mesh": {"pp": mesh.pp, "dp": mesh.dp, "tp": mesh.tp, "order": list(mesh.order)},
+            "torch": torch.__version__, "config": zero.config.to_dict(),
+        }
+        self._engine.snapshot()
+        self._items = list(itertools.chain.from_iterable(map(self._of_unit, zero.states.values())))
+        self._start(Stage.WRITING, self._write)
+
+    def _of_unit(self, state: UnitState) -> list[Item]:
+        """What this rank writes of a parameter unit."""
+        here = self._comm.here
+        if not state.writes:
+            return []
+        values = state.to_save(self._engine.zero.waiting is not None)
+        first = state.shard[0]
+        return [Item(kind, box, lambda take=take, box=box: take(box.start - first, box.stop - first))
+                for kind, take in values.items() for box in boxes(state.layout, here.tp, *state.shard)
+                if here.tp == 0 or not box.replicated]
+
+    @property
+    def status(self) -> float:
+        """How far this rank is with the stage's work."""
+        return BUSY if self._thread is not None and self._thread.is_alive() else self._status
+
+    def advance(self, statuses: Sequence[float]) -> Outcome | None:
+        """All ranks' statuses, by rank -> the next stage; how the save ended, if it has."""
+        if self.stage is Stage.IDLE:
+            return None
+        asked = statuses if self.stage is Stage.WRITING else statuses[:1]
+        if BUSY in asked:
+            return None
+        worst = max(asked)
+        if worst == FULL and self._config.checkpoint.keep and not self._cleared:
+            self._cleared = True
+            self._start(Stage.CLEARING, self._clear, only_first=True)
+        elif worst != DONE:
+            return self._give_up()
+        elif self.stage is Stage.WRITING:
+            reports = self._comm.gather(self._result)
+            self._start(Stage.PUBLISHING, lambda: self._publish(reports or []), only_first=True)
+        elif self.stage is Stage.CLEARING:
+            self._start(Stage.WRITING, self._write)
+        else:
+            return self._end(None)
+        return None
+
+    def drain(self, most_s: float = math.inf) -> Outcome | None:
+        """Do nothing else until the save has ended, or for about so many seconds: then None."""
+        polls = 0
+        while polls * POLL_S < most_s:  # a count, on which ranks agree, not a clock
+            polls += 1
+            if self._thread is not None:
+                self._thread.join(POLL_S)
+            elif self._comm.rank == 0:
+                time.sleep(POLL_S)
+            outcome = self.advance(self._comm.exchange(self.status))
+            if outcome is not None:
+                return outcome
+        return None
+
+    # ---- the stages' work
+
+    def _start(self, stage: Stage, work: Callable[[], Any], only_first: bool = False) -> None:
+        """Enter a stage. The work runs on a thread: a disk may be slow, and a rank that stops answering is noticed."""
+        self.stage, self._result, self._status, self._thread = stage, None, DONE, None
+        if only_first and self._comm.rank != 0:
+            return
+
+        def body() -> None:
+            try:
+                self._result = work()
+            except Exception as error:  # said by whoever collects the results
+                no_room = isinstance(error, OSError) and error.errno in _NO_ROOM
+                self._status = FULL if no_room else FAILED
+                what = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+                self._result = f"rank {self._comm.rank} cannot write to {self._aside}: {what}"
+
+        self._thread = threading.Thread(target=body, daemon=True, name="save")
+        self._thread.start()
+
+    def _write(self) -> Report:
+        self._aside.mkdir(parents=True, exist_ok=True)
+        for state in self._engine.states.values():
+            state.snapped()
+        return write(self._aside / file_name(self._comm.rank), self._comm.rank, self._items)
+
+    def _clear(self) -> None:
+        """All but the newest make room, which was read back when it was written."""
+        newest, _ = read_latest(self._config)
+        for path in checkpoints(self._config):
+            if path.name != newest:
+                remove(path)
+
+    def _publish(self, reports: list[Report]) -> None:
+        aside, final = self._aside, self._final
+        index, parameters = index_of(reports)
+        (aside / INDEX).write_bytes(index)
+        sync(aside / INDEX)
+        files = {file_name(rank): [report.size, *report.header] for rank, report in enumerate(reports) if report.size}
+        replace_text(aside / MANIFEST, seal({**self._manifest, "parameters": parameters, "files": files}))
+        if (aside / INDEX).read_bytes() != index or unseal(aside)["parameters"] != parameters:
+            raise OSError(f"{INDEX} or {MANIFEST} reads back otherwise than it was written")
+        self._synced()
+        sync(aside)
+        older = final.with_suffix(REPLACED)
+        if final.exists():  # a step that is run again after a resume from an older checkpoint
+            shutil.rmtree(older, ignore_errors=True)
+            os.replace(final, older)
+        os.replace(aside, final)
+        sync(final.parent)
+        write_latest(self._config, final.name, self._lineage)
+        shutil.rmtree(older, ignore_errors=True)
+        if self._config.checkpoint.keep:
+            for path in [path for path in checkpoints(self._config) if step_of(path) <= self.step][self._config.checkpoint.keep:]:
+                remove(path)
+
+    def _give_up(self) -> Outcome:
+        problems = self._comm.gather(self._result if self._status in (FAILED, FULL) else None)
+        problem = self._comm.broadcast(next((each for each in problems or () if isinstance(each, str)), None))
+        if self._comm.rank == 0:
+            shutil.rmtree(self._aside, ignore_errors=True)
+        return self._end(problem)
+
+    def _end(self, problem: str | None) -> Outcome:
+        self.stage, self._items, self._thread, self._result = Stage.IDLE, [], None, None
+        return Outcome(self._final, problem, time.monotonic() - self._begun_s)
+
+
+def remove(path: Path) -> None:
+    """Under another name first: what is killed in the middle of it leaves nothing that looks like a checkpoint."""
+    aside = path.with_suffix(REMOVED)
+    shutil.rmtree(aside, ignore_errors=True)
+    os.replace(path, aside)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def tidy(config: Config) -> None:
+    """Remove what a killed run has left half made or half removed; bring back what it was about to replace."""
+    for aside in folder(config).glob("*.tmp"):
+        whole = aside.with_suffix("").with_suffix("")
+        if aside.name.endswith(REPLACED) and not whole.exists():
+            os.replace(aside, whole)
+        elif aside.is_dir():
             shutil.rmtree(aside, ignore_errors=True)
         else:
-            _prune(zero.config, final)
-    return final, problem
-
-
-def _together(comm: Comm, work: Callable[[], None] | None, aside: Path) -> str | None:
-    """Do this rank's work while the others do theirs; the first problem of any rank, or None once all are done.
-
-    The work runs on a thread and the ranks keep talking: a disk may be slow, and a rank that stops answering is noticed.
-    """
-    problems: list[str] = []
-
-    def body() -> None:
-        try:
-            if work is not None:
-                work()
-        except (OSError, SafetensorError) as error:
-            problems.append(f"rank {comm.rank} cannot write to {aside}: {error}")
-
-    thread = threading.Thread(target=body)
-    thread.start()
-    while True:
-        thread.join(POLL_S)
-        states = comm.exchange("busy" if thread.is_alive() else problems[0] if problems else None)
-        if "busy" not in states:
-            return next((state for state in states if state), None)
-
-
-def _write(path: Path, zero: ZeroRun) -> int:
-    """Write this rank's tensors; the file's CRC-32."""
-    tensors, comm = {}, zero.comm
-    for unit, state in zero.states.items():
-        if zero.table.parameters[unit].positions[0] != comm.here.pp:
-            continue  # a tied embedding: the first position writes it
-        if comm.here.dp >= zero.table.shard_size:
-            continue  # the first of several shard groups writes
-        for box in boxes(state.layout, comm.here.tp, *state.shard):
-            if box.replicated and comm.here.tp != 0:
-                continue
-            where = slice(box.start - state.owned[0], box.stop - state.owned[0])
-            place = ",".join(map(str, box.offset))
-            for kind, whole in kept(state, zero.waiting is not None).items():
-                tensors[f"{kind}:{box.name}@{place}"] = whole[where].detach().float().cpu().view(box.shape).numpy()
-    save_file(tensors, path)
-    _sync(path)
-    return checksum(path)
-
-
-def checksum(path: Path) -> int:
-    """CRC-32 of a file."""
-    value = 0
-    with path.open("rb") as file:
-        while block := file.read(1 << 24):
-            value = zlib.crc32(block, value)
-    return value
-
-
-def _publish(zero: ZeroRun, counters: dict[str, Any], aside: Path, final: Path) -> None:
-    mesh = zero.comm.mesh
-    manifest = {
-        "format": FORMAT, "step": zero.step_number, "updates": zero.updates, "loss_scaler": zero.scaler.state(),
-        "waiting": asdict(zero.waiting) if zero.waiting else None, **counters,
-        "mesh": {"pp": mesh.pp, "dp": mesh.dp, "tp": mesh.tp, "order": list(mesh.order)},
-        "torch": torch.__version__, "config": zero.config.to_dict(),
-        "files": {path.name: path.stat().st_size for path in sorted(aside.glob("rank-*.safetensors"))},
-    }
-    replace_text(aside / "manifest.json", json.dumps(manifest, indent=1))
-    older = final.with_suffix(".old.tmp")
-    if final.exists():  # a step that is run again after a resume from an older checkpoint
-        os.replace(final, older)
-    os.replace(aside, final)
-    shutil.rmtree(older, ignore_errors=True)
-    _sync(final.parent)
-    replace_text(final.parent / "latest", final.name + "\n")
-
-
-def _prune(config: Config, newest: Path) -> None:
-    if config.checkpoint.keep:
-        old = sorted(path for path in newest.parent.glob("step-*") if path.suffix != ".tmp" and path <= newest)
-        for path in old[:-config.checkpoint.keep]:
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a file so that it is there whole or not at all."""
-    aside = path.with_name(path.name + ".tmp")
-    aside.write_text(text)
-    _sync(aside)
-    os.replace(aside, path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+            aside.unlink(missing_ok=True)

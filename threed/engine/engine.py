@@ -22,7 +22,7 @@ from threed.planner import layouts
 from threed.program.buffers import buffers
 from threed.program.check import describe
 from threed.program.instruction import COMPUTE, MESSAGES, Instruction, Op, Slot
-from threed.program.table import Plan
+from threed.program.table import SNAPSHOT, WAITING, Plan
 from threed.program.trace import Trace, Wait, sources
 from threed.program.walk import link
 from threed.schema import Config
@@ -71,13 +71,22 @@ class Engine:
         self.zero.finish_step(clipped)
         return clipped, trace
 
+    def snapshot(self) -> None:
+        """Begin to copy what a checkpoint keeps to the host, where the plan has it so; the next step goes on meanwhile."""
+        if self.plan.table.snapshots:
+            self._run(WAITING if self.zero.waiting is not None else SNAPSHOT, self.pipeline.batch)
+
     def run(self, name: str, batch: Callable[[int], Batch]) -> tuple[Clipped, Trace]:
+        """Run a program that ends in a loss. A failure is raised as RunError, with the instruction, its neighbours and what is
+        alive."""
+        trace = self._run(name, batch)
+        return self.slots.get(Slot("scale")), trace
+
+    def _run(self, name: str, batch: Callable[[int], Batch]) -> Trace:
         """Run a program once. A failure is raised as RunError, with the instruction, its neighbours and what is alive."""
         program, all_effects = self.plan.programs[name][self.position], self.effects[name]
         slots, handlers, mark = self.slots, self.handlers, self.clock.mark
-        slots.clear()
-        for slot in self.plan.table.seam(self.position, name):
-            slots.put(slot, True)
+        slots.keep(self.plan.table.seam(self.position, name))
         issued, started, ended, waits = [], [], [], []  # marks, which are read after the step
         self.pipeline.batch, self._ended, self._waits = batch, ended, waits
         epoch, begin = time.time(), mark()
@@ -99,7 +108,8 @@ class Engine:
                     slots.free(slot)
             self.pipeline.finish()
             for slot in self.plan.table.seam(self.position, name, end=True):  # what the host and the disk are still at
-                slots.wait(slot)
+                if slot.kind != "host_snapshot":  # the next STEP waits for it
+                    slots.wait(slot)
             end = mark()
             since = self.clock.reader(begin, end)
         except ThreedError:
@@ -112,7 +122,7 @@ class Engine:
         trace.waits = [Wait(index, self.sources[name][index].get(slot, -1), since(after) - since(before))
                        for index, slot, before, after in waits]
         trace.total_s = since(end)
-        return slots.get(Slot("scale")), trace
+        return trace
 
     def close(self) -> None:
         """Remove what the engine has on disk."""

@@ -31,8 +31,8 @@ from threed.schema import Config
 
 
 class Log:
-    def __init__(self, config: Config, run_id: str | None = None):
-        """`run_id`: the wandb run to go on with, from a checkpoint."""
+    def __init__(self, config: Config):
+        """Takes the folder for this run. InputError where another run has it, or where it cannot be written."""
         self.config = config
         self.console = Console(highlight=False)
         folder = Path(config.run.dir)
@@ -52,9 +52,20 @@ class Log:
         except OSError:
             pass  # a file system without locks
         self._full = False
-        self._wandb = _start_wandb(config, run_id)
-        self.run_id: str | None = self._wandb.id if self._wandb else None
-        self.wandb_dir: str | None = os.path.dirname(self._wandb.dir) if self._wandb else None
+        self._wandb: Any = None
+        self.run_id: str | None = None
+        self.wandb_dir: str | None = None
+
+    def start(self, run_id: str | None) -> None:
+        """Begin, or go on with the wandb run that a checkpoint names."""
+        self._wandb = _start_wandb(self.config, run_id)
+        if self._wandb:
+            self.run_id, self.wandb_dir = self._wandb.id, os.path.dirname(self._wandb.dir)
+
+    def sync(self) -> None:
+        """Bring the numbers of all steps so far to the disk."""
+        with contextlib.suppress(OSError):  # said by `step`
+            os.fsync(self._file.fileno())
 
     def step(self, step: int, metrics: dict[str, float | None]) -> None:
         """One step's numbers: flushed at once, so that a killed run has lost nothing."""

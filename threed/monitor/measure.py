@@ -23,7 +23,7 @@ from threed.program.trace import Trace, compute_s
 from threed.schema import Config
 
 AXES = ("dp", "tp", "pp")
-HEAD = ("step_s", "compute_s", "memory", *(f"sent_{axis}" for axis in AXES), "stop", "save", *PARTS)
+HEAD = ("step_s", "compute_s", "memory", *(f"sent_{axis}" for axis in AXES), "stop", "save", "saving", *PARTS)
 COSTED = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.STEP)
 
 # Dense 16-bit peaks of one device without sparsity, in TFLOPS, by what torch calls it (vendors' data sheets).
@@ -54,13 +54,16 @@ class Meter:
     _predicted: list[float] | None = None
     _spent_s: float = 0.0
 
-    def exchange(self, trace: Trace, step_s: float, stop: bool, save: bool) -> Step:
-        """Share this rank's numbers with all ranks."""
+    def __post_init__(self) -> None:
+        self._sent = {axis: self.comm.sent[axis] for axis in AXES}  # before the first step: a checkpoint's proof
+
+    def exchange(self, trace: Trace, step_s: float, asked: tuple[bool, bool], saving: float) -> Step:
+        """Share this rank's numbers with all ranks. `asked`: to stop, to save; `saving`: how far it is with a checkpoint."""
         table, here = self.plan.table, self.comm.here
         program = self.plan.programs[trace.name][here.pp]
         sent = {axis: self.comm.sent[axis] for axis in AXES}
         head = [step_s, compute_s(trace, program), float(peak_bytes(self.comm.device)),
-                *(float(sent[axis] - self._sent.get(axis, 0)) for axis in AXES), float(stop), float(save),
+                *(float(sent[axis] - self._sent.get(axis, 0)) for axis in AXES), *map(float, asked), saving,
                 *parts(trace, program).values()]
         self._sent = sent
         sums: dict[tuple[Op, int], list[float]] = {}

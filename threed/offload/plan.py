@@ -120,6 +120,14 @@ def _state_home(unit: int, table: Table) -> Program:
     return [Instruction(Op.OFFLOAD, unit, group="host_state")] if table.parameters[unit].state_home == "disk" else []
 
 
+def snapshot(table: Table, waiting: bool) -> Programs:
+    """Between two steps: a copy on the host of what a checkpoint keeps, taken beside what comes next. A unit's next STEP
+    waits for its own."""
+    keep = "later" if waiting else "all"
+    return [[Instruction(Op.OFFLOAD, p, group="snapshot", keep=keep) for p in table.held(position) if table.saves(position, p)]
+            for position in range(table.num_positions)]
+
+
 def parameters(programs: Programs, table: Table) -> Programs:
     """Bring this rank's part up before it is gathered; from disk one GATHER earlier than that."""
     result = []

@@ -32,6 +32,11 @@ class OffloadRun:
             there = self.kept.take(value.numel()).view(value.shape)
             self._leaving = self._copy("d2h", there, value)
             slots.put(below(here), there, self._leaving)
+        elif kind == "snapshot":
+            state, waiting = self.states[instruction.unit], instruction.keep == "later"
+            if state.snapshot is not None:  # else another rank has the same, and writes it
+                state.begin_snapshot()
+                slots.put(below(here), True, self.comm.lane("d2h").submit(lambda: state.take_snapshot(waiting)))
         elif kind == "gshard":
             self._gradient_down(instruction.unit, slots)
         else:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from threed.errors import PlanError
 from threed.program.instruction import BACKWARDS, Instruction, Op, Slot
-from threed.program.table import Plan, Table
+from threed.program.table import SNAPSHOT, WAITING, Plan, Table
 from threed.program.walk import Links, Mode, Program, channels, link, walk
 
 EVALUATE = "evaluate"  # the program that only runs forward
@@ -67,6 +67,9 @@ def describe(name: str, programs: Sequence[Program], position: int, index: int, 
 def _check_complete(name: str, programs: Sequence[Program], position: int, table: Table) -> None:
     """Each unit of the position, each micro-batch: FORWARD once, BACKWARD once, whole or as its two halves."""
     program = programs[position]
+    if name in (SNAPSHOT, WAITING):
+        _check_snapshot(name, programs, position, table)
+        return
     seen: Counter[Instruction] = Counter()
     for instruction in program:
         if instruction.op == Op.FORWARD or instruction.op in BACKWARDS:
@@ -99,6 +102,14 @@ def _check_complete(name: str, programs: Sequence[Program], position: int, table
     for index, instruction in enumerate(program):
         if instruction.op == Op.FORWARD and (instruction.keep == "none") == trains:
             raise PlanError(describe(name, programs, position, index, f"keep={instruction.keep} does not belong here"))
+
+
+def _check_snapshot(name: str, programs: Sequence[Program], position: int, table: Table) -> None:
+    """Each unit that the position writes into checkpoints is copied once, and nothing else is done."""
+    copied = [item.unit for item in programs[position] if item.op == Op.OFFLOAD and (item.keep == "later") == (name == WAITING)]
+    asked = [unit for unit in table.held(position) if table.saves(position, unit)]
+    if sorted(copied) != asked or len(copied) < len(programs[position]):
+        raise PlanError(describe(name, programs, position, 0, f"copies units {copied}, and should copy {asked}"))
 
 
 # With delayed updates: whose gradients each unit's STEPs are of.

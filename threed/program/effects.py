@@ -15,7 +15,7 @@ from threed.program.instruction import COMPUTE, MESSAGES, MOVES, TIERS, Instruct
 from threed.program.table import Table
 
 # What `keep` may be.
-KEEPS = {Op.FORWARD: ("all", "input", "none"), Op.CLIP: ("all", "later", "none")}
+KEEPS = {Op.FORWARD: ("all", "input", "none"), Op.CLIP: ("all", "later", "none"), Op.OFFLOAD: ("all", "later")}
 
 
 class Effects(NamedTuple):
@@ -55,6 +55,8 @@ def _effects(instruction: Instruction, table: Table, position: int) -> Effects:
         return Effects("compute", (*_params(table, unit), *kept, *shared), (Slot("saved", unit, microbatch),), updates=made,
                        frees=kept)
     if op in MOVES:
+        if group == "snapshot":
+            return _snapshot(instruction, table, position)
         return _keep(instruction, table) if group in ("kept", "kpart") else _state(instruction, table)
     if op in (Op.BACKWARD, Op.BACKWARD_INPUT):
         used = (Slot("saved", unit, microbatch), *_slots("grad", unit, microbatch, unit < table.last))
@@ -93,19 +95,36 @@ def _effects(instruction: Instruction, table: Table, position: int) -> Effects:
             return Effects("compute", (*gradients, *loss), (Slot("scale"), *waiting), frees=(*gradients, *loss))
         return Effects("compute", (*gradients, *loss), (Slot("scale"),), frees=loss)
     if op == Op.STEP:
-        if group not in ("", "prev"):
-            raise KeyError(f"STEP is of this step's gradient, or of 'prev', not '{group}'")
-        gradient, weight, state = (_gradient(table, unit),), table.weight(unit), table.state(unit)
-        reads = (*gradient, Slot("scale"))
-        if group == "prev":
-            reads = gradient = (Slot("host_gprev", unit),)
-        if tier(state.kind) == "device":
-            return Effects("compute", reads, updates=(weight, state), frees=gradient)
-        host_state = (at("host", Slot("state", unit)),)
-        if tier(weight.kind) == "host":
-            return Effects("host", reads, updates=(weight, *host_state), frees=gradient)
-        return Effects("host", reads, (_on_host(weight),), updates=host_state, frees=gradient)
+        return _step(instruction, table, position)
     raise AssertionError(op)
+
+
+def _step(instruction: Instruction, table: Table, position: int) -> Effects:
+    unit, group = instruction.unit, instruction.group
+    if group not in ("", "prev"):
+        raise KeyError(f"STEP is of this step's gradient, or of 'prev', not '{group}'")
+    gradient, weight, state = (_gradient(table, unit),), table.weight(unit), table.state(unit)
+    reads = (*gradient, Slot("scale"))
+    if group == "prev":
+        reads = gradient = (Slot("host_gprev", unit),)
+    if table.snapshots and table.saves(position, unit):  # it overwrites what is being copied
+        reads = (*reads, Slot("host_snapshot", unit))
+    if tier(state.kind) == "device":
+        return Effects("compute", reads, updates=(weight, state), frees=gradient)
+    host_state = (at("host", Slot("state", unit)),)
+    if tier(weight.kind) == "host":
+        return Effects("host", reads, updates=(weight, *host_state), frees=gradient)
+    return Effects("host", reads, (_on_host(weight),), updates=host_state, frees=gradient)
+
+
+def _snapshot(instruction: Instruction, table: Table, position: int) -> Effects:
+    """What a checkpoint keeps of a parameter unit is copied to the host. `keep=later`: with the gradients that wait."""
+    op, unit, microbatch, _, _, keep = instruction
+    saves = table.snapshots and unit in table.held(position) and table.saves(position, unit)
+    if op != Op.OFFLOAD or microbatch >= 0 or not saves:
+        raise KeyError(str(instruction))
+    waiting = (Slot("host_gprev", unit),) if keep == "later" else ()
+    return Effects("d2h", (table.weight(unit), table.state(unit), *waiting), updates=(Slot("host_snapshot", unit),))
 
 
 def _keep(instruction: Instruction, table: Table) -> Effects:

@@ -65,6 +65,7 @@ FIELDS: dict[Op, tuple[str, ...]] = {
     Op.FORWARD: ("unit", "microbatch", "keep"),
     **dict.fromkeys((Op.RECOMPUTE, *BACKWARDS), ("unit", "microbatch")),
     **dict.fromkeys(MOVES, ("unit", "microbatch", "group")),
+    Op.OFFLOAD: ("unit", "microbatch", "group", "keep"),
     **dict.fromkeys(MESSAGES, ("unit", "microbatch", "group", "peer")),
     **dict.fromkeys((Op.GATHER, Op.REDUCE), ("unit", "group")),
     Op.RELEASE: ("unit",),
@@ -88,7 +89,7 @@ class Slot(NamedTuple):
         return " ".join(parts)
 
 
-PARAMETER_KINDS = frozenset({"param", "pshard", "state", "wgrad", "wsum", "gpart", "gfull", "gshard", "gprev"})
+PARAMETER_KINDS = frozenset({"param", "pshard", "state", "wgrad", "wsum", "gpart", "gfull", "gshard", "gprev", "snapshot"})
 
 
 TIERS = ("device", "host", "disk")
@@ -115,14 +116,16 @@ class Instruction(NamedTuple):
     microbatch: int = -1
     group: str = ""  # GATHER, REDUCE: the group of ranks; SEND, RECV, MOVES: the kind of slot; STEP: prev, of the step before
     peer: int = -1  # SEND, RECV: the other pipeline position
-    keep: str = "all"  # FORWARD: what it keeps for backward, all, its input or none; CLIP: all, later (gradients wait), or none
+    keep: str = "all"  # FORWARD: what it keeps for backward, all, its input or none; CLIP: all, later (gradients wait), or none;
+    # OFFLOAD of a snapshot: all, or later (with gradients that wait)
 
     def __str__(self) -> str:
         if self.op in MESSAGES:
             arrow = "->" if self.op == Op.SEND else "<-"
             return f"{self.op} {self.group} u{self.unit} m{self.microbatch} {arrow} pp{self.peer}"
         if self.op in MOVES:
-            return f"{self.op} {Slot(self.group, self.unit, self.microbatch)}"
+            waiting = " with what waits" if self.keep == "later" else ""
+            return f"{self.op} {Slot(self.group, self.unit, self.microbatch)}{waiting}"
         parts: list[str] = [self.op]
         if self.unit >= 0:
             parts.append(f"{'u' if self.op in COMPUTE else 'p'}{self.unit}")

@@ -15,6 +15,8 @@ from typing import Any
 
 from threed.program.instruction import BACKWARDS, Instruction, Op, Slot, at, tier
 
+SNAPSHOT, WAITING = "snapshot", "snapshot_waiting"  # programs that copy what a checkpoint keeps
+
 
 @dataclass(frozen=True)
 class ComputeUnit:
@@ -71,6 +73,7 @@ class Table:
     offload_kept: bool = False  # whether it then goes to the host
     contiguous: bool = False  # whether kept inputs lie in one arena
     delayed: bool = False  # whether gradients are stepped in the step after theirs
+    snapshots: bool = False  # whether checkpoints are written from a copy on the host, while the run goes on
     _held: dict[int, tuple[int, ...]] = field(default_factory=dict, compare=False, repr=False)
     known: dict[Instruction, Any] = field(default_factory=dict, compare=False, repr=False)  # what `effects` remembers
 
@@ -118,9 +121,20 @@ class Table:
     def seam(self, position: int, program: str = "train", end: bool = False) -> set[Slot]:
         """Slots alive between two programs, before this one or after it: what a checkpoint saves."""
         stays = {slot for p in self.held(position) for slot in (self.weight(p), self.state(p))}
-        if self.delayed and program in (("enter", "train") if end else ("train", "drain")):
+        if self.snapshots:  # the last one, which may still be under way
+            stays |= {Slot("host_snapshot", p) for p in self.held(position) if self.saves(position, p)}
+        if self.delayed and program in (("enter", "train", WAITING) if end else ("train", "drain", WAITING)):
             stays |= {Slot("host_gprev", p) for p in self.held(position)}
         return stays
+
+    def saves(self, position: int, unit: int) -> bool:
+        """Whether ranks of a position write a parameter unit into checkpoints: a tied embedding is written once."""
+        return self.parameters[unit].positions[0] == position
+
+    @property
+    def kept_kinds(self) -> int:
+        """Tensors that a checkpoint keeps of a parameter: weights, two moments, and what waits for the next step."""
+        return 4 if self.delayed else 3
 
     def weight(self, unit: int) -> Slot:
         """Where what STEP updates of a parameter unit lives."""
@@ -163,6 +177,8 @@ class Table:
             return self.shard_numel(slot.unit) * (12 if self.master or home != "device" else 8)
         if kind == "wgrad":
             return unit.numel * self.grad_bytes
+        if kind == "snapshot":  # in fp32; one of the groups that share a copy writes it, whatever the stage
+            return unit.numel // self.shard_size * 4 * self.kept_kinds
         if kind in ("gpart", "gfull", "gshard", "gprev"):
             return self.shard_numel(slot.unit) * self.grad_bytes
         raise KeyError(slot)
@@ -198,6 +214,8 @@ class Table:
         """Bytes that an instruction moves between tiers, by lane."""
         if instruction.op not in (Op.OFFLOAD, Op.FETCH):
             return {}
+        if instruction.group == "snapshot":
+            return {"d2h": self.size(Slot("host_snapshot", instruction.unit))}
         names = ("write", "read") if tier(instruction.group) == "host" else ("d2h", "h2d")
         size = self.size(Slot(instruction.group, instruction.unit, instruction.microbatch))
         if instruction.op == Op.FETCH and self.parameters.get(instruction.unit) and size == 0:  # into a part of the whole
@@ -219,6 +237,8 @@ class Plan:
     enter      the first one that is: it steps nothing
     drain      the last one: it steps what waits, and its own
     evaluate   forward only
+    snapshot   between two steps: what a checkpoint keeps is copied to the host, beside what comes next
+    snapshot_waiting   the same while gradients wait to be stepped
     """
 
     table: Table

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -84,6 +85,10 @@ class UnitState:
         param = torch.zeros(layout.numel, dtype=precision.compute, device=device) if stays else None
         grad = torch.zeros(layout.numel, dtype=precision.grad, device=device) if table.zero_stage < 2 else None
         self.param, self.grad = param, grad
+        self.writes = False  # whether this rank's shard goes into checkpoints: not where another writes the same
+        self.snapshot: torch.Tensor | None = None  # [kinds, shard] on the host: what the next checkpoint keeps
+        self._snapped = threading.Event()
+        self._copied: Any = None  # of a GPU: the event at the end of the copies
         self._make_shards()
         self._make_states()
         self._unwritten = set(range(len(layout.placed)))  # parameters whose part of `grad` holds nothing of use
@@ -159,6 +164,57 @@ class UnitState:
     def gradient_prev(self) -> torch.Tensor:
         """That of the step before, where it waits for its STEP."""
         return there(self.host_prev)
+
+    # ---- what a checkpoint keeps
+
+    def kept(self, waiting: bool) -> dict[str, torch.Tensor]:
+        """By kind, flat over `owned`. `waiting`: with the gradients that the next step applies."""
+        kinds = {"param": self.weights, "exp_avg": self.moments.exp_avg, "exp_avg_sq": self.moments.exp_avg_sq}
+        if waiting and self.host_prev is not None:
+            kinds["waiting"] = self.host_prev
+        return kinds
+
+    def make_snapshot(self, kinds: int) -> None:
+        """Memory for a copy of what this rank writes of the unit, in fp32."""
+        self.snapshot = self.storage.on_host(kinds * (self.shard[1] - self.shard[0]), torch.float32).view(kinds, -1)
+
+    @torch.no_grad()
+    def take_snapshot(self, waiting: bool) -> None:
+        """Copy it there: the job of a lane. `snapped` returns once it is done."""
+        try:
+            part = slice(*(at - self.owned[0] for at in self.shard))
+            for row, whole in zip(there(self.snapshot), self.kept(waiting).values(), strict=False):
+                row.copy_(whole[part], non_blocking=True)
+            if self.storage.device.type == "cuda":
+                self._copied = torch.cuda.Event()
+                self._copied.record()
+        finally:
+            self._snapped.set()
+
+    def begin_snapshot(self) -> None:
+        self._snapped.clear()
+
+    def snapped(self) -> None:
+        """Wait, on the host, until the snapshot is there."""
+        if self.snapshot is not None:
+            self._snapped.wait()
+            if self._copied is not None:
+                self._copied.synchronize()
+
+    def to_save(self, waiting: bool) -> dict[str, Callable[[int, int], torch.Tensor]]:
+        """By kind, what gives a range of this rank's shard, in fp32 on the host: of the snapshot, else of what there is now."""
+        first = self.shard[0] - self.owned[0]
+
+        def of_now(whole: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+            return whole[first + start:first + stop].detach().float().cpu()
+
+        def of_snapshot(row: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+            return row[start:stop]
+
+        kept = self.kept(waiting)
+        if self.snapshot is None:
+            return {kind: partial(of_now, whole) for kind, whole in kept.items()}
+        return {kind: partial(of_snapshot, row) for kind, row in zip(kept, self.snapshot, strict=False)}
 
     # ---- parameters that do not stay whole
 
@@ -304,6 +360,9 @@ def make_states(config: Config, comm: Comm, layouts: dict[int, Layout], storage:
     states = {}
     for unit in storage.table.held(comm.here.pp):
         state = UnitState(unit, layouts[unit], comm.here.dp % storage.table.shard_size, storage)
+        state.writes = storage.table.saves(comm.here.pp, unit) and comm.here.dp < storage.table.shard_size
+        if state.writes and storage.table.snapshots:
+            state.make_snapshot(storage.table.kept_kinds)
         state.fill(config.parallel.tp, comm.here.tp, config.train.seed)
         states[unit] = state
     return states

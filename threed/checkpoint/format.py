@@ -1,0 +1,191 @@
+"""The format: what a checkpoint is on disk, and how its descriptions are read and written.
+
+    run.dir/checkpoints/
+        step-00000100/              made aside as step-00000100.ATTEMPT.tmp, then renamed
+            manifest.json           step, counters, mesh, config; of each file the size and the checksum of its header; of each
+                                    parameter its line of the index and the checksums of its whole tensors; its own checksum
+            index.jsonl             a line a parameter: which box of it is in which file, at which byte
+            rank-00000.safetensors  tensors 'param:NAME@ROW,COLUMN', 'exp_avg:...', 'exp_avg_sq:...', all fp32
+        latest                      name of the newest, and of the lineage that it belongs to; written last
+
+`param` is the fp32 master weight; 'waiting:...' are gradients that the next step applies (offload.delayed_update). Where several
+ranks hold the same values, one writes them. A rank that loads reads the manifest, the lines of its own parameters, and from the
+files the bytes of the boxes that it needs: what it reads does not grow with the number of ranks that wrote.
+
+A **lineage** is a run as its owner sees it: a start from nothing or from a checkpoint that was named, and all that went on from
+there by itself. The folder may hold checkpoints of an older one, with higher steps.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import zlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from threed.errors import InputError
+from threed.schema import Config
+
+FORMAT = 2
+MANIFEST, INDEX, LATEST = "manifest.json", "index.jsonl", "latest"
+_NAME = re.compile(r"step-\d{8,}")
+_OTHER = "resume from another one with train.resume=PATH"
+
+
+class Unusable(InputError):
+    """A checkpoint that is damaged or incomplete: `train.resume=auto` takes the one before it."""
+
+    def __init__(self, path: Path, what: str):
+        super().__init__(f"checkpoint {path} {what}; {_OTHER}")
+        self.what = what
+
+
+class Stored(NamedTuple):
+    """A box in a checkpoint."""
+
+    rank: int  # whose file it is in
+    offset: tuple[int, ...]  # in the whole parameter
+    shape: tuple[int, ...]
+    pieces: dict[str, tuple[int, int]]  # kind -> first byte in the file, CRC-32
+
+
+@dataclass
+class Report:
+    """What a rank says of the file that it has written. Boxes are JSON already: rank 0 only joins them."""
+
+    size: int = 0  # bytes; 0: the rank had nothing to write
+    header: tuple[int, int] = (0, 0)  # bytes, and their CRC-32
+    boxes: dict[str, list[str]] = field(default_factory=dict)  # by parameter
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of whole parameters
+    sums: dict[str, dict[str, int]] = field(default_factory=dict)  # parameter -> kind -> checksum of these boxes
+
+
+def folder(config: Config) -> Path:
+    return Path(config.run.dir) / "checkpoints"
+
+
+def name_of(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-")) if _NAME.fullmatch(path.name) else -1
+
+
+def file_name(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+def checkpoints(config: Config) -> list[Path]:
+    """Folders that look like complete checkpoints, the newest first."""
+    return sorted((path.parent for path in folder(config).glob(f"step-*/{MANIFEST}") if _NAME.fullmatch(path.parent.name)),
+                  key=step_of, reverse=True)
+
+
+def read_latest(config: Config) -> tuple[str, str]:
+    """(name or path of the newest checkpoint, lineage), as the file `latest` says; '' for what it does not."""
+    try:
+        with (folder(config) / LATEST).open() as file:
+            words = file.read(4096).strip().rsplit(maxsplit=1)
+    except (OSError, UnicodeDecodeError):
+        return "", ""
+    return (words[0], words[1]) if len(words) == 2 else (words[0] if words else "", "")
+
+
+def write_latest(config: Config, name: str, lineage: str) -> None:
+    folder(config).mkdir(parents=True, exist_ok=True)
+    replace_text(folder(config) / LATEST, f"{name} {lineage}\n")
+
+
+# ---------------------------------------------------------------- the index and the manifest
+
+
+def index_of(reports: list[Report]) -> tuple[bytes, dict[str, Any]]:
+    """The index's content, and of each parameter what the manifest says: its line, the line's CRC-32, and checksums by kind."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    boxes: dict[str, list[str]] = {}
+    sums: dict[str, dict[str, int]] = {}
+    for report in reports:
+        shapes |= report.shapes
+        for name, some in report.boxes.items():
+            boxes.setdefault(name, []).extend(some)
+        for name, kinds in report.sums.items():
+            total = sums.setdefault(name, {})
+            for kind, value in kinds.items():
+                total[kind] = (total.get(kind, 0) + value) % 2**64
+    lines, parameters, at = [], {}, 0
+    for name in sorted(boxes):
+        line = f'{{"name": {json.dumps(name)}, "shape": {list(shapes[name])}, "boxes": [{", ".join(boxes[name])}]}}\n'.encode()
+        parameters[name] = {"at": at, "size": len(line), "crc": zlib.crc32(line),
+                            "sums": {kind: f"{value:016x}" for kind, value in sorted(sums[name].items())}}
+        lines.append(line)
+        at += len(line)
+    return b"".join(lines), parameters
+
+
+def read_line(path: Path, manifest: dict[str, Any], name: str) -> list[Stored]:
+    """The boxes of a parameter."""
+    where = manifest["parameters"].get(name)
+    if where is None:
+        raise Unusable(path, f"is incomplete: it has no parameter {name}")
+    try:
+        with (path / INDEX).open("rb") as file:
+            line = os.pread(file.fileno(), where["size"], where["at"])
+    except OSError as error:
+        raise Unusable(path, f"cannot be read: {INDEX}: {error.strerror}") from None
+    if zlib.crc32(line) != where["crc"]:
+        raise Unusable(path, f"is damaged: {INDEX}, the line of {name}, does not have the checksum of its manifest")
+    return [Stored(rank, tuple(offset), tuple(shape), {kind: (at, crc) for kind, (at, crc) in pieces.items()})
+            for rank, offset, shape, pieces in json.loads(line)["boxes"]]
+
+
+def seal(manifest: dict[str, Any]) -> str:
+    """The manifest's text, with its checksum as the last key."""
+    return json.dumps({**manifest, "checksum": _digest(manifest)}, indent=1)
+
+
+def unseal(path: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint, as it was written. Unusable where it was not; InputError for another format."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_bytes())
+        if not isinstance(manifest, dict):
+            raise ValueError("it is no object")
+        checksum = manifest.pop("checksum", None)
+    except OSError as error:
+        raise Unusable(path, f"cannot be used: {MANIFEST} cannot be read ({error.strerror})") from None
+    except (ValueError, RecursionError) as error:
+        raise Unusable(path, f"is damaged: {MANIFEST} cannot be read ({error})") from None
+    whole = checksum == _digest(manifest)
+    if manifest.get("format") != FORMAT and (whole or checksum is None):  # format 1 had no checksum
+        raise InputError(f"checkpoint {path} has format {manifest.get('format')}; this version of threed reads format {FORMAT}: "
+                         "go on with the version that wrote it")
+    if not whole:
+        raise Unusable(path, f"is damaged: {MANIFEST} does not have its own checksum: it has been changed since it was written")
+    return {**manifest, "checksum": checksum}
+
+
+def _digest(manifest: dict[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(manifest).encode(), digest_size=16).hexdigest()
+
+
+# ---------------------------------------------------------------- files
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file so that it is there whole or not at all."""
+    aside = path.with_name(path.name + ".tmp")
+    aside.write_text(text)
+    sync(aside)
+    os.replace(aside, path)
+
+
+def sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,110 @@
+"""Write: one rank's tensors into one safetensors file, checksummed on the way and read back from the disk.
+
+The safetensors library would copy all tensors before it writes the first; here a piece at a time is checksummed and written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from threed.checkpoint.boxes import Box
+from threed.checkpoint.format import Report
+from threed.checkpoint.proof import MASK, checksum
+
+_PIECE = 16 << 20  # bytes that are checksummed and written, or read back, at a time
+
+
+class Item(NamedTuple):
+    """A tensor to be written: one kind of a parameter's values in a box."""
+
+    kind: str
+    box: Box
+    values: Callable[[], torch.Tensor]  # flat, fp32, on the host
+
+    @property
+    def key(self) -> str:
+        return f"{self.kind}:{self.box.name}@{','.join(map(str, self.box.offset))}"
+
+
+def write(path: Path, rank: int, items: list[Item]) -> Report:
+    """Write a file, bring it to the disk and read it back. OSError where one of that fails."""
+    if not items:
+        return Report()
+    head = _header(items)
+    at, places = len(head), []
+    with path.open("wb", buffering=0) as file:
+        _write(file.fileno(), head)
+        for item in items:
+            values = item.values()
+            data = values.numpy().data.cast("B")
+            crc = 0
+            for start in range(0, len(data), _PIECE):
+                piece = data[start:start + _PIECE]
+                crc = zlib.crc32(piece, crc)
+                _write(file.fileno(), piece)
+            places.append((at, len(data), crc, checksum(values, item.box)))
+            at += len(data)
+        os.fsync(file.fileno())
+    _read_back(path, head, places)
+    report = Report(at, (len(head), zlib.crc32(head)))
+    boxes: dict[Box, dict[str, tuple[int, int]]] = {}
+    for item, (start, _, crc, total) in zip(items, places, strict=True):
+        boxes.setdefault(item.box, {})[item.kind] = (start, crc)
+        sums = report.sums.setdefault(item.box.name, {})
+        sums[item.kind] = (sums.get(item.kind, 0) + total) & MASK
+    for box, pieces in boxes.items():
+        report.boxes.setdefault(box.name, []).append(json.dumps([rank, box.offset, box.shape, pieces]))
+        report.shapes[box.name] = box.whole
+    return report
+
+
+def _header(items: list[Item]) -> bytes:
+    """The format's head: its length in 8 bytes, then JSON that names each tensor and its bytes after the head."""
+    entries, at = {}, 0
+    for item in items:
+        size = 4 * (item.box.stop - item.box.start)
+        entries[item.key] = {"dtype": "F32", "shape": item.box.shape, "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _write(descriptor: int, data: bytes | memoryview) -> None:
+    """All of it: a disk that fills up takes a part before it refuses."""
+    done = 0
+    while done < len(data):
+        done += os.write(descriptor, data[done:])
+
+
+def _read_back(path: Path, head: bytes, places: list[tuple[int, int, int, int]]) -> None:
+    """What the disk has, not what the system still remembers of it."""
+    with path.open("rb", buffering=0) as file:
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        if os.pread(file.fileno(), len(head), 0) != head:
+            raise OSError(f"{path.name} reads back otherwise than it was written")
+        for start, size, want, _ in places:
+            crc = 0
+            for piece in read(file.fileno(), start, size):
+                crc = zlib.crc32(piece, crc)
+            if crc != want:
+                raise OSError(f"{path.name} reads back otherwise than it was written")
+
+
+def read(descriptor: int, start: int, size: int) -> Iterator[bytes]:
+    """The bytes of a file from `start` on, a piece at a time. OSError where it ends before."""
+    at, stop = start, start + size
+    while at < stop:
+        piece = os.pread(descriptor, min(_PIECE, stop - at), at)
+        if not piece:
+            raise OSError(f"the file ends at byte {at}, before {stop}")
+        yield piece
+        at += len(piece)

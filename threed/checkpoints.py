@@ -1,0 +1,116 @@
+"""The checkpoints of a run: when one is saved, what a step has to do for it, and what is said of how it went."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from threed.checkpoint.load import Resumed
+from threed.checkpoint.save import Outcome, Saver, Stage
+from threed.engine.engine import Engine
+from threed.engine.watch import Watch
+from threed.errors import RunError
+from threed.monitor.log import Log
+from threed.program.trace import Trace
+from threed.quantity import show_seconds
+from threed.schema import Config
+
+TRIES, PAUSE_S = 3, 2.0  # for the last checkpoint of a run: a disk may be full for a moment
+PATIENCE_S = 10.0  # that a run stands still for a save under way when the next one is due
+
+
+class Checkpoints:
+    """All ranks make the same calls after the same steps."""
+
+    def __init__(self, config: Config, engine: Engine, watch: Watch, log: Log | None, resumed: Resumed):
+        self.config, self.watch, self.log = config, watch, log
+        self.newest: Path | None = resumed.path
+        self._saver = Saver(engine, resumed.lineage, log.sync if log else lambda: None)
+        self._zero, self._in_background = engine.zero, engine.plan.table.snapshots
+        self._blocked_s = 0.0  # by the save under way
+        self._metrics: dict[str, float | None] = {}
+
+    @property
+    def status(self) -> float:
+        """How far this rank is with the save under way, for the others."""
+        return self._saver.status
+
+    def metrics(self) -> dict[str, float | None]:
+        """Of the save that has ended since the last call."""
+        taken, self._metrics = self._metrics, {}
+        return taken
+
+    def after_step(self, statuses: Sequence[float], trace: Trace) -> None:
+        """Go on with the save under way. `statuses`: of all ranks; `trace`: of this rank's step."""
+        if self._saver.stage is Stage.IDLE:
+            return
+        # What is under way when a program begins is a snapshot: its waits have no instruction as their source.
+        self._blocked_s += sum(wait.wait_s for wait in trace.waits if wait.source < 0)
+        begin = time.monotonic()
+        with self.watch.phase("save a checkpoint", waits=False):
+            outcome = self._saver.advance(statuses)
+        self._blocked_s += time.monotonic() - begin
+        if outcome is not None:
+            self._tell(outcome)
+
+    def save(self, counters: dict[str, Any]) -> None:
+        """Begin a checkpoint of the run as it is after this step; without snapshots the run waits for it."""
+        number = self._zero.step_number
+        self.finish(PATIENCE_S)
+        if self._saver.stage is not Stage.IDLE:
+            self._say(f"warning: no checkpoint of step {number}: that of step {self._saver.step} is still being written; raise "
+                      "checkpoint.every, or write to a faster disk")
+            return
+        self._begin(counters)
+        if not self._in_background:
+            self.finish()
+
+    def save_last(self, counters: dict[str, Any]) -> None:
+        """Save before the run ends, whatever is under way. RunError where it cannot be done."""
+        self.finish()
+        number, problem = self._zero.step_number, None
+        for attempt in range(TRIES):
+            if attempt:
+                time.sleep(PAUSE_S)
+            self._begin(counters)
+            problem = self.finish()
+            if problem is None:
+                return
+        on = f"The newest checkpoint is {self.newest}" if self.newest else "There is no checkpoint"
+        raise RunError(f"the run ends after step {number}, and its last checkpoint could not be saved: {problem}. {on}: make "
+                       "room in run.dir, or mend what is wrong with it, and start again")
+
+    def finish(self, most_s: float = math.inf) -> str | None:
+        """Wait for the save under way, if there is one. Why it came to nothing, if so."""
+        if self._saver.stage is Stage.IDLE:
+            return None
+        begin = time.monotonic()
+        with self.watch.phase("save a checkpoint", waits=False):
+            outcome = self._saver.drain(most_s)
+        self._blocked_s += time.monotonic() - begin
+        if outcome is None:
+            return None
+        self._tell(outcome)
+        return outcome.problem
+
+    def _begin(self, counters: dict[str, Any]) -> None:
+        begin = time.monotonic()
+        with self.watch.phase("save a checkpoint", waits=False):
+            self._saver.begin(counters)
+        self._blocked_s = time.monotonic() - begin
+
+    def _tell(self, outcome: Outcome) -> None:
+        if outcome.problem:
+            self._say(f"warning: no checkpoint of step {self._saver.step} was saved: {outcome.problem}. Older checkpoints stand")
+            return
+        self.newest = outcome.path
+        self._metrics = {"checkpoint/blocked_s": self._blocked_s, "checkpoint/written_s": outcome.written_s}
+        self._say(f"saved {outcome.path} in {show_seconds(outcome.written_s)}, of which the run stood still for "
+                  f"{show_seconds(self._blocked_s)}")
+
+    def _say(self, text: str) -> None:
+        if self.log:
+            self.log.say(text)

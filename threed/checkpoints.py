@@ -3,23 +3,39 @@
 from __future__ import annotations
 
 import math
+import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from threed.checkpoint.load import Resumed
 from threed.checkpoint.save import Outcome, Saver, Stage
 from threed.engine.engine import Engine
 from threed.engine.watch import Watch
-from threed.errors import RunError
+from threed.errors import InputError, RunError
 from threed.monitor.log import Log
 from threed.program.trace import Trace
-from threed.quantity import show_seconds
+from threed.quantity import show_bytes, show_seconds
 from threed.schema import Config
 
 TRIES, PAUSE_S = 3, 2.0  # for the last checkpoint of a run: a disk may be full for a moment
 PATIENCE_S = 10.0  # that a run stands still for a save under way when the next one is due
+
+
+def check_room(engine: Engine) -> None:
+    """InputError where a host has not the memory for the copies from which its ranks write checkpoints."""
+    mine = sum(state.snapshot.nbytes for state in engine.states.values() if state.snapshot is not None)
+    here = socket.gethostname()
+    everywhere = engine.comm.exchange((here, mine))
+    wanted = sum(size for host, size in everywhere if host == here)
+    free = psutil.virtual_memory().available
+    if mine and wanted > free:
+        raise InputError(f"checkpoint.background=true: the ranks on {here} keep {show_bytes(wanted)} in its memory, a copy of "
+                         f"what a checkpoint holds, and {show_bytes(free)} are free; set checkpoint.background=false, or put "
+                         "fewer ranks on a host")
 
 
 class Checkpoints:

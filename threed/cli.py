@@ -66,7 +66,8 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
 @app.command(short_help="show what will run: mesh, units, schedule, programs")
 def show(config: ConfigPath, overrides: Overrides = None,
          rank: Annotated[int | None, typer.Option(help="print this rank's program, an instruction a line")] = None,
-         program: Annotated[str, typer.Option(help="train, evaluate; with delayed updates plain, enter, drain")] = "train",
+         program: Annotated[str, typer.Option(help="train, evaluate, snapshot; with delayed updates plain, enter, drain")]
+         = "train",
          svg: Annotated[Path | None, typer.Option(metavar="FILE", help="draw the timeline into FILE")] = None,
          as_json: Json = False) -> None:
     """Show what will run: the mesh, the units and the schedule's grid, or one rank's program."""
@@ -145,6 +146,9 @@ def check(config: ConfigPath, overrides: Overrides = None,
             moved = ", ".join(f"{lane} {show_bytes(size)}" for lane, size in sorted(row["moved_bytes"].items()))
             print(f"pp{position} holds {show_bytes(row['host_bytes'])} on the host and {show_bytes(row['disk_bytes'])} on disk; "
                   f"moves a step: {moved}")
+    copied = [row["snapshot_bytes"] for row in rows]
+    if any(copied):
+        print(f"a rank's copy on the host for checkpoints: {show_bytes(max(copied))} (checkpoint.background)")
     if loaded.pieces:
         saved = ", ".join(f"{piece} {show_bytes(size)}{'' if piece in loaded.pieces else ' (not chosen)'}"
                           for piece, size in saved_by_piece(loaded).items())

@@ -11,6 +11,7 @@ from threed import __version__, native, validate
 from threed.checkpoint.choose import begin_lineage
 from threed.checkpoint.load import resume
 from threed.checkpoint.save import tidy
+from threed.checkpoints import check_room
 from threed.comm import Comm, ProcessComm, environment_store
 from threed.data.samples import splits
 from threed.data.tokens import Prepared, prepare
@@ -74,6 +75,7 @@ def train(config: Config, rank: int, local_rank: int, requests: Requests, connec
             for line in [*validate.warnings(config), *_without_compiler(config, device), *save_config(config)]:
                 log.say(f"warning: {line}")
             log.say(f"{mesh.draw()}\n{len(plan)} instructions, plan {plan.digest}, {device.type}")
+        check_room(engine)
         with watch.phase("load a checkpoint", waits=False):
             resumed = resume(config, engine.zero)
         if log:

@@ -87,13 +87,16 @@ def checkpoints(config: Config) -> list[Path]:
 
 
 def read_latest(config: Config) -> tuple[str, str]:
-    """(name or path of the newest checkpoint, lineage), as the file `latest` says; '' for what it does not."""
+    """(name or absolute path of the newest checkpoint, or 'none'; lineage), as the file `latest` says. Two empty texts where
+    that has no meaning."""
     try:
         with (folder(config) / LATEST).open() as file:
             words = file.read(4096).strip().rsplit(maxsplit=1)
     except (OSError, UnicodeDecodeError):
         return "", ""
-    return (words[0], words[1]) if len(words) == 2 else (words[0] if words else "", "")
+    if len(words) != 2 or not (_NAME.fullmatch(words[0]) or words[0] == "none" or os.path.isabs(words[0])):
+        return "", ""
+    return words[0], words[1]
 
 
 def write_latest(config: Config, name: str, lineage: str) -> None:

@@ -6,9 +6,8 @@ import itertools
 import math
 import os
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,6 +18,24 @@ from threed.checkpoint.write import read
 _RUN = 16 << 10  # bytes: shorter runs of a file are read together with what lies between them
 
 
+class Part(NamedTuple):
+    """What one stored box has of a box that is wanted."""
+
+    stored: Stored
+    target: tuple[slice, ...]  # in the box that is wanted
+    spans: list[tuple[int, int]]  # of the stored box: first element, elements
+    shape: tuple[int, ...]  # of what the spans hold
+    cut: tuple[slice, ...]  # the part of it that is wanted
+
+    @property
+    def num_bytes(self) -> int:
+        return 4 * sum(size for _, size in self.spans)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.num_bytes == 4 * math.prod(self.stored.shape)
+
+
 class Reader:
     """Reads boxes: of the index the lines of this rank's parameters, and of files the bytes that are needed."""
 
@@ -26,67 +43,59 @@ class Reader:
         self._path, self._manifest = path, manifest
         self._lines: dict[str, list[Stored]] = {}
         self._files: dict[int, int] = {}  # rank -> descriptor
-        self.num_bytes = 0  # of files, read so far
-
-    @property
-    def num_files(self) -> int:
-        return len(self._files)
 
     def close(self) -> None:
         for descriptor in self._files.values():
             os.close(descriptor)
 
-    def read(self, kind: str, box: Box, into: torch.Tensor) -> None:
-        """Fill `into`, which has the box's shape. Unusable where the checkpoint does not have all of it."""
+    def plan(self, kind: str, box: Box) -> list[Part]:
+        """What must be read for a box. Unusable where the checkpoint does not have all of it."""
         if box.name not in self._lines:
             self._lines[box.name] = read_line(self._path, self._manifest, box.name)
-        missing = math.prod(box.shape)
+        parts, missing = [], math.prod(box.shape)
         for stored in self._lines[box.name]:
             target = overlap(box.offset, box.shape, stored.offset, stored.shape)
-            if target is None or kind not in stored.pieces:
-                continue
             source = overlap(stored.offset, stored.shape, box.offset, box.shape)
-            assert source is not None
-            part = self._part(kind, box.name, stored, source)
-            with torch.no_grad():
-                into[target] = part.to(into.device)
-            missing -= part.numel()
+            if target is None or source is None or kind not in stored.pieces:
+                continue
+            lengths = tuple(part.stop - part.start for part in source)
+            missing -= math.prod(lengths)
+            spans = _runs(stored.shape, source)
+            if spans is not None:
+                parts.append(Part(stored, target, spans, lengths, ()))
+            else:  # short ones: all rows of the first dim are read, and cut in memory
+                row = math.prod(stored.shape[1:])
+                span = source[0].start * row, lengths[0] * row
+                parts.append(Part(stored, target, [span], (lengths[0], *stored.shape[1:]), (slice(None), *source[1:])))
         if missing:
             raise Unusable(self._path, f"is incomplete: {missing} elements of {kind} {box.name} are in no file")
+        return parts
 
-    def _part(self, kind: str, name: str, stored: Stored, source: tuple[slice, ...]) -> torch.Tensor:
-        """A part of a stored box. Where it is all of it, its checksum is compared; a part is proved with the whole tensor."""
-        at, crc = stored.pieces[kind]
-        lengths = [part.stop - part.start for part in source]
-        values = torch.empty(math.prod(lengths), dtype=torch.float32)
-        data, done, seen = values.numpy().data.cast("B"), 0, 0
-        everything = lengths == list(stored.shape)
+    def read(self, kind: str, box: Box, into: torch.Tensor) -> None:
+        """Fill `into`, which has the box's shape."""
+        for part in self.plan(kind, box):
+            values = self._read(kind, box.name, part).view(part.shape)[part.cut]
+            with torch.no_grad():
+                into[part.target] = values.to(into.device)
+
+    def _read(self, kind: str, name: str, part: Part) -> torch.Tensor:
+        """The elements of all spans. A stored box that is read whole is compared with its checksum; a part of one is proved with
+        the whole tensor."""
+        rank, (at, want) = part.stored.rank, part.stored.pieces[kind]
+        values = torch.empty(part.num_bytes // 4, dtype=torch.float32)
+        data, done, crc = values.numpy().data.cast("B"), 0, 0
         try:
-            descriptor = self._open(stored.rank)
-            runs = _runs(stored.shape, source)
-            if runs is None:  # short ones: all rows are read, and cut in memory
-                return self._slab(descriptor, at, stored.shape, source)
-            for start, size in runs:
+            descriptor = self._open(rank)
+            for start, size in part.spans:
                 for piece in read(descriptor, at + 4 * start, 4 * size):
                     data[done:done + len(piece)] = piece
                     done += len(piece)
-                    seen = zlib.crc32(piece, seen) if everything else 0
+                    crc = zlib.crc32(piece, crc) if part.is_whole else want
         except OSError as error:
-            raise Unusable(self._path, f"cannot be read: {file_name(stored.rank)}: {error.strerror or error}") from None
-        self.num_bytes += done
-        if everything and seen != crc:
-            raise Unusable(self._path, f"is damaged: {kind} {name} in {file_name(stored.rank)} does not have the checksum of the "
-                                       "index")
-        return values.view(lengths)
-
-    def _slab(self, descriptor: int, at: int, shape: tuple[int, ...], source: tuple[slice, ...]) -> torch.Tensor:
-        """Rows of the first dim, whole."""
-        row = math.prod(shape[1:])
-        first = source[0]
-        data = b"".join(read(descriptor, at + 4 * first.start * row, 4 * (first.stop - first.start) * row))
-        self.num_bytes += len(data)
-        rows = torch.frombuffer(bytearray(data), dtype=torch.float32).view(-1, *shape[1:])
-        return rows[(slice(None), *source[1:])]
+            raise Unusable(self._path, f"cannot be read: {file_name(rank)}: {error.strerror or error}") from None
+        if crc != want:
+            raise Unusable(self._path, f"is damaged: {kind} {name} in {file_name(rank)} does not have the checksum of the index")
+        return values
 
     def _open(self, rank: int) -> int:
         if rank not in self._files:
@@ -98,7 +107,7 @@ class Reader:
         return self._files[rank]
 
 
-def _runs(shape: tuple[int, ...], source: tuple[slice, ...]) -> Iterator[tuple[int, int]] | None:
+def _runs(shape: tuple[int, ...], source: tuple[slice, ...]) -> list[tuple[int, int]] | None:
     """(first element, elements) of each contiguous run of a part of a row-major array; None where they are short."""
     dim = len(shape) - 1
     while dim > 0 and source[dim].stop - source[dim].start == shape[dim]:
@@ -108,6 +117,6 @@ def _runs(shape: tuple[int, ...], source: tuple[slice, ...]) -> Iterator[tuple[i
     outer = [range(part.start, part.stop) for part in source[:dim]]
     if 4 * size < _RUN and math.prod(map(len, outer)) > 1:
         return None
-    strides = [math.prod(shape[at + 1:]) for at in range(dim)]
-    return ((begin + sum(index * stride for index, stride in zip(place, strides, strict=True)), size)
-            for place in itertools.product(*outer))
+    strides = [math.prod(shape[at:]) for at in range(1, dim + 1)]
+    return [(begin + sum(index * stride for index, stride in zip(place, strides, strict=True)), size)
+            for place in itertools.product(*outer)]

@@ -37,7 +37,7 @@ def write(path: Path, rank: int, items: list[Item]) -> Report:
     """Write a file, bring it to the disk and read it back. OSError where one of that fails."""
     if not items:
         return Report()
-    head = _header(items)
+    head = header(items)
     at, places = len(head), []
     with path.open("wb", buffering=0) as file:
         _write(file.fileno(), head)
@@ -53,7 +53,12 @@ def write(path: Path, rank: int, items: list[Item]) -> Report:
             at += len(data)
         os.fsync(file.fileno())
     _read_back(path, head, places)
-    report = Report(at, (len(head), zlib.crc32(head)))
+    return report_of(rank, head, items, places)
+
+
+def report_of(rank: int, head: bytes, items: list[Item], places: list[tuple[int, int, int, int]]) -> Report:
+    """What a rank says of its file. `places`: of each item the first byte, the bytes, their CRC-32, the checksum of the values."""
+    report = Report(places[-1][0] + places[-1][1], (len(head), zlib.crc32(head)))
     boxes: dict[Box, dict[str, tuple[int, int]]] = {}
     for item, (start, _, crc, total) in zip(items, places, strict=True):
         boxes.setdefault(item.box, {})[item.kind] = (start, crc)
@@ -65,7 +70,7 @@ def write(path: Path, rank: int, items: list[Item]) -> Report:
     return report
 
 
-def _header(items: list[Item]) -> bytes:
+def header(items: list[Item]) -> bytes:
     """The format's head: its length in 8 bytes, then JSON that names each tensor and its bytes after the head."""
     entries, at = {}, 0
     for item in items:

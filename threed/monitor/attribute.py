@@ -39,7 +39,8 @@ def parts(trace: Trace, program: Sequence[Instruction]) -> dict[str, float]:
     for index, item in enumerate(program):
         found[cause_of(item)] += trace.ended[index] - trace.started[index]
     for _, source, wait_s in trace.waits:
-        found[cause_of(program[source]) if source >= 0 else "idle"] += wait_s
+        # What is under way when a program begins is a checkpoint's copy to the host.
+        found[cause_of(program[source]) if source >= 0 else "offload"] += wait_s
     found["p2p_wait"] += max(0.0, trace.total_s - trace.ended[-1]) if trace.ended else 0.0
     del found["idle"]
     return found

@@ -8,7 +8,7 @@ from typing import Any
 
 from threed.program.instruction import COMPUTE, Instruction, Op
 from threed.program.summary import ACTIVATIONS, alive_bytes, fixed_bytes, stages
-from threed.program.table import Plan
+from threed.program.table import SNAPSHOT, Plan
 from threed.program.walk import Cost, Links, Mode, Program, link, walk
 from threed.quantity import show_bytes, show_seconds
 
@@ -33,7 +33,8 @@ def report(plan: Plan, cost: Cost, source: str) -> dict[str, Any]:
         every = max(1, len(program) // SAMPLES)
         rows.append({
             "bubble": max(0.0, 1.0 - busy / total) if total else 0.0, "busy_s": busy,
-            "peak_bytes": {"device": fixed + max(kept, default=0), "host": held["host_bytes"], "disk": held["disk_bytes"]},
+            "peak_bytes": {"device": fixed + max(kept, default=0), "disk": held["disk_bytes"],
+                           "host": held["host_bytes"] + held["snapshot_bytes"]},
             "transfer_s": _transfers(program, links[position], lambda item, at=position: cost(at, item)),
             "memory": [{"seconds": when.start[position][i], "device": fixed + kept[i]} for i in range(0, len(kept), every)],
             **held,
@@ -41,7 +42,21 @@ def report(plan: Plan, cost: Cost, source: str) -> dict[str, Any]:
     bubble = sum(row["bubble"] for row in rows) / len(rows)
     free = walk(programs, table, links, Mode.BUFFERED, lambda at, item: 0.0 if item.op in _BETWEEN_TIERS else cost(at, item))
     return {"step_time": total, "bubble": bubble, "exposed_transfer_s": total - free.total_s, "costs": source,
-            "digest": plan.digest, "stages": rows}
+            "digest": plan.digest, "checkpoint": _checkpoint(plan, cost, total), "stages": rows}
+
+
+def _checkpoint(plan: Plan, cost: Cost, step_s: float) -> dict[str, float] | None:
+    """Of a checkpoint that is written while the run goes on: a rank's bytes, seconds of the copy to the host, and by how much it
+    makes the next step longer, whose STEPs wait for it. None where there is no such copy."""
+    table, copies = plan.table, plan.programs.get(SNAPSHOT)
+    if copies is None:
+        return None
+    programs = [(*copy, *program) for copy, program in zip(copies, plan.programs["train"], strict=True)]
+    links = [link(program, table, position, table.seam(position)) for position, program in enumerate(programs)]
+    longer = walk(programs, table, links, Mode.BUFFERED, cost).total_s - step_s
+    return {"bytes": max(sum(sum(table.moved(item).values()) for item in copy) for copy in copies),
+            "copy_s": max(sum(cost(position, item) for item in copy) for position, copy in enumerate(copies)),
+            "blocked_s": max(0.0, longer)}
 
 
 _BETWEEN_TIERS = (Op.OFFLOAD, Op.FETCH)
@@ -73,6 +88,9 @@ def show(values: dict[str, Any]) -> str:
                               for lane, size in sorted(row["moved_bytes"].items()))
             lines.append(f"pp{position} holds {show_bytes(row['host_bytes'])} on the host and {show_bytes(row['disk_bytes'])} on "
                          f"disk; moves a step: {links}")
+    if saved := values["checkpoint"]:
+        lines.append(f"a checkpoint copies {show_bytes(saved['bytes'])} a rank to the host in {show_seconds(saved['copy_s'])}, "
+                     f"beside the next step, which takes {show_seconds(saved['blocked_s'])} longer")
     if any(row["moved_bytes"] for row in values["stages"]):
         longer = show_seconds(max(0.0, values["exposed_transfer_s"]))
         lines.append(f"moving between tiers makes the step {longer} longer than if it were free")

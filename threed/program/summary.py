@@ -18,8 +18,9 @@ def stages(plan: Plan) -> list[dict[str, Any]]:
 
     Parameters, gradients and optimizer state keep their memory from step to step, as shards or whole by the ZeRO stage;
     buffers are what units share in turn (whole parameters and gradients that do not stay, staging). Host and disk have what is
-    offloaded, and the host what is on its way; `moved_bytes` is what goes between tiers, by lane. `slot_peak_bytes` is the
-    most that slots of each kind take over the step, wherever they live.
+    offloaded, and the host what is on its way; `moved_bytes` is what goes between tiers, by lane. `snapshot_bytes` come on
+    top on the host: the copy from which a checkpoint is written. `slot_peak_bytes` is the most that slots of each kind take
+    over the step, wherever they live.
     """
     table, rows = plan.table, []
     for position, program in enumerate(plan.programs["train"]):
@@ -42,6 +43,7 @@ def stages(plan: Plan) -> list[dict[str, Any]]:
             "optimizer_bytes": sum(table.size(table.state(p)) for p in held if table.parameters[p].state_home == "device"),
             "buffer_bytes": pools.bytes(table),
             "host_bytes": away["host"] + pools.host_bytes(table), "disk_bytes": away["disk"],
+            "snapshot_bytes": _snapshot_bytes(table, position),
             "activation_peak_bytes": alive.peak(*ACTIVATIONS),
             "slot_peak_bytes": {kind: max(row) for kind, row in sorted(alive.by_kind.items()) if max(row)},
             "gathers": counts[Op.GATHER], "reduces": counts[Op.REDUCE],
@@ -56,6 +58,11 @@ def _parameter_bytes(table: Table, unit: int) -> int:
     if held.weight_home != "device":
         return 0
     return table.size(Slot("param" if held.whole else "pshard", unit))
+
+
+def _snapshot_bytes(table: Table, position: int) -> int:
+    """Of the copy from which a checkpoint is written while the run goes on."""
+    return sum(table.size(slot) for slot in table.seam(position) if slot.kind == "host_snapshot")
 
 
 def _away(table: Table, position: int) -> dict[str, int]:

@@ -40,7 +40,7 @@ _TENSORS = ("act", "grad", "normed", "gnormed", "loss")  # kinds of slots that a
 
 def made(engine: Engine, instruction: Instruction, slots: Slots) -> Iterator[Made]:
     """The results of a forward or backward; the reduced gradients at CLIP, first the part whose sum this rank took."""
-    op, unit, microbatch, *_ = instruction
+    op, unit, *_ = instruction
     table = engine.plan.table
     if op == Op.CLIP and instruction.keep != "none":
         for p, state in engine.states.items():

@@ -57,6 +57,7 @@ class Verifier:
         self.engine = engine
         self.exact = engine.comm.device.type == "cpu" if exact is None else exact
         self.verified = 0  # steps so far
+        self.last: int | None = None  # of these
         self._lines: list[Line] = []  # of the program under way
         self._given: list[tuple[int, torch.Tensor]] = []  # into sums over tp, by the instruction under way
 
@@ -75,11 +76,12 @@ class Verifier:
             zero.twice = None
         where = first(self.engine, [found] if found else [])
         if where is not None:
-            raise RunError(f"step {number} was computed twice, with two results: first in the {where.text}. That machine computes "
-                           "wrongly, or its memory fails: take it out and start the run again, which goes on from the newest "
-                           "checkpoint. Results since the last step that was verified are in doubt")
+            raise RunError(f"step {number} was computed twice, with two results: first in the {where.text}. That machine "
+                           "computes wrongly, or its memory fails: take it out and start the run again, which goes on from the "
+                           f"newest checkpoint. The last step that was verified is {self.last or 'before this start'}: what "
+                           "came after it is in doubt, and train.resume takes an older checkpoint, too")
         self._lines = []
-        self.verified += 1
+        self.verified, self.last = self.verified + 1, number
         return result
 
     def _recorded(self, run: Callable[[Callable[[int], Batch]], Result], batch: Callable[[int], Batch]) -> Result:
@@ -103,8 +105,9 @@ class Verifier:
             what = f"part of a sum over tp in {named(self.engine, instruction)}"
             self._lines.append(Line(phase, distance, what, count, sums))
         self._given.clear()
-        for *of, values in made(self.engine, instruction, slots):
-            self._lines.append(Line(*of, values.numel(), checksum(values, self.exact)))
+        for each in made(self.engine, instruction, slots):
+            sums = checksum(each.values, self.exact)
+            self._lines.append(Line(each.phase, each.distance, each.what, each.values.numel(), sums))
 
     def _received(self, instruction: Instruction) -> Slot | None:
         """What a forward or backward reads that another position has made."""
@@ -152,8 +155,8 @@ class Verifier:
 
 
 def checksum(values: torch.Tensor, exact: bool) -> torch.Tensor:
-    """Sums of every 64th element: of their bits, or of their values, and then their norm, too. What changes in one element changes
-    one of the sums; of the difference of two tensors the sums have about the norm that it has."""
+    """Sums of every 64th element: of their bits, or of their values, and then their norm, too. What changes in one element
+    changes one of the sums; of the difference of two tensors the sums have about the norm that it has."""
     flat = values.detach().reshape(-1)
     numbers = flat.view(_BITS[flat.element_size()]) if exact else flat
     rows = len(flat) // COLUMNS

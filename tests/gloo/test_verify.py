@@ -33,7 +33,7 @@ def start(tmp_path, cache):
 
 def test_the_same_numbers(start, tmp_path):
     """Losses and traffic of steps that were computed twice; the first time is told apart, and counted."""
-    for name, overrides in (("once", []), ("twice", ["run.verify_every=2"])):
+    for name, overrides in (("once", []), ("twice", ["run.verify_every=2", "checkpoint.every=1"])):
         run = start(name, *overrides)
         assert run.wait() == 0, run.output
     assert losses(tmp_path / "once") == losses(tmp_path / "twice")
@@ -61,7 +61,7 @@ def test_a_rank_that_computes_wrongly(start, tmp_path, monkeypatch):
     assert ("step 4 was computed twice, with two results: first in the output of u4 (blocks.3), micro-batch 2, FORWARD, on rank "
             f"3 (pp1 dp0 tp1) on host {socket.gethostname()}: at least 1 of 1024 elements differ") in run.output, run.output
     assert "The last step that was verified is 2:" in run.output
-    assert (tmp_path / "run" / "checkpoints" / "latest").read_text().strip() == "step-00000002"
+    assert (tmp_path / "run" / "checkpoints" / "latest").read_text().startswith("step-00000002")
     monkeypatch.undo()
     again = start("run", "run.verify_every=2", "parallel.stage_units=[3,3]")
     assert again.wait() == 0 and "after step 2" in again.output, again.output

@@ -55,7 +55,7 @@ class Meter:
     _spent_s: float = 0.0
 
     def begin(self) -> float:
-        """The step begins: what was sent before (a rehearsal, an evaluation, a checkpoint's proof) is not its own. The time now."""
+        """The step begins: what was sent before it (a rehearsal, an evaluation, a proof) is not its own. The time now."""
         self._sent = {axis: self.comm.sent[axis] for axis in AXES}
         return time.monotonic()
 

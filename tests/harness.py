@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -158,8 +158,10 @@ def loopback(config: Config, steps: int = 5, plan: Plan | None = None) -> Ranks:
     return collect(config, run_loopback(config, plan, make_mesh(config), work))
 
 
-def drive(config: Config, engine: Engine, comm: Comm, steps: int):
-    """Train for some steps, then evaluate where the plan does; this rank's numbers and its parts of gradients and weights."""
+def drive(config: Config, engine: Engine, comm: Comm, steps: int, train_step: Callable[..., Any] | None = None):
+    """Train for some steps, then evaluate where the plan does; this rank's numbers and its parts of gradients and weights.
+    `train_step`: in place of the engine's."""
+    train_step = train_step or engine.train_step
     losses, norms, grads, scale = [], [], {}, engine.zero.scaler.scale
 
     def after(instruction, slots):
@@ -170,7 +172,7 @@ def drive(config: Config, engine: Engine, comm: Comm, steps: int):
 
     engine.after = after
     for step in range(steps):
-        clipped, _ = engine.train_step(batches(config, comm, step))
+        clipped, _ = train_step(batches(config, comm, step))
         losses.append(clipped.loss)
         norms.append(clipped.grad_norm)
         engine.after = None

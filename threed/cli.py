@@ -66,7 +66,7 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
 @app.command(short_help="show what will run: mesh, units, schedule, programs")
 def show(config: ConfigPath, overrides: Overrides = None,
          rank: Annotated[int | None, typer.Option(help="print this rank's program, an instruction a line")] = None,
-         program: Annotated[str, typer.Option(help="train, evaluate, snapshot; with delayed updates plain, enter, drain")]
+         program: Annotated[str, typer.Option(help="train, evaluate, snapshot, verify; delayed updates: plain, enter, drain")]
          = "train",
          svg: Annotated[Path | None, typer.Option(metavar="FILE", help="draw the timeline into FILE")] = None,
          as_json: Json = False) -> None:
@@ -75,7 +75,7 @@ def show(config: ConfigPath, overrides: Overrides = None,
     plan, mesh = make_plan(loaded), make_mesh(loaded)
     if program not in plan.programs:
         raise InputError(f"--program {program}: this plan has {', '.join(plan.programs)} (evaluate needs "
-                         "train.eval_every > 0)")
+                         "train.eval_every > 0, verify needs run.verify_every > 0)")
     if rank is not None and not 0 <= rank < mesh.size:
         raise InputError(f"--rank {rank}: the mesh has ranks 0 to {mesh.size - 1}")
     if svg is not None:
@@ -211,7 +211,7 @@ def predict(config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help
     loaded = configs.load(config, overrides)
     plan = make_plan(loaded)
     cost = Hardware.parse(hardware).cost(plan.table, load_costs(costs) if costs is not None else None)
-    values = report(plan, cost, str(costs) if costs is not None else "analytic")
+    values = report(plan, cost, str(costs) if costs is not None else "analytic", loaded.run.verify_every)
     if as_json:
         _print_json(values)
     else:

@@ -1,12 +1,10 @@
 """The one door to other ranks: groups made from a mesh, every collective and message, and their byte counts.
 
-Every call returns a `Handle`, which knows its axis, label and bytes, and adds them to `Comm.sent` when it is issued: what
-a rank sends by the ring formulas (all-gather and reduce-scatter of S bytes over n ranks: S (n-1)/n; all-reduce twice
-that), which is what gloo and NCCL put on the wire. Waiting for a handle blocks the host on CPU, and only the current
-stream on a GPU.
+Every call returns a `Handle`, which knows its axis, label and bytes, and adds them to `Comm.sent` when it is issued: what a
+rank sends by the ring formulas (all-gather and reduce-scatter of S bytes over n ranks: S (n-1)/n; all-reduce twice that), which
+is what gloo and NCCL put on the wire. Waiting for a handle blocks the host on CPU, and only the current stream on a GPU.
 
-`ProcessComm` runs over torch.distributed (gloo on CPU, NCCL on GPU). `threed.engine.loopback` has a second
-implementation, over threads.
+`ProcessComm` runs over torch.distributed (gloo on CPU, NCCL on GPU). `engine.loopback` has another, over threads.
 """
 
 from __future__ import annotations
@@ -116,6 +114,7 @@ class Group(ABC):
     def __init__(self, name: str, ranks: Sequence[int], me: int, sent: Counter[str]):
         self.name, self.ranks, self._index, self._sent = name, tuple(ranks), tuple(ranks).index(me), sent
         self._axis = AXIS_OF_GROUP[name]
+        self.tap: Callable[[torch.Tensor], None] | None = None  # is shown what this rank gives to a collective, to inspect it
 
     def size(self) -> int:
         return len(self.ranks)
@@ -127,13 +126,15 @@ class Group(ABC):
         """Everybody else by index in the group, the next one first: nobody is the first whom all talk to."""
         return [(self._index + step) % self.size() for step in range(1, self.size())]
 
-    def _count(self, tensor: torch.Tensor, rounds: int) -> None:
+    def _count(self, tensor: torch.Tensor, rounds: int, given: torch.Tensor) -> None:
         self._sent[self._axis] += rounds * (tensor.nbytes * (self.size() - 1) // self.size())
+        if self.tap is not None and self.size() > 1:
+            self.tap(given)
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> Handle:
         """Sum or max over the group, in place. `tensor` must be contiguous."""
         assert tensor.is_contiguous()
-        self._count(tensor, 2)
+        self._count(tensor, 2, tensor)
         return self._all_reduce(tensor, op) if self.size() > 1 else Handle(None)
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, add: bool = False,
@@ -143,7 +144,7 @@ class Group(ABC):
         `output` may be that part of `tensor`, or of another dtype. `scratch`, as large as `tensor`, saves an allocation.
         """
         assert tensor.is_contiguous() and output.numel() * self.size() == tensor.numel()
-        self._count(tensor, 1)
+        self._count(tensor, 1, tensor)
         if self.size() == 1:
             if output.data_ptr() != tensor.data_ptr():
                 output.view(-1).add_(tensor.view(-1)) if add else output.view(-1).copy_(tensor.view(-1))
@@ -153,7 +154,7 @@ class Group(ABC):
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Handle:
         """All ranks' `tensor`, one after the other. `tensor` may be this rank's part of `output`."""
         assert output.is_contiguous() and tensor.numel() * self.size() == output.numel()
-        self._count(output, 1)
+        self._count(output, 1, tensor)
         if self.size() == 1:
             if output.data_ptr() != tensor.data_ptr():
                 output.copy_(tensor)

@@ -17,6 +17,7 @@ from threed.checkpoints import Checkpoints
 from threed.data.samples import Split
 from threed.engine.diagnose import find_nonfinite
 from threed.engine.engine import Engine
+from threed.engine.verify import Verifier
 from threed.engine.watch import Watch
 from threed.errors import RunError
 from threed.models.gpt import Batch
@@ -57,7 +58,7 @@ class Loop:
         self.reads_tokens = comm.here.pp in (table.position(0), table.position(table.last))
         self.train_split, self.validation_split = data
         self.requests = requests
-        self.meter = Meter(config, engine.plan, comm)
+        self.meter, self.verifier = Meter(config, engine.plan, comm), Verifier(engine)
         self.traces = TraceWriter(Path(config.run.dir), engine.plan, comm, engine.zero.step_number + 1)
         self.begin = time.monotonic()
         self.checkpoints = Checkpoints(config, engine, watch, log, resumed)
@@ -93,9 +94,12 @@ class Loop:
     def _step(self) -> tuple[bool, bool]:
         """One step, its metrics, its evaluation. Whether somebody asked to stop, to save."""
         config, zero = self.config, self.engine.zero
-        started = time.monotonic()
         lr, index, hopeless = zero.lr, zero.step_number, zero.scaler.exhausted
-        clipped, trace = self.engine.train_step(self._batches(self.train_split, self.samples))
+        batch, every = self._batches(self.train_split, self.samples), config.run.verify_every
+        verify = bool(every) and (index + 1) % every == 0
+        rehearsal = self.verifier.rehearse(batch) if verify else None
+        started = self.meter.begin()
+        clipped, trace = (self.verifier.step if verify else self.engine.train_step)(batch)
         number = zero.step_number
         if clipped.finite:
             self.barren = 0
@@ -111,6 +115,10 @@ class Loop:
                                             "train/skipped_steps": float(self.skipped)}
         if zero.scaler.dynamic:
             metrics["train/loss_scale"] = clipped.loss_scale
+        if every:
+            metrics["integrity/verified_steps"] = float(self.verifier.verified)
+        if rehearsal is not None:
+            metrics["integrity/rehearsal_s"] = rehearsal.total_s
         if config.train.eval_every and number % config.train.eval_every == 0:
             metrics["val/loss"] = self._evaluate()
         if self.log:

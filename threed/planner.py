@@ -27,7 +27,7 @@ from threed.pipeline.plan import communicate, expand
 from threed.pipeline.split import split_layers, split_stages
 from threed.predict.cost import load_costs
 from threed.predict.simulate import cost_of
-from threed.program.check import check
+from threed.program.check import EVALUATE, VERIFY, check
 from threed.program.instruction import Instruction, Op
 from threed.program.summary import stages
 from threed.program.table import SNAPSHOT, WAITING, ComputeUnit, ParameterUnit, Plan, Table, ring
@@ -127,9 +127,11 @@ def _programs(config: Config, pipeline: Pipeline, table: Table) -> Plan:
     programs = {"train": offload.parameters(offload.optimizer(forward_backward, table), table)}
     if table.delayed:
         programs = {**offload.delay(forward_backward, table), "plain": programs["train"]}
+    if config.run.verify_every:
+        programs[VERIFY] = zero.rehearse(programs["plain" if table.delayed else "train"])
     if config.train.eval_every:
         forward = expand(forward_only(pipeline.place, config.num_microbatches), table, keep="none")
-        programs["evaluate"] = offload.parameters(zero.evaluate(communicate(forward, table), table), table)
+        programs[EVALUATE] = offload.parameters(zero.evaluate(communicate(forward, table), table), table)
     if table.snapshots:
         programs[SNAPSHOT] = offload.snapshot(table, waiting=False)
     if table.snapshots and table.delayed:

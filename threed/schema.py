@@ -175,6 +175,7 @@ class RunConfig:
     dir: str = "runs/default"
     timeout_s: float = 600.0  # a rank that waits this long for another ends the run and says for whom
     device: str = "auto"  # auto | cpu | cuda
+    verify_every: int = 0  # steps between two that are computed twice and compared, to find a machine that errs; 0: never
 
 
 @dataclass

@@ -57,7 +57,7 @@ def write(path: Path, rank: int, items: list[Item]) -> Report:
 
 
 def report_of(rank: int, head: bytes, items: list[Item], places: list[tuple[int, int, int, int]]) -> Report:
-    """What a rank says of its file. `places`: of each item the first byte, the bytes, their CRC-32, the checksum of the values."""
+    """What a rank says of its file. `places`: of each item the first byte, the bytes, their CRC-32 and its checksum."""
     report = Report(places[-1][0] + places[-1][1], (len(head), zlib.crc32(head)))
     boxes: dict[Box, dict[str, tuple[int, int]]] = {}
     for item, (start, _, crc, total) in zip(items, places, strict=True):

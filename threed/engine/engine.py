@@ -7,8 +7,8 @@ frees the slots that `effects` says are freed. Loopback runs the same engine on 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from threed.activation.run import ActivationRun
@@ -20,7 +20,7 @@ from threed.offload.run import OffloadRun
 from threed.pipeline.run import PipelineRun
 from threed.planner import layouts
 from threed.program.buffers import buffers
-from threed.program.check import describe
+from threed.program.check import VERIFY, describe
 from threed.program.instruction import COMPUTE, MESSAGES, Instruction, Op, Slot
 from threed.program.table import SNAPSHOT, WAITING, Plan
 from threed.program.trace import Trace, Wait, sources
@@ -123,6 +123,27 @@ class Engine:
                        for index, slot, before, after in waits]
         trace.total_s = since(end)
         return trace
+
+    def rehearse(self, batch: Callable[[int], Batch]) -> Trace:
+        """The next step without its update: everything is afterwards as it was before."""
+        self.pipeline.loss_scale = self.zero.scaler.scale
+        return self.run(VERIFY, batch)[1]
+
+    @contextmanager
+    def inspected(self, look: Callable[[Instruction, Slots], None]) -> Iterator[None]:
+        """Inside, `look` is called after each instruction, before slots are freed."""
+        before = self.after
+
+        def both(instruction: Instruction, slots: Slots) -> None:
+            if before is not None:
+                before(instruction, slots)
+            look(instruction, slots)
+
+        self.after = both
+        try:
+            yield
+        finally:
+            self.after = before
 
     def close(self) -> None:
         """Remove what the engine has on disk."""

@@ -10,6 +10,8 @@
     time/compute/0 time/p2p_wait/0 time/dp_wait/0 time/optimizer/0 time/offload/0 time/idle/0
                                       seconds of the step on a rank of position 0, and so for each: see monitor/attribute
     comm/bytes_dp comm/bytes_tp comm/bytes_pp                  sent by all ranks in the step
+    integrity/verified_steps          so far in this process, where run.verify_every is set
+    integrity/rehearsal_s             of a verified step: of its first computation, which perf/step_s leaves out
     memory/peak_bytes                 allocator peak on a GPU, peak resident set on a CPU; the largest rank
 """
 

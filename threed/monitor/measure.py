@@ -54,8 +54,10 @@ class Meter:
     _predicted: list[float] | None = None
     _spent_s: float = 0.0
 
-    def __post_init__(self) -> None:
-        self._sent = {axis: self.comm.sent[axis] for axis in AXES}  # before the first step: a checkpoint's proof
+    def begin(self) -> float:
+        """The step begins: what was sent before it (a rehearsal, an evaluation, a proof) is not its own. The time now."""
+        self._sent = {axis: self.comm.sent[axis] for axis in AXES}
+        return time.monotonic()
 
     def exchange(self, trace: Trace, step_s: float, asked: tuple[bool, bool], saving: float) -> Step:
         """Share this rank's numbers with all ranks. `asked`: to stop, to save; `saving`: how far it is with a checkpoint."""
@@ -65,7 +67,6 @@ class Meter:
         head = [step_s, compute_s(trace, program), float(peak_bytes(self.comm.device)),
                 *(float(sent[axis] - self._sent.get(axis, 0)) for axis in AXES), *map(float, asked), saving,
                 *parts(trace, program).values()]
-        self._sent = sent
         sums: dict[tuple[Op, int], list[float]] = {}
         for index, item in enumerate(program):
             if item.op in COSTED:

@@ -6,7 +6,9 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
+from threed.program.check import VERIFY
 from threed.program.instruction import COMPUTE, Instruction, Op
+from threed.program.show import timeline
 from threed.program.summary import ACTIVATIONS, alive_bytes, fixed_bytes, stages
 from threed.program.table import SNAPSHOT, Plan
 from threed.program.walk import Cost, Links, Mode, Program, link, walk
@@ -15,10 +17,10 @@ from threed.quantity import show_bytes, show_seconds
 SAMPLES = 50  # points of memory over time
 
 
-def report(plan: Plan, cost: Cost, source: str) -> dict[str, Any]:
+def report(plan: Plan, cost: Cost, source: str, verify_every: int = 0) -> dict[str, Any]:
     """Times are of one train step; bytes of one rank of a position, by tier: device, host, disk. What is offloaded keeps its
     memory on the host and on disk all the time. `exposed_transfer_s`: how much longer the step is than if moving between tiers
-    were free."""
+    were free. `verify`: how much longer a step is that is computed twice, and steps on average (checksums not counted)."""
     table, programs = plan.table, plan.programs["train"]
     links = [link(program, table, position, table.seam(position)) for position, program in enumerate(programs)]
     when = walk(programs, table, links, Mode.BUFFERED, cost)
@@ -42,7 +44,8 @@ def report(plan: Plan, cost: Cost, source: str) -> dict[str, Any]:
     bubble = sum(row["bubble"] for row in rows) / len(rows)
     free = walk(programs, table, links, Mode.BUFFERED, lambda at, item: 0.0 if item.op in _BETWEEN_TIERS else cost(at, item))
     return {"step_time": total, "bubble": bubble, "exposed_transfer_s": total - free.total_s, "costs": source,
-            "digest": plan.digest, "checkpoint": _checkpoint(plan, cost, total), "stages": rows}
+            "digest": plan.digest, "checkpoint": _checkpoint(plan, cost, total), "stages": rows,
+            **_verifying(plan, cost, verify_every)}
 
 
 def _checkpoint(plan: Plan, cost: Cost, step_s: float) -> dict[str, float] | None:
@@ -57,6 +60,13 @@ def _checkpoint(plan: Plan, cost: Cost, step_s: float) -> dict[str, float] | Non
     return {"bytes": max(sum(sum(table.moved(item).values()) for item in copy) for copy in copies),
             "copy_s": max(sum(cost(position, item) for item in copy) for position, copy in enumerate(copies)),
             "blocked_s": max(0.0, longer)}
+
+
+def _verifying(plan: Plan, cost: Cost, every: int) -> dict[str, Any]:
+    if not every:
+        return {}
+    rehearsal_s = timeline(plan, VERIFY, cost).total_s
+    return {"verify": {"every": every, "rehearsal_s": rehearsal_s, "step_s": rehearsal_s / every}}
 
 
 _BETWEEN_TIERS = (Op.OFFLOAD, Op.FETCH)
@@ -94,4 +104,7 @@ def show(values: dict[str, Any]) -> str:
     if any(row["moved_bytes"] for row in values["stages"]):
         longer = show_seconds(max(0.0, values["exposed_transfer_s"]))
         lines.append(f"moving between tiers makes the step {longer} longer than if it were free")
+    if (verify := values.get("verify")) is not None:
+        lines.append(f"every {verify['every']} steps one is computed twice: {show_seconds(verify['rehearsal_s'])} longer, "
+                     f"{show_seconds(verify['step_s'])} a step on average, without checksums")
     return "\n".join(lines)

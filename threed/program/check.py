@@ -16,6 +16,7 @@ from threed.program.table import SNAPSHOT, WAITING, Plan, Table
 from threed.program.walk import Links, Mode, Program, channels, link, walk
 
 EVALUATE = "evaluate"  # the program that only runs forward
+VERIFY = "verify"  # the one that trains and updates nothing
 
 
 def check(plan: Plan) -> dict[str, list[Links]]:
@@ -90,7 +91,8 @@ def _check_complete(name: str, programs: Sequence[Program], position: int, table
         raise PlanError(describe(name, programs, position, index, f"'{instruction}' runs {have} times here, not {want}"))
     counts = Counter(instruction.op for instruction in program)
     steps = [(item.unit, item.group) for item in program if item.op == Op.STEP]
-    asked = [(unit, group) for unit in table.held(position) for group in (_STEPS if table.delayed else {}).get(name, ("",))]
+    groups = () if name == VERIFY else (_STEPS if table.delayed else {}).get(name, ("",))
+    asked = [(unit, group) for unit in table.held(position) for group in groups]
     if trains and (sorted(steps) != sorted(asked) or any((unit, "prev") in steps[at:] for at, (unit, _) in enumerate(steps)
                                                          if (unit, "") in steps[:at])):
         raise PlanError(describe(name, programs, position, len(program) - 1,

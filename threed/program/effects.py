@@ -14,8 +14,9 @@ from typing import NamedTuple
 from threed.program.instruction import COMPUTE, MESSAGES, MOVES, TIERS, Instruction, Op, Slot, at, below, tier
 from threed.program.table import Table
 
-# What `keep` may be.
-KEEPS = {Op.FORWARD: ("all", "input", "none"), Op.CLIP: ("all", "later", "none"), Op.OFFLOAD: ("all", "later")}
+# What `keep` may be. Gradients that CLIP looks at are kept for STEP (all), or wait for a later one, or are dropped; none: there
+# are no gradients.
+KEEPS = {Op.FORWARD: ("all", "input", "none"), Op.CLIP: ("all", "later", "drop", "none"), Op.OFFLOAD: ("all", "later")}
 
 
 class Effects(NamedTuple):
@@ -93,7 +94,8 @@ def _effects(instruction: Instruction, table: Table, position: int) -> Effects:
         if keep == "later":
             waiting = tuple(Slot("host_gprev", p) for p in table.held(position))
             return Effects("compute", (*gradients, *loss), (Slot("scale"), *waiting), frees=(*gradients, *loss))
-        return Effects("compute", (*gradients, *loss), (Slot("scale"),), frees=loss)
+        dropped = gradients if keep == "drop" else ()
+        return Effects("compute", (*gradients, *loss), (Slot("scale"),), frees=(*dropped, *loss))
     if op == Op.STEP:
         return _step(instruction, table, position)
     raise AssertionError(op)

@@ -116,7 +116,7 @@ class Instruction(NamedTuple):
     microbatch: int = -1
     group: str = ""  # GATHER, REDUCE: the group of ranks; SEND, RECV, MOVES: the kind of slot; STEP: prev, of the step before
     peer: int = -1  # SEND, RECV: the other pipeline position
-    keep: str = "all"  # FORWARD: what it keeps for backward, all, its input or none; CLIP: all, later (gradients wait), or none;
+    keep: str = "all"  # FORWARD: what it keeps for backward, all, its input or none; CLIP: all, later (they wait), drop, none;
     # OFFLOAD of a snapshot: all, or later (with gradients that wait)
 
     def __str__(self) -> str:

@@ -236,6 +236,7 @@ class Plan:
     plain      a step that is not delayed
     enter      the first one that is: it steps nothing
     drain      the last one: it steps what waits, and its own
+    verify     a step without its update: what comes before one that is computed twice (run.verify_every)
     evaluate   forward only
     snapshot   between two steps: what a checkpoint keeps is copied to the host, beside what comes next
     snapshot_waiting   the same while gradients wait to be stepped

@@ -75,6 +75,17 @@ def step(update: Update, weight: torch.Tensor, grad: torch.Tensor, moments: Mome
             copy[part] = wide
 
 
+def step_twice(update: Update, weight: torch.Tensor, grad: torch.Tensor, moments: Moments,
+               copy: torch.Tensor | None = None) -> torch.Tensor:
+    """`step`, and the same on copies first. How many elements differ."""
+    state = weight, moments.exp_avg, moments.exp_avg_sq
+    again, scratch = [tensor.clone() for tensor in state], torch.empty_like(copy) if copy is not None else None
+    step(update, again[0], grad.clone(), Moments(*again[1:]), scratch)
+    step(update, weight, grad, moments, copy)
+    pairs = [*zip(again, state, strict=True), *([(scratch, copy)] if scratch is not None and copy is not None else [])]
+    return torch.stack([((one != other) & ~(one.isnan() & other.isnan())).sum() for one, other in pairs]).sum()
+
+
 def _on_host(update: Update, weight: torch.Tensor, grad: torch.Tensor, moments: Moments, copy: torch.Tensor | None) -> bool:
     """AdamW by native.c, with torch's number of threads. False, and nothing is done, for what it does not do."""
     state = (weight, moments.exp_avg, moments.exp_avg_sq)

@@ -46,6 +46,15 @@ def train(programs: Programs, table: Table) -> Programs:
     return result
 
 
+def rehearse(programs: Programs) -> Programs:
+    """A step without its update: a step up to its CLIP, which then drops the gradients."""
+    result = []
+    for program in programs:
+        end = next(index for index, item in enumerate(program) if item.op == Op.CLIP)
+        result.append([*program[:end], program[end]._replace(keep="drop")])
+    return result
+
+
 def evaluate(programs: Programs, table: Table) -> Programs:
     """Forward only: gather, run, release, bring the loss together."""
     return [[*_gather(program, table, position), Instruction(Op.CLIP, keep="none")] for position, program in enumerate(programs)]

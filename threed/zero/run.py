@@ -51,6 +51,8 @@ class ZeroRun:
         self.step_number = 0  # steps of the run so far
         self.updates = 0  # optimizer updates so far: Adam's and the learning rate's clock (skipped steps do not count)
         self.waiting: Clipped | None = None  # what CLIP found of the gradients that wait for the next step
+        # While a step is verified: of each update that was computed twice, unit -> elements that differ.
+        self.twice: list[tuple[int, torch.Tensor]] | None = None
         self._staging = torch.zeros(buffers.staging, dtype=torch.uint8, device=comm.device)
         self.handlers: dict[Op, Callable[[Instruction, Slots], None]] = {
             Op.GATHER: self.gather, Op.RELEASE: self.release, Op.REDUCE: self.reduce, Op.CLIP: self.clip, Op.STEP: self.step}
@@ -181,19 +183,19 @@ class ZeroRun:
         finite = found == 0 and math.isfinite(norm) and math.isfinite(loss)
         clipped = Clipped(loss, norm, scale / loss_scale, finite, loss_scale)
         slots.put(Slot("scale"), clipped)
-        if instruction.keep != "none":
+        for state in self.states.values() if instruction.keep != "none" else ():  # the next gradients are of another step
+            state.reduced = state.came_down = False
+        if instruction.keep in ("all", "later"):
             self._complete(clipped if instruction.keep == "later" else None, slots)
 
     def _complete(self, waiting: Clipped | None, slots: Slots) -> None:
-        """What comes from now on is of another step. What waited has been stepped; this step's gradients may wait in turn."""
+        """What waited has been stepped; this step's gradients may wait in turn."""
         if self.waiting is not None:
             self.updates += self.waiting.finite
         self.waiting = waiting
-        for unit, state in self.states.items():
-            state.reduced = state.came_down = False
-            if waiting is not None:
-                state.host_grad, state.host_prev = state.host_prev, state.host_grad
-                slots.put(Slot("host_gprev", unit), True)
+        for unit, state in self.states.items() if waiting is not None else ():
+            state.host_grad, state.host_prev = state.host_prev, state.host_grad
+            slots.put(Slot("host_gprev", unit), True)
 
     def _counts(self, unit: int) -> bool:
         """A tied embedding counts once: at the first of its positions. So does what several shard groups hold: in the first."""
@@ -219,7 +221,11 @@ class ZeroRun:
                                         state.range(state.moments.exp_avg_sq, segment))
             update = optimizer.Update(self.config.optimizer, lr, number, segment.decay, clipped.scale)
             copy = state.range(out, segment) if out is not None else None
-            optimizer.step(update, state.range(state.weights, segment), state.range(gradient, segment), moments, copy)
+            values = state.range(state.weights, segment), state.range(gradient, segment), moments
+            if self.twice is None:
+                optimizer.step(update, *values, copy)
+            else:
+                self.twice.append((state.number, optimizer.step_twice(update, *values, copy)))
 
     def _step_on_host(self, state: UnitState, gradient: torch.Tensor, clipped: Clipped, slots: Slots) -> None:
         """The same beside the computation. What comes of it lies where the weights live, or on its way there."""

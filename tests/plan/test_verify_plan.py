@@ -1,0 +1,83 @@
+"""The rehearsal of a step that is computed twice: all of the step but its update."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+
+import pytest
+
+from threed.cli import app
+from threed.config import load
+from threed.errors import PlanError
+from threed.planner import make_plan
+from threed.program.check import check_programs
+from threed.program.instruction import COMPUTE, Instruction, Op
+from threed.program.table import Plan
+
+BASE = ["model.layers=4", "parallel.pp=2", "parallel.dp=2", "train.global_batch_size=6", "parallel.stage_units=[3,3]"]
+NVME = ["offload.optimizer=nvme", f"offload.nvme_path={tempfile.gettempdir()}"]
+DELAYED = ["offload.optimizer=cpu", "offload.delayed_update=true"]
+WORK = {*COMPUTE, Op.SEND, Op.RECV, Op.REDUCE, Op.SPLIT, Op.JOIN}
+
+
+def plan_of(*overrides: str) -> Plan:
+    return make_plan(load(None, [*BASE, "run.verify_every=5", *overrides]))
+
+
+@pytest.mark.parametrize("overrides", [
+    [], ["zero.stage=0"], ["zero.stage=2"], ["zero.stage=3", "parallel.schedule=zb-h1"], NVME, DELAYED,
+    [*NVME, "offload.delayed_update=true"], [*NVME, "offload.parameters=nvme", "zero.stage=3"],
+    ["activation.policy=full", "activation.offload=cpu"]], ids=str)
+def test_it_is_the_step_without_its_update(overrides):
+    """Work in another order, or other work, and the two do not compare; an update that is taken twice."""
+    plan = plan_of(*overrides)
+    for position, program in enumerate(plan.programs["verify"]):
+        assert program[-1] == Instruction(Op.CLIP, keep="drop")
+        assert not any(item.op == Op.STEP or item.group in ("host_state", "prev") for item in program)
+        for name in plan.programs.keys() - {"verify"}:
+            step = [item for item in plan.programs[name][position] if item.op in WORK]
+            assert [item for item in program if item.op in WORK] == step, name
+
+
+def test_without_the_key_there_is_none():
+    """Plans, digests and buffers of runs that do not ask for it are as they were."""
+    plain = make_plan(load(None, BASE))
+    assert "verify" not in plain.programs and plain.digest != plan_of().digest
+    assert plan_of().programs["train"] == plain.programs["train"]
+
+
+@pytest.mark.parametrize("overrides", [[], DELAYED], ids=["usual", "delayed"])
+def test_what_is_refused(overrides):
+    """Gradients that nobody drops, and those of a real step that are dropped; an update in the rehearsal."""
+    plan = plan_of(*overrides)
+    def fault(name: str, change) -> str:
+        with pytest.raises(PlanError) as caught:
+            check_programs(name, [tuple(change(list(program))) for program in plan.programs[name]], plan.table)
+        return str(caught.value)
+
+    def keep(how: str):
+        return lambda program: [item._replace(keep=how) if item.op == Op.CLIP else item for item in program]
+
+    assert "gshard" in fault("verify", keep("all"))
+    assert "behind" in fault("verify", keep("later"))
+    assert "is not there" in fault("plain" if overrides else "train", keep("drop"))
+    assert "wgrad" in fault("verify", lambda program: [item for item in program if item.op != Op.BACKWARD])
+    stepped = fault("verify", lambda program: [*program[:-1], Instruction(Op.CLIP), *(
+        Instruction(Op.STEP, unit) for unit in sorted({item.unit for item in program if item.op == Op.REDUCE}))])
+    assert "STEP runs for" in stepped or "behind" in stepped
+
+
+def test_show_and_predict(capsys):
+    """It is printed and priced like the others."""
+    app(["show", "configs/toy.yaml", "run.verify_every=10", "--program", "verify", "--rank", "0"], standalone_mode=False)
+    assert capsys.readouterr().out.rstrip().endswith("CLIP keep=drop")
+    app(["predict", "configs/toy.yaml", "run.verify_every=10", "--json"], standalone_mode=False)
+    found = json.loads(capsys.readouterr().out)
+    assert found["verify"]["every"] == 10
+    assert found["verify"]["rehearsal_s"] == pytest.approx(10 * found["verify"]["step_s"])
+    assert 0.8 * found["step_time"] < found["verify"]["rehearsal_s"] <= found["step_time"]
+    app(["predict", "configs/toy.yaml", "run.verify_every=10"], standalone_mode=False)
+    assert "every 10 steps one is computed twice: " in capsys.readouterr().out
+    app(["predict", "configs/toy.yaml", "--json"], standalone_mode=False)
+    assert "verify" not in json.loads(capsys.readouterr().out)

@@ -22,6 +22,7 @@ from threed.quantity import show_bytes, show_seconds
 from threed.schema import Config
 
 TRIES, PAUSE_S = 3, 2.0  # for the last checkpoint of a run: a disk may be full for a moment
+SAY_EVERY_S = 30.0  # while a run waits for a disk
 PATIENCE_S = 10.0  # that a run stands still for a save under way when the next one is due
 
 
@@ -103,9 +104,13 @@ class Checkpoints:
         """Wait for the save under way, if there is one. Why it came to nothing, if so."""
         if self._saver.stage is Stage.IDLE:
             return None
-        begin = time.monotonic()
+        begin, outcome = time.monotonic(), None
         with self.watch.phase("save a checkpoint", waits=False):
-            outcome = self._saver.drain(most_s)
+            outcome = self._saver.drain(min(most_s, SAY_EVERY_S))
+            while outcome is None and most_s > SAY_EVERY_S:  # all ranks alike: the limit is the same, and no clock is asked
+                so_far = show_seconds(time.monotonic() - begin)
+                self._say(f"still writing the checkpoint of step {self._saver.step}: {so_far} so far")
+                outcome = self._saver.drain(SAY_EVERY_S)
         self._blocked_s += time.monotonic() - begin
         if outcome is None:
             return None

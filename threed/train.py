@@ -77,7 +77,7 @@ def train(config: Config, rank: int, local_rank: int, requests: Requests, connec
             log.say(f"{mesh.draw()}\n{len(plan)} instructions, plan {plan.digest}, {device.type}")
         check_room(engine)
         with watch.phase("load a checkpoint", waits=False):
-            resumed = resume(config, engine.zero)
+            resumed = resume(config, engine.zero, log.say if log else lambda line: None)
         if log:
             begin_lineage(config, resumed.path, resumed.lineage)
             log.start(resumed.manifest.get("wandb_id"))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from threed.checkpoint.proof import MASK, checksum
 from threed.checkpoint.read import Reader
 from threed.comm import Comm
 from threed.errors import InputError, RunError
+from threed.quantity import show_bytes
 from threed.schema import Config
 from threed.zero.run import Clipped, ZeroRun
 
@@ -40,10 +42,11 @@ class Resumed(NamedTuple):
     notes: list[str]  # what one should know of it
 
 
-def resume(config: Config, zero: ZeroRun) -> Resumed:
-    """Bring this rank to where `train.resume` says. All ranks call it together, and all of them resume from the same checkpoint.
+def resume(config: Config, zero: ZeroRun, say: Callable[[str], None] = lambda line: None) -> Resumed:
+    """Bring this rank to where `train.resume` says. All ranks call it together, and all resume from the same checkpoint.
 
-    InputError where the named checkpoint cannot be used, or none of those that are there.
+    `say` is given a line before what may take long. InputError where the named checkpoint cannot be used, or
+    none of those that are there.
     """
     comm, said = zero.comm, []
     free = comm.broadcast(is_free(config))  # whether an older checkpoint will do
@@ -52,6 +55,8 @@ def resume(config: Config, zero: ZeroRun) -> Resumed:
         path = Path(name)
         manifest, problem = _read_on_first(path, config, comm)
         if problem is None:
+            size = sum(size for size, *_ in manifest["files"].values())
+            say(f"reading {path}: {show_bytes(size)}, all ranks together")
             problem = _load(path, manifest, zero)
         if problem is None:
             return Resumed(path, manifest, lineage, said + notes(path, manifest, config))

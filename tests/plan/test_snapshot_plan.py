@@ -1,0 +1,116 @@
+"""The program that copies what a checkpoint keeps: what is in it, what it costs, and that edits of it are refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from threed.config import load
+from threed.errors import PlanError
+from threed.planner import make_plan
+from threed.predict.analytic import Hardware
+from threed.predict.report import report, show
+from threed.program.check import check
+from threed.program.effects import effects
+from threed.program.instruction import Instruction, Op, Slot
+from threed.program.summary import stages
+from threed.program.table import SNAPSHOT, WAITING, Plan
+
+TINY = ["model.layers=4", "model.hidden=32", "model.heads=8", "model.vocab=120", "model.vocab_multiple=64", "model.seq_len=16",
+        "train.global_batch_size=8", "checkpoint.every=10"]
+MESHES = {
+    "pp": ["parallel.pp=2"], "zero-0": ["parallel.dp=2", "zero.stage=0"], "zero-3": ["parallel.dp=4", "zero.stage=3"],
+    "groups": ["parallel.dp=4", "zero.stage=2", "zero.shard_size=2"], "v": ["parallel.pp=2", "parallel.schedule=zb-v"],
+    "cpu": ["parallel.dp=2", "zero.stage=3", "offload.optimizer=cpu", "offload.parameters=cpu"],
+    "delayed": ["parallel.pp=2", "offload.optimizer=cpu", "offload.delayed_update=true"],
+    "bf16": ["parallel.tp=2", "precision.dtype=bf16"],
+}
+
+
+def plan_of(*others: str) -> Plan:
+    return make_plan(load(None, [*TINY, *others]))
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_every_unit_is_copied_once(mesh):
+    """On the position that writes it; a tied embedding is written by the first of its two."""
+    plan = plan_of(*MESHES[mesh])
+    copied = [(position, item.unit) for position, program in enumerate(plan.programs[SNAPSHOT]) for item in program]
+    assert sorted(unit for _, unit in copied) == sorted(plan.table.parameters)
+    assert all(plan.table.parameters[unit].positions[0] == position for position, unit in copied)
+    assert (WAITING in plan.programs) == plan.table.delayed
+    assert set(check(plan)) == set(plan.programs)
+
+
+@pytest.mark.parametrize("others", [["checkpoint.every=0"], ["checkpoint.background=false"],
+                                    ["offload.optimizer=nvme", "offload.nvme_path=/tmp"]])
+def test_where_there_is_none(others):
+    """Then STEP waits for nothing and the host holds nothing."""
+    plan = plan_of(*others)
+    assert SNAPSHOT not in plan.programs and not any(row["snapshot_bytes"] for row in stages(plan))
+    assert not any(slot.kind == "host_snapshot" for slot in plan.table.seam(0))
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_step_waits_for_its_copy(mesh):
+    plan = plan_of(*MESHES[mesh])
+    for position, program in enumerate(plan.programs["train"]):
+        for item in program:
+            if item.op == Op.STEP:
+                waits = Slot("host_snapshot", item.unit) in effects(item, plan.table, position).reads
+                assert waits == plan.table.saves(position, item.unit)
+
+
+EDITS = {
+    "one is missing": lambda program: program[1:],
+    "one is copied twice": lambda program: (*program, program[0]),
+    "one with what waits": lambda program: (program[0]._replace(keep="later"), *program[1:]),
+    "one of another position": lambda program: (program[0]._replace(unit=5), *program[1:]),
+    "one that is none": lambda program: (program[0]._replace(unit=99), *program[1:]),
+    "one of a micro-batch": lambda program: (program[0]._replace(microbatch=0), *program[1:]),
+    "something else": lambda program: (*program, Instruction(Op.RELEASE, 0)),
+    "it comes back": lambda program: (*program, Instruction(Op.FETCH, program[0].unit, group="snapshot")),
+    "a step in between": lambda program: (*program, Instruction(Op.STEP, program[0].unit)),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_edits_are_refused(edit):
+    plan = plan_of("parallel.pp=2", "parallel.dp=2")
+    first, second = plan.programs[SNAPSHOT]
+    edited = replace(plan, programs={**plan.programs, SNAPSHOT: [tuple(EDITS[edit](first)), second]})
+    with pytest.raises(PlanError, match=r"program 'snapshot', position pp0"):
+        check(edited)
+
+
+def test_a_copy_in_the_step_is_refused():
+    """Between steps, not in one: there its unit may have been updated already."""
+    plan = plan_of()
+    train = (*plan.programs["train"][0], plan.programs[SNAPSHOT][0][0])
+    check(plan)
+    late = replace(plan, programs={**plan.programs, "train": [train]})
+    with pytest.raises(PlanError):
+        check(late)
+
+
+@pytest.mark.parametrize(("others", "kinds", "share"), [([], 3, 1), (["parallel.dp=4", "zero.stage=0"], 3, 4),
+                                                        (["parallel.dp=4", "zero.stage=2", "zero.shard_size=2"], 3, 2),
+                                                        (MESHES["delayed"][1:], 4, 1)])
+def test_bytes(others, kinds, share):
+    """fp32 of weights and two moments, and of gradients that wait, of this rank's shard."""
+    plan = plan_of(*others)
+    (row,) = stages(plan)
+    assert row["snapshot_bytes"] == sum(unit.numel for unit in plan.table.parameters.values()) // share * 4 * kinds
+
+
+def test_what_it_costs():
+    """By the link to the host: nothing is blocked where the copy ends before the first STEP that needs it."""
+    plan = plan_of("parallel.pp=2")
+    for link_gbps, blocked in ((1e6, False), (1e-4, True)):
+        values = report(plan, Hardware.parse(f"link_gbps={link_gbps}").cost(plan.table), "analytic")
+        saved = values["checkpoint"]
+        assert saved["bytes"] == max(row["snapshot_bytes"] for row in values["stages"])
+        assert saved["copy_s"] > 0 and (saved["blocked_s"] > 0.01 * saved["copy_s"]) == blocked
+        assert "a checkpoint copies" in show(values)
+    assert report(plan_of("checkpoint.every=0"), Hardware().cost(plan.table), "analytic")["checkpoint"] is None

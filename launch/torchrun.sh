@@ -99,4 +99,4 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-110}
 # SIGUSR1 asks them to save and go on. Sent to the whole job, it must not end torchrun; the ranks set their own handler.
 trap '' USR1
 
-exec "$PYTHON" -m torch.distributed.run "${options[@]}" -m threed.cli train "$@"
+exec "$PYTHON" -m torch.distributed.run "${options[@]}" -m threed train "$@"

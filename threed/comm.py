@@ -349,6 +349,19 @@ class ProcessChannel(Channel):
         return _handle(self._group.recv([tensor], self._peer, 0), tensor)
 
 
+LOST = ("closed by peer", "reset by peer", "broken pipe", "connection refused", "connection was", "failed to connect",
+        "remote process exited", "failed to recv")
+
+
+def lost_peer(error: BaseException | None) -> bool:
+    """Whether an error, or what it comes from, is a broken connection: most often the echo of a rank that has ended."""
+    while error is not None:
+        if isinstance(error, RuntimeError) and any(words in str(error).lower() for words in LOST):
+            return True
+        error = error.__cause__
+    return False
+
+
 def file_store(path: str, world_size: int) -> Any:
     """A place in the file system where the ranks of one machine meet."""
     return dist.FileStore(path, world_size)

@@ -6,6 +6,8 @@ import os
 
 from threed.errors import InputError
 
+RESTARTS = ("THREED_RESTARTS", "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")  # so often, so far
+
 
 def rank_of_environment() -> tuple[int, int, int] | None:
     """(rank, local rank, world size) where torchrun or Slurm started this process, else None."""
@@ -27,7 +29,7 @@ def rank_of_environment() -> tuple[int, int, int] | None:
 
 def restarted() -> bool:
     """Whether this start of the run follows a failed one by itself: the launcher, torchrun or Slurm says so."""
-    return any(_number(name) > 0 for name in ("THREED_RESTARTS", "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+    return any(_number(name) > 0 for name in RESTARTS)
 
 
 def _number(name: str) -> int:

@@ -34,3 +34,9 @@ class PlanError(ThreedError):
 
 class RunError(ThreedError):
     """A failure at run time, with the instruction that failed and what was alive."""
+
+
+class Stopped(ThreedError):
+    """A request to stop that came before the first step."""
+
+    status = 128 + 15

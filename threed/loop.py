@@ -95,6 +95,7 @@ class Loop:
         """One step, its metrics, its evaluation. Whether somebody asked to stop, to save."""
         config, zero = self.config, self.engine.zero
         lr, index, hopeless = zero.lr, zero.step_number, zero.scaler.exhausted
+        self.watch.at(index + 1)
         batch, every = self._batches(self.train_split, self.samples), config.run.verify_every
         verify = bool(every) and (index + 1) % every == 0
         rehearsal = self.verifier.rehearse(batch) if verify else None

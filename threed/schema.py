@@ -176,6 +176,8 @@ class RunConfig:
     timeout_s: float = 600.0  # a rank that waits this long for another ends the run and says for whom
     device: str = "auto"  # auto | cpu | cuda
     verify_every: int = 0  # steps between two that are computed twice and compared, to find a machine that errs; 0: never
+    restarts: int = 3  # of all ranks after a failure, from the newest checkpoint, until there is a newer one; one machine
+    restart_wait_s: float = 5.0  # before the first of them; doubled each time, up to 300
 
 
 @dataclass

@@ -66,7 +66,8 @@ def train(config: Config, rank: int, local_rank: int, requests: Requests, connec
             with watch.phase("prepare data"):
                 prepared = comm.exchange(made)[0]
         assert prepared is not None
-        data = splits(prepared.prefix, config.model.seq_len, config.train.seed, config.data.validation_fraction)
+        data = splits(prepared.prefix, config.model.seq_len, config.train.seed, config.data.validation_fraction,
+                      config.model.vocab)
         engine = Engine(config, plan, comm)
         watch.engine = engine
         if rank == 0:

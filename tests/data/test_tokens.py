@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -62,7 +64,7 @@ def test_prepare(source, tmp_path):
     assert meta["num_tokens"] == prepared.num_tokens == Tokens(prepared.prefix).num_tokens
     assert [line.split()[0] for line in lines] == ["training", "trained", "encoded", "shuffled", "prepared"]
     assert sorted(path.name for path in prepared.prefix.parent.iterdir()) == [
-        "meta.json", "tokenizer.json", "tokens.bin", "tokens.idx"]
+        "meta.json", "tokenizer.json", "tokens.bin", "tokens.crc32", "tokens.idx"]
 
 
 def test_megatron_reads_the_same(source, tmp_path):
@@ -181,6 +183,101 @@ def test_damaged_cache(source, tmp_path, name, change):
     change(folder / name)
     with pytest.raises(InputError, match=f"damaged: .*\ndelete the folder {folder} "):
         prepare(config(source, tmp_path), MODEL)
+
+
+def flip(path: Path, *places: int) -> None:
+    """Another bit at each of these bytes."""
+    content = bytearray(path.read_bytes())
+    for place in places:
+        content[place] ^= 1 << place % 8
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "tokens.idx", "tokens.crc32", "tokenizer.json", "meta.json"])
+@pytest.mark.parametrize("every", [64, None])
+def test_flipped_bits(source, tmp_path, name, every):
+    """A bit in every 64th byte, or one alone, of any file: trained on without a word."""
+    folder = prepare(config(source, tmp_path), MODEL).prefix.parent
+    size = (folder / name).stat().st_size
+    flip(folder / name, *(range(0, size, every) if every else [size // 2]))
+    with pytest.raises(InputError, match=f"damaged: .*\ndelete the folder {folder} "):
+        prepare(config(source, tmp_path), MODEL)
+
+
+def test_a_changed_number(source, tmp_path):
+    """A meta.json that can be read and says something else."""
+    path = prepare(config(source, tmp_path), MODEL).prefix.parent / "meta.json"
+    path.write_text(path.read_text().replace('"eod": 0', '"eod": 1'))
+    with pytest.raises(InputError, match="does not have its own checksum"):
+        prepare(config(source, tmp_path), MODEL)
+
+
+def test_long_streams_are_checked_as_they_are_read(source, tmp_path, monkeypatch):
+    """A stream too long to be read at each start: a damaged block is refused when a sample comes from it, and only then."""
+    from threed.data import samples
+
+    monkeypatch.setattr(samples, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(subject, "BLOCK_BYTES", 64)
+    prefix = prepare(config(source, tmp_path), MODEL).prefix
+    monkeypatch.setattr(subject, "_CHECK_BYTES", 0)
+    flip(Path(f"{prefix}.bin"), 1000)
+    assert prepare(config(source, tmp_path), MODEL).cached
+    split, _ = samples.splits(prefix, 16, 1, 0.1)
+    bad = 1000 // 64 * 32  # the block's first token
+    failed = set()
+    for index in range(split.num_windows):
+        try:
+            split.window(index)
+        except InputError as error:
+            assert f"tokens.bin: tokens {bad} to {bad + 31} do not have the checksum" in str(error)
+            failed.add(index)
+    assert 2 <= len(failed) <= 4 < split.num_windows
+
+
+def test_an_id_out_of_range(tmp_path):
+    """Of Megatron's data only a sample is looked at before the run: later the file and the place are named."""
+    from threed.data.samples import splits
+
+    prefix = write(tmp_path / "m", [[1] * 40, [1] * 15 + [500] + [1] * 4])
+    split, _ = splits(prefix, 8, 1, 0, vocab=300)
+    with pytest.raises(InputError, match=r"m.bin holds token 500 at position 55, in sample \d, but .* allows 0 to 299"):
+        [split.window(index) for index in range(split.num_windows)]
+
+
+def begin(data: DataConfig, note: str) -> None:
+    """Prepare until the first line that begins with `note`, then wait to be killed."""
+
+    def stop(line: str) -> None:
+        while line.startswith(note):
+            time.sleep(0.1)
+
+    prepare(data, MODEL, stop)
+
+
+@pytest.mark.parametrize("note", ["training", "encoded"])
+def test_a_killed_build_is_removed(source, tmp_path, note):
+    """SIGKILL leaves a folder, which the next start removes; not one that is being built now, nor a folder without a lock that
+    may have been made this moment."""
+    data = config(source, tmp_path)
+    context = multiprocessing.get_context("fork")
+    builders = [context.Process(target=begin, args=(data, note)) for _ in range(2)]
+    for builder in builders:
+        builder.start()
+    until = time.monotonic() + 60
+    while len(list((tmp_path / "cache").glob("*.tmp/lock"))) < 2 and time.monotonic() < until:
+        time.sleep(0.02)
+    builders[0].kill()
+    builders[0].join()
+    (tmp_path / "cache" / "new.tmp").mkdir()
+    (tmp_path / "cache" / "old.tmp").mkdir()
+    os.utime(tmp_path / "cache" / "old.tmp", (1, 1))
+    prepared = prepare(data, MODEL)
+    left = set(folders(tmp_path)) - {prepared.prefix.parent.name, "new.tmp"}
+    assert len(left) == 1 and builders[1].is_alive(), left
+    builders[1].kill()
+    builders[1].join()
+    prepare(data, MODEL)
+    assert set(folders(tmp_path)) == {prepared.prefix.parent.name, "new.tmp"}
 
 
 def test_bad_source_and_tokenizer(source, tmp_path):

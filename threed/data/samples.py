@@ -12,6 +12,7 @@ run needs no state but i, and nothing is stored, however long the stream.
 from __future__ import annotations
 
 import struct
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -22,13 +23,15 @@ _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document bounds
 _DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}  # Megatron's codes
 _MASK = 2**64 - 1
+BLOCK_BYTES = 2**16  # of a stream that has a checksum: what a disk reads at once, so that checking reads no more
 
 
 class Tokens:
     """A Megatron `.bin/.idx` pair, memory-mapped.
 
     `stream`: all tokens, [num_tokens]. `document_ends`: int64 [num_documents], ascending; document d ends before token
-    `document_ends[d]`. Raises InputError when a file is missing, damaged, or not of the other's size.
+    `document_ends[d]`. Raises InputError when a file is missing, damaged, or not of the other's size. A `.crc32` beside them
+    holds the checksums of the stream's blocks, which `check` compares; Megatron's own data have none.
     """
 
     def __init__(self, prefix: str | Path):
@@ -47,9 +50,24 @@ class Tokens:
                                  f"and the file has {have_bytes}; prepare the data again")
             if not num_tokens:
                 raise InputError(f"{bin_} holds no tokens; give other data")
-            self.stream = np.memmap(bin_, dtype=dtype, mode="r")
+            self.path, self.stream = bin_, np.memmap(bin_, dtype=dtype, mode="r")
+            self._checksums = _read_checksums(Path(f"{prefix}.crc32"), want_bytes)
+            self._checked = np.zeros(0 if self._checksums is None else len(self._checksums), bool)
         except OSError as error:
             raise InputError(f"{prefix}.bin/.idx cannot be read: {error.strerror or error}") from None
+
+    def check(self, start: int, stop: int) -> None:
+        """Compare the blocks with tokens [start, stop) with their checksums, each once. InputError: one is damaged."""
+        if self._checksums is None:
+            return
+        size = self.stream.itemsize
+        for block in range(start * size // BLOCK_BYTES, -(-stop * size // BLOCK_BYTES)):
+            if not self._checked[block]:
+                first, last = block * BLOCK_BYTES // size, min((block + 1) * BLOCK_BYTES // size, self.num_tokens)
+                if zlib.crc32(self.stream[first:last].data) != self._checksums[block]:
+                    raise InputError(f"{self.path}: tokens {first} to {last - 1} do not have the checksum that they were written "
+                                     f"with; delete the folder {self.path.parent} and start again")
+                self._checked[block] = True
 
     @property
     def num_tokens(self) -> int:
@@ -58,6 +76,16 @@ class Tokens:
     @property
     def num_documents(self) -> int:
         return len(self.document_ends)
+
+
+def _read_checksums(path: Path, size: int) -> np.ndarray | None:
+    """CRC-32 of each block of a stream of `size` bytes; None where there are none."""
+    if not path.exists():
+        return None
+    found, wanted = path.stat().st_size // 4, -(-size // BLOCK_BYTES)
+    if found != wanted:
+        raise InputError(f"{path} holds {found} checksums, and the stream has {wanted} blocks; prepare the data again")
+    return np.memmap(path, "<u4", "r")
 
 
 def _read_index(path: Path) -> tuple[np.dtype, np.ndarray]:
@@ -94,26 +122,36 @@ def _read_index(path: Path) -> tuple[np.dtype, np.ndarray]:
 class Split:
     """Tokens [start, stop) of a stream, as consecutive windows that do not overlap.
 
-    `seed` None: windows in order (validation). Otherwise in a permutation of their own each epoch (training).
+    `seed` None: windows in order (validation). Otherwise in a permutation of their own each epoch (training). `vocab`: all
+    tokens must be below it.
     """
 
-    def __init__(self, tokens: Tokens, start: int, stop: int, seq_len: int, seed: int | None):
+    def __init__(self, tokens: Tokens, start: int, stop: int, seq_len: int, seed: int | None, vocab: int | None = None):
         self.num_tokens = stop - start
         self.num_windows = max(0, (self.num_tokens - 1) // seq_len)  # a window's last label is a token too
-        self._stream, self._start, self._seq_len, self._seed = tokens.stream, start, seq_len, seed
+        self._tokens, self._start, self._seq_len, self._seed, self._vocab = tokens, start, seq_len, seed, vocab
 
     def window(self, index: int) -> np.ndarray:
-        """Sample `index` >= 0, any size: int64 [seq_len + 1], inputs [:-1] and labels [1:]."""
+        """Sample `index` >= 0, any size: int64 [seq_len + 1], inputs [:-1] and labels [1:]. InputError: what is there is not what
+        was written, or no token of the model's."""
         assert self.num_windows, "this split holds no window"
         assert index >= 0, index
         epoch, place = divmod(index, self.num_windows)
         if self._seed is not None:
             place = permute(place, self.num_windows, mix(mix(self._seed & _MASK) + epoch))
         first = self._start + place * self._seq_len
-        return self._stream[first:first + self._seq_len + 1].astype(np.int64)
+        self._tokens.check(first, first + self._seq_len + 1)
+        window = self._tokens.stream[first:first + self._seq_len + 1].astype(np.int64)
+        if self._vocab is not None and (window.min() < 0 or window.max() >= self._vocab):
+            at = int(((window < 0) | (window >= self._vocab)).argmax())
+            raise InputError(f"{self._tokens.path} holds token {window[at]} at position {first + at}, in sample {index}, but "
+                             f"model.vocab={self._vocab} allows 0 to {self._vocab - 1}: the data are damaged, or of another "
+                             "tokenizer")
+        return window
 
 
-def splits(prefix: str | Path, seq_len: int, seed: int, validation_fraction: float) -> tuple[Split, Split]:
+def splits(prefix: str | Path, seq_len: int, seed: int, validation_fraction: float, vocab: int | None = None
+           ) -> tuple[Split, Split]:
     """Training and validation split of a Megatron prefix. Validation is the tail, about `validation_fraction` of it.
 
     The cut is at the end of a document, unless documents are so long that the tail would come out at less than half or
@@ -123,7 +161,8 @@ def splits(prefix: str | Path, seq_len: int, seed: int, validation_fraction: flo
     tokens = Tokens(prefix)
     total = tokens.num_tokens
     cut = _cut(tokens.document_ends, total, validation_fraction)
-    train, validation = Split(tokens, 0, cut, seq_len, seed), Split(tokens, cut, total, seq_len, None)
+    train = Split(tokens, 0, cut, seq_len, seed, vocab)
+    validation = Split(tokens, cut, total, seq_len, None, vocab)
     wanted = ((train, "training", "lower"), (validation, "validation", "raise"))
     for split, name, change in wanted[:2 if validation_fraction else 1]:
         if not split.num_windows:

@@ -1,16 +1,22 @@
 """From `data.source` to tokens on disk, once: prepared data is cached by content.
 
     cache/<key>/tokens.bin, tokens.idx   the stream, in Megatron's format
+                tokens.crc32             CRC-32 of each BLOCK_BYTES of the stream
                 tokenizer.json
-                meta.json                what Prepared says
+                meta.json                what Prepared says; CRC-32 of the three above, and of itself
 
 <key> is a hash of the content, the tokenizer and the settings, so a folder that is there is right. It is built beside
 its place, under a name of its own, and renamed when complete: a killed build leaves at most a folder `*.tmp` that
-nobody reads, and of two processes that build the same, the first one's is kept.
+nobody reads, and whose file `lock` nobody holds; the next start removes it. Of two processes that build the same, the
+first one's is kept.
+
+A stream of up to _CHECK_BYTES is compared with its checksums at every start; of any, each block when it is first read.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -18,22 +24,27 @@ import shutil
 import time
 import uuid
 import warnings
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TextIO
 
 import numpy as np
 
 from threed.data.corpus import STDLIB, documents, fingerprint
-from threed.data.samples import Tokens, mix
+from threed.data.samples import BLOCK_BYTES, Tokens, mix
 from threed.errors import InputError
 from threed.quantity import show_bytes, show_count, show_seconds
 from threed.schema import DataConfig, ModelConfig
 
-_FORMAT = 1  # of the cache: raise it when the same content would give other tokens
+_FORMAT = 2  # of the cache: raise it when the same content would give other files
 _BATCH_CHARS = 2**22
 _SCAN_TOKENS = 10**9  # a foreign stream up to this long is checked in full
 _SCAN_CHUNK = 2**24
+_CHECK_BYTES = 2**31  # a prepared stream up to this long is read and checked at each start: about a second
+_CHECKED = ("tokens.idx", "tokens.crc32", "tokenizer.json")
+_OLD_S = 3600.0  # of a folder without a lock: it is not just being made
 
 
 @dataclass(frozen=True)
@@ -72,8 +83,9 @@ def prepare(data: DataConfig, model: ModelConfig, progress: Callable[[str], None
         _check_eod(path, eod, data.append_eod)
         name = hashlib.blake2b(path.read_bytes()).hexdigest()
     key = hashlib.blake2b(repr((_FORMAT, content, name, data.append_eod)).encode(), digest_size=10).hexdigest()
-    root = Path(data.cache or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "threed")).expanduser()
+    root = cache_root(data)
     folder = root / key
+    remove_stale(root)
     try:
         cached = folder.is_dir()
         if not cached:
@@ -88,16 +100,32 @@ def prepare(data: DataConfig, model: ModelConfig, progress: Callable[[str], None
     return prepared
 
 
+def cache_root(data: DataConfig) -> Path:
+    """Where prepared data are kept."""
+    return Path(data.cache or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "threed")).expanduser()
+
+
 def _open(folder: Path, cached: bool) -> Prepared:
     prefix = folder / "tokens"
     try:
         meta = json.loads((folder / "meta.json").read_text())
-        tokens, tokenizer = Tokens(prefix), folder / "tokenizer.json"
-        tokenizer.stat()
-        return Prepared(prefix, tokenizer, tokens.num_tokens, tokens.num_documents, meta["vocab_size"],
+        if meta.pop("check") != _check(meta):
+            raise InputError(f"{folder / 'meta.json'} does not have its own checksum")
+        for name in _CHECKED:
+            if _checksum(folder / name) != meta["crc32"][name]:
+                raise InputError(f"{folder / name} does not have the checksum of meta.json")
+        tokens = Tokens(prefix)
+        if tokens.stream.nbytes <= _CHECK_BYTES:
+            tokens.check(0, tokens.num_tokens)
+        return Prepared(prefix, folder / "tokenizer.json", tokens.num_tokens, tokens.num_documents, meta["vocab_size"],
                         meta["eod"], cached)
-    except (OSError, ValueError, KeyError, TypeError) as error:  # an InputError is a ValueError
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # an InputError is a ValueError
         raise InputError(f"prepared data is damaged: {error}\ndelete the folder {folder} and start again") from None
+
+
+def _check(meta: dict[str, Any]) -> int:
+    """Checksum of the values of meta.json."""
+    return zlib.crc32(json.dumps(meta, sort_keys=True).encode())
 
 
 # ---------------------------------------------------------------- building
@@ -105,10 +133,10 @@ def _open(folder: Path, cached: bool) -> Prepared:
 
 def _build(folder: Path, content: str, tokenizer_path: Path | None, data: DataConfig, model: ModelConfig,
            progress: Callable[[str], None]) -> None:
-    scratch = folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:12]}.tmp")
-    scratch.mkdir(parents=True)
+    scratch, lock = _scratch(folder)
     try:
         _fill(scratch, content, tokenizer_path, data, model, progress)
+        (scratch / "lock").unlink(missing_ok=True)
         try:
             scratch.rename(folder)
         except OSError:
@@ -116,6 +144,35 @@ def _build(folder: Path, content: str, tokenizer_path: Path | None, data: DataCo
                 raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+        lock.close()
+
+
+def _scratch(folder: Path) -> tuple[Path, TextIO]:
+    """A folder to build in, and its lock."""
+    while True:
+        scratch = folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:12]}.tmp")
+        scratch.mkdir(parents=True)
+        lock = (scratch / "lock").open("w")
+        with contextlib.suppress(OSError):  # a file system without locks: what is left there stays
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if (scratch / "lock").exists():  # somebody who removes stale ones may have been faster
+            return scratch, lock
+        lock.close()
+
+
+def remove_stale(root: Path) -> None:
+    """Remove what killed builds have left: folders whose lock nobody holds."""
+    for scratch in root.glob("*.tmp"):
+        try:
+            with (scratch / "lock").open("r+") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(scratch, ignore_errors=True)
+        except FileNotFoundError:  # killed before it had one; or begun a moment ago
+            with contextlib.suppress(OSError):
+                if time.time() - scratch.stat().st_mtime > _OLD_S:
+                    shutil.rmtree(scratch, ignore_errors=True)
+        except OSError:
+            continue  # it is being built, or nobody can say
 
 
 def _fill(folder: Path, content: str, tokenizer_path: Path | None, data: DataConfig, model: ModelConfig,
@@ -172,12 +229,27 @@ def _fill(folder: Path, content: str, tokenizer_path: Path | None, data: DataCon
     builder.finalize(str(folder / "tokens.idx"))
     del stream
     unordered.unlink()
+    checksums = [zlib.crc32(block) for block in _blocks(folder / "tokens.bin")]
+    np.array(checksums, "<u4").tofile(folder / "tokens.crc32")
     meta = {"format": _FORMAT, "source": data.source, "content": content, "tokenizer": data.tokenizer,
             "num_documents": len(lengths), "num_tokens": int(stops[-1]), "vocab_size": tokenizer.vocab_size,
-            "eod": tokenizer.eod}
-    (folder / "meta.json").write_text(json.dumps(meta, indent=1))
+            "eod": tokenizer.eod, "crc32": {name: _checksum(folder / name) for name in _CHECKED}}
+    (folder / "meta.json").write_text(json.dumps({**meta, "check": _check(meta)}, indent=1))
     written = (folder / "tokens.bin").stat().st_size
     progress(f"shuffled and wrote {show_bytes(written)} in {show_seconds(time.perf_counter() - start_s)}")
+
+
+def _checksum(path: Path) -> int:
+    value = 0
+    for block in _blocks(path):
+        value = zlib.crc32(block, value)
+    return value
+
+
+def _blocks(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while block := file.read(BLOCK_BYTES):
+            yield block
 
 
 def _batches(texts: Iterable[str], pieces: Callable[[str], Iterator[str]]) -> Iterator[list[tuple[str, bool, bool]]]:

@@ -1,8 +1,9 @@
 """Watch: no rank waits for ever, and none ends without the others knowing why.
 
-The ranks share a key in the rendezvous store. Whoever fails first writes there what happened; the others see it within
-a second, and end. A thread beside the engine looks at how long the current instruction has waited: past the limit it
-prints what the rank waits for and ends the run, even while the main thread hangs in a collective.
+The ranks share a key in the rendezvous store. Whoever fails first writes there what happened (for a rank that was killed, its
+launcher does); the others see it within a second, and end, even while they connect: the watch has a client of the store of its
+own, since one that waits for an answer is locked. A thread beside the engine looks at how long the current instruction has
+waited: past the limit it prints what the rank waits for and ends the run, even while the main thread hangs in a collective.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,9 +31,21 @@ def say(message: str) -> None:
     sys.stderr.flush()
 
 
+def own_client(store: Any) -> Any:
+    """Another client of a rendezvous store. (torch 2.7 cannot make one: there it is the same.)"""
+    return store.clone() if hasattr(store, "clone") else store
+
+
+def tell(store: Any, note: dict[str, Any]) -> dict[str, Any]:
+    """Leave the note of a failure (rank, message, status, hang, step, cause), unless one is there. The one that is."""
+    return json.loads(store.compare_set(KEY, "", json.dumps(note)))
+
+
 class Watch:
     def __init__(self, rank: int, store: Any, timeout_s: float):
-        self.rank, self._store, self._timeout_s = rank, store, timeout_s
+        self.rank, self._store, self._timeout_s = rank, own_client(store), timeout_s
+        self.step = 0  # under way; 0: none yet
+        self.on_step: Callable[[int], None] | None = None  # whom to tell of each step
         self.engine: Engine | None = None
         self.comm: Comm | None = None
         self._phase: tuple[str, float | None] | None = None
@@ -55,10 +68,17 @@ class Watch:
     def close(self) -> None:
         self._closed.set()
 
-    def fail(self, message: str, status: int = 1, hang: bool = False) -> bool:
-        """Tell everybody that this rank failed. False if somebody else was first: then theirs is the reason."""
-        note = json.dumps({"rank": self.rank, "message": message, "status": status, "hang": hang})
-        return json.loads(self._store.compare_set(KEY, "", note))["rank"] == self.rank
+    def at(self, step: int) -> None:
+        """A step begins."""
+        self.step = step
+        if self.on_step is not None:
+            self.on_step(step)
+
+    def fail(self, message: str, status: int = 1, hang: bool = False, cause: str = "") -> bool:
+        """Tell everybody that this rank failed. False if somebody else was first: then theirs is the reason. `cause`: what would
+        be the same if it failed again."""
+        note = {"rank": self.rank, "message": message, "status": status, "hang": hang, "step": self.step, "cause": cause}
+        return tell(self._store, note)["rank"] == self.rank
 
     def reason(self, wait_s: float = 0.0) -> dict[str, Any] | None:
         """The first failure of any rank, if there is one by then."""
@@ -94,7 +114,7 @@ class Watch:
                 message = f"no answer within run.timeout_s={self._timeout_s:g}: {self.where()}"
                 self.end(message)
                 # The store may hang with the rank that holds it: tell the others if it answers, and end anyway.
-                threading.Thread(target=self.fail, args=(message, 1, True), daemon=True).start()
+                threading.Thread(target=self.fail, args=(message, 1, True, "a hang"), daemon=True).start()
                 time.sleep(3 * POLL_S)
                 os._exit(1)
 

@@ -1,0 +1,74 @@
+"""Restart: whether the ranks of this machine are started again after a failure, and how long to wait before.
+
+What is the machine's (a rank that was killed, a hang, a disk that is gone) passes, and the run goes on from its newest
+checkpoint. What is the run's (a mistake in the config, a loss that is not finite) comes again: it is met twice at the same
+step for the same reason, and the run ends.
+"""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass
+
+LONGEST_WAIT_S = 300.0
+
+
+class Steps:
+    """Each rank's first step and the step that it is at, in memory that outlives the rank. 0: none yet."""
+
+    def __init__(self, world_size: int):
+        self._steps = memoryview(mmap.mmap(-1, 16 * world_size)).cast("q")
+
+    def note(self, rank: int, step: int) -> None:
+        self._steps[2 * rank] = self._steps[2 * rank] or step
+        self._steps[2 * rank + 1] = step
+
+    def first(self) -> int:
+        """The first step of this start."""
+        return max(self._steps[0::2])
+
+    def at(self, rank: int) -> int:
+        return self._steps[2 * rank + 1]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a run has ended. `cause`: two failures with the same one, at the same step, are the run's. None: it came from outside,
+    and says nothing about the run."""
+
+    text: str
+    cause: str | None
+    step: int
+    status: int
+
+
+class Restarts:
+    """Counts the starts since the newest checkpoint, and decides about the next one."""
+
+    def __init__(self, most: int, wait_s: float):
+        self.total = 0
+        self._most, self._wait_s = most, wait_s
+        self._count = 0  # since the newest checkpoint
+        self._first = 0  # the step after that
+        self._met: set[tuple[int, str]] = set()
+
+    def after(self, failure: Failure, first: int) -> tuple[float | None, str]:
+        """Seconds to wait before the ranks are started again, or None, and what to say. `first`: the first step of the start
+        that failed, 0 if it had none."""
+        if failure.status == 2 or not self._most:
+            return None, ""
+        if first > self._first:  # there was a newer checkpoint to go on from than at the start before
+            self._first, self._count = first, 0
+        where = f"at step {failure.step}" if failure.step else "before the first step"
+        key = failure.step, failure.cause or ""
+        if failure.cause is not None and key in self._met:
+            return None, f"not started again: the same failed {where} before, so it is the run's and not the machine's"
+        self._met.add(key)
+        if self._count == self._most:
+            return None, (f"not started again: run.restarts={self._most} starts from the newest checkpoint have failed, the last "
+                          f"{where}")
+        wait_s = min(self._wait_s * 2**self._count, max(LONGEST_WAIT_S, self._wait_s))
+        self._count += 1
+        self.total += 1
+        return wait_s, (f"restart {self._count} of {self._most} since the newest checkpoint, in {wait_s:g} s: {failure.text} "
+                        f"{where}")

@@ -13,10 +13,12 @@ import psutil
 
 
 class Run:
-    """`threed ARGV ...` under way; its output goes to a file."""
+    """`threed ARGV ...` under way; its output goes to a file. A run that fails is not started again, unless argv says so."""
 
     def __init__(self, folder: Path, *argv: str, env: dict[str, str] | None = None):
         self.log = folder / f"log-{time.monotonic_ns()}.txt"
+        if argv[0] == "train" and not any(word.startswith("run.restarts=") for word in argv):
+            argv = (*argv, "run.restarts=0")
         context = multiprocessing.get_context("fork")
         self.process = context.Process(target=_body, args=(self.log, argv, env or {}))
         self.process.start()
@@ -76,9 +78,8 @@ def metrics(folder: Path) -> list[dict]:
 
 
 def losses(folder: Path) -> dict[int, tuple[float, float]]:
-    """step -> (loss, gradient norm); a step that was run twice must have had the same numbers."""
-    found: dict[int, tuple[float, float]] = {}
-    for row in metrics(folder):
-        pair = (row["train/loss"], row["train/grad_norm"])
-        assert found.setdefault(row["step"], pair) == pair, f"step {row['step']} was repeated with other numbers"
-    return found
+    """step -> (loss, gradient norm). Each step stands once, in order, even if it was run twice."""
+    rows = metrics(folder)
+    steps = [row["step"] for row in rows]
+    assert steps == sorted(set(steps)), f"steps are repeated or out of order: {steps}"
+    return {row["step"]: (row["train/loss"], row["train/grad_norm"]) for row in rows}

@@ -127,6 +127,8 @@ class Loop:
             self.losses.append(clipped.loss)
             self.last = metrics
             self.log.step(number, metrics)
+            for line in self.meter.stragglers.warnings:
+                self.log.say(line)
         return step.asked("stop"), step.asked("save")
 
     def _trace(self, number: int, trace: Trace, step: Step) -> None:

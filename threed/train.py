@@ -81,7 +81,7 @@ def train(config: Config, rank: int, local_rank: int, requests: Requests, connec
             resumed = resume(config, engine.zero, log.say if log else lambda line: None)
         if log:
             begin_lineage(config, resumed.path, resumed.lineage)
-            log.start(resumed.manifest.get("wandb_id"))
+            log.start(engine.zero.step_number, resumed.manifest.get("wandb_id"))
             for line in resumed.notes:
                 log.say(f"note: {line}")
             if resumed.path:

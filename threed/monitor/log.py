@@ -12,6 +12,8 @@
     comm/bytes_dp comm/bytes_tp comm/bytes_pp                  sent by all ranks in the step
     integrity/verified_steps          so far in this process, where run.verify_every is set
     integrity/rehearsal_s             of a verified step: of its first computation, which perf/step_s leaves out
+    straggler/rank straggler/slower                            the rank whose own work took longest, and how many times as long
+                                                               as others' of its position: see monitor/straggler
     memory/peak_bytes                 allocator peak on a GPU, peak resident set on a CPU; the largest rank
 """
 
@@ -27,7 +29,9 @@ from typing import Any
 
 from rich.console import Console
 
+from threed.environment import restarted
 from threed.errors import InputError
+from threed.monitor.lines import StepLines, cut
 from threed.quantity import show_bytes, show_count
 from threed.schema import Config
 
@@ -37,15 +41,16 @@ class Log:
         """Takes the folder for this run. InputError where another run has it, or where it cannot be written."""
         self.config = config
         self.console = Console(highlight=False)
-        folder = Path(config.run.dir)
-        self.path = folder / "metrics.jsonl"
+        self.run_id: str | None = None
+        self.wandb_dir: str | None = None
+        self._wandb: Any = None
+        self._lines: StepLines | None = None
+        self.path = Path(config.run.dir) / "metrics.jsonl"
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._lock = (folder / ".lock").open("w")
-            cut_torn_line(self.path)
-            self._file = self.path.open("a")
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._lock = (self.path.parent / ".lock").open("w")
         except OSError as error:
-            raise InputError(f"run.dir={config.run.dir} cannot be used: {error}") from None
+            raise _unusable(config, error) from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # let go of when this process ends, however it ends
         except BlockingIOError:
@@ -53,37 +58,43 @@ class Log:
                              "its own") from None
         except OSError:
             pass  # a file system without locks
-        self._full = False
-        self._wandb: Any = None
-        self.run_id: str | None = None
-        self.wandb_dir: str | None = None
 
-    def start(self, run_id: str | None) -> None:
-        """Begin, or go on with the wandb run that a checkpoint names."""
+    def start(self, step: int, run_id: str | None) -> None:
+        """Go on after `step`: lines of later steps, which are made again, move to metrics.undone.jsonl. `run_id`: the wandb run
+        that a checkpoint names; a run that is started again before its first checkpoint goes on with the same, too."""
+        try:
+            cut(self.path, step, self.path.with_suffix(".undone.jsonl"))
+            self._lines = StepLines(self.path)
+        except OSError as error:
+            raise _unusable(self.config, error) from None
+        note = self.path.parent / "wandb-run"
+        if run_id is None and restarted():
+            with contextlib.suppress(OSError):
+                run_id = note.read_text().strip() or None
         self._wandb = _start_wandb(self.config, run_id)
         if self._wandb:
             self.run_id, self.wandb_dir = self._wandb.id, os.path.dirname(self._wandb.dir)
-
-    def sync(self) -> None:
-        """Bring the numbers of all steps so far to the disk."""
-        with contextlib.suppress(OSError):  # said by `step`
-            os.fsync(self._file.fileno())
+            with contextlib.suppress(OSError):
+                note.write_text(f"{self.run_id}\n")
 
     def step(self, step: int, metrics: dict[str, float | None]) -> None:
-        """One step's numbers: flushed at once, so that a killed run has lost nothing."""
+        """One step's numbers: written at once, so that a killed run has lost nothing."""
         plain = {name: value if value is None or math.isfinite(value) else str(value) for name, value in metrics.items()}
-        try:
-            self._file.write(json.dumps({"step": step, **plain}) + "\n")
-            self._file.flush()
-        except OSError as error:
-            if not self._full:
-                self.say(f"warning: {self.path} cannot be written ({error.strerror}): the run goes on, steps are missing there")
-            self._full = True
+        assert self._lines is not None, "start() comes first"
+        if news := self._lines.add(step, json.dumps({"step": step, **plain}) + "\n"):
+            self.say(news)
         if self._wandb:
             self._wandb.log({name: value for name, value in metrics.items() if value is not None}, step=step)
         steps = self.config.train.steps
         if step % self.config.monitor.console_every == 0 or step == steps or "val/loss" in metrics:
             self.say(_line(step, steps, metrics))
+
+    def sync(self) -> None:
+        """Return when the lines of all steps are on the disk: a checkpoint counts on them. What cannot be written now has been
+        said, or will be at the next step."""
+        if self._lines is not None:
+            with contextlib.suppress(OSError):
+                self._lines.sync()
 
     def picture(self, step: int, svg: str) -> None:
         """A measured timeline, to wandb. Before the numbers of its step: wandb takes no more of a step after those."""
@@ -96,8 +107,9 @@ class Log:
         self.console.print(text, soft_wrap=True, markup=False)
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._file.close()
+        self.sync()
+        if self._lines is not None:
+            self._lines.close()
         if self._wandb:
             self._wandb.finish(quiet=True) if _takes_quiet(self._wandb.finish) else self._wandb.finish()
 
@@ -123,23 +135,8 @@ def _line(step: int, steps: int, metrics: dict[str, float | None]) -> str:
     return "  ".join(parts)
 
 
-def cut_torn_line(path: Path) -> None:
-    """Drop what follows the last newline: a killed run may have left half a line."""
-    if not path.exists():
-        return
-    with path.open("rb+") as file:
-        size = file.seek(0, os.SEEK_END)
-        keep = size
-        while keep > 0:
-            start = max(0, keep - 4096)
-            file.seek(start)
-            newline = file.read(keep - start).rfind(b"\n")
-            if newline >= 0:
-                keep = start + newline + 1
-                break
-            keep = start
-        if keep < size:
-            file.truncate(keep)
+def _unusable(config: Config, error: OSError) -> InputError:
+    return InputError(f"run.dir={config.run.dir} cannot be used: {error}")
 
 
 def wandb_mode(setting: str) -> str:

@@ -16,6 +16,7 @@ import torch
 from threed.comm import Comm
 from threed.models.spec import model_flops
 from threed.monitor.attribute import CAUSES, PARTS, attribute, parts
+from threed.monitor.straggler import Stragglers
 from threed.predict.simulate import Costs, predict
 from threed.program.instruction import Op
 from threed.program.table import Plan
@@ -50,9 +51,13 @@ class Meter:
     config: Config
     plan: Plan
     comm: Comm
+    stragglers: Stragglers = field(init=False)
     _sent: dict[str, int] = field(default_factory=dict)
     _predicted: list[float] | None = None
     _spent_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.stragglers = Stragglers(self.comm.mesh)
 
     def begin(self) -> float:
         """The step begins: what was sent before it (a rehearsal, an evaluation, a proof) is not its own. The time now."""
@@ -124,6 +129,7 @@ class Meter:
         values |= {f"time/{cause}/{stage}": _mean([each[cause] for each in rows])
                    for stage, rows in enumerate(spent) for cause in CAUSES}
         values |= {f"comm/bytes_{axis}": sum(row[f"sent_{axis}"] for row in step.rows) for axis in AXES}
+        values |= self.stragglers.look(step.rows)
         values["memory/peak_bytes"] = max(row["memory"] for row in step.rows)
         return values
 

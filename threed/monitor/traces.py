@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from threed.errors import InputError
 from threed.mesh import Coordinate
-from threed.monitor.log import cut_torn_line
+from threed.monitor.lines import cut
 from threed.predict.cost import FILE as COSTS
 from threed.predict.cost import read_costs, save_costs
 from threed.predict.simulate import Costs
@@ -68,7 +68,7 @@ class TraceWriter:
         try:
             if self._file is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                cut_torn_line(self.path)
+                cut(self.path, self._first_step - 1)  # the steps from there on are made again
                 self._file = self.path.open("a")
                 self._file.write(self._header())
             self._file.write(encode(step, trace))

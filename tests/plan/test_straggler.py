@@ -1,0 +1,68 @@
+"""Who is slow is named, with what and once it persists; who waits for a slow one is not."""
+
+from __future__ import annotations
+
+import pytest
+
+from threed.mesh import Mesh
+from threed.monitor.straggler import STEPS, Stragglers
+
+MESH = Mesh(pp=2, dp=3, tp=2)
+
+
+def rows(slow: dict[int, float], what: str = "compute", mesh: Mesh = MESH) -> list[dict[str, float]]:
+    """Every rank computes 1 s, at position 1 twice as long; the slow ones so many times that. Others wait for them."""
+    made = []
+    for rank in range(mesh.size):
+        row = {"compute": 1.0 + mesh.coordinate(rank).pp, "optimizer": 0.2, "offload": 0.1, "p2p_wait": 5.0, "dp_wait": 9.0}
+        row[what] *= slow.get(rank, 1.0)
+        made.append(row)
+    return made
+
+
+def test_evenly_fast():
+    """Positions with more work, and waiting, make nobody slow."""
+    watch = Stragglers(MESH)
+    for _ in range(2 * STEPS):
+        assert watch.look(rows({}))["straggler/slower"] == 1.0 and not watch.warnings
+
+
+@pytest.mark.parametrize("what, times", [("compute", 3.0), ("optimizer", 30.0), ("offload", 90.0)])
+def test_it_persists(what, times):
+    """Named in each step's metrics; with a line at the tenth step, at no other, and with one when it is over."""
+    watch = Stragglers(MESH)
+    rank = MESH.rank(1, 2, 0)
+    for step in range(1, 3 * STEPS):
+        found = watch.look(rows({rank: times}, what))
+        assert found["straggler/rank"] == rank and (found["straggler/slower"] or 0) > 1.5
+        assert len(watch.warnings) == (step == STEPS)
+        if watch.warnings:
+            assert f"ranks {rank}, {rank + 1} (pp1 dp2) are slow" in watch.warnings[0]
+            assert f"most of it in {what}" in watch.warnings[0]
+    watch.look(rows({}))
+    assert watch.warnings == [f"ranks {rank}, {rank + 1} (pp1 dp2) are no longer slow"]
+
+
+def test_tp_peers_take_turns():
+    """tp peers wait for each other inside compute: which of them is measured slower changes, and they are slow all the same."""
+    watch, said = Stragglers(MESH), []
+    for step in range(STEPS):
+        watch.look(rows({0: 3.0 + step % 2, 1: 4.0 - step % 2}))
+        said += watch.warnings
+    assert len(said) == 1 and "ranks 0, 1 (pp0 dp0)" in said[0]
+
+
+def test_now_and_then():
+    """A rank that is slow every other step is not worth a line."""
+    watch = Stragglers(MESH)
+    for step in range(5 * STEPS):
+        watch.look(rows({0: 3.0} if step % 3 else {}))
+        assert not watch.warnings
+
+
+def test_two_and_one():
+    """Of two ranks the faster one is as it should be; one alone is not compared."""
+    two = Mesh(pp=1, dp=2, tp=1)
+    assert Stragglers(two).look(rows({1: 2.0}, mesh=two)) == {"straggler/rank": 1.0, "straggler/slower": pytest.approx(2.3 / 1.3)}
+    one = Mesh(pp=2, dp=1, tp=1)
+    assert Stragglers(one).look(rows({1: 9.0}, mesh=one))["straggler/slower"] == 1.0

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from threed.comm import file_store, lost_peer
+from threed.comm import file_store
 from threed.data.tokens import Prepared, cache_root, prepare, remove_stale
-from threed.engine.watch import Watch, say, tell
+from threed.engine.watch import Watch, lost_peer, say, tell
 from threed.environment import RESTARTS
 from threed.errors import InputError, RunError, ThreedError
 from threed.loop import Requests

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from threed.data.tokens import Prepared, prepare
 from threed.engine.engine import Engine
 from threed.engine.loopback import channel_pairs
 from threed.engine.watch import Watch
-from threed.errors import InputError
+from threed.errors import InputError, Stopped
 from threed.loop import Loop, Requests
 from threed.monitor.compare import save_config
 from threed.monitor.log import Log
@@ -62,7 +63,7 @@ def train(config: Config, rank: int, local_rank: int, requests: Requests, connec
     log = None
     try:
         if prepared is None:
-            made = prepare(config.data, config.model, print) if rank == 0 else None
+            made = prepare(config.data, config.model, partial(_progress, requests)) if rank == 0 else None
             with watch.phase("prepare data"):
                 prepared = comm.exchange(made)[0]
         assert prepared is not None
@@ -95,6 +96,13 @@ def train(config: Config, rank: int, local_rank: int, requests: Requests, connec
             log.close()
     watch.close()
     comm.close()
+
+
+def _progress(requests: Requests, line: str) -> None:
+    """What rank 0 says while it prepares data, which takes long: it need not go on for a run that was asked to stop."""
+    print(line, flush=True)
+    if requests.stop:
+        raise Stopped("stopped on request before the first step, while the data were being prepared")
 
 
 def _agree(comm: Comm, config: Config, digest: str) -> None:

@@ -31,6 +31,19 @@ def say(message: str) -> None:
     sys.stderr.flush()
 
 
+LOST = ("closed by peer", "reset by peer", "broken pipe", "connection refused", "connection was", "failed to connect",
+        "remote process exited", "failed to recv")
+
+
+def lost_peer(error: BaseException | None) -> bool:
+    """Whether an error, or what it comes from, is a broken connection: most often the echo of a rank that has ended."""
+    while error is not None:
+        if isinstance(error, RuntimeError) and any(words in str(error).lower() for words in LOST):
+            return True
+        error = error.__cause__
+    return False
+
+
 def own_client(store: Any) -> Any:
     """Another client of a rendezvous store. (torch 2.7 cannot make one: there it is the same.)"""
     return store.clone() if hasattr(store, "clone") else store

@@ -1,10 +1,10 @@
 """`threed` and `python -m threed`: signals are answered before the command line is imported."""
 
-from threed.early import answer_signals
+from threed.early import begin
 
 
 def main() -> None:
-    answer_signals()
+    begin()
     from threed import cli
 
     cli.main()

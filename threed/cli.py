@@ -11,7 +11,7 @@ import typer
 
 from threed import __version__, validate
 from threed import config as configs
-from threed.early import answer_signals
+from threed.early import begin
 from threed.errors import ConfigError, InputError, ThreedError
 from threed.planner import make_mesh, make_plan, saved_by_piece
 from threed.program import show as shows
@@ -346,7 +346,7 @@ def _local_size(world_size: int) -> int:
 
 
 def main() -> None:
-    answer_signals()
+    begin()
     try:
         app()
     except ThreedError as error:

@@ -1,4 +1,4 @@
-"""Signals in the first seconds of `threed train`, while libraries are imported and nothing is there to save yet."""
+"""The first seconds of `threed train`, while libraries are imported and nothing is there to save yet."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from types import FrameType
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
-def answer_signals() -> None:
-    """Until the launcher or a rank has handlers of its own: what asks to stop ends the process with a word, and what asks to
-    save finds nothing to save."""
+def begin() -> None:
+    """Before anything is imported. Until the launcher or a rank has handlers of its own, what asks to stop ends the process with
+    a word, and what asks to save finds nothing to save."""
     if sys.argv[1:2] == ["train"]:
+        # Of a connection that breaks torch prints 40 lines of addresses for each try; threed says it once.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         for number in STOPS:
             signal.signal(number, _leave)
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)

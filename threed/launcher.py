@@ -32,6 +32,7 @@ from threed.train import train
 
 GRACE_S = 5.0  # after the first rank has failed
 ECHO_S = 3.0  # that a rank whose connections break waits for somebody to say why
+LINGER_S = 1.0
 POLL_S = 0.25
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
@@ -53,7 +54,10 @@ def run_rank(config: Config, rank: int, local_rank: int, local_size: int, store:
         train(config, rank, local_rank, requests, connected, store, prepared)
         return 0
     except BaseException as error:  # SystemExit too: whoever leaves says so
-        return _explain(error, rank, watches[0] if watches else None)
+        status = _explain(error, rank, watches[0] if watches else None)
+        if rank == 0 and store is None:  # it may hold the store, where the others read why
+            time.sleep(LINGER_S)
+        return status
 
 
 def _explain(error: BaseException, rank: int, watch: Watch | None) -> int:

@@ -141,7 +141,7 @@ class Watch:
                 continue
             if reason["hang"]:
                 self.end(f"rank {reason['rank']} got no answer; {self.where()}")
-            if self._closed.wait(4 * POLL_S):
+            if self._closed.wait((4 if self.rank else 8) * POLL_S):  # rank 0 may hold the store: it leaves last
                 return  # the main thread has seen it too, and ends by itself
             os._exit(reason["status"])
 

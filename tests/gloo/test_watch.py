@@ -1,0 +1,146 @@
+"""Failures are seen by all ranks at any moment, also while they connect; slow ranks are named; communicators connect in order."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+import threed.launcher  # noqa: F401  (imported before the runs fork)
+from tests.gloo.test_train import free_port
+from tests.harness import channel_pairs, make_mesh, make_plan, tiny
+from tests.running import Run, metrics
+from threed.comm import ProcessComm, file_store
+
+SMALL = ["train", "configs/toy.yaml", "model.layers=2", "model.hidden=32", "model.seq_len=32", "model.vocab=300",
+         "train.global_batch_size=8", "train.micro_batch_size=1", "train.eval_every=0", "monitor.wandb=disabled",
+         "optimizer.warmup_steps=0", "run.timeout_s=100"]
+
+
+@pytest.fixture
+def start(tmp_path, cache):
+    """start(*overrides, env) -> a run in tmp_path/run; what still runs at the end is killed."""
+    runs = []
+
+    def begin(*overrides: str, env: dict[str, str] | None = None) -> Run:
+        run = Run(tmp_path, *SMALL, *cache, f"run.dir={tmp_path / 'run'}", *overrides, env=env)
+        runs.append(run)
+        return run
+
+    yield begin
+    for run in runs:
+        run.kill()
+
+
+@pytest.fixture
+def as_ranks(start):
+    """as_ranks(*overrides) -> a run a rank, which meet over TCP as under torchrun."""
+
+    def begin(count: int, *overrides: str) -> list[Run]:
+        port = str(free_port())
+        place = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        return [start(*overrides, env={**place, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(count)]
+
+    return begin
+
+
+def leave(how: str) -> None:
+    if how == "raises":
+        raise OSError("no such network")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.fixture
+def never_connects(monkeypatch):
+    """never_connects(rank, how): this rank ends while others wait for it, each in a call that locks its client of the store."""
+    original = ProcessComm.__init__
+
+    def set_up(rank, how):
+        def init(self, mesh, mine, *others):
+            if mine == rank:
+                time.sleep(1.0)
+                leave(how)
+            original(self, mesh, mine, *others)
+
+        monkeypatch.setattr(ProcessComm, "__init__", init)
+
+    return set_up
+
+
+@pytest.mark.parametrize("how", ["raises", "is killed"])
+def test_a_failure_while_ranks_connect(how, start, never_connects):
+    """Over files, from the launcher: the others end with the run, long before run.timeout_s, and say nothing."""
+    never_connects(2, how)
+    run = start("train.steps=2", "parallel.dp=2", "parallel.tp=1", "parallel.pp=2")
+    assert run.wait(40) == (1 if how == "raises" else 128 + 9), run.output
+    lines = [line for line in run.output.splitlines() if line.startswith("threed: ")]
+    assert len(lines) == 1 and ("no such network" if how == "raises" else "rank 2 was killed by SIGKILL") in lines[0], run.output
+    assert "transport" not in run.output
+
+
+def test_a_failure_while_ranks_connect_over_tcp(as_ranks, never_connects):
+    """As under torchrun: each by itself sees it in the store, although it waits for another answer from there."""
+    never_connects(2, "raises")
+    runs = as_ranks(4, "train.steps=2", "parallel.dp=2", "parallel.tp=1", "parallel.pp=2")
+    assert [run.wait(40) for run in runs] == [1] * 4, [run.output for run in runs]
+    assert ["no such network" in run.output for run in runs] == [False, False, True, False], [run.output for run in runs]
+    assert sum(run.output.count("threed: ") for run in runs) == 1, [run.output for run in runs]
+
+
+@pytest.mark.parametrize("victim", [1, 3])
+def test_the_echo_of_a_killed_rank(victim, as_ranks):
+    """Nobody has a launcher that says why: the first whose connection breaks says that, in one line and without gloo's words."""
+    runs = as_ranks(4, "train.steps=100000", "parallel.dp=2", "parallel.tp=1", "parallel.pp=2")
+    runs[0].wait_for("step      3/100000")
+    runs[victim].process.kill()
+    others = [run for rank, run in enumerate(runs) if rank != victim]
+    assert [run.wait(40) for run in others] == [1] * 3, [run.output for run in others]
+    text = "".join(run.output for run in others)
+    assert text.count("the connection to another rank is gone") == 1 == text.count("threed: "), text
+    assert "Traceback" not in text and "transport" not in text, text
+
+
+def test_a_slow_rank(start, monkeypatch, tmp_path):
+    """Named in the metrics of each step and, since it stays slow, in a line; not ended."""
+    from threed.pipeline.run import PipelineRun
+
+    original = PipelineRun.forward
+
+    def forward(self, instruction, slots):
+        if self.comm.rank == 2:
+            time.sleep(0.1)
+        return original(self, instruction, slots)
+
+    monkeypatch.setattr(PipelineRun, "forward", forward)
+    run = start("train.steps=12", "parallel.dp=4", "parallel.tp=1", "parallel.pp=1")
+    assert run.wait() == 0, run.output
+    rows = metrics(tmp_path / "run")[1:]
+    assert [row["straggler/rank"] for row in rows] == [2] * 11 and min(row["straggler/slower"] for row in rows) > 1.5
+    assert run.output.count("warning: rank 2 (pp0 dp2) is slow for 10 steps now") == 1 and "most of it in compute" in run.output
+
+
+def warmed(rank: int, path: str, config):
+    """Bytes counted after all communicators were connected as on a GPU, and one exchange that shows that they still fit."""
+    import torch
+
+    comm = ProcessComm(make_mesh(config), rank, torch.device("cpu"), 30.0, file_store(path, config.world_size))
+    try:
+        comm.warm()
+        comm.open_channels(channel_pairs(make_plan(config)))
+        for (sender, *_), channel in comm.channels.items():
+            channel.warm(comm.here.pp == sender, comm.device)  # pyright: ignore[reportAttributeAccessIssue]
+        return sum(comm.sent.values()), comm.exchange(rank)
+    finally:
+        comm.close()
+
+
+@pytest.mark.parametrize("overrides", [["parallel.dp=2", "parallel.tp=2", "parallel.pp=2"],
+                                       ["parallel.dp=4", "parallel.pp=2", "zero.shard_size=2", "parallel.schedule=zb-v"],
+                                       ["parallel.pp=8", "parallel.schedule=zb-h1"]])
+def test_communicators_connect_in_one_order(overrides, workers):
+    """The first calls on all communicators, each of which waits for its peers: no rank waits for one that is at another, and
+    nothing is counted."""
+    config = tiny("train.global_batch_size=16", *overrides)
+    assert workers.run(warmed, config.world_size, config) == [(0, list(range(config.world_size)))] * config.world_size

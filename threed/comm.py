@@ -348,11 +348,6 @@ class ProcessChannel(Channel):
     def recv(self, tensor: torch.Tensor) -> Handle:
         return _handle(self._group.recv([tensor], self._peer, 0), tensor)
 
-    def warm(self, sends: bool, device: torch.device) -> None:
-        """A number through the channel, as in `ProcessComm.warm`."""
-        call = self._group.send if sends else self._group.recv
-        call([torch.zeros(1, device=device)], self._peer, 0).wait()
-
 
 def file_store(path: str, world_size: int) -> Any:
     """A place in the file system where the ranks of one machine meet."""
@@ -382,8 +377,6 @@ class ProcessComm(Comm):
                 if rank in ranks:
                     self.groups[name] = ProcessGroup(name, ranks, rank, self.sent, made)
         self.groups["world"] = ProcessGroup("world", tuple(range(mesh.size)), rank, self.sent, dist.group.WORLD)
-        if device.type == "cuda":
-            self.warm()
 
     def open_channels(self, pairs: Sequence[tuple[int, int, str]]) -> None:
         """Connect a plan's channels, given as (sender position, receiver position, kind): each its own communicator, so that
@@ -394,16 +387,7 @@ class ProcessComm(Comm):
                 made = dist.new_group(sorted(ends), self._timeout)
                 if self.rank in ends:
                     peer = ends[1] if self.rank == ends[0] else ends[0]
-                    self.channels[sender, receiver, kind] = channel = ProcessChannel(self.sent, made, peer)
-                    if self.device.type == "cuda":
-                        channel.warm(self.rank == ends[0], self.device)
-
-    def warm(self) -> None:
-        """A number through every group. NCCL connects at the first call, so let that be here, where all ranks come to all groups
-        in one order, and not wherever in a step each gets to them. Nothing is counted."""
-        for group in self.groups.values():
-            if group.size() > 1:
-                dist.all_reduce(torch.zeros(1, device=self.device), group=group.process_group)  # pyright: ignore
+                    self.channels[sender, receiver, kind] = ProcessChannel(self.sent, made, peer)
 
     def exchange(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.mesh.size

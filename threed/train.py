@@ -16,6 +16,7 @@ from threed.checkpoints import check_room
 from threed.comm import Comm, ProcessComm, environment_store
 from threed.data.samples import splits
 from threed.data.tokens import Prepared, prepare
+from threed.engine.connect import warm
 from threed.engine.engine import Engine
 from threed.engine.loopback import channel_pairs
 from threed.engine.watch import Watch
@@ -60,6 +61,8 @@ def train(config: Config, rank: int, local_rank: int, requests: Requests, connec
         _agree(comm, config, plan.digest)
     with watch.phase("connect pipeline positions"):
         comm.open_channels(channel_pairs(plan))
+        if device.type == "cuda":
+            warm(comm)
     log = None
     try:
         if prepared is None:

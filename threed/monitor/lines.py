@@ -10,6 +10,7 @@ import contextlib
 import os
 import re
 import shutil
+import threading
 from collections import deque
 from pathlib import Path
 from typing import BinaryIO
@@ -71,33 +72,43 @@ class StepLines:
         """OSError: it cannot be opened."""
         self.path = path
         self._file: BinaryIO | None = None
+        self._lock = threading.Lock()  # a checkpoint that is written in the background syncs
         self._waiting: deque[tuple[int, bytes]] = deque(maxlen=_MOST_KEPT)
+        self._failing = False  # the last line could not be written
         self._lost: set[int] = set()  # steps that the file will not have
         self._open()
 
     def add(self, step: int, line: str) -> str | None:
         """Add a step. What people must know, where something has changed."""
-        if len(self._waiting) == _MOST_KEPT:
-            self._lost.add(self._waiting[0][0])
-        waited = len(self._waiting)
-        self._waiting.append((step, line.encode()))
-        try:
-            self._write()
-        except OSError as error:
-            why = error.strerror or str(error)
-            return None if waited else (f"warning: {self.path} cannot be written ({why}): the run goes on, and keeps its steps "
-                                        "until it can")
-        if not waited:
+        with self._lock:
+            if len(self._waiting) == _MOST_KEPT:
+                self._lost.add(self._waiting[0][0])
+            self._waiting.append((step, line.encode()))
+            before = self._failing
+            try:
+                self._write()
+                self._failing = False
+            except OSError as error:
+                self._failing = True
+                why = error.strerror or error
+                return None if before else (f"warning: {self.path} cannot be written ({why}): the run goes on, and keeps its "
+                                            "steps until it can")
+        if not before:
             return None
         missing = f", but {len(self._lost)} steps from {min(self._lost)} on are missing" if self._lost else ", with all steps"
         self._lost.clear()
         return f"{self.path} is written again{missing}"
 
     def sync(self) -> None:
-        """Return when all lines are on the disk. OSError: they are not."""
-        self._write()
-        assert self._file is not None
-        os.fsync(self._file.fileno())
+        """Return when all lines are on the disk. OSError: they are not. May be called on another thread."""
+        with self._lock:
+            self._write()
+            assert self._file is not None
+            descriptor = os.dup(self._file.fileno())
+        try:
+            os.fsync(descriptor)  # may take long: lines are added meanwhile
+        finally:
+            os.close(descriptor)
 
     def close(self) -> None:
         if self._file is not None:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from threed.checkpoint.format import read_latest
 from threed.comm import file_store
 from threed.data.tokens import Prepared, cache_root, prepare, remove_stale
 from threed.engine.watch import Watch, lost_peer, say, tell
@@ -125,7 +126,7 @@ class _Launcher:
             failure = self.start(prepared, steps)
             if failure is None or self.asked:
                 return failure.status if failure is not None else 0
-            wait_s, text = restarts.after(failure, steps.first())
+            wait_s, text = restarts.after(failure, read_latest(self.config)[0])
             if text:
                 say(text)
             if wait_s is None:

@@ -14,21 +14,16 @@ LONGEST_WAIT_S = 300.0
 
 
 class Steps:
-    """Each rank's first step and the step that it is at, in memory that outlives the rank. 0: none yet."""
+    """The step that each rank is at, in memory that outlives the rank. 0: none yet."""
 
     def __init__(self, world_size: int):
-        self._steps = memoryview(mmap.mmap(-1, 16 * world_size)).cast("q")
+        self._steps = memoryview(mmap.mmap(-1, 8 * world_size)).cast("q")
 
     def note(self, rank: int, step: int) -> None:
-        self._steps[2 * rank] = self._steps[2 * rank] or step
-        self._steps[2 * rank + 1] = step
-
-    def first(self) -> int:
-        """The first step of this start."""
-        return max(self._steps[0::2])
+        self._steps[rank] = step
 
     def at(self, rank: int) -> int:
-        return self._steps[2 * rank + 1]
+        return self._steps[rank]
 
 
 @dataclass(frozen=True)
@@ -49,16 +44,15 @@ class Restarts:
         self.total = 0
         self._most, self._wait_s = most, wait_s
         self._count = 0  # since the newest checkpoint
-        self._first = 0  # the step after that
+        self._newest = ""
         self._met: set[tuple[int, str]] = set()
 
-    def after(self, failure: Failure, first: int) -> tuple[float | None, str]:
-        """Seconds to wait before the ranks are started again, or None, and what to say. `first`: the first step of the start
-        that failed, 0 if it had none."""
+    def after(self, failure: Failure, newest: str) -> tuple[float | None, str]:
+        """Seconds to wait before the ranks are started again, or None, and what to say. `newest`: the newest checkpoint."""
         if failure.status == 2 or not self._most:
             return None, ""
-        if first > self._first:  # there was a newer checkpoint to go on from than at the start before
-            self._first, self._count = first, 0
+        if newest != self._newest:
+            self._newest, self._count = newest, 0
         where = f"at step {failure.step}" if failure.step else "before the first step"
         key = failure.step, failure.cause or ""
         if failure.cause is not None and key in self._met:

@@ -33,7 +33,7 @@ from threed.train import train
 
 GRACE_S = 5.0  # after the first rank has failed
 ECHO_S = 3.0  # that a rank whose connections break waits for somebody to say why
-LINGER_S = 1.0
+LINGER_S = 2.0  # that rank 0 stays after a failure: twice as long as a rank takes to see it and end
 POLL_S = 0.25
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 

@@ -62,6 +62,7 @@ class Watch:
         self.engine: Engine | None = None
         self.comm: Comm | None = None
         self._phase: tuple[str, float | None] | None = None
+        self._seen: dict[str, Any] | None = None  # the first failure
         self._told = False
         self._closed = threading.Event()
         self._lock = threading.Lock()
@@ -97,8 +98,10 @@ class Watch:
         """The first failure of any rank, if there is one by then."""
         until = time.monotonic() + wait_s
         while True:
-            if self._store.check([KEY]):
-                return json.loads(self._store.get(KEY))
+            if self._seen is None and self._store.check([KEY]):
+                self._seen = json.loads(self._store.get(KEY))
+            if self._seen is not None:  # it stays known when the store has gone
+                return self._seen
             if time.monotonic() >= until:
                 return None
             time.sleep(0.05)

@@ -6,6 +6,7 @@ an older lineage is left behind.
 
 from __future__ import annotations
 
+import hashlib
 import uuid
 from pathlib import Path
 from typing import Any
@@ -54,11 +55,8 @@ def is_free(config: Config) -> bool:
 def new_lineage(config: Config) -> str:
     """ORIGIN-NUMBER: the origin says from where it went on, so that a restart knows its own."""
     origin = {"auto": "new", "never": "never"}.get(config.train.resume)
-    if origin is None:
-        try:
-            origin = unseal(Path(config.train.resume))["checksum"][:8]
-        except InputError:
-            origin = "unknown"
+    if origin is None:  # by its address: the run may have removed it since
+        origin = hashlib.blake2b(str(Path(config.train.resume).resolve()).encode(), digest_size=4).hexdigest()
     return f"{origin}-{uuid.uuid4().hex[:8]}"
 
 
@@ -66,7 +64,8 @@ def begin_lineage(config: Config, path: Path | None, lineage: str) -> None:
     """On rank 0, before the first step: a start that was asked for by name leaves newer checkpoints of the folder behind."""
     if read_latest(config)[1] == lineage:
         return
-    name = "none" if path is None else path.name if path.resolve().parent == folder(config).resolve() else str(path.resolve())
+    own = path is not None and step_of(path) >= 0 and path.resolve().parent == folder(config).resolve()
+    name = "none" if path is None else path.name if own else str(path.resolve())
     try:
         write_latest(config, name, lineage)
     except OSError as error:

@@ -15,6 +15,7 @@ from threed.checkpoint.boxes import Box, overlap
 from threed.checkpoint.format import Stored, Unusable, file_name, read_line
 from threed.checkpoint.write import read
 
+_OPEN = 64  # files at a time: a small mesh may read what thousands of ranks have written
 _RUN = 16 << 10  # bytes: shorter runs of a file are read together with what lies between them
 
 
@@ -100,6 +101,8 @@ class Reader:
     def _open(self, rank: int) -> int:
         if rank not in self._files:
             name = file_name(rank)
+            if len(self._files) >= _OPEN:
+                os.close(self._files.pop(next(iter(self._files))))
             self._files[rank] = os.open(self._path / name, os.O_RDONLY)
             _, size, crc = self._manifest["files"][name]
             if zlib.crc32(b"".join(read(self._files[rank], 0, size))) != crc:

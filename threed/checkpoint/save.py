@@ -11,6 +11,7 @@ newest, and what was to be written is written again.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import math
@@ -38,7 +39,6 @@ from threed.checkpoint.format import (
     folder,
     index_of,
     name_of,
-    read_latest,
     replace_text,
     seal,
     step_of,
@@ -75,11 +75,11 @@ class Outcome(NamedTuple):
 class Saver:
     """One rank's part in the run's checkpoints. All ranks call `begin` and `advance` after the same steps."""
 
-    def __init__(self, engine: Engine, lineage: str, synced: Callable[[], None]):
-        """`synced` is called on rank 0 before a checkpoint becomes visible: what else
-        must be on the disk then."""
+    def __init__(self, engine: Engine, lineage: str, synced: Callable[[], None], sound: Path | None = None):
+        """`synced` is called on rank 0 before a checkpoint becomes visible: what else must be on the disk then. `sound`: the
+        checkpoint that the run goes on from."""
         self._engine, self._comm, self._config = engine, engine.comm, engine.config
-        self._lineage, self._synced = lineage, synced
+        self._lineage, self._synced, self._sound = lineage, synced, sound  # the newest that was read whole by this run
         self._attempt = self._comm.broadcast(uuid.uuid4().hex[:8])  # nobody else writes into a folder of this name
         self.stage = Stage.IDLE
         self._thread: threading.Thread | None = None
@@ -197,10 +197,11 @@ class Saver:
         return write(self._aside / file_name(self._comm.rank), self._comm.rank, self._items)
 
     def _clear(self) -> None:
-        """All but the newest make room, which was read back when it was written."""
-        newest, _ = read_latest(self._config)
-        for path in checkpoints(self._config):
-            if path.name != newest:
+        """All but the newest make room: the one that this run has read, or read back. `latest` may name a damaged one."""
+        complete = checkpoints(self._config)
+        sound = [path for path in complete if self._sound is not None and path.resolve() == self._sound.resolve()]
+        for path in complete:
+            if path not in (sound or complete[:1]):
                 remove(path)
 
     def _publish(self, reports: list[Report]) -> None:
@@ -221,17 +222,18 @@ class Saver:
         os.replace(aside, final)
         sync(final.parent)
         write_latest(self._config, final.name, self._lineage)
+        self._sound = final
         shutil.rmtree(older, ignore_errors=True)
         if self._config.checkpoint.keep:
-            for path in [path for path in checkpoints(self._config) if step_of(path) <= self.step][self._config.checkpoint.keep:]:
-                remove(path)
+            with contextlib.suppress(OSError):  # this one is there all the same; the next one tries again
+                for path in [path for path in checkpoints(self._config) if step_of(path) <= self.step][self._config.checkpoint.keep:]:
+                    remove(path)
 
     def _give_up(self) -> Outcome:
         problems = self._comm.gather(self._result if self._status in (FAILED, FULL) else None)
-        problem = self._comm.broadcast(next((each for each in problems or () if isinstance(each, str)), None))
-        if self._comm.rank == 0:
+        if self._comm.rank == 0:  # before the others hear of it: they may write into the same folder again at once
             shutil.rmtree(self._aside, ignore_errors=True)
-        return self._end(problem)
+        return self._end(self._comm.broadcast(next((each for each in problems or () if isinstance(each, str)), None)))
 
     def _end(self, problem: str | None) -> Outcome:
         self.stage, self._items, self._thread, self._result = Stage.IDLE, [], None, None

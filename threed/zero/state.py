@@ -88,6 +88,7 @@ class UnitState:
         self.writes = False  # whether this rank's shard goes into checkpoints: not where another writes the same
         self.snapshot: torch.Tensor | None = None  # [kinds, shard] on the host: what the next checkpoint keeps
         self._snapped = threading.Event()
+        self._uncopied: Exception | None = None  # why the copy came to nothing
         self._copied: Any = None  # of a GPU: the event at the end of the copies
         self._make_shards()
         self._make_states()
@@ -188,16 +189,22 @@ class UnitState:
             if self.storage.device.type == "cuda":
                 self._copied = torch.cuda.Event()
                 self._copied.record()
+        except Exception as error:
+            self._uncopied = error
+            raise
         finally:
             self._snapped.set()
 
     def begin_snapshot(self) -> None:
         self._snapped.clear()
+        self._uncopied = None
 
     def snapped(self) -> None:
-        """Wait, on the host, until the snapshot is there."""
+        """Wait, on the host, until the snapshot is there. What failed in its copy is raised: half a copy must not be written."""
         if self.snapshot is not None:
             self._snapped.wait()
+            if self._uncopied is not None:
+                raise self._uncopied
             if self._copied is not None:
                 self._copied.synchronize()
 

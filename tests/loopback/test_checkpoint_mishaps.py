@@ -1,0 +1,153 @@
+"""Checkpoints in loopback: what must not be lost, or be called saved, when several things go wrong at a time."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.loopback.test_checkpoint import COUNTERS, DP, TP, at, named, on_ranks, saved_after, step, take
+from threed.checkpoint import read as reading
+from threed.checkpoint import save as saving
+from threed.checkpoint.choose import begin_lineage
+from threed.checkpoint.load import resume
+from threed.checkpoint.save import Outcome, Saver
+from threed.comm import Comm
+from threed.engine.engine import Engine
+from threed.schema import Config
+from threed.zero.state import UnitState
+
+
+def go_on(config: Config, steps: int = 1) -> tuple[str | None, Outcome]:
+    """Resume, train and save, as a run does: from where, and how the save ended."""
+    def work(engine: Engine, comm: Comm) -> tuple[str | None, Outcome]:
+        resumed = resume(config, engine.zero)
+        if comm.rank == 0:
+            begin_lineage(config, resumed.path, resumed.lineage)
+        step(engine, comm, steps)
+        saver = Saver(engine, resumed.lineage, lambda: None, resumed.path)
+        saver.begin(COUNTERS)
+        outcome = saver.drain()
+        assert outcome is not None
+        return resumed.path.name if resumed.path else None, outcome
+
+    return on_ranks(config, work)[0]
+
+
+def no_room(*_: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("latest", ["of the damaged one", ""])
+def test_room_is_not_made_of_the_last_good_one(latest, tmp_path, monkeypatch):
+    """The newest is damaged, the run goes on from the one before it, and the disk is full: that one stays, whatever `latest` says."""
+    config = at(tmp_path, *DP)
+    for steps in (1, 2, 3):
+        saved_after(config, steps)
+    folder = tmp_path / "checkpoints"
+    (folder / "step-00000003" / "rank-00001.safetensors").write_bytes(b"short")
+    with monkeypatch.context() as patch:
+        patch.setattr(saving, "write", no_room)
+        if not latest:
+            patch.setattr(saving, "write_latest", lambda *_: None)
+            (folder / "latest").write_text("")
+        found, outcome = go_on(config, 2)
+    assert found == "step-00000002" and outcome.problem is not None
+    assert take(config)[0] == "step-00000002"
+
+
+def test_a_restart_whose_origin_was_removed(tmp_path, monkeypatch):
+    """train.resume names a checkpoint of the folder, which the run removes in time (checkpoint.keep): a restart goes on."""
+    config = at(tmp_path, "checkpoint.keep=1")
+    again = named(config, saved_after(config, 1))
+    go_on(again)
+    assert not (tmp_path / "checkpoints" / "step-00000001").exists()
+    monkeypatch.setenv("THREED_RESTARTS", "1")
+    assert take(again)[0] == "step-00000002"
+
+
+def test_a_checkpoint_under_another_name(tmp_path):
+    """Beside the others, with a name of its owner's: newer ones are left behind all the same."""
+    config = at(tmp_path, "checkpoint.keep=0")
+    for steps in (1, 2, 3):
+        saved_after(config, steps)
+    kept = shutil.copytree(tmp_path / "checkpoints" / "step-00000001", tmp_path / "checkpoints" / "good")
+    again = named(config, kept)
+    (begun,) = on_ranks(again, lambda engine, comm: resume(again, engine.zero))
+    begin_lineage(again, begun.path, begun.lineage)
+    assert take(config)[0] == "good"
+
+
+def test_a_save_after_one_that_failed(tmp_path, monkeypatch):
+    """Of the same step, while rank 0 still removes what the first has left: nothing that the second writes is removed."""
+    original, slow = saving.write, shutil.rmtree
+    fails = [True]
+
+    def write(path: Path, rank: int, items: list) -> Any:
+        if rank == 0 and fails[0]:
+            raise OSError(5, "Input/output error")
+        return original(path, rank, items)
+
+    monkeypatch.setattr(saving, "write", write)
+    monkeypatch.setattr(saving.shutil, "rmtree", lambda *args, **how: (time.sleep(0.5), slow(*args, **how)))
+
+    def work(engine: Engine, comm: Comm) -> Outcome | None:
+        saver = Saver(engine, "test-0", lambda: None)
+        saver.begin(COUNTERS)
+        assert (outcome := saver.drain()) and outcome.problem
+        fails[0] = False
+        saver.begin(COUNTERS)
+        return saver.drain()
+
+    outcome = on_ranks(at(tmp_path, *DP), work)[0]
+    assert outcome is not None and outcome.problem is None and (outcome.path / "rank-00001.safetensors").exists()
+    assert take(at(tmp_path))[0] == outcome.path.name
+
+
+def test_a_copy_that_fails(tmp_path, monkeypatch):
+    """Half a copy is not written as if it were a whole one."""
+    original = UnitState.kept
+
+    def kept(self: UnitState, waiting: bool) -> Any:
+        if self.number == 1 and threading.current_thread().name == "d2h":
+            raise RuntimeError("it cannot be read")
+        return original(self, waiting)
+
+    monkeypatch.setattr(UnitState, "kept", kept)
+    config = at(tmp_path)
+    _, outcome = go_on(replace(config, train=replace(config.train, resume="never")))
+    assert outcome.problem is not None and "it cannot be read" in outcome.problem
+
+
+def test_older_ones_that_cannot_be_removed(tmp_path, monkeypatch):
+    """The new one is saved for all that."""
+    config = at(tmp_path, "checkpoint.keep=1")
+    saved_after(config, 1)
+
+    def busy(path: Path) -> None:
+        raise OSError(39, "Directory not empty")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(saving, "remove", busy)
+        _, outcome = go_on(config)
+    assert outcome.problem is None and take(config)[0] == "step-00000002"
+
+
+def test_few_files_at_a_time(tmp_path, monkeypatch):
+    """One rank reads what 8 have written, with 3 files open."""
+    path = saved_after(at(tmp_path / "many", "parallel.dp=4", *TP), 1)
+    monkeypatch.setattr(reading, "_OPEN", 3)
+    most, original = [0], reading.Reader._open
+
+    def opened(self: reading.Reader, rank: int) -> int:
+        descriptor = original(self, rank)
+        most[0] = max(most[0], len(self._files))
+        return descriptor
+
+    monkeypatch.setattr(reading.Reader, "_open", opened)
+    assert take(named(at(tmp_path / "one"), path))[0] == path.name and most[0] == 3

@@ -237,11 +237,11 @@ def test_a_flipped_bit_in_memory(kind, mesh, source, tmp_path, monkeypatch):
     original = loading._prove
     config = named(at(tmp_path / "run", *MESHES[mesh]), source)
     for victim in range(config.world_size):
-        def flip(values: dict, zero: Any, victim: int = victim) -> str | None:
+        def flip(values: dict, zero: Any, rounded: dict, victim: int = victim) -> str | None:
             if zero.comm.rank == victim:
                 state = next(iter(zero.states.values()))
                 state.kept(False)[kind].view(torch.int32)[random.randrange(state.layout.placed[0].stop // 8)] ^= 1 << 7
-            return original(values, zero)
+            return original(values, zero, rounded)
 
         monkeypatch.setattr(loading, "_prove", flip)
         refused(config, f"is damaged: {kind} .* does not have the checksum of its manifest")
@@ -260,7 +260,7 @@ def test_every_copy_is_looked_at(tmp_path):
             if pick(comm):
                 unit = max(engine.states)  # the tied embedding
                 engine.states[unit].weights[3] += 1
-            return loading._prove(formats.unseal(Path(config.train.resume)), engine.zero)
+            return loading._prove(formats.unseal(Path(config.train.resume)), engine.zero, {})
 
         assert any(on_ranks(config, work)), others
         shutil.rmtree(tmp_path / "source")

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.loopback.test_checkpoint import COUNTERS, DP, TP, at, named, on_ranks, saved_after, step, take
+from threed.checkpoint import load as loading
 from threed.checkpoint import read as reading
 from threed.checkpoint import save as saving
 from threed.checkpoint.choose import begin_lineage
@@ -19,6 +21,7 @@ from threed.checkpoint.load import resume
 from threed.checkpoint.save import Outcome, Saver
 from threed.comm import Comm
 from threed.engine.engine import Engine
+from threed.errors import InputError
 from threed.schema import Config
 from threed.zero.state import UnitState
 
@@ -45,7 +48,8 @@ def no_room(*_: Any) -> None:
 
 @pytest.mark.parametrize("latest", ["of the damaged one", ""])
 def test_room_is_not_made_of_the_last_good_one(latest, tmp_path, monkeypatch):
-    """The newest is damaged, the run goes on from the one before it, and the disk is full: that one stays, whatever `latest` says."""
+    """The newest is damaged, the run goes on from the one before it, and the disk is full: that one stays, whatever `latest`
+    says."""
     config = at(tmp_path, *DP)
     for steps in (1, 2, 3):
         saved_after(config, steps)
@@ -151,3 +155,43 @@ def test_few_files_at_a_time(tmp_path, monkeypatch):
 
     monkeypatch.setattr(reading.Reader, "_open", opened)
     assert take(named(at(tmp_path / "one"), path))[0] == path.name and most[0] == 3
+
+
+def test_the_newest_is_gone(tmp_path):
+    """Or its manifest, or a stale listing does not show it: `latest` says that it was there, and that is not passed over
+    without a word. Where all are gone, nothing begins anew by itself."""
+    config = at(tmp_path, "checkpoint.keep=0")
+    for steps in (1, 2, 3):
+        saved_after(config, steps)
+    folder = tmp_path / "checkpoints"
+    (folder / "step-00000003" / "manifest.json").unlink()
+    found, notes = take(config)
+    assert found == "step-00000002" and "step-00000003 cannot be used: manifest.json cannot be read" in notes[0]
+    shutil.rmtree(folder / "step-00000003")
+    found, notes = take(config)
+    assert found == "step-00000002" and "step-00000003 cannot be used" in notes[0]
+    for name in ("step-00000001", "step-00000002"):
+        shutil.rmtree(folder / name)
+    with pytest.raises(InputError, match="none of the checkpoints can be used"):
+        take(config)
+
+
+NARROW = ["precision.dtype=bf16", "precision.master=none"]
+
+
+@pytest.mark.parametrize("before", [[], NARROW, ["precision.dtype=bf16"], ["precision.dtype=fp16", "precision.loss_scale=64"]])
+def test_weights_without_a_master(before, tmp_path, monkeypatch):
+    """fp32 weights are rounded when a run goes on without a master: they are proved as they were read, and a bit that flips
+    afterwards is found."""
+    config = named(at(tmp_path / "narrow", *DP, "zero.stage=1", *NARROW), saved_after(at(tmp_path / "wide", *TP, *before), 2))
+    take(config)
+    original = loading._prove
+
+    def flip(values: dict, zero: Any, rounded: dict) -> str | None:
+        if zero.comm.rank == 1:
+            zero.states[1].weights.view(torch.int16)[5] ^= 1
+        return original(values, zero, rounded)
+
+    monkeypatch.setattr(loading, "_prove", flip)
+    with pytest.raises(InputError, match="does not have the checksum of its manifest"):
+        take(config)

@@ -37,6 +37,8 @@ def _of_lineage(config: Config, named: str, lineage: str) -> list[Path]:
     last = -1 if named == "none" else step_of(Path(named))
     if len(Path(named).parts) > 1:  # the lineage begins at a checkpoint elsewhere
         return [*(path for path in complete if _belongs(path, lineage)), Path(named)]
+    if last >= 0 and folder(config) / named not in complete:  # it was there: that it is not is said
+        complete = sorted([*complete, folder(config) / named], key=step_of, reverse=True)
     newer = [path for path in complete if step_of(path) > last and _belongs(path, lineage)]
     return [*newer, *(path for path in complete if step_of(path) <= last)]
 
@@ -74,7 +76,7 @@ def begin_lineage(config: Config, path: Path | None, lineage: str) -> None:
 
 def read_manifest(path: Path, config: Config) -> dict[str, Any]:
     """The manifest, once all files are there whole and the model is the config's."""
-    if not path.is_dir():
+    if not path.is_dir() and str(path) == config.train.resume:
         raise InputError(f"train.resume={path}: there is no checkpoint here; give a folder such as "
                          "runs/NAME/checkpoints/step-00000100, or auto")
     manifest = unseal(path)

@@ -122,17 +122,18 @@ def _load(path: Path, manifest: dict[str, Any], zero: ZeroRun) -> str | None:
         reader.close()
     problem = next((each for each in comm.exchange(problem) if each is not None), None)
     if problem is None:
-        problem = next((each for each in comm.exchange(_prove(manifest, zero)) if each is not None), None)
+        problem = next((each for each in comm.exchange(_prove(manifest, zero, reader.rounded)) if each is not None), None)
     zero.step_number, zero.updates = manifest["step"], manifest["updates"]
     zero.scaler.restore(manifest["loss_scaler"])
     return problem
 
 
-def _prove(manifest: dict[str, Any], zero: ZeroRun) -> str | None:
+def _prove(manifest: dict[str, Any], zero: ZeroRun, rounded: dict[tuple[str, str], int]) -> str | None:
     """Checksums of whole tensors from what lies in memory now, summed over the ranks that share each; what differs from the
-    manifest's. Every copy is looked at: those of other shard groups, of other tp ranks, of both ends of a tie."""
+    manifest's. Every copy is looked at: those of other shard groups, of other tp ranks, of both ends of a tie.
+    `rounded`: by how much checksums of 16-bit weights are smaller than those of the fp32 values that were read."""
     comm, table, kinds = zero.comm, zero.table, ("param", "exp_avg", "exp_avg_sq", "waiting")
-    sums: dict[tuple[str, str], int] = {}
+    sums = dict(rounded)
     for state in zero.states.values():
         kept = state.kept(zero.waiting is not None)
         for box in boxes(state.layout, comm.here.tp, *state.owned):

@@ -13,6 +13,7 @@ import torch
 
 from threed.checkpoint.boxes import Box, overlap
 from threed.checkpoint.format import Stored, Unusable, file_name, read_line
+from threed.checkpoint.proof import MASK, checksum
 from threed.checkpoint.write import read
 
 _OPEN = 64  # files at a time: a small mesh may read what thousands of ranks have written
@@ -44,6 +45,8 @@ class Reader:
         self._path, self._manifest = path, manifest
         self._lines: dict[str, list[Stored]] = {}
         self._files: dict[int, int] = {}  # rank -> descriptor
+        # (parameter, kind) -> what rounding to 16 bits has taken from its checksum, where they are kept so
+        self.rounded: dict[tuple[str, str], int] = {}
 
     def close(self) -> None:
         for descriptor in self._files.values():
@@ -74,10 +77,15 @@ class Reader:
 
     def read(self, kind: str, box: Box, into: torch.Tensor) -> None:
         """Fill `into`, which has the box's shape."""
-        for part in self.plan(kind, box):
-            values = self._read(kind, box.name, part).view(part.shape)[part.cut]
-            with torch.no_grad():
-                into[part.target] = values.to(into.device)
+        wide = into if into.dtype == torch.float32 else torch.empty(box.shape)
+        with torch.no_grad():
+            for part in self.plan(kind, box):
+                values = self._read(kind, box.name, part).view(part.shape)[part.cut]
+                wide[part.target] = values.to(wide.device)
+            if wide is not into:
+                into.copy_(wide)
+                key, lost = (box.name, kind), checksum(wide.view(-1), box) - checksum(into.view(-1), box)
+                self.rounded[key] = (self.rounded.get(key, 0) + lost) & MASK
 
     def _read(self, kind: str, name: str, part: Part) -> torch.Tensor:
         """The elements of all spans. A stored box that is read whole is compared with its checksum; a part of one is proved with

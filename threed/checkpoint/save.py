@@ -224,10 +224,10 @@ class Saver:
         write_latest(self._config, final.name, self._lineage)
         self._sound = final
         shutil.rmtree(older, ignore_errors=True)
-        if self._config.checkpoint.keep:
-            with contextlib.suppress(OSError):  # this one is there all the same; the next one tries again
-                for path in [path for path in checkpoints(self._config) if step_of(path) <= self.step][self._config.checkpoint.keep:]:
-                    remove(path)
+        keep, before = self._config.checkpoint.keep, [path for path in checkpoints(self._config) if step_of(path) <= self.step]
+        with contextlib.suppress(OSError):  # this one is there all the same; the next save tries again
+            for path in before[keep:] if keep else ():
+                remove(path)
 
     def _give_up(self) -> Outcome:
         problems = self._comm.gather(self._result if self._status in (FAILED, FULL) else None)

@@ -65,6 +65,22 @@ def test_room_is_not_made_of_the_last_good_one(latest, tmp_path, monkeypatch):
     assert take(config)[0] == "step-00000002"
 
 
+def test_room_is_not_made_in_vain(tmp_path, monkeypatch):
+    """One rank has no room, another cannot write at all: older checkpoints stay."""
+    config = at(tmp_path, *DP)
+    for steps in (1, 2):
+        saved_after(config, steps)
+
+    def fail(path: Path, rank: int, items: list) -> Any:
+        raise OSError((28, 5)[rank], "it fails")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(saving, "write", fail)
+        _, outcome = go_on(config)
+    assert outcome.problem is not None
+    assert {path.name for path in (tmp_path / "checkpoints").glob("step-*")} == {"step-00000001", "step-00000002"}
+
+
 def test_a_restart_whose_origin_was_removed(tmp_path, monkeypatch):
     """train.resume names a checkpoint of the folder, which the run removes in time (checkpoint.keep): a restart goes on."""
     config = at(tmp_path, "checkpoint.keep=1")

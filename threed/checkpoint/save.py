@@ -142,7 +142,7 @@ class Saver:
         if BUSY in asked:
             return None
         worst = max(asked)
-        if worst == FULL and self._config.checkpoint.keep and not self._cleared:
+        if worst == FULL and FAILED not in asked and self._config.checkpoint.keep and not self._cleared:
             self._cleared = True
             self._start(Stage.CLEARING, self._clear, only_first=True)
         elif worst != DONE:

@@ -25,6 +25,7 @@ import torch.distributed.checkpoint as dcp
 from zero import TIMEOUT_S
 from zero_peers import Sizes, batches, make_config
 
+from threed.checkpoint.lineage import Lineage
 from threed.checkpoint.save import Saver
 from threed.comm import ProcessComm, file_store
 from threed.engine.engine import Engine
@@ -53,7 +54,7 @@ class Rank:
         self.engine = Engine(self.config, make_plan(self.config), self.comm)
         self.talk = dist.new_group(backend="gloo")  # async_save talks beside the training
         self.data = batches(self.config, 0, rank, self.comm.device)
-        self.saver = Saver(self.engine, "bench-0", lambda: None)
+        self.saver = Saver(self.engine, Lineage("bench-0"), lambda: None)
 
     def step(self) -> tuple[float, float]:
         """Seconds of a step, and those of it in which STEPs waited for a copy."""

@@ -13,10 +13,12 @@ import psutil
 
 from threed.checkpoint.load import Resumed
 from threed.checkpoint.save import Outcome, Saver, Stage
+from threed.comm import Comm
 from threed.engine.engine import Engine
 from threed.engine.watch import Watch
 from threed.errors import InputError, RunError
 from threed.monitor.log import Log
+from threed.program.table import Plan
 from threed.program.trace import Trace
 from threed.quantity import show_bytes, show_seconds
 from threed.schema import Config
@@ -26,11 +28,12 @@ SAY_EVERY_S = 30.0  # while a run waits for a disk
 PATIENCE_S = 10.0  # that a run stands still for a save under way when the next one is due
 
 
-def check_room(engine: Engine) -> None:
+def check_room(plan: Plan, comm: Comm) -> None:
     """InputError where a host has not the memory for the copies from which its ranks write checkpoints."""
-    mine = sum(state.snapshot.nbytes for state in engine.states.values() if state.snapshot is not None)
-    here = socket.gethostname()
-    everywhere = engine.comm.exchange((here, mine))
+    table, here = plan.table, socket.gethostname()
+    copies = [slot for slot in table.seam(comm.here.pp) if slot.kind == "host_snapshot"]
+    mine = sum(map(table.size, copies)) if comm.here.dp < table.shard_size else 0
+    everywhere = comm.exchange((here, mine))
     wanted = sum(size for host, size in everywhere if host == here)
     free = psutil.virtual_memory().available
     if mine and wanted > free:
@@ -100,6 +103,14 @@ class Checkpoints:
         raise RunError(f"the run ends after step {number}, and its last checkpoint could not be saved: {problem}. {on}: make "
                        "room in run.dir, or mend what is wrong with it, and start again")
 
+    def finish_before_failing(self) -> None:
+        """Wait for the save under way, of a run that ends because its loss is not finite: it may hold the weights that made it
+        so, and pushes no other checkpoint out."""
+        self._saver.prunes = False
+        self.finish(PATIENCE_S)
+        if self._saver.stage is not Stage.IDLE:
+            self._say(f"warning: the checkpoint of step {self._saver.step} was not finished")
+
     def finish(self, most_s: float = math.inf) -> str | None:
         """Wait for the save under way, if there is one. Why it came to nothing, if so."""
         if self._saver.stage is Stage.IDLE:
@@ -109,7 +120,8 @@ class Checkpoints:
             outcome = self._saver.drain(min(most_s, SAY_EVERY_S))
             while outcome is None and most_s > SAY_EVERY_S:  # all ranks alike: the limit is the same, and no clock is asked
                 so_far = show_seconds(time.monotonic() - begin)
-                self._say(f"still writing the checkpoint of step {self._saver.step}: {so_far} so far")
+                ranks = ", ".join(map(str, self._saver.waits_for[:8]))
+                self._say(f"still writing the checkpoint of step {self._saver.step}: {so_far} so far, waiting for rank {ranks}")
                 outcome = self._saver.drain(SAY_EVERY_S)
         self._blocked_s += time.monotonic() - begin
         if outcome is None:

@@ -32,6 +32,11 @@ def restarted() -> bool:
     return any(_number(name) > 0 for name in RESTARTS)
 
 
+def launch() -> str:
+    """What all restarts of one start of the run have in common; '' where nobody says so."""
+    return next((os.environ[name] for name in ("THREED_LAUNCH", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID") if name in os.environ), "")
+
+
 def _number(name: str) -> int:
     text = os.environ.get(name, "0")
     return int(text) if text.isdecimal() else 0

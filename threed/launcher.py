@@ -14,13 +14,14 @@ import signal
 import sys
 import time
 import traceback
+import uuid
 from functools import partial
 from multiprocessing.connection import wait
 from typing import Any
 
 import torch
 
-from threed.checkpoint.format import read_latest
+from threed.checkpoint.lineage import read_latest
 from threed.comm import file_store
 from threed.data.tokens import Prepared, cache_root, prepare, remove_stale
 from threed.engine.watch import Watch, lost_peer, say, tell
@@ -120,6 +121,7 @@ class _Launcher:
         """Start the ranks, and again after a failure, as long as that promises something. The exit status of the run."""
         prepared = self.prepare()
         restarts = Restarts(self.config.run.restarts, self.config.run.restart_wait_s)
+        os.environ["THREED_LAUNCH"] = uuid.uuid4().hex
         while True:
             os.environ[RESTARTS[0]] = str(restarts.total)
             steps = Steps(self.config.world_size)

@@ -171,6 +171,7 @@ class Loop:
                   for index in range(self.config.train.eval_batches)]
         loss = sum(losses) / len(losses)
         if not math.isfinite(loss) and self.config.train.on_nonfinite == "stop":
+            self.checkpoints.finish_before_failing()
             raise RunError(f"val/loss after step {self.engine.zero.step_number} is {loss}: the last update has broken the "
                            "weights. Lower optimizer.lr and resume from a checkpoint before it")
         return loss
@@ -187,9 +188,11 @@ class Loop:
             self.barren += 1
             self._say(f"{what}: the step is skipped, {self.skipped} so far")
             if self.barren >= self.config.train.max_skipped > 0:
+                self.checkpoints.finish_before_failing()
                 raise RunError(f"{what}: {self.barren} steps in a row were left out (train.max_skipped): the run "
                                "learns nothing any more. Lower optimizer.lr, and go on from a checkpoint before them")
             return
+        self.checkpoints.finish_before_failing()
         # The learning rate's clock does not matter: the repeated step updates nothing either.
         where = find_nonfinite(self.engine, self._batches(self.train_split, self.samples))
         scale = "precision.min_loss_scale" if self.engine.zero.scaler.dynamic else "precision.loss_scale"

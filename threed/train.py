@@ -72,6 +72,7 @@ def train(config: Config, rank: int, local_rank: int, requests: Requests, connec
         assert prepared is not None
         data = splits(prepared.prefix, config.model.seq_len, config.train.seed, config.data.validation_fraction,
                       config.model.vocab)
+        check_room(plan, comm)
         engine = Engine(config, plan, comm)
         watch.engine = engine
         if rank == 0:
@@ -80,7 +81,6 @@ def train(config: Config, rank: int, local_rank: int, requests: Requests, connec
             for line in [*validate.warnings(config), *_without_compiler(config, device), *save_config(config)]:
                 log.say(f"warning: {line}")
             log.say(f"{mesh.draw()}\n{len(plan)} instructions, plan {plan.digest}, {device.type}")
-        check_room(engine)
         with watch.phase("load a checkpoint", waits=False):
             resumed = resume(config, engine.zero, log.say if log else lambda line: None)
         if log:

@@ -21,6 +21,7 @@ from tests.harness import batches, tiny
 from threed.checkpoint import format as formats
 from threed.checkpoint import load as loading
 from threed.checkpoint import save as saving
+from threed.checkpoint.lineage import Lineage
 from threed.checkpoint.load import resume
 from threed.checkpoint.save import Saver, Stage
 from threed.comm import Comm
@@ -61,7 +62,7 @@ def saved_after(config: Config, steps: int) -> Path:
     """Some steps, and a checkpoint for which the run waits."""
     def work(engine: Engine, comm: Comm) -> Path:
         step(engine, comm, steps)
-        saver = Saver(engine, "test-0", lambda: None)
+        saver = Saver(engine, Lineage("test-0"), lambda: None)
         saver.begin(COUNTERS)
         outcome = saver.drain()
         assert outcome is not None and outcome.problem is None, outcome
@@ -102,9 +103,10 @@ def test_a_copy_of_one_moment(way, tmp_path, monkeypatch):
 
     def work(engine: Engine, comm: Comm) -> tuple[list[float], Path]:
         step(engine, comm, 2)
-        saver = Saver(engine, "test-0", lambda: None)
-        lane, late = comm.lane("d2h"), threading.Event()
-        lane.submit(partial(wait, late))
+        saver = Saver(engine, Lineage("test-0"), lambda: None)
+        late = threading.Event()
+        for lane in (comm.lane("d2h"), comm.lane("host")):
+            lane.submit(partial(wait, late))
         saver.begin(COUNTERS)
         threading.Timer(0.05, late.set).start()  # while the step below is under way, or before
         after = step(engine, comm, 2)
@@ -154,7 +156,7 @@ def test_a_step_waits_for_its_copy(tmp_path):
 def test_stages_are_entered_together(tmp_path):
     """With statuses that arrive with steps, as in a run: nobody publishes before all have written."""
     def work(engine: Engine, comm: Comm) -> int:
-        saver = Saver(engine, "test-0", lambda: None)
+        saver = Saver(engine, Lineage("test-0"), lambda: None)
         saver.begin(COUNTERS)
         for number in range(1000):
             seen = [saver.stage]
@@ -182,7 +184,7 @@ def test_a_rank_that_cannot_write(rank, tmp_path, monkeypatch):
     fails = [True]
 
     def work(engine: Engine, comm: Comm) -> None:
-        saver = Saver(engine, "test-0", lambda: None)
+        saver = Saver(engine, Lineage("test-0"), lambda: None)
         saver.begin(COUNTERS)
         outcome = saver.drain()
         assert outcome is not None and outcome.problem is not None
@@ -267,7 +269,7 @@ def test_every_copy_is_looked_at(tmp_path):
 
 
 @pytest.mark.parametrize(("key", "value"), [("samples", 113), ("updates", 3), ("step", 1000), ("skipped", 1), ("format", 3),
-                                            ("lineage", "x"), ("loss_scaler", {"scale": 2.0, "good": 0, "left": 0})])
+                                            ("lineage", ["x", []]), ("loss_scaler", {"scale": 2.0, "good": 0, "left": 0})])
 def test_an_edited_manifest(key, value, source, tmp_path):
     """One digit of a counter would train on other data, or not at all."""
     copy = tmp_path / "copy"
@@ -440,7 +442,7 @@ def test_any_to_any(before, after, tmp_path, references):
         return step(engine, comm, 2), save(engine)
 
     def save(engine: Engine) -> Path:
-        saver = Saver(engine, "test-0", lambda: None)
+        saver = Saver(engine, Lineage("test-0"), lambda: None)
         saver.begin(COUNTERS)
         outcome = saver.drain()
         assert outcome is not None and outcome.problem is None
@@ -460,3 +462,94 @@ def test_any_to_any(before, after, tmp_path, references):
     narrow = any(config.precision.dtype != "fp32" for config in (first, second))
     want = references(at(tmp_path, *untied), 4).losses
     assert losses + more == pytest.approx(want, rel=3e-3 if narrow else 1e-5)
+
+
+def test_any_bit_of_latest(tmp_path):
+    """The newest is taken all the same: nothing begins anew, and nothing older is taken."""
+    config = at(tmp_path)
+    for steps in (1, 2):
+        saved_after(config, steps)
+    path = tmp_path / "checkpoints" / "latest"
+    content = path.read_bytes()
+    random.seed(1)
+    for _ in range(6):
+        wrong = bytearray(content)
+        wrong[random.randrange(len(wrong))] ^= 1 << random.randrange(8)
+        path.write_bytes(wrong)
+        assert take(config)[0] == "step-00000002", bytes(wrong)
+
+
+@pytest.mark.parametrize("change", [
+    {"samples": -5}, {"step": "x"}, {"mesh": {}}, {"config": {}}, {"loss_scaler": {}}, {"waiting": {"loss": 1}},
+    {"files": {"a": 1}}, {"lineage": []}, {"parameters": {}}], ids=str)
+def test_a_manifest_of_somebody_else(change, source, tmp_path):
+    """Its checksum is right and its content is not: one message, no traceback."""
+    copy = tmp_path / "copy"
+    shutil.copytree(source, copy)
+    values = {key: value for key, value in manifest(copy).items() if key != "checksum"}
+    (copy / "manifest.json").write_text(formats.seal({**values, **change}))
+    refused(named(at(tmp_path / "run"), copy), "cannot be used|is incomplete|is of another model")
+
+
+def test_no_proof_is_no_load(source, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(source, copy)
+    values = {key: value for key, value in manifest(copy).items() if key != "checksum"}
+    for entry in values["parameters"].values():
+        entry["sums"] = {}
+    (copy / "manifest.json").write_text(formats.seal(values))
+    refused(named(at(tmp_path / "run"), copy), "does not have the checksum of its manifest")
+
+
+def test_a_manifest_that_is_no_file(source, tmp_path):
+    """A pipe, whose reader would wait for ever."""
+    copy = tmp_path / "copy"
+    shutil.copytree(source, copy)
+    (copy / "manifest.json").unlink()
+    os.mkfifo(copy / "manifest.json")
+    refused(named(at(tmp_path / "run"), copy), "manifest.json cannot be read")
+
+
+def test_another_runs_checkpoints_are_left_alone(tmp_path):
+    """A start with `never` in a folder that has some: where its own newest is damaged it does not go on from the others', and
+    its own are counted by themselves when older ones are removed."""
+    from threed.checkpoint.choose import begin_lineage
+
+    config = at(tmp_path, *DP)
+    for steps in (2, 3):
+        saved_after(config, steps)
+    anew = replace(config, train=replace(config.train, resume="never"))
+
+    def work(engine: Engine, comm: Comm) -> None:
+        begun = resume(anew, engine.zero)
+        if comm.rank == 0:
+            begin_lineage(anew, begun.path, begun.lineage)
+        saver = Saver(engine, begun.lineage, lambda: None)
+        for count in (1, 3):
+            step(engine, comm, count)
+            saver.begin(COUNTERS)
+            saver.drain()
+
+    on_ranks(anew, work)
+    folder = tmp_path / "checkpoints"
+    assert {path.name for path in folder.glob("step-*")} == {f"step-{number:08d}" for number in (1, 2, 3, 4)}
+    (folder / "step-00000004" / "rank-00000.safetensors").write_bytes(b"")
+    assert take(config)[0] == "step-00000001"
+
+
+def test_weights_that_compute_reads(tmp_path, monkeypatch):
+    """A change between the master weights, which are proved, and their 16-bit copy."""
+    from threed.zero.state import UnitState
+
+    config = at(tmp_path / "run", *DP, "precision.dtype=bf16", "zero.stage=1")
+    path = saved_after(config, 1)
+    original = UnitState.publish
+
+    def publish(self: UnitState) -> None:
+        original(self)
+        if self.number == 1 and self.index == 1:
+            assert self.pshard is not None
+            self.pshard[5] += 1
+
+    monkeypatch.setattr(UnitState, "publish", publish)
+    refused(named(config, path), "computes with are not those that were read")

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.harness import FP32, SIXTEEN, Ranks, assert_parity, batches, collect, loopback, tiny
+from threed.checkpoint.lineage import Lineage
 from threed.checkpoint.load import resume
 from threed.checkpoint.save import Saver
 from threed.comm import Comm
@@ -140,7 +141,7 @@ def go_on(config: Config, steps: int, path: Path | None = None) -> tuple[Ranks, 
             resume(from_checkpoint(config, path), engine.zero)
         first = engine.zero.step_number
         done = [engine.train_step(batches(config, comm, first + step))[0] for step in range(steps)]
-        saver = Saver(engine, "test-0", lambda: None)
+        saver = Saver(engine, Lineage("test-0"), lambda: None)
         saver.begin({"samples": 0, "skipped": 0, "wandb_id": None})
         outcome = saver.drain()
         assert outcome is not None and outcome.problem is None

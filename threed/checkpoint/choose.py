@@ -1,77 +1,64 @@
 """Choose: which checkpoint a run goes on from, by `train.resume`, and what is said of it.
 
-`auto` takes the newest of the run's own lineage (`format`); where a start named a checkpoint, what came after that one in
+`auto` takes the newest of the run's own lineage; where a start named a checkpoint, what came after that one in
 an older lineage is left behind.
 """
 
 from __future__ import annotations
 
-import hashlib
-import uuid
+import contextlib
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from threed import environment
-from threed.checkpoint.format import Unusable, checkpoints, folder, read_latest, step_of, unseal, write_latest
-from threed.errors import InputError
+from threed.checkpoint.format import Unusable, checkpoints, folder, is_name, step_of, unseal
+from threed.checkpoint.lineage import Lineage, read_latest, write_latest
+from threed.errors import InputError, RunError
 from threed.schema import Config
 
 
-def candidates(config: Config) -> list[tuple[Path, str]]:
+def candidates(config: Config) -> Iterator[tuple[Path, Lineage]]:
     """Checkpoints to try, the best first, each with the lineage that goes on from it."""
     named, lineage = read_latest(config)
-    if config.train.resume == "auto":
-        return [(path, lineage or new_lineage(config)) for path in _of_lineage(config, named, lineage)]
-    own = new_lineage(config)
-    origin, _, _ = own.rpartition("-")
-    if environment.restarted() and lineage.startswith(f"{origin}-"):  # it has gone on from there before
-        return [(path, lineage) for path in _of_lineage(config, named, lineage)]
-    return [(Path(config.train.resume), own)] if config.train.resume != "never" else []
+    if config.train.resume == "auto" or (lineage is not None and lineage.goes_on(config)):
+        yield from _of_lineage(config, named, lineage)
+    elif config.train.resume != "never":
+        yield Path(config.train.resume), Lineage.new(config)
 
 
-def _of_lineage(config: Config, named: str, lineage: str) -> list[Path]:
-    """The newest of the lineage, then what `latest` names, then all before that."""
+def _of_lineage(config: Config, named: str, lineage: Lineage | None) -> Iterator[tuple[Path, Lineage]]:
+    """The lineage's checkpoints, and the one elsewhere from which it began; without a `latest`, all that there are."""
     complete = checkpoints(config)
-    if not named:
-        return complete
-    last = -1 if named == "none" else step_of(Path(named))
-    if len(Path(named).parts) > 1:  # the lineage begins at a checkpoint elsewhere
-        return [*(path for path in complete if _belongs(path, lineage)), Path(named)]
-    if last >= 0 and folder(config) / named not in complete:  # it was there: that it is not is said
+    if lineage is None:
+        for path in complete:
+            with contextlib.suppress(InputError):
+                lineage = Lineage.of(unseal(path))
+            yield path, lineage or Lineage.new(config)
+        return
+    if is_name(named) and folder(config) / named not in complete:  # it was there: that it is not is said
         complete = sorted([*complete, folder(config) / named], key=step_of, reverse=True)
-    newer = [path for path in complete if step_of(path) > last and _belongs(path, lineage)]
-    return [*newer, *(path for path in complete if step_of(path) <= last)]
-
-
-def _belongs(path: Path, lineage: str) -> bool:
-    try:
-        return unseal(path)["lineage"] == lineage
-    except InputError:
-        return True  # it is tried, and refused with its reason
+    yield from ((path, lineage) for path in complete if lineage.holds(path))
+    if os.path.isabs(named):
+        yield Path(named), lineage
 
 
 def is_free(config: Config) -> bool:
-    return config.train.resume == "auto" or environment.restarted()
+    """Whether an older checkpoint will do where the newest is damaged."""
+    _, lineage = read_latest(config)
+    return config.train.resume == "auto" or (lineage is not None and lineage.goes_on(config))
 
 
-def new_lineage(config: Config) -> str:
-    """ORIGIN-NUMBER: the origin says from where it went on, so that a restart knows its own."""
-    origin = {"auto": "new", "never": "never"}.get(config.train.resume)
-    if origin is None:  # by its address: the run may have removed it since
-        origin = hashlib.blake2b(str(Path(config.train.resume).resolve()).encode(), digest_size=4).hexdigest()
-    return f"{origin}-{uuid.uuid4().hex[:8]}"
-
-
-def begin_lineage(config: Config, path: Path | None, lineage: str) -> None:
+def begin_lineage(config: Config, path: Path | None, lineage: Lineage) -> None:
     """On rank 0, before the first step: a start that was asked for by name leaves newer checkpoints of the folder behind."""
     if read_latest(config)[1] == lineage:
         return
-    own = path is not None and step_of(path) >= 0 and path.resolve().parent == folder(config).resolve()
+    own = path is not None and is_name(path.name) and path.resolve().parent == folder(config).resolve()
     name = "none" if path is None else path.name if own else str(path.resolve())
     try:
         write_latest(config, name, lineage)
     except OSError as error:
-        raise InputError(f"run.dir={config.run.dir} cannot be written: {error}; checkpoints would have no place") from None
+        raise RunError(f"run.dir={config.run.dir} cannot be written: {error}; checkpoints would have no place") from None
 
 
 def read_manifest(path: Path, config: Config) -> dict[str, Any]:

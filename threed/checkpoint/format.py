@@ -6,23 +6,23 @@
                                     parameter its line of the index and the checksums of its whole tensors; its own checksum
             index.jsonl             a line a parameter: which box of it is in which file, at which byte
             rank-00000.safetensors  tensors 'param:NAME@ROW,COLUMN', 'exp_avg:...', 'exp_avg_sq:...', all fp32
-        latest                      name of the newest, and of the lineage that it belongs to; written last
+        latest                      name of the newest, and of its lineage (lineage.py); written last
 
 `param` is the fp32 master weight; 'waiting:...' are gradients that the next step applies (offload.delayed_update). Where several
 ranks hold the same values, one writes them. A rank that loads reads the manifest, the lines of its own parameters, and from the
 files the bytes of the boxes that it needs: what it reads does not grow with the number of ranks that wrote.
-
-A **lineage** is a run as its owner sees it: a start from nothing or from a checkpoint that was named, and all that went on from
-there by itself. The folder may hold checkpoints of an older one, with higher steps.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import re
+import stat
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +31,7 @@ from threed.errors import InputError
 from threed.schema import Config
 
 FORMAT = 2
+PATIENCE_S = 30.0  # how long a network file system may take to show what another host has written
 MANIFEST, INDEX, LATEST = "manifest.json", "index.jsonl", "latest"
 _NAME = re.compile(r"step-\d{8,}")
 _OTHER = "resume from another one with train.resume=PATH"
@@ -76,6 +77,10 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-")) if _NAME.fullmatch(path.name) else -1
 
 
+def is_name(name: str) -> bool:
+    return _NAME.fullmatch(name) is not None
+
+
 def file_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
@@ -84,24 +89,6 @@ def checkpoints(config: Config) -> list[Path]:
     """Folders that look like complete checkpoints, the newest first."""
     return sorted((path.parent for path in folder(config).glob(f"step-*/{MANIFEST}") if _NAME.fullmatch(path.parent.name)),
                   key=step_of, reverse=True)
-
-
-def read_latest(config: Config) -> tuple[str, str]:
-    """(name or absolute path of the newest checkpoint, or 'none'; lineage), as the file `latest` says. Two empty texts where
-    that has no meaning."""
-    try:
-        with (folder(config) / LATEST).open() as file:
-            words = file.read(4096).strip().rsplit(maxsplit=1)
-    except (OSError, UnicodeDecodeError):
-        return "", ""
-    if len(words) != 2 or not (_NAME.fullmatch(words[0]) or words[0] == "none" or os.path.isabs(words[0])):
-        return "", ""
-    return words[0], words[1]
-
-
-def write_latest(config: Config, name: str, lineage: str) -> None:
-    folder(config).mkdir(parents=True, exist_ok=True)
-    replace_text(folder(config) / LATEST, f"{name} {lineage}\n")
 
 
 # ---------------------------------------------------------------- the index and the manifest
@@ -136,7 +123,7 @@ def read_line(path: Path, manifest: dict[str, Any], name: str) -> list[Stored]:
     if where is None:
         raise Unusable(path, f"is incomplete: it has no parameter {name}")
     try:
-        with (path / INDEX).open("rb") as file:
+        with _regular(path / INDEX).open("rb") as file:
             line = os.pread(file.fileno(), where["size"], where["at"])
     except OSError as error:
         raise Unusable(path, f"cannot be read: {INDEX}: {error.strerror}") from None
@@ -154,7 +141,7 @@ def seal(manifest: dict[str, Any]) -> str:
 def unseal(path: Path) -> dict[str, Any]:
     """The manifest of a checkpoint, as it was written. Unusable where it was not; InputError for another format."""
     try:
-        manifest = json.loads((path / MANIFEST).read_bytes())
+        manifest = json.loads(_regular(path / MANIFEST).read_bytes())
         if not isinstance(manifest, dict):
             raise ValueError("it is no object")
         checksum = manifest.pop("checksum", None)
@@ -168,7 +155,34 @@ def unseal(path: Path) -> dict[str, Any]:
                          "go on with the version that wrote it")
     if not whole:
         raise Unusable(path, f"is damaged: {MANIFEST} does not have its own checksum: it has been changed since it was written")
+    if strange := [key for key, fits in _KEYS.items() if not fits(manifest.get(key))]:
+        raise Unusable(path, f"cannot be used: {MANIFEST} has no {', '.join(strange)} that this version knows")
     return {**manifest, "checksum": checksum}
+
+
+def _count(value: Any) -> bool:
+    return isinstance(value, int) and value >= 0
+
+
+def _has(*keys: str) -> Callable[[Any], bool]:
+    """An object that has at least these keys."""
+    return lambda value: isinstance(value, dict) and set(keys) <= set(value)
+
+
+# What a manifest must hold, whoever has written it.
+_KEYS: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("step", "updates", "samples", "skipped"), _count), "loss_scaler": _has("scale", "good", "left"),
+    "waiting": lambda value: value is None or _has("loss", "grad_norm", "scale", "finite", "loss_scale")(value),
+    "lineage": lambda value: isinstance(value, list) and [type(each) for each in value] == [str, list],
+    "mesh": _has("pp", "dp", "tp"), "config": _has("model"), "parameters": _has(), "files": _has(),
+}
+
+
+def _regular(path: Path) -> Path:
+    """A path that can be opened without waiting for somebody at its other end."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "it is no regular file")
+    return path
 
 
 def _digest(manifest: dict[str, Any]) -> str:

@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 import torch
 
 from threed.checkpoint.boxes import boxes
-from threed.checkpoint.choose import candidates, is_free, new_lineage, notes, read_manifest
-from threed.checkpoint.format import Unusable, unseal
+from threed.checkpoint.choose import candidates, is_free, notes, read_manifest
+from threed.checkpoint.format import PATIENCE_S, Unusable, unseal
+from threed.checkpoint.lineage import Lineage
 from threed.checkpoint.proof import MASK, checksum
 from threed.checkpoint.read import Reader
 from threed.comm import Comm
@@ -30,7 +31,7 @@ from threed.quantity import show_bytes
 from threed.schema import Config
 from threed.zero.run import Clipped, ZeroRun
 
-PATIENCE_S = 30.0  # how long a network file system may take to show what another host has written
+_ABSURD = (KeyError, IndexError, TypeError, AttributeError, OverflowError, MemoryError)  # a checksum can be right all the same
 
 
 class Resumed(NamedTuple):
@@ -38,7 +39,7 @@ class Resumed(NamedTuple):
 
     path: Path | None  # None: from the start
     manifest: dict[str, Any]
-    lineage: str
+    lineage: Lineage
     notes: list[str]  # what one should know of it
 
 
@@ -50,9 +51,9 @@ def resume(config: Config, zero: ZeroRun, say: Callable[[str], None] = lambda li
     """
     comm, said = zero.comm, []
     free = comm.broadcast(is_free(config))  # whether an older checkpoint will do
-    chosen = [(str(path), lineage) for path, lineage in candidates(config)] if comm.rank == 0 else None
-    for name, lineage in comm.broadcast(chosen):
-        path = Path(name)
+    chosen = candidates(config) if comm.rank == 0 else iter(())
+    while (choice := comm.broadcast(next(chosen, None))) is not None:
+        path, lineage = choice
         manifest, problem = _read_on_first(path, config, comm)
         if problem is None:
             size = sum(size for size, *_ in manifest["files"].values())
@@ -66,7 +67,7 @@ def resume(config: Config, zero: ZeroRun, say: Callable[[str], None] = lambda li
     if said:
         raise InputError("none of the checkpoints can be used:\n  " + "\n  ".join(said) + "\nrepair one, name one with "
                          "train.resume=PATH, or begin anew in another run.dir, or here with train.resume=never")
-    return Resumed(None, {}, comm.broadcast(new_lineage(config)), said)
+    return Resumed(None, {}, comm.broadcast(Lineage.new(config)), said)
 
 
 def _read_on_first(path: Path, config: Config, comm: Comm) -> tuple[dict[str, Any], str | None]:
@@ -78,6 +79,8 @@ def _read_on_first(path: Path, config: Config, comm: Comm) -> tuple[dict[str, An
             checksum_ = manifest["checksum"]
         except Unusable as error:
             problem = error.what
+        except _ABSURD as error:
+            problem = f"cannot be used: its manifest is not as threed writes it ({type(error).__name__}: {error})"
     checksum_, problem = comm.broadcast((checksum_, problem))
     if problem is None and comm.rank != 0:
         manifest, problem = _confirm(path, checksum_)
@@ -118,6 +121,8 @@ def _load(path: Path, manifest: dict[str, Any], zero: ZeroRun) -> str | None:
             state.publish()
     except Unusable as error:
         problem = error.what
+    except _ABSURD as error:
+        problem = f"cannot be used: its index is not as threed writes it ({type(error).__name__}: {error})"
     finally:
         reader.close()
     problem = next((each for each in comm.exchange(problem) if each is not None), None)
@@ -133,9 +138,12 @@ def _prove(manifest: dict[str, Any], zero: ZeroRun, rounded: dict[tuple[str, str
     manifest's. Every copy is looked at: those of other shard groups, of other tp ranks, of both ends of a tie.
     `rounded`: by how much checksums of 16-bit weights are smaller than those of the fp32 values that were read."""
     comm, table, kinds = zero.comm, zero.table, ("param", "exp_avg", "exp_avg_sq", "waiting")
-    sums = dict(rounded)
-    for state in zero.states.values():
+    sums, kept, problem = dict(rounded), dict[str, torch.Tensor](), None
+    for unit, state in zero.states.items():
         kept = state.kept(zero.waiting is not None)
+        if not state.is_published():
+            problem = (f"was read, but the weights of {table.parameters[unit].name} that rank {comm.rank} on "
+                       f"{socket.gethostname()} computes with are not those that were read: look at its memory")
         for box in boxes(state.layout, comm.here.tp, *state.owned):
             where = slice(box.start - state.owned[0], box.stop - state.owned[0])
             for kind, whole in kept.items():
@@ -155,10 +163,10 @@ def _prove(manifest: dict[str, Any], zero: ZeroRun, rounded: dict[tuple[str, str
     for name, alone, together in zip(names, mine, shared, strict=True):
         for kind, value in zip(kinds, together if name in cut else alone, strict=True):
             want = manifest["parameters"][name]["sums"].get(kind)
-            if want is not None and f"{value & MASK:016x}" != want:
+            if kind in kept and f"{value & MASK:016x}" != want:
                 return (f"is damaged: {kind} {name}, as rank {comm.rank} on {socket.gethostname()} and those who share it "
                         "have it in memory, does not have the checksum of its manifest")
-    return None
+    return problem
 
 
 def _signed(value: int) -> int:

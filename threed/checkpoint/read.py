@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import math
 import os
+import time
 import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from threed.checkpoint.boxes import Box, overlap
-from threed.checkpoint.format import Stored, Unusable, file_name, read_line
+from threed.checkpoint.format import PATIENCE_S, Stored, Unusable, file_name, read_line
 from threed.checkpoint.proof import MASK, checksum
 from threed.checkpoint.write import read
 
@@ -111,11 +113,23 @@ class Reader:
             name = file_name(rank)
             if len(self._files) >= _OPEN:
                 os.close(self._files.pop(next(iter(self._files))))
-            self._files[rank] = os.open(self._path / name, os.O_RDONLY)
+            self._files[rank] = _open_late(self._path / name)
             _, size, crc = self._manifest["files"][name]
             if zlib.crc32(b"".join(read(self._files[rank], 0, size))) != crc:
                 raise Unusable(self._path, f"is damaged: the head of {name} does not have the checksum of its manifest")
         return self._files[rank]
+
+
+def _open_late(path: Path) -> int:
+    """A file that rank 0 has seen, and that this host's view of the file system may not show yet."""
+    until = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return os.open(path, os.O_RDONLY)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ESTALE) or time.monotonic() > until:
+                raise
+        time.sleep(0.5)
 
 
 def _runs(shape: tuple[int, ...], source: tuple[slice, ...]) -> list[tuple[int, int]] | None:

@@ -41,11 +41,10 @@ from threed.checkpoint.format import (
     name_of,
     replace_text,
     seal,
-    step_of,
     sync,
     unseal,
-    write_latest,
 )
+from threed.checkpoint.lineage import Lineage, own, write_latest
 from threed.checkpoint.write import Item, write
 from threed.engine.engine import Engine
 from threed.schema import Config
@@ -75,13 +74,15 @@ class Outcome(NamedTuple):
 class Saver:
     """One rank's part in the run's checkpoints. All ranks call `begin` and `advance` after the same steps."""
 
-    def __init__(self, engine: Engine, lineage: str, synced: Callable[[], None], sound: Path | None = None):
+    def __init__(self, engine: Engine, lineage: Lineage, synced: Callable[[], None], sound: Path | None = None):
         """`synced` is called on rank 0 before a checkpoint becomes visible: what else must be on the disk then. `sound`: the
         checkpoint that the run goes on from."""
         self._engine, self._comm, self._config = engine, engine.comm, engine.config
+        self.prunes = True
         self._lineage, self._synced, self._sound = lineage, synced, sound  # the newest that was read whole by this run
         self._attempt = self._comm.broadcast(uuid.uuid4().hex[:8])  # nobody else writes into a folder of this name
         self.stage = Stage.IDLE
+        self.waits_for: list[int] = []  # ranks that are not done with the stage
         self._thread: threading.Thread | None = None
         self._result: Any = None  # of the thread's work
         self._status = DONE
@@ -139,7 +140,8 @@ class Saver:
         if self.stage is Stage.IDLE:
             return None
         asked = statuses if self.stage is Stage.WRITING else statuses[:1]
-        if BUSY in asked:
+        self.waits_for = [rank for rank, status in enumerate(asked) if status == BUSY]
+        if self.waits_for:
             return None
         worst = max(asked)
         if worst == FULL and FAILED not in asked and self._config.checkpoint.keep and not self._cleared:
@@ -211,6 +213,9 @@ class Saver:
         sync(aside / INDEX)
         files = {file_name(rank): [report.size, *report.header] for rank, report in enumerate(reports) if report.size}
         replace_text(aside / MANIFEST, seal({**self._manifest, "parameters": parameters, "files": files}))
+        for name, (size, *_) in files.items():
+            if (aside / name).stat().st_size != size:
+                raise OSError(f"{name} has {(aside / name).stat().st_size} bytes, and its rank wrote {size}")
         if (aside / INDEX).read_bytes() != index or unseal(aside)["parameters"] != parameters:
             raise OSError(f"{INDEX} or {MANIFEST} reads back otherwise than it was written")
         self._synced()
@@ -224,15 +229,17 @@ class Saver:
         write_latest(self._config, final.name, self._lineage)
         self._sound = final
         shutil.rmtree(older, ignore_errors=True)
-        keep, before = self._config.checkpoint.keep, [path for path in checkpoints(self._config) if step_of(path) <= self.step]
+        keep = self._config.checkpoint.keep
         with contextlib.suppress(OSError):  # this one is there all the same; the next save tries again
-            for path in before[keep:] if keep else ():
+            for path in own(self._config, self._lineage, self.step)[keep:] if keep and self.prunes else ():
                 remove(path)
 
     def _give_up(self) -> Outcome:
         problems = self._comm.gather(self._result if self._status in (FAILED, FULL) else None)
         if self._comm.rank == 0:  # before the others hear of it: they may write into the same folder again at once
             shutil.rmtree(self._aside, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                tidy(self._config)
         return self._end(self._comm.broadcast(next((each for each in problems or () if isinstance(each, str)), None)))
 
     def _end(self, problem: str | None) -> Outcome:

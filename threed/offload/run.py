@@ -36,7 +36,8 @@ class OffloadRun:
             state, waiting = self.states[instruction.unit], instruction.keep == "later"
             if state.snapshot is not None:  # else another rank has the same, and writes it
                 state.begin_snapshot()
-                slots.put(below(here), True, self.comm.lane("d2h").submit(lambda: state.take_snapshot(waiting)))
+                submit = self.comm.lane("d2h").submit if state.unit.state_home == "device" else self.comm.host
+                slots.put(below(here), True, submit(lambda: state.take_snapshot(waiting)))
         elif kind == "gshard":
             self._gradient_down(instruction.unit, slots)
         else:

@@ -126,7 +126,9 @@ def _snapshot(instruction: Instruction, table: Table, position: int) -> Effects:
     if op != Op.OFFLOAD or microbatch >= 0 or not saves:
         raise KeyError(str(instruction))
     waiting = (Slot("host_gprev", unit),) if keep == "later" else ()
-    return Effects("d2h", (table.weight(unit), table.state(unit), *waiting), updates=(Slot("host_snapshot", unit),))
+    state = table.state(unit)
+    lane = "d2h" if tier(state.kind) == "device" else "host"  # inside the host it is a thread's work
+    return Effects(lane, (table.weight(unit), state, *waiting), updates=(Slot("host_snapshot", unit),))
 
 
 def _keep(instruction: Instruction, table: Table) -> Effects:

@@ -189,9 +189,8 @@ class UnitState:
             if self.storage.device.type == "cuda":
                 self._copied = torch.cuda.Event()
                 self._copied.record()
-        except Exception as error:
+        except Exception as error:  # it costs the checkpoint, not the run: `snapped` raises it
             self._uncopied = error
-            raise
         finally:
             self._snapped.set()
 
@@ -320,6 +319,15 @@ class UnitState:
             self.storage.disk.map(f"p{self.number}.weights", self.count, dtype).copy_(self.weights)
         elif self.master is not None and self.pshard is not None:
             self.pshard.copy_(self.master)
+
+
+    def is_published(self) -> bool:
+        """Whether what parameters are gathered from has the bits of the master weights."""
+        dtype = self.storage.precision.compute
+        if self.unit.weight_home == "disk":
+            assert self.storage.disk is not None
+            return torch.equal(self.storage.disk.map(f"p{self.number}.weights", self.count, dtype), self.weights.to(dtype))
+        return self.master is None or self.pshard is None or torch.equal(self.pshard, self.master.to(dtype))
 
 
 def there(tensor: torch.Tensor | None) -> torch.Tensor:

@@ -7,7 +7,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test lint matrix clean
+.PHONY: help install train test lint matrix cluster clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,6 +35,12 @@ test: $(STAMP) ## run the test suite (ARGS='tests/plan' for a part of it)
 
 matrix: $(STAMP) ## run every cell of the contract, and all other products of cases, in loopback; some over processes (long)
 	$(PARALLEL) --maxprocesses 16 -m "slow or not slow" tests/loopback tests/gloo/test_contract.py $(ARGS)
+
+cluster: $(STAMP) ## runs on several hosts: network namespaces, and a Slurm of two nodes (as root; skipped elsewhere)
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! command -v slurmctld >/dev/null; then \
+	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+	    iproute2 util-linux slurmctld slurmd slurm-client munge >/dev/null; fi
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m cluster -rs tests/cluster $(ARGS)
 
 lint: $(STAMP) ## check style and types with ruff and pyright
 	$(BIN)/ruff check .

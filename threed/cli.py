@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,6 +13,7 @@ import typer
 from threed import __version__, validate
 from threed import config as configs
 from threed.early import begin
+from threed.environment import Nodes
 from threed.errors import ConfigError, InputError, ThreedError
 from threed.planner import make_mesh, make_plan, saved_by_piece
 from threed.program import show as shows
@@ -44,24 +46,40 @@ def _root(version: Annotated[bool, typer.Option("--version", callback=_version, 
 
 @app.command(short_help="train a model, or go on from its newest checkpoint")
 def train(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Train. Outside torchrun it starts all ranks on this machine; under torchrun or Slurm it is one rank.
+    """Train. It starts all ranks on this machine; with NNODES, NODE_RANK and MASTER_ADDR in the environment, those of one of
+    several nodes (launch/torchrun.sh); under torchrun or srun it is one rank.
 
     SIGTERM and Ctrl-C save a checkpoint and end; SIGUSR1 saves one and goes on. A run that is started again goes on
     from its newest complete checkpoint (train.resume).
     """
+    parent = os.getppid()
     path = configs.find_file(config)
     configs.load(path, overrides)  # bad input is told before torch is imported, which takes seconds
     from threed import environment, launcher
 
-    place = environment.rank_of_environment()
-    if place is not None:
-        rank, local_rank, world_size = place
-        loaded = configs.load(path, overrides, world_size)
-        raise typer.Exit(launcher.run_rank(loaded, rank, local_rank, _local_size(world_size)))
+    place = environment.place_of_environment()
+    if isinstance(place, environment.Place):
+        loaded = configs.load(path, overrides, place.world_size)
+        raise typer.Exit(launcher.run_place(loaded, place, parent))
     first = configs.load(path, overrides)
+    if place is not None:
+        raise typer.Exit(_train_nodes(place, path, overrides, first.run.device))
     open_dp = _dp_is_auto(path, overrides)
     loaded = configs.load(path, overrides, launcher.local_world_size(first.run.device)) if open_dp else first
     raise typer.Exit(launcher.run_local(loaded))
+
+
+def _train_nodes(nodes: Nodes, path: Path, overrides: list[str] | None, device: str) -> int:
+    """This node's part of a run whose environment says how many nodes there are."""
+    from threed import launcher
+    from threed.nodes import run_node
+
+    size = nodes.size or launcher.local_world_size(device)
+    if size is None:
+        raise InputError("this node has no GPU, so GPUS_PER_NODE (or PET_NPROC_PER_NODE) must say how many ranks a node starts")
+    if nodes.most == 1:
+        return launcher.run_local(configs.load(path, overrides, size))
+    return run_node(nodes, size, lambda world_size: configs.load(path, overrides, world_size))
 
 
 @app.command(short_help="show what will run: mesh, units, schedule, programs")
@@ -337,12 +355,6 @@ def _dp_is_auto(path: Path, overrides: list[str] | None) -> bool:
         return configs.load(path, overrides, 2 * one.world_size).dp != one.dp
     except ConfigError:
         return False
-
-
-def _local_size(world_size: int) -> int:
-    import os
-
-    return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("SLURM_NTASKS_PER_NODE", world_size)))
 
 
 def main() -> None:

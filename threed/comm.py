@@ -354,11 +354,6 @@ def file_store(path: str, world_size: int) -> Any:
     return dist.FileStore(path, world_size)
 
 
-def environment_store(timeout_s: float) -> Any:
-    """Where the ranks meet under torchrun, as the environment says."""
-    return next(iter(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=timeout_s))))[0]
-
-
 class ProcessComm(Comm):
     """A rank of torch.distributed. `store` is where ranks meet."""
 

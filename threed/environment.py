@@ -1,42 +1,139 @@
-"""Where this process stands among the others of a run, as torchrun, Slurm or an operator's pods say in the environment."""
+"""Where this process stands among the others of a run, as torchrun, Slurm, an operator's pods or a person say in the environment.
+
+    LOCAL_RANK, RANK, WORLD_SIZE          one rank: torchrun has started this process     -> Place
+    SLURM_PROCID, SLURM_NTASKS, ...       one rank: a task of srun                        -> Place
+    NNODES, NODE_RANK, GPUS_PER_NODE ...  the launcher of one of several nodes            -> Nodes
+    PET_NNODES, PET_NODE_RANK, ...        the same, in torchrun's names (PyTorchJob sets them, and RANK = the pod's number)
+
+A value that stands there under two names must be the same under both: a pod must not train alone because a name was not read.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from threed.errors import InputError
 
+PORT = 29500
 RESTARTS = ("THREED_RESTARTS", "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")  # so often, so far
 
 
-def rank_of_environment() -> tuple[int, int, int] | None:
-    """(rank, local rank, world size) where torchrun or Slurm started this process, else None."""
-    env = os.environ
-    if "RANK" in env and "WORLD_SIZE" in env:
-        try:
-            return int(env["RANK"]), int(env.get("LOCAL_RANK", "0")), int(env["WORLD_SIZE"])
-        except ValueError:
-            raise InputError(f"RANK={env['RANK']}, LOCAL_RANK={env.get('LOCAL_RANK')} and WORLD_SIZE={env['WORLD_SIZE']} in the "
-                             "environment must be numbers; unset them to start all ranks here") from None
-    if "SLURM_STEP_ID" in env and int(env.get("SLURM_NTASKS", "1")) > 1:
+@dataclass(frozen=True)
+class Place:
+    """One rank among all."""
+
+    rank: int
+    local_rank: int
+    local_size: int  # ranks on this machine
+    world_size: int
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """One node among several, each with a launcher that starts `size` ranks. Between `least` and `most` of them make a run."""
+
+    least: int
+    most: int
+    node: int | None  # this one's number; None: node 0 is the one whose own address `address` is
+    size: int | None  # None: one rank a GPU
+    address: str  # of node 0, as all nodes reach it
+    port: int
+    local_address: str | None = None  # by which the others reach this node; None: the one that leads to `address`
+    job: str = ""  # two runs with one MASTER_ADDR and MASTER_PORT must not meet
+
+
+def place_of_environment(env: Mapping[str, str] = os.environ) -> Place | Nodes | None:
+    """None: nobody else has been started, all ranks are started here."""
+    if "LOCAL_RANK" in env:
+        return _rank(env)
+    if "NNODES" in env or "PET_NNODES" in env or ("RANK" in env and "WORLD_SIZE" in env):
+        return _nodes(env)
+    if "SLURM_STEP_ID" in env and _number(env, "SLURM_NTASKS", 1) > 1:
         if "MASTER_ADDR" not in env:
             raise InputError("under srun with several tasks MASTER_ADDR must name the first node; launch/slurm.sbatch does so")
-        rank, world = int(env["SLURM_PROCID"]), int(env["SLURM_NTASKS"])
-        env.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_PORT=env.get("MASTER_PORT", "29500"))
-        return rank, int(env["SLURM_LOCALID"]), world
+        world = _number(env, "SLURM_NTASKS")
+        os.environ.update(RANK=env["SLURM_PROCID"], WORLD_SIZE=str(world), MASTER_PORT=env.get("MASTER_PORT", str(PORT)))
+        return Place(_number(env, "SLURM_PROCID"), _number(env, "SLURM_LOCALID"),
+                     _number(env, "SLURM_NTASKS_PER_NODE", world), world)
     return None
 
 
 def restarted() -> bool:
     """Whether this start of the run follows a failed one by itself: the launcher, torchrun or Slurm says so."""
-    return any(_number(name) > 0 for name in RESTARTS)
+    return any(_number(os.environ, name, 0) > 0 for name in RESTARTS)
 
 
 def launch() -> str:
     """What all restarts of one start of the run have in common; '' where nobody says so."""
-    return next((os.environ[name] for name in ("THREED_LAUNCH", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID") if name in os.environ), "")
+    return next((os.environ[name] for name in ("SLURM_JOB_ID", "THREED_LAUNCH", "TORCHELASTIC_RUN_ID") if name in os.environ), "")
 
 
-def _number(name: str) -> int:
-    text = os.environ.get(name, "0")
-    return int(text) if text.isdecimal() else 0
+def _rank(env: Mapping[str, str]) -> Place:
+    missing = [name for name in ("RANK", "WORLD_SIZE") if name not in env]
+    if missing:
+        raise InputError(f"LOCAL_RANK={env['LOCAL_RANK']} is in the environment, but not {' and '.join(missing)}: torchrun sets "
+                         "all three. Unset LOCAL_RANK to start all ranks here")
+    world = _number(env, "WORLD_SIZE")
+    return Place(_number(env, "RANK"), _number(env, "LOCAL_RANK"), _number(env, "LOCAL_WORLD_SIZE", world), world)
+
+
+def _nodes(env: Mapping[str, str]) -> Nodes:
+    host, _, port = env.get("PET_RDZV_ENDPOINT", "").partition(":")
+    env = {**env, "the host of PET_RDZV_ENDPOINT": host, "the port of PET_RDZV_ENDPOINT": port}
+    name, text = _one(env, "NNODES", "PET_NNODES") or ("WORLD_SIZE", env["WORLD_SIZE"])
+    least, _, most = text.partition(":")
+    few, many = _whole(name, least, text), _whole(name, most or least, text)
+    if not 1 <= few <= many:
+        raise InputError(f"{name}={text} must be a number of nodes, or least:most such as 2:4")
+    given = _one(env, "NODE_RANK", "PET_NODE_RANK", "RANK")
+    node = _whole(*given) if given else None
+    size = _size(env)
+    if "WORLD_SIZE" in env and few == many and _number(env, "WORLD_SIZE") not in (many, many * (size or 1)):
+        raise InputError(f"WORLD_SIZE={env['WORLD_SIZE']} and {name}={text} contradict each other: WORLD_SIZE is the number of "
+                         f"nodes, or of all ranks ({many} x {size or 'ranks a node'}). Unset one of them")
+    if node is not None and node >= many:
+        raise InputError(f"{given[0] if given else ''}={node} must be below the number of nodes, {name}={text}: the first is 0")
+    # An operator tells node 0 its own address in another way than the others.
+    address = _one(env, "MASTER_ADDR", "PET_MASTER_ADDR", "the host of PET_RDZV_ENDPOINT", agree=node != 0)
+    if many > 1 and address is None:
+        raise InputError(f"{name}={text} needs MASTER_ADDR, an address of node 0 that every node reaches")
+    if many > 1 and node is None and not host:
+        raise InputError(f"{name}={text} needs NODE_RANK, the number of this node: 0 to {many - 1}")
+    chosen = _one(env, "MASTER_PORT", "PET_MASTER_PORT", "the port of PET_RDZV_ENDPOINT")
+    return Nodes(few, many, 0 if many == 1 else node, size, address[1] if address else "127.0.0.1",
+                 _whole(*chosen) if chosen else PORT, env.get("LOCAL_ADDR") or None, env.get("SLURM_JOB_ID", ""))
+
+
+def _size(env: Mapping[str, str]) -> int | None:
+    found = _one(env, "GPUS_PER_NODE", "PET_NPROC_PER_NODE", "PET_N_PROC_PER_NODE")
+    if found is None or found[1] in ("auto", "gpu"):
+        return None
+    size = _whole(*found)
+    if size < 1:
+        raise InputError(f"{found[0]}={found[1]}: a node has at least one rank")
+    return size
+
+
+def _one(env: Mapping[str, str], *names: str, agree: bool = True) -> tuple[str, str] | None:
+    """(name, value) of a value that may stand under several names. `agree`: it must then be the same under all."""
+    found = [(name, env[name]) for name in names if env.get(name)]
+    other = next((pair for pair in found if pair[1] != found[0][1]), None)
+    if other is not None and agree:
+        raise InputError(f"{found[0][0]}={found[0][1]} and {other[0]}={other[1]} in the environment contradict each other: "
+                         "unset one")
+    return found[0] if found else None
+
+
+def _number(env: Mapping[str, str], name: str, otherwise: int | None = None) -> int:
+    """Of Slurm's "2(x3)", too, the first number."""
+    if name not in env and otherwise is not None:
+        return otherwise
+    return _whole(name, env.get(name, "").partition("(")[0])
+
+
+def _whole(name: str, text: str, shown: str | None = None) -> int:
+    if not text.isdecimal():
+        raise InputError(f"{name}={shown or text} in the environment must be a whole number; unset it to start all ranks here")
+    return int(text)

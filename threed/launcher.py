@@ -25,11 +25,13 @@ from threed.checkpoint.lineage import read_latest
 from threed.comm import file_store
 from threed.data.tokens import Prepared, cache_root, prepare, remove_stale
 from threed.engine.watch import Watch, lost_peer, say, tell
-from threed.environment import RESTARTS
+from threed.environment import RESTARTS, Place
 from threed.errors import InputError, RunError, ThreedError
 from threed.loop import Requests
+from threed.rendezvous import meet
 from threed.restart import Failure, Restarts, Steps
 from threed.schema import Config
+from threed.store import environment_store
 from threed.train import train
 
 GRACE_S = 5.0  # after the first rank has failed
@@ -39,7 +41,7 @@ POLL_S = 0.25
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
-def run_rank(config: Config, rank: int, local_rank: int, local_size: int, store: Any = None,
+def run_rank(config: Config, rank: int, local_rank: int, local_size: int, store: Any,
              prepared: Prepared | None = None, steps: Steps | None = None) -> int:
     """Be one rank, which notes its `steps`. Returns the exit status; the rank that failed first says why, the others end
     quietly."""
@@ -56,10 +58,21 @@ def run_rank(config: Config, rank: int, local_rank: int, local_size: int, store:
         train(config, rank, local_rank, requests, connected, store, prepared)
         return 0
     except BaseException as error:  # SystemExit too: whoever leaves says so
-        status = _explain(error, rank, watches[0] if watches else None)
-        if rank == 0 and store is None:  # it may hold the store, where the others read why
-            time.sleep(LINGER_S)
-        return status
+        return _explain(error, rank, watches[0] if watches else None)
+
+
+def run_place(config: Config, place: Place, parent: int) -> int:
+    """Be the rank that torchrun or srun has started as a process of its own. `parent`: that process's at its start."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent(parent)
+    store = environment_store(config.run.connect_timeout_s)
+    meet(store, place.rank, place.world_size, (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
+    status = run_rank(config, place.rank, place.local_rank, place.local_size, store)
+    if status and place.rank == 0:  # it may hold the store, where the others read why
+        time.sleep(LINGER_S)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # no destructor may wait for a peer that is gone; and an interpreter's own end takes seconds
 
 
 def _explain(error: BaseException, rank: int, watch: Watch | None) -> int:
@@ -82,7 +95,7 @@ def _explain(error: BaseException, rank: int, watch: Watch | None) -> int:
     except Exception:  # the store has gone with its rank
         reason, first = None, True
     if first or (reason is not None and reason["rank"] == rank):
-        say(text)
+        say(watch.with_hosts(text) if watch is not None else text)
         if not ours and not lost and not (watch is not None and watch.comm is not None and watch.comm.waiting_since is not None):
             traceback.print_exception(error)  # neither a person's mistake nor a peer that has gone: a bug
     elif reason is not None and reason["hang"] and watch is not None:

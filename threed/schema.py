@@ -174,6 +174,7 @@ class MonitorConfig:
 class RunConfig:
     dir: str = "runs/default"
     timeout_s: float = 600.0  # a rank that waits this long for another ends the run and says for whom
+    connect_timeout_s: float = 300.0  # with several nodes: how long they wait for each other to come
     device: str = "auto"  # auto | cpu | cuda
     verify_every: int = 0  # steps between two that are computed twice and compared, to find a machine that errs; 0: never
     restarts: int = 3  # of all ranks after a failure, from the newest checkpoint, until there is a newer one; one machine

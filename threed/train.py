@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,9 +14,10 @@ from threed.checkpoint.choose import begin_lineage
 from threed.checkpoint.load import resume
 from threed.checkpoint.save import tidy
 from threed.checkpoints import check_room
-from threed.comm import Comm, ProcessComm, environment_store
+from threed.comm import Comm, ProcessComm
 from threed.data.samples import splits
 from threed.data.tokens import Prepared, prepare
+from threed.engine import shared
 from threed.engine.connect import warm
 from threed.engine.engine import Engine
 from threed.engine.loopback import channel_pairs
@@ -41,14 +43,13 @@ def pick_device(config: Config, local_rank: int) -> torch.device:
 
 
 def train(config: Config, rank: int, local_rank: int, requests: Requests, connected: Callable[[Watch], None],
-          store: Any = None, prepared: Prepared | None = None) -> None:
+          store: Any, prepared: Prepared | None = None) -> None:
     """Train on this rank, from wherever `train.resume` says, to the end.
 
-    `store`: where ranks meet (None: the environment says). `prepared`: data already made; None: rank 0 makes it now.
+    `store`: where ranks meet. `prepared`: data already made; None: rank 0 makes it now.
     `connected` is called with the watch as soon as ranks can tell each other of failures.
     """
     mesh, device = make_mesh(config), pick_device(config, local_rank)
-    store = store or environment_store(config.run.timeout_s)
     watch = Watch(rank, store, config.run.timeout_s)
     connected(watch)
     with watch.phase("connect"):
@@ -65,11 +66,13 @@ def train(config: Config, rank: int, local_rank: int, requests: Requests, connec
             warm(comm)
     log = None
     try:
-        if prepared is None:
-            made = prepare(config.data, config.model, partial(_progress, requests)) if rank == 0 else None
-            with watch.phase("prepare data"):
-                prepared = comm.exchange(made)[0]
+        watch.hosts = names = shared.hosts(comm)
+        made = prepare(config.data, config.model, partial(_progress, requests)) if rank == 0 and prepared is None else prepared
+        with watch.phase("prepare data"):
+            prepared = comm.broadcast(made)
         assert prepared is not None
+        with watch.phase("compare the prepared data", waits=False):
+            shared.same_data(comm, prepared, names)
         data = splits(prepared.prefix, config.model.seq_len, config.train.seed, config.data.validation_fraction,
                       config.model.vocab)
         check_room(plan, comm)
@@ -81,6 +84,8 @@ def train(config: Config, rank: int, local_rank: int, requests: Requests, connec
             for line in [*validate.warnings(config), *_without_compiler(config, device), *save_config(config)]:
                 log.say(f"warning: {line}")
             log.say(f"{mesh.draw()}\n{len(plan)} instructions, plan {plan.digest}, {device.type}")
+        with watch.phase("see that run.dir is shared", waits=False):
+            shared.same_folder(comm, Path(config.run.dir), names, config.run.timeout_s)
         with watch.phase("load a checkpoint", waits=False):
             resumed = resume(config, engine.zero, log.say if log else lambda line: None)
         if log:

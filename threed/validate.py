@@ -43,7 +43,7 @@ _AT_LEAST = {  # key: least value
     "activation.every": 1, "train.steps": 0, "train.global_batch_size": 1, "train.micro_batch_size": 1, "train.seed": 0,
     "train.eval_every": 0, "train.eval_batches": 1, "train.max_skipped": 0, "checkpoint.every": 0, "checkpoint.keep": 0,
     "monitor.console_every": 1, "monitor.trace_every": 0, "monitor.timeline_every": 0,
-    "run.timeout_s": 1, "run.verify_every": 0, "run.restarts": 0, "run.restart_wait_s": 0,
+    "run.timeout_s": 1, "run.connect_timeout_s": 1, "run.verify_every": 0, "run.restarts": 0, "run.restart_wait_s": 0,
     "data.validation_fraction": 0, "zero.shard_size": 1, "zero.prefetch": 0, "zero.persist_below": 0,
     "precision.loss_scale_window": 1, "precision.hysteresis": 1,
 }

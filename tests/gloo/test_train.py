@@ -182,7 +182,8 @@ def test_one_run_a_folder(start, tmp_path):
     first = start("train.steps=100000")
     first.wait_for("step      1/100000")
     second = start("train.steps=2")
-    assert second.wait() == 2 and "is in use by another run" in second.output and "Traceback" not in second.output
+    assert second.wait() == 2 and "Traceback" not in second.output, second.output
+    assert f"is in use by another run (on {socket.gethostname()}, process " in second.output
     os.kill(first.process.pid, signal.SIGTERM)
     assert first.wait(20) == 0, first.output
 
@@ -338,15 +339,46 @@ def free_port() -> int:
     raise AssertionError("no port is free")
 
 
-def test_torchrun_with_two_agents(tmp_path, cache, unbroken):
-    """Two torchrun agents on loopback, four ranks each: the same numbers as the launcher's."""
+def test_two_nodes(tmp_path, cache, unbroken):
+    """launch/torchrun.sh twice on this machine, four ranks each: the same numbers as one launcher's."""
     port, processes = str(free_port()), []
     for node in range(2):
         env = {**os.environ, "NNODES": "2", "NODE_RANK": str(node), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-               "GPUS_PER_NODE": "4", "PYTHON": sys.executable, "LOCAL_ADDR": "127.0.0.1"}
+               "GPUS_PER_NODE": "4", "PYTHON": sys.executable}
         argv = ["launch/torchrun.sh", *TOY[1:], *cache, f"run.dir={tmp_path / 'run'}", "train.steps=3",
                 "optimizer.decay_steps=12"]
         processes.append(subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
     outputs = [process.communicate(timeout=180)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], "\n----\n".join(outputs)
     assert losses(tmp_path / "run") == {step: pair for step, pair in losses(unbroken[0]).items() if step <= 3}
+
+
+def test_torchrun(tmp_path, cache, unbroken):
+    """torchrun itself: one agent, two ranks that it starts as processes of their own."""
+    argv = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=2", "--master-addr=127.0.0.1",
+            f"--master-port={free_port()}", "-m", "threed.cli", *TOY, *cache, f"run.dir={tmp_path / 'run'}", "train.steps=3",
+            "optimizer.decay_steps=12", "parallel.dp=1", "parallel.tp=2", "parallel.pp=1"]
+    done = subprocess.run(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=180)
+    assert done.returncode == 0, done.stdout
+    for step, (loss, _) in losses(tmp_path / "run").items():
+        assert loss == pytest.approx(losses(unbroken[0])[step][0], rel=1e-5)
+
+
+def test_no_rank_outlives_torchrun(tmp_path, cache):
+    """Its agent is killed: so are the ranks that it has started."""
+    argv = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=2", "--master-addr=127.0.0.1",
+            f"--master-port={free_port()}", "-m", "threed.cli", *TOY, *cache, f"run.dir={tmp_path / 'run'}",
+            "train.steps=100000", "parallel.dp=1", "parallel.tp=2", "parallel.pp=1"]
+    agent = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        file, until = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 120
+        while not file.exists() or not file.read_text():
+            assert time.monotonic() < until and agent.poll() is None
+            time.sleep(0.1)
+        ranks = psutil.Process(agent.pid).children(recursive=True)
+        agent.kill()
+        agent.wait()
+        _, alive = psutil.wait_procs(ranks, timeout=20)
+        assert len(ranks) >= 2 and not alive
+    finally:
+        agent.kill()

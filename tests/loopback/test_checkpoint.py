@@ -480,7 +480,7 @@ def test_any_bit_of_latest(tmp_path):
 
 
 @pytest.mark.parametrize("change", [
-    {"samples": -5}, {"step": "x"}, {"mesh": {}}, {"config": {}}, {"loss_scaler": {}}, {"waiting": {"loss": 1}},
+    {"samples": -5}, {"step": "x"}, {"mesh": {}}, {"config": {}}, {"loss_scaler": {"scale": 2}}, {"waiting": {"loss": 1}},
     {"files": {"a": 1}}, {"lineage": []}, {"parameters": {}}], ids=str)
 def test_a_manifest_of_somebody_else(change, source, tmp_path):
     """Its checksum is right and its content is not: one message, no traceback."""

@@ -61,7 +61,9 @@ def written(request, tmp_path_factory):
     index, parameters = index_of(reports)
     (path / "index.jsonl").write_bytes(index)
     files = {file_name(rank): [report.size, *report.header] for rank, report in enumerate(reports) if report.size}
-    text = seal({"format": 2, "parameters": parameters, "files": files})
+    others = {"step": 1, "updates": 1, "samples": 1, "skipped": 0, "loss_scaler": {}, "waiting": None, "lineage": ["test-0", []],
+              "mesh": {"pp": 16, "dp": mesh.dp, "tp": 8}, "config": config.to_dict()}
+    text = seal({"format": 2, **others, "parameters": parameters, "files": files})
     (path / "manifest.json").write_text(text)
     said = (f"{mesh.size} ranks: index {len(index) / 2**20:.1f} MiB, manifest {len(text) / 2**20:.2f} MiB, put together by "
             f"rank 0 in {time.process_time() - begin:.1f} s of one processor")

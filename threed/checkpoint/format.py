@@ -171,7 +171,8 @@ def _has(*keys: str) -> Callable[[Any], bool]:
 
 # What a manifest must hold, whoever has written it.
 _KEYS: dict[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(("step", "updates", "samples", "skipped"), _count), "loss_scaler": _has("scale", "good", "left"),
+    **dict.fromkeys(("step", "updates", "samples", "skipped"), _count),
+    "loss_scaler": lambda value: value == {} or _has("scale", "good", "left")(value),
     "waiting": lambda value: value is None or _has("loss", "grad_norm", "scale", "finite", "loss_scale")(value),
     "lineage": lambda value: isinstance(value, list) and [type(each) for each in value] == [str, list],
     "mesh": _has("pp", "dp", "tp"), "config": _has("model"), "parameters": _has(), "files": _has(),

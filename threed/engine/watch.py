@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import threading
 import time
@@ -23,6 +24,7 @@ from threed.engine.engine import Engine
 KEY = "threed/failure"
 LIMIT = 0.8  # of run.timeout_s: the rest is for telling the others, so that all have ended by then
 POLL_S = 0.25
+STORE_S = 20.0  # without the store nobody can tell the others of a failure
 
 
 def say(message: str) -> None:
@@ -61,6 +63,7 @@ class Watch:
         self.on_step: Callable[[int], None] | None = None  # whom to tell of each step
         self.engine: Engine | None = None
         self.comm: Comm | None = None
+        self.hosts: list[str] = []  # of each rank, once that is known
         self._phase: tuple[str, float | None] | None = None
         self._seen: dict[str, Any] | None = None  # the first failure
         self._told = False
@@ -135,11 +138,17 @@ class Watch:
                 os._exit(1)
 
     def _watch_store(self) -> None:
+        answered = time.monotonic()
         while not self._closed.wait(POLL_S):
             try:
                 reason = self.reason()
-            except Exception:
-                continue  # the store is gone or slow: the clock still watches
+                answered = time.monotonic()
+            except Exception:  # the store is gone or slow: the clock still watches
+                if time.monotonic() - answered > STORE_S:
+                    self.end(f"rank {self.rank}: rank 0's host, or the launcher there, has gone: the store of the run does not "
+                             f"answer for {STORE_S:g} s")
+                    os._exit(1)
+                continue
             if reason is None or reason["rank"] == self.rank:
                 continue
             if reason["hang"]:
@@ -153,4 +162,10 @@ class Watch:
         with self._lock:
             if not self._told:
                 self._told = True
-                say(message)
+                say(self.with_hosts(message))
+
+    def with_hosts(self, message: str) -> str:
+        """The message with the host of each rank that it names, where there are several."""
+        if len(set(self.hosts)) < 2:
+            return message
+        return re.sub(r"\brank (\d+)\b(?! on )", lambda found: f"{found[0]} on {self.hosts[int(found[1])]}", message)

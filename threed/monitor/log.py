@@ -24,6 +24,8 @@ import fcntl
 import json
 import math
 import os
+import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -48,16 +50,22 @@ class Log:
         self.path = Path(config.run.dir) / "metrics.jsonl"
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._lock = (self.path.parent / ".lock").open("w")
+            self._lock = (self.path.parent / ".lock").open("a+")
         except OSError as error:
             raise _unusable(config, error) from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # let go of when this process ends, however it ends
         except BlockingIOError:
-            raise InputError(f"run.dir={config.run.dir} is in use by another run: end it first, or give this one a folder of "
-                             "its own") from None
+            self._lock.seek(0)
+            holder = self._lock.read().strip()
+            raise InputError(f"run.dir={config.run.dir} is in use by another run ({holder}): end it first, or give this one a "
+                             "folder of its own") from None
         except OSError:
             pass  # a file system without locks
+        with contextlib.suppress(OSError):  # a full disk
+            self._lock.truncate(0)
+            self._lock.write(f"on {socket.gethostname()}, process {os.getpid()}, since {time.strftime('%Y-%m-%d %H:%M:%S %Z')}\n")
+            self._lock.flush()
 
     def start(self, step: int, run_id: str | None) -> None:
         """Go on after `step`: lines of later steps, which are made again, move to metrics.undone.jsonl. `run_id`: the wandb run

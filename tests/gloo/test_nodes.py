@@ -1,0 +1,68 @@
+"""Two nodes on this machine over loopback, and two hosts where one is root: in short what `make cluster` does at length."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+import threed.nodes  # noqa: F401  (imported before the runs fork)
+from tests.cluster.conftest import TINY
+from tests.cluster.hosts import Hosts, missing
+from tests.gloo.test_train import free_port
+from tests.running import Run, losses
+
+
+def settings(folder, cache) -> list[str]:
+    return [*TINY, *cache, f"run.dir={folder / 'run'}", "run.restarts=0"]
+
+
+@pytest.fixture
+def node(tmp_path, cache):
+    """node(number, *overrides) -> a launcher of one of two nodes."""
+    port, runs = str(free_port()), []
+
+    def start(number: int, *overrides: str) -> Run:
+        env = {"NNODES": "2", "NODE_RANK": str(number), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GPUS_PER_NODE": "1"}
+        runs.append(Run(tmp_path, *settings(tmp_path, cache), *overrides, env=env))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.kill()
+
+
+def test_a_stop_and_a_kill(node, tmp_path):
+    """SIGTERM to one launcher: all save and end with status 0. A rank is killed: all end with its name."""
+    first, second = node(0, "train.steps=100000"), node(1, "train.steps=100000")
+    first.wait_for("step      3/100000")
+    os.kill(second.process.pid, signal.SIGTERM)
+    assert (first.wait(20), second.wait(20)) == (0, 0), first.output + second.output
+    assert "stopped on request" in first.output and (tmp_path / "run" / "checkpoints").exists()
+    first, second = node(0, "train.steps=100000"), node(1, "train.steps=100000")
+    first.wait_for("resumed from")
+    first.wait_for("step ")
+    second.ranks()[-1].kill()
+    assert (first.wait(20), second.wait(20)) == (137, 137), first.output + second.output
+    assert "was killed by SIGKILL" in first.output and "was killed by SIGKILL" in second.output
+    assert "Traceback" not in first.output + second.output
+
+
+def test_a_node_that_does_not_fit(node):
+    """Another NNODES, or what no node says: refused, and the first goes on waiting until its limit."""
+    first = node(0, "run.connect_timeout_s=8")
+    assert first.wait(40) == 1 and "1 of 2 nodes came within run.connect_timeout_s=8; missing: node 1" in first.output
+
+
+@pytest.mark.skipif(missing() is not None, reason=str(missing()))
+def test_two_hosts(tmp_path, cache):
+    """Addresses and names of their own, which resolve nowhere."""
+    alone = Run(tmp_path, *TINY, *cache, f"run.dir={tmp_path / 'alone'}", "train.steps=4", "parallel.dp=2")
+    assert alone.wait() == 0, alone.output
+    with Hosts(2, tmp_path) as hosts:
+        runs = [host.start(*settings(tmp_path, cache), "train.steps=4", env={
+            "NNODES": "2", "NODE_RANK": str(number), "MASTER_ADDR": "10.77.0.1", "GPUS_PER_NODE": "1"})
+            for number, host in enumerate(hosts)]
+        assert [run.wait() for run in runs] == [0, 0], [run.output for run in runs]
+    assert losses(tmp_path / "run") == losses(tmp_path / "alone")

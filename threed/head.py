@@ -1,0 +1,265 @@
+"""The head of a run on several nodes: a process beside node 0's launcher that decides for all launchers. No torch.
+
+It collects the nodes (GATHER), has node 0 prepare the data (PREPARE), says which ranks each node starts (RUN), and, when a rank
+or a node fails, has all others end their ranks (CLEAR), after which it begins again or ends the run. It waits for nodes no longer
+than `run.connect_timeout_s`. `rendezvous` lists the messages.
+"""
+
+from __future__ import annotations
+
+import enum
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from threed.environment import Nodes
+from threed.rendezvous import REPORT_S, Line, is_loopback, plain, readable
+
+CLEAR_S = 20.0  # a launcher that cannot end its ranks within this is given up
+
+
+class State(enum.Enum):
+    GATHER = enum.auto()
+    PREPARE = enum.auto()
+    RUN = enum.auto()
+    CLEAR = enum.auto()
+    OVER = enum.auto()
+
+
+class Store(Protocol):
+    """Where the ranks of one attempt meet."""
+
+    port: int
+
+    def reason(self) -> dict[str, Any] | None: ...
+    def fail(self, text: str, status: int) -> None: ...
+
+
+@dataclass
+class Member:
+    """A node whose launcher is connected."""
+
+    line: Line
+    node: int
+    host: str
+    size: int
+    address: str  # by which it reached the head, or LOCAL_ADDR
+    done: bool = False
+    cleared: bool = False
+    ranks: range = field(default_factory=lambda: range(0))
+
+    def __str__(self) -> str:
+        return f"node {self.node} ({self.host})"
+
+
+class Head:
+    """Decides for all launchers. `open_store`: a store for the ranks of one attempt."""
+
+    def __init__(self, listener: socket.socket, nodes: Nodes, limit_s: float, restarts: int, version: str,
+                 open_store: Callable[[], Store]):
+        self.version, self.wanted = version, _span(nodes.least, nodes.most)
+        self.listener, self.nodes, self.limit_s, self.restarts, self.open_store = listener, nodes, limit_s, restarts, open_store
+        self.settle_s = limit_s / 10  # how long fewer than the most wait for more
+        self.members: dict[int, Member] = {}
+        self.running: list[Member] = []
+        self.strangers: list[tuple[Line, float]] = []
+        self.seen: dict[int, str] = {}  # node -> host, of those who were there
+        self.attempt = 0
+        self.store: Store | None = None
+        self.failure: dict[str, Any] = {}
+        self.begin(State.GATHER)
+
+    def begin(self, state: State) -> None:
+        self.state, self.since, self.report, self.changed = state, time.monotonic(), REPORT_S, time.monotonic()
+
+    def run(self) -> None:
+        """Until all have been told to end."""
+        while self.state != State.OVER:
+            lines = [member.line for member in self.members.values()] + [line for line, _ in self.strangers]
+            readable(self.listener, *(line for line in lines if line.lost is None), wait_s=0.25)
+            self._admit()
+            for member in list(self.members.values()):
+                for message in member.line.receive():
+                    self._hear(member, message)
+                if member.line.lost is not None and self.members.get(member.node) is member:
+                    self._lose(member, member.line.lost)
+            {State.GATHER: self._gather, State.CLEAR: self._clear}.get(self.state, lambda: None)()
+        for member in self.members.values():  # each closes its end when it has read the last word
+            member.line.wait(2.0)
+
+    def tell(self, op: str, **values: Any) -> None:
+        for member in self.members.values():
+            member.line.send(op, **values)
+
+    # -------- who is there
+
+    def _admit(self) -> None:
+        if readable(self.listener, wait_s=0):
+            self.strangers.append((Line(self.listener.accept()[0]), time.monotonic()))
+        for line, since in list(self.strangers):
+            hello = next(iter(line.receive()), None)
+            if hello is not None and hello["op"] == "hello":
+                self._greet(line, hello)
+            elif line.lost is None and hello is None and time.monotonic() - since < REPORT_S:
+                continue
+            else:
+                line.close()
+            self.strangers.remove((line, since))
+
+    def _greet(self, line: Line, hello: dict[str, Any]) -> None:
+        free = [number for number in range(self.nodes.most) if number not in self.members and number > 0]
+        node = hello["node"] if hello["node"] is not None else next(iter(free), None)
+        problem, other = self._problem(hello, node), self.members.get(-1 if node is None else node)
+        if problem:
+            line.send("refused", text=problem)
+            line.close()
+            return
+        assert node is not None
+        if other is not None:
+            self._lose(other, "its launcher was started again")
+        self.members[node] = Member(line, node, hello["host"], hello["size"], plain(hello["from"]))
+        self.seen[node] = hello["host"]
+        self.attempt = max(self.attempt, hello["attempt"])
+        self.changed = time.monotonic()
+        line.send("welcome")
+        if self.state != State.GATHER:
+            line.send("wait", text=f"the run is under way with {len(self.running)} nodes; this one joins it at its next start")
+
+    def _problem(self, hello: dict[str, Any], node: int | None) -> str | None:
+        host = hello["host"]
+        if hello["version"] != self.version:
+            return f"{host} has threed {hello['version']}, node 0 ({self.seen.get(0)}) {self.version}: install one everywhere"
+        if hello["job"] != self.nodes.job:
+            return (f"node 0 at {self.nodes.address}:{self.nodes.port} is of job {self.nodes.job or '(none)'}, not of "
+                    f"{hello['job'] or '(none)'}: two runs need different values of MASTER_PORT")
+        if hello["nodes"] != [self.nodes.least, self.nodes.most]:
+            return f"NNODES is {_span(*hello['nodes'])} on {host} and {self.wanted} on node 0"
+        if node is None:
+            return f"{host} is one node too many: NNODES={self.wanted}, and all are there"
+        other = self.members.get(node)
+        if other is not None and (other.host != host or node == 0):
+            return f"NODE_RANK={node} on both {other.host} and {host}: each node has a number of its own"
+        return None
+
+    def _lose(self, member: Member, why: str) -> None:
+        member.line.close()
+        del self.members[member.node]
+        self.changed = time.monotonic()
+        if member in self.running and self.state in (State.PREPARE, State.RUN) and not member.done:
+            self._fail(f"{member} has gone: {why}", 1, None)
+
+    # -------- what they say
+
+    def _hear(self, member: Member, message: dict[str, Any]) -> None:
+        op = message["op"]
+        if op == "stopped":
+            when = "before the first step" if self.attempt == 0 else "before it started again"
+            self._end(f"stopped by {message['signal']} on {member.host} {when}", message["status"])
+        elif op == "cleared":
+            member.cleared = True
+        elif op == "failed" and self.state in (State.PREPARE, State.RUN):
+            self._judge(member, message)
+        elif op == "prepared" and self.state == State.PREPARE:
+            self._start()
+        elif op == "done" and self.state == State.RUN:
+            member.done = True
+            if all(other.done for other in self.running):
+                self._end("", 0)
+
+    def _judge(self, member: Member, message: dict[str, Any]) -> None:
+        """A rank has ended with an exit status: which was the first to fail, and of what? Who was asked to stop does not start
+        again."""
+        again, rank, status = not message["asked"], message["rank"], message["status"]
+        reason = self.store.reason() if self.store is not None and rank is not None else None
+        if message["signal"]:
+            self._fail(f"rank {rank} on {member.host} was killed by {message['signal']}", status, None, again=again)
+        elif reason is not None and reason["rank"] is not None:
+            first = next((other for other in self.running if reason["rank"] in other.ranks), member)
+            text = f"rank {reason['rank']} on {first.host}: {reason['message']}"
+            self._fail(text, reason["status"], first, reason["hang"], again)
+        elif rank is None:
+            self._fail(message["text"], status, member)
+        else:
+            text = f"rank {rank} on {member.host} ended with exit status {status} and did not say why"
+            self._fail(text, status, None, again=again)
+
+    def _fail(self, text: str, status: int, said: Member | None, hang: bool = False, again: bool = True) -> None:
+        """All others end their ranks. `said`: there somebody has said it already."""
+        if self.store is not None:
+            self.store.fail(text, status)
+        repeated = text == self.failure.get("text") and said is not None  # the machine is not to blame
+        again = again and status != 2 and not repeated and self.attempt < self.restarts
+        self.failure = {"text": text, "status": status, "again": again}
+        for member in self.members.values():
+            member.cleared = False
+            member.line.send("clear", text="" if member is said else text, hang=hang)
+        self.begin(State.CLEAR)
+
+    def _clear(self) -> None:
+        """Until no rank of this attempt is left."""
+        late = time.monotonic() - self.since > CLEAR_S
+        for member in [member for member in self.running if self.members.get(member.node) is member and not member.cleared]:
+            if not late:
+                return
+            self._lose(member, "it does not end its ranks")
+        if not self.failure["again"]:
+            self._end("", self.failure["status"])
+            return
+        self.attempt += 1
+        self.tell("wait", text=f"starting again, {self.attempt} of {self.restarts}")
+        self.begin(State.GATHER)
+
+    # -------- the next start
+
+    def _gather(self) -> None:
+        there, waited, now = len(self.members), time.monotonic() - self.since, time.monotonic()
+        enough = there >= self.nodes.least and now - self.changed > self.settle_s and 0 in self.members
+        if there == self.nodes.most or (enough and self.nodes.least < self.nodes.most):
+            self._ready()
+            return
+        missing = [f"node {node}" + (f" ({self.seen[node]})" if node in self.seen else "") for node in range(self.nodes.most)
+                   if node not in self.members]
+        few = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+        if waited > self.limit_s:
+            self._end(f"{there} of {self.wanted} nodes came within run.connect_timeout_s={self.limit_s:g}; missing: {few}. Are "
+                      f"they started, with MASTER_ADDR={self.nodes.address} and MASTER_PORT={self.nodes.port}, and do firewalls "
+                      "let them reach node 0?", 1)
+        elif waited > self.report:
+            self.report += REPORT_S
+            self.tell("wait", text=f"{there} of {self.wanted} nodes after {waited:.0f} s, waiting for {few}")
+
+    def _ready(self) -> None:
+        self.running = [self.members[node] for node in sorted(self.members)]
+        first = 0
+        for member in self.running:
+            member.done = member.cleared = False
+            member.ranks = range(first, first + member.size)
+            first += member.size
+        self.store = None
+        self.begin(State.PREPARE)
+        self.members[0].line.send("prepare", world=first)
+
+    def _start(self) -> None:
+        self.store = self.open_store()
+        # Whoever came over loopback is on node 0's machine: the others reach it as they reach node 0.
+        far = [member for member in self.running if not is_loopback(member.address)]
+        near = plain(far[0].line.socket.getsockname()[0]) if far else "127.0.0.1"
+        hosts = [member.host for member in self.running for _ in member.ranks]
+        note = ""
+        if len(self.running) < self.nodes.most:
+            note = f"going on with {len(self.running)} of {self.nodes.most} nodes: " + ", ".join(str(m) for m in self.running)
+        self.begin(State.RUN)
+        for member in self.running:
+            address = near if is_loopback(member.address) else member.address
+            member.line.send("start", first=member.ranks.start, world=len(hosts), port=self.store.port, address=address,
+                             hosts=hosts, attempt=self.attempt, note=note)
+
+    def _end(self, text: str, status: int) -> None:
+        self.tell("end", text=text, status=status)
+        self.state = State.OVER
+
+
+def _span(least: int, most: int) -> str:
+    return str(most) if least == most else f"{least}:{most}"

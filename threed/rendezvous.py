@@ -1,0 +1,252 @@
+"""Rendezvous: how the launchers of several nodes reach the head of the run (`head`), and over which addresses. No torch.
+
+Every launcher, node 0's too, keeps one connection to it, over which lines of JSON go both ways:
+
+    to the head      hello   prepared   done   failed   cleared   stopped   alive
+    to a launcher    welcome   refused   wait   prepare   start   clear   end   alive
+
+Nobody waits without a limit: for the head `run.connect_timeout_s`, for a word from a peer SILENCE_S.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import json
+import os
+import select
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+
+from threed.environment import Nodes
+from threed.errors import InputError, RunError
+
+ALIVE_S = 2.0  # between two words of a peer that has nothing to say
+SILENCE_S = 30.0  # a peer that is silent for longer has gone: a cable may be out for a moment, and TCP needs another to notice
+REPORT_S = 10.0  # between two lines of somebody who waits
+CONNECT_S = 5.0  # one attempt to connect
+
+
+def readable(*sockets: Any, wait_s: float) -> bool:
+    """Whether one of them has something, at once or within `wait_s`. (select's own limit is 1,024 files.)"""
+    poll = select.poll()
+    for each in sockets:
+        poll.register(each, select.POLLIN)
+    return bool(poll.poll(1000 * wait_s))
+
+
+class Line:
+    """A connection that carries messages."""
+
+    def __init__(self, connection: socket.socket):
+        self.socket = connection
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.settimeout(CONNECT_S)
+        self.lost: str | None = None  # why nothing comes any more
+        self._text = b""
+        self._unread: list[dict[str, Any]] = []
+        self._heard = self._said = time.monotonic()
+
+    def fileno(self) -> int:
+        return self.socket.fileno()
+
+    def send(self, op: str, **values: Any) -> None:
+        try:
+            self.socket.sendall(json.dumps({"op": op, **values}).encode() + b"\n")
+            self._said = time.monotonic()
+        except OSError as error:
+            self.lost = self.lost or f"the connection broke ({error.strerror or error})"
+
+    def receive(self) -> list[dict[str, Any]]:
+        """Messages that have come. Keeps the connection alive, and sees when it is not."""
+        messages, self._unread = self._unread, []
+        try:
+            while self.lost is None and readable(self, wait_s=0):
+                data = self.socket.recv(65536)
+                if not data:
+                    self.lost = "the connection was closed"
+                    break
+                self._heard = time.monotonic()
+                *lines, self._text = (self._text + data).split(b"\n")
+                read = [json.loads(line) for line in lines]
+                if len(self._text) > 2**24 or not all(isinstance(message, dict) and "op" in message for message in read):
+                    raise ValueError
+                messages += read
+        except OSError as error:
+            self.lost = f"the connection broke ({error.strerror or error})"
+        except ValueError:
+            self.lost = "it does not speak as threed"
+        now = time.monotonic()
+        if self.lost is None and now - self._heard > SILENCE_S:
+            self.lost = f"no sign of life for {SILENCE_S:g} s: it is off, frozen or cut off"
+        if self.lost is None and now - self._said > ALIVE_S:
+            self.send("alive")
+        return [message for message in messages if message["op"] != "alive"]
+
+    def wait(self, limit_s: float) -> dict[str, Any] | None:
+        """The next message; None if none came."""
+        until = time.monotonic() + limit_s
+        while time.monotonic() < until and self.lost is None:
+            if readable(self, wait_s=0.1) and (messages := self.receive()):
+                self._unread = messages[1:] + self._unread
+                return messages[0]
+        return None
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+# ---------------------------------------------------------------- addresses
+
+
+def plain(address: str) -> str:
+    """Without a scope, and without IPv6's clothes around an IPv4 address."""
+    bare = address.partition("%")[0]
+    try:
+        mapped = getattr(ipaddress.ip_address(bare), "ipv4_mapped", None)
+    except ValueError:
+        return bare
+    return str(mapped) if mapped else bare
+
+
+def is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(plain(address)).is_loopback
+
+
+def own_addresses() -> dict[str, str]:
+    """Address -> interface of this machine."""
+    return {plain(entry.address): name for name, entries in psutil.net_if_addrs().items() for entry in entries
+            if entry.family in (socket.AF_INET, socket.AF_INET6)}
+
+
+def interface(address: str) -> str:
+    """The interface that has an address of this machine."""
+    own = own_addresses()
+    if is_loopback(address):  # 127.0.1.1 is on lo as well, where no interface lists it
+        return own.get("127.0.0.1", "lo")
+    if plain(address) not in own:
+        listed = ", ".join(f"{a} ({name})" for a, name in own.items() if not is_loopback(a))
+        raise InputError(f"LOCAL_ADDR={address} is no address of {socket.gethostname()}, which has {listed or 'loopback alone'}")
+    return own[plain(address)]
+
+
+def route(address: str, port: int) -> str | None:
+    """This machine's own address on the way to another; None where there is no way. Nothing is sent."""
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(where)
+            return plain(probe.getsockname()[0])
+    except OSError:
+        return None
+
+
+def choose_interface(address: str) -> None:
+    """Gloo and NCCL take the address that the host's own name resolves to, or any: say which one leads to the other nodes."""
+    name = interface(address)
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        given = os.environ.setdefault(variable, name)
+        if given == "lo" and not is_loopback(address):
+            raise InputError(f"{variable}=lo on {socket.gethostname()} is loopback, and other nodes are on other hosts: unset "
+                             f"it, or name the interface that leads to them ({name}, {address})")
+
+
+def meet(store: Any, rank: int, world_size: int, master: tuple[str, int]) -> None:
+    """Choose the interface of a rank that torchrun or srun has started: the one on the way to `master`; where that
+    is this host itself, the one on the way to a rank elsewhere. `store`: where the ranks tell each other their addresses."""
+    host = socket.gethostname()
+    own = os.environ.get("LOCAL_ADDR") or route(*master) or "127.0.0.1"
+    store.set(f"threed/address/{rank}", json.dumps([host, own]))
+    if is_loopback(own):
+        others = [json.loads(store.get(f"threed/address/{other}")) for other in range(world_size)]
+        far = next((address for _, address in others if not is_loopback(address)), None)
+        own = route(far, master[1]) or own if far is not None else own
+        if is_loopback(own) and len({name for name, _ in others}) > 1:
+            raise InputError(f"MASTER_ADDR={master[0]} is loopback on {host}, and there are ranks on other hosts: set it to an "
+                             "address of node 0 that all others reach, or set LOCAL_ADDR to this host's own")
+    choose_interface(own)
+
+
+def is_here(address: str) -> bool:
+    """Whether a name or address is this machine's."""
+    try:
+        found = {plain(str(info[4][0])) for info in socket.getaddrinfo(address, None)}
+    except OSError:
+        return False
+    return bool(found & set(own_addresses())) or all(is_loopback(a) for a in found)
+
+
+def listen(port: int) -> socket.socket:
+    """Node 0's door, on every interface."""
+    try:
+        try:
+            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise
+            return socket.create_server(("", port), backlog=1024)  # a machine without IPv6
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise InputError(f"MASTER_PORT={port} is taken by another program on {socket.gethostname()}: end it, or give all "
+                             "nodes another port") from None
+        raise InputError(f"MASTER_PORT={port} cannot be used on {socket.gethostname()}: {error.strerror}") from None
+
+
+# ---------------------------------------------------------------- a launcher's way to the head
+
+
+def connect(nodes: Nodes, here: bool, limit_s: float, hello: dict[str, Any], tick: Callable[[], None],
+            say: Callable[[str], None]) -> Line:
+    """Reach the head, however late it comes, within `limit_s`. `here`: it runs on this machine. `tick` may raise to give up."""
+    begin = time.monotonic()
+    report = begin + REPORT_S
+    address = "127.0.0.1" if here else nodes.address
+    while True:
+        tick()
+        line, why = _attempt(address, nodes.port, hello | {"from": nodes.local_address})
+        if line is not None:
+            return line
+        now = time.monotonic()
+        if now - begin > limit_s:
+            raise RunError(f"node 0 did not answer within run.connect_timeout_s={limit_s:g}: {why}. {_hint(nodes)}")
+        if now > report:
+            say(f"waiting for node 0 at {address}:{nodes.port} for {now - begin:.0f} s: {why}")
+            report += REPORT_S
+        time.sleep(0.3)
+
+
+def _hint(nodes: Nodes) -> str:
+    own = route(nodes.address, nodes.port)
+    if own is not None and is_loopback(own):
+        return (f"MASTER_ADDR={nodes.address} leads back to {socket.gethostname()} itself: with several hosts it must be an "
+                "address of node 0 that all others reach, and only node 0 has NODE_RANK=0")
+    return (f"Is node 0 started, is MASTER_ADDR={nodes.address} its address, is MASTER_PORT={nodes.port} the same on all "
+            "nodes, and do firewalls let nodes reach each other?")
+
+
+def _attempt(address: str, port: int, hello: dict[str, Any]) -> tuple[Line | None, str]:
+    """A connection on which the head has said welcome; or why there is none."""
+    where = f"{address}:{port}"
+    try:
+        line = Line(socket.create_connection((address, port), CONNECT_S))
+    except socket.gaierror:
+        return None, f"the name {address} does not resolve"
+    except TimeoutError:
+        return None, f"nothing answers at {where}"
+    except OSError as error:
+        return None, f"{where}: {(error.strerror or str(error)).lower()}"
+    own = hello["from"] or plain(line.socket.getsockname()[0])
+    line.send("hello", **hello | {"from": own})
+    answer = line.wait(REPORT_S)
+    if answer is not None and answer["op"] == "welcome":
+        return line, ""
+    line.close()
+    if answer is not None and answer["op"] == "refused":
+        raise InputError(answer["text"])
+    if answer is None and line.lost != "it does not speak as threed":
+        return None, f"something takes connections at {where} and does not answer as threed"
+    raise InputError(f"what answers at {where} is not threed: another program has this port. Give all nodes another MASTER_PORT")

@@ -1,0 +1,32 @@
+"""Stores of several machines: where ranks meet before they can talk, and what they tell each other beside their messages."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+from typing import Any
+
+import torch.distributed as dist
+
+from threed.errors import RunError
+
+
+def serve_store() -> Any:
+    """A store for ranks of several machines, kept by this process; `.port` is where."""
+    return dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+
+
+def tcp_store(address: str, port: int, timeout_s: float) -> Any:
+    """The way to the store that a process of node 0 keeps."""
+    return dist.TCPStore(address, port, None, False, datetime.timedelta(seconds=timeout_s))
+
+
+def environment_store(timeout_s: float) -> Any:
+    """Where the ranks meet under torchrun, as the environment says."""
+    try:
+        return next(iter(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=timeout_s))))[0]
+    except (RuntimeError, ValueError) as error:  # with pages of C++ frames
+        where = f"MASTER_ADDR={os.environ.get('MASTER_ADDR')} MASTER_PORT={os.environ.get('MASTER_PORT')}"
+        raise RunError(f"rank {os.environ.get('RANK')} on {socket.gethostname()} cannot meet the others at {where} within "
+                       f"run.connect_timeout_s={timeout_s:g}: {str(error).splitlines()[0]}") from None

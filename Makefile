@@ -7,7 +7,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test lint matrix cluster clean
+.PHONY: help install train test lint matrix cluster chaos clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,6 +41,9 @@ cluster: $(STAMP) ## runs on several hosts: network namespaces, and a Slurm of t
 	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
 	    iproute2 util-linux slurmctld slurmd slurm-client munge >/dev/null; fi
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m cluster -rs tests/cluster $(ARGS)
+
+chaos: $(STAMP) ## a campaign of faults: kills, signals, disks, damaged files (ARGS='--faults 1000 --seed 7', an hour or two)
+	$(BIN)/python -m tests.chaos $(ARGS)
 
 lint: $(STAMP) ## check style and types with ruff and pyright
 	$(BIN)/ruff check .

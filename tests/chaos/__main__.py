@@ -1,0 +1,192 @@
+"""python -m tests.chaos --faults N --seed S: the campaign, its progress, its table, and the command that repeats what failed."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from tests.chaos import interposer
+
+LOST = ("lost", "wrong")
+
+
+def main(faults: Annotated[int, typer.Option(help="how many trials")] = 100,
+         seed: Annotated[int, typer.Option(help="of everything that is drawn")] = 1,
+         jobs: Annotated[int, typer.Option(help="trials at a time; 0: one for two cores")] = 0,
+         only: Annotated[str, typer.Option(help="kinds whose name has this in it; of --faults trials, those that are")] = "",
+         trial: Annotated[list[int] | None, typer.Option(help="these numbers alone")] = None,
+         report: Annotated[Path | None, typer.Option(help="all results as JSON")] = None,
+         sites: Annotated[bool, typer.Option(help="list each call of a save and what became of it")] = False,
+         verbose: Annotated[bool, typer.Option(help="print what failed trials printed")] = False) -> None:
+    """Inject faults into small runs, one each, and see that nothing is lost. Exit status 1 where something is."""
+    console = Console(highlight=False, soft_wrap=True)
+    console.width = max(console.width, 180)  # tables are for a file, too
+    with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
+        base = Path(folder)
+        if not interposer.preloaded() and (library := interposer.compile_into(Path(tempfile.gettempdir()))):
+            interposer.start_over(library)  # (the folder goes with the next program's)
+        from tests.chaos import campaign, sister
+
+        chosen = [(number, *pair) for number, pair in enumerate(itertools.islice(campaign.kinds(seed), faults))]
+        chosen = [entry for entry in chosen if only in entry[1].name and (not trial or entry[0] in trial)]
+        begin = time.monotonic()
+        with _Pool(jobs or max(1, (os.cpu_count() or 2) // 2), base) as pool:
+            references = pool.references(sorted({name for _, kind, _ in chosen for name in campaign.wanted(kind)}))
+            console.print(f"{len(references)} undisturbed runs in {time.monotonic() - begin:.0f} s, "
+                          f"{min(r.seconds for r in references.values()):.1f} to "
+                          f"{max(r.seconds for r in references.values()):.1f} s each")
+            tasks = [(seed, number, kind.name, index) for number, kind, index in chosen]
+            results = pool.trials(tasks, references, console, verbose)
+    console.print(_table(results))
+    if sites and sister.FIRST in references:
+        console.print(_sites(results, references[sister.FIRST]))
+    _failures(results, console)
+    if report:
+        report.write_text(json.dumps([asdict(result) for result in results], indent=1))
+    sys.exit(any(result.verdicts for result in results))
+
+
+class _Pool:
+    """Processes that make trials, each forked from this one, which has imported everything."""
+
+    def __init__(self, jobs: int, base: Path):
+        from tests.chaos import campaign, sister
+
+        self.base, self.data = base, sister.make_corpus(base / "corpus")
+        gc.collect()
+        gc.freeze()
+        context = multiprocessing.get_context("fork")
+        self.tasks, self.results = context.SimpleQueue(), context.SimpleQueue()
+        self.campaign, self.sister = campaign, sister
+        self.workers = [context.Process(target=self._work) for _ in range(jobs)]
+        for worker in self.workers:
+            worker.start()
+
+    def _work(self) -> None:
+        interposer.adopt()
+        interposer.die_with_parent()
+        from tests.chaos.faults import KINDS
+
+        while (task := self.tasks.get()) is not None:
+            try:
+                if isinstance(task, str):
+                    self.results.put(self.sister.make_reference(task, self.base, self.data))
+                else:
+                    seed, number, kind, index, references = task
+                    self.results.put(self.campaign.make(seed, number, KINDS[kind], index, references, self.base, self.data))
+            except BaseException:
+                self.results.put(traceback.format_exc())
+
+    def __enter__(self) -> _Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for worker in self.workers:
+            self.tasks.put(None)
+        for worker in self.workers:
+            worker.join(10)
+            worker.kill()
+
+    def _take(self) -> Any:
+        result = self.results.get()
+        if isinstance(result, str):
+            raise SystemExit(f"the campaign itself failed:\n{result}")
+        return result
+
+    def references(self, names: list[str]) -> dict[str, Any]:
+        self.tasks.put(names[0])  # the first prepares the data
+        made = [self._take()]
+        for name in names[1:]:
+            self.tasks.put(name)
+        made += [self._take() for _ in names[1:]]
+        return {reference.name: reference for reference in made}
+
+    def trials(self, tasks: list[tuple[Any, ...]], references: dict[str, Any], console: Console, verbose: bool) -> list[Any]:
+        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
+                   TextColumn("{task.description}"))
+        results, waiting = [], iter(tasks)
+        for task in itertools.islice(waiting, len(self.workers)):
+            self.tasks.put((*task, references))
+        with Progress(*columns, console=console) as progress:
+            bar = progress.add_task("", total=len(tasks))
+            while len(results) < len(tasks):
+                result = self._take()
+                results.append(result)
+                if (task := next(waiting, None)) is not None:
+                    self.tasks.put((*task, references))
+                failed = sum(bool(result.verdicts) for result in results)
+                progress.update(bar, advance=1, description=f"{failed} not as they must be")
+                if result.verdicts:
+                    console.print(_line(result))
+                    if verbose:
+                        console.print("    " + result.output.replace("\n", "\n    "), markup=False)
+        return sorted(results, key=lambda result: result.number)
+
+
+def _line(result: Any) -> str:
+    seen = "; ".join(f"{name}: {text.splitlines()[0] if text else ''}" for name, text in result.verdicts.items())
+    return f"trial {result.number} ({result.kind}) {result.text}\n    {seen}".replace("[", r"\[")
+
+
+def _table(results: list[Any]) -> Table:
+    table = Table("fault", "tried", "survived", "lost", "hangs", "other", "recovered in", "steps repeated", "skipped")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    groups = {kind: [result for result in results if result.kind == kind] for kind in sorted({r.kind for r in results})}
+    for kind, group in {**groups, "all": results}.items():
+        made = [result for result in group if not result.skipped]
+        lost = sum(any(name in result.verdicts for name in LOST) for result in made)
+        hangs = sum("hang" in result.verdicts for result in made)
+        other = Counter(name for result in made for name in result.verdicts if name not in (*LOST, "hang"))
+        times = [result.recovery_s for result in made if result.recovery_s is not None]
+        if kind == "all":
+            table.add_section()
+        table.add_row(kind, str(len(made)), str(sum(not result.verdicts for result in made)), str(lost), str(hangs),
+                      ", ".join(f"{count} {name}" for name, count in other.items()) or "0",
+                      f"{statistics.median(times):.1f} s" if times else "", str(sum(result.repeated for result in made)),
+                      str(len(group) - len(made) or ""))
+    return table
+
+
+def _sites(results: list[Any], reference: Any) -> Table:
+    """Each call of a save of the first sister: how often a process was struck there, and how many trials survived."""
+    kinds = [kind for kind in sorted({result.kind for result in results}) if kind.startswith("save: ")]
+    table = Table("call", *(kind.removeprefix("save: ") for kind in kinds), "survived", box=None)
+    for site in reference.sites:
+        struck = [result for result in results if result.site == site and result.kind in kinds]
+        cells = [str(sum(result.kind == kind for result in struck) or "") for kind in kinds]
+        table.add_row(str(site), *cells, f"{sum(not result.verdicts for result in struck)} of {len(struck)}")
+    return table
+
+
+def _failures(results: list[Any], console: Console) -> None:
+    failed = [result for result in results if result.verdicts]
+    if not failed:
+        return
+    console.print(f"\n{len(failed)} trials were not as they must be. One of them again, with all it prints:")
+    for result in failed:
+        console.print(f"  make chaos ARGS='--faults {result.number + 1} --seed {result.seed} --trial {result.number} --verbose'  "
+                      f"# {result.kind}: {', '.join(result.verdicts)}", markup=False)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,76 @@
+"""Which trial has which kind of fault, and one trial from its drawing to its result; what needs no terminal."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.chaos import verdicts
+from tests.chaos.faults import KINDS, Kind
+from tests.chaos.sister import FIRST, Reference, read_steps
+from tests.chaos.trial import Fault, Result, Skip, Trial, another_mesh
+
+
+def kinds(seed: int) -> Iterator[tuple[Kind, int]]:
+    """For trial 0, 1, ...: its kind, and how many of that kind came before. Each block of trials has each kind by its weight."""
+    block, count = [kind for kind in KINDS.values() for _ in range(kind.weight)], dict.fromkeys(KINDS, 0)
+    number = 0
+    while True:
+        order = random.Random(f"{seed}/{number}").sample(block, len(block))
+        for kind in order:
+            yield kind, count[kind.name]
+            count[kind.name] += 1
+        number += 1
+
+
+def draw(seed: int, number: int, kind: Kind, index: int, references: dict[str, Reference]) -> tuple[random.Random, Reference]:
+    rng = random.Random(f"{seed}, {number}")
+    name = rng.choice([name for name in kind.sisters if name in references])
+    if kind.walks and index < len(references[FIRST].sites):
+        name = FIRST
+    return rng, references[name]
+
+
+def wanted(kind: Kind) -> list[str]:
+    """Sisters whose references it may need."""
+    return [*kind.sisters, *([FIRST] if kind.walks else [])]
+
+
+def make(seed: int, number: int, kind: Kind, index: int, references: dict[str, Reference], base: Path,
+         data: list[str]) -> Result:
+    """One trial."""
+    begin = time.monotonic()
+    result = Result(seed, number, kind.name)
+    rng, reference = draw(seed, number, kind, index, references)
+    trial = Trial(rng, reference, data, base / f"trial-{number}", index)
+    try:
+        fault = kind.draw(trial)
+        if trial.planned is None:
+            trial.planned = another_mesh(rng, reference.name)
+        trial.run(fault)
+        result.verdicts = verdicts.judge(trial, fault)
+        result.text = f"{reference.name}{', restarts by itself' if trial.restarts else ''}: {fault.text}"
+        result.starts = len(trial.runs)
+        _measure(trial, fault, result)
+    except Skip as reason:
+        result.skipped = str(reason)
+    finally:
+        result.output = trial.output
+        trial.clean()
+    result.seconds = time.monotonic() - begin
+    return result
+
+
+def _measure(trial: Trial, fault: Fault, result: Result) -> None:
+    """What was struck, and how long it took to be again where the run was."""
+    steps = read_steps(trial.folder)
+    result.repeated = len(steps) - len({step for _, step in steps})
+    if not trial.marker.exists():
+        return
+    result.struck = True
+    moment = trial.marker.read_text().split("\t")[0]
+    result.site = fault.site if trial.reference.name == FIRST else None
+    before = max((step for at, step in steps if at <= float(moment)), default=0)
+    result.recovery_s = next((at - float(moment) for at, step in steps if at > float(moment) and step > before), None)

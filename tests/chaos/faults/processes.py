@@ -1,0 +1,264 @@
+"""Processes die, stop and raise; people send signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.chaos.faults import kind
+from tests.chaos.sister import STEPS, Sister, in_ranks, patch
+from tests.chaos.trial import Fault, Trial, send
+from threed.engine.engine import Engine
+from threed.program.instruction import Instruction, Slot
+from threed.slots import Slots
+
+KILLED = r"was killed by SIGKILL|was killed \(SIGKILL|exit status -9|ended with exit status 137"
+
+
+@kind("kill a process", 7)
+def kill_one(trial: Trial) -> Fault:
+    after, which = trial.instant(), trial.rng.random()
+
+    def act(trial: Trial, run: Sister) -> None:
+        trial.sleep(run, after)
+        if family := trial.family(run):
+            trial.strike()
+            send(family[int(which * len(family))].pid, signal.SIGKILL)
+
+    return Fault(f"SIGKILL of a process of the run after {after:.2f} s", KILLED, act=act)
+
+
+@kind("kill all ranks", 3)
+def kill_all(trial: Trial) -> Fault:
+    after = trial.instant()
+
+    def act(trial: Trial, run: Sister) -> None:
+        trial.sleep(run, after)
+        if family := trial.family(run):
+            trial.strike()
+            for process in family:
+                send(process.pid, signal.SIGKILL)
+
+    return Fault(f"SIGKILL of all ranks after {after:.2f} s", KILLED, act=act)
+
+
+@kind("kill the launcher", 4)
+def kill_launcher(trial: Trial) -> Fault:
+    after = trial.instant()
+
+    def act(trial: Trial, run: Sister) -> None:
+        if trial.sleep(run, after):
+            trial.strike()
+            send(run.pid, signal.SIGKILL)
+
+    return Fault(f"SIGKILL of the launcher after {after:.2f} s", act=act)
+
+
+@kind("kill the node", 5)
+def kill_node(trial: Trial) -> Fault:
+    after = trial.instant()
+
+    def act(trial: Trial, run: Sister) -> None:
+        if trial.sleep(run, after):
+            trial.kill_node(run)
+
+    return Fault(f"SIGKILL of launcher and ranks at once after {after:.2f} s", act=act)
+
+
+@kind("kill again and again", 3)
+def kill_often(trial: Trial) -> Fault:
+    """Three times, each some steps after the one before."""
+    steps = sorted(trial.rng.sample(range(1, STEPS), 3))
+    which = trial.rng.random()
+
+    def act(trial: Trial, run: Sister) -> None:
+        for step in steps:
+            if trial.until_step(run, step) and (family := trial.family(run)):
+                trial.strike()
+                send(family[int(which * len(family))].pid, signal.SIGKILL)
+
+    return Fault(f"SIGKILL of a rank at steps {steps}", KILLED, act=act)
+
+
+# ---------------------------------------------------------------- at an instruction
+
+
+def at_instruction(trial: Trial, body: Callable[[Engine, Instruction, Slots], bool], text: str, says: str) -> Fault:
+    """Do something once, on one rank, after one instruction of one step: `body` says whether it could."""
+    rank, step, share = trial.rng.randrange(trial.size), trial.rng.randrange(STEPS), trial.rng.random()
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def run(self: Engine, name: str, batch: Any) -> Any:
+            if self.comm.rank == rank and self.zero.step_number == step and name != "evaluate":
+                at, seen = int(share * len(self.plan.programs[name][self.position])), [0]
+
+                def after(instruction: Instruction, slots: Slots) -> None:
+                    seen[0] += 1
+                    if seen[0] > at and not trial.marker.exists():
+                        if body(self, instruction, slots):
+                            trial.strike(str(instruction))
+
+                self.after = after
+            return original(self, name, batch)
+
+        return run
+
+    return Fault(f"{text} on rank {rank}, in step {step + 1}, after {share:.0%} of its instructions", says,
+                 hook=lambda: in_ranks(lambda _: patch(Engine, "run", make)))
+
+
+@kind("kill at an instruction", 7)
+def kill_at_instruction(trial: Trial) -> Fault:
+    def body(engine: Engine, instruction: Instruction, slots: Slots) -> bool:
+        trial.strike(str(instruction))
+        os.kill(os.getpid(), signal.SIGKILL)
+        return True
+
+    return at_instruction(trial, body, "SIGKILL", KILLED)
+
+
+@kind("a rank raises", 4)
+def raises(trial: Trial) -> Fault:
+    def body(engine: Engine, instruction: Instruction, slots: Slots) -> bool:
+        trial.strike(str(instruction))
+        raise RuntimeError("the seventh seal")
+
+    return at_instruction(trial, body, "an exception", "the seventh seal")
+
+
+@kind("a rank leaves", 2)
+def leaves(trial: Trial) -> Fault:
+    def body(engine: Engine, instruction: Instruction, slots: Slots) -> bool:
+        trial.strike(str(instruction))
+        os._exit(7)
+
+    return at_instruction(trial, body, "os._exit(7)", r"rank \d+ .*exit status 7")
+
+
+@kind("loss not finite", 3)
+def not_finite(trial: Trial) -> Fault:
+    """The last position's loss: other ranks wait until there is one."""
+    rng, step = trial.rng, trial.rng.randrange(STEPS)
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def run(self: Engine, name: str, batch: Any) -> Any:
+            if self.zero.step_number == step and name != "evaluate":
+                def after(instruction: Instruction, slots: Slots) -> None:
+                    if Slot("loss") in slots and not trial.marker.exists():
+                        trial.strike(str(instruction))
+                        slots.put(Slot("loss"), value)
+
+                self.after = after
+            return original(self, name, batch)
+
+        return run
+
+    import torch
+
+    value = torch.tensor(rng.choice([float("nan"), float("inf")]), dtype=torch.float64)
+    return Fault(f"a loss of {value.item()} in step {step + 1}", rf"step {step + 1}: not finite",
+                 hook=lambda: in_ranks(lambda _: patch(Engine, "run", make)))
+
+
+# ---------------------------------------------------------------- stops
+
+
+@kind("stop a rank for a while", 3)
+def stop_and_continue(trial: Trial) -> Fault:
+    after, seconds, which = trial.instant(), trial.rng.uniform(0.1, 3.0), trial.rng.random()
+
+    def act(trial: Trial, run: Sister) -> None:
+        trial.sleep(run, after)
+        if family := trial.family(run):
+            victim = family[int(which * len(family))]
+            trial.strike()
+            send(victim.pid, signal.SIGSTOP)
+            time.sleep(seconds)
+            send(victim.pid, signal.SIGCONT)
+
+    return Fault(f"SIGSTOP of a rank after {after:.2f} s, SIGCONT after {seconds:.1f} s", act=act)
+
+
+@kind("stop a rank for ever", 3)
+def stop(trial: Trial) -> Fault:
+    step, which = trial.rng.randrange(1, STEPS - 1), trial.rng.random()
+    trial.more.append("run.timeout_s=6")
+
+    def act(trial: Trial, run: Sister) -> None:
+        if trial.until_step(run, step) and (family := trial.family(run)):
+            trial.strike()
+            send(family[int(which * len(family))].pid, signal.SIGSTOP)
+
+    return Fault(f"SIGSTOP of a rank after step {step}, for ever", r"no answer within run\.timeout_s", act=act)
+
+
+@kind("suspend the job", 2)
+def suspend(trial: Trial) -> Fault:
+    after, seconds = trial.instant(), trial.rng.uniform(0.1, 8.0)
+    trial.more.append("run.timeout_s=6")
+
+    def act(trial: Trial, run: Sister) -> None:
+        if not trial.sleep(run, after):
+            return
+        victims = [run.pid, *(child.pid for child in trial.family(run))]
+        trial.strike()
+        for pid in victims:
+            send(pid, signal.SIGSTOP)
+        time.sleep(seconds)
+        for pid in victims:
+            send(pid, signal.SIGCONT)
+
+    return Fault(f"SIGSTOP of all processes after {after:.2f} s, SIGCONT after {seconds:.1f} s", act=act)
+
+
+# ---------------------------------------------------------------- signals of people
+
+STOPPED = r"stopped on request after step|stopped by SIG"
+
+
+def _signal(trial: Trial, after: float, number: signal.Signals) -> Fault:
+    def act(trial: Trial, run: Sister) -> None:
+        if trial.sleep(run, after):
+            trial.strike()
+            send(run.pid, number)
+
+    said = STOPPED if number != signal.SIGUSR1 else ""
+    return Fault(f"{number.name} to the launcher after {after:.2f} s", said, act=act)
+
+
+def _drawn(trial: Trial) -> signal.Signals:
+    return trial.rng.choice([signal.SIGTERM, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
+
+
+@kind("signal in training", 6)
+def signal_in_training(trial: Trial) -> Fault:
+    return _signal(trial, trial.rng.uniform(0.3, 0.95) * trial.reference.seconds, _drawn(trial))
+
+
+@kind("signal at the start", 4)
+def signal_at_start(trial: Trial) -> Fault:
+    return _signal(trial, trial.rng.uniform(0.1, 0.5), _drawn(trial))  # a process must be there, and have its handlers
+
+
+@kind("signal during imports", 1)
+def signal_in_imports(trial: Trial) -> Fault:
+    """A fresh Python, as a shell would start it."""
+    after, number = trial.rng.uniform(0.7, 6.0), _drawn(trial)
+    fault = _signal(trial, after, number)
+
+    def hook() -> None:
+        log = os.open(trial.folder / "log-of-a-fresh-start.txt", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
+        for descriptor in (1, 2):
+            os.dup2(log, descriptor)
+        for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+            signal.signal(each, signal.SIG_DFL)
+        os.chdir(Path(__file__).parents[3])
+        os.execv(sys.executable, [sys.executable, "-c", "from threed.cli import main; main()", *trial.argv])
+
+    fault.text, fault.hook = f"{number.name} to a fresh Python after {after:.2f} s", hook
+    return fault

@@ -1,0 +1,196 @@
+"""The toy's little sisters: models of a second or two, on meshes and with features of all kinds; and their undisturbed runs."""
+
+from __future__ import annotations
+
+import faulthandler
+import functools
+import inspect
+import multiprocessing
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import threed.launcher as launcher
+from tests import running
+from tests.chaos import interposer
+from tests.chaos.interposer import Site
+from tests.chaos.tensors import newest
+from threed.monitor.log import Log
+from threed.schema import RunConfig
+
+STEPS, EVERY, KEEP = 16, 4, 2
+TOY = ["train", "configs/toy.yaml", "model.layers=2", "model.hidden=32", "model.heads=4", "model.seq_len=16", "model.vocab=300",
+       "train.global_batch_size=4", "train.micro_batch_size=1", "train.eval_every=0", "monitor.wandb=disabled",
+       "monitor.trace_every=0", "optimizer.warmup_steps=0", f"train.steps={STEPS}", f"checkpoint.every={EVERY}",
+       f"checkpoint.keep={KEEP}", "run.timeout_s=20"]
+
+
+def _mesh(dp: int, tp: int = 1, pp: int = 1, *more: str) -> tuple[str, ...]:
+    return (f"parallel.dp={dp}", f"parallel.tp={tp}", f"parallel.pp={pp}", *more)
+
+
+# By name: overrides. `{disk}` is a folder of the trial.
+SISTERS = {
+    "dp2": _mesh(2),
+    "dp2 zero2": _mesh(2, 1, 1, "zero.stage=2"),
+    "dp2 zero3": _mesh(2, 1, 1, "zero.stage=3"),
+    "dp2 zero3 cpu": _mesh(2, 1, 1, "zero.stage=3", "offload.optimizer=cpu"),
+    "dp2 zero3 nvme": _mesh(2, 1, 1, "zero.stage=3", "offload.optimizer=nvme", "offload.parameters=nvme",
+                            "offload.nvme_path={disk}"),
+    "dp2 delayed": _mesh(2, 1, 1, "offload.optimizer=cpu", "offload.delayed_update=true"),
+    "dp2 fp16": _mesh(2, 1, 1, "precision.dtype=fp16", "precision.initial_loss_scale=4096", "precision.loss_scale_window=5"),
+    "tp2": _mesh(1, 2),
+    "pp2": _mesh(1, 1, 2),
+    "pp2 zb-h1": _mesh(1, 1, 2, "parallel.schedule=zb-h1"),
+    "dp3": _mesh(2, 1, 1, "parallel.dp=3", "train.global_batch_size=6"),
+    "dp2 pp2 zero2": _mesh(2, 1, 2, "zero.stage=2"),
+    "tp2 pp2": _mesh(1, 2, 2),
+}
+FIRST = "dp2"  # the one whose saves are gone through call by call
+ANY_MESH = ["dp2", "dp2 zero2", "dp2 zero3", "dp2 zero3 cpu", "dp2 zero3 nvme", "tp2", "pp2", "pp2 zb-h1",
+            "dp2 pp2 zero2", "tp2 pp2"]
+RESTARTS = any(entry.name == "restarts" for entry in fields(RunConfig))  # whether a run starts its ranks again by itself
+
+
+def ranks_of(name: str) -> int:
+    sizes = dict(word.split("=") for word in SISTERS[name] if word.startswith("parallel.") and not word.startswith("parallel.s"))
+    return int(sizes["parallel.dp"]) * int(sizes["parallel.tp"]) * int(sizes["parallel.pp"])
+
+
+class Sister(running.Run):
+    """A run under way in `folder`: its run.dir is folder/run, its temporary files belong into folder/tmp."""
+
+    def __init__(self, folder: Path, argv: list[str], hooks: list[Callable[[], None]]):
+        self.log = folder / f"log-{time.monotonic_ns()}.txt"
+        self.process = multiprocessing.get_context("fork").Process(
+            target=_begin, args=(self.log, [*argv, f"run.dir={folder / 'run'}"], folder, hooks))
+        self.process.start()
+
+    def alive(self) -> bool:
+        return self.process.is_alive()
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+
+def _begin(log: Path, argv: list[str], folder: Path, hooks: list[Callable[[], None]]) -> None:
+    """The process of the launcher: what must be true of each, then what a fault wants, then the command."""
+    interposer.die_with_parent()
+    for number in launcher.SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    stacks = (folder / "stacks").open("a")
+    faulthandler.register(signal.SIGUSR2, stacks)  # what a process is at, where it does not end
+    tempfile.tempdir = os.environ["TMPDIR"] = str(folder / "tmp")
+    write_steps(folder / "steps")
+    for hook in hooks:
+        hook()
+    running._body(log, tuple(argv), {})
+
+
+def patch(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Stand in for a function, in this process and those that it forks."""
+    original = getattr(owner, name)
+    setattr(owner, name, functools.wraps(original)(make(original)))
+
+
+def in_ranks(body: Callable[[int], None]) -> None:
+    """Call body(rank) first thing in the process of each rank."""
+    signature = inspect.signature(launcher.run_rank)
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def run_rank(*args: Any, **kwargs: Any) -> Any:
+            body(signature.bind(*args, **kwargs).arguments["rank"])
+            return original(*args, **kwargs)
+
+        return run_rank
+
+    patch(launcher, "run_rank", make)
+
+
+def write_steps(file: Path) -> None:
+    """A line for each step that is logged, with its time: what metrics.jsonl forgets when a step is run again."""
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def step(self: Log, number: int, metrics: dict[str, Any]) -> None:
+            original(self, number, metrics)
+            with file.open("a") as lines:
+                lines.write(f"{time.monotonic():.6f} {number}\n")
+
+        return step
+
+    patch(Log, "step", make)
+
+
+def read_steps(folder: Path) -> list[tuple[float, int]]:
+    """(time, step) of all steps so far."""
+    if not (folder / "steps").exists():
+        return []
+    lines = [line.split() for line in (folder / "steps").read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return [(float(moment), int(step)) for moment, step in lines]
+
+
+# ---------------------------------------------------------------- data, and undisturbed runs
+
+
+def make_corpus(folder: Path) -> list[str]:
+    """Overrides for a small corpus in `folder`, which the first run prepares."""
+    (folder / "text").mkdir(parents=True)
+    for name in ("argparse", "ast"):
+        shutil.copy(Path(os.__file__).parent / f"{name}.py", folder / "text")
+    return [f"data.source={folder / 'text'}", f"data.cache={folder / 'cache'}"]
+
+
+@dataclass
+class Reference:
+    """A run that nothing happened to."""
+
+    name: str
+    folder: Path  # of the last checkpoint
+    losses: dict[int, tuple[float, float]]
+    seconds: float
+    sites: list[Site] = field(default_factory=list)  # the calls of a save, in order, of all ranks: one that prunes
+
+
+def overrides(name: str, folder: Path) -> list[str]:
+    return [word.format(disk=folder / "disk") for word in SISTERS[name]]
+
+
+def make_folder(folder: Path) -> Path:
+    for name in ("tmp", "disk", "run"):
+        (folder / name).mkdir(parents=True)
+    return folder
+
+
+def make_reference(name: str, base: Path, data: list[str]) -> Reference:
+    folder = make_folder(base / f"undisturbed {name}")
+    reports = [folder / f"calls-{rank}" for rank in range(ranks_of(name))]
+
+    def hook() -> None:
+        if interposer.preloaded():
+            in_ranks(lambda rank: interposer.report(folder / "run", reports[rank]))
+
+    begin = time.monotonic()
+    run = Sister(folder, [*TOY, *overrides(name, folder), *data], [hook])
+    status = run.wait()
+    assert status == 0, f"an undisturbed run of '{name}' ends with {status}:\n{run.output}"
+    seconds = time.monotonic() - begin
+    sites = [site for rank, file in enumerate(reports) if file.exists() for site in calls_of_save(rank, file)]
+    found = newest(folder / "run")
+    assert found is not None
+    return Reference(name, found, running.losses(folder / "run"), seconds, sites)
+
+
+def calls_of_save(rank: int, file: Path) -> list[Site]:
+    """What a rank did from the first call of the third save to before the fourth's: one that also removes an older checkpoint."""
+    third, fourth = (f"step-{EVERY * count:08d}" for count in (3, 4))
+    calls = interposer.read_report(rank, file)
+    begin = next((i for i, site in enumerate(calls) if third in site.path), len(calls))
+    end = next((i for i, site in enumerate(calls) if fourth in site.path), len(calls))
+    return [site for site in calls[begin:end] if site.path.startswith("checkpoints")]

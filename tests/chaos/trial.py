@@ -1,0 +1,274 @@
+"""A trial: a run, a fault, the restarts that are needed, and what must be true at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from tests.chaos import tensors
+from tests.chaos.interposer import Site
+from tests.chaos.sister import ANY_MESH, RESTARTS, STEPS, TOY, Reference, Sister, make_folder, overrides, ranks_of, read_steps
+
+HANG_S = 60.0  # without a step and without an end
+ORPHAN_S = 6.0  # what is left of a run this long after its end is an orphan
+STARTS = 6  # of one trial: a user who has started a run so often in vain gives up
+POLL_S = 0.005
+
+
+@dataclass
+class Fault:
+    """What happens to the first run of a trial. All parts are optional."""
+
+    text: str
+    says: str = ""  # words that must be in the output: a regular expression; none where nobody is left to say them
+    hook: Callable[[], None] = lambda: None  # in the launcher's process, before the command
+    act: Callable[[Trial, Sister], None] = lambda trial, run: None  # beside the first run, from its start
+    between: Callable[[Trial], None] = lambda trial: None  # once it has ended
+    later: Callable[[], None] = lambda: None  # as `hook`, for the second start
+    end: Callable[[Trial], None] = lambda trial: None  # once the trial is over
+    site: Site | None = None  # the call that is struck
+
+
+@dataclass
+class Result:
+    """What a trial has shown. Plain values: it goes from process to process."""
+
+    seed: int
+    number: int
+    kind: str
+    text: str = ""
+    verdicts: dict[str, str] = field(default_factory=dict)  # name -> what was seen
+    skipped: str = ""  # why it could not be made
+    struck: bool = False  # whether the fault found something to strike
+    site: Site | None = None  # the call of the first sister's save that was struck
+    starts: int = 0
+    repeated: int = 0  # steps
+    recovery_s: float | None = None  # from the fault to the first step that was not there before it
+    seconds: float = 0.0
+    output: str = ""
+
+
+class Skip(Exception):
+    """A trial that cannot be made here: its reason."""
+
+
+class Trial:
+    def __init__(self, rng: random.Random, reference: Reference, data: list[str], folder: Path, index: int):
+        self.rng, self.reference, self.data = rng, reference, data
+        self.folder = make_folder(folder)
+        self.run_dir, self.marker = folder / "run", folder / "struck"
+        self.more: list[str] = []  # overrides
+        self.restarts = RESTARTS and rng.random() < 0.6
+        self.runs: list[Sister] = []
+        self.verdicts: dict[str, str] = {}
+        self.index = index  # which of its kind it is
+        self.planned: str | None = None  # another mesh, on which a second start is to go on,
+        self.other: str | None = None  # and the one on which it did
+        self.argv: list[str] = []
+        self.caches: list[Path] = []  # of prepared data, that are this trial's own
+        self.statuses: list[int | None] = []
+        self.mounted: list[Path] = []
+
+    @property
+    def size(self) -> int:
+        return ranks_of(self.reference.name)
+
+    @property
+    def output(self) -> str:
+        """What all starts have printed."""
+        return "\n".join(path.read_text(errors="replace") for path in sorted(self.folder.glob("log-*.txt")))
+
+    def instant(self) -> float:
+        """Seconds from a start, somewhere in a run."""
+        return self.rng.uniform(0.0, 0.95 * self.reference.seconds)
+
+    # ------------------------------------------------------------ for faults
+
+    def sleep(self, run: Sister, seconds: float) -> bool:
+        """Wait, or until the run has ended. Whether it is still under way."""
+        until = time.monotonic() + seconds
+        while run.alive() and time.monotonic() < until:
+            time.sleep(POLL_S)
+        return run.alive()
+
+    def until_step(self, run: Sister, step: int) -> bool:
+        """Wait until a step was logged. Whether the run is still under way."""
+        return self.until(run, lambda: any(done >= step for _, done in read_steps(self.folder)))
+
+    def until(self, run: Sister, true: Callable[[], object]) -> bool:
+        limit = time.monotonic() + HANG_S
+        while run.alive() and time.monotonic() < limit:
+            if true():
+                return run.alive()
+            time.sleep(POLL_S)
+        return False
+
+    def until_saved(self, run: Sister, count: int) -> bool:
+        """Wait until so many checkpoints are there."""
+        return self.until(run, lambda: len(tensors.checkpoints(self.run_dir)) >= count)
+
+    def strike(self, text: str = "") -> None:
+        """The fault happens now."""
+        if not self.marker.exists():
+            self.marker.write_text(f"{time.monotonic():.6f}\tfault\t{text}\n")
+
+    def family(self, run: Sister) -> list[psutil.Process]:
+        """All processes of a run but its launcher."""
+        try:
+            return [child for child in psutil.Process(run.pid).children(recursive=True) if child.status() != "zombie"]
+        except psutil.NoSuchProcess:
+            return []
+
+    def kill_node(self, run: Sister) -> None:
+        """Everything at once, as when the power goes."""
+        victims = [run.pid, *(child.pid for child in self.family(run))]
+        self.strike()
+        for pid in victims:
+            send(pid, signal.SIGKILL)
+
+    def mount(self, folder: Path, options: str) -> None:
+        """A small file system in memory."""
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder],
+                                               capture_output=True).returncode:
+            raise Skip("only root may mount a small file system")
+        self.mounted.append(folder)
+
+    # ------------------------------------------------------------ the trial
+
+    def run(self, fault: Fault) -> None:
+        """All starts, until the last checkpoint is there."""
+        try:
+            while len(self.runs) < STARTS and not self.done():
+                self._start(fault)
+                if "hang" in self.verdicts:
+                    break
+                if self._stuck():
+                    break
+            if not self.done():
+                last = self.runs[-1].output.strip().splitlines()[-1:] or ["(no output)"]
+                self.verdicts.setdefault("lost", f"after {len(self.runs)} starts step {STEPS} is not saved: {last[0]}")
+        finally:
+            fault.end(self)
+            for run in self.runs:
+                run.kill()
+
+    def done(self) -> bool:
+        found = tensors.newest(self.run_dir)
+        return found is not None and tensors.step_of(found) == STEPS
+
+    def too_late(self) -> bool:
+        """Whether the fault came when there was nothing left to disturb: the first start has ended as if nothing had been."""
+        struck = float(self.marker.read_text().split("\t")[0])
+        before = [step for moment, step in read_steps(self.folder) if moment <= struck]
+        return len(self.runs) == 1 and self.done() and max(before, default=0) >= STEPS - 1
+
+    def _stuck(self) -> bool:
+        """Twice the same refusal: it will not go by itself."""
+        if len(self.runs) < 3 or self.statuses[-1] != 2 or self.statuses[-2] != 2:
+            return False
+        return _refusal(self.runs[-1].output) == _refusal(self.runs[-2].output)
+
+    def _start(self, fault: Fault) -> None:
+        first = not self.runs
+        if not first:
+            self.other = self.planned
+        self.argv = [*TOY, *overrides(self.other or self.reference.name, self.folder), *self.data, *self.more]
+        if RESTARTS:
+            self.argv.append(f"run.restarts={3 if self.restarts else 0}")
+        hooks = [fault.hook] if first else [fault.later] if len(self.runs) == 1 else []
+        run = Sister(self.folder, self.argv, hooks)
+        self.runs.append(run)
+        if first:
+            fault.act(self, run)
+        self.statuses.append(self._attend(run))
+        self._orphans(run)
+        self._status(run)
+        if first:
+            fault.between(self)
+
+    def _attend(self, run: Sister) -> int | None:
+        """Wait for the end of a run; its exit status."""
+        known, since = read_steps(self.folder), time.monotonic()
+        while run.alive():
+            steps = read_steps(self.folder)
+            if len(steps) != len(known):
+                known, since = steps, time.monotonic()
+            if time.monotonic() - since > HANG_S:
+                left = len(self.family(run))
+                self.verdicts["hang"] = f"no step and no end for {HANG_S:g} s, {left} processes: {self._stacks(run)}"
+                run.kill()
+            time.sleep(POLL_S)
+        run.process.join()
+        return run.process.exitcode
+
+    def _stacks(self, run: Sister) -> str:
+        for pid in [run.pid, *(child.pid for child in self.family(run))]:
+            send(pid, signal.SIGUSR2)
+        time.sleep(0.5)
+        return (self.folder / "stacks").read_text()
+
+    def _orphans(self, run: Sister) -> None:
+        """Whatever a run has started ends with it. (This process adopts those whose parent has gone.)"""
+        until, begin = time.monotonic() + ORPHAN_S, time.monotonic()
+        while left := self._left():
+            if time.monotonic() > until:
+                self.verdicts["orphan"] = f"{len(left)} processes {time.monotonic() - begin:.0f} s after the end of the run"
+                for process in left:
+                    send(process.pid, signal.SIGCONT)
+                    send(process.pid, signal.SIGKILL)
+            time.sleep(POLL_S)
+
+    def _left(self) -> list[psutil.Process]:
+        found = []
+        for child in psutil.Process().children(recursive=True):
+            try:
+                if child.status() == "zombie":
+                    if child.ppid() == os.getpid() and child.pid not in [run.process.pid for run in self.runs]:
+                        os.waitpid(child.pid, os.WNOHANG)
+                elif child.pid not in [run.process.pid for run in self.runs if run.alive()]:
+                    found.append(child)
+            except (psutil.NoSuchProcess, ChildProcessError):
+                pass
+        return found
+
+    def _status(self, run: Sister) -> None:
+        """Status 0 says: all that was asked for is saved."""
+        found = tensors.newest(self.run_dir)
+        step = tensors.step_of(found) if found else 0
+        stopped = re.findall(r"stopped on request after step (\d+)", run.output)
+        wanted = int(stopped[-1]) if stopped else STEPS
+        if run.process.exitcode == 0 and step < wanted:
+            self.verdicts["status"] = f"exit status 0, but the newest checkpoint is of step {step}, not {wanted}"
+
+    def clean(self) -> None:
+        for folder in self.mounted:
+            subprocess.run(["umount", "-l", folder], check=False, capture_output=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def send(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def _refusal(output: str) -> list[str]:
+    return [line for line in output.splitlines() if line.startswith("threed: ")]
+
+
+def another_mesh(rng: random.Random, name: str) -> str | None:
+    """Now and then, where the numbers stay comparable."""
+    if name not in ANY_MESH or rng.random() > 0.25:
+        return None
+    return rng.choice([other for other in ANY_MESH if other != name])

@@ -100,7 +100,7 @@ class _Pool:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for worker in self.workers:
+        for _worker in self.workers:
             self.tasks.put(None)
         for worker in self.workers:
             worker.join(10)

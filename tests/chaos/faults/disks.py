@@ -17,12 +17,9 @@ FULL = r"No space left on device|has no room"
 
 
 def _fill(folder: Path) -> None:
-    with (folder / "ballast").open("wb") as file:
-        for size in (1 << 16, 1 << 12, 1):
-            with contextlib.suppress(OSError):
-                while True:
-                    file.write(bytes(size))
-                    file.flush()
+    with (folder / "ballast").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(1 << 14))
 
 
 def _empty(folder: Path) -> None:

@@ -96,7 +96,7 @@ def read_report(rank: int, file: Path) -> list[Site]:
 
 def pattern(path: str) -> str:
     """A path without what is drawn by chance: safetensors' .tmpXXXXXX, and identifiers of eight or more hexadecimal digits."""
-    path = re.sub(r"/\.tmp\w{6}(?=$| )", "/.tmp*", path)
+    path = re.sub(r"\.[0-9a-f]{8}(?=\.tmp)", ".*", re.sub(r"/\.tmp\w{6}(?=$| )", "/.tmp*", path))
     return re.sub(r"(?<=[-.])(?=[0-9a-f]*[a-f])[0-9a-f]{8,}(?=[./]|$)", "*", path)
 
 

@@ -92,6 +92,7 @@ def _begin(log: Path, argv: list[str], folder: Path, hooks: list[Callable[[], No
     write_steps(folder / "steps")
     for hook in hooks:
         hook()
+    (folder / "begun").touch()
     running._body(log, tuple(argv), {})
 
 

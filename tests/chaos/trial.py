@@ -102,6 +102,10 @@ class Trial:
             time.sleep(POLL_S)
         return run.alive()
 
+    def until_begun(self, run: Sister) -> bool:
+        """Wait until a signal finds threed."""
+        return self.until(run, (self.folder / "begun").exists)
+
     def until_step(self, run: Sister, step: int) -> bool:
         """Wait until a step was logged. Whether the run is still under way."""
         return self.until(run, lambda: any(done >= step for _, done in read_steps(self.folder)))

@@ -149,7 +149,7 @@ def not_finite(trial: Trial) -> Fault:
         def run(self: Engine, name: str, batch: Any) -> Any:
             if self.zero.step_number == step and name != "evaluate":
                 def after(instruction: Instruction, slots: Slots) -> None:
-                    if Slot("loss") in slots and not trial.marker.exists():
+                    if Slot("loss") in slots and self.comm.here.tp == 0 and not trial.marker.exists():
                         trial.strike(str(instruction))
                         slots.put(Slot("loss"), value)
 
@@ -223,7 +223,7 @@ STOPPED = r"stopped on request after step|stopped by SIG"
 
 def _signal(trial: Trial, after: float, number: signal.Signals) -> Fault:
     def act(trial: Trial, run: Sister) -> None:
-        if trial.sleep(run, after):
+        if trial.until_begun(run) and trial.sleep(run, after):
             trial.strike()
             send(run.pid, number)
 
@@ -242,13 +242,16 @@ def signal_in_training(trial: Trial) -> Fault:
 
 @kind("signal at the start", 4)
 def signal_at_start(trial: Trial) -> Fault:
-    return _signal(trial, trial.rng.uniform(0.1, 0.5), _drawn(trial))  # a process must be there, and have its handlers
+    return _signal(trial, trial.rng.uniform(0.0, 0.5), _drawn(trial))
+
+
+PROGRAM = "import threed; open('{}', 'w').close(); from threed.cli import main; main()"
 
 
 @kind("signal during imports", 1)
 def signal_in_imports(trial: Trial) -> Fault:
-    """A fresh Python, as a shell would start it."""
-    after, number = trial.rng.uniform(0.7, 6.0), _drawn(trial)
+    """A fresh Python, as a shell would start it. What comes before its first line of threed is not threed's to answer."""
+    after, number = trial.rng.uniform(0.0, 6.0), _drawn(trial)
     fault = _signal(trial, after, number)
 
     def hook() -> None:
@@ -258,7 +261,7 @@ def signal_in_imports(trial: Trial) -> Fault:
         for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(each, signal.SIG_DFL)
         os.chdir(Path(__file__).parents[3])
-        os.execv(sys.executable, [sys.executable, "-c", "from threed.cli import main; main()", *trial.argv])
+        os.execv(sys.executable, [sys.executable, "-c", PROGRAM.format(trial.folder / "begun"), *trial.argv])
 
     fault.text, fault.hook = f"{number.name} to a fresh Python after {after:.2f} s", hook
     return fault

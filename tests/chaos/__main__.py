@@ -58,7 +58,7 @@ def main(faults: Annotated[int, typer.Option(help="how many trials")] = 100,
             results = pool.trials(tasks, references, console, verbose)
     console.print(_table(results))
     if sites and sister.FIRST in references:
-        console.print(_sites(results, references[sister.FIRST]))
+        console.print(_sites(results, references[sister.FIRST].sites), markup=False)
     _failures(results, console)
     if report:
         report.write_text(json.dumps([asdict(result) for result in results], indent=1))
@@ -167,15 +167,16 @@ def _table(results: list[Any]) -> Table:
     return table
 
 
-def _sites(results: list[Any], reference: Any) -> Table:
-    """Each call of a save of the first sister: how often a process was struck there, and how many trials survived."""
-    kinds = [kind for kind in sorted({result.kind for result in results}) if kind.startswith("save: ")]
-    table = Table("call", *(kind.removeprefix("save: ") for kind in kinds), "survived", box=None)
-    for site in reference.sites:
-        struck = [result for result in results if result.site == site and result.kind in kinds]
-        cells = [str(sum(result.kind == kind for result in struck) or "") for kind in kinds]
-        table.add_row(str(site), *cells, f"{sum(not result.verdicts for result in struck)} of {len(struck)}")
-    return table
+def _sites(results: list[Any], sites: list[Any]) -> str:
+    """Each call of a save of the first sister: what was done there, and how many trials survived it."""
+    lines = []
+    for site in sites:
+        struck = [result for result in results if result.site == site and result.kind.startswith("save: ")]
+        kinds = Counter(result.kind.removeprefix("save: ").removesuffix(" at a call") for result in struck)
+        lines.append(f"{site!s:<100}  survived {sum(not result.verdicts for result in struck)} of {len(struck)}:  "
+                     + ", ".join(f"{count} x {kind}" for kind, count in sorted(kinds.items())))
+    never = sum("survived 0 of 0" in line for line in lines)
+    return "\n".join([f"\n{len(lines)} calls of a save, of which {never} were not struck:", *lines])
 
 
 def _failures(results: list[Any], console: Console) -> None:

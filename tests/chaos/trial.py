@@ -190,7 +190,7 @@ class Trial:
             self.other = self.planned
         self.argv = [*TOY, *overrides(self.other or self.reference.name, self.folder), *self.data, *self.more]
         if RESTARTS:
-            self.argv.append(f"run.restarts={3 if self.restarts else 0}")
+            self.argv += [f"run.restarts={3 if self.restarts else 0}", "run.restart_wait_s=0.2"]
         hooks = [fault.hook] if first else [fault.later] if len(self.runs) == 1 else []
         run = Sister(self.folder, self.argv, hooks)
         self.runs.append(run)

@@ -73,7 +73,7 @@ def _numbers(trial: Trial) -> dict[str, str]:
 def _leftovers(trial: Trial) -> list[str]:
     """Temporary files, wherever a run may make some."""
     root = trial.folder
-    left = [path for path in trial.run_dir.rglob("*") if ".tmp" in path.name or ".old" in path.name]
+    left = [path for path in trial.run_dir.rglob("*") if ".tmp" in path.name]
     left += [path for path in (trial.run_dir / "checkpoints").glob("*")
              if not re.fullmatch(r"latest|step-\d{8}", path.name) and path not in left]
     left += [*(root / "tmp").iterdir(), *(root / "disk").iterdir()]

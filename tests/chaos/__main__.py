@@ -172,7 +172,7 @@ def _sites(results: list[Any], sites: list[Any]) -> str:
     lines = []
     for site in sites:
         struck = [result for result in results if result.site == site and result.kind.startswith("save: ")]
-        kinds = Counter(result.kind.removeprefix("save: ").removesuffix(" at a call") for result in struck)
+        kinds = Counter(result.kind.removeprefix("save: ") for result in struck)
         lines.append(f"{site!s:<100}  survived {sum(not result.verdicts for result in struck)} of {len(struck)}:  "
                      + ", ".join(f"{count} x {kind}" for kind, count in sorted(kinds.items())))
     never = sum("survived 0 of 0" in line for line in lines)
@@ -180,6 +180,8 @@ def _sites(results: list[Any], sites: list[Any]) -> str:
 
 
 def _failures(results: list[Any], console: Console) -> None:
+    for reason, count in Counter(result.skipped for result in results if result.skipped).items():
+        console.print(f"{count} skipped: {reason}", markup=False)
     failed = [result for result in results if result.verdicts]
     if not failed:
         return

@@ -37,6 +37,7 @@ def _mesh(dp: int, tp: int = 1, pp: int = 1, *more: str) -> tuple[str, ...]:
 
 # By name: overrides. `{disk}` is a folder of the trial.
 SISTERS = {
+    "few tensors": _mesh(2, 1, 1, "model.layers=1", "model.bias=false", "model.norm=rmsnorm"),
     "dp2": _mesh(2),
     "dp2 zero2": _mesh(2, 1, 1, "zero.stage=2"),
     "dp2 zero3": _mesh(2, 1, 1, "zero.stage=3"),
@@ -52,7 +53,7 @@ SISTERS = {
     "dp2 pp2 zero2": _mesh(2, 1, 2, "zero.stage=2"),
     "tp2 pp2": _mesh(1, 2, 2),
 }
-FIRST = "dp2"  # the one whose saves are gone through call by call
+FIRST = "few tensors"  # the one whose saves are gone through call by call: they are the shortest
 ANY_MESH = ["dp2", "dp2 zero2", "dp2 zero3", "dp2 zero3 cpu", "dp2 zero3 nvme", "tp2", "pp2", "pp2 zb-h1",
             "dp2 pp2 zero2", "tp2 pp2"]
 RESTARTS = any(entry.name == "restarts" for entry in fields(RunConfig))  # whether a run starts its ranks again by itself

@@ -36,7 +36,7 @@ def test_what_is_drawn():
     block = sum(kind.weight for kind in KINDS.values())
     first = [kind.name for kind, _ in itertools.islice(campaign.kinds(7), block)]
     assert all(first.count(kind.name) == kind.weight for kind in KINDS.values())
-    assert [index for kind, index in long if kind.walks and kind.name == "save: kill the node at a call"][:5] == [0, 1, 2, 3, 4]
+    assert [index for kind, index in long if kind.walks and kind.name == "save: kill at a call"][:5] == [0, 1, 2, 3, 4]
 
 
 PROGRAM = """

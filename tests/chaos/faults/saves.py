@@ -32,20 +32,14 @@ def _site(trial: Trial, sites: list[Site] | None = None) -> Site:
     return trial.rng.choice(sites if sites is not None else trial.reference.sites)
 
 
-def _walk(trial: Trial) -> Site:
-    """The next of all sites; once all had their turn, any."""
-    site = _site(trial)
-    return trial.reference.sites[trial.index] if trial.index < len(trial.reference.sites) else site
-
-
-@kind("save: kill the rank at a call", 14, walks=True)
+@kind("save: kill at a call", 22, walks=True)
 def kill(trial: Trial) -> Fault:
-    return _strike(trial, Strike(_walk(trial), "kill"), KILLED)
-
-
-@kind("save: kill the node at a call", 8, walks=True)
-def kill_node(trial: Trial) -> Fault:
-    return _strike(trial, Strike(_walk(trial), "kill node"), "")
+    """The next of all calls; once all had their turn, any."""
+    site = _site(trial)
+    if trial.index < len(trial.reference.sites):
+        site = trial.reference.sites[trial.index]
+    what = trial.rng.choice(["kill", "kill", "kill node"])
+    return _strike(trial, Strike(site, what), KILLED if what == "kill" else "")
 
 
 @kind("save: a write is cut by a kill", 3)

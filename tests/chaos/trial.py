@@ -152,16 +152,16 @@ class Trial:
     # ------------------------------------------------------------ the trial
 
     def run(self, fault: Fault) -> None:
-        """All starts, until the last checkpoint is there."""
+        """All starts, until the last checkpoint is there and the last start has said so."""
         try:
-            while len(self.runs) < STARTS and not self.done():
+            while len(self.runs) < STARTS and not (self.done() and self.statuses[-1] == 0):
                 self._start(fault)
                 if "hang" in self.verdicts:
                     break
                 if self._stuck():
                     break
             if not self.done():
-                last = self.runs[-1].output.strip().splitlines()[-1:] or ["(no output)"]
+                last = self.output.strip().splitlines()[-1:] or ["(no output)"]
                 self.verdicts.setdefault("lost", f"after {len(self.runs)} starts step {STEPS} is not saved: {last[0]}")
         finally:
             fault.end(self)

@@ -69,8 +69,7 @@ def _measure(trial: Trial, fault: Fault, result: Result) -> None:
     result.repeated = len(steps) - len({step for _, step in steps})
     if not trial.marker.exists():
         return
-    result.struck = True
-    moment = trial.marker.read_text().split("\t")[0]
+    moment, _, result.struck = trial.marker.read_text().strip().partition("\t")
     result.site = fault.site if trial.reference.name == FIRST else None
     before = max((step for at, step in steps if at <= float(moment)), default=0)
     result.recovery_s = next((at - float(moment) for at, step in steps if at > float(moment) and step > before), None)

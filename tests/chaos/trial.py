@@ -50,7 +50,7 @@ class Result:
     text: str = ""
     verdicts: dict[str, str] = field(default_factory=dict)  # name -> what was seen
     skipped: str = ""  # why it could not be made
-    struck: bool = False  # whether the fault found something to strike
+    struck: str = ""  # what: a call and its path, an instruction; empty if the fault found nothing to strike
     site: Site | None = None  # the call of the first sister's save that was struck
     starts: int = 0
     repeated: int = 0  # steps

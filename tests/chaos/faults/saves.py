@@ -6,7 +6,9 @@ import errno
 import os
 import signal
 import time
+from pathlib import Path
 
+from tests.chaos import tensors
 from tests.chaos.faults import kind
 from tests.chaos.faults.processes import KILLED
 from tests.chaos.interposer import Site, Strike, preloaded
@@ -94,6 +96,7 @@ def load(trial: Trial) -> Fault:
     _site(trial)
     after, rng = trial.instant(), trial.rng
     site = Site(rng.randrange(trial.size), rng.choice(["open", "read", "read"]), "checkpoints/step-*", rng.randrange(6))
+    newest: list[Path] = []
     strike = rng.choice([Strike(site, "fail", errno.EIO), Strike(site, "kill"), Strike(site, "kill node")])
 
     def act(trial: Trial, run: Sister) -> None:
@@ -105,5 +108,11 @@ def load(trial: Trial) -> Fault:
         if rank == site.rank:
             strike.arm(trial.run_dir, trial.marker)
 
+    def end(trial: Trial) -> None:
+        if strike.what == "fail" and newest and f"resumed from {newest[0]} " in trial.output:
+            fault.says = ""  # it was read at the second attempt
+
     says = {"fail": os.strerror(errno.EIO), "kill": KILLED, "kill node": ""}[strike.what]
-    return Fault(f"SIGKILL of all; on the next start {strike.what} at {site}", says, act=act, later=lambda: in_ranks(body))
+    fault = Fault(f"SIGKILL of all; on the next start {strike.what} at {site}", says, act=act, end=end,
+                  between=lambda trial: newest.extend(tensors.checkpoints(trial.run_dir)[-1:]), later=lambda: in_ranks(body))
+    return fault

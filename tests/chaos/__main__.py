@@ -50,7 +50,8 @@ def main(faults: Annotated[int, typer.Option(help="how many trials")] = 100,
         chosen = [entry for entry in chosen if only in entry[1].name and (not trial or entry[0] in trial)]
         begin = time.monotonic()
         with _Pool(jobs or max(1, (os.cpu_count() or 2) // 2), base) as pool:
-            references = pool.references(sorted({name for _, kind, _ in chosen for name in campaign.wanted(kind)}))
+            names = set().union(*(campaign.wanted(seed, number, kind) for number, kind, _ in chosen))
+            references = pool.references(sorted(names))
             console.print(f"{len(references)} undisturbed runs in {time.monotonic() - begin:.0f} s, "
                           f"{min(r.seconds for r in references.values()):.1f} to "
                           f"{max(r.seconds for r in references.values()):.1f} s each")

@@ -25,17 +25,15 @@ def kinds(seed: int) -> Iterator[tuple[Kind, int]]:
         number += 1
 
 
-def draw(seed: int, number: int, kind: Kind, index: int, references: dict[str, Reference]) -> tuple[random.Random, Reference]:
+def draw(seed: int, number: int, kind: Kind) -> tuple[random.Random, str]:
+    """What a trial draws from, and the sister that it is about, unless it walks through the calls of the first one's saves."""
     rng = random.Random(f"{seed}, {number}")
-    name = rng.choice([name for name in kind.sisters if name in references])
-    if kind.walks and index < len(references[FIRST].sites):
-        name = FIRST
-    return rng, references[name]
+    return rng, rng.choice(list(kind.sisters))
 
 
-def wanted(kind: Kind) -> list[str]:
-    """Sisters whose references it may need."""
-    return [*kind.sisters, *([FIRST] if kind.walks else [])]
+def wanted(seed: int, number: int, kind: Kind) -> set[str]:
+    """Sisters whose references a trial may need."""
+    return {draw(seed, number, kind)[1], *([FIRST] if kind.walks else [])}
 
 
 def make(seed: int, number: int, kind: Kind, index: int, references: dict[str, Reference], base: Path,
@@ -43,7 +41,8 @@ def make(seed: int, number: int, kind: Kind, index: int, references: dict[str, R
     """One trial."""
     begin = time.monotonic()
     result = Result(seed, number, kind.name)
-    rng, reference = draw(seed, number, kind, index, references)
+    rng, name = draw(seed, number, kind)
+    reference = references[FIRST if kind.walks and index < len(references[FIRST].sites) else name]
     trial = Trial(rng, reference, data, base / f"trial-{number}", index)
     try:
         fault = kind.draw(trial)

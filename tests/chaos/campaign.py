@@ -12,6 +12,8 @@ from tests.chaos.faults import KINDS, Kind
 from tests.chaos.sister import FIRST, Reference, read_steps
 from tests.chaos.trial import Fault, Result, Skip, Trial, another_mesh
 
+ATTEMPTS = 3
+
 
 def kinds(seed: int) -> Iterator[tuple[Kind, int]]:
     """For trial 0, 1, ...: its kind, and how many of that kind came before. Each block of trials has each kind by its weight."""
@@ -25,10 +27,11 @@ def kinds(seed: int) -> Iterator[tuple[Kind, int]]:
         number += 1
 
 
-def draw(seed: int, number: int, kind: Kind) -> tuple[random.Random, str]:
+def draw(seed: int, number: int, kind: Kind, attempt: int = 1) -> tuple[random.Random, str]:
     """What a trial draws from, and the sister that it is about, unless it walks through the calls of the first one's saves."""
     rng = random.Random(f"{seed}, {number}")
-    return rng, rng.choice(list(kind.sisters))
+    name = rng.choice(list(kind.sisters))
+    return (rng if attempt == 1 else random.Random(f"{seed}, {number}, {attempt}")), name
 
 
 def wanted(seed: int, number: int, kind: Kind) -> set[str]:
@@ -38,19 +41,27 @@ def wanted(seed: int, number: int, kind: Kind) -> set[str]:
 
 def make(seed: int, number: int, kind: Kind, index: int, references: dict[str, Reference], base: Path,
          data: list[str]) -> Result:
-    """One trial."""
+    """One trial; another one where the run was over before the fault could strike."""
     begin = time.monotonic()
-    result = Result(seed, number, kind.name)
-    rng, name = draw(seed, number, kind)
-    reference = references[FIRST if kind.walks and index < len(references[FIRST].sites) else name]
-    trial = Trial(rng, reference, data, base / f"trial-{number}", index)
+    for attempt in range(1, ATTEMPTS + 1):
+        rng, name = draw(seed, number, kind, attempt)
+        reference = references[FIRST if kind.walks and index < len(references[FIRST].sites) else name]
+        trial = Trial(rng, reference, data, base / f"trial-{number}", index)
+        result = _make(trial, kind, Result(seed, number, kind.name, attempts=attempt))
+        if result.struck or result.skipped or result.verdicts:
+            break
+    result.seconds = time.monotonic() - begin
+    return result
+
+
+def _make(trial: Trial, kind: Kind, result: Result) -> Result:
     try:
         fault = kind.draw(trial)
         if trial.planned is None:
-            trial.planned = another_mesh(rng, reference.name)
+            trial.planned = another_mesh(trial.rng, trial.reference.name)
         trial.run(fault)
         result.verdicts = verdicts.judge(trial, fault)
-        result.text = f"{reference.name}{', restarts by itself' if trial.restarts else ''}: {fault.text}"
+        result.text = f"{trial.reference.name}{', restarts by itself' if trial.restarts else ''}: {fault.text}"
         result.starts = len(trial.runs)
         _measure(trial, fault, result)
     except Skip as reason:
@@ -58,7 +69,6 @@ def make(seed: int, number: int, kind: Kind, index: int, references: dict[str, R
     finally:
         result.output = trial.output
         trial.clean()
-    result.seconds = time.monotonic() - begin
     return result
 
 

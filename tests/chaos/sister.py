@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import functools
 import inspect
+import itertools
 import multiprocessing
 import os
 import shutil
@@ -21,10 +22,12 @@ from tests import running
 from tests.chaos import interposer
 from tests.chaos.interposer import Site
 from tests.chaos.tensors import newest
+from threed.engine.engine import Engine
 from threed.monitor.log import Log
 from threed.schema import RunConfig
 
 STEPS, EVERY, KEEP = 16, 4, 2
+PACE_S = 0.05  # that a step takes longer than it must: a save in the background is to end before the next
 TOY = ["train", "configs/toy.yaml", "model.layers=2", "model.hidden=32", "model.heads=4", "model.seq_len=16", "model.vocab=300",
        "train.global_batch_size=4", "train.micro_batch_size=1", "train.eval_every=0", "monitor.wandb=disabled",
        "monitor.trace_every=0", "optimizer.warmup_steps=0", f"train.steps={STEPS}", f"checkpoint.every={EVERY}",
@@ -91,6 +94,7 @@ def _begin(log: Path, argv: list[str], folder: Path, hooks: list[Callable[[], No
     faulthandler.register(signal.SIGUSR2, stacks)  # what a process is at, where it does not end
     tempfile.tempdir = os.environ["TMPDIR"] = str(folder / "tmp")
     write_steps(folder / "steps")
+    slow_down()
     for hook in hooks:
         hook()
     (folder / "begun").touch()
@@ -128,6 +132,18 @@ def write_steps(file: Path) -> None:
         return step
 
     patch(Log, "step", make)
+
+
+def slow_down() -> None:
+    """A step of a model as small as this takes no time."""
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def train_step(self: Engine, batch: Any) -> Any:
+            time.sleep(PACE_S)
+            return original(self, batch)
+
+        return train_step
+
+    patch(Engine, "train_step", make)
 
 
 def read_steps(folder: Path) -> list[tuple[float, int]]:
@@ -171,7 +187,16 @@ def make_folder(folder: Path) -> Path:
 
 
 def make_reference(name: str, base: Path, data: list[str]) -> Reference:
-    folder = make_folder(base / f"undisturbed {name}")
+    """Once more where a busy machine has left a save out."""
+    for attempt in itertools.count():
+        found = _make_reference(name, base / f"undisturbed {name} {attempt}", data)
+        if attempt == 4 or not interposer.preloaded() or any("latest" in site.path for site in found.sites):
+            return found
+    raise AssertionError
+
+
+def _make_reference(name: str, folder: Path, data: list[str]) -> Reference:
+    make_folder(folder)
     reports = [folder / f"calls-{rank}" for rank in range(ranks_of(name))]
 
     def hook() -> None:

@@ -13,12 +13,25 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
 from tests.chaos import tensors
 from tests.chaos.interposer import Site
-from tests.chaos.sister import ANY_MESH, RESTARTS, STEPS, TOY, Reference, Sister, make_folder, overrides, ranks_of, read_steps
+from tests.chaos.sister import (
+    ANY_MESH,
+    PACE_S,
+    RESTARTS,
+    STEPS,
+    TOY,
+    Reference,
+    Sister,
+    make_folder,
+    overrides,
+    ranks_of,
+    read_steps,
+)
 
 HANG_S = 60.0  # without a step and without an end
 ORPHAN_S = 6.0  # what is left of a run this long after its end is an orphan
@@ -52,11 +65,22 @@ class Result:
     skipped: str = ""  # why it could not be made
     struck: str = ""  # what: a call and its path, an instruction; empty if the fault found nothing to strike
     site: Site | None = None  # the call of the first sister's save that was struck
+    attempts: int = 1  # a fault that came too late to strike is made again
     starts: int = 0
     repeated: int = 0  # steps
     recovery_s: float | None = None  # from the fault to the first step that was not there before it
     seconds: float = 0.0
     output: str = ""
+
+
+class Instant(NamedTuple):
+    """When a fault comes: after the run's first `step` steps, and some seconds."""
+
+    step: int
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"{f'after step {self.step}' if self.step else 'from the start'} + {self.seconds:.2f} s"
 
 
 class Skip(Exception):
@@ -89,11 +113,17 @@ class Trial:
         """What all starts have printed."""
         return "\n".join(path.read_text(errors="replace") for path in sorted(self.folder.glob("log-*.txt")))
 
-    def instant(self) -> float:
-        """Seconds from a start, somewhere in a run."""
-        return self.rng.uniform(0.0, 0.95 * self.reference.seconds)
+    def instant(self) -> Instant:
+        """Somewhere in a run: one in four while it starts."""
+        if self.rng.random() < 0.25:
+            return Instant(0, self.rng.uniform(0.0, 1.0))
+        return Instant(self.rng.randrange(1, STEPS - 1), self.rng.uniform(0.0, 2 * PACE_S))
 
     # ------------------------------------------------------------ for faults
+
+    def wait(self, run: Sister, instant: Instant) -> bool:
+        """Wait for an instant. Whether the run is still under way."""
+        return self.until_begun(run) and self.until_step(run, instant.step) and self.sleep(run, instant.seconds)
 
     def sleep(self, run: Sister, seconds: float) -> bool:
         """Wait, or until the run has ended. Whether it is still under way."""
@@ -108,7 +138,7 @@ class Trial:
 
     def until_step(self, run: Sister, step: int) -> bool:
         """Wait until a step was logged. Whether the run is still under way."""
-        return self.until(run, lambda: any(done >= step for _, done in read_steps(self.folder)))
+        return self.until(run, lambda: step == 0 or any(done >= step for _, done in read_steps(self.folder)))
 
     def until(self, run: Sister, true: Callable[[], object]) -> bool:
         limit = time.monotonic() + HANG_S

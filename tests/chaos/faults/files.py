@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.chaos import tensors
 from tests.chaos.faults import kind
-from tests.chaos.sister import ANY_MESH, STEPS, Sister
+from tests.chaos.sister import ANY_MESH, PACE_S, STEPS, Sister
 from tests.chaos.trial import Fault, Skip, Trial, send
 
 DAMAGED = r"damaged|checksum|cannot be read|incomplete|not there whole|unusable"
@@ -17,7 +17,7 @@ DAMAGED = r"damaged|checksum|cannot be read|incomplete|not there whole|unusable"
 
 def after_a_crash(trial: Trial, text: str, damage: Callable[[Path], str], says: str = DAMAGED) -> Fault:
     """The power goes once two checkpoints are there; then `damage` is done to the newest and says to what."""
-    after = trial.rng.uniform(0.0, 0.3) * trial.reference.seconds
+    after = trial.rng.uniform(0.0, 3 * PACE_S)
 
     def act(trial: Trial, run: Sister) -> None:
         if trial.until_saved(run, 2) and trial.sleep(run, after):

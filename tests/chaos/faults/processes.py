@@ -12,7 +12,7 @@ from typing import Any
 
 from tests.chaos.faults import kind
 from tests.chaos.sister import STEPS, Sister, in_ranks, patch
-from tests.chaos.trial import Fault, Trial, send
+from tests.chaos.trial import Fault, Instant, Trial, send
 from threed.engine.engine import Engine
 from threed.program.instruction import Instruction, Slot
 from threed.slots import Slots
@@ -25,12 +25,12 @@ def kill_one(trial: Trial) -> Fault:
     after, which = trial.instant(), trial.rng.random()
 
     def act(trial: Trial, run: Sister) -> None:
-        trial.sleep(run, after)
+        trial.wait(run, after)
         if family := trial.family(run):
             trial.strike()
             send(family[int(which * len(family))].pid, signal.SIGKILL)
 
-    return Fault(f"SIGKILL of a process of the run after {after:.2f} s", KILLED, act=act)
+    return Fault(f"SIGKILL of a process of the run {after}", KILLED, act=act)
 
 
 @kind("kill all ranks", 3)
@@ -38,13 +38,13 @@ def kill_all(trial: Trial) -> Fault:
     after = trial.instant()
 
     def act(trial: Trial, run: Sister) -> None:
-        trial.sleep(run, after)
+        trial.wait(run, after)
         if family := trial.family(run):
             trial.strike()
             for process in family:
                 send(process.pid, signal.SIGKILL)
 
-    return Fault(f"SIGKILL of all ranks after {after:.2f} s", KILLED, act=act)
+    return Fault(f"SIGKILL of all ranks {after}", KILLED, act=act)
 
 
 @kind("kill the launcher", 4)
@@ -52,11 +52,11 @@ def kill_launcher(trial: Trial) -> Fault:
     after = trial.instant()
 
     def act(trial: Trial, run: Sister) -> None:
-        if trial.sleep(run, after):
+        if trial.wait(run, after):
             trial.strike()
             send(run.pid, signal.SIGKILL)
 
-    return Fault(f"SIGKILL of the launcher after {after:.2f} s", act=act)
+    return Fault(f"SIGKILL of the launcher {after}", act=act)
 
 
 @kind("kill the node", 5)
@@ -64,10 +64,10 @@ def kill_node(trial: Trial) -> Fault:
     after = trial.instant()
 
     def act(trial: Trial, run: Sister) -> None:
-        if trial.sleep(run, after):
+        if trial.wait(run, after):
             trial.kill_node(run)
 
-    return Fault(f"SIGKILL of launcher and ranks at once after {after:.2f} s", act=act)
+    return Fault(f"SIGKILL of launcher and ranks at once {after}", act=act)
 
 
 @kind("kill again and again", 3)
@@ -173,7 +173,7 @@ def stop_and_continue(trial: Trial) -> Fault:
     after, seconds, which = trial.instant(), trial.rng.uniform(0.1, 3.0), trial.rng.random()
 
     def act(trial: Trial, run: Sister) -> None:
-        trial.sleep(run, after)
+        trial.wait(run, after)
         if family := trial.family(run):
             victim = family[int(which * len(family))]
             trial.strike()
@@ -181,7 +181,7 @@ def stop_and_continue(trial: Trial) -> Fault:
             time.sleep(seconds)
             send(victim.pid, signal.SIGCONT)
 
-    return Fault(f"SIGSTOP of a rank after {after:.2f} s, SIGCONT after {seconds:.1f} s", act=act)
+    return Fault(f"SIGSTOP of a rank {after}, SIGCONT after {seconds:.1f} s", act=act)
 
 
 @kind("stop a rank for ever", 3)
@@ -203,7 +203,7 @@ def suspend(trial: Trial) -> Fault:
     trial.more.append("run.timeout_s=6")
 
     def act(trial: Trial, run: Sister) -> None:
-        if not trial.sleep(run, after):
+        if not trial.wait(run, after):
             return
         victims = [run.pid, *(child.pid for child in trial.family(run))]
         trial.strike()
@@ -213,7 +213,7 @@ def suspend(trial: Trial) -> Fault:
         for pid in victims:
             send(pid, signal.SIGCONT)
 
-    return Fault(f"SIGSTOP of all processes after {after:.2f} s, SIGCONT after {seconds:.1f} s", act=act)
+    return Fault(f"SIGSTOP of all processes {after}, SIGCONT after {seconds:.1f} s", act=act)
 
 
 # ---------------------------------------------------------------- signals of people
@@ -221,14 +221,14 @@ def suspend(trial: Trial) -> Fault:
 STOPPED = r"stopped on request after step|stopped by SIG"
 
 
-def _signal(trial: Trial, after: float, number: signal.Signals) -> Fault:
+def _signal(trial: Trial, after: Instant, number: signal.Signals) -> Fault:
     def act(trial: Trial, run: Sister) -> None:
-        if trial.until_begun(run) and trial.sleep(run, after):
+        if trial.wait(run, after):
             trial.strike()
             send(run.pid, number)
 
     said = STOPPED if number != signal.SIGUSR1 else ""
-    return Fault(f"{number.name} to the launcher after {after:.2f} s", said, act=act)
+    return Fault(f"{number.name} to the launcher {after}", said, act=act)
 
 
 def _drawn(trial: Trial) -> signal.Signals:
@@ -237,12 +237,12 @@ def _drawn(trial: Trial) -> signal.Signals:
 
 @kind("signal in training", 6)
 def signal_in_training(trial: Trial) -> Fault:
-    return _signal(trial, trial.rng.uniform(0.3, 0.95) * trial.reference.seconds, _drawn(trial))
+    return _signal(trial, Instant(trial.rng.randrange(1, STEPS - 1), trial.rng.uniform(0.0, 0.1)), _drawn(trial))
 
 
 @kind("signal at the start", 4)
 def signal_at_start(trial: Trial) -> Fault:
-    return _signal(trial, trial.rng.uniform(0.0, 0.5), _drawn(trial))
+    return _signal(trial, Instant(0, trial.rng.uniform(0.0, 0.5)), _drawn(trial))
 
 
 PROGRAM = "import threed; open('{}', 'w').close(); from threed.cli import main; main()"
@@ -251,7 +251,7 @@ PROGRAM = "import threed; open('{}', 'w').close(); from threed.cli import main; 
 @kind("signal during imports", 1)
 def signal_in_imports(trial: Trial) -> Fault:
     """A fresh Python, as a shell would start it. What comes before its first line of threed is not threed's to answer."""
-    after, number = trial.rng.uniform(0.0, 6.0), _drawn(trial)
+    after, number = Instant(0, trial.rng.uniform(0.0, 6.0)), _drawn(trial)
     fault = _signal(trial, after, number)
 
     def hook() -> None:
@@ -264,5 +264,5 @@ def signal_in_imports(trial: Trial) -> Fault:
         os.execv(sys.executable, [sys.executable, "-c", PROGRAM.format(trial.folder / "begun"), *trial.argv,
                                   f"run.dir={trial.run_dir}"])
 
-    fault.text, fault.hook = f"{number.name} to a fresh Python after {after:.2f} s", hook
+    fault.text, fault.hook = f"{number.name} to a fresh Python {after}", hook
     return fault

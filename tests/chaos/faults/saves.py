@@ -94,13 +94,13 @@ def stop(trial: Trial) -> Fault:
 def load(trial: Trial) -> Fault:
     """The power goes, and the next start meets a bad call while it reads."""
     _site(trial)
-    after, rng = trial.instant(), trial.rng
+    rng, after = trial.rng, trial.rng.uniform(0.0, 0.3)
     site = Site(rng.randrange(trial.size), rng.choice(["open", "read", "read"]), "checkpoints/step-*", rng.randrange(6))
     newest: list[Path] = []
     strike = rng.choice([Strike(site, "fail", errno.EIO), Strike(site, "kill"), Strike(site, "kill node")])
 
     def act(trial: Trial, run: Sister) -> None:
-        if trial.until_saved(run, 1) and trial.sleep(run, 0.5 * after):
+        if trial.until_saved(run, 1) and trial.sleep(run, after):
             for pid in (run.pid, *(child.pid for child in trial.family(run))):
                 send(pid, signal.SIGKILL)
 

@@ -40,10 +40,8 @@ def main(faults: Annotated[int, typer.Option(help="how many trials")] = 100,
     """Inject faults into small runs, one each, and see that nothing is lost. Exit status 1 where something is."""
     console = Console(highlight=False, soft_wrap=True)
     console.width = max(console.width, 180)  # tables are for a file, too
-    with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
+    with interposer.in_front(), tempfile.TemporaryDirectory(prefix="chaos-") as folder:
         base = Path(folder)
-        if not interposer.preloaded() and (library := interposer.compile_into(Path(tempfile.gettempdir()))):
-            interposer.start_over(library)  # (the folder goes with the next program's)
         from tests.chaos import campaign, sister
 
         chosen = [(number, *pair) for number, pair in enumerate(itertools.islice(campaign.kinds(seed), faults))]

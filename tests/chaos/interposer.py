@@ -5,6 +5,7 @@ A site is one call of a save: who makes it, what it does to which file, and how 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -13,7 +14,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,6 +55,22 @@ class Strike:
                              WHAT[self.what], self.amount, self.times, os.fsencode(marker))
 
 
+@contextlib.contextmanager
+def in_front() -> Iterator[None]:
+    """With the library in front of libc, where there is a compiler: this program starts over once, in the same process."""
+    if not preloaded():
+        folder = Path(tempfile.mkdtemp(prefix="interposer-"))
+        if library := compile_into(folder):
+            os.environ["LD_PRELOAD"] = str(library)
+            os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+        folder.rmdir()
+    try:
+        yield
+    finally:
+        if preloaded():
+            shutil.rmtree(Path(os.environ["LD_PRELOAD"]).parent)
+
+
 def compile_into(folder: Path) -> Path | None:
     """The library; None without a compiler."""
     compiler = shutil.which("gcc") or shutil.which("cc")
@@ -64,12 +83,6 @@ def compile_into(folder: Path) -> Path | None:
 
 def preloaded() -> bool:
     return hasattr(_library(), "chaos_arm")
-
-
-def start_over(library: Path) -> None:
-    """Run this program again, in this process, with the library in front of libc."""
-    os.environ["LD_PRELOAD"] = str(library)
-    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 @functools.cache

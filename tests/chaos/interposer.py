@@ -36,8 +36,8 @@ class Site:
 
     @property
     def changes(self) -> bool:
-        """Whether it changes the disk, so that a full or broken one makes it fail."""
-        return self.op not in ("open", "read", "close")
+        """Whether it changes the disk, so that a full or broken one makes it fail. (A folder that is there is not made again.)"""
+        return self.op not in ("open", "read", "close") and (self.op, self.path) != ("mkdir", "checkpoints")
 
 
 @dataclass(frozen=True)

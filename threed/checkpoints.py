@@ -48,7 +48,7 @@ class Checkpoints:
     def __init__(self, config: Config, engine: Engine, watch: Watch, log: Log | None, resumed: Resumed):
         self.config, self.watch, self.log = config, watch, log
         self.newest: Path | None = resumed.path
-        self._saver = Saver(engine, resumed.lineage, log.sync if log else lambda: None, resumed.path)
+        self._saver = Saver(engine, resumed.lineage, log.sync if log else lambda: None, resumed.path, self._say)
         self._zero, self._in_background = engine.zero, engine.plan.table.snapshots
         self._blocked_s = 0.0  # by the save under way
         self._metrics: dict[str, float | None] = {}

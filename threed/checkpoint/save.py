@@ -74,11 +74,12 @@ class Outcome(NamedTuple):
 class Saver:
     """One rank's part in the run's checkpoints. All ranks call `begin` and `advance` after the same steps."""
 
-    def __init__(self, engine: Engine, lineage: Lineage, synced: Callable[[], None], sound: Path | None = None):
+    def __init__(self, engine: Engine, lineage: Lineage, synced: Callable[[], None], sound: Path | None = None,
+                 say: Callable[[str], None] = lambda line: None):
         """`synced` is called on rank 0 before a checkpoint becomes visible: what else must be on the disk then. `sound`: the
-        checkpoint that the run goes on from."""
+        checkpoint that the run goes on from. `say` is told on rank 0 what is done with older ones."""
         self._engine, self._comm, self._config = engine, engine.comm, engine.config
-        self.prunes = True
+        self.prunes, self._say = True, say
         self._lineage, self._synced, self._sound = lineage, synced, sound  # the newest that was read whole by this run
         self._attempt = self._comm.broadcast(uuid.uuid4().hex[:8])  # nobody else writes into a folder of this name
         self.stage = Stage.IDLE
@@ -194,6 +195,8 @@ class Saver:
 
     def _write(self) -> Report:
         self._aside.mkdir(parents=True, exist_ok=True)
+        if self._comm.rank == 0:
+            self._sweep()
         for state in self._engine.states.values():
             state.snapped()
         return write(self._aside / file_name(self._comm.rank), self._comm.rank, self._items)
@@ -202,9 +205,12 @@ class Saver:
         """All but the newest make room: the one that this run has read, or read back. `latest` may name a damaged one."""
         complete = checkpoints(self._config)
         sound = [path for path in complete if self._sound is not None and path.resolve() == self._sound.resolve()]
-        for path in complete:
-            if path not in (sound or complete[:1]):
-                remove(path)
+        older = [path for path in complete if path not in (sound or complete[:1])]
+        if older:
+            self._say(f"warning: the disk is full: {', '.join(path.name for path in older)} make room for the checkpoint of step "
+                      f"{self.step}")
+        for path in older:
+            remove(path)
 
     def _publish(self, reports: list[Report]) -> None:
         aside, final = self._aside, self._final
@@ -229,10 +235,23 @@ class Saver:
         write_latest(self._config, final.name, self._lineage)
         self._sound = final
         shutil.rmtree(older, ignore_errors=True)
+        self._prune()
+        self._sweep()
+
+    def _prune(self) -> None:
+        """Older checkpoints go. Where one cannot, the new one is there all the same, and the next save tries again."""
         keep = self._config.checkpoint.keep
-        with contextlib.suppress(OSError):  # this one is there all the same; the next save tries again
-            for path in own(self._config, self._lineage, self.step)[keep:] if keep and self.prunes else ():
+        for path in own(self._config, self._lineage, self.step)[keep:] if keep and self.prunes else ():
+            try:
                 remove(path)
+            except OSError as error:
+                self._say(f"warning: {path} cannot be removed ({error.strerror}): it stays, beyond checkpoint.keep={keep}")
+
+    def _sweep(self) -> None:
+        """What could not be removed when it was to go: of failed saves of this start, and of older checkpoints."""
+        for aside in [*folder(self._config).glob(f"*.{self._attempt}.tmp"), *folder(self._config).glob(f"*{REMOVED}")]:
+            if aside != self._aside:
+                shutil.rmtree(aside, ignore_errors=True)
 
     def _give_up(self) -> Outcome:
         problems = self._comm.gather(self._result if self._status in (FAILED, FULL) else None)

@@ -20,6 +20,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import math
@@ -98,11 +99,14 @@ class Log:
             self.say(_line(step, steps, metrics))
 
     def sync(self) -> None:
-        """Return when the lines of all steps are on the disk: a checkpoint counts on them. What cannot be written now has been
-        said, or will be at the next step."""
+        """Return when the lines of all steps are on the disk: a checkpoint counts on them. OSError where the disk is full, so
+        that older checkpoints make room; what else keeps them from being written has been said, or will be at the next step."""
         if self._lines is not None:
-            with contextlib.suppress(OSError):
+            try:
                 self._lines.sync()
+            except OSError as error:
+                if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    raise
 
     def picture(self, step: int, svg: str) -> None:
         """A measured timeline, to wandb. Before the numbers of its step: wandb takes no more of a step after those."""
@@ -115,7 +119,8 @@ class Log:
         self.console.print(text, soft_wrap=True, markup=False)
 
     def close(self) -> None:
-        self.sync()
+        with contextlib.suppress(OSError):
+            self.sync()
         if self._lines is not None:
             self._lines.close()
         if self._wandb:

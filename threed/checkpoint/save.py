@@ -74,12 +74,14 @@ class Outcome(NamedTuple):
 class Saver:
     """One rank's part in the run's checkpoints. All ranks call `begin` and `advance` after the same steps."""
 
-    def __init__(self, engine: Engine, lineage: Lineage, synced: Callable[[], None], sound: Path | None = None):
+    def __init__(self, engine: Engine, lineage: Lineage, synced: Callable[[], None], sound: Path | None = None,
+                 held: Callable[[], Path | None] = lambda: None):
         """`synced` is called on rank 0 before a checkpoint becomes visible: what else must be on the disk then. `sound`: the
-        checkpoint that the run goes on from."""
+        checkpoint that the run goes on from. `held` says which one is being copied elsewhere, and stays until that is over."""
         self._engine, self._comm, self._config = engine, engine.comm, engine.config
         self.prunes = True
-        self._lineage, self._synced, self._sound = lineage, synced, sound  # the newest that was read whole by this run
+        self._lineage, self._synced, self._held = lineage, synced, held
+        self._sound = sound  # the newest that was read whole by this run
         self._attempt = self._comm.broadcast(uuid.uuid4().hex[:8])  # nobody else writes into a folder of this name
         self.stage = Stage.IDLE
         self.waits_for: list[int] = []  # ranks that are not done with the stage
@@ -232,7 +234,8 @@ class Saver:
         keep = self._config.checkpoint.keep
         with contextlib.suppress(OSError):  # this one is there all the same; the next save tries again
             for path in own(self._config, self._lineage, self.step)[keep:] if keep and self.prunes else ():
-                remove(path)
+                if path != self._held():
+                    remove(path)
 
     def _give_up(self) -> Outcome:
         problems = self._comm.gather(self._result if self._status in (FAILED, FULL) else None)

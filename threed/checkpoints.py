@@ -162,18 +162,19 @@ class Checkpoints:
 
     def _tell_copies(self) -> str | None:
         """Say what has been copied since the last call. Why the last of it was not, if so."""
-        problem = None
+        last = None
         for path, size, took_s, problem in self._copier.ended() if self._copier else ():
-            if problem is not None:
-                self._say(f"warning: {path.name} was not copied to {self.config.checkpoint.copy_to}: {problem}. It is whole in "
-                          f"{path.parent}")
-            elif size:
+            place, last = self.config.checkpoint.copy_to, None if size else problem
+            if size:
                 self._metrics["checkpoint/copied_s"] = took_s
-                self._say(f"copied {path.name} to {self.config.checkpoint.copy_to}: {show_bytes(size)} in {show_seconds(took_s)}")
-        return problem
+                self._say(f"copied {path.name} to {place}: {show_bytes(size)} in {show_seconds(took_s)}")
+            if problem is not None:
+                what = f"older copies at {place} could not be removed" if size else f"{path.name} was not copied to {place}"
+                self._say(f"warning: {what}: {problem}" + ("" if size else f". It is whole in {path.parent}"))
+        return last
 
     def close(self, hurried: Callable[[], bool]) -> None:
-        """The run ends: wait for its last copy; once `hurried`, for checkpoint.copy_wait_s. The checkpoint itself is on the disk."""
+        """The run ends: wait for its last copy; once `hurried`, for checkpoint.copy_wait_s. The checkpoint itself stands."""
         if self._copier is None:
             return
         copier, wait_s, until, said = self._copier, self.config.checkpoint.copy_wait_s, math.inf, time.monotonic()
@@ -186,7 +187,7 @@ class Checkpoints:
                     self._say(f"still copying to {copier.address}: {show_bytes(copier.moved)} of {show_bytes(copier.size)}")
         late, problem = not copier.wait(0), self._tell_copies()
         if late:
-            self._say(f"warning: the run was asked to stop, and its last copy takes longer than checkpoint.copy_wait_s={wait_s:g}")
+            self._say(f"warning: the run was asked to stop, and its copy takes longer than checkpoint.copy_wait_s={wait_s:g}")
         if late or problem is not None:
             self._say(f"warning: THE LAST CHECKPOINT IS NOT AT {copier.address}. Keep {self.newest}: the run copies it when it "
                       "is started again")

@@ -33,6 +33,7 @@ from threed.checkpoint.format import (
     parse_latest,
     step_of,
     sync,
+    unseal,
     unseal_data,
 )
 from threed.errors import InputError
@@ -60,9 +61,9 @@ class Store:
             paths = [entry["name"].rstrip("/") for entry in self._fs.ls(self._root, detail=True)]
         except FileNotFoundError:
             return [], []
-        found = sorted((Path(path).name for path in paths if step_of(Path(path)) >= 0), key=_step, reverse=True)
-        complete = [name for name in found if self._fs.exists(self._at(name, MANIFEST))]
-        return complete, [name for name in found if name not in complete]
+        steps = sorted((Path(path).name for path in paths if step_of(Path(path)) >= 0), key=_step, reverse=True)
+        complete = [name for name in steps if self._fs.exists(self._at(name, MANIFEST))]
+        return complete, [name for name in steps if name not in complete]
 
     def newest(self) -> list[str]:
         """Complete checkpoints, the best first: those of the lineage that `latest` names, then all before them."""
@@ -100,9 +101,9 @@ class Store:
             sync(Path(at))
             check(Path(at), parts)
             return
-        there = self._fs.info(at)["size"]
-        if there != size:
-            raise OSError(f"{names[-1]} has {there} bytes there, not {size}")
+        arrived = self._fs.info(at)["size"]
+        if arrived != size:
+            raise OSError(f"{names[-1]} has {arrived} bytes there, not {size}")
         head, crc = parts[0] if names[-1] != INDEX else (size, zlib.crc32(source.read_bytes()))
         if zlib.crc32(self._fs.cat_file(at, start=0, end=head)) != crc:
             raise OSError(f"{names[-1]} reads back otherwise than it was written")
@@ -189,9 +190,9 @@ class Copied(NamedTuple):
     """How a copy ended."""
 
     path: Path
-    size: int  # bytes that were copied; 0: the copy was there already
+    size: int  # bytes that were copied; 0: none, since the copy was there already, or for a problem
     took_s: float
-    problem: str | None
+    problem: str | None  # with a size: the copy is whole, but older ones could not be removed
 
 
 class Copier:
@@ -237,36 +238,41 @@ class Copier:
                     return
             begin, size, problem = time.monotonic(), 0, None
             try:
-                size = self._copy(self.held)
+                store = Store(self.address)
+                size = self._copy(store, self.held)
+                if size:
+                    self._prune(store, self.held)
             except Exception as error:
                 problem = reason(error) if self.held.is_dir() else "it was removed before its copy was complete"
-                with contextlib.suppress(Exception):
-                    Store(self.address).remove(self.held.name)
             with self._lock:
                 self._ended.append(Copied(self.held, size, time.monotonic() - begin, problem))
 
-    def _copy(self, path: Path) -> int:
-        store, name, data = Store(self.address), path.name, (path / MANIFEST).read_bytes()
+    def _copy(self, store: Store, path: Path) -> int:
+        name, data = path.name, (path / MANIFEST).read_bytes()
         manifest = unseal_data(path, data)
         if store.read(name, MANIFEST) == data:
             return 0
         parts = {**parts_of_files(path, manifest, path / INDEX), INDEX: parts_of_index(manifest)}
         self.size = sum(size for each in parts.values() for size, _ in each)
         store.remove(name)  # of an older lineage, or half of a copy
-        for file, of_file in parts.items():
-            before = self.moved
-            store.put(path / file, of_file, self._move, name, file)
-            self.moved = before + sum(size for size, _ in of_file)
-        store.put(path / MANIFEST, [(len(data), zlib.crc32(data))], lambda size: None, name, MANIFEST)
-        store.write(f"{name} {manifest['lineage']}\n".encode(), LATEST)
-        self._prune(store, path)
+        try:
+            for file, of_file in parts.items():
+                before = self.moved
+                store.put(path / file, of_file, self._move, name, file)
+                self.moved = before + sum(size for size, _ in of_file)
+            store.put(path / MANIFEST, [(len(data), zlib.crc32(data))], lambda size: None, name, MANIFEST)
+        except Exception:
+            with contextlib.suppress(Exception):
+                store.remove(name)
+            raise
         return self.size
 
     def _move(self, size: int) -> None:
         self.moved += size
 
     def _prune(self, store: Store, path: Path) -> None:
-        """Older copies that are not to be kept, and halves of them."""
+        """Name the newest copy; remove older ones that are not to be kept, and halves of them."""
+        store.write(f"{path.name} {unseal(path)['lineage']}\n".encode(), LATEST)
         complete, halves = store.names()
         old = [name for name in complete if _step(name) <= step_of(path)][self._keep:] if self._keep else []
         for name in [*old, *(name for name in halves if _step(name) < step_of(path))]:

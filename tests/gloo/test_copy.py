@@ -82,7 +82,7 @@ def test_there_and_back(start, serve, tmp_path):
     other = start(*named, "train.steps=7", env=server.env)
     assert other.wait() == 0, other.output
     assert metrics(tmp_path / "named")[0]["train/loss"] == pytest.approx(losses(tmp_path / "whole")[7][0], rel=1e-5)
-    restarted = start(*named, "train.steps=8", env={**server.env, "THREED_RESTARTS": "1"})
+    restarted = start(*named, "train.steps=8", env={**server.env, "SLURM_RESTART_COUNT": "1"})
     assert restarted.wait() == 0, restarted.output
     assert "fetch" not in restarted.output and "after step 7" in restarted.output
 

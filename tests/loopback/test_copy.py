@@ -47,7 +47,7 @@ def train(config: Config, steps: int, lineage: str = "new-1", held: Any = lambda
     """Steps from wherever train.resume says, a checkpoint after each."""
     def work(engine: Engine, comm: Comm) -> list[Path]:
         resume(config, engine.zero)
-        saver, paths = Saver(engine, lineage, lambda: None, held), []
+        saver, paths = Saver(engine, lineage, lambda: None, held=held), []
         for index in range(engine.zero.step_number, steps):
             engine.train_step(batches(config, comm, index))
             saver.begin({"samples": 0, "skipped": 0, "wandb_id": None})

@@ -18,7 +18,8 @@ from fsspec.implementations.local import LocalFileSystem
 from tests.harness import batches, tiny
 from threed.checkpoint.choose import begin_lineage, candidates
 from threed.checkpoint.copy import Copied, Copier, Store, fetch
-from threed.checkpoint.format import checkpoints, folder, name_of, read_latest
+from threed.checkpoint.format import checkpoints, folder, name_of
+from threed.checkpoint.lineage import Lineage, parse_latest, read_latest
 from threed.checkpoint.load import _on_first, resume
 from threed.checkpoint.save import Saver
 from threed.comm import Comm
@@ -31,6 +32,7 @@ from threed.schema import Config
 
 SMALL = ["model.layers=2", "model.hidden=16", "model.heads=4", "model.seq_len=8", "model.vocab=30", "model.vocab_multiple=16",
          "train.global_batch_size=4", "train.steps=8", "checkpoint.every=1", "checkpoint.keep=0"]
+NEW = Lineage("new-1")
 
 
 def at(path: Path, *others: str) -> Config:
@@ -43,7 +45,7 @@ def on_ranks(config: Config, work: Any) -> list[Any]:
     return run_loopback(config, plan, make_mesh(config), lambda comm: work(Engine(config, plan, comm), comm))
 
 
-def train(config: Config, steps: int, lineage: str = "new-1", held: Any = lambda: None) -> list[Path]:
+def train(config: Config, steps: int, lineage: Lineage = NEW, held: Any = lambda: None) -> list[Path]:
     """Steps from wherever train.resume says, a checkpoint after each."""
     def work(engine: Engine, comm: Comm) -> list[Path]:
         resume(config, engine.zero)
@@ -91,6 +93,10 @@ def overwrite(place: str, name: str, change: Any) -> None:
     system.pipe_file(f"{root}/{name}", change(system.cat_file(f"{root}/{name}")))
 
 
+def taken(config: Config, say: Any = lambda line: None) -> list[tuple[Path, Lineage]]:
+    return list(candidates(config, say))
+
+
 def flipped(data: bytes, where: float) -> bytes:
     at = min(len(data) - 1, int(len(data) * where))
     return data[:at] + bytes([data[at] ^ 4]) + data[at + 1:]
@@ -104,7 +110,7 @@ def test_a_copy_is_equal(saved, place):
     first, second = copied(place, saved[-1], saved[-1])
     assert first.problem is None and first.size > 0 and second == Copied(saved[-1], 0, second.took_s, None)
     assert files(place, "step-00000004") == {path.name: path.read_bytes() for path in saved[-1].iterdir()}
-    assert files(place)["latest"] == b"step-00000004 new-1\n"
+    assert parse_latest(files(place)["latest"]) == ("step-00000004", NEW)
 
 
 def test_the_manifest_is_last(saved, place, monkeypatch):
@@ -120,17 +126,18 @@ def test_the_manifest_is_last(saved, place, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         Copier(place, 0)._copy(Store(place), saved[1])
     assert order == ["rank-00000.safetensors", "rank-00001.safetensors", "index.jsonl", "manifest.json"]
-    assert Store(place).names() == ([], ["step-00000002"]) and Store(place).newest() == []
+    assert Store(place).names() == ([], ["step-00000002"]) and list(Store(place).newest()) == []
     monkeypatch.undo()
     copied(place, saved[2])
     assert Store(place).names() == (["step-00000003"], [])
 
 
-def test_kept_by_a_rule_of_their_own(saved, place):
-    """The newest so many; those of a higher step, of an older lineage, are not counted, as in run.dir."""
-    copied(place, saved[3])
-    copied(place, *saved[:3], keep=2)
-    assert Store(place).names()[0] == ["step-00000004", "step-00000003", "step-00000002"]
+def test_kept_by_a_rule_of_their_own(saved, place, tmp_path):
+    """The newest so many of the run's own; those of a higher step, or of another lineage, are not counted, as in run.dir."""
+    other = train(at(tmp_path / "other"), 1, Lineage("other-2"))
+    copied(place, saved[3], *other)
+    copied(place, *saved[1:3], keep=1)
+    assert Store(place).names()[0] == ["step-00000004", "step-00000003", "step-00000001"]
     assert all(path.exists() for path in saved)
 
 
@@ -223,7 +230,7 @@ def test_older_copies_that_stay(saved, place, monkeypatch):
     original = Store.remove
     monkeypatch.setattr(Store, "remove", lambda self, name: original(self, name) if name == "step-00000002" else 1 / 0)
     (end,) = copied(place, saved[1], keep=1)
-    assert end.size > 0 and end.problem is not None and Store(place).newest() == ["step-00000002", "step-00000001"]
+    assert end.size > 0 and end.problem is not None and list(Store(place).newest()) == ["step-00000002", "step-00000001"]
 
 
 # ---------------------------------------------------------------- and back
@@ -247,12 +254,12 @@ def test_a_run_goes_on_from_an_address(mesh, saved, tmp_path):
 
 
 def test_the_newest_of_an_address(saved, tmp_path, place):
-    """By `latest` and its lineage, not by the highest step alone: an older lineage may have come further."""
+    """By `latest` and its lineage, not by the highest step alone: another lineage may have come further."""
     copied(place, saved[3], *saved[:2])
-    assert Store(place).newest()[0] == "step-00000004", "one lineage: `latest` may be late"
-    other = train(at(tmp_path / "other"), 2, "other-2")
+    assert next(Store(place).newest()) == "step-00000004", "one lineage: `latest` may be late"
+    other = train(at(tmp_path / "other"), 2, Lineage("other-2"))
     copied(place, other[1])
-    assert Store(place).newest() == ["step-00000002", "step-00000001"]
+    assert list(Store(place).newest()) == ["step-00000002"]
     said = []
     assert fetch(place, tmp_path / "into", said.append) == tmp_path / "into" / "step-00000002"
     assert said[-1].startswith(f"fetched {place}/step-00000002: ") and len(said) == 2
@@ -290,20 +297,20 @@ def test_nothing_there(tmp_path, place):
     """An address that holds nothing: refused where it was named, and the run begins where it was only the last resort."""
     named = at(tmp_path / "run", f"train.resume={place}" if "://" in place else f"train.resume=file://{place}")
     with pytest.raises(InputError, match="there is no complete checkpoint"):
-        candidates(named, lambda line: None)
-    assert candidates(at(tmp_path / "run", f"checkpoint.copy_to={place}"), lambda line: None) == []
+        taken(named)
+    assert taken(at(tmp_path / "run", f"checkpoint.copy_to={place}")) == []
 
 
 def test_after_the_loss_of_a_disk(saved, tmp_path, place):
     """auto takes a copy where run.dir has nothing, in its lineage; not where the run has begun anew there."""
     copied(place, *saved[:3])
     config = at(tmp_path / "run", f"checkpoint.copy_to={place}")
-    assert candidates(config, lambda line: None) == [(folder(config) / "step-00000003", "new-1")]
-    begin_lineage(config, folder(config) / "step-00000003", "new-1")
-    assert read_latest(config) == ("step-00000003", "new-1")
+    assert taken(config) == [(folder(config) / "step-00000003", NEW)]
+    begin_lineage(config, folder(config) / "step-00000003", NEW)
+    assert read_latest(config) == ("step-00000003", NEW)
     anew = at(tmp_path / "anew", f"checkpoint.copy_to={place}")
-    begin_lineage(anew, None, "never-1")
-    assert candidates(anew, lambda line: None) == []
+    begin_lineage(anew, None, Lineage("never-1"))
+    assert taken(anew) == []
 
 
 def test_a_restart_does_not_fetch_again(saved, tmp_path, place, monkeypatch):
@@ -311,14 +318,14 @@ def test_a_restart_does_not_fetch_again(saved, tmp_path, place, monkeypatch):
     copied(place, saved[0])
     address = f"{place}/step-00000001" if "://" in place else f"file://{place}/step-00000001"
     config = at(tmp_path / "run", f"train.resume={address}")
-    (path, lineage), = candidates(config, lambda line: None)
+    (path, lineage), = taken(config)
     begin_lineage(config, path, lineage)
     (later,) = train(at(tmp_path / "run"), 2, lineage)
-    said = []
-    assert candidates(config, said.append)[0][0] == path and said == [f"{address} is in {folder(config)} already"]
+    said: list[str] = []
+    assert taken(config, said.append)[0][0] == path and said == [f"{address} is in {folder(config)} already"]
     monkeypatch.setenv("THREED_RESTARTS", "1")
     monkeypatch.setattr("threed.checkpoint.choose.fetch", None)
-    assert candidates(config, said.append) == [(later, lineage), (path, lineage)]
+    assert taken(config, said.append) == [(later, lineage), (path, lineage)]
 
 
 def test_another_checkpoint_of_that_step(saved, tmp_path, place):

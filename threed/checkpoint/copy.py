@@ -20,7 +20,7 @@ import shutil
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -30,12 +30,12 @@ from threed.checkpoint.format import (
     LATEST,
     MANIFEST,
     Unusable,
-    parse_latest,
     step_of,
     sync,
     unseal,
     unseal_data,
 )
+from threed.checkpoint.lineage import Lineage, parse_latest, text_of_latest
 from threed.errors import InputError
 from threed.quantity import show_bytes, show_seconds
 
@@ -65,19 +65,18 @@ class Store:
         complete = [name for name in steps if self._fs.exists(self._at(name, MANIFEST))]
         return complete, [name for name in steps if name not in complete]
 
-    def newest(self) -> list[str]:
-        """Complete checkpoints, the best first: those of the lineage that `latest` names, then all before them."""
+    def newest(self) -> Iterator[str]:
+        """Complete checkpoints of the lineage that `latest` names, the newest first; without a `latest`, all that there are."""
         complete, _ = self.names()
-        last, lineage = parse_latest(self.read(LATEST) or b"")
-        if _step(last) < 0:
-            return complete
-        return [name for name in complete if _step(name) <= _step(last) or self._lineage(name) == lineage]
+        _, lineage = parse_latest(self.read(LATEST) or b"")
+        return (name for name in complete if lineage is None or self.is_of(lineage, name))
 
-    def _lineage(self, name: str) -> str | None:
+    def is_of(self, lineage: Lineage, name: str) -> bool:
+        """Whether a checkpoint is of a lineage. One that cannot be read is: it is tried, and refused with its reason."""
         try:
-            return unseal_data(self._at(name), self.read(name, MANIFEST) or b"")["lineage"]
+            return lineage.has(unseal_data(self._at(name), self.read(name, MANIFEST) or b"")["lineage"][0], _step(name))
         except InputError:
-            return None
+            return True
 
     def read(self, *names: str) -> bytes | None:
         """A file's content; None where there is none."""
@@ -271,10 +270,12 @@ class Copier:
         self.moved += size
 
     def _prune(self, store: Store, path: Path) -> None:
-        """Name the newest copy; remove older ones that are not to be kept, and halves of them."""
-        store.write(f"{path.name} {unseal(path)['lineage']}\n".encode(), LATEST)
+        """Name the newest copy; remove older ones of its lineage that are not to be kept, and halves of copies."""
+        lineage = Lineage.of(unseal(path))
+        store.write(text_of_latest(path.name, lineage).encode(), LATEST)
         complete, halves = store.names()
-        old = [name for name in complete if _step(name) <= step_of(path)][self._keep:] if self._keep else []
+        before = (name for name in complete if self._keep and _step(name) <= step_of(path) and store.is_of(lineage, name))
+        old = list(before)[self._keep:]
         for name in [*old, *(name for name in halves if _step(name) < step_of(path))]:
             store.remove(name)
 

@@ -79,10 +79,11 @@ def test_there_and_back(start, serve, tmp_path):
     assert [row["step"] for row in metrics(tmp_path / "run")] == [7, 8]
     assert {step: losses(tmp_path / "whole")[step] for step in (7, 8)} == losses(tmp_path / "run")
     named = [f"train.resume={PLACE}/step-00000006", f"run.dir={tmp_path / 'named'}", "parallel.dp=1", "parallel.tp=2"]
-    other = start(*named, "train.steps=7", env=server.env)
+    job = {**server.env, "SLURM_JOB_ID": "17"}
+    other = start(*named, "train.steps=7", env=job)
     assert other.wait() == 0, other.output
     assert metrics(tmp_path / "named")[0]["train/loss"] == pytest.approx(losses(tmp_path / "whole")[7][0], rel=1e-5)
-    restarted = start(*named, "train.steps=8", env={**server.env, "SLURM_RESTART_COUNT": "1"})
+    restarted = start(*named, "train.steps=8", env={**job, "SLURM_RESTART_COUNT": "1"})
     assert restarted.wait() == 0, restarted.output
     assert "fetch" not in restarted.output and "after step 7" in restarted.output
 

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 
 # Module, or folder with a dot at its end -> layer. The longest match counts. Fractions: the order inside a layer.
 LAYERS = {
-    "errors": 0, "models": 0, "quantity": 0.2, "models.registry": 0.2,
+    "errors": 0, "models": 0, "quantity": 0.2, "models.registry": 0.2, "address": 0.2,
     "schema": 0.5, "synonyms": 0.2, "native": 0.2, "mesh": 0.5, "models.spec": 0.6, "contract": 0.6, "models.tiling": 0.65,
     "validate": 0.7, "config": 0.8,
     "comm": 1, "store": 1, "pool": 1.1, "tensor.": 1.2, "data.": 1.2, "models.gpt": 1.5,

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from threed.checkpoint.copy import Copier
+from threed.checkpoint.format import folder
 from threed.checkpoint.load import Resumed
 from threed.checkpoint.save import Outcome, Saver, Stage
 from threed.comm import Comm
@@ -25,6 +27,7 @@ from threed.schema import Config
 
 TRIES, PAUSE_S = 3, 2.0  # for the last checkpoint of a run: a disk may be full for a moment
 SAY_EVERY_S = 30.0  # while a run waits for a disk
+POLL_S = 0.2  # while a run waits for its last copy
 PATIENCE_S = 10.0  # that a run stands still for a save under way when the next one is due
 
 
@@ -48,10 +51,15 @@ class Checkpoints:
     def __init__(self, config: Config, engine: Engine, watch: Watch, log: Log | None, resumed: Resumed):
         self.config, self.watch, self.log = config, watch, log
         self.newest: Path | None = resumed.path
-        self._saver = Saver(engine, resumed.lineage, log.sync if log else lambda: None, resumed.path, self._say)
+        place = config.checkpoint.copy_to if log else None  # rank 0 copies
+        self._copier = Copier(place, config.checkpoint.copy_keep) if place is not None else None
+        self._saver = Saver(engine, resumed.lineage, log.sync if log else lambda: None, resumed.path,
+                            lambda: self._copier.held if self._copier else None, self._say)
         self._zero, self._in_background = engine.zero, engine.plan.table.snapshots
         self._blocked_s = 0.0  # by the save under way
         self._metrics: dict[str, float | None] = {}
+        if self.newest is not None and self.newest.parent == folder(config):
+            self._copy(self.newest)  # a run that was killed may not have come to that
 
     @property
     def status(self) -> float:
@@ -65,6 +73,7 @@ class Checkpoints:
 
     def after_step(self, statuses: Sequence[float], trace: Trace) -> None:
         """Go on with the save under way. `statuses`: of all ranks; `trace`: of this rank's step."""
+        self._tell_copies()
         if self._saver.stage is Stage.IDLE:
             return
         # What is under way when a program begins is a snapshot: its waits have no instruction as their source.
@@ -140,9 +149,48 @@ class Checkpoints:
             self._say(f"warning: no checkpoint of step {self._saver.step} was saved: {outcome.problem}. Older checkpoints stand")
             return
         self.newest = outcome.path
-        self._metrics = {"checkpoint/blocked_s": self._blocked_s, "checkpoint/written_s": outcome.written_s}
+        self._metrics |= {"checkpoint/blocked_s": self._blocked_s, "checkpoint/written_s": outcome.written_s}
         self._say(f"saved {outcome.path} in {show_seconds(outcome.written_s)}, of which the run stood still for "
                   f"{show_seconds(self._blocked_s)}")
+        self._copy(outcome.path)
+
+    # ---- copies elsewhere, of which the other ranks know nothing
+
+    def _copy(self, path: Path) -> None:
+        if self._copier is not None and (dropped := self._copier.offer(path)) is not None:
+            self._say(f"note: {dropped.name} is not copied: the copy of an older one still goes on, and {path.name} is next")
+
+    def _tell_copies(self) -> str | None:
+        """Say what has been copied since the last call. Why the last of it was not, if so."""
+        last = None
+        for path, size, took_s, problem in self._copier.ended() if self._copier else ():
+            place, last = self.config.checkpoint.copy_to, None if size else problem
+            if size:
+                self._metrics["checkpoint/copied_s"] = took_s
+                self._say(f"copied {path.name} to {place}: {show_bytes(size)} in {show_seconds(took_s)}")
+            if problem is not None:
+                what = f"older copies at {place} could not be removed" if size else f"{path.name} was not copied to {place}"
+                self._say(f"warning: {what}: {problem}" + ("" if size else f". It is whole in {path.parent}"))
+        return last
+
+    def close(self, hurried: Callable[[], bool]) -> None:
+        """The run ends: wait for its last copy; once `hurried`, for checkpoint.copy_wait_s. The checkpoint itself stands."""
+        if self._copier is None:
+            return
+        copier, wait_s, until, said = self._copier, self.config.checkpoint.copy_wait_s, math.inf, time.monotonic()
+        with self.watch.phase("copy the last checkpoint", waits=False):
+            while not copier.wait(POLL_S) and (now := time.monotonic()) < until:
+                if until == math.inf and hurried():
+                    until = now + wait_s
+                if now - said > SAY_EVERY_S:
+                    said = now
+                    self._say(f"still copying to {copier.address}: {show_bytes(copier.moved)} of {show_bytes(copier.size)}")
+        late, problem = not copier.wait(0), self._tell_copies()
+        if late:
+            self._say(f"warning: the run was asked to stop, and its copy takes longer than checkpoint.copy_wait_s={wait_s:g}")
+        if late or problem is not None:
+            self._say(f"warning: THE LAST CHECKPOINT IS NOT AT {copier.address}. Keep {self.newest}: the run copies it when it "
+                      "is started again")
 
     def _say(self, text: str) -> None:
         if self.log:

@@ -83,6 +83,7 @@ class Loop:
             self.checkpoints.save_last(self._counters())
         if zero.step_number < last:
             self._say(f"stopped on request after step {zero.step_number}; train.resume=auto goes on from here")
+        self.checkpoints.close(lambda: zero.step_number < last or self.requests.stop)
         self._summary()
 
     def _worth_saving(self) -> bool:

@@ -147,7 +147,7 @@ class TrainConfig:
     seed: int = 1234
     eval_every: int = 0  # 0: never
     eval_batches: int = 1  # global batches an evaluation
-    resume: str = "auto"  # auto: the newest complete checkpoint in run.dir | never | a checkpoint's folder
+    resume: str = "auto"  # auto: the newest complete checkpoint in run.dir | never | a checkpoint's folder or address (copy_to)
     on_nonfinite: str = "stop"  # stop: the run ends and says where | skip: the step is skipped and counted
     max_skipped: int = 10  # steps in a row that skip leaves out before the run ends; 0: no limit
 
@@ -157,6 +157,9 @@ class CheckpointConfig:
     every: int = 0  # steps; 0: only at the end
     keep: int = 2  # the newest ones kept; 0: all
     background: bool = True  # written from a copy on the host while the run goes on; false: the run waits
+    copy_to: str | None = None  # complete ones are copied to s3://BUCKET/RUN, gs://BUCKET/RUN or a folder; null: nowhere
+    copy_keep: int = 0  # the newest copies kept; 0: all
+    copy_wait_s: float = 60.0  # that a run which is asked to stop stays for its last copy
 
 
 @dataclass

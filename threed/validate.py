@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
+from threed.address import is_store, local_path
+from threed.address import problem as address_problem
 from threed.contract import Cell, refusal
 from threed.errors import InputError
 from threed.models.spec import WHOLE
 from threed.models.tiling import layers_of, tiling, together
 from threed.quantity import parse_bytes
-from threed.schema import V_SHAPED, Config, PrecisionConfig
+from threed.schema import V_SHAPED, CheckpointConfig, Config, PrecisionConfig
 
 CHOICES = {
     "model.position": ("rotary", "learned"),
@@ -42,6 +45,7 @@ _AT_LEAST = {  # key: least value
     "optimizer.warmup_steps": 0, "optimizer.decay_steps": 1, "optimizer.wsd_decay_steps": 0, "optimizer.min_lr": 0,
     "activation.every": 1, "train.steps": 0, "train.global_batch_size": 1, "train.micro_batch_size": 1, "train.seed": 0,
     "train.eval_every": 0, "train.eval_batches": 1, "train.max_skipped": 0, "checkpoint.every": 0, "checkpoint.keep": 0,
+    "checkpoint.copy_keep": 0, "checkpoint.copy_wait_s": 0,
     "monitor.console_every": 1, "monitor.trace_every": 0, "monitor.timeline_every": 0,
     "run.timeout_s": 1, "run.connect_timeout_s": 1, "run.verify_every": 0, "run.restarts": 0, "run.restart_wait_s": 0,
     "data.validation_fraction": 0, "zero.shard_size": 1, "zero.prefetch": 0, "zero.persist_below": 0,
@@ -65,6 +69,7 @@ def validate(config: Config, world_size: int | None = None) -> list[str]:
     problems += _check_activation(config) if "activation" not in wrong else []
     problems += _check_offload(config) if "offload" not in wrong else []
     problems += _check_precision(config) if "precision" not in wrong else []
+    problems += _check_copies(config) if not wrong & {"checkpoint", "run"} else []
     reason = refusal(Cell.of(config)) if not wrong & {"parallel", "zero", "precision"} else None
     return [*problems, reason] if reason else problems
 
@@ -288,6 +293,25 @@ def _check_offload(config: Config) -> list[str]:
             problems.append("offload to nvme needs offload.nvme_path, a folder on a fast disk of each machine")
     elif offload.nvme_path is not None:
         problems.append(f"offload.nvme_path={offload.nvme_path} needs offload.optimizer or offload.parameters to be nvme")
+    return problems
+
+
+def _check_copies(config: Config) -> list[str]:
+    """Addresses that cannot be one, before any process starts."""
+    checkpoint, problems = config.checkpoint, []
+    places = {"checkpoint.copy_to": checkpoint.copy_to}
+    if is_store(config.train.resume):
+        places["train.resume"] = config.train.resume
+    for key, address in places.items():
+        if address is not None and (problem := address_problem(address)) is not None:
+            problems.append(f"{key}={address}: {problem}")
+    if checkpoint.copy_to is None:
+        problems += [f"checkpoint.{key}={getattr(checkpoint, key)} needs checkpoint.copy_to, where copies go"
+                     for key in ("copy_keep", "copy_wait_s") if getattr(checkpoint, key) != getattr(CheckpointConfig(), key)]
+    elif (folder := local_path(checkpoint.copy_to)) is not None:
+        if folder.expanduser().resolve() == (Path(config.run.dir) / "checkpoints").resolve():
+            problems.append(f"checkpoint.copy_to={checkpoint.copy_to} is the folder of run.dir's checkpoints: copies would "
+                            "replace what they are made from; give another folder")
     return problems
 
 

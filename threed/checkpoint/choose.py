@@ -1,28 +1,39 @@
 """Choose: which checkpoint a run goes on from, by `train.resume`, and what is said of it.
 
 `auto` takes the newest of the run's own lineage; where a start named a checkpoint, what came after that one in
-an older lineage is left behind.
+an older lineage is left behind. A checkpoint in a store is fetched into run.dir first; so is the newest of checkpoint.copy_to
+where run.dir has nothing at all, as after the loss of its disk.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from threed.address import is_store
+from threed.checkpoint.copy import fetch
 from threed.checkpoint.format import Unusable, checkpoints, folder, is_name, step_of, unseal
 from threed.checkpoint.lineage import Lineage, read_latest, write_latest
 from threed.errors import InputError, RunError
 from threed.schema import Config
 
 
-def candidates(config: Config) -> Iterator[tuple[Path, Lineage]]:
-    """Checkpoints to try, the best first, each with the lineage that goes on from it."""
-    named, lineage = read_latest(config)
-    if config.train.resume == "auto" or (lineage is not None and lineage.goes_on(config)):
+def candidates(config: Config, say: Callable[[str], None]) -> Iterator[tuple[Path, Lineage]]:
+    """Checkpoints to try, the best first, each with the lineage that goes on from it. `say` is told what is fetched."""
+    (named, lineage), place = read_latest(config), config.checkpoint.copy_to
+    if config.train.resume == "auto" and place is not None and lineage is None and not checkpoints(config):
+        if (path := fetch(place, folder(config), say)) is not None:
+            yield path, Lineage.of(unseal(path))
+    elif config.train.resume == "auto" or (lineage is not None and lineage.goes_on(config)):
         yield from _of_lineage(config, named, lineage)
+    elif is_store(config.train.resume):
+        if (path := fetch(config.train.resume, folder(config), say)) is None:
+            raise InputError(f"train.resume={config.train.resume}: there is no complete checkpoint; give a folder of copies, "
+                             "or one of them, such as s3://BUCKET/RUN/step-00000100")
+        yield path, Lineage.new(config, path)
     elif config.train.resume != "never":
         yield Path(config.train.resume), Lineage.new(config)
 

@@ -40,7 +40,7 @@ _OTHER = "resume from another one with train.resume=PATH"
 class Unusable(InputError):
     """A checkpoint that is damaged or incomplete: `train.resume=auto` takes the one before it."""
 
-    def __init__(self, path: Path, what: str):
+    def __init__(self, path: Path | str, what: str):
         super().__init__(f"checkpoint {path} {what}; {_OTHER}")
         self.what = what
 
@@ -141,12 +141,19 @@ def seal(manifest: dict[str, Any]) -> str:
 def unseal(path: Path) -> dict[str, Any]:
     """The manifest of a checkpoint, as it was written. Unusable where it was not; InputError for another format."""
     try:
-        manifest = json.loads(_regular(path / MANIFEST).read_bytes())
+        data = _regular(path / MANIFEST).read_bytes()
+    except OSError as error:
+        raise Unusable(path, f"cannot be used: {MANIFEST} cannot be read ({error.strerror})") from None
+    return unseal_data(path, data)
+
+
+def unseal_data(path: Path | str, data: bytes) -> dict[str, Any]:
+    """`unseal`, of what the file holds. `path`: where it is from."""
+    try:
+        manifest = json.loads(data)
         if not isinstance(manifest, dict):
             raise ValueError("it is no object")
         checksum = manifest.pop("checksum", None)
-    except OSError as error:
-        raise Unusable(path, f"cannot be used: {MANIFEST} cannot be read ({error.strerror})") from None
     except (ValueError, RecursionError) as error:
         raise Unusable(path, f"is damaged: {MANIFEST} cannot be read ({error})") from None
     whole = checksum == _digest(manifest)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from threed import environment
+from threed.address import is_store
 from threed.checkpoint.format import LATEST, checkpoints, folder, is_name, replace_text, step_of, sync, unseal
 from threed.errors import InputError
 from threed.schema import Config
@@ -42,12 +43,12 @@ class Lineage(NamedTuple):
         return cls(name, tuple((ancestor, last) for ancestor, last in ancestors))
 
     @classmethod
-    def new(cls, config: Config) -> Lineage:
-        """Of a start from what `train.resume` names."""
+    def new(cls, config: Config, path: Path | None = None) -> Lineage:
+        """Of a start from what `train.resume` names. `path`: where that lies, if it was fetched."""
         parent = ()
         if config.train.resume not in ("auto", "never"):
             try:
-                manifest = unseal(Path(config.train.resume))
+                manifest = unseal(path or Path(config.train.resume))
                 before = cls.of(manifest)
                 parent = (*before.ancestors, (before.name, manifest["step"]))
             except InputError:
@@ -63,7 +64,8 @@ def _start(config: Config) -> str:
     """ORIGIN-LAUNCH-: from where a start goes on, and what all its restarts have in common."""
     origin = {"auto": "new", "never": "never"}.get(config.train.resume)
     if origin is None:  # by its address: the run may have removed it since
-        origin = _short(str(Path(config.train.resume).resolve()))
+        named = config.train.resume
+        origin = _short(named if is_store(named) else str(Path(named).resolve()))
     return f"{origin}-{_short(environment.launch())}-"
 
 
@@ -75,14 +77,22 @@ def read_latest(config: Config) -> tuple[str, Lineage | None]:
     """(name or absolute path of the newest checkpoint, or 'none'; its lineage), as the file `latest` says; '' and None where that
     has no meaning."""
     try:
-        with (folder(config) / LATEST).open() as file:
-            text = file.read(1 << 16)
+        with (folder(config) / LATEST).open("rb") as file:
+            return parse_latest(file.read(1 << 16))
+    except OSError:
+        return "", None
+
+
+def parse_latest(data: bytes) -> tuple[str, Lineage | None]:
+    """`read_latest`, of what the file holds."""
+    try:
+        text = data.decode()
         first, *rest, crc = text.splitlines()
         if int(crc, 16) != zlib.crc32(text[:text.rindex(crc)].encode()):
             return "", None
         named, name = first.rsplit(maxsplit=1)
         ancestors = tuple((ancestor, int(last)) for last, ancestor in (line.split() for line in rest))
-    except (OSError, ValueError):  # UnicodeDecodeError, too
+    except ValueError:  # UnicodeDecodeError, too
         return "", None
     if not (is_name(named) or named == "none" or os.path.isabs(named)):
         return "", None
@@ -91,10 +101,14 @@ def read_latest(config: Config) -> tuple[str, Lineage | None]:
 
 def write_latest(config: Config, named: str, lineage: Lineage) -> None:
     folder(config).mkdir(parents=True, exist_ok=True)
+    replace_text(folder(config) / LATEST, text_of_latest(named, lineage))
+    sync(folder(config))
+
+
+def text_of_latest(named: str, lineage: Lineage) -> str:
     lines = [f"{named} {lineage.name}", *(f"{last} {ancestor}" for ancestor, last in lineage.ancestors)]
     text = "\n".join(lines) + "\n"
-    replace_text(folder(config) / LATEST, f"{text}{zlib.crc32(text.encode()):08x}\n")
-    sync(folder(config))
+    return f"{text}{zlib.crc32(text.encode()):08x}\n"
 
 
 def own(config: Config, lineage: Lineage, last: int) -> list[Path]:

@@ -12,8 +12,10 @@ checkpoint is run: a manifest is JSON, tensors are safetensors. Any mesh can rea
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +34,7 @@ from threed.schema import Config
 from threed.zero.run import Clipped, ZeroRun
 
 _ABSURD = (KeyError, IndexError, TypeError, AttributeError, OverflowError, MemoryError)  # a checksum can be right all the same
+POLL_S = 0.1  # between two exchanges of ranks that wait for what rank 0 fetches
 
 
 class Resumed(NamedTuple):
@@ -51,8 +54,8 @@ def resume(config: Config, zero: ZeroRun, say: Callable[[str], None] = lambda li
     """
     comm, said = zero.comm, []
     free = comm.broadcast(is_free(config))  # whether an older checkpoint will do
-    chosen = candidates(config) if comm.rank == 0 else iter(())
-    while (choice := comm.broadcast(next(chosen, None))) is not None:
+    chosen = candidates(config, say) if comm.rank == 0 else iter(())
+    while (choice := _on_first(comm, lambda: next(chosen, None))) is not None:
         path, lineage = choice
         manifest, problem = _read_on_first(path, config, comm)
         if problem is None:
@@ -68,6 +71,26 @@ def resume(config: Config, zero: ZeroRun, say: Callable[[str], None] = lambda li
         raise InputError("none of the checkpoints can be used:\n  " + "\n  ".join(said) + "\nrepair one, name one with "
                          "train.resume=PATH, or begin anew in another run.dir, or here with train.resume=never")
     return Resumed(None, {}, comm.broadcast(Lineage.new(config)), said)
+
+
+def _on_first(comm: Comm, work: Callable[[], Any]) -> Any:
+    """What rank 0 has made of some work. However long it takes, no rank waits for an answer of another: a checkpoint may be
+    fetched from far away."""
+    future: Future[Any] = Future()
+
+    def body() -> None:
+        try:
+            future.set_result(work())
+        except Exception as error:
+            future.set_exception(error)
+
+    if comm.rank == 0:
+        threading.Thread(target=body, daemon=True, name="choose").start()
+    while True:
+        if comm.rank == 0:
+            wait([future], POLL_S)
+        if comm.broadcast(future.done()):
+            return comm.broadcast(future.result() if comm.rank == 0 else None)
 
 
 def _read_on_first(path: Path, config: Config, comm: Comm) -> tuple[dict[str, Any], str | None]:

@@ -75,12 +75,14 @@ class Saver:
     """One rank's part in the run's checkpoints. All ranks call `begin` and `advance` after the same steps."""
 
     def __init__(self, engine: Engine, lineage: Lineage, synced: Callable[[], None], sound: Path | None = None,
-                 say: Callable[[str], None] = lambda line: None):
+                 held: Callable[[], Path | None] = lambda: None, say: Callable[[str], None] = lambda line: None):
         """`synced` is called on rank 0 before a checkpoint becomes visible: what else must be on the disk then. `sound`: the
-        checkpoint that the run goes on from. `say` is told on rank 0 what is done with older ones."""
+        checkpoint that the run goes on from. `held` says which one is being copied elsewhere, and stays until that is over;
+        `say` is told on rank 0 what is done with older ones."""
         self._engine, self._comm, self._config = engine, engine.comm, engine.config
-        self.prunes, self._say = True, say
-        self._lineage, self._synced, self._sound = lineage, synced, sound  # the newest that was read whole by this run
+        self.prunes = True
+        self._lineage, self._synced, self._held, self._say = lineage, synced, held, say
+        self._sound = sound  # the newest that was read whole by this run
         self._attempt = self._comm.broadcast(uuid.uuid4().hex[:8])  # nobody else writes into a folder of this name
         self.stage = Stage.IDLE
         self.waits_for: list[int] = []  # ranks that are not done with the stage
@@ -243,7 +245,8 @@ class Saver:
         keep = self._config.checkpoint.keep
         for path in own(self._config, self._lineage, self.step)[keep:] if keep and self.prunes else ():
             try:
-                remove(path)
+                if path != self._held():
+                    remove(path)
             except OSError as error:
                 self._say(f"warning: {path} cannot be removed ({error.strerror}): it stays, beyond checkpoint.keep={keep}")
 

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from threed.environment import Nodes
 from threed.rendezvous import REPORT_S, Line, is_loopback, plain, readable
+from threed.restart import Failure, Restarts
 
 CLEAR_S = 20.0  # a launcher that cannot end its ranks within this is given up
 
@@ -55,12 +56,15 @@ class Member:
 
 
 class Head:
-    """Decides for all launchers. `open_store`: a store for the ranks of one attempt."""
+    """Decides for all launchers. `newest` names the newest checkpoint, since which restarts are counted; `open_store`: a
+    store for the ranks of one attempt."""
 
-    def __init__(self, listener: socket.socket, nodes: Nodes, limit_s: float, restarts: int, version: str,
-                 open_store: Callable[[], Store]):
+    def __init__(self, listener: socket.socket, nodes: Nodes, limit_s: float, restarts: Restarts, newest: Callable[[], str],
+                 version: str, open_store: Callable[[], Store]):
         self.version, self.wanted = version, _span(nodes.least, nodes.most)
-        self.listener, self.nodes, self.limit_s, self.restarts, self.open_store = listener, nodes, limit_s, restarts, open_store
+        self.listener, self.nodes, self.limit_s, self.open_store = listener, nodes, limit_s, open_store
+        self.restarts, self.newest = restarts, newest
+        self.not_before = 0.0  # the next start
         self.settle_s = limit_s / 10  # how long fewer than the most wait for more
         self.members: dict[int, Member] = {}
         self.running: list[Member] = []
@@ -68,7 +72,8 @@ class Head:
         self.seen: dict[int, str] = {}  # node -> host, of those who were there
         self.attempt = 0
         self.store: Store | None = None
-        self.failure: dict[str, Any] = {}
+        self.status = 0  # of what has failed
+        self.again: tuple[float | None, str] = None, ""  # after how long to start again, if so, and what to say
         self.begin(State.GATHER)
 
     def begin(self, state: State) -> None:
@@ -148,7 +153,7 @@ class Head:
         del self.members[member.node]
         self.changed = time.monotonic()
         if member in self.running and self.state in (State.PREPARE, State.RUN) and not member.done:
-            self._fail(f"{member} has gone: {why}", 1, None)
+            self._fail(Failure(f"{member} has gone: {why}", None, None, 1), None)
 
     # -------- what they say
 
@@ -174,24 +179,26 @@ class Head:
         again, rank, status = not message["asked"], message["rank"], message["status"]
         reason = self.store.reason() if self.store is not None and rank is not None else None
         if message["signal"]:
-            self._fail(f"rank {rank} on {member.host} was killed by {message['signal']}", status, None, again=again)
+            text = f"rank {rank} on {member.host} was killed by {message['signal']}"
+            self._fail(Failure(text, None, None, status), None, again=again)
         elif reason is not None and reason["rank"] is not None:
             first = next((other for other in self.running if reason["rank"] in other.ranks), member)
             text = f"rank {reason['rank']} on {first.host}: {reason['message']}"
-            self._fail(text, reason["status"], first, reason["hang"], again)
+            failure = Failure(text.splitlines()[0], reason.get("cause"), reason.get("step"), reason["status"])
+            self._fail(failure, first, reason["hang"], again, text)
         elif rank is None:
-            self._fail(message["text"], status, member)
+            self._fail(Failure(message["text"], message["text"], None, status), member)
         else:
             text = f"rank {rank} on {member.host} ended with exit status {status} and did not say why"
-            self._fail(text, status, None, again=again)
+            self._fail(Failure(text, f"exit status {status}", None, status), None, again=again)
 
-    def _fail(self, text: str, status: int, said: Member | None, hang: bool = False, again: bool = True) -> None:
-        """All others end their ranks. `said`: there somebody has said it already."""
+    def _fail(self, failure: Failure, said: Member | None, hang: bool = False, again: bool = True, text: str = "") -> None:
+        """All others end their ranks. `said`: there somebody has said it already. `text`: all of what there is to say."""
+        text = text or failure.text
         if self.store is not None:
-            self.store.fail(text, status)
-        repeated = text == self.failure.get("text") and said is not None  # the machine is not to blame
-        again = again and status != 2 and not repeated and self.attempt < self.restarts
-        self.failure = {"text": text, "status": status, "again": again}
+            self.store.fail(text, failure.status)
+        self.status = failure.status
+        self.again = self.restarts.after(failure, self.newest()) if again else (None, "")
         for member in self.members.values():
             member.cleared = False
             member.line.send("clear", text="" if member is said else text, hang=hang)
@@ -204,17 +211,21 @@ class Head:
             if not late:
                 return
             self._lose(member, "it does not end its ranks")
-        if not self.failure["again"]:
-            self._end("", self.failure["status"])
+        wait_s, text = self.again
+        if wait_s is None:
+            self._end(text, self.status)
             return
         self.attempt += 1
-        self.tell("wait", text=f"starting again, {self.attempt} of {self.restarts}")
+        self.tell("wait", text=text)
         self.begin(State.GATHER)
+        self.not_before = self.since = time.monotonic() + wait_s
 
     # -------- the next start
 
     def _gather(self) -> None:
         there, waited, now = len(self.members), time.monotonic() - self.since, time.monotonic()
+        if now < self.not_before:
+            return
         enough = there >= self.nodes.least and now - self.changed > self.settle_s and 0 in self.members
         if there == self.nodes.most or (enough and self.nodes.least < self.nodes.most):
             self._ready()

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from threed import __version__
+from threed.checkpoint.lineage import read_latest
 from threed.data.tokens import Prepared, prepare
 from threed.engine.watch import KEY, say
 from threed.environment import RESTARTS, Nodes
@@ -26,6 +27,7 @@ from threed.errors import InputError, RunError, ThreedError
 from threed.head import Head
 from threed.launcher import GRACE_S, SIGNALS, die_with_parent, run_rank
 from threed.rendezvous import Line, choose_interface, connect, interface, is_here, listen, plain, readable
+from threed.restart import Restarts
 from threed.schema import Config
 from threed.store import serve_store, tcp_store
 
@@ -132,7 +134,9 @@ class Launcher:
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-        Head(listener, self.nodes, self.config.run.connect_timeout_s, self.restarts, __version__, RankStore).run()
+        restarts = Restarts(self.restarts, self.config.run.restart_wait_s)
+        Head(listener, self.nodes, self.config.run.connect_timeout_s, restarts, lambda: read_latest(self.config)[0], __version__,
+             RankStore).run()
         os._exit(0)
 
     def _connect(self, here: bool) -> Line:

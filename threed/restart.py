@@ -33,7 +33,7 @@ class Failure:
 
     text: str
     cause: str | None
-    step: int
+    step: int | None  # 0: before the first; None: not known
     status: int
 
 
@@ -45,7 +45,7 @@ class Restarts:
         self._most, self._wait_s = most, wait_s
         self._count = 0  # since the newest checkpoint
         self._newest = ""
-        self._met: set[tuple[int, str]] = set()
+        self._met: set[tuple[int | None, str]] = set()
 
     def after(self, failure: Failure, newest: str) -> tuple[float | None, str]:
         """Seconds to wait before the ranks are started again, or None, and what to say. `newest`: the newest checkpoint."""
@@ -53,16 +53,16 @@ class Restarts:
             return None, ""
         if newest != self._newest:
             self._newest, self._count = newest, 0
-        where = f"at step {failure.step}" if failure.step else "before the first step"
+        where = "" if failure.step is None else f" at step {failure.step}" if failure.step else " before the first step"
         key = failure.step, failure.cause or ""
         if failure.cause is not None and key in self._met:
-            return None, f"not started again: the same failed {where} before, so it is the run's and not the machine's"
+            return None, f"not started again: the same failed{where} before, so it is the run's and not the machine's"
         self._met.add(key)
         if self._count == self._most:
-            return None, (f"not started again: run.restarts={self._most} starts from the newest checkpoint have failed, the last "
+            return None, (f"not started again: run.restarts={self._most} starts from the newest checkpoint have failed, the last"
                           f"{where}")
         wait_s = min(self._wait_s * 2**self._count, max(LONGEST_WAIT_S, self._wait_s))
         self._count += 1
         self.total += 1
-        return wait_s, (f"restart {self._count} of {self._most} since the newest checkpoint, in {wait_s:g} s: {failure.text} "
+        return wait_s, (f"restart {self._count} of {self._most} since the newest checkpoint, in {wait_s:g} s: {failure.text}"
                         f"{where}")

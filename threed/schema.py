@@ -180,7 +180,7 @@ class RunConfig:
     connect_timeout_s: float = 300.0  # with several nodes: how long they wait for each other to come
     device: str = "auto"  # auto | cpu | cuda
     verify_every: int = 0  # steps between two that are computed twice and compared, to find a machine that errs; 0: never
-    restarts: int = 3  # of all ranks after a failure, from the newest checkpoint, until there is a newer one; one machine
+    restarts: int = 3  # of all ranks after a failure, from the newest checkpoint, until there is a newer one
     restart_wait_s: float = 5.0  # before the first of them; doubled each time, up to 300
 
 

@@ -13,6 +13,7 @@ from threed.environment import Nodes
 from threed.errors import InputError, RunError
 from threed.head import Head
 from threed.rendezvous import Line, connect, interface, is_here, is_loopback, listen, plain, route
+from threed.restart import Restarts
 
 
 class FakeStore:
@@ -35,7 +36,7 @@ class Meeting:
         listener = listen(0)
         self.nodes = Nodes(least, most, 0, 2, "127.0.0.1", listener.getsockname()[1])
         self.stores: list[FakeStore] = []
-        self.head = Head(listener, self.nodes, limit_s, restarts, "1", self.store)
+        self.head = Head(listener, self.nodes, limit_s, Restarts(restarts, 0.1), lambda: "", "1", self.store)
         self.head.settle_s = 0.2
         self.lines: list[Line] = []
         threading.Thread(target=self.head.run, daemon=True).start()

@@ -19,7 +19,8 @@ def pytest_generate_tests(metafunc):
     if "cell" in metafunc.fixturenames:
         every = list(cells())
         some = [*SAMPLE, *[cell for cell in every if refusal(cell) is not None][::97]]
-        metafunc.parametrize("cell", some if metafunc.config.getoption("-m").startswith("not slow") else every, ids=lambda cell: cell.id)
+        few = metafunc.config.getoption("-m").startswith("not slow")
+        metafunc.parametrize("cell", some if few else every, ids=lambda cell: cell.id)
 
 
 def test_cell(cell, references):

@@ -149,7 +149,8 @@ class Saver:
         worst = max(asked)
         if worst == FULL and FAILED not in asked and self._config.checkpoint.keep and not self._cleared:
             self._cleared = True
-            self._start(Stage.CLEARING, self._clear, only_first=True)
+            problem = self._problem()
+            self._start(Stage.CLEARING, lambda: self._clear(problem), only_first=True)
         elif worst != DONE:
             return self._give_up()
         elif self.stage is Stage.WRITING:
@@ -203,14 +204,14 @@ class Saver:
             state.snapped()
         return write(self._aside / file_name(self._comm.rank), self._comm.rank, self._items)
 
-    def _clear(self) -> None:
+    def _clear(self, problem: str | None) -> None:
         """All but the newest make room: the one that this run has read, or read back. `latest` may name a damaged one."""
         complete = checkpoints(self._config)
         sound = [path for path in complete if self._sound is not None and path.resolve() == self._sound.resolve()]
         older = [path for path in complete if path not in (sound or complete[:1])]
         if older:
-            self._say(f"warning: the disk is full: {', '.join(path.name for path in older)} make room for the checkpoint of step "
-                      f"{self.step}")
+            names = ", ".join(path.name for path in older)
+            self._say(f"warning: {problem}: {names} make room for the checkpoint of step {self.step}")
         for path in older:
             remove(path)
 
@@ -257,12 +258,17 @@ class Saver:
                 shutil.rmtree(aside, ignore_errors=True)
 
     def _give_up(self) -> Outcome:
-        problems = self._comm.gather(self._result if self._status in (FAILED, FULL) else None)
+        problem = self._problem()
         if self._comm.rank == 0:  # before the others hear of it: they may write into the same folder again at once
             shutil.rmtree(self._aside, ignore_errors=True)
             with contextlib.suppress(OSError):
                 tidy(self._config)
-        return self._end(self._comm.broadcast(next((each for each in problems or () if isinstance(each, str)), None)))
+        return self._end(self._comm.broadcast(problem))
+
+    def _problem(self) -> str | None:
+        """The first rank's that has one, on rank 0. All ranks call it together."""
+        problems = self._comm.gather(self._result if self._status in (FAILED, FULL) else None)
+        return next((each for each in problems or () if each is not None), None)
 
     def _end(self, problem: str | None) -> Outcome:
         self.stage, self._items, self._thread, self._result = Stage.IDLE, [], None, None

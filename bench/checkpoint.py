@@ -1,6 +1,6 @@
 """What a checkpoint costs a run: threed in the background, threed while the run waits, torch.distributed.checkpoint's async_save.
 
-The same tensors go to the same disk, in turn, in the same processes. `blocked` is how long a rank's training stood still: to
+The same tensors go to the same disk in the same processes. `blocked` is how long a rank's training stood still: to
 begin, in STEPs that waited for a copy, and at the ends of steps.
 """
 
@@ -112,17 +112,19 @@ class Rank:
 
     def run(self, pipe: Any) -> None:
         self.step()
-        for _ in range(self.args.rounds):
-            ways = {"": self.quiet, BACKGROUND: lambda: self.background(False), WAITING: lambda: self.background(True),
-                    PEER: self.torch}
-            for name, way in ways.items():
-                self.comm.exchange(None)
-                pipe.send((name, way()))
+        ours = {"": self.quiet, BACKGROUND: lambda: self.background(False), WAITING: lambda: self.background(True)}
+        for ways in (ours, {PEER: self.torch}):  # the peer makes copies of its own: ours must be gone, or memory is short
+            for _ in range(self.args.rounds):
+                for name, way in ways.items():
+                    self.comm.exchange(None)
+                    pipe.send((name, way()))
+            for state in self.engine.states.values():
+                state.snapshot = None
         pipe.send(None)
 
 
 def config_of(args: argparse.Namespace) -> Config:
-    return make_config(Sizes(args.layers, args.hidden, args.hidden // 64, 8192, 32, 1, 1, "fp32"), args.ranks, "zero.stage=1",
+    return make_config(Sizes(args.layers, args.hidden, args.hidden // 64, 8192, 32, 1, 1, "fp32"), args.ranks, "zero.stage=3",
                        f"run.dir={args.dir}", "checkpoint.every=1", "checkpoint.keep=0")
 
 
@@ -146,7 +148,7 @@ def lines(args: argparse.Namespace, seen: dict[str, list[list[Any]]]) -> list[st
     """Medians over rounds of the slowest rank."""
     numel = sum(p.numel for layer in layers(config_of(args).model) for p in layer.parameters)
     quiet = median(max(map(median, ranks)) for ranks in seen[""])
-    out = [f"{show_count(numel)} parameters in fp32 on {args.ranks} ranks (dp, ZeRO-1), {args.rounds} rounds; a step takes "
+    out = [f"{show_count(numel)} parameters in fp32 on {args.ranks} ranks (dp, ZeRO-3), {args.rounds} rounds; a step takes "
            f"{show_seconds(quiet)} when nothing is saved", "",
            "| | blocked | of a wait | written | a step meanwhile | of a quiet one | bytes |", "|---|--:|--:|--:|--:|--:|--:|"]
     wait = median(max(cost.blocked_s for cost in ranks) for ranks in seen[WAITING])

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.running import Run
+
 
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory):
@@ -37,3 +39,17 @@ def mount(tmp_path):
     yield make
     for folder in mounted:
         subprocess.run(["umount", "-l", folder], check=True)
+
+
+@pytest.fixture
+def begin(tmp_path, cache):
+    """begin(arguments, *overrides) -> a run in tmp_path/run, or in another folder; what still runs at the end is killed."""
+    runs = []
+
+    def run(arguments: list[str], *overrides: str, name: str = "run", env: dict[str, str] | None = None) -> Run:
+        runs.append(Run(tmp_path, *arguments, *cache, f"run.dir={tmp_path / name}", *overrides, env=env))
+        return runs[-1]
+
+    yield run
+    for each in runs:
+        each.kill()

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -24,18 +25,8 @@ AGAIN = ["run.restarts=2", "run.restart_wait_s=0.1"]
 
 
 @pytest.fixture
-def start(tmp_path, cache):
-    """start(*overrides) -> a run in tmp_path/run; what still runs at the end is killed."""
-    runs = []
-
-    def begin(*overrides: str, env: dict[str, str] | None = None) -> Run:
-        run = Run(tmp_path, *SMALL, *cache, f"run.dir={tmp_path / 'run'}", *overrides, env=env)
-        runs.append(run)
-        return run
-
-    yield begin
-    for run in runs:
-        run.kill()
+def start(begin):
+    return partial(begin, SMALL)
 
 
 @pytest.fixture(scope="module")

@@ -6,11 +6,12 @@ import json
 import os
 import signal
 import subprocess
+from functools import partial
 
 import pytest
 
 import threed.launcher  # noqa: F401  (imported before the runs fork)
-from tests.running import Run, metrics
+from tests.running import metrics
 
 TOY = ["train", "configs/toy.yaml", "model.layers=4", "model.hidden=32", "model.seq_len=32", "model.vocab=300", "parallel.dp=2",
        "parallel.tp=1", "parallel.pp=1", "train.global_batch_size=4", "train.micro_batch_size=2", "train.eval_every=0",
@@ -18,16 +19,8 @@ TOY = ["train", "configs/toy.yaml", "model.layers=4", "model.hidden=32", "model.
 
 
 @pytest.fixture
-def start(tmp_path, cache):
-    runs = []
-
-    def begin(*overrides: str) -> Run:
-        runs.append(Run(tmp_path, *TOY, *cache, *overrides))
-        return runs[-1]
-
-    yield begin
-    for run in runs:
-        run.kill()
+def start(begin):
+    return partial(begin, TOY)
 
 
 def fill(folder, leave: int = 0) -> None:

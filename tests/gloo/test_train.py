@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -26,18 +27,8 @@ TOY = ["train", "configs/toy.yaml", "model.layers=6", "model.hidden=32", "model.
 
 
 @pytest.fixture
-def start(tmp_path, cache):
-    """start(*overrides) -> a run in tmp_path/run; what still runs at the end is killed."""
-    runs = []
-
-    def begin(*overrides: str, name: str = "run", env: dict[str, str] | None = None) -> Run:
-        run = Run(tmp_path, *TOY, *cache, f"run.dir={tmp_path / name}", *overrides, env=env)
-        runs.append(run)
-        return run
-
-    yield begin
-    for run in runs:
-        run.kill()
+def start(begin):
+    return partial(begin, TOY)
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -22,18 +23,8 @@ SMALL = ["train", "configs/toy.yaml", "model.layers=2", "model.hidden=32", "mode
 
 
 @pytest.fixture
-def start(tmp_path, cache):
-    """start(*overrides, env) -> a run in tmp_path/run; what still runs at the end is killed."""
-    runs = []
-
-    def begin(*overrides: str, env: dict[str, str] | None = None) -> Run:
-        run = Run(tmp_path, *SMALL, *cache, f"run.dir={tmp_path / 'run'}", *overrides, env=env)
-        runs.append(run)
-        return run
-
-    yield begin
-    for run in runs:
-        run.kill()
+def start(begin):
+    return partial(begin, SMALL)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ by itself. A folder may hold checkpoints of others, with higher steps; `latest` 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import uuid
@@ -47,12 +48,10 @@ class Lineage(NamedTuple):
         """Of a start from what `train.resume` names. `path`: where that lies, if it was fetched."""
         parent = ()
         if config.train.resume not in ("auto", "never"):
-            try:
+            with contextlib.suppress(InputError):  # said when it is read
                 manifest = unseal(path or Path(config.train.resume))
                 before = cls.of(manifest)
                 parent = (*before.ancestors, (before.name, manifest["step"]))
-            except InputError:
-                pass  # said when it is read
         return cls(f"{_start(config)}{uuid.uuid4().hex[:8]}", parent)
 
     def goes_on(self, config: Config) -> bool:

@@ -39,7 +39,7 @@ matrix: $(STAMP) ## run every cell of the contract, and all other products of ca
 cluster: $(STAMP) ## runs on several hosts: network namespaces, and a Slurm of two nodes (as root; skipped elsewhere)
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! command -v slurmctld >/dev/null; then \
 	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
-	    iproute2 util-linux slurmctld slurmd slurm-client munge >/dev/null; fi
+	    iproute2 nftables util-linux slurmctld slurmd slurm-client munge >/dev/null; fi
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m cluster -rs tests/cluster $(ARGS)
 
 chaos: $(STAMP) ## a campaign of faults: kills, signals, disks, damaged files (ARGS='--faults 1000 --seed 7', an hour or two)

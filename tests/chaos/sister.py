@@ -12,10 +12,12 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 import threed.launcher as launcher
 from tests import running
@@ -70,21 +72,49 @@ def ranks_of(name: str) -> int:
 
 
 class Sister(running.Run):
-    """A run under way in `folder`: its run.dir is folder/run, its temporary files belong into folder/tmp."""
+    """A run under way in `folder`: its run.dir is folder/run, its temporary files belong into folder/tmp. It has one launcher,
+    or one on each of some hosts, which `places` enter."""
 
-    def __init__(self, folder: Path, argv: list[str], hooks: list[Callable[[], None]]):
-        self.log = folder / f"log-{time.monotonic_ns()}.txt"
-        self.process = multiprocessing.get_context("fork").Process(
-            target=_begin, args=(self.log, [*argv, f"run.dir={folder / 'run'}"], folder, hooks))
-        self.process.start()
+    def __init__(self, folder: Path, argv: list[str], hooks: list[Callable[[], None]],
+                 places: Sequence[Callable[[], None]] = (lambda: None,)):
+        context = multiprocessing.get_context("fork")
+        self.logs = [folder / f"log-{time.monotonic_ns()}-{number}.txt" for number in range(len(places))]
+        argv = [*argv, f"run.dir={folder / 'run'}"]
+        self.launchers = [context.Process(target=_begin, args=(log, argv, folder, [enter, *hooks]))
+                          for log, enter in zip(self.logs, places, strict=True)]
+        for process in self.launchers:
+            process.start()
 
     def alive(self) -> bool:
-        return self.process.is_alive()
+        return any(process.is_alive() for process in self.launchers)
+
+    def join(self, timeout_s: float | None = None) -> int | None:
+        """The exit status: of several launchers, the first that is not 0. None if one is still alive."""
+        for process in self.launchers:
+            process.join(timeout_s)
+        statuses = [process.exitcode for process in self.launchers]
+        return next((status for status in statuses if status != 0), 0)
+
+    @property
+    def output(self) -> str:
+        return "".join(log.read_text(errors="replace") for log in self.logs if log.exists())
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the launchers."""
+        return [process.pid for process in self.launchers if process.pid is not None]
 
     @property
     def pid(self) -> int:
-        assert self.process.pid is not None
-        return self.process.pid
+        return self.pids[0]
+
+    def kill(self) -> None:
+        for process in self.launchers:
+            if process.pid is not None and psutil.pid_exists(process.pid):
+                for child in psutil.Process(process.pid).children(recursive=True):
+                    child.kill()
+            process.kill()
+            process.join(10)
 
 
 def _begin(log: Path, argv: list[str], folder: Path, hooks: list[Callable[[], None]]) -> None:
@@ -207,7 +237,7 @@ def _make_reference(name: str, folder: Path, data: list[str]) -> Reference:
 
     begin = time.monotonic()
     run = Sister(folder, [*TOY, *overrides(name, folder), *data], [hook])
-    status = run.wait()
+    status = run.join(90)
     assert status == 0, f"an undisturbed run of '{name}' ends with {status}:\n{run.output}"
     seconds = time.monotonic() - begin
     sites = [site for rank, file in enumerate(reports) if file.exists() for site in calls_of_save(rank, file)]

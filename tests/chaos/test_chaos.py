@@ -16,7 +16,7 @@ from tests.chaos import campaign, interposer
 from tests.chaos.faults import KINDS
 
 ROOT = Path(__file__).parents[2]
-SEED, NUMBER = 10, 10
+SEED, NUMBER = 24, 10
 
 
 def test_a_sample(tmp_path):

@@ -32,6 +32,7 @@ from tests.chaos.sister import (
     ranks_of,
     read_steps,
 )
+from tests.cluster.hosts import Host, Hosts, missing
 
 HANG_S = 60.0  # without a step and without an end
 ORPHAN_S = 6.0  # what is left of a run this long after its end is an orphan
@@ -103,6 +104,7 @@ class Trial:
         self.caches: list[Path] = []  # of prepared data, that are this trial's own
         self.statuses: list[int | None] = []
         self.mounted: list[Path] = []
+        self.hosts: Hosts | None = None  # that the run is divided among
 
     @property
     def size(self) -> int:
@@ -158,15 +160,16 @@ class Trial:
             self.marker.write_text(f"{time.monotonic():.6f}\tfault\t{text}\n")
 
     def family(self, run: Sister) -> list[psutil.Process]:
-        """All processes of a run but its launcher."""
-        try:
-            return [child for child in psutil.Process(run.pid).children(recursive=True) if child.status() != "zombie"]
-        except psutil.NoSuchProcess:
-            return []
+        """All processes of a run but its launchers."""
+        found = []
+        for pid in run.pids:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found += [child for child in psutil.Process(pid).children(recursive=True) if child.status() != "zombie"]
+        return found
 
     def kill_node(self, run: Sister) -> None:
         """Everything at once, as when the power goes."""
-        victims = [run.pid, *(child.pid for child in self.family(run))]
+        victims = [*run.pids, *(child.pid for child in self.family(run))]
         self.strike()
         for pid in victims:
             send(pid, signal.SIGKILL)
@@ -178,6 +181,28 @@ class Trial:
                                                capture_output=True).returncode:
             raise Skip("only root may mount a small file system")
         self.mounted.append(folder)
+
+    def use_hosts(self) -> list[Host]:
+        """Two hosts, each with half of the ranks."""
+        if reason := missing():
+            raise Skip(reason)
+        self.hosts = Hosts(2, self.folder)
+        return self.hosts.__enter__()
+
+    def _places(self) -> list[Callable[[], None]]:
+        """What makes the process of each launcher one of its host's."""
+        if self.hosts is None:
+            return [lambda: None]
+        first = self.hosts.all[0]
+
+        def place(number: int, host: Host) -> Callable[[], None]:
+            def enter() -> None:
+                host.enter()
+                os.environ.update(NNODES="2", NODE_RANK=str(number), MASTER_ADDR=first.address, GPUS_PER_NODE=str(self.size // 2))
+
+            return enter
+
+        return [place(*pair) for pair in enumerate(self.hosts.all)]
 
     # ------------------------------------------------------------ the trial
 
@@ -222,7 +247,7 @@ class Trial:
         if RESTARTS:
             self.argv += [f"run.restarts={3 if self.restarts else 0}", "run.restart_wait_s=0.2"]
         hooks = [fault.hook] if first else [fault.later] if len(self.runs) == 1 else []
-        run = Sister(self.folder, self.argv, hooks)
+        run = Sister(self.folder, self.argv, hooks, self._places())
         self.runs.append(run)
         if first:
             fault.act(self, run)
@@ -244,11 +269,10 @@ class Trial:
                 self.verdicts["hang"] = f"no step and no end for {HANG_S:g} s, {left} processes: {self._stacks(run)}"
                 run.kill()
             time.sleep(POLL_S)
-        run.process.join()
-        return run.process.exitcode
+        return run.join()
 
     def _stacks(self, run: Sister) -> str:
-        for pid in [run.pid, *(child.pid for child in self.family(run))]:
+        for pid in [*run.pids, *(child.pid for child in self.family(run))]:
             send(pid, signal.SIGUSR2)
         time.sleep(0.5)
         return (self.folder / "stacks").read_text()
@@ -266,12 +290,13 @@ class Trial:
 
     def _left(self) -> list[psutil.Process]:
         found = []
+        launchers = [pid for run in self.runs for pid in run.pids]
         for child in psutil.Process().children(recursive=True):
             try:
                 if child.status() == "zombie":
-                    if child.ppid() == os.getpid() and child.pid not in [run.process.pid for run in self.runs]:
+                    if child.ppid() == os.getpid() and child.pid not in launchers:
                         os.waitpid(child.pid, os.WNOHANG)
-                elif child.pid not in [run.process.pid for run in self.runs if run.alive()]:
+                elif child.pid not in launchers:
                     found.append(child)
             except (psutil.NoSuchProcess, ChildProcessError):
                 pass
@@ -283,10 +308,12 @@ class Trial:
         step = tensors.step_of(found) if found else 0
         stopped = re.findall(r"stopped on request after step (\d+)", run.output)
         wanted = int(stopped[-1]) if stopped else STEPS
-        if run.process.exitcode == 0 and step < wanted:
+        if self.statuses[-1] == 0 and step < wanted:
             self.verdicts["status"] = f"exit status 0, but the newest checkpoint is of step {step}, not {wanted}"
 
     def clean(self) -> None:
+        if self.hosts is not None:
+            self.hosts.__exit__()
         for folder in self.mounted:
             subprocess.run(["umount", "-l", folder], check=False, capture_output=True)
         shutil.rmtree(self.folder, ignore_errors=True)

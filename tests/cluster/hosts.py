@@ -141,6 +141,14 @@ class Host:
         subprocess.run(["ip", "netns", "exec", self.namespace, "tc", "qdisc", "replace", "dev", "eth0", "root", *shape],
                        check=True, capture_output=True)
 
+    def lossy(self, percent: int) -> None:
+        """So many of the packets that come to it are lost. Needs `nft` (package nftables)."""
+        nft = ["ip", "netns", "exec", self.namespace, "nft"]
+        rule = f"iifname eth0 numgen random mod 100 < {percent} drop"
+        for words in ("add table inet loss", "add chain inet loss in { type filter hook input priority 0; }",
+                      "flush chain inet loss in", f"add rule inet loss in {rule}"):
+            subprocess.run([*nft, words], check=True, capture_output=True)
+
     def enter(self, own: Path | None = None) -> None:
         """Make this process one of the host's."""
         libc = ctypes.CDLL(None, use_errno=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -161,7 +162,18 @@ def test_slow_link(two, alone, measured):
     two.start("train.steps=12")
     assert two.end() == [0, 0], two.output
     assert losses(two.folder / "run") == alone[2]
-    measured("2 Mbit/s from host 2 (tbf; this kernel has no netem for delay and loss)", "exit 0, equal losses", clock.seconds)
+    measured("2 Mbit/s from host 2 (tbf)", "exit 0, equal losses", clock.seconds)
+
+
+@pytest.mark.skipif(shutil.which("nft") is None, reason="nft (package nftables) is missing")
+def test_lost_packets(two, alone, measured):
+    for host in two.hosts:
+        host.lossy(5)
+    clock = Clock()
+    two.start("train.steps=12")
+    assert two.end() == [0, 0], two.output
+    assert losses(two.folder / "run") == alone[2]
+    measured("5% of all packets lost (nft), both ways", "exit 0, equal losses", clock.seconds)
 
 
 @pytest.mark.parametrize("variables", ["PyTorchJob", "PyTorchJob of v1.5", "elastic PyTorchJob"])

@@ -202,9 +202,9 @@ def two_runs(trial: Trial) -> Fault:
         if trial.until_step(run, step):
             trial.strike()
             second = Sister(trial.folder, trial.argv, [])
-            second.process.join(30)
+            status = second.join(30)
             second.kill()
-            if run.alive() and (second.process.exitcode != 2 or "is in use by another run" not in second.output):
-                trial.verdicts["wrong"] = f"a second run in the same folder ended with {second.process.exitcode}"
+            if run.alive() and (status != 2 or "is in use by another run" not in second.output):
+                trial.verdicts["wrong"] = f"a second run in the same folder ended with {status}"
 
     return Fault(f"another run is started in the folder after step {step}", act=act)

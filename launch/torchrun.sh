@@ -41,6 +41,10 @@ config=$1
 shift
 
 restarts=${MAX_RESTARTS:-${PET_MAX_RESTARTS:-0}}
+if [[ $restarts != "${PET_MAX_RESTARTS:-$restarts}" ]]; then
+  echo "torchrun.sh: MAX_RESTARTS=$MAX_RESTARTS and PET_MAX_RESTARTS=$PET_MAX_RESTARTS contradict each other: unset one" >&2
+  exit 2
+fi
 if [[ ! $restarts =~ ^[0-9]+$ ]]; then
   echo "torchrun.sh: MAX_RESTARTS must be a whole number, not '$restarts'" >&2
   exit 2

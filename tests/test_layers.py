@@ -33,7 +33,7 @@ LAYERS = {
     "offload.run": 4, "offload.tiers": 4,
     "predict.": 4.5, "predict.memory": 4.8, "predict.advise": 4.9, "engine.": 5, "checkpoint.": 5.1, "monitor.": 5,
     "environment": 0.5, "early": 0.2, "rendezvous": 0.6, "head": 0.7, "checkpoints": 5.8, "loop": 5.9, "train": 6, "restart": 0.2,
-    "launcher": 6.2, "nodes": 6.3, "cli": 6.5, "__main__": 6.6,
+    "children": 5.9, "rank": 6.1, "launcher": 6.2, "nodes": 6.3, "cli": 6.5, "__main__": 6.6,
 }
 MAX_FILE, MAX_FUNCTION, MAX_ARGUMENTS = 420, 70, 7  # lines, lines, arguments besides self
 

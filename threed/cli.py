@@ -55,12 +55,12 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
     parent = os.getppid()
     path = configs.find_file(config)
     configs.load(path, overrides)  # bad input is told before torch is imported, which takes seconds
-    from threed import environment, launcher
+    from threed import environment, launcher, rank
 
     place = environment.place_of_environment()
     if isinstance(place, environment.Place):
         loaded = configs.load(path, overrides, place.world_size)
-        raise typer.Exit(launcher.run_place(loaded, place, parent))
+        raise typer.Exit(rank.run_place(loaded, place, parent))
     first = configs.load(path, overrides)
     if place is not None:
         raise typer.Exit(_train_nodes(place, path, overrides, first.run.device))

@@ -5,19 +5,27 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Iterable
 from types import FrameType
+from typing import Any
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
+def handle(numbers: Iterable[int], handler: Any) -> None:
+    """Have `handler` answer signals. A hang-up stays ignored where nohup has asked for that."""
+    for number in numbers:
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, handler)
+
+
 def begin() -> None:
-    """Before anything is imported. Until the launcher or a rank has handlers of its own, what asks to stop ends the process with
-    a word, and what asks to save finds nothing to save."""
+    """Install handlers for the seconds of importing: a request to stop ends the process with a word, a request to save is
+    ignored."""
     if sys.argv[1:2] == ["train"]:
         # Of a connection that breaks torch prints 40 lines of addresses for each try; threed says it once.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        for number in STOPS:
-            signal.signal(number, _leave)
+        handle(STOPS, _leave)
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 

@@ -45,7 +45,8 @@ class Nodes:
 
 
 def place_of_environment(env: Mapping[str, str] = os.environ) -> Place | Nodes | None:
-    """None: nobody else has been started, all ranks are started here."""
+    """None: nobody else has been started, all ranks are started here. Under srun, RANK, WORLD_SIZE and MASTER_PORT, which torch
+    reads, are set as well."""
     if "LOCAL_RANK" in env:
         return _rank(env)
     if "NNODES" in env or "PET_NNODES" in env or ("RANK" in env and "WORLD_SIZE" in env):
@@ -80,7 +81,7 @@ def _rank(env: Mapping[str, str]) -> Place:
 
 
 def _nodes(env: Mapping[str, str]) -> Nodes:
-    host, _, port = env.get("PET_RDZV_ENDPOINT", "").partition(":")
+    host, port = _endpoint(env.get("PET_RDZV_ENDPOINT", ""))
     env = {**env, "the host of PET_RDZV_ENDPOINT": host, "the port of PET_RDZV_ENDPOINT": port}
     name, text = _one(env, "NNODES", "PET_NNODES") or ("WORLD_SIZE", env["WORLD_SIZE"])
     least, _, most = text.partition(":")
@@ -103,7 +104,22 @@ def _nodes(env: Mapping[str, str]) -> Nodes:
         raise InputError(f"{name}={text} needs NODE_RANK, the number of this node: 0 to {many - 1}")
     chosen = _one(env, "MASTER_PORT", "PET_MASTER_PORT", "the port of PET_RDZV_ENDPOINT")
     return Nodes(few, many, 0 if many == 1 else node, size, address[1] if address else "127.0.0.1",
-                 _whole(*chosen) if chosen else PORT, env.get("LOCAL_ADDR") or None, env.get("SLURM_JOB_ID", ""))
+                 _port(*chosen) if chosen else PORT, env.get("LOCAL_ADDR") or None, env.get("SLURM_JOB_ID", ""))
+
+
+def _endpoint(text: str) -> tuple[str, str]:
+    """host:port, or host; an IPv6 address with a port is in brackets."""
+    if text.count(":") > 1 and not text.startswith("["):
+        return text, ""
+    host, _, port = text.rpartition(":") if ":" in text.rpartition("]")[2] else (text, "", "")
+    return host.strip("[]"), port
+
+
+def _port(name: str, text: str) -> int:
+    port = _whole(name, text)
+    if not 0 < port < 2**16:
+        raise InputError(f"{name}={text} in the environment must be a port, from 1 to {2**16 - 1}")
+    return port
 
 
 def _size(env: Mapping[str, str]) -> int | None:

@@ -6,6 +6,10 @@ and leaves with `status`: 2 when the input is at fault, 1 when the run is.
 
 from __future__ import annotations
 
+import errno
+
+_WRONG_FOLDER = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.EISDIR)
+
 
 class ThreedError(Exception):
     """Base of all errors meant for people; `status` is the exit status of the command line."""
@@ -34,6 +38,12 @@ class PlanError(ThreedError):
 
 class RunError(ThreedError):
     """A failure at run time, with the instruction that failed and what was alive."""
+
+
+def of_folder(text: str, error: OSError) -> ThreedError:
+    """What a folder's failure is: an input that is wrong (it is not there, or may not be written), or a disk that fails, after
+    which a run may start again."""
+    return (InputError if error.errno in _WRONG_FOLDER else RunError)(text)
 
 
 class Stopped(ThreedError):

@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import enum
 import socket
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from threed.environment import Nodes
-from threed.rendezvous import REPORT_S, Line, is_loopback, plain, readable
+from threed.rendezvous import REPORT_S, Line, is_address, is_loopback, plain, readable
 from threed.restart import Failure, Restarts
 
 CLEAR_S = 20.0  # a launcher that cannot end its ranks within this is given up
+SILENT_S = 5.0  # a node that is silent for longer may have been replaced: others say something every two seconds
+HELLO = {"version": str, "job": str, "nodes": list, "node": (int, type(None)), "host": str, "size": int, "attempt": int,
+         "launch": str, "from": str}
 
 
 class State(enum.Enum):
@@ -49,6 +53,7 @@ class Member:
     address: str  # by which it reached the head, or LOCAL_ADDR
     done: bool = False
     cleared: bool = False
+    asked: bool = False  # somebody has asked its ranks to stop
     ranks: range = field(default_factory=lambda: range(0))
 
     def __str__(self) -> str:
@@ -68,12 +73,12 @@ class Head:
         self.settle_s = limit_s / 10  # how long fewer than the most wait for more
         self.members: dict[int, Member] = {}
         self.running: list[Member] = []
-        self.strangers: list[tuple[Line, float]] = []
+        self.unidentified: list[tuple[Line, float]] = []  # connected since, no hello yet
         self.seen: dict[int, str] = {}  # node -> host, of those who were there
-        self.attempt = 0
+        self.attempt, self.launch = 0, ""
         self.store: Store | None = None
-        self.status = 0  # of what has failed
-        self.again: tuple[float | None, str] = None, ""  # after how long to start again, if so, and what to say
+        self.failure: Failure | None = None  # the last one,
+        self.looked: list[str] = []  # and the newest checkpoint then, once that is known
         self.begin(State.GATHER)
 
     def begin(self, state: State) -> None:
@@ -82,7 +87,7 @@ class Head:
     def run(self) -> None:
         """Until all have been told to end."""
         while self.state != State.OVER:
-            lines = [member.line for member in self.members.values()] + [line for line, _ in self.strangers]
+            lines = [member.line for member in self.members.values()] + [line for line, _ in self.unidentified]
             readable(self.listener, *(line for line in lines if line.lost is None), wait_s=0.25)
             self._admit()
             for member in list(self.members.values()):
@@ -102,16 +107,19 @@ class Head:
 
     def _admit(self) -> None:
         if readable(self.listener, wait_s=0):
-            self.strangers.append((Line(self.listener.accept()[0]), time.monotonic()))
-        for line, since in list(self.strangers):
+            try:
+                self.unidentified.append((Line(self.listener.accept()[0]), time.monotonic()))
+            except OSError:  # it has gone already, or there are too many files: the others go on
+                time.sleep(0.25)
+        for line, since in list(self.unidentified):
             hello = next(iter(line.receive()), None)
-            if hello is not None and hello["op"] == "hello":
+            if hello is not None and hello["op"] == "hello" and _is_whole(hello):
                 self._greet(line, hello)
             elif line.lost is None and hello is None and time.monotonic() - since < REPORT_S:
                 continue
             else:
                 line.close()
-            self.strangers.remove((line, since))
+            self.unidentified.remove((line, since))
 
     def _greet(self, line: Line, hello: dict[str, Any]) -> None:
         free = [number for number in range(self.nodes.most) if number not in self.members and number > 0]
@@ -123,12 +131,14 @@ class Head:
             return
         assert node is not None
         if other is not None:
+            other.line.send("end", text=f"another launcher has come as node {node}, on {hello['host']}: this one ends", status=1)
             self._lose(other, "its launcher was started again")
         self.members[node] = Member(line, node, hello["host"], hello["size"], plain(hello["from"]))
         self.seen[node] = hello["host"]
-        self.attempt = max(self.attempt, hello["attempt"])
+        if not self.launch or hello["attempt"] > self.attempt:  # node 0's launcher may be a new one in a run that goes on
+            self.attempt, self.launch = hello["attempt"], hello["launch"]
         self.changed = time.monotonic()
-        line.send("welcome")
+        line.send("welcome", node=node)
         if self.state != State.GATHER:
             line.send("wait", text=f"the run is under way with {len(self.running)} nodes; this one joins it at its next start")
 
@@ -144,7 +154,7 @@ class Head:
         if node is None:
             return f"{host} is one node too many: NNODES={self.wanted}, and all are there"
         other = self.members.get(node)
-        if other is not None and (other.host != host or node == 0):
+        if other is not None and (other.host != host or node == 0) and other.line.silent_s < SILENT_S:
             return f"NODE_RANK={node} on both {other.host} and {host}: each node has a number of its own"
         return None
 
@@ -159,11 +169,14 @@ class Head:
 
     def _hear(self, member: Member, message: dict[str, Any]) -> None:
         op = message["op"]
-        if op == "stopped":
-            when = "before the first step" if self.attempt == 0 else "before it started again"
+        if op == "stopped" and self.state == State.RUN and member not in self.running:
+            member.line.send("end", text=f"stopped by {message['signal']}; the run goes on without it", status=message["status"])
+            self._lose(member, "it was stopped")
+        elif op == "stopped":
+            when = "before the first step" if self.attempt == 0 and self.state != State.CLEAR else "before it started again"
             self._end(f"stopped by {message['signal']} on {member.host} {when}", message["status"])
         elif op == "cleared":
-            member.cleared = True
+            member.cleared, member.asked = True, message["asked"]
         elif op == "failed" and self.state in (State.PREPARE, State.RUN):
             self._judge(member, message)
         elif op == "prepared" and self.state == State.PREPARE:
@@ -174,46 +187,47 @@ class Head:
                 self._end("", 0)
 
     def _judge(self, member: Member, message: dict[str, Any]) -> None:
-        """A rank has ended with an exit status: which was the first to fail, and of what? Who was asked to stop does not start
-        again."""
-        again, rank, status = not message["asked"], message["rank"], message["status"]
-        reason = self.store.reason() if self.store is not None and rank is not None else None
-        if message["signal"]:
-            text = f"rank {rank} on {member.host} was killed by {message['signal']}"
-            self._fail(Failure(text, None, None, status), None, again=again)
-        elif reason is not None and reason["rank"] is not None:
+        """A rank, or what a launcher does before there are ranks, has failed: which was the first, and of what?"""
+        rank = message["rank"]
+        reason = self.store.reason() if self.store is not None and not message["certain"] else None
+        if reason is not None and reason["rank"] is not None:
             first = next((other for other in self.running if reason["rank"] in other.ranks), member)
             text = f"rank {reason['rank']} on {first.host}: {reason['message']}"
             failure = Failure(text.splitlines()[0], reason.get("cause"), reason.get("step"), reason["status"])
-            self._fail(failure, first, reason["hang"], again, text)
-        elif rank is None:
-            self._fail(Failure(message["text"], message["text"], None, status), member)
+            self._fail(failure, first, reason["hang"], text)
         else:
-            text = f"rank {rank} on {member.host} ended with exit status {status} and did not say why"
-            self._fail(Failure(text, f"exit status {status}", None, status), None, again=again)
+            text = message["text"] if rank is None else f"rank {rank} on {member.host} {message['text']}"
+            self._fail(Failure(text, message["cause"], message["step"], message["status"]), member if rank is None else None)
 
-    def _fail(self, failure: Failure, said: Member | None, hang: bool = False, again: bool = True, text: str = "") -> None:
+    def _fail(self, failure: Failure, said: Member | None, hang: bool = False, text: str = "") -> None:
         """All others end their ranks. `said`: there somebody has said it already. `text`: all of what there is to say."""
         text = text or failure.text
         if self.store is not None:
             self.store.fail(text, failure.status)
-        self.status = failure.status
-        self.again = self.restarts.after(failure, self.newest()) if again else (None, "")
         for member in self.members.values():
-            member.cleared = False
+            member.cleared = member.asked = False
             member.line.send("clear", text="" if member is said else text, hang=hang)
+        self.failure, self.looked = failure, []
+        # The disk of checkpoints may be what has failed, and not answer.
+        threading.Thread(target=lambda found: found.append(self.newest()), args=(self.looked,), daemon=True).start()
         self.begin(State.CLEAR)
 
     def _clear(self) -> None:
         """Until no rank of this attempt is left."""
+        assert self.failure is not None
         late = time.monotonic() - self.since > CLEAR_S
         for member in [member for member in self.running if self.members.get(member.node) is member and not member.cleared]:
             if not late:
                 return
             self._lose(member, "it does not end its ranks")
-        wait_s, text = self.again
+        if any(member.asked for member in self.running):  # to stop
+            self._end("", self.failure.status)
+            return
+        if not self.looked and not late:
+            return
+        wait_s, text = self.restarts.after(self.failure, self.looked[0] if self.looked else self.restarts.newest)
         if wait_s is None:
-            self._end(text, self.status)
+            self._end(text, self.failure.status)
             return
         self.attempt += 1
         self.tell("wait", text=text)
@@ -226,8 +240,9 @@ class Head:
         there, waited, now = len(self.members), time.monotonic() - self.since, time.monotonic()
         if now < self.not_before:
             return
-        enough = there >= self.nodes.least and now - self.changed > self.settle_s and 0 in self.members
-        if there == self.nodes.most or (enough and self.nodes.least < self.nodes.most):
+        enough = there >= self.nodes.least and 0 in self.members
+        settled = now - self.changed > self.settle_s or waited > self.limit_s
+        if there == self.nodes.most or (enough and settled and self.nodes.least < self.nodes.most):
             self._ready()
             return
         missing = [f"node {node}" + (f" ({self.seen[node]})" if node in self.seen else "") for node in range(self.nodes.most)
@@ -245,7 +260,7 @@ class Head:
         self.running = [self.members[node] for node in sorted(self.members)]
         first = 0
         for member in self.running:
-            member.done = member.cleared = False
+            member.done = member.cleared = member.asked = False
             member.ranks = range(first, first + member.size)
             first += member.size
         self.store = None
@@ -257,19 +272,23 @@ class Head:
         # Whoever came over loopback is on node 0's machine: the others reach it as they reach node 0.
         far = [member for member in self.running if not is_loopback(member.address)]
         near = plain(far[0].line.socket.getsockname()[0]) if far else "127.0.0.1"
-        hosts = [member.host for member in self.running for _ in member.ranks]
-        note = ""
+        world, note = self.running[-1].ranks.stop, ""
         if len(self.running) < self.nodes.most:
             note = f"going on with {len(self.running)} of {self.nodes.most} nodes: " + ", ".join(str(m) for m in self.running)
         self.begin(State.RUN)
         for member in self.running:
             address = near if is_loopback(member.address) else member.address
-            member.line.send("start", first=member.ranks.start, world=len(hosts), port=self.store.port, address=address,
-                             hosts=hosts, attempt=self.attempt, note=note)
+            member.line.send("start", first=member.ranks.start, world=world, port=self.store.port, address=address,
+                             attempt=self.attempt, launch=self.launch, note=note)
 
     def _end(self, text: str, status: int) -> None:
         self.tell("end", text=text, status=status)
         self.state = State.OVER
+
+
+def _is_whole(hello: dict[str, Any]) -> bool:
+    return all(isinstance(hello.get(name), kind) for name, kind in HELLO.items()) and is_address(hello["from"]) and (
+        len(hello["nodes"]) == 2 and all(isinstance(number, int) for number in hello["nodes"]))
 
 
 def _span(least: int, most: int) -> str:

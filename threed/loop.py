@@ -15,6 +15,7 @@ import torch
 from threed.checkpoint.load import Resumed
 from threed.checkpoints import Checkpoints
 from threed.data.samples import Split
+from threed.early import STOPS, handle
 from threed.engine.diagnose import find_nonfinite
 from threed.engine.engine import Engine
 from threed.engine.verify import Verifier
@@ -36,9 +37,9 @@ class Requests:
 
     def __init__(self) -> None:
         self.stop = self.save = False
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, self._on_stop)
-        signal.signal(signal.SIGUSR1, self._on_save)
+        handle(STOPS, self._on_stop)
+        handle([signal.SIGUSR1], self._on_save)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [*STOPS, signal.SIGUSR1])  # those that have waited since the launcher forked
 
     def _on_stop(self, *_: Any) -> None:
         self.stop = True

@@ -29,6 +29,7 @@ ALIVE_S = 2.0  # between two words of a peer that has nothing to say
 SILENCE_S = 30.0  # a peer that is silent for longer has gone: a cable may be out for a moment, and TCP needs another to notice
 REPORT_S = 10.0  # between two lines of somebody who waits
 CONNECT_S = 5.0  # one attempt to connect
+_UNKNOWN = (OSError, UnicodeError)  # of a name that does not resolve, or cannot be one
 
 
 def readable(*sockets: Any, wait_s: float) -> bool:
@@ -47,6 +48,7 @@ class Line:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.settimeout(CONNECT_S)
         self.lost: str | None = None  # why nothing comes any more
+        self.foreign = False  # it is: the other end is another program
         self._text = b""
         self._unread: list[dict[str, Any]] = []
         self._heard = self._said = time.monotonic()
@@ -78,8 +80,8 @@ class Line:
                 messages += read
         except OSError as error:
             self.lost = f"the connection broke ({error.strerror or error})"
-        except ValueError:
-            self.lost = "it does not speak as threed"
+        except (ValueError, RecursionError):
+            self.lost, self.foreign = "it does not speak as threed", True
         now = time.monotonic()
         if self.lost is None and now - self._heard > SILENCE_S:
             self.lost = f"no sign of life for {SILENCE_S:g} s: it is off, frozen or cut off"
@@ -87,11 +89,16 @@ class Line:
             self.send("alive")
         return [message for message in messages if message["op"] != "alive"]
 
+    @property
+    def silent_s(self) -> float:
+        """Since when nothing has come."""
+        return time.monotonic() - self._heard
+
     def wait(self, limit_s: float) -> dict[str, Any] | None:
         """The next message; None if none came."""
         until = time.monotonic() + limit_s
         while time.monotonic() < until and self.lost is None:
-            if readable(self, wait_s=0.1) and (messages := self.receive()):
+            if (self._unread or readable(self, wait_s=0.1)) and (messages := self.receive()):
                 self._unread = messages[1:] + self._unread
                 return messages[0]
         return None
@@ -104,13 +111,22 @@ class Line:
 
 
 def plain(address: str) -> str:
-    """Without a scope, and without IPv6's clothes around an IPv4 address."""
+    """Drop an IPv6 scope, and turn ::ffff:a.b.c.d into a.b.c.d."""
     bare = address.partition("%")[0]
     try:
         mapped = getattr(ipaddress.ip_address(bare), "ipv4_mapped", None)
     except ValueError:
         return bare
     return str(mapped) if mapped else bare
+
+
+def is_address(text: str) -> bool:
+    """Whether it is an IP address, not a name."""
+    try:
+        ipaddress.ip_address(plain(text))
+    except ValueError:
+        return False
+    return True
 
 
 def is_loopback(address: str) -> bool:
@@ -126,6 +142,8 @@ def own_addresses() -> dict[str, str]:
 def interface(address: str) -> str:
     """The interface that has an address of this machine."""
     own = own_addresses()
+    if not is_address(address):
+        raise InputError(f"LOCAL_ADDR={address} must be an IP address of {socket.gethostname()}, not a name")
     if is_loopback(address):  # 127.0.1.1 is on lo as well, where no interface lists it
         return own.get("127.0.0.1", "lo")
     if plain(address) not in own:
@@ -141,47 +159,61 @@ def route(address: str, port: int) -> str | None:
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(where)
             return plain(probe.getsockname()[0])
-    except OSError:
+    except _UNKNOWN:
         return None
 
 
-def choose_interface(address: str) -> None:
-    """Gloo and NCCL take the address that the host's own name resolves to, or any: say which one leads to the other nodes."""
-    name = interface(address)
+def interface_variables(address: str) -> dict[str, str]:
+    """Gloo and NCCL take the address that the host's own name resolves to, or any: the environment variables of a rank that name
+    the interface to the other nodes. `address`: this host's own there."""
+    name, chosen = interface(address), {}
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        given = os.environ.setdefault(variable, name)
-        if given == "lo" and not is_loopback(address):
+        chosen[variable] = os.environ.get(variable, name)
+        if chosen[variable] == "lo" and not is_loopback(address):
             raise InputError(f"{variable}=lo on {socket.gethostname()} is loopback, and other nodes are on other hosts: unset "
                              f"it, or name the interface that leads to them ({name}, {address})")
+    return chosen
 
 
 def meet(store: Any, rank: int, world_size: int, master: tuple[str, int]) -> None:
     """Choose the interface of a rank that torchrun or srun has started: the one on the way to `master`; where that
-    is this host itself, the one on the way to a rank elsewhere. `store`: where the ranks tell each other their addresses."""
+    is this host itself, the one on the way to a rank elsewhere. `store`: where the ranks tell each other their addresses.
+    RunError where one does not come."""
     host = socket.gethostname()
     own = os.environ.get("LOCAL_ADDR") or route(*master) or "127.0.0.1"
     store.set(f"threed/address/{rank}", json.dumps([host, own]))
     if is_loopback(own):
-        others = [json.loads(store.get(f"threed/address/{other}")) for other in range(world_size)]
+        others = [json.loads(text) for text in _addresses(store, world_size)]
         far = next((address for _, address in others if not is_loopback(address)), None)
         own = route(far, master[1]) or own if far is not None else own
         if is_loopback(own) and len({name for name, _ in others}) > 1:
             raise InputError(f"MASTER_ADDR={master[0]} is loopback on {host}, and there are ranks on other hosts: set it to an "
                              "address of node 0 that all others reach, or set LOCAL_ADDR to this host's own")
-    choose_interface(own)
+    os.environ.update(interface_variables(own))
+
+
+def _addresses(store: Any, world_size: int) -> list[bytes]:
+    keys = [f"threed/address/{rank}" for rank in range(world_size)]
+    try:
+        return [store.get(key) for key in keys]
+    except RuntimeError as error:  # after the store's own limit
+        missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+        named = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+        raise RunError(f"of {world_size} ranks these did not come: {named or 'none is missing'} ({str(error).splitlines()[0]}). "
+                       "Are all nodes started?") from None
 
 
 def is_here(address: str) -> bool:
     """Whether a name or address is this machine's."""
     try:
         found = {plain(str(info[4][0])) for info in socket.getaddrinfo(address, None)}
-    except OSError:
+    except _UNKNOWN:
         return False
     return bool(found & set(own_addresses())) or all(is_loopback(a) for a in found)
 
 
 def listen(port: int) -> socket.socket:
-    """Node 0's door, on every interface."""
+    """Listen on MASTER_PORT, on all interfaces of node 0."""
     try:
         try:
             return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
@@ -200,16 +232,17 @@ def listen(port: int) -> socket.socket:
 
 
 def connect(nodes: Nodes, here: bool, limit_s: float, hello: dict[str, Any], tick: Callable[[], None],
-            say: Callable[[str], None]) -> Line:
-    """Reach the head, however late it comes, within `limit_s`. `here`: it runs on this machine. `tick` may raise to give up."""
+            say: Callable[[str], None]) -> tuple[Line, int]:
+    """Reach the head, however late it comes, within `limit_s`: the connection, and this node's number. `here`: it runs on this
+    machine. `tick` may raise to give up."""
     begin = time.monotonic()
     report = begin + REPORT_S
     address = "127.0.0.1" if here else nodes.address
     while True:
         tick()
-        line, why = _attempt(address, nodes.port, hello | {"from": nodes.local_address})
+        line, node, why = _attempt(address, nodes.port, hello | {"from": nodes.local_address})
         if line is not None:
-            return line
+            return line, node
         now = time.monotonic()
         if now - begin > limit_s:
             raise RunError(f"node 0 did not answer within run.connect_timeout_s={limit_s:g}: {why}. {_hint(nodes)}")
@@ -228,25 +261,25 @@ def _hint(nodes: Nodes) -> str:
             "nodes, and do firewalls let nodes reach each other?")
 
 
-def _attempt(address: str, port: int, hello: dict[str, Any]) -> tuple[Line | None, str]:
-    """A connection on which the head has said welcome; or why there is none."""
+def _attempt(address: str, port: int, hello: dict[str, Any]) -> tuple[Line | None, int, str]:
+    """A connection on which the head has said welcome, and as which node; or why there is none."""
     where = f"{address}:{port}"
     try:
         line = Line(socket.create_connection((address, port), CONNECT_S))
-    except socket.gaierror:
-        return None, f"the name {address} does not resolve"
+    except (socket.gaierror, UnicodeError):
+        return None, 0, f"the name {address} does not resolve"
     except TimeoutError:
-        return None, f"nothing answers at {where}"
+        return None, 0, f"nothing answers at {where}"
     except OSError as error:
-        return None, f"{where}: {(error.strerror or str(error)).lower()}"
+        return None, 0, f"{where}: {(error.strerror or str(error)).lower()}"
     own = hello["from"] or plain(line.socket.getsockname()[0])
     line.send("hello", **hello | {"from": own})
     answer = line.wait(REPORT_S)
     if answer is not None and answer["op"] == "welcome":
-        return line, ""
+        return line, answer["node"], ""
     line.close()
     if answer is not None and answer["op"] == "refused":
         raise InputError(answer["text"])
-    if answer is None and line.lost != "it does not speak as threed":
-        return None, f"something takes connections at {where} and does not answer as threed"
+    if answer is None and not line.foreign:
+        return None, 0, f"something takes connections at {where} and does not answer as threed"
     raise InputError(f"what answers at {where} is not threed: another program has this port. Give all nodes another MASTER_PORT")

@@ -1,4 +1,4 @@
-"""Restart: whether the ranks of this machine are started again after a failure, and how long to wait before.
+"""Restart: whether the ranks of a run are started again after a failure, and how long to wait before.
 
 What is the machine's (a rank that was killed, a hang, a disk that is gone) passes, and the run goes on from its newest
 checkpoint. What is the run's (a mistake in the config, a loss that is not finite) comes again: it is met twice at the same
@@ -44,20 +44,22 @@ class Restarts:
         self.total = 0
         self._most, self._wait_s = most, wait_s
         self._count = 0  # since the newest checkpoint
-        self._newest = ""
-        self._met: set[tuple[int | None, str]] = set()
+        self.newest = ""
+        self._seen: set[tuple[int | None, str]] = set()
 
     def after(self, failure: Failure, newest: str) -> tuple[float | None, str]:
         """Seconds to wait before the ranks are started again, or None, and what to say. `newest`: the newest checkpoint."""
         if failure.status == 2 or not self._most:
             return None, ""
-        if newest != self._newest:
-            self._newest, self._count = newest, 0
+        if newest != self.newest:
+            self.newest, self._count = newest, 0
+            # The run got on: what failed before the first step, or at no step that is known, need not be the same any more.
+            self._seen = {key for key in self._seen if key[0]}
         where = "" if failure.step is None else f" at step {failure.step}" if failure.step else " before the first step"
         key = failure.step, failure.cause or ""
-        if failure.cause is not None and key in self._met:
+        if failure.cause is not None and key in self._seen:
             return None, f"not started again: the same failed{where} before, so it is the run's and not the machine's"
-        self._met.add(key)
+        self._seen.add(key)
         if self._count == self._most:
             return None, (f"not started again: run.restarts={self._most} starts from the newest checkpoint have failed, the last"
                           f"{where}")

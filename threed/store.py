@@ -11,6 +11,8 @@ import torch.distributed as dist
 
 from threed.errors import RunError
 
+REACH_S = 30.0  # until a store answers that is kept already
+
 
 def serve_store() -> Any:
     """A store for ranks of several machines, kept by this process; `.port` is where."""
@@ -18,12 +20,14 @@ def serve_store() -> Any:
 
 
 def tcp_store(address: str, port: int, timeout_s: float) -> Any:
-    """The way to the store that a process of node 0 keeps."""
-    return dist.TCPStore(address, port, None, False, datetime.timedelta(seconds=timeout_s))
+    """A client of the store that a process of node 0 keeps. RuntimeError where it is not reached; `timeout_s` is for answers."""
+    store = dist.TCPStore(address, port, None, False, datetime.timedelta(seconds=min(REACH_S, timeout_s)))
+    store.set_timeout(datetime.timedelta(seconds=timeout_s))
+    return store
 
 
 def environment_store(timeout_s: float) -> Any:
-    """Where the ranks meet under torchrun, as the environment says."""
+    """Where the ranks meet under torchrun and srun, as the environment says."""
     try:
         return next(iter(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=timeout_s))))[0]
     except (RuntimeError, ValueError) as error:  # with pages of C++ frames

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,16 +42,14 @@ def pick_device(config: Config, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def train(config: Config, rank: int, local_rank: int, requests: Requests, connected: Callable[[Watch], None],
-          store: Any, prepared: Prepared | None = None) -> None:
-    """Train on this rank, from wherever `train.resume` says, to the end.
+def train(config: Config, local_rank: int, requests: Requests, watch: Watch, store: Any, closing: ExitStack,
+          prepared: Prepared | None = None) -> None:
+    """Train on the watch's rank, from wherever `train.resume` says, to the end.
 
-    `store`: where ranks meet. `prepared`: data already made; None: rank 0 makes it now.
-    `connected` is called with the watch as soon as ranks can tell each other of failures.
+    `store`: where ranks meet. `closing`: gets what may take long to close. `prepared`: data already made; None: rank 0 makes it
+    now.
     """
-    mesh, device = make_mesh(config), pick_device(config, local_rank)
-    watch = Watch(rank, store, config.run.timeout_s)
-    connected(watch)
+    rank, mesh, device = watch.rank, make_mesh(config), pick_device(config, local_rank)
     with watch.phase("connect"):
         comm = ProcessComm(mesh, rank, device, config.run.timeout_s, store)
     watch.comm = comm
@@ -80,6 +78,7 @@ def train(config: Config, rank: int, local_rank: int, requests: Requests, connec
         watch.engine = engine
         if rank == 0:
             log = Log(config)  # takes the folder for this run
+            closing.callback(log.close)
             tidy(config)
             for line in [*validate.warnings(config), *_without_compiler(config, device), *save_config(config)]:
                 log.say(f"warning: {line}")
@@ -100,8 +99,6 @@ def train(config: Config, rank: int, local_rank: int, requests: Requests, connec
         if watch.engine is not None:
             watch.engine.close()
         watch.engine = None
-        if log:
-            log.close()
     watch.close()
     comm.close()
 

@@ -24,7 +24,7 @@ from tests import running
 from tests.chaos import interposer
 from tests.chaos.interposer import Site
 from tests.chaos.tensors import newest
-from threed import cli
+from threed import children, cli
 from threed.early import begin
 from threed.engine.engine import Engine
 from threed.monitor.log import Log
@@ -120,7 +120,7 @@ class Sister(running.Run):
 def _begin(log: Path, argv: list[str], folder: Path, hooks: list[Callable[[], None]]) -> None:
     """The process of the launcher: what must be true of each, then what a fault wants, then the command."""
     interposer.die_with_parent()
-    for number in launcher.SIGNALS:
+    for number in children.SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     stacks = (folder / "stacks").open("a")
     faulthandler.register(signal.SIGUSR2, stacks)  # what a process is at, where it does not end

@@ -23,7 +23,7 @@ from pathlib import Path
 import psutil
 
 from tests.running import Run, _body
-from threed.launcher import die_with_parent
+from threed.children import die_with_parent
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000
 PREFIX = "threed"

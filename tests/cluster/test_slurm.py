@@ -17,7 +17,7 @@ import threed.nodes  # noqa: F401
 from tests.cluster.conftest import TINY, Clock
 from tests.cluster.hosts import Host, Hosts, missing
 from tests.running import Run, losses
-from threed.launcher import die_with_parent
+from threed.children import die_with_parent
 
 TOOLS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol")
 REASON = missing() or next((f"{tool} is missing: make cluster" for tool in TOOLS if shutil.which(tool) is None), None)

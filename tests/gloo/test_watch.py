@@ -16,6 +16,7 @@ from tests.harness import channel_pairs, make_mesh, make_plan, tiny
 from tests.running import Run, metrics
 from threed.comm import ProcessComm, file_store
 from threed.engine.connect import warm
+from threed.engine.watch import Watch
 
 SMALL = ["train", "configs/toy.yaml", "model.layers=2", "model.hidden=32", "model.seq_len=32", "model.vocab=300",
          "train.global_batch_size=8", "train.micro_batch_size=1", "train.eval_every=0", "monitor.wandb=disabled",
@@ -132,3 +133,12 @@ def test_communicators_connect_in_one_order(overrides, workers):
     """The first calls on all communicators, each of which waits for its peers: no rank waits for one that is at another."""
     config = tiny("train.global_batch_size=16", *overrides)
     assert workers.run(warmed, config.world_size, config) == [list(range(config.world_size))] * config.world_size
+
+
+def test_hosts_in_messages(tmp_path):
+    """Beside each rank that a message names, where there are several hosts; another library's ranks stay as they are."""
+    watch = Watch(0, file_store(str(tmp_path / "store"), 1), 60.0)
+    watch.hosts = ["a", "b"]
+    assert watch.with_hosts("rank 1: a tensor of rank 4") == "rank 1 on b: a tensor of rank 4"
+    assert watch.with_hosts("rank 0's host, rank 0 on a") == "rank 0's host, rank 0 on a"
+    watch.close()

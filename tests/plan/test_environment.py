@@ -95,3 +95,17 @@ def test_kubernetes():
         assert (ROOT / script).is_file() and (ROOT / config).is_file()
         assert not {"NNODES", "NODE_RANK", "MASTER_ADDR"} & {variable["name"] for variable in container["env"]}
     assert problems({**job, "kind": "Job", "sepc": {}}, JOB) == [".kind is 'Job'", ".sepc is not known"]
+
+
+@pytest.mark.parametrize(("text", "host", "port"), [
+    ("job-master-0:23456", "job-master-0", 23456), ("[fd00::1]:29400", "fd00::1", 29400), ("[fd00::1]", "fd00::1", 29500),
+    ("fd00::1", "fd00::1", 29500), ("host", "host", 29500)])
+def test_endpoints(text, host, port):
+    nodes = place_of_environment({"PET_NNODES": "2", "PET_RDZV_ENDPOINT": text})
+    assert isinstance(nodes, Nodes) and (nodes.address, nodes.port) == (host, port)
+
+
+@pytest.mark.parametrize("port", ["0", "70000"])
+def test_ports(port):
+    with pytest.raises(InputError, match=f"MASTER_PORT={port} in the environment must be a port"):
+        place_of_environment({"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "host1", "MASTER_PORT": port})

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
 import shutil
+import time
 from contextlib import contextmanager
 
 import pytest
 
+from threed.config import load
+from threed.errors import of_folder
 from threed.monitor import lines as subject
 from threed.monitor.lines import StepLines, cut
+from threed.monitor.log import Log
 
 
 def line(step: int, size: int = 0) -> str:
@@ -108,3 +113,21 @@ def test_a_folder_that_is_removed(tmp_path):
     assert file.add(5, line(5)) is None and steps(file.path) == [1, 2, 3, 4, 5]
     file.sync()
     file.close()
+
+
+def test_a_log_that_cannot_be_closed(tmp_path, monkeypatch, capsys):
+    """A disk or a server that does not answer keeps a run for a while, and an error there is a warning: all is done."""
+    log = Log(load("configs/toy.yaml", [f"run.dir={tmp_path}", "monitor.wandb=disabled"]))
+    monkeypatch.setattr(Log, "_close", lambda self: time.sleep(60))
+    log.close(0.1)
+    assert "does not answer for 0.1 s" in capsys.readouterr().out
+    monkeypatch.setattr(Log, "_close", lambda self: 1 // 0)
+    log.close()
+    assert "not closed as it should be: ZeroDivisionError" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("number", "status"), [(errno.EACCES, 2), (errno.EROFS, 2), (errno.EIO, 1), (errno.ENOSPC, 1),
+                                                (errno.ESTALE, 1)])
+def test_whose_a_folder_s_failure_is(number, status):
+    """The person's, after which nothing starts again; or the disk's."""
+    assert of_folder("run.dir cannot be used", OSError(number, "why")).status == status

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import socket
 import threading
 import time
 
 import pytest
 
+from threed.children import ended_by
 from threed.environment import Nodes
 from threed.errors import InputError, RunError
 from threed.head import Head
-from threed.rendezvous import Line, connect, interface, is_here, is_loopback, listen, plain, route
+from threed.rendezvous import Line, connect, interface, interface_variables, is_here, is_loopback, listen, plain, route
 from threed.restart import Restarts
 
 
@@ -47,9 +49,10 @@ class Meeting:
 
     def join(self, node: int | None, host: str = "", **other) -> Line:
         hello = {"version": "1", "job": "", "nodes": [self.nodes.least, self.nodes.most], "node": node,
-                 "host": host or f"host{node}", "size": 2, "attempt": 0}
-        self.lines.append(connect(self.nodes, True, 5.0, hello | other, lambda: None, lambda line: None))
-        return self.lines[-1]
+                 "host": host or f"host{node}", "size": 2, "attempt": 0, "launch": f"launch of {node}"}
+        line, self.number = connect(self.nodes, True, 5.0, hello | other, lambda: None, lambda line: None)
+        self.lines.append(line)
+        return line
 
 
 def hear(line: Line, op: str) -> dict:
@@ -59,6 +62,12 @@ def hear(line: Line, op: str) -> dict:
         if message is not None and message["op"] == op:
             return message
     raise AssertionError(f"no '{op}' came; {line.lost}")
+
+
+def fail(line: Line, code: int, rank: int = 3) -> None:
+    """A rank has ended with this exit code."""
+    text, cause, status = ended_by(code)
+    line.send("failed", rank=rank, text=text, cause=cause, step=5, status=status, certain=code < 0)
 
 
 def start(first: Line, *others: Line) -> list[dict]:
@@ -73,7 +82,7 @@ def test_a_run():
     second, first = meeting.join(1), meeting.join(0)
     starts = start(first, second)
     assert [(each["first"], each["world"], each["address"]) for each in starts] == [(0, 4, "127.0.0.1"), (2, 4, "127.0.0.1")]
-    assert starts[0]["hosts"] == ["host0", "host0", "host1", "host1"]
+    assert {each["launch"] for each in starts} == {"launch of 1"}, "of whoever came first"
     for line in (first, second):
         line.send("done")
     assert hear(first, "end")["status"] == hear(second, "end")["status"] == 0
@@ -101,15 +110,14 @@ def test_failures(failure, restarts):
     if failure == "gone":
         second.close()
     else:
-        second.send("failed", rank=3, signal="SIGKILL" if failure == "killed" else None, asked=False,
-                    status=137 if failure == "killed" else 2)
+        fail(second, -9 if failure == "killed" else 2)
     words = {"killed": "rank 3 on host1 was killed by SIGKILL", "gone": "node 1 (host1) has gone: the connection was closed",
              "mistake": "rank 3 on host1 ended with exit status 2 and did not say why"}[failure]
     assert hear(first, "clear")["text"] == words and meeting.stores[0].note is not None
-    first.send("cleared")
+    first.send("cleared", asked=False)
     if failure != "gone":
         assert hear(second, "clear")["text"] == words
-        second.send("cleared")
+        second.send("cleared", asked=False)
     if restarts and failure != "mistake":
         if failure == "gone":
             second = meeting.join(1)
@@ -123,7 +131,7 @@ def test_what_a_rank_has_said_is_not_said_twice():
     first, second = meeting.join(0), meeting.join(1)
     start(first, second)
     meeting.stores[0].note = {"rank": 2, "message": "the seventh seal", "status": 1, "hang": False}
-    second.send("failed", rank=2, signal=None, status=1, asked=False)
+    fail(second, 1)
     assert hear(first, "clear")["text"] == "rank 2 on host1: the seventh seal" and hear(second, "clear")["text"] == ""
 
 
@@ -137,7 +145,7 @@ def test_fewer_nodes_and_more():
     assert "joins it at its next start" in hear(third, "wait")["text"]
     second.close()
     hear(first, "clear")
-    first.send("cleared")
+    first.send("cleared", asked=False)
     assert [each["first"] for each in start(first, third)] == [0, 2]
 
 
@@ -169,3 +177,102 @@ def test_addresses():
     assert route("127.0.0.1", 1) == "127.0.0.1" and is_here("127.0.0.1") and not is_here("192.0.2.1")
     with pytest.raises(InputError, match=r"LOCAL_ADDR=192\.0\.2\.1 is no address of"):
         interface("192.0.2.1")
+
+
+@pytest.mark.parametrize("when", ["it runs", "its ranks end"])
+def test_a_stop_of_one_node(when):
+    """A spare node leaves alone; somebody who stops while all ranks end after a failure stops the run."""
+    meeting = Meeting(2, 3, restarts=3)
+    first, second = meeting.join(0), meeting.join(1)
+    start(first, second)
+    spare = meeting.join(2)
+    if when == "it runs":
+        spare.send("stopped", signal="SIGTERM", status=143)
+        assert hear(spare, "end")["status"] == 143
+        first.send("done")
+        second.send("done")
+        assert hear(first, "end")["status"] == 0
+    else:
+        fail(second, -9)
+        hear(first, "clear")
+        first.send("stopped", signal="SIGTERM", status=143)
+        end = hear(second, "end")
+        assert end["status"] == 143 and end["text"] == "stopped by SIGTERM on host0 before it started again"
+
+
+def test_who_was_asked_to_stop_does_not_start_again():
+    """Whichever node's launcher was asked, and whichever node's rank failed on the way out."""
+    meeting = Meeting(2, 2, restarts=3)
+    first, second = meeting.join(0), meeting.join(1)
+    start(first, second)
+    fail(first, 1, rank=0)
+    hear(second, "clear")
+    first.send("cleared", asked=False)
+    second.send("cleared", asked=True)
+    assert hear(first, "end")["status"] == 1
+
+
+def test_a_launcher_that_was_replaced(monkeypatch):
+    """It is told, and ends; on another host it is replaced once it is silent. A node keeps the number that it was given."""
+    meeting = Meeting(2, 3)
+    meeting.join(0)
+    old = meeting.join(None, "host1")
+    assert meeting.number == 1
+    meeting.join(1, "host1")
+    assert "another launcher has come as node 1, on host1" in hear(old, "end")["text"]
+    monkeypatch.setattr("threed.head.SILENT_S", 0.0)
+    meeting.join(1, "host7")
+    assert meeting.head.members[1].host == "host7"
+
+
+def test_a_new_head_goes_on_with_the_run():
+    """Node 0's launcher was started again; the others have been here before."""
+    meeting = Meeting(2, 2, restarts=3)
+    first, second = meeting.join(0), meeting.join(1, attempt=2, launch="the first")
+    assert [(each["attempt"], each["launch"]) for each in start(first, second)] == [(2, "the first")] * 2
+
+
+@pytest.mark.parametrize("bytes_", [b'{"op": "hello"}\n', b"[" * 60_000 + b"\n", b'{"op": "hello", "version": 1}\n',
+                                    b"GET / HTTP/1.1\r\n\r\n"])
+def test_what_is_no_launcher(bytes_):
+    """It is hung up on, and all others go on."""
+    meeting = Meeting(2, 2)
+    first = meeting.join(0)
+    with socket.create_connection(("127.0.0.1", meeting.nodes.port)) as other:
+        other.sendall(bytes_)
+        other.settimeout(5)
+        assert other.recv(100) == b""
+    start(first, meeting.join(1))
+
+
+def test_enough_nodes_at_the_limit():
+    """Fewer than the most, who came too late to have settled: they begin."""
+    meeting = Meeting(2, 4, limit_s=1.0)
+    meeting.head.settle_s = 60.0
+    first = meeting.join(0)
+    start(first, meeting.join(1))
+
+
+def test_a_disk_that_does_not_answer(monkeypatch):
+    """Nobody learns of the newest checkpoint: all are told to end at once, and start again."""
+    monkeypatch.setattr("threed.head.CLEAR_S", 1.0)
+    meeting = Meeting(2, 2, restarts=1)
+    meeting.head.newest = lambda: time.sleep(60) or ""
+    first, second = meeting.join(0), meeting.join(1)
+    start(first, second)
+    fail(second, -9)
+    for line in (first, second):
+        hear(line, "clear")
+        line.send("cleared", asked=False)
+    assert [each["attempt"] for each in start(first, second)] == [1, 1]
+
+
+def test_the_interface_is_chosen_anew_at_each_start(monkeypatch):
+    """By a rank: what the launcher's first start chose does not bind the next."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
+    assert interface_variables("127.0.0.1") == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "eth7"}
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    with pytest.raises(InputError, match="LOCAL_ADDR=myhost must be an IP address"):
+        interface("myhost")
+    assert route("a..b", 1) is None and not is_here("a..b")

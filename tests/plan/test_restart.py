@@ -32,6 +32,10 @@ def test_the_same_twice_is_the_run_s():
     early = Restarts(10, 1.0)
     assert early.after(fails(0, "nan"), "")[1].endswith("it failed before the first step")
     assert early.after(fails(0, "nan"), "")[0] is None
+    later = Restarts(10, 1.0)
+    for newest in ("a", "b", "c"):
+        assert later.after(fails(0, "a hang"), newest)[0], "between two failures before the first step the run got on"
+    assert later.after(fails(9, "nan"), "c")[0] and later.after(fails(9, "nan"), "d")[0] is None
 
 
 def test_never():

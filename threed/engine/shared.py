@@ -14,7 +14,7 @@ from pathlib import Path
 
 from threed.comm import Comm
 from threed.data.tokens import Prepared
-from threed.errors import InputError
+from threed.errors import InputError, of_folder
 
 PATIENCE_S = 60.0  # at most: a network file system shows a new file after a while
 _ENDS = 2**16  # bytes at each end of a file that are compared
@@ -64,9 +64,11 @@ def same_folder(comm: Comm, folder: Path, names: list[str], timeout_s: float) ->
     file, token = folder / f".seen-{uuid.uuid4().hex}", uuid.uuid4().hex
     if comm.rank == 0:
         try:
+            for left in folder.glob(".seen-*"):  # by a start that was killed here: this one holds the folder
+                left.unlink(missing_ok=True)
             file.write_text(token)
         except OSError as error:
-            raise InputError(f"run.dir={folder} cannot be written on {names[0]}: {error.strerror}") from None
+            raise of_folder(f"run.dir={folder} cannot be written on {names[0]}: {error.strerror}", error) from None
     file, token = comm.broadcast((file, token))
     try:
         everywhere = comm.exchange(_sees(file, token, patience_s))

@@ -8,10 +8,10 @@ waited: past the limit it prints what the rank waits for and ends the run, even 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,9 +28,9 @@ STORE_S = 20.0  # without the store nobody can tell the others of a failure
 
 
 def say(message: str) -> None:
-    """A line on stderr, in one write: ranks share it."""
-    sys.stderr.write(f"threed: {message}\n")
-    sys.stderr.flush()
+    """A line on stderr, in one write: ranks share it, and a handler of signals may be in the middle of another."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"threed: {message}\n".encode(errors="replace"))
 
 
 LOST = ("closed by peer", "reset by peer", "broken pipe", "connection refused", "connection was", "failed to connect",
@@ -91,9 +91,9 @@ class Watch:
         if self.on_step is not None:
             self.on_step(step)
 
-    def fail(self, message: str, status: int = 1, hang: bool = False, cause: str = "") -> bool:
+    def fail(self, message: str, status: int = 1, hang: bool = False, cause: str | None = None) -> bool:
         """Tell everybody that this rank failed. False if somebody else was first: then theirs is the reason. `cause`: what would
-        be the same if it failed again."""
+        be the same if it failed again; None: it came from outside."""
         note = {"rank": self.rank, "message": message, "status": status, "hang": hang, "step": self.step, "cause": cause}
         return tell(self._store, note)["rank"] == self.rank
 
@@ -168,4 +168,8 @@ class Watch:
         """The message with the host of each rank that it names, where there are several."""
         if len(set(self.hosts)) < 2:
             return message
-        return re.sub(r"\brank (\d+)\b(?! on )", lambda found: f"{found[0]} on {self.hosts[int(found[1])]}", message)
+        return re.sub(r"\brank (\d+)\b(?! on |')", self._with_host, message)
+
+    def _with_host(self, match: re.Match[str]) -> str:
+        rank = int(match[1])  # or another library's: "a tensor of rank 4"
+        return f"{match[0]} on {self.hosts[rank]}" if rank < len(self.hosts) else match[0]

@@ -26,6 +26,7 @@ import json
 import math
 import os
 import socket
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -33,15 +34,18 @@ from typing import Any
 from rich.console import Console
 
 from threed.environment import restarted
-from threed.errors import InputError
+from threed.errors import InputError, ThreedError, of_folder
 from threed.monitor.lines import StepLines, cut
 from threed.quantity import show_bytes, show_count
 from threed.schema import Config
 
+CLOSE_S = 60.0
+
 
 class Log:
     def __init__(self, config: Config):
-        """Takes the folder for this run. InputError where another run has it, or where it cannot be written."""
+        """Takes the folder for this run. InputError where another run has it, or where it may not be written; RunError where the
+        disk fails."""
         self.config = config
         self.console = Console(highlight=False)
         self.run_id: str | None = None
@@ -118,7 +122,23 @@ class Log:
     def say(self, text: str) -> None:
         self.console.print(text, soft_wrap=True, markup=False)
 
-    def close(self) -> None:
+    def close(self, limit_s: float = CLOSE_S) -> None:
+        """Write what is left. A disk or a wandb server that does not answer keeps nobody longer than `limit_s`."""
+        over = threading.Event()
+
+        def body() -> None:
+            try:
+                self._close()
+            except Exception as error:
+                self.say(f"warning: the log was not closed as it should be: {type(error).__name__}: {error}")
+            over.set()
+
+        threading.Thread(target=body, daemon=True, name="close the log").start()
+        if not over.wait(limit_s):
+            self.say(f"warning: {self.path} or wandb does not answer for {limit_s:g} s; what they miss of the run's last steps "
+                     f"is lost to them. An offline copy for `wandb sync`: {self.wandb_dir or 'none'}")
+
+    def _close(self) -> None:
         with contextlib.suppress(OSError):
             self.sync()
         if self._lines is not None:
@@ -148,8 +168,8 @@ def _line(step: int, steps: int, metrics: dict[str, float | None]) -> str:
     return "  ".join(parts)
 
 
-def _unusable(config: Config, error: OSError) -> InputError:
-    return InputError(f"run.dir={config.run.dir} cannot be used: {error}")
+def _unusable(config: Config, error: OSError) -> ThreedError:
+    return of_folder(f"run.dir={config.run.dir} cannot be used: {error}", error)
 
 
 def wandb_mode(setting: str) -> str:

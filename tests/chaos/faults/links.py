@@ -78,7 +78,7 @@ def off(trial: Trial) -> Fault:
             trial.strike()
             host.off()
 
-    return Fault(f"{host.name} goes off {after}", rf"{GONE}|did not answer|came within", act=act, between=_mend)
+    return Fault(f"{host.name} goes off {after}", rf"{GONE}|did not answer|came within|no answer within", act=act, between=_mend)
 
 
 @kind("a host: its launcher is killed", 1, sisters=SISTERS)

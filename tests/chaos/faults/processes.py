@@ -252,10 +252,15 @@ PROGRAM = "from threed import __main__ as t; begin = t.begin; t.begin = lambda: 
 def signal_in_imports(trial: Trial) -> Fault:
     """A fresh Python, as a shell would start it. What comes before its first lines of threed is not threed's to answer."""
     after, number = Instant(0, trial.rng.uniform(0.0, 6.0)), _drawn(trial)
-    fault = _signal(trial, after, number)
+    fault, file = _signal(trial, after, number), trial.folder / "log-of-a-fresh-start.txt"
+    send_it = fault.act
+
+    def act(trial: Trial, run: Sister) -> None:
+        run.logs.append(file)
+        send_it(trial, run)
 
     def hook() -> None:
-        log = os.open(trial.folder / "log-of-a-fresh-start.txt", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
+        log = os.open(file, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
         for descriptor in (1, 2):
             os.dup2(log, descriptor)
         for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
@@ -264,5 +269,5 @@ def signal_in_imports(trial: Trial) -> Fault:
         os.execv(sys.executable, [sys.executable, "-c", PROGRAM.format(trial.folder / "begun"), *trial.argv,
                                   f"run.dir={trial.run_dir}"])
 
-    fault.text, fault.hook = f"{number.name} to a fresh Python {after}", hook
+    fault.text, fault.hook, fault.act = f"{number.name} to a fresh Python {after}", hook, act
     return fault

@@ -1,0 +1,148 @@
+"""Children: the processes that a launcher forks on its machine. What is true of each, and how they end."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from threed.data.tokens import Prepared, cache_root, prepare, remove_stale
+from threed.early import handle
+from threed.engine.watch import say
+from threed.errors import InputError, RunError
+from threed.schema import Config
+
+CONTEXT = multiprocessing.get_context("fork")
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+GRACE_S = 5.0  # after the first rank has failed
+HANG_GRACE_S = 1.0  # a rank that hangs will not end by itself
+KILL_S = 20.0  # a process that SIGKILL has not ended by then will not end
+
+
+@contextlib.contextmanager
+def signals_wait() -> Iterator[None]:
+    """For as long as processes are forked: a child must not run its launcher's handlers, which see no half of the children."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+
+def start(processes: Sequence[Any]) -> None:
+    """Fork them. To be called while signals wait; they go on waiting in each child."""
+    sys.stdout.flush()
+    for process in processes:
+        process.start()
+
+
+def die_with_parent(parent: int) -> None:
+    """Ask the kernel to kill this process when its launcher ends, however that ends: no rank trains on unseen."""
+    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:  # it ended before we asked
+        os._exit(1)
+
+
+def be_child(parent: int) -> None:
+    """First thing in each: it ends with its launcher, and a terminal's Ctrl-C goes to the launcher, which passes it on once."""
+    os.setpgid(0, 0)
+    die_with_parent(parent)
+
+
+def be_rank(parent: int, body: Callable[[], int]) -> None:
+    """The process of a rank, with the exit status that `body` returns. Signals wait until its `loop.Requests` answer them."""
+    be_child(parent)
+    status = body()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # no destructor may wait for a peer that is gone
+
+
+def pass_on(ranks: Sequence[Any], number: int) -> None:
+    """Send a signal to those that live."""
+    for process in ranks:
+        if process.pid is not None and process.exitcode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, number)
+
+
+def first_failure(codes: Sequence[int | None]) -> tuple[int, int] | None:
+    """(index, exit code) of the one to blame: one that was killed before one that ended by itself. None: none has failed."""
+    failed = [(index, code) for index, code in enumerate(codes) if code]
+    return next(((index, code) for index, code in failed if code < 0), failed[0] if failed else None)
+
+
+def ended_by(code: int) -> tuple[str, str | None, int]:
+    """What an exit code says: in words, as the cause of a `restart.Failure`, and as the exit status of the run."""
+    if code > 0:
+        return f"ended with exit status {code} and did not say why", f"exit status {code}", code
+    name = signal.Signals(-code).name
+    # Whoever sends SIGKILL (a person, a node that runs out of memory) is outside; SIGSEGV and its like are the run's own.
+    return f"was killed by {name}", name if -code != signal.SIGKILL else None, 128 - code
+
+
+def end_all(ranks: Sequence[Any], limit_s: float = KILL_S, why: str = "") -> None:
+    """Kill them and return when all have ended. A process that does not end is stuck in the kernel: then this one ends, too, at
+    once and with status 1, and says `why` it was to."""
+    for process in ranks:
+        if process.exitcode is None:
+            process.kill()
+    until = time.monotonic() + limit_s
+    for process in ranks:
+        process.join(max(0.0, until - time.monotonic()))
+    if stuck := [process for process in ranks if process.exitcode is None]:
+        named = ", ".join(f"{process.name} (process {process.pid})" for process in stuck)
+        say(f"{why + '; ' if why else ''}{named} cannot be killed: stuck in the kernel, as on a file system or a driver that "
+            "does not answer. The run ends here; this machine needs a look")
+        os._exit(1)
+
+
+class Preparation:
+    """Data being prepared in a process of its own: the one that forks ranks must not have started threads."""
+
+    def __init__(self, load: Callable[[], Config], cache: Config):
+        """`load` gives the config in that process. `cache`: a config with the same data.cache."""
+        self._root = cache_root(cache.data)
+        self._receive, send = CONTEXT.Pipe(duplex=False)
+        parent = os.getpid()
+
+        def body() -> None:
+            be_child(parent)
+            handle(SIGNALS, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+            try:
+                config = load()
+                send.send(prepare(config.data, config.model, lambda line: print(line, flush=True)))
+            except InputError as error:
+                send.send(error)
+
+        self._process = CONTEXT.Process(target=body, name="the preparation of the data")
+        with signals_wait():
+            start([self._process])
+        send.close()
+
+    def is_over(self) -> bool:
+        return self._receive.poll()
+
+    def result(self) -> Prepared:
+        """Wait for it. InputError where the data or the config cannot be used, RunError where the process has died."""
+        try:
+            result = self._receive.recv()
+        except EOFError:
+            self._process.join()
+            raise RunError(f"preparing the data ended with exit status {self._process.exitcode}") from None
+        self._process.join()
+        if isinstance(result, InputError):
+            raise result
+        return result
+
+    def kill(self) -> None:
+        """End it; it may be in a long call that hears no signal. What it has begun is removed."""
+        end_all([self._process])
+        remove_stale(self._root)

@@ -1,0 +1,95 @@
+"""Rank: the life of one rank's process, from its first line to its exit status, and what it says when it fails."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from threed.children import die_with_parent
+from threed.data.tokens import Prepared
+from threed.engine.watch import Watch, lost_peer, say, tell
+from threed.environment import Place
+from threed.errors import RunError, ThreedError
+from threed.loop import Requests
+from threed.rendezvous import meet
+from threed.schema import Config
+from threed.store import environment_store
+from threed.train import train
+
+ECHO_S = 3.0  # that a rank whose connections break waits for somebody to say why
+LINGER_S = 2.0  # that rank 0 stays after a failure: twice as long as a rank takes to see it and end
+
+
+def run_rank(config: Config, rank: int, local_rank: int, local_size: int, store: Any,
+             prepared: Prepared | None = None, on_step: Callable[[int], None] | None = None) -> int:
+    """Be one rank; `on_step` is told of each step that begins. Returns the exit status; the rank that failed first says why, the
+    others end quietly."""
+    requests = Requests()
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_size))
+    watch = None
+    # What takes long to close is closed when the others know of a failure.
+    with contextlib.ExitStack() as closing:
+        try:
+            watch = Watch(rank, store, config.run.timeout_s)
+            watch.on_step = on_step
+            train(config, local_rank, requests, watch, store, closing, prepared)
+            return 0
+        except BaseException as error:  # SystemExit too: whoever leaves says so
+            return _explain(error, rank, watch)
+
+
+def run_place(config: Config, place: Place, parent: int) -> int:
+    """Be the rank that torchrun or srun has started as a process of its own. `parent`: that process's at its start."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent(parent)
+    store = environment_store(config.run.connect_timeout_s)
+    try:
+        meet(store, place.rank, place.world_size, (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
+        status = run_rank(config, place.rank, place.local_rank, place.local_size, store)
+    except ThreedError as error:  # of meet: nobody watches yet
+        note = tell(store, {"rank": place.rank, "message": str(error), "status": error.status, "hang": False, "step": 0,
+                            "cause": str(error)})
+        if note["rank"] == place.rank:
+            say(str(error))
+        status = error.status
+    if status and place.rank == 0:  # it may hold the store, where the others read why
+        time.sleep(LINGER_S)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # no destructor may wait for a peer that is gone; and an interpreter's own end takes seconds
+
+
+def _explain(error: BaseException, rank: int, watch: Watch | None) -> int:
+    """Say what went wrong, if no other rank has; the exit status."""
+    ours, lost = isinstance(error, ThreedError), lost_peer(error)
+    status = error.status if isinstance(error, ThreedError) else 1
+    text = str(error) if ours else f"{type(error).__name__}: {error}"
+    # What would be the same another time: not how long a rank has waited, nor what was alive.
+    cause = f"{type(error.__cause__).__name__}: {error.__cause__}" if error.__cause__ is not None else text.splitlines()[0]
+    if lost:  # gloo's own words name an address and a line of its source
+        at = text.splitlines()[0] if ours else watch.where().splitlines()[0] if watch is not None else f"rank {rank}"
+        text, cause = f"{at}: the connection to another rank is gone", None
+    elif not ours and watch is not None:
+        text = f"{watch.where()}: {text}"
+    # A broken connection is an echo of a failure elsewhere: give the culprit a moment to say what it was.
+    wait_s = ECHO_S if lost else 1.0 if not ours or isinstance(error, RunError) else 0.0
+    try:
+        reason = watch.reason(wait_s) if watch else None
+        first = watch is None or (reason is None and watch.fail(text, status, cause=cause))
+    except Exception:  # the store has gone with its rank
+        reason, first = None, True
+    if first or (reason is not None and reason["rank"] == rank):
+        say(watch.with_hosts(text) if watch is not None else text)
+        if not ours and not lost and not (watch is not None and watch.comm is not None and watch.comm.waiting_since is not None):
+            traceback.print_exception(error)  # neither a person's mistake nor a peer that has gone: a bug
+    elif reason is not None and reason["hang"] and watch is not None:
+        watch.end(f"rank {reason['rank']} got no answer; {text}")
+    return reason["status"] if reason is not None else status

@@ -1,7 +1,7 @@
 """The errors that people see.
 
 Every message says what is wrong, where, and what to do. The command line prints the message, never a traceback,
-and leaves with `status`: 2 when the input is at fault, 1 when the run is.
+and leaves with `status`: 2 when the input is at fault, 1 when the run is, 3 when a machine computes wrongly.
 """
 
 from __future__ import annotations
@@ -44,6 +44,12 @@ def of_folder(text: str, error: OSError) -> ThreedError:
     """What a folder's failure is: an input that is wrong (it is not there, or may not be written), or a disk that fails, after
     which a run may start again."""
     return (InputError if error.errno in _WRONG_FOLDER else RunError)(text)
+
+
+class WrongResult(RunError):
+    """A machine computes wrongly: what it has saved is in doubt, so nothing starts again by itself."""
+
+    status = 3
 
 
 class Stopped(ThreedError):

@@ -10,6 +10,8 @@ from __future__ import annotations
 import mmap
 from dataclasses import dataclass
 
+from threed.errors import InputError, WrongResult
+
 LONGEST_WAIT_S = 300.0
 
 
@@ -49,8 +51,10 @@ class Restarts:
 
     def after(self, failure: Failure, newest: str) -> tuple[float | None, str]:
         """Seconds to wait before the ranks are started again, or None, and what to say. `newest`: the newest checkpoint."""
-        if failure.status == 2 or not self._most:
+        if failure.status == InputError.status or not self._most:
             return None, ""
+        if failure.status == WrongResult.status:
+            return None, "not started again: the newest checkpoint may hold what a machine has computed wrongly"
         if newest != self.newest:
             self.newest, self._count = newest, 0
             # The run got on: what failed before the first step, or at no step that is known, need not be the same any more.

@@ -399,6 +399,10 @@ def warnings(config: Config) -> list[str]:
     if config.offload.delayed_update and config.offload.warmup >= steps - 1:
         lines.append(f"offload.delayed_update=true does nothing here: of train.steps={steps}, the first offload.warmup="
                      f"{config.offload.warmup} and the last are not delayed")
+    kept, every = config.checkpoint.keep * config.checkpoint.every, config.run.verify_every
+    if 0 < kept < every:
+        lines.append(f"run.verify_every={every} is longer than checkpoint.keep x checkpoint.every = {kept}: when a machine "
+                     "computes wrongly, no checkpoint is left from before it was last verified")
     if config.activation.contiguous and config.activation.offload == "cpu":
         lines.append("activation.contiguous=true does nothing here: activation.offload=cpu has an arena of the host for kept "
                      "inputs")

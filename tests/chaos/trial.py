@@ -193,12 +193,12 @@ class Trial:
         """What makes the process of each launcher one of its host's."""
         if self.hosts is None:
             return [lambda: None]
-        first = self.hosts.all[0]
+        first, share = self.hosts.all[0], ranks_of(self.other or self.reference.name) // 2
 
         def place(number: int, host: Host) -> Callable[[], None]:
             def enter() -> None:
                 host.enter()
-                os.environ.update(NNODES="2", NODE_RANK=str(number), MASTER_ADDR=first.address, GPUS_PER_NODE=str(self.size // 2))
+                os.environ.update(NNODES="2", NODE_RANK=str(number), MASTER_ADDR=first.address, GPUS_PER_NODE=str(share))
 
             return enter
 

@@ -319,6 +319,23 @@ def test_fewer_nodes(two, alone, measured):
     measured("NNODES=1:2, host 2 off", "host 1 goes on alone to the end, dp 2 -> 1, equal losses", clock.seconds)
 
 
+def test_a_node_that_joins(two, measured):
+    """NNODES=1:2, begun alone, with loopback for an interface; the second joins at the next start, over the network."""
+    settings = (*FOR_EVER, "checkpoint.every=20", "run.restarts=2", "run.connect_timeout_s=40")
+    first = two.node(0, *settings, env={"NNODES": "1:2"})
+    two.steps(20)
+    second = two.node(1, *settings, env={"NNODES": "1:2"})
+    second.wait_for("the run is under way with 1 nodes; this one joins it at its next start")
+    clock = Clock()
+    first.ranks()[0].kill()
+    first.wait_for("goes on on 2 ranks")
+    measured("NNODES=1:2, a second node comes, a rank is killed", "goes on on both, dp 1 -> 2", clock.seconds)
+    two.steps(len((two.folder / "run" / "metrics.jsonl").read_text().splitlines()) + 20)
+    assert second.process.pid is not None
+    os.kill(second.process.pid, signal.SIGTERM)
+    assert two.end() == [0, 0], two.output
+
+
 def losses_of_last(folder: Path) -> dict[int, tuple[float, float]]:
     """Step -> what it had the last time: on another mesh a repeated step is equal within rounding only."""
     from tests.running import metrics

@@ -88,3 +88,10 @@ def test_a_hang_up(nohup):
     done = subprocess.run(argv, capture_output=True, text=True, check=True,
                           preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL))  # pytest may be under nohup
     assert done.stdout.strip() == str(not nohup)
+
+
+def test_imports_leave_nothing(tmp_path):
+    """Not even where a process is killed after them."""
+    program = "import os, sys, threed.launcher; assert 'megatron.core' in sys.modules; os._exit(0)"
+    subprocess.run([sys.executable, "-c", program], check=True, env={**os.environ, "TMPDIR": str(tmp_path)})
+    assert list(tmp_path.iterdir()) == []

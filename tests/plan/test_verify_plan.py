@@ -14,6 +14,7 @@ from threed.planner import make_plan
 from threed.program.check import check_programs
 from threed.program.instruction import COMPUTE, Instruction, Op
 from threed.program.table import Plan
+from threed.validate import warnings
 
 BASE = ["model.layers=4", "parallel.pp=2", "parallel.dp=2", "train.global_batch_size=6", "parallel.stage_units=[3,3]"]
 NVME = ["offload.optimizer=nvme", f"offload.nvme_path={tempfile.gettempdir()}"]
@@ -81,3 +82,12 @@ def test_show_and_predict(capsys):
     assert "every 10 steps one is computed twice: " in capsys.readouterr().out
     app(["predict", "configs/toy.yaml", "--json"], standalone_mode=False)
     assert "verify" not in json.loads(capsys.readouterr().out)
+
+
+def test_checkpoints_that_are_too_few():
+    """Somebody who learns of wrong results wants one from before them."""
+    def words(*overrides: str) -> str:
+        return "".join(warnings(load(None, ["checkpoint.every=10", "checkpoint.keep=2", *overrides])))
+
+    assert "no checkpoint is left from before it was last verified" in words("run.verify_every=21")
+    assert "verify" not in words("run.verify_every=20") + words() + words("run.verify_every=99", "checkpoint.keep=0")

@@ -25,7 +25,7 @@ import torch
 
 from threed.engine.engine import Engine
 from threed.engine.inspect import Finding, first, made, me, named, way
-from threed.errors import RunError
+from threed.errors import WrongResult
 from threed.models.gpt import Batch
 from threed.program.instruction import BACKWARDS, Instruction, Op, Slot
 from threed.program.trace import Trace
@@ -66,7 +66,7 @@ class Verifier:
         return self._recorded(self.engine.rehearse, batch)
 
     def step(self, batch: Callable[[int], Batch]) -> tuple[Clipped, Trace]:
-        """The step that was rehearsed. RunError, on all ranks with one message, where a rank got two results."""
+        """The step that was rehearsed. WrongResult, on all ranks with one message, where a rank got two results."""
         zero, rehearsed, number = self.engine.zero, self._lines, self.engine.zero.step_number + 1
         zero.twice = []
         try:
@@ -76,10 +76,10 @@ class Verifier:
             zero.twice = None
         where = first(self.engine, [found] if found else [])
         if where is not None:
-            raise RunError(f"step {number} was computed twice, with two results: first in the {where.text}. That machine "
-                           "computes wrongly, or its memory fails: take it out and start the run again, which goes on from the "
-                           f"newest checkpoint. The last step that was verified is {self.last or 'before this start'}: what "
-                           "came after it is in doubt, and train.resume takes an older checkpoint, too")
+            raise WrongResult(f"step {number} was computed twice, with two results: first in the {where.text}. That machine "
+                              "computes wrongly, or its memory fails: take it out. The last step that was verified is "
+                              f"{self.last or 'before this start'}: later ones are in doubt, so go on from a checkpoint up to "
+                              "it, by train.resume=PATH")
         self._lines = []
         self.verified, self.last = self.verified + 1, number
         return result

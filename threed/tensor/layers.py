@@ -9,8 +9,10 @@ small letters where a dim is cut over tp. Activations are [S, B, H].
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,8 +20,24 @@ import torch.nn.functional as F
 
 from threed.comm import Group
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # megatron-core's notes on optional packages that are not used here
+
+@contextlib.contextmanager
+def _without_extras() -> Iterator[None]:
+    """Import megatron-core without its notes on optional packages, and without wandb, which it takes for inference: that costs a
+    second, and folders in TMPDIR that a killed process leaves."""
+    hidden = "wandb" not in sys.modules
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            if hidden:
+                sys.modules["wandb"] = None  # pyright: ignore  (Python then says that it is missing)
+            yield
+        finally:
+            if hidden:
+                del sys.modules["wandb"]
+
+
+with _without_extras():
     from megatron.core.model_parallel_config import ModelParallelConfig
     from megatron.core.tensor_parallel import layers as megatron
     from megatron.core.tensor_parallel.cross_entropy import VocabParallelCrossEntropy

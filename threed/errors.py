@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import errno
 
-_WRONG_FOLDER = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.EISDIR)
+_WRONG_FOLDER = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.EISDIR,
+                 errno.EEXIST)
 
 
 class ThreedError(Exception):

@@ -379,7 +379,7 @@ def test_a_stale_view(tmp_path, monkeypatch):
     config = at(tmp_path / "run", *DP)
     for steps in (1, 2):
         saved_after(config, steps)
-    monkeypatch.setattr(loading, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(formats, "PATIENCE_S", 0.2)
     original = loading.unseal
 
     def stale(path: Path) -> dict[str, Any]:
@@ -481,14 +481,17 @@ def test_any_bit_of_latest(tmp_path):
 
 @pytest.mark.parametrize("change", [
     {"samples": -5}, {"step": "x"}, {"mesh": {}}, {"config": {}}, {"loss_scaler": {"scale": 2}}, {"waiting": {"loss": 1}},
-    {"files": {"a": 1}}, {"lineage": []}, {"parameters": {}}], ids=str)
+    {"files": {"a": 1}}, {"files": {"rank-00000.safetensors": []}}, {"files": {"../x": [1, 1, 1]}},
+    {"files": {"/etc/passwd": [1, 1, 1]}}, {"files": {"rank-000000.safetensors": [1, 1, 1]}}, {"lineage": []},
+    {"lineage": ["x", [1]]}, {"parameters": {}}, {"parameters": {"x": {}}}, {"mesh": {"pp": "1", "dp": 1, "tp": 1}},
+    {"config": {"model": {}, "train": 3}}], ids=str)
 def test_a_manifest_of_somebody_else(change, source, tmp_path):
     """Its checksum is right and its content is not: one message, no traceback."""
     copy = tmp_path / "copy"
     shutil.copytree(source, copy)
     values = {key: value for key, value in manifest(copy).items() if key != "checksum"}
     (copy / "manifest.json").write_text(formats.seal({**values, **change}))
-    refused(named(at(tmp_path / "run"), copy), "cannot be used|is incomplete|is of another model")
+    refused(named(at(tmp_path / "run"), copy), "cannot be used|is damaged|is of another model")
 
 
 def test_no_proof_is_no_load(source, tmp_path):

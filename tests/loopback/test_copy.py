@@ -16,9 +16,9 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from tests.harness import batches, tiny
-from threed.checkpoint.choose import begin_lineage, candidates
+from threed.checkpoint.choose import Candidate, begin_lineage, candidates
 from threed.checkpoint.copy import Copied, Copier, Store, fetch
-from threed.checkpoint.format import checkpoints, folder, name_of
+from threed.checkpoint.format import checkpoints, folder, name_of, unseal
 from threed.checkpoint.lineage import Lineage, parse_latest, read_latest
 from threed.checkpoint.load import _on_first, resume
 from threed.checkpoint.save import Saver
@@ -93,7 +93,7 @@ def overwrite(place: str, name: str, change: Any) -> None:
     system.pipe_file(f"{root}/{name}", change(system.cat_file(f"{root}/{name}")))
 
 
-def taken(config: Config, say: Any = lambda line: None) -> list[tuple[Path, Lineage]]:
+def taken(config: Config, say: Any = lambda line: None) -> list[Candidate]:
     return list(candidates(config, say))
 
 
@@ -302,10 +302,10 @@ def test_nothing_there(tmp_path, place):
 
 
 def test_after_the_loss_of_a_disk(saved, tmp_path, place):
-    """auto takes a copy where run.dir has nothing, in its lineage; not where the run has begun anew there."""
+    """auto takes a copy where run.dir has nothing; not where the run has begun anew there."""
     copied(place, *saved[:3])
     config = at(tmp_path / "run", f"checkpoint.copy_to={place}")
-    assert taken(config) == [(folder(config) / "step-00000003", NEW)]
+    assert taken(config) == [(folder(config) / "step-00000003", None, True)]
     begin_lineage(config, folder(config) / "step-00000003", NEW)
     assert read_latest(config) == ("step-00000003", NEW)
     anew = at(tmp_path / "anew", f"checkpoint.copy_to={place}")
@@ -318,14 +318,16 @@ def test_a_restart_does_not_fetch_again(saved, tmp_path, place, monkeypatch):
     copied(place, saved[0])
     address = f"{place}/step-00000001" if "://" in place else f"file://{place}/step-00000001"
     config = at(tmp_path / "run", f"train.resume={address}")
-    (path, lineage), = taken(config)
+    (path, none, may_fall_back), = taken(config)
+    assert none is None and not may_fall_back
+    lineage = Lineage.new(config, unseal(path))
     begin_lineage(config, path, lineage)
     (later,) = train(at(tmp_path / "run"), 2, lineage)
     said: list[str] = []
     assert taken(config, said.append)[0][0] == path and said == [f"{address} is in {folder(config)} already"]
     monkeypatch.setenv("THREED_RESTARTS", "1")
     monkeypatch.setattr("threed.checkpoint.choose.fetch", None)
-    assert taken(config, said.append) == [(later, lineage), (path, lineage)]
+    assert taken(config, said.append) == [(later, lineage, True), (path, lineage, True)]
 
 
 def test_another_checkpoint_of_that_step(saved, tmp_path, place):

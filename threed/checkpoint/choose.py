@@ -1,70 +1,88 @@
 """Choose: which checkpoint a run goes on from, by `train.resume`, and what is said of it.
 
-`auto` takes the newest of the run's own lineage; where a start named a checkpoint, what came after that one in
-an older lineage is left behind. A checkpoint in a store is fetched into run.dir first; so is the newest of checkpoint.copy_to
-where run.dir has nothing at all, as after the loss of its disk.
+`auto` takes the newest of the run's own lineage. Where a start named a checkpoint, or newer ones were passed over, what came
+after it in an older lineage is left behind. A checkpoint in a store is fetched into run.dir first; so is the newest of
+checkpoint.copy_to where run.dir has nothing at all, as after the loss of its disk.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from threed.address import is_store
 from threed.checkpoint.copy import fetch
-from threed.checkpoint.format import Unusable, checkpoints, folder, is_name, step_of, unseal
-from threed.checkpoint.lineage import Lineage, read_latest, write_latest
+from threed.checkpoint.format import INDEX, Unusable, checkpoints, folder, is_name, step_of, unseal
+from threed.checkpoint.lineage import Lineage, owner, read_latest, write_latest
 from threed.errors import InputError, RunError
 from threed.schema import Config
 
 
-def candidates(config: Config, say: Callable[[str], None]) -> Iterator[tuple[Path, Lineage]]:
-    """Checkpoints to try, the best first, each with the lineage that goes on from it. `say` is told what is fetched."""
-    (named, lineage), place = read_latest(config), config.checkpoint.copy_to
-    if config.train.resume == "auto" and place is not None and lineage is None and not checkpoints(config):
+class Candidate(NamedTuple):
+    """A checkpoint to try."""
+
+    path: Path
+    lineage: Lineage | None  # which goes on from it; None: a new one begins
+    may_fall_back: bool  # whether another will do, where this one is damaged
+
+
+def candidates(config: Config, say: Callable[[str], None]) -> Iterator[Candidate]:
+    """Checkpoints to try, the best first. `say` is told what is fetched."""
+    (newest, lineage), resume, place = read_latest(config), config.train.resume, config.checkpoint.copy_to
+    if resume == "auto" and place is not None and lineage is None and not _complete(config):
         if (path := fetch(place, folder(config), say)) is not None:
-            yield path, Lineage.of(unseal(path))
-    elif config.train.resume == "auto" or (lineage is not None and lineage.goes_on(config)):
-        yield from _of_lineage(config, named, lineage)
-    elif is_store(config.train.resume):
-        if (path := fetch(config.train.resume, folder(config), say)) is None:
-            raise InputError(f"train.resume={config.train.resume}: there is no complete checkpoint; give a folder of copies, "
-                             "or one of them, such as s3://BUCKET/RUN/step-00000100")
-        yield path, Lineage.new(config, path)
-    elif config.train.resume != "never":
-        yield Path(config.train.resume), Lineage.new(config)
+            yield Candidate(path, None, may_fall_back=True)
+    elif resume == "auto" or (lineage is not None and lineage.goes_on(config)):
+        if lineage is None:
+            yield from (Candidate(path, None, may_fall_back=True) for path in _complete(config))
+        else:
+            yield from (Candidate(path, lineage, may_fall_back=True) for path in _of_lineage(config, newest, lineage))
+    elif is_store(resume):
+        if (path := fetch(resume, folder(config), say)) is None:
+            raise InputError(f"train.resume={resume}: there is no complete checkpoint; give a folder of copies, or one of them, "
+                             "such as s3://BUCKET/RUN/step-00000100")
+        yield Candidate(path, None, may_fall_back=False)
+    elif resume != "never":
+        if not os.path.isdir(resume):
+            raise InputError(f"train.resume={resume}: there is no checkpoint here; give a folder such as "
+                             "runs/NAME/checkpoints/step-00000100, or auto")
+        yield Candidate(_as_in_folder(config, Path(resume)), None, may_fall_back=False)
 
 
-def _of_lineage(config: Config, named: str, lineage: Lineage | None) -> Iterator[tuple[Path, Lineage]]:
-    """The lineage's checkpoints, and the one elsewhere from which it began; without a `latest`, all that there are."""
-    complete = checkpoints(config)
-    if lineage is None:
-        for path in complete:
-            with contextlib.suppress(InputError):
-                lineage = Lineage.of(unseal(path))
-            yield path, lineage or Lineage.new(config)
-        return
-    if is_name(named) and folder(config) / named not in complete:  # it was there: that it is not is said
-        complete = sorted([*complete, folder(config) / named], key=step_of, reverse=True)
-    yield from ((path, lineage) for path in complete if lineage.holds(path))
-    if os.path.isabs(named):
-        yield Path(named), lineage
+def _of_lineage(config: Config, newest: str, lineage: Lineage) -> list[Path]:
+    """Its own checkpoints, the newest first; then the one elsewhere from which it began, if `latest` still names that as the
+    `newest`; then its ancestors'. One whose lineage cannot be read is among them by its step."""
+    paths = [path for path in _complete(config) if lineage.may_have(owner(path), step_of(path))]
+    if is_name(newest) and folder(config) / newest not in paths:  # it was there: that it is not is said
+        paths = sorted([*paths, folder(config) / newest], key=step_of, reverse=True)
+    if not os.path.isabs(newest):
+        return paths
+    begun = lineage.ancestors[-1][1] if lineage.ancestors else -1
+    own = [path for path in paths if step_of(path) > begun]
+    return [*own, Path(newest), *paths[len(own):]]
 
 
-def is_free(config: Config) -> bool:
-    """Whether an older checkpoint will do where the newest is damaged."""
-    _, lineage = read_latest(config)
-    return config.train.resume == "auto" or (lineage is not None and lineage.goes_on(config))
+def _complete(config: Config) -> list[Path]:
+    try:
+        return checkpoints(config)
+    except OSError as error:
+        raise RunError(f"{folder(config)} cannot be listed: {error.strerror}; start again when that is mended, or begin anew "
+                       "with train.resume=never") from None
+
+
+def _as_in_folder(config: Config, path: Path) -> Path:
+    """The same by its name in run.dir's folder, however it was given, if it is one of that folder."""
+    same = folder(config) / path.name
+    return same if is_name(path.name) and path.resolve() == same.resolve() else path
 
 
 def begin_lineage(config: Config, path: Path | None, lineage: Lineage) -> None:
     """On rank 0, before the first step: a start that was asked for by name leaves newer checkpoints of the folder behind."""
     if read_latest(config)[1] == lineage:
         return
-    own = path is not None and is_name(path.name) and path.resolve().parent == folder(config).resolve()
+    own = path is not None and is_name(path.name) and path.parent == folder(config)
     name = "none" if path is None else path.name if own else str(path.resolve())
     try:
         write_latest(config, name, lineage)
@@ -74,11 +92,9 @@ def begin_lineage(config: Config, path: Path | None, lineage: Lineage) -> None:
 
 def read_manifest(path: Path, config: Config) -> dict[str, Any]:
     """The manifest, once all files are there whole and the model is the config's."""
-    if not path.is_dir() and str(path) == config.train.resume:
-        raise InputError(f"train.resume={path}: there is no checkpoint here; give a folder such as "
-                         "runs/NAME/checkpoints/step-00000100, or auto")
     manifest = unseal(path)
-    for name, (size, *_) in manifest["files"].items():
+    sizes = {name: size for name, (size, *_) in manifest["files"].items()}
+    for name, size in {**sizes, INDEX: sum(entry["size"] for entry in manifest["parameters"].values())}.items():
         try:
             there = (path / name).stat().st_size
         except OSError as error:

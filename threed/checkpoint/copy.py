@@ -30,6 +30,7 @@ from threed.checkpoint.format import (
     LATEST,
     MANIFEST,
     Unusable,
+    rank_of,
     step_of,
     sync,
     unseal,
@@ -152,7 +153,7 @@ def parts_of_files(path: Path | str, manifest: dict[str, Any], index: Path) -> d
                 tensors.setdefault(rank, []).extend((at, 4 * math.prod(shape), crc) for at, crc in pieces.values())
     files = {}
     for name, (size, head, crc) in manifest["files"].items():
-        parts = [(0, head, crc), *sorted(tensors.get(int(name[5:10]), []))]
+        parts = [(0, head, crc), *sorted(tensors.get(rank_of(name), []))]
         ends = [at + length for at, length, _ in parts]
         if [at for at, *_ in parts] != [0, *ends[:-1]] or ends[-1] != size:
             raise Unusable(path, f"is damaged: {INDEX} does not have all bytes of {name}")

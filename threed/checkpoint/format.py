@@ -21,11 +21,12 @@ import json
 import os
 import re
 import stat
+import time
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from threed.errors import InputError
 from threed.schema import Config
@@ -34,6 +35,7 @@ FORMAT = 2
 PATIENCE_S = 30.0  # how long a network file system may take to show what another host has written
 MANIFEST, INDEX, LATEST = "manifest.json", "index.jsonl", "latest"
 _NAME = re.compile(r"step-\d{8,}")
+T = TypeVar("T")
 _OTHER = "resume from another one with train.resume=PATH"
 
 
@@ -85,10 +87,44 @@ def file_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
+def rank_of(name: str) -> int:
+    """Whose file has this name; -1: it is nobody's."""
+    digits = name.removeprefix("rank-").removesuffix(".safetensors")
+    return int(digits) if digits.isascii() and digits.isdigit() and file_name(int(digits)) == name else -1
+
+
 def checkpoints(config: Config) -> list[Path]:
-    """Folders that look like complete checkpoints, the newest first."""
-    return sorted((path.parent for path in folder(config).glob(f"step-*/{MANIFEST}") if _NAME.fullmatch(path.parent.name)),
+    """Folders that look like complete checkpoints, the newest first. One that the file system fails to look into is among them:
+    it is refused with its reason when it is read. OSError where the folder of all of them cannot be listed."""
+    try:
+        names = os.listdir(folder(config))
+    except FileNotFoundError:
+        return []
+    return sorted((path for path in (folder(config) / name for name in names if is_name(name)) if _has_manifest(path)),
                   key=step_of, reverse=True)
+
+
+def _has_manifest(path: Path) -> bool:
+    try:
+        (path / MANIFEST).stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def patiently(read: Callable[[], T]) -> T:
+    """What `read` gives of what rank 0 has seen, and this host's view of a network file system may show only after a while."""
+    until = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return read()
+        except (InputError, OSError) as error:
+            late = isinstance(error, InputError) or error.errno in (errno.ENOENT, errno.ESTALE)
+            if not late or time.monotonic() > until:
+                raise
+        time.sleep(0.5)
 
 
 # ---------------------------------------------------------------- the index and the manifest
@@ -123,7 +159,7 @@ def read_line(path: Path, manifest: dict[str, Any], name: str) -> list[Stored]:
     if where is None:
         raise Unusable(path, f"is incomplete: it has no parameter {name}")
     try:
-        with _regular(path / INDEX).open("rb") as file:
+        with patiently(lambda: _regular(path / INDEX).open("rb")) as file:
             line = os.pread(file.fileno(), where["size"], where["at"])
     except OSError as error:
         raise Unusable(path, f"cannot be read: {INDEX}: {error.strerror}") from None
@@ -171,18 +207,42 @@ def _count(value: Any) -> bool:
     return isinstance(value, int) and value >= 0
 
 
-def _has(*keys: str) -> Callable[[Any], bool]:
-    """An object that has at least these keys."""
-    return lambda value: isinstance(value, dict) and set(keys) <= set(value)
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float)
 
 
-# What a manifest must hold, whoever has written it.
+def _object(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _has(**fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """An object that has at least these keys, with values that fit."""
+    return lambda value: isinstance(value, dict) and all(key in value and each(value[key]) for key, each in fits.items())
+
+
+def _each(fits: Callable[[Any], bool], named: Callable[[str], bool] = lambda name: True) -> Callable[[Any], bool]:
+    """An object whose values fit, and their names."""
+    return lambda value: isinstance(value, dict) and all(named(key) and fits(each) for key, each in value.items())
+
+
+def _lineage(value: Any) -> bool:
+    return (isinstance(value, list) and [type(each) for each in value] == [str, list]
+            and all(isinstance(each, list) and [type(part) for part in each] == [str, int] for each in value[1]))
+
+
+_WAITING = _has(loss=_number, grad_norm=_number, scale=_number, finite=_number, loss_scale=_number)
+
+# What a manifest must hold, whoever has written it. A file has a rank's name, and so lies in the checkpoint's folder.
 _KEYS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("step", "updates", "samples", "skipped"), _count),
-    "loss_scaler": lambda value: value == {} or _has("scale", "good", "left")(value),
-    "waiting": lambda value: value is None or _has("loss", "grad_norm", "scale", "finite", "loss_scale")(value),
-    "lineage": lambda value: isinstance(value, list) and [type(each) for each in value] == [str, list],
-    "mesh": _has("pp", "dp", "tp"), "config": _has("model"), "parameters": _has(), "files": _has(),
+    "loss_scaler": lambda value: value == {} or _has(scale=_number, good=_number, left=_number)(value),
+    "waiting": lambda value: value is None or (_WAITING(value) and len(value) == 5),
+    "lineage": _lineage,
+    "mesh": _has(pp=_count, dp=_count, tp=_count),
+    "config": lambda value: _has(model=_object)(value) and _each(_object)(value),
+    "parameters": _each(_has(at=_count, size=_count, crc=_count, sums=_object)),
+    "files": _each(lambda value: isinstance(value, list) and len(value) == 3 and all(map(_count, value)),
+                   named=lambda name: rank_of(name) >= 0),
 }
 
 

@@ -8,7 +8,6 @@ by itself. A folder may hold checkpoints of others, with higher steps; `latest` 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import uuid
@@ -27,16 +26,14 @@ class Lineage(NamedTuple):
     name: str  # ORIGIN-LAUNCH-NUMBER
     ancestors: tuple[tuple[str, int], ...] = ()  # from which it went on, and after which of their steps
 
-    def has(self, name: str, step: int) -> bool:
-        """Whether a checkpoint of that lineage and step is of this run's past."""
+    def has(self, name: str | None, step: int) -> bool:
+        """Whether a checkpoint of that lineage and step is of this run's past. Where the name is not known it is not: what may be
+        another's is never removed."""
         return name == self.name or any(name == ancestor and step <= last for ancestor, last in self.ancestors)
 
-    def holds(self, path: Path) -> bool:
-        """The same of a checkpoint's folder. What cannot be read is held: it is tried, and refused with its reason."""
-        try:
-            return self.has(unseal(path)["lineage"][0], step_of(path))
-        except InputError:
-            return True
+    def may_have(self, name: str | None, step: int) -> bool:
+        """The same, where one is chosen: what may be the run's is tried, and refused with its reason."""
+        return name is None or self.has(name, step)
 
     @classmethod
     def of(cls, manifest: dict[str, Any]) -> Lineage:
@@ -44,14 +41,12 @@ class Lineage(NamedTuple):
         return cls(name, tuple((ancestor, last) for ancestor, last in ancestors))
 
     @classmethod
-    def new(cls, config: Config, path: Path | None = None) -> Lineage:
-        """Of a start from what `train.resume` names. `path`: where that lies, if it was fetched."""
+    def new(cls, config: Config, manifest: dict[str, Any] | None = None) -> Lineage:
+        """Begins now: from nothing, or from a checkpoint. What came after that one is left behind."""
         parent = ()
-        if config.train.resume not in ("auto", "never"):
-            with contextlib.suppress(InputError):  # said when it is read
-                manifest = unseal(path or Path(config.train.resume))
-                before = cls.of(manifest)
-                parent = (*before.ancestors, (before.name, manifest["step"]))
+        if manifest is not None:
+            before = cls.of(manifest)
+            parent = (*before.ancestors, (before.name, manifest["step"]))
         return cls(f"{_start(config)}{uuid.uuid4().hex[:8]}", parent)
 
     def goes_on(self, config: Config) -> bool:
@@ -110,6 +105,15 @@ def text_of_latest(named: str, lineage: Lineage) -> str:
     return f"{text}{zlib.crc32(text.encode()):08x}\n"
 
 
+def owner(path: Path) -> str | None:
+    """Whose lineage a checkpoint is of; None where its manifest cannot be used."""
+    try:
+        return unseal(path)["lineage"][0]
+    except InputError:
+        return None
+
+
 def own(config: Config, lineage: Lineage, last: int) -> list[Path]:
-    """The lineage's checkpoints of the folder up to step `last`, the newest first."""
-    return [path for path in checkpoints(config) if step_of(path) <= last and lineage.holds(path)]
+    """The lineage's checkpoints of the folder up to step `last`, the newest first: what may be removed. One whose manifest cannot
+    be read, or is of another format, is not among them."""
+    return [path for path in checkpoints(config) if step_of(path) <= last and lineage.has(owner(path), step_of(path))]

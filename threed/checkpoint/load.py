@@ -5,25 +5,26 @@
     all ranks   read                                                                read.py 
     all ranks   checksums of whole tensors, from what lies in memory now            `_prove`
 
-Where one of that fails on any rank, all ranks take the checkpoint before it, if `train.resume` leaves the choice. Nothing in a
-checkpoint is run: a manifest is JSON, tensors are safetensors. Any mesh can read what any mesh wrote.
+Where one of that fails on any rank, all ranks take the checkpoint before it, if `train.resume` leaves the choice: a new lineage
+begins there, and what was passed over does not come back. All of it may take long, and longer on one rank than on another, so it
+is done on threads (`_together`). Nothing in a checkpoint is run: a manifest is JSON, tensors are safetensors. Any mesh can read
+what any mesh wrote.
 """
 
 from __future__ import annotations
 
 import socket
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from threed.checkpoint.boxes import boxes
-from threed.checkpoint.choose import candidates, is_free, notes, read_manifest
-from threed.checkpoint.format import PATIENCE_S, Unusable, unseal
+from threed.checkpoint.choose import candidates, notes, read_manifest
+from threed.checkpoint.format import Unusable, patiently, unseal
 from threed.checkpoint.lineage import Lineage
 from threed.checkpoint.proof import MASK, checksum
 from threed.checkpoint.read import Reader
@@ -33,8 +34,10 @@ from threed.quantity import show_bytes
 from threed.schema import Config
 from threed.zero.run import Clipped, ZeroRun
 
-_ABSURD = (KeyError, IndexError, TypeError, AttributeError, OverflowError, MemoryError)  # a checksum can be right all the same
-POLL_S = 0.1  # between two exchanges of ranks that wait for what rank 0 fetches
+T = TypeVar("T")
+# What the use of a manifest or an index raises that threed has not written: its checksum can be right all the same.
+_MALFORMED = (KeyError, IndexError, ValueError, TypeError, AttributeError, OverflowError, MemoryError)
+POLL_S = 0.1  # between two exchanges of ranks of which some still work
 
 
 class Resumed(NamedTuple):
@@ -53,18 +56,19 @@ def resume(config: Config, zero: ZeroRun, say: Callable[[str], None] = lambda li
     none of those that are there.
     """
     comm, said = zero.comm, []
-    free = comm.broadcast(is_free(config))  # whether an older checkpoint will do
     chosen = candidates(config, say) if comm.rank == 0 else iter(())
     while (choice := _on_first(comm, lambda: next(chosen, None))) is not None:
-        path, lineage = choice
-        manifest, problem = _read_on_first(path, config, comm)
+        path, lineage, may_fall_back = choice
+        manifest, problem = _read_manifest(path, config, comm)
         if problem is None:
             size = sum(size for size, *_ in manifest["files"].values())
             say(f"reading {path}: {show_bytes(size)}, all ranks together")
             problem = _load(path, manifest, zero)
         if problem is None:
+            if lineage is None or said:
+                lineage = comm.broadcast(Lineage.new(config, manifest))
             return Resumed(path, manifest, lineage, said + notes(path, manifest, config))
-        if not free:
+        if not may_fall_back:
             raise InputError(f"checkpoint {path} {problem}; resume from another one with train.resume=PATH")
         said.append(f"checkpoint {path} {problem}: going on from the one before it")
     if said:
@@ -73,86 +77,106 @@ def resume(config: Config, zero: ZeroRun, say: Callable[[str], None] = lambda li
     return Resumed(None, {}, comm.broadcast(Lineage.new(config)), said)
 
 
-def _on_first(comm: Comm, work: Callable[[], Any]) -> Any:
-    """What rank 0 has made of some work. However long it takes, no rank waits for an answer of another: a checkpoint may be
-    fetched from far away."""
-    future: Future[Any] = Future()
+def _together(comm: Comm, work: Callable[[], T], stop: threading.Event | None = None) -> T:
+    """Do some work on a thread; what it has made, once the work of all ranks is done. They meet often meanwhile: a rank that
+    waits long for an answer ends the run. Once `stop` is set on one rank, it is set on all: none need go on."""
+    future, stop = Future[T](), stop or threading.Event()
 
     def body() -> None:
         try:
             future.set_result(work())
-        except Exception as error:
+        except BaseException as error:
             future.set_exception(error)
 
-    if comm.rank == 0:
-        threading.Thread(target=body, daemon=True, name="choose").start()
+    threading.Thread(target=body, daemon=True, name=f"load, rank {comm.rank}").start()
     while True:
-        if comm.rank == 0:
-            wait([future], POLL_S)
-        if comm.broadcast(future.done()):
-            return comm.broadcast(future.result() if comm.rank == 0 else None)
+        wait([future], POLL_S)
+        if future.done():
+            future.result()  # what it has raised
+        everywhere = comm.exchange((future.done(), stop.is_set()))
+        if any(stopped for _, stopped in everywhere):
+            stop.set()
+        if all(done for done, _ in everywhere):
+            return future.result()
 
 
-def _read_on_first(path: Path, config: Config, comm: Comm) -> tuple[dict[str, Any], str | None]:
-    """The manifest on all ranks, which rank 0 has read first; or why it cannot be used."""
-    checksum_, problem, manifest = "", None, {}
-    if comm.rank == 0:
+def _on_first(comm: Comm, work: Callable[[], Any]) -> Any:
+    """What rank 0 has made of some work, on all ranks."""
+    return comm.broadcast(_together(comm, lambda: work() if comm.rank == 0 else None))
+
+
+def _first(problems: list[str | None]) -> str | None:
+    return next((each for each in problems if each is not None), None)
+
+
+def _read_manifest(path: Path, config: Config, comm: Comm) -> tuple[dict[str, Any], str | None]:
+    """The manifest on all ranks, which rank 0 has read first; or why it cannot be used, the same on all ranks."""
+    def choose() -> tuple[dict[str, Any], str | None]:
         try:
-            manifest = read_manifest(path, config)
-            checksum_ = manifest["checksum"]
+            return (read_manifest(path, config) if comm.rank == 0 else {}), None
         except Unusable as error:
-            problem = error.what
-        except _ABSURD as error:
-            problem = f"cannot be used: its manifest is not as threed writes it ({type(error).__name__}: {error})"
-    checksum_, problem = comm.broadcast((checksum_, problem))
-    if problem is None and comm.rank != 0:
-        manifest, problem = _confirm(path, checksum_)
-    blind = [each for each in comm.exchange(problem) if each is not None]
-    if blind and checksum_:  # an older checkpoint would not help: the ranks do not share their folder
-        raise RunError(blind[0])
-    return manifest, problem
+            return {}, error.what
+        except InputError:  # no other checkpoint would do
+            raise
+        except _MALFORMED as error:
+            return {}, f"cannot be used: its manifest is not as threed writes it ({type(error).__name__}: {error})"
+
+    manifest, problem = _together(comm, choose)
+    checksum_, problem = comm.broadcast((manifest.get("checksum"), problem))
+    if problem is not None:
+        return {}, problem
+    manifest, blind = _together(comm, lambda: _confirm(path, checksum_) if comm.rank else (manifest, None))
+    if blind := _first(comm.exchange(blind)):  # an older checkpoint would not help: the ranks do not share their folder
+        raise RunError(blind)
+    return manifest, None
 
 
 def _confirm(path: Path, checksum_: str) -> tuple[dict[str, Any], str | None]:
     """The manifest as this rank sees it, if it is the one that rank 0 sees."""
-    until = time.monotonic() + PATIENCE_S
-    while True:
-        try:
-            manifest = unseal(path)
-            if manifest["checksum"] == checksum_:
-                return manifest, None
-            seen = "another manifest.json there"
-        except InputError as error:
-            seen = str(error)
-        if time.monotonic() > until:
-            return {}, (f"{socket.gethostname()} does not see {path} as rank 0 does ({seen}): run.dir must be on a file system "
-                        "that all hosts share")
-        time.sleep(0.5)
+    def same() -> dict[str, Any]:
+        manifest = unseal(path)
+        if manifest["checksum"] != checksum_:
+            raise InputError("another manifest.json there")
+        return manifest
+
+    try:
+        return patiently(same), None
+    except InputError as error:
+        return {}, (f"{socket.gethostname()} does not see {path} as rank 0 does ({error}): run.dir must be on a file system "
+                    "that all hosts share")
 
 
 def _load(path: Path, manifest: dict[str, Any], zero: ZeroRun) -> str | None:
     """Read, and prove it. The first problem of any rank, the same on all ranks."""
-    comm, problem = zero.comm, None
-    zero.waiting = Clipped(**manifest["waiting"]) if manifest["waiting"] else None
-    reader = Reader(path, manifest)
+    comm, reader = zero.comm, Reader(path, manifest)
+    problem = _first(comm.exchange(_together(comm, lambda: _read(reader, manifest, zero), reader.stop)))
+    if problem is None:
+        problem = _first(comm.exchange(_prove(manifest, zero, reader.rounded)))
+    zero.step_number, zero.updates = manifest["step"], manifest["updates"]
+    zero.scaler.restore(manifest["loss_scaler"])
+    return problem
+
+
+def _read(reader: Reader, manifest: dict[str, Any], zero: ZeroRun) -> str | None:
+    """This rank's part of it. Why it cannot be used, if this rank is among the first to see that: then the others stop."""
+    problem, tp = None, zero.comm.here.tp
     try:
+        zero.waiting = Clipped(**manifest["waiting"]) if manifest["waiting"] else None
         for state in zero.states.values():
-            for box in boxes(state.layout, comm.here.tp, *state.owned):
+            for box in boxes(state.layout, tp, *state.owned):
                 where = slice(box.start - state.owned[0], box.stop - state.owned[0])
                 for kind, whole in state.kept(zero.waiting is not None).items():
                     reader.read(kind, box, whole[where].view(box.shape))
             state.publish()
     except Unusable as error:
         problem = error.what
-    except _ABSURD as error:
+    except _MALFORMED as error:
         problem = f"cannot be used: its index is not as threed writes it ({type(error).__name__}: {error})"
     finally:
         reader.close()
-    problem = next((each for each in comm.exchange(problem) if each is not None), None)
-    if problem is None:
-        problem = next((each for each in comm.exchange(_prove(manifest, zero, reader.rounded)) if each is not None), None)
-    zero.step_number, zero.updates = manifest["step"], manifest["updates"]
-    zero.scaler.restore(manifest["loss_scaler"])
+    if problem is None or reader.stop.is_set():
+        return None
+    reader.stop.set()
     return problem
 
 
@@ -161,17 +185,8 @@ def _prove(manifest: dict[str, Any], zero: ZeroRun, rounded: dict[tuple[str, str
     manifest's. Every copy is looked at: those of other shard groups, of other tp ranks, of both ends of a tie.
     `rounded`: by how much checksums of 16-bit weights are smaller than those of the fp32 values that were read."""
     comm, table, kinds = zero.comm, zero.table, ("param", "exp_avg", "exp_avg_sq", "waiting")
-    sums, kept, problem = dict(rounded), dict[str, torch.Tensor](), None
-    for unit, state in zero.states.items():
-        kept = state.kept(zero.waiting is not None)
-        if not state.is_published():
-            problem = (f"was read, but the weights of {table.parameters[unit].name} that rank {comm.rank} on "
-                       f"{socket.gethostname()} computes with are not those that were read: look at its memory")
-        for box in boxes(state.layout, comm.here.tp, *state.owned):
-            where = slice(box.start - state.owned[0], box.stop - state.owned[0])
-            for kind, whole in kept.items():
-                key = box.name, kind
-                sums[key] = (sums.get(key, 0) + checksum(whole[where], box)) & MASK
+    sums, problem = _together(comm, lambda: _sums(zero, rounded))
+    kept = {kind for state in zero.states.values() for kind in state.kept(zero.waiting is not None)}
     # All parameters of the position, in one order: a rank may have no part of one.
     everything = [placed.parameter for state in zero.states.values() for placed in state.layout.placed]
     names = sorted({parameter.name for parameter in everything})
@@ -190,6 +205,21 @@ def _prove(manifest: dict[str, Any], zero: ZeroRun, rounded: dict[tuple[str, str
                 return (f"is damaged: {kind} {name}, as rank {comm.rank} on {socket.gethostname()} and those who share it "
                         "have it in memory, does not have the checksum of its manifest")
     return problem
+
+
+def _sums(zero: ZeroRun, rounded: dict[tuple[str, str], int]) -> tuple[dict[tuple[str, str], int], str | None]:
+    """By parameter and kind, the checksum of what this rank has of it; and what is wrong with what it computes with."""
+    comm, sums, problem = zero.comm, dict(rounded), None
+    for unit, state in zero.states.items():
+        if not state.is_published():
+            problem = (f"was read, but the weights of {zero.table.parameters[unit].name} that rank {comm.rank} on "
+                       f"{socket.gethostname()} computes with are not those that were read: look at its memory")
+        for box in boxes(state.layout, comm.here.tp, *state.owned):
+            where = slice(box.start - state.owned[0], box.stop - state.owned[0])
+            for kind, whole in state.kept(zero.waiting is not None).items():
+                key = box.name, kind
+                sums[key] = (sums.get(key, 0) + checksum(whole[where], box)) & MASK
+    return sums, problem
 
 
 def _signed(value: int) -> int:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
 import math
 import os
-import time
+import threading
 import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from threed.checkpoint.boxes import Box, overlap
-from threed.checkpoint.format import PATIENCE_S, Stored, Unusable, file_name, read_line
+from threed.checkpoint.format import Stored, Unusable, file_name, patiently, read_line
 from threed.checkpoint.proof import MASK, checksum
 from threed.checkpoint.write import read
 
@@ -45,6 +44,7 @@ class Reader:
 
     def __init__(self, path: Path, manifest: dict[str, Any]):
         self._path, self._manifest = path, manifest
+        self.stop = threading.Event()  # once it is set, whatever is read is Unusable: nobody needs it any more
         self._lines: dict[str, list[Stored]] = {}
         self._files: dict[int, int] = {}  # rank -> descriptor
         # (parameter, kind) -> what rounding to 16 bits has taken from its checksum, where they are kept so
@@ -99,6 +99,8 @@ class Reader:
             descriptor = self._open(rank)
             for start, size in part.spans:
                 for piece in read(descriptor, at + 4 * start, 4 * size):
+                    if self.stop.is_set():
+                        raise Unusable(self._path, "is not read to its end")
                     data[done:done + len(piece)] = piece
                     done += len(piece)
                     crc = zlib.crc32(piece, crc) if part.is_whole else want
@@ -113,23 +115,11 @@ class Reader:
             name = file_name(rank)
             if len(self._files) >= _OPEN:
                 os.close(self._files.pop(next(iter(self._files))))
-            self._files[rank] = _open_late(self._path / name)
+            self._files[rank] = patiently(lambda: os.open(self._path / name, os.O_RDONLY))
             _, size, crc = self._manifest["files"][name]
             if zlib.crc32(b"".join(read(self._files[rank], 0, size))) != crc:
                 raise Unusable(self._path, f"is damaged: the head of {name} does not have the checksum of its manifest")
         return self._files[rank]
-
-
-def _open_late(path: Path) -> int:
-    """A file that rank 0 has seen, and that this host's view of the file system may not show yet."""
-    until = time.monotonic() + PATIENCE_S
-    while True:
-        try:
-            return os.open(path, os.O_RDONLY)
-        except OSError as error:
-            if error.errno not in (errno.ENOENT, errno.ESTALE) or time.monotonic() > until:
-                raise
-        time.sleep(0.5)
 
 
 def _runs(shape: tuple[int, ...], source: tuple[slice, ...]) -> list[tuple[int, int]] | None:

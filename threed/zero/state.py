@@ -25,6 +25,8 @@ from threed.tensor.saving import Place
 from threed.zero.optimizer import Moments
 from threed.zero.shard import Layout, Placed, Segment
 
+PIECE = 1 << 20  # elements that are compared at a time
+
 
 class Storage(NamedTuple):
     """What all units of a rank have in common: where memory comes from."""
@@ -69,6 +71,7 @@ class UnitState:
                           waits for its STEP
         master   [owned]  fp32 weights; None where the optimizer updates `pshard` itself
         moments  [owned]  fp32; both on the host, or in a file, where they are offloaded
+        snapshot [kinds, shard]  fp32, on the host: what the checkpoint under way keeps of what this rank writes; None without one
 
     `owned` is the rank's shard from ZeRO-1 on, everything under ZeRO-0.
     """
@@ -320,14 +323,27 @@ class UnitState:
         elif self.master is not None and self.pshard is not None:
             self.pshard.copy_(self.master)
 
-
+    @torch.no_grad()
     def is_published(self) -> bool:
         """Whether what parameters are gathered from has the bits of the master weights."""
         dtype = self.storage.precision.compute
         if self.unit.weight_home == "disk":
             assert self.storage.disk is not None
-            return torch.equal(self.storage.disk.map(f"p{self.number}.weights", self.count, dtype), self.weights.to(dtype))
-        return self.master is None or self.pshard is None or torch.equal(self.pshard, self.master.to(dtype))
+            return has_bits_of(self.storage.disk.map(f"p{self.number}.weights", self.count, dtype), self.weights)
+        return self.master is None or self.pshard is None or has_bits_of(self.pshard, self.master)
+
+
+def has_bits_of(published: torch.Tensor, weights: torch.Tensor) -> bool:
+    """Whether a flat tensor has the bits of the weights in its dtype, a piece at a time, on its device: the weights may lie on
+    another one. A NaN is a NaN: the bits that rounding gives it are the device's."""
+    bits = {2: torch.int16, 4: torch.int32}[published.dtype.itemsize]
+    for start in range(0, len(published), PIECE):
+        piece = published[start:start + PIECE]
+        want = weights[start:start + PIECE].to(piece.device, piece.dtype)
+        same = (piece.view(bits) == want.view(bits)) | (piece.isnan() & want.isnan())
+        if not same.all():
+            return False
+    return True
 
 
 def there(tensor: torch.Tensor | None) -> torch.Tensor:

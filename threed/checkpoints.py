@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from threed.checkpoint.copy import Copier
+from threed.checkpoint.copy import Copied, Copier
 from threed.checkpoint.format import folder
 from threed.checkpoint.load import Resumed
 from threed.checkpoint.save import Outcome, Saver, Stage
@@ -54,7 +54,7 @@ class Checkpoints:
         place = config.checkpoint.copy_to if log else None  # rank 0 copies
         self._copier = Copier(place, config.checkpoint.copy_keep) if place is not None else None
         self._saver = Saver(engine, resumed.lineage, log.sync if log else lambda: None, resumed.path,
-                            lambda: self._copier.held if self._copier else None, self._say)
+                            lambda: self._copier.being_copied if self._copier else None, self._say)
         self._zero, self._in_background = engine.zero, engine.plan.table.snapshots
         self._blocked_s = 0.0  # by the save under way
         self._metrics: dict[str, float | None] = {}
@@ -115,23 +115,22 @@ class Checkpoints:
     def finish_before_failing(self) -> None:
         """Wait for the save under way, of a run that ends because its loss is not finite: it may hold the weights that made it
         so, and pushes no other checkpoint out."""
-        self._saver.prunes = False
-        self.finish(PATIENCE_S)
+        self.finish(PATIENCE_S, prunes=False)
         if self._saver.stage is not Stage.IDLE:
             self._say(f"warning: the checkpoint of step {self._saver.step} was not finished")
 
-    def finish(self, most_s: float = math.inf) -> str | None:
+    def finish(self, most_s: float = math.inf, prunes: bool = True) -> str | None:
         """Wait for the save under way, if there is one. Why it came to nothing, if so."""
         if self._saver.stage is Stage.IDLE:
             return None
         begin, outcome = time.monotonic(), None
         with self.watch.phase("save a checkpoint", waits=False):
-            outcome = self._saver.drain(min(most_s, SAY_EVERY_S))
+            outcome = self._saver.drain(min(most_s, SAY_EVERY_S), prunes)
             while outcome is None and most_s > SAY_EVERY_S:  # all ranks alike: the limit is the same, and no clock is asked
                 so_far = show_seconds(time.monotonic() - begin)
                 ranks = ", ".join(map(str, self._saver.waits_for[:8]))
                 self._say(f"still writing the checkpoint of step {self._saver.step}: {so_far} so far, waiting for rank {ranks}")
-                outcome = self._saver.drain(SAY_EVERY_S)
+                outcome = self._saver.drain(SAY_EVERY_S, prunes)
         self._blocked_s += time.monotonic() - begin
         if outcome is None:
             return None
@@ -160,37 +159,53 @@ class Checkpoints:
         if self._copier is not None and (dropped := self._copier.offer(path)) is not None:
             self._say(f"note: {dropped.name} is not copied: the copy of an older one still goes on, and {path.name} is next")
 
-    def _tell_copies(self) -> str | None:
-        """Say what has been copied since the last call. Why the last of it was not, if so."""
+    def _tell_copies(self) -> Copied | None:
+        """Say what has been copied since the last call. The last of it, if that was not."""
         last = None
-        for path, size, took_s, problem in self._copier.ended() if self._copier else ():
-            place, last = self.config.checkpoint.copy_to, None if size else problem
+        for copied in self._copier.ended() if self._copier else ():
+            (path, size, took_s, problem), place = copied, self.config.checkpoint.copy_to
+            last = copied if size is None else None
             if size:
                 self._metrics["checkpoint/copied_s"] = took_s
                 self._say(f"copied {path.name} to {place}: {show_bytes(size)} in {show_seconds(took_s)}")
             if problem is not None:
-                what = f"older copies at {place} could not be removed" if size else f"{path.name} was not copied to {place}"
-                self._say(f"warning: {what}: {problem}" + ("" if size else f". It is whole in {path.parent}"))
+                what = f"{path.name} was not copied to {place}"
+                if size is not None:
+                    what = f"the copies at {place} could not be put in order after {path.name}, which is there whole"
+                self._say(f"warning: {what}: {problem}")
         return last
 
     def close(self, hurried: Callable[[], bool]) -> None:
-        """The run ends: wait for its last copy; once `hurried`, for checkpoint.copy_wait_s. The checkpoint itself stands."""
+        """The run ends: wait for its last copy, which is tried again like the checkpoint itself; once `hurried`, for
+        checkpoint.copy_wait_s. The checkpoint itself stands."""
         if self._copier is None:
             return
-        copier, wait_s, until, said = self._copier, self.config.checkpoint.copy_wait_s, math.inf, time.monotonic()
+        copier, until = self._copier, math.inf
         with self.watch.phase("copy the last checkpoint", waits=False):
-            while not copier.wait(POLL_S) and (now := time.monotonic()) < until:
-                if until == math.inf and hurried():
-                    until = now + wait_s
-                if now - said > SAY_EVERY_S:
-                    said = now
-                    self._say(f"still copying to {copier.address}: {show_bytes(copier.moved)} of {show_bytes(copier.size)}")
-        late, problem = not copier.wait(0), self._tell_copies()
+            for attempt in range(TRIES):
+                until = self._await_copies(copier, hurried, until)
+                late, failed = not copier.wait(0), self._tell_copies()
+                if late or failed is None or attempt == TRIES - 1 or time.monotonic() + PAUSE_S > until:
+                    break
+                time.sleep(PAUSE_S)
+                self._copy(failed.path)
         if late:
-            self._say(f"warning: the run was asked to stop, and its copy takes longer than checkpoint.copy_wait_s={wait_s:g}")
-        if late or problem is not None:
+            self._say("warning: the run was asked to stop, and its copy takes longer than checkpoint.copy_wait_s="
+                      f"{self.config.checkpoint.copy_wait_s:g}")
+        if late or failed is not None:
             self._say(f"warning: THE LAST CHECKPOINT IS NOT AT {copier.address}. Keep {self.newest}: the run copies it when it "
                       "is started again")
+
+    def _await_copies(self, copier: Copier, hurried: Callable[[], bool], until: float) -> float:
+        """Wait for what is being copied, no longer than `until`: the time that is known once the run is hurried."""
+        said = time.monotonic()
+        while not copier.wait(POLL_S) and (now := time.monotonic()) < until:
+            if until == math.inf and hurried():
+                until = now + self.config.checkpoint.copy_wait_s
+            if now - said > SAY_EVERY_S:
+                said = now
+                self._say(f"still copying to {copier.address}: {show_bytes(copier.moved)} of {show_bytes(copier.size)}")
+        return until
 
     def _say(self, text: str) -> None:
         if self.log:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 import time
@@ -27,16 +28,16 @@ from threed.schema import Config
 from threed.zero.state import UnitState
 
 
-def go_on(config: Config, steps: int = 1) -> tuple[str | None, Outcome]:
-    """Resume, train and save, as a run does: from where, and how the save ended."""
+def go_on(config: Config, steps: int = 1, prunes: bool = True, **how: Any) -> tuple[str | None, Outcome]:
+    """Resume, train and save, as a run does: from where, and how the save ended. `how`: to the Saver."""
     def work(engine: Engine, comm: Comm) -> tuple[str | None, Outcome]:
         resumed = resume(config, engine.zero)
         if comm.rank == 0:
             begin_lineage(config, resumed.path, resumed.lineage)
         step(engine, comm, steps)
-        saver = Saver(engine, resumed.lineage, lambda: None, resumed.path)
+        saver = Saver(engine, resumed.lineage, lambda: None, resumed.path, **how)
         saver.begin(COUNTERS)
-        outcome = saver.drain()
+        outcome = saver.drain(prunes=prunes)
         assert outcome is not None
         return resumed.path.name if resumed.path else None, outcome
 
@@ -80,6 +81,99 @@ def test_room_is_not_made_in_vain(tmp_path, monkeypatch):
         _, outcome = go_on(config)
     assert outcome.problem is not None
     assert {path.name for path in (tmp_path / "checkpoints").glob("step-*")} == {"step-00000001", "step-00000002"}
+
+
+def names(path: Path) -> set[str]:
+    return {each.name for each in (path / "checkpoints").iterdir()} - {"latest"}
+
+
+def test_room_is_not_made_of_anothers(tmp_path, monkeypatch):
+    """A start from a checkpoint that was named leaves newer ones behind on purpose: they are not its own to remove. The one that
+    is being copied stays, too."""
+    config = at(tmp_path, "checkpoint.keep=3")
+    for steps in (1, 2, 5, 6):
+        saved_after(config, steps)
+    begun = named(config, tmp_path / "checkpoints" / "step-00000002")
+    go_on(begun)
+    monkeypatch.setenv("THREED_RESTARTS", "1")
+    copied = tmp_path / "checkpoints" / "step-00000002"
+    with monkeypatch.context() as patch:
+        patch.setattr(saving, "write", no_room)
+        found, outcome = go_on(begun, being_copied=lambda: copied)
+    assert found == "step-00000003" and "No space left" in str(outcome.problem)
+    assert names(tmp_path) == {f"step-{step:08d}" for step in (2, 3, 5, 6)}
+
+
+def test_room_is_not_made_for_the_doubtful(tmp_path, monkeypatch):
+    """The save of a run that fails may hold the weights that made it fail: it pushes out nothing, on a full disk neither."""
+    config = at(tmp_path)
+    for steps in (1, 2):
+        saved_after(config, steps)
+    with monkeypatch.context() as patch:
+        patch.setattr(saving, "write", no_room)
+        _, outcome = go_on(config, prunes=False)
+    assert "No space left" in str(outcome.problem) and names(tmp_path) == {"step-00000001", "step-00000002"}
+
+
+@pytest.mark.parametrize("older", [0, 2])
+def test_a_second_attempt_is_said(older, tmp_path, monkeypatch):
+    """Whatever made it needful, with its own words: also where another rank has made the folder meanwhile, and where there is
+    nothing older to make room."""
+    config, said, fails, original = at(tmp_path, *DP), [], [True], os.mkdir
+    for steps in range(1, older + 1):
+        saved_after(config, steps)
+
+    def mkdir(path: Any, *others: Any, **how: Any) -> None:
+        original(path, *others, **how)
+        if str(path).endswith(".tmp") and fails.pop() if fails else False:
+            raise OSError(122, "Disk quota exceeded")
+
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    _, outcome = go_on(config, say=said.append)
+    assert outcome.problem is None and names(tmp_path) == {f"step-{step:08d}" for step in {older, older + 1} - {0}}
+    (line,) = said
+    assert "Disk quota exceeded" in line and ("step-00000001 make room" if older else "it is tried once more") in line
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), OSError(5, "Input/output error")])
+def test_what_fails_after_the_rename(error, tmp_path, monkeypatch):
+    """The checkpoint is saved, since a resume takes it: it is neither removed nor written again."""
+    config, said = at(tmp_path, *DP), []
+    saved_after(config, 1)
+
+    def fail(*_: Any) -> Any:
+        raise error
+
+    with monkeypatch.context() as patch:
+        for name in ("write_latest", "own"):
+            patch.setattr(saving, name, fail)
+        patch.setattr(saving, "remove", fail)
+        _, outcome = go_on(config, say=said.append)
+    assert outcome.problem is None and names(tmp_path) == {"step-00000001", "step-00000002"}
+    assert len(said) == 2 and all(str(error) in line for line in said)
+    assert "latest does not name step-00000002" in said[0] and "older checkpoints" in said[1]
+    assert take(config)[0] == "step-00000002"
+
+
+def test_a_failed_save_is_removed_on_a_thread(tmp_path, monkeypatch):
+    """The file system may not answer: no rank waits for that with its clock running."""
+    threads: list[str] = []
+    original = saving.tidy
+    monkeypatch.setattr(saving, "tidy", lambda config: (threads.append(threading.current_thread().name), original(config)))
+    monkeypatch.setattr(saving, "write", lambda *_: 1 / 0)
+    _, outcome = go_on(at(tmp_path, *DP))
+    assert threads == ["save"] and "ZeroDivisionError" in str(outcome.problem) and names(tmp_path) == set()
+
+
+def test_what_was_replaced_is_swept(tmp_path):
+    """It could not be removed at once, as on NFS while somebody reads it: the next save does. One whose successor has not come
+    stays, to be brought back."""
+    config = at(tmp_path)
+    path = saved_after(config, 1)
+    for name in ("step-00000001.replaced.tmp", "step-00000007.replaced.tmp"):
+        shutil.copytree(path, path.with_name(name))
+    go_on(config)
+    assert names(tmp_path) == {"step-00000001", "step-00000002", "step-00000007.replaced.tmp"}
 
 
 def test_a_restart_whose_origin_was_removed(tmp_path, monkeypatch):

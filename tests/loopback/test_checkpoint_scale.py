@@ -12,7 +12,7 @@ import torch
 from threed.checkpoint.boxes import boxes
 from threed.checkpoint.format import Report, file_name, index_of, seal, unseal
 from threed.checkpoint.read import Reader
-from threed.checkpoint.write import Item, header, report_of
+from threed.checkpoint.write import Item, Place, header, report_of
 from threed.config import load
 from threed.planner import layouts, make_mesh, unit_parameters
 from threed.schema import Config
@@ -55,7 +55,7 @@ def written(request, tmp_path_factory):
         sizes = [4 * (item.box.stop - item.box.start) for item in mine]
         head = header(mine)
         starts = accumulate(sizes[:-1], initial=len(head))
-        places = [(at, size, 2**32 - 1, 2**64 - 1) for at, size in zip(starts, sizes, strict=True)]
+        places = [Place(at, size, 2**32 - 1, 2**64 - 1) for at, size in zip(starts, sizes, strict=True)]
         reports.append(report_of(rank, head, mine, places))
     begin = time.process_time()
     index, parameters = index_of(reports)
@@ -111,5 +111,5 @@ def test_reports_are_small():
     laid = layouts(config)
     mine = items(config, laid, 3, 5, 2)
     head = header(mine)
-    report: Report = report_of(5, head, mine, [(0, 0, 0, 0)] * len(mine))
+    report: Report = report_of(5, head, mine, [Place(0, 0, 0, 0)] * len(mine))
     assert sum(len(text) for some in report.boxes.values() for text in some) < 64 << 10

@@ -7,7 +7,9 @@ import shutil
 import sys
 import threading
 import uuid
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,12 +18,14 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from tests.harness import batches, tiny
+from threed import checkpoints as running
 from threed.checkpoint.choose import Candidate, begin_lineage, candidates
 from threed.checkpoint.copy import Copied, Copier, Store, fetch
 from threed.checkpoint.format import checkpoints, folder, name_of, unseal
 from threed.checkpoint.lineage import Lineage, parse_latest, read_latest
-from threed.checkpoint.load import _on_first, resume
+from threed.checkpoint.load import Resumed, _on_first, resume
 from threed.checkpoint.save import Saver
+from threed.checkpoints import Checkpoints
 from threed.comm import Comm
 from threed.config import load
 from threed.engine.engine import Engine
@@ -49,7 +53,7 @@ def train(config: Config, steps: int, lineage: Lineage = NEW, held: Any = lambda
     """Steps from wherever train.resume says, a checkpoint after each."""
     def work(engine: Engine, comm: Comm) -> list[Path]:
         resume(config, engine.zero)
-        saver, paths = Saver(engine, lineage, lambda: None, held=held), []
+        saver, paths = Saver(engine, lineage, lambda: None, being_copied=held), []
         for index in range(engine.zero.step_number, steps):
             engine.train_step(batches(config, comm, index))
             saver.begin({"samples": 0, "skipped": 0, "wandb_id": None})
@@ -126,7 +130,8 @@ def test_the_manifest_is_last(saved, place, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         Copier(place, 0)._copy(Store(place), saved[1])
     assert order == ["rank-00000.safetensors", "rank-00001.safetensors", "index.jsonl", "manifest.json"]
-    assert Store(place).names() == ([], ["step-00000002"]) and list(Store(place).newest()) == []
+    left = "step-00000002" if "://" in place else "step-00000002.copying.tmp"
+    assert Store(place).names() == ([], [left]) and list(Store(place).newest()) == []
     monkeypatch.undo()
     copied(place, saved[2])
     assert Store(place).names() == (["step-00000003"], [])
@@ -148,11 +153,11 @@ def test_the_newest_is_next(saved, tmp_path, monkeypatch):
     monkeypatch.setattr(Store, "put", lambda *args: (begun.set(), go.wait(60), original(*args))[2])
     copier = Copier(str(tmp_path / "copies"), 0)
     assert copier.offer(saved[0]) is None and begun.wait(60)
-    assert copier.held == saved[0]
+    assert copier.being_copied == saved[0]
     assert copier.offer(saved[1]) is None and copier.offer(saved[2]) == saved[1]
     assert not copier.wait(0.01)
     go.set()
-    assert copier.wait(60) and copier.held is None
+    assert copier.wait(60) and copier.being_copied is None
     assert [(each.path, each.problem) for each in copier.ended()] == [(saved[0], None), (saved[2], None)]
 
 
@@ -228,9 +233,145 @@ def test_older_copies_that_stay(saved, place, monkeypatch):
     """The newest copy is whole all the same."""
     copied(place, saved[0])
     original = Store.remove
-    monkeypatch.setattr(Store, "remove", lambda self, name: original(self, name) if name == "step-00000002" else 1 / 0)
+    monkeypatch.setattr(Store, "remove", lambda self, name: original(self, name) if name.startswith("step-00000002") else 1 / 0)
     (end,) = copied(place, saved[1], keep=1)
-    assert end.size > 0 and end.problem is not None and list(Store(place).newest()) == ["step-00000002", "step-00000001"]
+    assert end.size and end.problem is not None and list(Store(place).newest()) == ["step-00000002", "step-00000001"]
+
+
+def test_a_copy_of_which_nobody_knows(saved, place, monkeypatch):
+    """An error is not the answer that a file is not there: what may be complete stays, and nothing begins anew."""
+    copied(place, *saved[:2])
+    system, _ = url_to_fs(place)
+    original = type(system).info
+
+    def info(self, path, **others):
+        if str(path).endswith("step-00000002/manifest.json"):
+            raise OSError(116, "Stale file handle")
+        return original(self, path, **others)
+
+    before = files(place, "step-00000002")
+    with monkeypatch.context() as patch:
+        patch.setattr(type(system), "info", info)
+        (end,) = copied(place, saved[2])
+        assert end.size and "Stale file handle" in str(end.problem)
+        with pytest.raises(InputError, match=r"cannot be fetched: .*Stale file handle"):
+            fetch(place, saved[0].parent, lambda line: None)
+    assert files(place, "step-00000002") == before
+
+
+def test_a_copy_of_nobody(saved, place):
+    """One whose manifest cannot be read, or is of another version, may be another run's: it stays, and is not counted."""
+    copied(place, *saved[:3])
+    overwrite(place, "step-00000001/manifest.json", lambda data: b"{")
+    overwrite(place, "step-00000002/manifest.json", lambda data: b'{"format": 1}')
+    copied(place, saved[3], keep=1)
+    assert Store(place).names() == (["step-00000004", "step-00000002", "step-00000001"], [])
+
+
+def test_a_source_that_fails(saved, tmp_path, monkeypatch):
+    """Even the question whether it is there: the copy is given up, and the next one goes on."""
+    def fail(*_: Any, **others: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", fail)
+        patch.setattr(Path, "is_dir", fail)
+        copier = Copier(str(tmp_path), 0)
+        copier.offer(saved[0])
+        assert copier.wait(60)
+    (end,) = copier.ended()
+    assert end.size is None and "Input/output error" in str(end.problem) and copier.being_copied is None
+    copier.offer(saved[0])
+    assert copier.wait(60) and copier.ended()[0].problem is None
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_dies(saved, tmp_path, monkeypatch):
+    """Nobody waits for it for ever, and the next offer begins another."""
+    copier = Copier(str(tmp_path), 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(Copier, "_try", lambda self, path: sys.exit())  # ends the thread alone
+        copier.offer(saved[0])
+        assert copier.wait(60) and copier.being_copied is None
+    copier.offer(saved[0])
+    assert copier.wait(60) and [end.problem for end in copier.ended()] == [None]
+
+
+@pytest.mark.parametrize("broken", ["rank-00001.safetensors", "index.jsonl"])
+def test_a_source_that_is_damaged(broken, saved, tmp_path, place):
+    """It is not copied as if it were whole, and does not push out the copy of a whole one."""
+    copied(place, saved[0])
+    shutil.copytree(saved[1], tmp_path / "step-00000002")
+    path = tmp_path / "step-00000002" / broken
+    path.write_bytes(flipped(path.read_bytes(), 0.9))
+    (end,) = copied(place, path.parent, keep=1)
+    assert end.size is None and f"it is damaged: {broken} reads back otherwise" in str(end.problem)
+    assert Store(place).names() == (["step-00000001"], [])
+
+
+def test_another_of_that_name(saved, tmp_path, monkeypatch):
+    """In a folder it stays until its successor is whole; then it goes."""
+    place = str(tmp_path / "copies")
+    (other,) = train(at(tmp_path / "other"), 1, Lineage("other-2"))
+    copied(place, other)
+    before, original = files(place, other.name), Store.put
+
+    def put(self, source, *others):
+        if source.name == "manifest.json":
+            raise OSError(5, "Input/output error")
+        return original(self, source, *others)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "put", put)
+        (end,) = copied(place, saved[0])
+    assert end.size is None and files(place, other.name) == before and Store(place).names() == ([other.name], [])
+    (end,) = copied(place, saved[0])
+    assert end.size and files(place, other.name) == {path.name: path.read_bytes() for path in saved[0].iterdir()}
+    assert Store(place).names() == ([other.name], [])
+
+
+def test_a_copy_that_is_there_already(saved, place):
+    """Killed before it was named and others were removed: that is done by the next."""
+    copied(place, *saved[:2])
+    overwrite(place, "latest", lambda data: b"")
+    (end,) = copied(place, saved[1], keep=1)
+    assert (end.size, end.problem) == (0, None) and Store(place).names()[0] == ["step-00000002"]
+    assert parse_latest(files(place)["latest"]) == ("step-00000002", NEW)
+
+
+def test_latest_is_replaced(saved, tmp_path):
+    """In a folder it is there whole, before and after, and never half."""
+    copied(str(tmp_path), saved[0])
+    (tmp_path / "link").hardlink_to(tmp_path / "latest")
+    copied(str(tmp_path), saved[1])
+    assert parse_latest((tmp_path / "link").read_bytes())[0] == "step-00000001"
+    assert parse_latest((tmp_path / "latest").read_bytes())[0] == "step-00000002"
+
+
+@pytest.mark.parametrize("failures", [2, 3])
+def test_the_last_copy_is_tried_again(failures, tmp_path, monkeypatch):
+    """As the last checkpoint is; once it cannot be had, that is said."""
+    config, said, left, original = at(tmp_path / "run", f"checkpoint.copy_to={tmp_path / 'copies'}"), [], [failures], Copier._copy
+    (path,) = train(config, 1)
+
+    def fails(self: Copier, *others: Any) -> int:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise OSError(110, "Connection timed out")
+        return original(self, *others)
+
+    monkeypatch.setattr(Copier, "_copy", fails)
+    monkeypatch.setattr(running, "PAUSE_S", 0.0)
+
+    def work(engine: Engine, comm: Comm) -> None:
+        log, watch = SimpleNamespace(say=said.append, sync=lambda: None), SimpleNamespace(phase=lambda *a, **b: nullcontext())
+        mine: Any = Checkpoints(config, engine, watch, log, Resumed(path, {}, NEW, []))  # pyright: ignore[reportArgumentType]
+        mine.close(lambda: False)
+
+    on_ranks(config, work)
+    assert sum("was not copied" in line and "Connection timed out" in line for line in said) == failures
+    assert any("THE LAST CHECKPOINT IS NOT AT" in line for line in said) == (failures == 3)
+    assert (tmp_path / "copies" / path.name / "manifest.json").exists() == (failures == 2)
 
 
 # ---------------------------------------------------------------- and back
@@ -298,7 +439,9 @@ def test_nothing_there(tmp_path, place):
     named = at(tmp_path / "run", f"train.resume={place}" if "://" in place else f"train.resume=file://{place}")
     with pytest.raises(InputError, match="there is no complete checkpoint"):
         taken(named)
-    assert taken(at(tmp_path / "run", f"checkpoint.copy_to={place}")) == []
+    said: list[str] = []
+    assert taken(at(tmp_path / "run", f"checkpoint.copy_to={place}"), said.append) == []
+    assert said == [f"note: no checkpoint at {place}: a run that has no other begins anew"]
 
 
 def test_after_the_loss_of_a_disk(saved, tmp_path, place):

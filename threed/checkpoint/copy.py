@@ -7,7 +7,8 @@
 Rank 0 copies on a thread, so all bytes go through its host; no step and no save waits for it. While it is busy it takes note of
 the newest checkpoint only. What is at the other place is checked before the manifest goes there: in a folder all bytes, by the
 checksums that the manifest and the index have of them; in a store the size of each file, its head, and the whole index (that
-the bytes arrive as they were sent is between the store and its client). What is fetched is checked byte by byte.
+the bytes arrive as they were sent is between the store and its client; what is sent is checked before). In a folder a copy is
+made aside and renamed; a store cannot rename, so what has the copy's name goes first. What is fetched is checked byte by byte.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from threed.address import local_path
 from threed.checkpoint.format import (
@@ -31,18 +32,19 @@ from threed.checkpoint.format import (
     MANIFEST,
     Unusable,
     rank_of,
+    replace_text,
     step_of,
     sync,
     unseal,
     unseal_data,
 )
 from threed.checkpoint.lineage import Lineage, parse_latest, text_of_latest
+from threed.checkpoint.write import Parts, check
 from threed.errors import InputError
 from threed.quantity import show_bytes, show_seconds
 
 ASIDE = ".fetched.tmp"  # `save.tidy` removes what a killed run has left
-_PIECE = 16 << 20  # bytes that are read and checked at a time
-Parts = list[tuple[int, int]]  # of a file, from its first byte to its last: bytes, CRC-32
+COPYING, REPLACED = ".copying.tmp", ".replaced.tmp"  # in a folder: a copy that is not whole yet, and the one in its place
 
 
 class Store:
@@ -56,28 +58,37 @@ class Store:
         self._root = root.rstrip("/")
 
     def names(self) -> tuple[list[str], list[str]]:
-        """Checkpoints there, the newest first: complete ones, and folders without a manifest."""
+        """Checkpoints there, the newest first: complete ones, and what copies that were cut off have left."""
         self._fs.invalidate_cache()
         try:
             paths = [entry["name"].rstrip("/") for entry in self._fs.ls(self._root, detail=True)]
         except FileNotFoundError:
             return [], []
-        steps = sorted((Path(path).name for path in paths if step_of(Path(path)) >= 0), key=_step, reverse=True)
-        complete = [name for name in steps if self._fs.exists(self._at(name, MANIFEST))]
+        steps = sorted((Path(path).name for path in paths if _step(path) >= 0), key=_step, reverse=True)
+        complete = [name for name in steps if not name.endswith(".tmp") and self.has(name, MANIFEST)]
         return complete, [name for name in steps if name not in complete]
 
     def newest(self) -> Iterator[str]:
         """Complete checkpoints of the lineage that `latest` names, the newest first; without a `latest`, all that there are."""
         complete, _ = self.names()
         _, lineage = parse_latest(self.read(LATEST) or b"")
-        return (name for name in complete if lineage is None or self.is_of(lineage, name))
+        owners = ((name, self.owner(name)) for name in complete)  # without one it is tried, and refused with its reason
+        return (name for name, owner in owners if lineage is None or owner is None or lineage.has(owner, _step(name)))
 
-    def is_of(self, lineage: Lineage, name: str) -> bool:
-        """Whether a checkpoint is of a lineage. One that cannot be read is: it is tried, and refused with its reason."""
+    def owner(self, name: str) -> str | None:
+        """Whose lineage a checkpoint is of; None where its manifest cannot be used."""
         try:
-            return lineage.has(unseal_data(self._at(name), self.read(name, MANIFEST) or b"")["lineage"][0], _step(name))
+            return unseal_data(self._at(name), self.read(name, MANIFEST) or b"")["lineage"][0]
         except InputError:
-            return True
+            return None
+
+    def has(self, *names: str) -> bool:
+        """Whether a file is there. (fsspec's `exists` says no, too, where it gets no answer.)"""
+        try:
+            self._fs.info(self._at(*names))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
 
     def read(self, *names: str) -> bytes | None:
         """A file's content; None where there is none."""
@@ -86,27 +97,64 @@ class Store:
         except FileNotFoundError:
             return None
 
-    def write(self, data: bytes, *names: str) -> None:
+    def write(self, text: str, *names: str) -> None:
+        """A small file, there whole or not at all."""
         if self.is_folder:
-            os.makedirs(os.path.dirname(self._at(*names)), exist_ok=True)
-        self._fs.pipe_file(self._at(*names), data)
+            path = Path(self._at(*names))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_text(path, text)
+            sync(path.parent)
+        else:
+            self._fs.pipe_file(self._at(*names), text.encode())
+
+    def begin(self, name: str) -> str:
+        """Make room for a copy. Where its files go until it is whole."""
+        aside = f"{name}{COPYING}" if self.is_folder else name
+        self.remove(aside)
+        return aside
 
     def put(self, source: Path, parts: Parts, moved: Callable[[int], None], *names: str) -> None:
-        """Copy a file there, and check it."""
+        """Copy a file there, and check it. Unusable where it is not what it must be before."""
         at, size = self._at(*names), sum(size for size, _ in parts)
         if self.is_folder:
             os.makedirs(os.path.dirname(at), exist_ok=True)
-        self._fs.put_file(str(source), at, callback=_meter(moved))
-        if self.is_folder:
+            self._fs.put_file(str(source), at, callback=_meter(moved))
             sync(Path(at))
-            check(Path(at), parts)
+            try:
+                check(Path(at), parts)
+            except OSError:
+                check_source(source, parts)  # which of the two it is
+                raise
             return
+        check_source(source, parts)
+        self._fs.put_file(str(source), at, callback=_meter(moved))
         arrived = self._fs.info(at)["size"]
         if arrived != size:
             raise OSError(f"{names[-1]} has {arrived} bytes there, not {size}")
-        head, crc = parts[0] if names[-1] != INDEX else (size, zlib.crc32(source.read_bytes()))
-        if zlib.crc32(self._fs.cat_file(at, start=0, end=head)) != crc:
-            raise OSError(f"{names[-1]} reads back otherwise than it was written")
+        looked_at = parts if names[-1] == INDEX else parts[:1]
+        data, start = self._fs.cat_file(at, start=0, end=sum(size for size, _ in looked_at)), 0
+        for size, crc in looked_at:
+            if zlib.crc32(data[start:start + size]) != crc:
+                raise OSError(f"{names[-1]} reads back otherwise than it was written")
+            start += size
+
+    def finish(self, aside: str, name: str) -> None:
+        """A copy is whole: it gets its name, and takes the place of one that has it."""
+        if not self.is_folder:
+            return
+        made, final, older = (Path(self._at(each)) for each in (aside, name, f"{name}{REPLACED}"))
+        sync(made)
+        if final.exists():
+            shutil.rmtree(older, ignore_errors=True)
+            os.replace(final, older)
+        try:
+            os.replace(made, final)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.replace(older, final)
+            raise
+        sync(final.parent)
+        shutil.rmtree(older, ignore_errors=True)
 
     def get(self, target: Path, moved: Callable[[int], None], *names: str) -> None:
         self._fs.get_file(self._at(*names), str(target), callback=_meter(moved))
@@ -128,7 +176,8 @@ def _meter(moved: Callable[[int], None]) -> Any:
 
 
 def _step(name: str) -> int:
-    return step_of(Path(name))
+    """Of a copy, or of one that is being made or replaced."""
+    return step_of(Path(Path(name).name.removesuffix(COPYING).removesuffix(REPLACED)))
 
 
 def reason(error: Exception) -> str:
@@ -161,26 +210,15 @@ def parts_of_files(path: Path | str, manifest: dict[str, Any], index: Path) -> d
     return files
 
 
-def check(path: Path, parts: Parts) -> None:
-    """OSError where a file's bytes are not what they must be. What the disk has, as far as the system lets one ask."""
-    with path.open("rb") as file:
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        for size, crc in parts:
-            if _crc(file, size) != crc:
-                raise OSError(f"{path.name} reads back otherwise than it was written")
-        if file.read(1):
-            raise OSError(f"{path.name} has more bytes than were written")
-
-
-def _crc(file: BinaryIO, size: int) -> int:
-    crc = 0
-    while size > 0:
-        piece = file.read(min(size, _PIECE))
-        if not piece:
-            raise OSError(f"{os.path.basename(file.name)} ends {size} bytes too early")
-        crc, size = zlib.crc32(piece, crc), size - len(piece)
-    return crc
+def check_source(path: Path, parts: Parts) -> None:
+    """Unusable where a file of a checkpoint is not what its manifest and its index say."""
+    try:
+        check(path, parts)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        what = f"is damaged: {error}" if error.errno is None else f"cannot be read: {path.name}: {error.strerror}"
+        raise Unusable(path.parent, what) from None
 
 
 # ---------------------------------------------------------------- there
@@ -190,9 +228,9 @@ class Copied(NamedTuple):
     """How a copy ended."""
 
     path: Path
-    size: int  # bytes that were copied; 0: none, since the copy was there already, or for a problem
+    size: int | None  # bytes that were copied, 0 where the copy was there already; None: there is none, for the problem
     took_s: float
-    problem: str | None  # with a size: the copy is whole, but older ones could not be removed
+    problem: str | None  # with a size: the copy is whole, but it is not named there, or older ones could not be removed
 
 
 class Copier:
@@ -204,7 +242,7 @@ class Copier:
         self._next: Path | None = None
         self._ended: list[Copied] = []
         self._thread: threading.Thread | None = None
-        self.held: Path | None = None  # what is being copied: it must stay until that is over
+        self.being_copied: Path | None = None  # it must stay until that is over
         self.moved = self.size = 0  # bytes of it
 
     def offer(self, path: Path) -> Path | None:
@@ -225,45 +263,66 @@ class Copier:
     def wait(self, most_s: float) -> bool:
         """Whether there is nothing to copy any more."""
         thread = self._thread
-        if thread is not None:
-            thread.join(most_s)
-        return self._thread is None
+        if thread is None:
+            return True
+        thread.join(most_s)
+        return not thread.is_alive()
 
     def _work(self) -> None:
-        while True:
+        try:
+            while (path := self._take()) is not None:
+                begin = time.monotonic()
+                size, problem = self._try(path)
+                with self._lock:
+                    self._ended.append(Copied(path, size, time.monotonic() - begin, problem))
+        finally:
             with self._lock:
-                self.held, self._next, self.moved, self.size = self._next, None, 0, 0
-                if self.held is None:
-                    self._thread = None
-                    return
-            begin, size, problem = time.monotonic(), 0, None
-            try:
-                store = Store(self.address)
-                size = self._copy(store, self.held)
-                if size:
-                    self._prune(store, self.held)
-            except Exception as error:
-                problem = reason(error) if self.held.is_dir() else "it was removed before its copy was complete"
-            with self._lock:
-                self._ended.append(Copied(self.held, size, time.monotonic() - begin, problem))
+                if self._thread is threading.current_thread():  # whatever has ended it, the next offer starts another
+                    self._thread = self.being_copied = None
+
+    def _take(self) -> Path | None:
+        with self._lock:
+            self.being_copied, self._next, self.moved, self.size = self._next, None, 0, 0
+            if self.being_copied is None:
+                self._thread = None
+            return self.being_copied
+
+    def _try(self, path: Path) -> tuple[int | None, str | None]:
+        """Bytes that were copied, and what went wrong."""
+        size = None
+        try:
+            store = Store(self.address)
+            size = self._copy(store, path)
+            self._prune(store, path)
+        except Unusable as error:
+            return size, f"it {error.what}"
+        except FileNotFoundError as error:
+            gone = size is None and not os.path.isdir(path)  # which never raises
+            return size, "it was removed before its copy was complete" if gone else reason(error)
+        except Exception as error:
+            return size, reason(error)
+        return size, None
 
     def _copy(self, store: Store, path: Path) -> int:
         name, data = path.name, (path / MANIFEST).read_bytes()
         manifest = unseal_data(path, data)
         if store.read(name, MANIFEST) == data:
             return 0
-        parts = {**parts_of_files(path, manifest, path / INDEX), INDEX: parts_of_index(manifest)}
+        index = parts_of_index(manifest)
+        check_source(path / INDEX, index)
+        parts = {**parts_of_files(path, manifest, path / INDEX), INDEX: index}
         self.size = sum(size for each in parts.values() for size, _ in each)
-        store.remove(name)  # of an older lineage, or half of a copy
+        aside = store.begin(name)
         try:
             for file, of_file in parts.items():
                 before = self.moved
-                store.put(path / file, of_file, self._move, name, file)
+                store.put(path / file, of_file, self._move, aside, file)
                 self.moved = before + sum(size for size, _ in of_file)
-            store.put(path / MANIFEST, [(len(data), zlib.crc32(data))], lambda size: None, name, MANIFEST)
+            store.put(path / MANIFEST, [(len(data), zlib.crc32(data))], lambda size: None, aside, MANIFEST)
+            store.finish(aside, name)
         except Exception:
             with contextlib.suppress(Exception):
-                store.remove(name)
+                store.remove(aside)
             raise
         return self.size
 
@@ -271,13 +330,15 @@ class Copier:
         self.moved += size
 
     def _prune(self, store: Store, path: Path) -> None:
-        """Name the newest copy; remove older ones of its lineage that are not to be kept, and halves of copies."""
+        """Name the newest copy; remove older ones of its lineage that are not to be kept, and what is left of others. One whose
+        lineage cannot be read stays."""
         lineage = Lineage.of(unseal(path))
-        store.write(text_of_latest(path.name, lineage).encode(), LATEST)
-        complete, halves = store.names()
-        before = (name for name in complete if self._keep and _step(name) <= step_of(path) and store.is_of(lineage, name))
-        old = list(before)[self._keep:]
-        for name in [*old, *(name for name in halves if _step(name) < step_of(path))]:
+        store.write(text_of_latest(path.name, lineage), LATEST)
+        complete, rest = store.names()
+        before = (name for name in complete if self._keep and _step(name) <= step_of(path))
+        owners = ((name, store.owner(name)) for name in before)
+        old = [name for name, owner in owners if owner is not None and lineage.has(owner, _step(name))][self._keep:]
+        for name in [*old, *(name for name in rest if _step(name) < step_of(path))]:
             store.remove(name)
 
 
@@ -286,11 +347,11 @@ class Copier:
 
 def fetch(address: str, folder: Path, say: Callable[[str], None]) -> Path | None:
     """Bring a checkpoint from `address` into `folder`: the one that it names, or the newest complete one in it. None where it
-    holds none. InputError where it cannot be read, or where what it names is not a checkpoint that can be used."""
+    holds none, which is said. InputError where it cannot be read, or where what it names is not a checkpoint that can be used."""
     try:
         store, names = Store(address), None
         name = Path(store.address).name
-        if _step(name) >= 0:
+        if step_of(Path(name)) >= 0:
             store, names = Store(store.address.removesuffix(f"/{name}")), [name]
         problems = []
         for name in names or store.newest():
@@ -303,6 +364,7 @@ def fetch(address: str, folder: Path, say: Callable[[str], None]) -> Path | None
                 say(f"note: {error}: going on with the one before it")
         if problems:
             raise InputError(f"none of the checkpoints at {address} can be used:\n  " + "\n  ".join(problems))
+        say(f"note: no checkpoint at {address}: a run that has no other begins anew")
         return None
     except InputError:
         raise

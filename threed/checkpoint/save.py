@@ -2,11 +2,13 @@
 
     begin       [snapshot of weights and optimizer state, beside the next forward]      all ranks
     WRITING     tensors -> rank-NNNNN.safetensors, checksummed, to the disk, read back  a thread of each rank
-    PUBLISHING  index, manifest, rename, `latest`; older checkpoints are removed        a thread of rank 0
+    CLEARING    the disk was full: older checkpoints are removed; then WRITING again    a thread of rank 0
+    PUBLISHING  index, manifest, rename: it is saved. `latest`; older ones are removed  a thread of rank 0
+    UNDOING     something failed: what there is of the checkpoint is removed            a thread of rank 0
 
 Ranks tell each other how far they are with the numbers of each step (`status`), so all of them go from stage to stage after the
-same step (`advance`), and no thread talks to another rank. Where a disk is full, older checkpoints make room, all but the
-newest, and what was to be written is written again.
+same step (`advance`), and no thread talks to another rank. Where a disk is full, older checkpoints of the run make room, all but
+the newest. What goes wrong after the rename is a warning.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
@@ -32,9 +34,9 @@ from threed.checkpoint.boxes import boxes
 from threed.checkpoint.format import (
     FORMAT,
     INDEX,
+    LATEST,
     MANIFEST,
     Report,
-    checkpoints,
     file_name,
     folder,
     index_of,
@@ -61,6 +63,7 @@ class Stage(Enum):
     WRITING = "each rank writes its file"
     CLEARING = "the disk was full: rank 0 removes older checkpoints"
     PUBLISHING = "rank 0 makes the checkpoint visible"
+    UNDOING = "it has failed: rank 0 removes what there is of it"
 
 
 class Outcome(NamedTuple):
@@ -74,15 +77,16 @@ class Outcome(NamedTuple):
 class Saver:
     """One rank's part in the run's checkpoints. All ranks call `begin` and `advance` after the same steps."""
 
-    def __init__(self, engine: Engine, lineage: Lineage, synced: Callable[[], None], sound: Path | None = None,
-                 held: Callable[[], Path | None] = lambda: None, say: Callable[[str], None] = lambda line: None):
-        """`synced` is called on rank 0 before a checkpoint becomes visible: what else must be on the disk then. `sound`: the
-        checkpoint that the run goes on from. `held` says which one is being copied elsewhere, and stays until that is over;
-        `say` is told on rank 0 what is done with older ones."""
+    def __init__(self, engine: Engine, lineage: Lineage, synced: Callable[[], None], proved: Path | None = None,
+                 being_copied: Callable[[], Path | None] = lambda: None, say: Callable[[str], None] = lambda line: None):
+        """`synced` is called on rank 0 before a checkpoint becomes visible: what else must be on the disk then. `proved`: the
+        checkpoint that the run goes on from. `being_copied` says which one stays until its copy is over; `say` is told on rank 0
+        what is done with older ones."""
         self._engine, self._comm, self._config = engine, engine.comm, engine.config
-        self.prunes = True
-        self._lineage, self._synced, self._held, self._say = lineage, synced, held, say
-        self._sound = sound  # the newest that was read whole by this run
+        self._lineage, self._synced, self._being_copied, self._say = lineage, synced, being_copied, say
+        self._proved = proved  # the newest that this run has read, or read back, whole
+        self._prunes = True  # whether older checkpoints may go
+        self._warned: set[str] = set()
         self._attempt = self._comm.broadcast(uuid.uuid4().hex[:8])  # nobody else writes into a folder of this name
         self.stage = Stage.IDLE
         self.waits_for: list[int] = []  # ranks that are not done with the stage
@@ -90,6 +94,7 @@ class Saver:
         self._result: Any = None  # of the thread's work
         self._status = DONE
         self._cleared = False  # whether older checkpoints have made room for this one
+        self._problem = ""  # why there will be no checkpoint
         self._begun_s = 0.0
         self._manifest: dict[str, Any] = {}
         self._items: list[Item] = []
@@ -110,7 +115,7 @@ class Saver:
     def begin(self, counters: dict[str, Any]) -> None:
         """Save the run as it is after this step. `counters`: what the loop counts."""
         assert self.stage is Stage.IDLE
-        self._begun_s, self._cleared = time.monotonic(), False
+        self._begun_s, self._cleared, self._prunes = time.monotonic(), False, True
         zero, mesh = self._engine.zero, self._comm.mesh
         self._manifest = {
             "format": FORMAT, "step": zero.step_number, "updates": zero.updates, "loss_scaler": zero.scaler.state(),
@@ -147,12 +152,15 @@ class Saver:
         if self.waits_for:
             return None
         worst = max(asked)
-        if worst == FULL and FAILED not in asked and self._config.checkpoint.keep and not self._cleared:
-            self._cleared = True
-            problem = self._problem()
-            self._start(Stage.CLEARING, lambda: self._clear(problem), only_first=True)
-        elif worst != DONE:
-            return self._give_up()
+        if self.stage is Stage.UNDOING:
+            return self._end(self._problem)
+        if worst != DONE:
+            self._problem = self._first_problem()
+            if FAILED not in asked and self._config.checkpoint.keep and self._prunes and not self._cleared:
+                self._cleared = True
+                self._start(Stage.CLEARING, self._clear, only_first=True)
+            else:  # all hear of it once it is done: they may write into the same folder again at once
+                self._start(Stage.UNDOING, self._undo, only_first=True)
         elif self.stage is Stage.WRITING:
             reports = self._comm.gather(self._result)
             self._start(Stage.PUBLISHING, lambda: self._publish(reports or []), only_first=True)
@@ -162,15 +170,15 @@ class Saver:
             return self._end(None)
         return None
 
-    def drain(self, most_s: float = math.inf) -> Outcome | None:
-        """Do nothing else until the save has ended, or for about so many seconds: then None."""
-        polls = 0
+    def drain(self, most_s: float = math.inf, prunes: bool = True) -> Outcome | None:
+        """Do nothing else until the save under way has ended, or for about so many seconds: then None. `prunes`: whether older
+        checkpoints may go for it from now on."""
+        assert self.stage is not Stage.IDLE
+        self._prunes, polls = prunes, 0
         while polls * POLL_S < most_s:  # a count, on which ranks agree, not a clock
             polls += 1
             if self._thread is not None:
                 self._thread.join(POLL_S)
-            elif self._comm.rank == 0:
-                time.sleep(POLL_S)
             outcome = self.advance(self._comm.exchange(self.status))
             if outcome is not None:
                 return outcome
@@ -190,30 +198,32 @@ class Saver:
             except Exception as error:  # said by whoever collects the results
                 no_room = isinstance(error, OSError) and error.errno in _NO_ROOM
                 self._status = FULL if no_room else FAILED
-                what = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-                self._result = f"rank {self._comm.rank} cannot write to {self._aside}: {what}"
+                self._result = f"rank {self._comm.rank} cannot write to {self._aside}: {_said_of(error)}"
 
         self._thread = threading.Thread(target=body, daemon=True, name="save")
         self._thread.start()
 
     def _write(self) -> Report:
-        self._aside.mkdir(parents=True, exist_ok=True)
+        self._aside.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):  # `exist_ok` hides other failures, too, where another rank was faster
+            self._aside.mkdir()
         if self._comm.rank == 0:
             self._sweep()
         for state in self._engine.states.values():
             state.snapped()
         return write(self._aside / file_name(self._comm.rank), self._comm.rank, self._items)
 
-    def _clear(self, problem: str | None) -> None:
-        """All but the newest make room: the one that this run has read, or read back. `latest` may name a damaged one."""
-        complete = checkpoints(self._config)
-        sound = [path for path in complete if self._sound is not None and path.resolve() == self._sound.resolve()]
-        older = [path for path in complete if path not in (sound or complete[:1])]
-        if older:
-            names = ", ".join(path.name for path in older)
-            self._say(f"warning: {problem}: {names} make room for the checkpoint of step {self.step}")
-        for path in older:
-            remove(path)
+    def _clear(self) -> None:
+        """Older checkpoints of the lineage make room, all but the newest: the one that this run has read, or read back. `latest`
+        may name a damaged one."""
+        mine = own(self._config, self._lineage, self.step)
+        proved = [path for path in mine if self._proved is not None and path.resolve() == self._proved.resolve()]
+        stays = [*(proved or mine[:1]), self._being_copied()]
+        older = [path for path in mine if path not in stays]
+        names = ", ".join(path.name for path in older)
+        self._say(f"warning: {self._problem}: " + (f"{names} make room for the checkpoint of step {self.step}" if older else
+                                                   "no older checkpoint can make room; it is tried once more"))
+        self._remove(older)
 
     def _publish(self, reports: list[Report]) -> None:
         aside, final = self._aside, self._final
@@ -235,44 +245,64 @@ class Saver:
             os.replace(final, older)
         os.replace(aside, final)
         sync(final.parent)
-        write_latest(self._config, final.name, self._lineage)
-        self._sound = final
-        shutil.rmtree(older, ignore_errors=True)
-        self._prune()
+        self._proved = final  # it is saved, whatever fails from here on
+        with self._warns(f"{final.parent / LATEST} does not name {final.name}, which is saved, and which a resume takes"):
+            write_latest(self._config, final.name, self._lineage)
+        with self._warns(f"older checkpoints in {final.parent} stay beyond checkpoint.keep"):
+            keep = self._config.checkpoint.keep
+            self._remove(own(self._config, self._lineage, self.step)[keep:] if keep and self._prunes else [])
         self._sweep()
 
-    def _prune(self) -> None:
-        """Older checkpoints go. Where one cannot, the new one is there all the same, and the next save tries again."""
-        keep = self._config.checkpoint.keep
-        for path in own(self._config, self._lineage, self.step)[keep:] if keep and self.prunes else ():
-            try:
-                if path != self._held():
+    def _remove(self, older: list[Path]) -> None:
+        """Where one cannot be removed, the new one is there all the same, and the next save tries again."""
+        for path in older:
+            if path != self._being_copied():
+                with self._warns(f"{path} stays: it cannot be removed"):
                     remove(path)
-            except OSError as error:
-                self._say(f"warning: {path} cannot be removed ({error.strerror}): it stays, beyond checkpoint.keep={keep}")
 
     def _sweep(self) -> None:
         """What could not be removed when it was to go: of failed saves of this start, and of older checkpoints."""
-        for aside in [*folder(self._config).glob(f"*.{self._attempt}.tmp"), *folder(self._config).glob(f"*{REMOVED}")]:
-            if aside != self._aside:
-                shutil.rmtree(aside, ignore_errors=True)
+        here = folder(self._config)
+        with self._warns(f"what failed saves have left in {here} stays"):
+            for aside in [*here.glob(f"*.{self._attempt}.tmp"), *here.glob(f"*{REMOVED}"), *here.glob(f"*{REPLACED}")]:
+                replaced = aside.name.endswith(REPLACED)
+                if aside != self._aside and not (replaced and not _whole(aside).exists()):
+                    shutil.rmtree(aside, ignore_errors=True)
 
-    def _give_up(self) -> Outcome:
-        problem = self._problem()
-        if self._comm.rank == 0:  # before the others hear of it: they may write into the same folder again at once
-            shutil.rmtree(self._aside, ignore_errors=True)
-            with contextlib.suppress(OSError):
-                tidy(self._config)
-        return self._end(self._comm.broadcast(problem))
+    @contextlib.contextmanager
+    def _warns(self, what: str) -> Iterator[None]:
+        """A failure of what follows is a line, once, and no more."""
+        try:
+            yield
+        except Exception as error:
+            if what not in self._warned:
+                self._warned.add(what)
+                self._say(f"warning: {what}: {_said_of(error)}")
 
-    def _problem(self) -> str | None:
-        """The first rank's that has one, on rank 0. All ranks call it together."""
-        problems = self._comm.gather(self._result if self._status in (FAILED, FULL) else None)
-        return next((each for each in problems or () if each is not None), None)
+    def _undo(self) -> None:
+        shutil.rmtree(self._aside, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            tidy(self._config)
+
+    def _first_problem(self) -> str:
+        """Of the first rank that has one, on all ranks, which call it together."""
+        problems = self._comm.exchange(self._result if self._status in (FAILED, FULL) else None)
+        problem = next((each for each in problems if each is not None), None)
+        assert problem is not None, "a rank has failed, and says nothing"
+        return problem
 
     def _end(self, problem: str | None) -> Outcome:
         self.stage, self._items, self._thread, self._result = Stage.IDLE, [], None, None
         return Outcome(self._final, problem, time.monotonic() - self._begun_s)
+
+
+def _said_of(error: Exception) -> str:
+    return str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+
+
+def _whole(replaced: Path) -> Path:
+    """The checkpoint that took the place of one."""
+    return replaced.with_name(replaced.name.removesuffix(REPLACED))
 
 
 def remove(path: Path) -> None:
@@ -286,9 +316,8 @@ def remove(path: Path) -> None:
 def tidy(config: Config) -> None:
     """Remove what a killed run has left half made or half removed; bring back what it was about to replace."""
     for aside in folder(config).glob("*.tmp"):
-        whole = aside.with_suffix("").with_suffix("")
-        if aside.name.endswith(REPLACED) and not whole.exists():
-            os.replace(aside, whole)
+        if aside.name.endswith(REPLACED) and not _whole(aside).exists():
+            os.replace(aside, _whole(aside))
         elif aside.is_dir():
             shutil.rmtree(aside, ignore_errors=True)
         else:

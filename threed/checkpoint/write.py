@@ -18,7 +18,8 @@ from threed.checkpoint.boxes import Box
 from threed.checkpoint.format import Report
 from threed.checkpoint.proof import MASK, checksum
 
-_PIECE = 16 << 20  # bytes that are checksummed and written, or read back, at a time
+PIECE = 16 << 20  # bytes that are checksummed and written, or read, at a time
+Parts = list[tuple[int, int]]  # of a file, from its first byte to its last: bytes, CRC-32
 
 
 class Item(NamedTuple):
@@ -33,37 +34,46 @@ class Item(NamedTuple):
         return f"{self.kind}:{self.box.name}@{','.join(map(str, self.box.offset))}"
 
 
+class Place(NamedTuple):
+    """Where an item lies in its file."""
+
+    start: int
+    size: int  # bytes
+    crc: int  # of these bytes
+    checksum: int  # of the item's elements (proof.py)
+
+
 def write(path: Path, rank: int, items: list[Item]) -> Report:
     """Write a file, bring it to the disk and read it back. OSError where one of that fails."""
     if not items:
         return Report()
     head = header(items)
-    at, places = len(head), []
+    at, places = len(head), list[Place]()
     with path.open("wb", buffering=0) as file:
         _write(file.fileno(), head)
         for item in items:
             values = item.values()
             data = values.numpy().data.cast("B")
             crc = 0
-            for start in range(0, len(data), _PIECE):
-                piece = data[start:start + _PIECE]
+            for start in range(0, len(data), PIECE):
+                piece = data[start:start + PIECE]
                 crc = zlib.crc32(piece, crc)
                 _write(file.fileno(), piece)
-            places.append((at, len(data), crc, checksum(values, item.box)))
+            places.append(Place(at, len(data), crc, checksum(values, item.box)))
             at += len(data)
         os.fsync(file.fileno())
-    _read_back(path, head, places)
+    check(path, [(len(head), zlib.crc32(head)), *((place.size, place.crc) for place in places)])
     return report_of(rank, head, items, places)
 
 
-def report_of(rank: int, head: bytes, items: list[Item], places: list[tuple[int, int, int, int]]) -> Report:
-    """What a rank says of its file. `places`: of each item the first byte, the bytes, their CRC-32 and its checksum."""
-    report = Report(places[-1][0] + places[-1][1], (len(head), zlib.crc32(head)))
+def report_of(rank: int, head: bytes, items: list[Item], places: list[Place]) -> Report:
+    """What a rank says of its file. `places`: of each item, in their order."""
+    report = Report(places[-1].start + places[-1].size, (len(head), zlib.crc32(head)))
     boxes: dict[Box, dict[str, tuple[int, int]]] = {}
-    for item, (start, _, crc, total) in zip(items, places, strict=True):
-        boxes.setdefault(item.box, {})[item.kind] = (start, crc)
+    for item, place in zip(items, places, strict=True):
+        boxes.setdefault(item.box, {})[item.kind] = (place.start, place.crc)
         sums = report.sums.setdefault(item.box.name, {})
-        sums[item.kind] = (sums.get(item.kind, 0) + total) & MASK
+        sums[item.kind] = (sums.get(item.kind, 0) + place.checksum) & MASK
     for box, pieces in boxes.items():
         report.boxes.setdefault(box.name, []).append(json.dumps([rank, box.offset, box.shape, pieces]))
         report.shapes[box.name] = box.whole
@@ -89,26 +99,29 @@ def _write(descriptor: int, data: bytes | memoryview) -> None:
         done += os.write(descriptor, data[done:])
 
 
-def _read_back(path: Path, head: bytes, places: list[tuple[int, int, int, int]]) -> None:
-    """What the disk has, not what the system still remembers of it."""
+def check(path: Path, parts: Parts) -> None:
+    """OSError where a file's bytes are not what they must be. What the disk has, as far as the system lets one ask, not what the
+    system still remembers of it."""
     with path.open("rb", buffering=0) as file:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        if os.pread(file.fileno(), len(head), 0) != head:
-            raise OSError(f"{path.name} reads back otherwise than it was written")
-        for start, size, want, _ in places:
+        size, wanted, at = os.fstat(file.fileno()).st_size, sum(size for size, _ in parts), 0
+        if size != wanted:
+            raise OSError(f"{path.name} has {size} bytes, not {wanted}")
+        for size, want in parts:
             crc = 0
-            for piece in read(file.fileno(), start, size):
+            for piece in read(file.fileno(), at, size):
                 crc = zlib.crc32(piece, crc)
             if crc != want:
                 raise OSError(f"{path.name} reads back otherwise than it was written")
+            at += size
 
 
 def read(descriptor: int, start: int, size: int) -> Iterator[bytes]:
     """The bytes of a file from `start` on, a piece at a time. OSError where it ends before."""
     at, stop = start, start + size
     while at < stop:
-        piece = os.pread(descriptor, min(_PIECE, stop - at), at)
+        piece = os.pread(descriptor, min(PIECE, stop - at), at)
         if not piece:
             raise OSError(f"the file ends at byte {at}, before {stop}")
         yield piece

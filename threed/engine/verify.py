@@ -68,12 +68,12 @@ class Verifier:
     def step(self, batch: Callable[[int], Batch]) -> tuple[Clipped, Trace]:
         """The step that was rehearsed. WrongResult, on all ranks with one message, where a rank got two results."""
         zero, rehearsed, number = self.engine.zero, self._lines, self.engine.zero.step_number + 1
-        zero.twice = []
+        zero.update_differences = []
         try:
             result = self._recorded(self.engine.train_step, batch)
-            found = self._difference(rehearsed, self._lines) or self._wrong_update(zero.twice)
+            found = self._difference(rehearsed, self._lines) or self._wrong_update(zero.update_differences)
         finally:
-            zero.twice = None
+            zero.update_differences = None
         where = first(self.engine, [found] if found else [])
         if where is not None:
             raise WrongResult(f"step {number} was computed twice, with two results: first in the {where.text}. That machine "
@@ -143,8 +143,8 @@ class Verifier:
         limit = TOLERANCE[self.engine.zero.precision.compute]
         return f"it changes by {change:.2g} of its norm (rounding: at most {limit:g})" if change > limit else None
 
-    def _wrong_update(self, twice: list[tuple[int, torch.Tensor]]) -> Finding | None:
-        for turn, (unit, count) in enumerate(twice):
+    def _wrong_update(self, differences: list[tuple[int, torch.Tensor]]) -> Finding | None:
+        for turn, (unit, count) in enumerate(differences):
             if count > 0:
                 what = f"update of p{unit} ({self.engine.plan.table.parameters[unit].name}), STEP"
                 return Finding(3, unit, turn, self._text(what, f"{int(count)} numbers of weights and optimizer state differ"))

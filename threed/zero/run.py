@@ -52,7 +52,7 @@ class ZeroRun:
         self.updates = 0  # optimizer updates so far: Adam's and the learning rate's clock (skipped steps do not count)
         self.waiting: Clipped | None = None  # what CLIP found of the gradients that wait for the next step
         # While a step is verified: of each update that was computed twice, unit -> elements that differ.
-        self.twice: list[tuple[int, torch.Tensor]] | None = None
+        self.update_differences: list[tuple[int, torch.Tensor]] | None = None
         self._staging = torch.zeros(buffers.staging, dtype=torch.uint8, device=comm.device)
         self.handlers: dict[Op, Callable[[Instruction, Slots], None]] = {
             Op.GATHER: self.gather, Op.RELEASE: self.release, Op.REDUCE: self.reduce, Op.CLIP: self.clip, Op.STEP: self.step}
@@ -222,10 +222,10 @@ class ZeroRun:
             update = optimizer.Update(self.config.optimizer, lr, number, segment.decay, clipped.scale)
             copy = state.range(out, segment) if out is not None else None
             values = state.range(state.weights, segment), state.range(gradient, segment), moments
-            if self.twice is None:
+            if self.update_differences is None:
                 optimizer.step(update, *values, copy)
             else:
-                self.twice.append((state.number, optimizer.step_twice(update, *values, copy)))
+                self.update_differences.append((state.number, optimizer.step_twice(update, *values, copy)))
 
     def _step_on_host(self, state: UnitState, gradient: torch.Tensor, clipped: Clipped, slots: Slots) -> None:
         """The same beside the computation. What comes of it lies where the weights live, or on its way there."""

@@ -13,6 +13,7 @@ import pytest
 import threed.launcher  # noqa: F401  (imported before the runs fork)
 from tests.running import Run, losses, metrics
 from tests.s3_server import BUCKET, Server
+from threed import checkpoints
 
 TOY = ["train", "configs/toy.yaml", "model.layers=4", "model.hidden=32", "model.seq_len=32", "model.vocab=300", "parallel.dp=2",
        "parallel.tp=1", "parallel.pp=1", "train.global_batch_size=4", "train.micro_batch_size=2", "train.eval_every=0",
@@ -89,8 +90,9 @@ def test_there_and_back(start, serve, tmp_path):
 
 
 @needs_server
-def test_a_server_that_dies_in_the_middle(start, serve, tmp_path):
+def test_a_server_that_dies_in_the_middle(start, serve, tmp_path, monkeypatch):
     """The run ends as if nothing had been, and says what is not there; started again, it copies that first."""
+    monkeypatch.setattr(checkpoints, "TRIES", 1)  # of which each lasts, with those of the store's client
     server = serve("step-00000004/rank-00001")
     overrides = ["train.steps=4", "checkpoint.every=2", f"checkpoint.copy_to={PLACE}"]
     run = start(*overrides, env=server.env)

@@ -96,12 +96,13 @@ def test_room_is_not_made_of_anothers(tmp_path, monkeypatch):
     begun = named(config, tmp_path / "checkpoints" / "step-00000002")
     go_on(begun)
     monkeypatch.setenv("THREED_RESTARTS", "1")
-    copied = tmp_path / "checkpoints" / "step-00000002"
+    copied, said = tmp_path / "checkpoints" / "step-00000002", []
     with monkeypatch.context() as patch:
         patch.setattr(saving, "write", no_room)
-        found, outcome = go_on(begun, being_copied=lambda: copied)
+        found, outcome = go_on(begun, being_copied=lambda: copied, say=said.append)
     assert found == "step-00000003" and "No space left" in str(outcome.problem)
     assert names(tmp_path) == {f"step-{step:08d}" for step in (2, 3, 5, 6)}
+    assert [line.rpartition(": ")[2] for line in said] == ["step-00000001 make room for the checkpoint of step 4"]
 
 
 def test_room_is_not_made_for_the_doubtful(tmp_path, monkeypatch):

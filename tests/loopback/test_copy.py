@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 import threading
@@ -112,7 +113,7 @@ def flipped(data: bytes, where: float) -> bytes:
 def test_a_copy_is_equal(saved, place):
     """All files are there with their bytes; a second copy of the same moves nothing."""
     first, second = copied(place, saved[-1], saved[-1])
-    assert first.problem is None and first.size > 0 and second == Copied(saved[-1], 0, second.took_s, None)
+    assert first.problem is None and first.size and second == Copied(saved[-1], 0, second.took_s, None)
     assert files(place, "step-00000004") == {path.name: path.read_bytes() for path in saved[-1].iterdir()}
     assert parse_latest(files(place)["latest"]) == ("step-00000004", NEW)
 
@@ -268,19 +269,20 @@ def test_a_copy_of_nobody(saved, place):
     assert Store(place).names() == (["step-00000004", "step-00000002", "step-00000001"], [])
 
 
-def test_a_source_that_fails(saved, tmp_path, monkeypatch):
+@pytest.mark.parametrize("number", [5, 2])
+def test_a_source_that_fails(number, saved, tmp_path, monkeypatch):
     """Even the question whether it is there: the copy is given up, and the next one goes on."""
     def fail(*_: Any, **others: Any) -> None:
-        raise OSError(5, "Input/output error")
+        raise OSError(number, os.strerror(number))
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "read_bytes", fail)
-        patch.setattr(Path, "is_dir", fail)
+        patch.setattr(Path, "is_dir", lambda *_: 1 / 0)
         copier = Copier(str(tmp_path), 0)
         copier.offer(saved[0])
         assert copier.wait(60)
     (end,) = copier.ended()
-    assert end.size is None and "Input/output error" in str(end.problem) and copier.being_copied is None
+    assert end.size is None and os.strerror(number) in str(end.problem) and copier.being_copied is None
     copier.offer(saved[0])
     assert copier.wait(60) and copier.ended()[0].problem is None
 

@@ -72,8 +72,8 @@ class Store:
         """Complete checkpoints of the lineage that `latest` names, the newest first; without a `latest`, all that there are."""
         complete, _ = self.names()
         _, lineage = parse_latest(self.read(LATEST) or b"")
-        owners = ((name, self.owner(name)) for name in complete)  # without one it is tried, and refused with its reason
-        return (name for name, owner in owners if lineage is None or owner is None or lineage.has(owner, _step(name)))
+        owners = ((name, self.owner(name)) for name in complete)
+        return (name for name, owner in owners if lineage is None or lineage.may_have(owner, _step(name)))
 
     def owner(self, name: str) -> str | None:
         """Whose lineage a checkpoint is of; None where its manifest cannot be used."""
@@ -336,8 +336,7 @@ class Copier:
         store.write(text_of_latest(path.name, lineage), LATEST)
         complete, rest = store.names()
         before = (name for name in complete if self._keep and _step(name) <= step_of(path))
-        owners = ((name, store.owner(name)) for name in before)
-        old = [name for name, owner in owners if owner is not None and lineage.has(owner, _step(name))][self._keep:]
+        old = [name for name in before if lineage.has(store.owner(name), _step(name))][self._keep:]
         for name in [*old, *(name for name in rest if _step(name) < step_of(path))]:
             store.remove(name)
 

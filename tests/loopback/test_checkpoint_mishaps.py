@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import threading
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from tests.loopback.test_checkpoint import COUNTERS, DP, TP, at, named, on_ranks, saved_after, step, take
+from threed.checkpoint import format as formats
 from threed.checkpoint import load as loading
 from threed.checkpoint import read as reading
 from threed.checkpoint import save as saving
@@ -154,6 +156,18 @@ def test_what_fails_after_the_rename(error, tmp_path, monkeypatch):
     assert len(said) == 2 and all(str(error) in line for line in said)
     assert "latest does not name step-00000002" in said[0] and "older checkpoints" in said[1]
     assert take(config)[0] == "step-00000002"
+
+
+def test_a_file_that_cannot_be_replaced(tmp_path, monkeypatch):
+    """It stays as it was, with nothing half-written beside it."""
+    def full(path: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    (tmp_path / "latest").write_text("old")
+    monkeypatch.setattr(formats, "sync", full)
+    with pytest.raises(OSError, match="No space left"):
+        formats.replace_text(tmp_path / "latest", "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["latest"] and (tmp_path / "latest").read_text() == "old"
 
 
 def test_a_failed_save_is_removed_on_a_thread(tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ files the bytes of the boxes that it needs: what it reads does not grow with the
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -263,9 +264,14 @@ def _digest(manifest: dict[str, Any]) -> str:
 def replace_text(path: Path, text: str) -> None:
     """Write a file so that it is there whole or not at all."""
     aside = path.with_name(path.name + ".tmp")
-    aside.write_text(text)
-    sync(aside)
-    os.replace(aside, path)
+    try:
+        aside.write_text(text)
+        sync(aside)
+        os.replace(aside, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            aside.unlink(missing_ok=True)
+        raise
 
 
 def sync(path: Path) -> None:

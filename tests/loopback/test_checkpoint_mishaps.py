@@ -158,6 +158,24 @@ def test_what_fails_after_the_rename(error, tmp_path, monkeypatch):
     assert take(config)[0] == "step-00000002"
 
 
+def test_what_is_not_removed_at_once_is_said(tmp_path, monkeypatch):
+    """One call failed; all that could go has gone."""
+    config, said, original = replace(at(tmp_path, *DP), checkpoint=replace(at(tmp_path).checkpoint, keep=1)), [], shutil.rmtree
+    saved_after(config, 1)
+
+    def once(path: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        original(path, ignore_errors=True)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(saving.shutil, "rmtree", once)
+        _, outcome = go_on(config, say=said.append)
+    assert outcome.problem is None and names(tmp_path) == {"step-00000002"}
+    (line,) = said
+    assert "step-00000001 was not removed at once" in line and "Input/output error" in line
+
+
 def test_a_file_that_cannot_be_replaced(tmp_path, monkeypatch):
     """It stays as it was, with nothing half-written beside it."""
     def full(path: Path) -> None:

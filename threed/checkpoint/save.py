@@ -257,17 +257,17 @@ class Saver:
         """Where one cannot be removed, the new one is there all the same, and the next save tries again."""
         for path in older:
             if path != self._being_copied():
-                with self._warns(f"{path} stays: it cannot be removed"):
+                with self._warns(f"{path} was not removed at once, and is tried again after the next save"):
                     remove(path)
 
     def _sweep(self) -> None:
         """What could not be removed when it was to go: of failed saves of this start, and of older checkpoints."""
         here = folder(self._config)
-        with self._warns(f"what failed saves have left in {here} stays"):
+        with self._warns(f"what is to go from {here} is still there"):
             for aside in [*here.glob(f"*.{self._attempt}.tmp"), *here.glob(f"*{REMOVED}"), *here.glob(f"*{REPLACED}")]:
                 replaced = aside.name.endswith(REPLACED)
                 if aside != self._aside and not (replaced and not _whole(aside).exists()):
-                    shutil.rmtree(aside, ignore_errors=True)
+                    _remove_all(aside)
 
     @contextlib.contextmanager
     def _warns(self, what: str) -> Iterator[None]:
@@ -310,7 +310,18 @@ def remove(path: Path) -> None:
     aside = path.with_suffix(REMOVED)
     shutil.rmtree(aside, ignore_errors=True)
     os.replace(path, aside)
-    shutil.rmtree(aside, ignore_errors=True)
+    _remove_all(aside)
+
+
+def _remove_all(path: Path) -> None:
+    """Remove all of a folder that can be removed; OSError of the first that could not."""
+    try:
+        shutil.rmtree(path)
+    except FileNotFoundError:
+        pass
+    except OSError:
+        shutil.rmtree(path, ignore_errors=True)
+        raise
 
 
 def tidy(config: Config) -> None:

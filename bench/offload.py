@@ -32,9 +32,9 @@ from zero_peers import DEEPSPEED, DEEPSPEED_VERSION
 
 from threed import native
 from threed.comm import ThreadLane
+from threed.optimizers.base import Update, View
 from threed.quantity import show_count
 from threed.schema import OptimizerConfig
-from threed.zero.optimizer import Moments, Update
 from threed.zero.optimizer import step as threed_step
 
 UNIT = 10_000_000  # parameters that are stepped at a time
@@ -103,8 +103,8 @@ def threed_side(memory: Memory, options: OptimizerConfig) -> Side:
         def job() -> None:
             for unit, weight in enumerate(memory.weights):
                 grad = memory.narrow[unit] if work.narrow else memory.grads[unit]
-                moments = Moments(memory.exp_avg[unit], memory.exp_avg_sq[unit])
-                threed_step(update, weight, grad, moments, memory.copies[unit] if work.copy else None)
+                view = View(weight, grad, {"exp_avg": memory.exp_avg[unit], "exp_avg_sq": memory.exp_avg_sq[unit]})
+                threed_step(update, view, memory.copies[unit] if work.copy else None)
 
         lane.submit(job).wait()
 

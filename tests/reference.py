@@ -1,4 +1,4 @@
-"""The reference: the same model, global batch and seed in one process, one unsharded graph, plain torch.optim.AdamW.
+"""The reference: the same model, global batch and seed in one process, one unsharded graph, a plain torch.optim.Optimizer.
 
 It shares the layers with threed (at tp=1, where they are plain products) and nothing else: no plan, no engine, no flat
 buffers.
@@ -23,6 +23,23 @@ from threed.tensor.random import initial_values
 from threed.zero.optimizer import learning_rate
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Lion(torch.optim.Optimizer):
+    """Lion, word by word from the paper's algorithm 2: beta1 for the direction, beta2 for the mean that is kept."""
+
+    def __init__(self, groups: list[dict], lr: float, betas: tuple[float, float]):
+        super().__init__(groups, {"lr": lr, "betas": betas, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for weight in group["params"]:
+                mean = self.state[weight].setdefault("mean", torch.zeros_like(weight))
+                direction = torch.sign(beta1 * mean + (1 - beta1) * weight.grad)
+                weight -= group["lr"] * (direction + group["weight_decay"] * weight)
+                mean.copy_(beta2 * mean + (1 - beta2) * weight.grad)
 
 
 @dataclass
@@ -65,7 +82,9 @@ class Reference:
         groups = [{"params": [self.masters[p.name] for p in specs if p.decay == decay],
                    "weight_decay": config.optimizer.weight_decay if decay else 0.0} for decay in (True, False)]
         beta1, beta2 = config.optimizer.betas
-        self.optimizer = torch.optim.AdamW(groups, lr=1.0, betas=(beta1, beta2), eps=config.optimizer.eps)
+        options = {"adamw": {"betas": (beta1, beta2), "eps": config.optimizer.eps}, "lion": {"betas": (beta1, beta2)}, "sgd": {}}
+        make = {"adamw": torch.optim.AdamW, "lion": Lion, "sgd": torch.optim.SGD}[config.optimizer.name]
+        self.optimizer = make(groups, lr=1.0, **options[config.optimizer.name])
         # 16 bit: the same casts as threed's, micro-batch by micro-batch.
         self.micro = config.train.global_batch_size if self.dtype == torch.float32 else config.train.micro_batch_size
 

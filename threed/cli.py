@@ -15,6 +15,7 @@ from threed import config as configs
 from threed.early import begin
 from threed.environment import Nodes
 from threed.errors import ConfigError, InputError, ThreedError
+from threed.optimizers.registry import OPTIMIZERS
 from threed.planner import make_mesh, make_plan, saved_by_piece
 from threed.program import show as shows
 from threed.program.summary import stages
@@ -245,6 +246,7 @@ def memory(config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help=
            tp: Annotated[int, typer.Option(min=1)] = 1, pp: Annotated[int, typer.Option(min=1)] = 1,
            dtype: Annotated[str, typer.Option(help="of parameters and gradients: bf16, fp16 or fp32")] = "bf16",
            master: Annotated[str, typer.Option(help="of 16-bit weights: fp32 or none")] = "fp32",
+           optimizer: Annotated[str, typer.Option(help="its name: adamw, lion or sgd")] = "adamw",
            as_json: Json = False) -> None:
     """Bytes that a rank holds of a model's states at ZeRO stages 0 to 3: by the ZeRO paper's formulas for --parameters, or
     exactly, from the plan of a CONFIG (the position that holds most)."""
@@ -257,9 +259,11 @@ def memory(config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help=
     else:
         if dtype not in ("fp32", "bf16", "fp16") or master not in ("fp32", "none"):
             raise InputError(f"--dtype {dtype} --master {master}: give fp32, bf16 or fp16, and fp32 or none")
+        if optimizer not in OPTIMIZERS:
+            raise InputError(f"--optimizer {optimizer}: must be one of {', '.join(OPTIMIZERS)}")
         if parameters is None or not 0 < parameters < 1e18:
             raise InputError(f"--parameters {parameters}: give a number above 0, such as 7.5e9")
-        found = memories.model_states(parameters / (tp * pp), dp, dtype, master == "fp32")
+        found = memories.model_states(parameters / (tp * pp), dp, dtype, master == "fp32", optimizer)
     if as_json:
         _print_json(found)
     else:

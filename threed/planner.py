@@ -20,6 +20,7 @@ from threed.mesh import Mesh
 from threed.models.spec import Layer, Parameter, tied_parameter
 from threed.models.tiling import layers_of
 from threed.offload import plan as offload
+from threed.optimizers.registry import OPTIMIZERS
 from threed.pipeline.auto import Times, play, search
 from threed.pipeline.file import read_order
 from threed.pipeline.orders import SCHEDULES, Order, forward_only, line
@@ -270,7 +271,8 @@ def make_table(config: Config, place: tuple[int, ...]) -> Table:
                  master=precision.dtype != "fp32" and precision.master == "fp32",
                  partition=config.activation.partition and parallel.tp > 1 and not parallel.sequence_parallel,
                  offload_kept=config.activation.offload == "cpu", contiguous=config.activation.contiguous,
-                 delayed=config.offload.delayed_update, snapshots=_snapshots(config))
+                 delayed=config.offload.delayed_update, optimizer=OPTIMIZERS[config.optimizer.name].buffers,
+                 snapshots=_snapshots(config))
 
 
 def _snapshots(config: Config) -> bool:

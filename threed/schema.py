@@ -116,7 +116,7 @@ class PrecisionConfig:
 
 @dataclass
 class OptimizerConfig:
-    name: str = "adamw"  # adamw | sgd
+    name: str = "adamw"  # adamw | lion | sgd
     lr: float = 3e-4
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     eps: float = 1e-8

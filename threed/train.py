@@ -26,6 +26,7 @@ from threed.errors import InputError, Stopped
 from threed.loop import Loop, Requests
 from threed.monitor.compare import save_config
 from threed.monitor.log import Log
+from threed.optimizers.registry import OPTIMIZERS
 from threed.planner import make_mesh, make_pipeline, make_plan
 from threed.schema import Config
 
@@ -132,7 +133,7 @@ def _agree(comm: Comm, config: Config, digest: str) -> None:
 def _steps_on_host(config: Config, device: torch.device) -> bool:
     """AdamW over fp32 weights in host memory: what native.c does."""
     there = device.type == "cpu" or config.offload.optimizer != "none"
-    return there and config.optimizer.name == "adamw" and config.precision.master == "fp32"
+    return there and OPTIMIZERS[config.optimizer.name].compiled and config.precision.master == "fp32"
 
 
 def _without_compiler(config: Config, device: torch.device) -> list[str]:

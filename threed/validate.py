@@ -13,6 +13,7 @@ from threed.contract import Cell, refusal
 from threed.errors import InputError
 from threed.models.spec import WHOLE
 from threed.models.tiling import layers_of, tiling, together
+from threed.optimizers.registry import OPTIMIZERS
 from threed.quantity import parse_bytes
 from threed.schema import V_SHAPED, CheckpointConfig, Config, PrecisionConfig
 
@@ -25,7 +26,7 @@ CHOICES = {
     "precision.grad_dtype": ("fp32", "bf16", "fp16"),
     "precision.reduce_dtype": ("fp32", "bf16", "fp16"),
     "precision.master": ("fp32", "none"),
-    "optimizer.name": ("adamw", "sgd"),
+    "optimizer.name": tuple(OPTIMIZERS),
     "optimizer.schedule": ("constant", "linear", "cosine", "wsd"),
     "train.on_nonfinite": ("stop", "skip"),
     "monitor.wandb": ("auto", "offline", "online", "disabled"),

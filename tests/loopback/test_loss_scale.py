@@ -33,7 +33,7 @@ class Seen(NamedTuple):
 def state_of(engine: Engine) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     states = engine.states.values()
     return [s.pshard.clone() for s in states if s.pshard is not None], [
-        t.clone() for s in states for t in (s.weights, s.moments.exp_avg, s.moments.exp_avg_sq)]
+        t.clone() for s in states for t in (s.weights, s.buffers["exp_avg"], s.buffers["exp_avg_sq"])]
 
 
 def poison(engine: Engine, steps: dict[int, int], value: float) -> None:

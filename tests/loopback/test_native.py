@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from threed import native
+from threed.optimizers.base import Update, View
 from threed.schema import OptimizerConfig
 from threed.zero import optimizer
 
@@ -24,36 +25,40 @@ def test_it_was_compiled():
     assert native.ADAMW is not None, native.MISSING
 
 
-def tensors(numel: int, grad_dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor, optimizer.Moments]:
+def view(weight: torch.Tensor, grad: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> View:
+    return View(weight, grad, {"exp_avg": first, "exp_avg_sq": second})
+
+
+def tensors(numel: int, grad_dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """Weights, gradients, both moments."""
     generator = torch.Generator().manual_seed(0)
     weight, grad, first, second = (torch.randn(numel, generator=generator) for _ in range(4))
-    return weight, grad.to(grad_dtype), optimizer.Moments(first, second.square() * 1e-3)
+    return [weight, grad.to(grad_dtype), first, second.square() * 1e-3]
 
 
 def update(scale: float = 1.0, decay: bool = True, lr: float = 0.1, betas: tuple[float, float] = (0.9, 0.95),
-           number: int = 3) -> optimizer.Update:
+           number: int = 3) -> Update:
     config = OptimizerConfig(name="adamw", weight_decay=0.1, eps=1e-6, betas=list(betas))
-    return optimizer.Update(config, lr, number, decay, scale)
+    return Update(config, lr, number, decay, scale)
 
 
 @pytest.mark.parametrize(("grad_dtype", "copy_dtype", "decay", "scale"), [*itertools.product(
     NARROW, [None, *NARROW], [True, False], [1.0, 0.37])])
 def test_its_formula(grad_dtype, copy_dtype, decay, scale):
     """On a piece in the middle: 5000 elements, no multiple of a block, that are not aligned; what is beside them stays."""
-    weight, grad, moments = tensors(6001, grad_dtype)
+    made = weight, grad, first, second = tensors(6001, grad_dtype)
     copy = torch.full((6001,), 7.0, dtype=copy_dtype) if copy_dtype is not None else None
-    everything = [weight, grad, moments.exp_avg, moments.exp_avg_sq, *([copy] if copy is not None else [])]
+    everything = [*made, *([copy] if copy is not None else [])]
     before = [tensor.clone() for tensor in everything]
     piece = slice(501, 5501)
-    optimizer.step(update(scale, decay), weight[piece], grad[piece], optimizer.Moments(*(tensor[piece] for tensor in (
-        moments.exp_avg, moments.exp_avg_sq))), copy[piece] if copy is not None else None)
+    optimizer.step(update(scale, decay), view(*(tensor[piece] for tensor in made)), copy[piece] if copy is not None else None)
     for tensor, old in zip(everything, before, strict=True):
         assert torch.equal(tensor[:501], old[:501]) and torch.equal(tensor[5501:], old[5501:])
     w, g, m, v = (tensor[piece].double() for tensor in before[:4])
     g = g * scale
     m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g
     w = w * (1 - 0.1 * 0.1 if decay else 1.0) - 0.1 * (m / (1 - 0.9**3)) / ((v / (1 - 0.95**3)).sqrt() + 1e-6)
-    for tensor, wanted in ((moments.exp_avg, m), (moments.exp_avg_sq, v), (weight, w)):
+    for tensor, wanted in ((first, m), (second, v), (weight, w)):
         torch.testing.assert_close(tensor[piece].double(), wanted, rtol=1e-6, atol=1e-6)
     assert torch.equal(grad, before[1])
     if copy is not None:
@@ -70,7 +75,7 @@ def test_every_16_bit_gradient(dtype):
     """All 65,536, as torch widens them: with beta1=0 the first moment is the gradient."""
     grad = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype)
     zeros = [torch.zeros(len(grad)) for _ in range(3)]
-    optimizer.step(update(betas=(0.0, 0.5)), zeros[0], grad, optimizer.Moments(*zeros[1:]))
+    optimizer.step(update(betas=(0.0, 0.5)), view(zeros[0], grad, *zeros[1:]))
     assert same(zeros[1], grad.float())
 
 
@@ -85,7 +90,7 @@ def test_copies_are_rounded_as_torch_does(dtype):
     limits = torch.tensor([65519.99, 65520.0, -65520.0, 2**-25, 2**-24 * 1.5])
     weight = torch.cat([anything, numbers, middle, above, below, limits])
     before, copy, zeros = weight.clone(), torch.empty(len(weight), dtype=dtype), [torch.zeros(len(weight)) for _ in range(3)]
-    optimizer.step(update(lr=0.0), weight, zeros[0], optimizer.Moments(*zeros[1:]), copy)
+    optimizer.step(update(lr=0.0), view(weight, *zeros), copy)
     assert same(weight, before)
     assert same(copy.float(), before.to(dtype).float())
 
@@ -98,17 +103,16 @@ def test_pieces_and_threads_give_the_same_bits():
             return pool.submit(run, edges, threads).result()
 
     def run(edges: list[int], threads: int) -> list[torch.Tensor]:
-        weight, grad, moments = tensors(400_001, torch.bfloat16)
+        made = weight, _, first, second = tensors(400_001, torch.bfloat16)
         copy = torch.empty(len(weight), dtype=torch.bfloat16)
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
         try:
             for piece in itertools.starmap(slice, itertools.pairwise(edges)):
-                optimizer.step(update(0.5), weight[piece], grad[piece], optimizer.Moments(
-                    moments.exp_avg[piece], moments.exp_avg_sq[piece]), copy[piece])
+                optimizer.step(update(0.5), view(*(tensor[piece] for tensor in made)), copy[piece])
         finally:
             torch.set_num_threads(before)
-        return [weight, moments.exp_avg, moments.exp_avg_sq, copy]
+        return [weight, first, second, copy]
 
     whole = in_thread([0, 400_001], 1)
     for edges, threads in (([0, 400_001], 3), ([0, 1, 7, 33_000, 33_000, 399_999, 400_001], 1), ([0, 140_003, 400_001], 2)):
@@ -117,11 +121,11 @@ def test_pieces_and_threads_give_the_same_bits():
 
 def test_it_is_torchs_to_rounding(monkeypatch):
     compiled, plain = tensors(10_000), tensors(10_000)
-    optimizer.step(update(0.5), *compiled)
+    optimizer.step(update(0.5), view(*compiled))
     monkeypatch.setattr(native, "ADAMW", None)
-    optimizer.step(update(0.5), *plain)
+    optimizer.step(update(0.5), view(*plain))
     torch.testing.assert_close(compiled[0], plain[0], rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(compiled[2].exp_avg_sq, plain[2].exp_avg_sq, rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(compiled[3], plain[3], rtol=1e-6, atol=1e-9)
 
 
 def test_why_there_is_none(monkeypatch, tmp_path: Path):

@@ -204,7 +204,7 @@ def test_a_skipped_step_changes_nothing(tier, tmp_path):
         def look() -> tuple[float, list[torch.Tensor]]:
             evaluated = engine.run("evaluate", batches(config, comm, 9, train=False))[0].loss
             return evaluated, [torch.clone(part) for state in engine.states.values() for part in (
-                state.weights, state.moments.exp_avg, state.moments.exp_avg_sq)]
+                state.weights, state.buffers["exp_avg"], state.buffers["exp_avg_sq"])]
 
         loss, before = look()
         assert not any(engine.train_step(batches(config, comm, step))[0].finite for step in range(2))

@@ -61,7 +61,7 @@ def by_tier(engine: Engine) -> dict[str, Storages]:
         "gradient_bytes": [thing for state in states if not state.storage.table.streams(state.number)
                            for thing in [state.grad if state.storage.table.zero_stage < 2 else state.gshard]],
         "optimizer_bytes": [thing for state in states if state.unit.state_home == "device"
-                            for thing in (state.master, state.moments)]}
+                            for thing in (state.master, state.buffers)]}
     return {name: reach(things) for name, things in of.items()}
 
 
@@ -116,7 +116,7 @@ def test_bytes_alive(name, tmp_path):
         for state in engine.states.values():  # a file that is looked at is no memory
             if state.unit.state_home == "disk":
                 assert state.bound is None
-                left.pop(state.moments.exp_avg.untyped_storage().data_ptr())
+                left.pop(state.buffers["exp_avg"].untyped_storage().data_ptr())
         small = {address: left.pop(address) for address in reach(engine).keys() & left.keys()}
         assert sum(small.values()) < 0.001 * sum(map(row.__getitem__, KINDS)), "nobody said what this is"
         engine.close()

@@ -147,7 +147,7 @@ def go_on(config: Config, steps: int, path: Path | None = None) -> tuple[Ranks, 
         assert outcome is not None and outcome.problem is None
         state = {unit: torch.clone(each.weights) for unit, each in engine.states.items()}
         places = {unit: (each.owned, each.layout) for unit, each in engine.states.items()}
-        moments = {unit: torch.clone(each.moments.exp_avg) for unit, each in engine.states.items()}
+        moments = {unit: torch.clone(each.buffers["exp_avg"]) for unit, each in engine.states.items()}
         return [c.loss for c in done], [c.grad_norm for c in done], moments, state, places, comm.here, {}, outcome.path
 
     results = run_loopback(config, plan, make_mesh(config), work)

@@ -232,7 +232,7 @@ def observed(config: Config) -> dict[str, Any]:
         for step in range(3):
             clipped, _ = engine.train_step(batches(config, comm, step))
             numbers.append((clipped.loss, str(clipped.grad_norm), clipped.loss_scale, clipped.finite))
-        owned = [t for s in states for t in (s.pshard, s.gradient, s.weights, s.moments.exp_avg, s.moments.exp_avg_sq)
+        owned = [t for s in states for t in (s.pshard, s.gradient, s.weights, s.buffers["exp_avg"], s.buffers["exp_avg_sq"])
                  if t is not None]
         held = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in owned}.values())
         storage = next(iter(states)).storage

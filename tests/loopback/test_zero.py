@@ -9,6 +9,8 @@ import torch
 
 from tests.harness import SIXTEEN, Ranks, assert_contract, assert_parity, loopback, same_bits, tiny
 from threed import native
+from threed.optimizers.base import Update, View
+from threed.optimizers.registry import OPTIMIZERS
 from threed.planner import make_plan
 from threed.program.summary import stages
 from threed.schema import Config, OptimizerConfig
@@ -177,7 +179,7 @@ def test_shard_groups_are_equal_to_the_bit(pp, precision):
 @pytest.mark.parametrize("scale", [1.0, 0.37])
 @pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["adamw", "sgd"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_step_in_chunks(name, dtype, grad_dtype, scale, monkeypatch):
     """A chunk that is stepped twice or never, or that rounds otherwise; a gradient that is not scaled; a copy that is older."""
     monkeypatch.setattr(native, "ADAMW", None)  # as without a C compiler
@@ -188,17 +190,20 @@ def test_a_step_in_chunks(name, dtype, grad_dtype, scale, monkeypatch):
         weight, grad, first, second = (torch.randn(1000, generator=generator) for _ in range(4))
         weight, grad, copy = weight.to(dtype), grad.to(grad_dtype), torch.full((1000,), torch.nan, dtype=torch.bfloat16)
         before, averaged, scaled = weight.float().clone(), first.clone(), grad.float() * scale
-        moments = optimizer.Moments(first, second.square())
+        state = {"exp_avg": first, "exp_avg_sq": second.square()}
         config = OptimizerConfig(name=name, weight_decay=0.1)
-        optimizer.step(optimizer.Update(config, 0.1, 3, True, scale), weight, grad, moments, copy)
+        optimizer.step(Update(config, 0.1, 3, True, scale), View(weight, grad, state), copy)
+        (beta1, beta2), rounding = config.betas, 1e-2 if dtype != torch.float32 else 1e-5
         if name == "sgd":
-            rounding = 1e-2 if dtype != torch.float32 else 1e-5
             assert torch.allclose(weight.float(), before * 0.99 - 0.1 * scaled, rtol=rounding, atol=1e-6)
+        elif name == "lion":
+            direction = (averaged * beta1 + (1 - beta1) * scaled).sign()
+            assert torch.allclose(weight.float(), before * 0.99 - 0.1 * direction, rtol=rounding, atol=1e-6)
+            assert torch.allclose(first, averaged * beta2 + (1 - beta2) * scaled, rtol=1e-5, atol=1e-6)
         else:
-            beta1 = config.betas[0]
-            assert torch.allclose(moments.exp_avg, averaged * beta1 + (1 - beta1) * scaled, rtol=1e-5, atol=1e-6)
+            assert torch.allclose(first, averaged * beta1 + (1 - beta1) * scaled, rtol=1e-5, atol=1e-6)
         assert torch.equal(copy, weight.bfloat16())
-        return weight, copy, moments.exp_avg, moments.exp_avg_sq
+        return weight, copy, *state.values()
 
     for whole, chunked in zip(step(1 << 19), step(64), strict=True):
         assert torch.equal(whole, chunked)

@@ -17,6 +17,7 @@ from threed.checkpoint.copy import fetch
 from threed.checkpoint.format import INDEX, Unusable, checkpoints, folder, is_name, step_of, unseal
 from threed.checkpoint.lineage import Lineage, owner, read_latest, write_latest
 from threed.errors import InputError, RunError
+from threed.optimizers.registry import OPTIMIZERS
 from threed.schema import Config
 
 
@@ -111,6 +112,12 @@ def read_manifest(path: Path, config: Config) -> dict[str, Any]:
                  if key not in free and model.get(key) != mine[key]]
     if different:
         raise InputError(f"checkpoint {path} is of another model: {'; '.join(different)}")
+    saved = {kind for entry in manifest["parameters"].values() for kind in entry["sums"]}
+    missing = [buffer.name for buffer in OPTIMIZERS[config.optimizer.name].buffers if buffer.name not in saved]
+    theirs = manifest["config"].get("optimizer", {}).get("name")
+    if missing and theirs != config.optimizer.name:
+        raise InputError(f"checkpoint {path} was saved with optimizer.name={theirs}, and has no {' and '.join(missing)}, which "
+                         f"{config.optimizer.name} needs: go on with {theirs}, or begin anew with train.resume=never")
     return manifest
 
 

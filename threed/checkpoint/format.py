@@ -5,7 +5,7 @@
             manifest.json           step, counters, mesh, config; of each file the size and the checksum of its header; of each
                                     parameter its line of the index and the checksums of its whole tensors; its own checksum
             index.jsonl             a line a parameter: which box of it is in which file, at which byte
-            rank-00000.safetensors  tensors 'param:NAME@ROW,COLUMN', 'exp_avg:...', 'exp_avg_sq:...', all fp32
+            rank-00000.safetensors  tensors 'param:NAME@ROW,COLUMN', and so for each buffer of the optimizer, all fp32
         latest                      name of the newest, and of its lineage (lineage.py); written last
 
 `param` is the fp32 master weight; 'waiting:...' are gradients that the next step applies (offload.delayed_update). Where several

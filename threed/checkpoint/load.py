@@ -184,7 +184,8 @@ def _prove(manifest: dict[str, Any], zero: ZeroRun, rounded: dict[tuple[str, str
     """Checksums of whole tensors from what lies in memory now, summed over the ranks that share each; what differs from the
     manifest's. Every copy is looked at: those of other shard groups, of other tp ranks, of both ends of a tie.
     `rounded`: by how much checksums of 16-bit weights are smaller than those of the fp32 values that were read."""
-    comm, table, kinds = zero.comm, zero.table, ("param", "exp_avg", "exp_avg_sq", "waiting")
+    comm, table = zero.comm, zero.table
+    kinds = "param", *(buffer.name for buffer in table.optimizer), "waiting"
     sums, problem = _together(comm, lambda: _sums(zero, rounded))
     kept = {kind for state in zero.states.values() for kind in state.kept(zero.waiting is not None)}
     # All parameters of the position, in one order: a rank may have no part of one.

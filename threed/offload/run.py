@@ -102,7 +102,7 @@ class OffloadRun:
     def _from_disk(self, here: Slot, slots: Slots) -> None:
         state = self.states[here.unit]
         if here.kind == "host_state":
-            buffer = state.storage.host_states.take(state.file_bytes(12))
+            buffer = state.storage.host_states.take(state.file_bytes(self.table.state_bytes("host")))
             state.bind(buffer)
             name = f"p{here.unit}.state"
         else:

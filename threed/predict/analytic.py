@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from threed.errors import InputError
+from threed.optimizers.base import BYTES
 from threed.predict.simulate import Costs, cost_of
 from threed.program.instruction import COMPUTE, Instruction, Op
 from threed.program.table import Table
@@ -64,10 +65,11 @@ class Hardware:
             if op in COMPUTE:
                 flops = table.units[instruction.unit].forward_flops * (2 if op == Op.BACKWARD else 1)
                 return flops / speed + travel(instruction)
-            if op == Op.STEP:  # gradient, master and two moments are read, all but the gradient written, the parameter too
+            if op == Op.STEP:  # reads gradient, master and buffers; writes all but the gradient, and the parameter
                 numel = table.shard_numel(instruction.unit)
                 speed_gbps = self.memory_gbps if home == "device" else self.host_gbps
-                return numel * (6 * 4 + table.grad_bytes + table.param_bytes) * 8 / (speed_gbps * 1e9)
+                kept = 4 + sum(BYTES[buffer.dtype] for buffer in table.optimizer)
+                return numel * (2 * kept + table.grad_bytes + table.param_bytes) * 8 / (speed_gbps * 1e9)
             if op in (Op.OFFLOAD, Op.FETCH):
                 moved = table.moved(instruction)
                 return sum(size * 8 / (ways[lane] * 1e9) + self.latency_us * 1e-6 for lane, size in moved.items())

@@ -1,7 +1,7 @@
 """Bytes of model states by formula: what each ZeRO stage leaves on a rank.
 
 ZeRO (Rajbhandari et al. 2020, section 5) for Psi parameters over N ranks, with P, G and O bytes a parameter for parameters,
-gradients and optimizer state (2, 2 and 12 in 16 bit with fp32 master weights and Adam):
+gradients and optimizer state (2, 2 and 12 in 16 bit with fp32 master weights and Adam's two moments):
 
     stage 0   Psi (P + G + O)
     stage 1   Psi (P + G) + Psi O / N
@@ -18,6 +18,7 @@ import copy
 from dataclasses import replace
 from typing import Any
 
+from threed.optimizers.registry import OPTIMIZERS
 from threed.planner import make_plan
 from threed.program.summary import fixed_bytes, stages
 from threed.quantity import show_bytes
@@ -26,10 +27,10 @@ from threed.schema import Config, ZeroConfig
 STAGES = (0, 1, 2, 3)
 
 
-def model_states(parameters: float, shards: int, dtype: str, master: bool) -> dict[str, Any]:
+def model_states(parameters: float, shards: int, dtype: str, master: bool, optimizer: str = "adamw") -> dict[str, Any]:
     """Bytes a rank by stage, with gradients in `dtype` and in fp32. `parameters`: of a rank, before ZeRO."""
     element = 4 if dtype == "fp32" else 2
-    state = 12 if dtype != "fp32" and master else 8
+    state = OPTIMIZERS[optimizer].bytes + (4 if dtype != "fp32" and master else 0)
     by_grad = {grad: {f"stage_{stage}": _bytes(stage, parameters, shards, element, grad, state) for stage in STAGES}
                for grad in (element, 4)}
     return {"parameters": parameters, "shards": shards,

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
+from threed.optimizers.base import BYTES, Buffer
 from threed.program.instruction import BACKWARDS, Instruction, Op, Slot, at, tier
 
 SNAPSHOT, WAITING = "snapshot", "snapshot_waiting"  # programs that copy what a checkpoint keeps
@@ -73,6 +74,7 @@ class Table:
     offload_kept: bool = False  # whether it then goes to the host
     contiguous: bool = False  # whether kept inputs lie in one arena
     delayed: bool = False  # whether gradients are stepped in the step after theirs
+    optimizer: tuple[Buffer, ...] = ()  # what it keeps of each element
     snapshots: bool = False  # whether checkpoints are written from a copy on the host, while the run goes on
     _held: dict[int, tuple[int, ...]] = field(default_factory=dict, compare=False, repr=False)
     known: dict[Instruction, Any] = field(default_factory=dict, compare=False, repr=False)  # what `effects` remembers
@@ -133,8 +135,12 @@ class Table:
 
     @property
     def kept_kinds(self) -> int:
-        """Tensors that a checkpoint keeps of a parameter: weights, two moments, and what waits for the next step."""
-        return 4 if self.delayed else 3
+        """Tensors that a checkpoint keeps of a parameter: weights, the optimizer's, and what waits for the next step."""
+        return 1 + len(self.optimizer) + self.delayed
+
+    def state_bytes(self, home: str) -> int:
+        """Of an element of optimizer state on a tier: its buffers, and the fp32 master where that is a separate copy."""
+        return sum(BYTES[buffer.dtype] for buffer in self.optimizer) + 4 * (self.master or home != "device")
 
     def weight(self, unit: int) -> Slot:
         """Where what STEP updates of a parameter unit lives."""
@@ -173,8 +179,8 @@ class Table:
             return unit.numel * self.param_bytes
         if kind == "pshard":
             return 0 if unit.whole and home == "device" else self.shard_numel(slot.unit) * self.param_bytes
-        if kind == "state":  # two moments, and the fp32 master where it is a separate copy
-            return self.shard_numel(slot.unit) * (12 if self.master or home != "device" else 8)
+        if kind == "state":
+            return self.shard_numel(slot.unit) * self.state_bytes(home)
         if kind == "wgrad":
             return unit.numel * self.grad_bytes
         if kind == "snapshot":  # in fp32; one of the groups that share a copy writes it, whatever the stage

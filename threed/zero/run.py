@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from threed.comm import Comm
+from threed.optimizers.base import Update, View
 from threed.program.buffers import Buffers
 from threed.program.effects import chain
 from threed.program.instruction import Instruction, Op, Slot
@@ -217,15 +218,14 @@ class ZeroRun:
                 out: torch.Tensor | None = None) -> None:
         """Step a unit; `out` gets the weights, too."""
         for segment in state.segments():
-            moments = optimizer.Moments(state.range(state.moments.exp_avg, segment),
-                                        state.range(state.moments.exp_avg_sq, segment))
-            update = optimizer.Update(self.config.optimizer, lr, number, segment.decay, clipped.scale)
+            by = Update(self.config.optimizer, lr, number, segment.decay, clipped.scale)
             copy = state.range(out, segment) if out is not None else None
-            values = state.range(state.weights, segment), state.range(gradient, segment), moments
+            view = View(state.range(state.weights, segment), state.range(gradient, segment),
+                        {name: state.range(each, segment) for name, each in state.buffers.items()})
             if self.update_differences is None:
-                optimizer.step(update, *values, copy)
+                optimizer.step(by, view, copy)
             else:
-                self.update_differences.append((state.number, optimizer.step_twice(update, *values, copy)))
+                self.update_differences.append((state.number, optimizer.step_twice(by, view, copy)))
 
     def _step_on_host(self, state: UnitState, gradient: torch.Tensor, clipped: Clipped, slots: Slots) -> None:
         """The same beside the computation. What comes of it lies where the weights live, or on its way there."""

@@ -1,4 +1,4 @@
-"""The buffers of one rank's parameter units: parameters, gradients, master weights and moments, each one flat tensor."""
+"""The buffers of one rank's parameter units: parameters, gradients, master weights and the optimizer's, each one flat tensor."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from torch import nn
 
 from threed.comm import Comm, Handle
 from threed.offload.tiers import Disk
+from threed.optimizers.base import BYTES, Buffer
 from threed.pool import Pool
 from threed.program.buffers import Buffers
 from threed.program.table import Table
 from threed.quantity import ALIGNMENT, round_up
 from threed.schema import Config
 from threed.tensor.layers import WeightGrads
-from threed.tensor.precision import Precision
+from threed.tensor.precision import DTYPES, Precision
 from threed.tensor.random import draw
 from threed.tensor.saving import Place
-from threed.zero.optimizer import Moments
 from threed.zero.shard import Layout, Placed, Segment
 
 PIECE = 1 << 20  # elements that are compared at a time
@@ -70,7 +70,7 @@ class UnitState:
         gradient [owned]  what CLIP and STEP read: `gshard`, or a copy on the host; `host_prev`: that of the step before, which
                           waits for its STEP
         master   [owned]  fp32 weights; None where the optimizer updates `pshard` itself
-        moments  [owned]  fp32; both on the host, or in a file, where they are offloaded
+        buffers  [owned]  what the optimizer keeps, by name; on the host, or in a file, where that is offloaded, with the master
         snapshot [kinds, shard]  fp32, on the host: what the checkpoint under way keeps of what this rank writes; None without one
 
     `owned` is the rank's shard from ZeRO-1 on, everything under ZeRO-0.
@@ -136,24 +136,28 @@ class UnitState:
         if self.unit.weight_home == "disk" and disk is not None:
             disk.make(f"p{self.number}.weights", count * self.storage.precision.compute.itemsize)
         if home == "disk" and disk is not None:
-            disk.make(f"p{self.number}.state", 3 * 4 * count)
+            disk.make(f"p{self.number}.state", count * self.storage.table.state_bytes(home))
             self.bind(None)
         elif home == "host":
-            self.bind(self.storage.on_host(3 * count, torch.float32).view(torch.uint8))
+            self.bind(self.storage.on_host(count * self.storage.table.state_bytes(home), torch.uint8))
         else:
             self.master = torch.zeros(count, device=device) if self.storage.precision.master else None
-            self.moments = Moments(torch.zeros(count, device=device), torch.zeros(count, device=device))
+            self.buffers = {buffer.name: torch.zeros(count, dtype=DTYPES[buffer.dtype], device=device)
+                            for buffer in self.storage.table.optimizer}
 
     def bind(self, buffer: torch.Tensor | None) -> None:
         """The optimizer's state is in this host memory [bytes]; None: in its file, where one may look at it between steps."""
+        table = self.storage.table
         if buffer is None:
             assert self.storage.disk is not None
-            state = self.storage.disk.map(f"p{self.number}.state", 3 * self.count, torch.float32)
+            state = self.storage.disk.map(f"p{self.number}.state", self.count * table.state_bytes("disk"), torch.uint8)
         else:
-            state = buffer.view(torch.float32)[:3 * self.count]
-        self.bound = buffer
-        self.master, *moments = state.split(self.count)
-        self.moments = Moments(*moments)
+            state = buffer
+        self.bound, kept, start = buffer, dict[str, torch.Tensor](), 0
+        for name, dtype in (Buffer("master"), *table.optimizer):
+            stop = start + self.count * BYTES[dtype]
+            kept[name], start = state[start:stop].view(DTYPES[dtype]), stop
+        self.master, self.buffers = kept.pop("master"), kept
 
     def file_bytes(self, itemsize: int) -> int:
         """Of a file with so many bytes an element."""
@@ -173,7 +177,7 @@ class UnitState:
 
     def kept(self, waiting: bool) -> dict[str, torch.Tensor]:
         """By kind, flat over `owned`. `waiting`: with the gradients that the next step applies."""
-        kinds = {"param": self.weights, "exp_avg": self.moments.exp_avg, "exp_avg_sq": self.moments.exp_avg_sq}
+        kinds = {"param": self.weights, **self.buffers}
         if waiting and self.host_prev is not None:
             kinds["waiting"] = self.host_prev
         return kinds

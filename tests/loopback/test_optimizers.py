@@ -1,0 +1,100 @@
+"""Optimizers beside AdamW: what they keep is all that is kept, on every tier and in checkpoints; and their numbers are the
+reference's under every ZeRO stage."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.harness import assert_contract, loopback, same_bits, tiny
+from tests.loopback.test_checkpoint import DELAYED, DP, FILES, at, manifest, named, on_ranks, saved_after, step
+from threed.checkpoint.load import resume
+from threed.comm import Comm
+from threed.engine.engine import Engine
+from threed.errors import InputError
+from threed.optimizers.registry import OPTIMIZERS
+from threed.planner import make_plan
+from threed.predict.memory import model_states
+from threed.program.instruction import Slot
+
+# Without biases: the gradient of a key's bias is zero but for rounding, and Lion takes its sign.
+PLAIN = ["model.bias=false", "model.norm=rmsnorm", "parallel.pp=2", *DP]
+WAYS = {
+    **{f"zero-{stage}": [*PLAIN, f"zero.stage={stage}"] for stage in range(4)},
+    "tp": [*PLAIN, "parallel.tp=2", "zero.stage=2"],
+    "cpu": [*PLAIN, "zero.stage=2", "offload.optimizer=cpu"],
+    "cpu-parameters": [*PLAIN, "zero.stage=3", "offload.optimizer=cpu", "offload.parameters=cpu"],
+    "disk": [*PLAIN, "zero.stage=1", "offload.optimizer=nvme", FILES],
+    "disk-parameters": [*PLAIN, "zero.stage=3", "offload.optimizer=nvme", "offload.parameters=nvme", FILES],
+    "delayed": [*PLAIN, "zero.stage=2", *DELAYED],
+    "no-master": [*PLAIN, "zero.stage=1", "precision.dtype=bf16", "precision.master=none"],
+}
+OTHERS = [name for name in OPTIMIZERS if name != "adamw"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_reference(name, way, references):
+    # Lion moves every weight by lr: a sign that rounding turns is seen only where it is a large part of the weights.
+    overrides = ["optimizer.lr=1e-4"] if name == "lion" else []
+    assert_contract(tiny(*WAYS[way], f"optimizer.name={name}", *overrides), references)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_stages_have_the_same_bits(name):
+    """Where all sum in one order."""
+    once = {2: ["zero.reduce_every=step"], 3: ["zero.reduce_every=step"]}
+    same_bits([loopback(tiny(*WAYS[f"zero-{stage}"], *once.get(stage, []), f"optimizer.name={name}"), 3) for stage in range(4)])
+
+
+@pytest.mark.parametrize("way", ["zero-2", "cpu", "disk"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_resumed_on_another_mesh(name, way, tmp_path):
+    """Only what the optimizer keeps is saved; what goes on has the bits that a run without a stop has."""
+    config = at(tmp_path, *WAYS[way], f"optimizer.name={name}")
+    path = saved_after(config, 2)
+    kinds = {kind for entry in manifest(path)["parameters"].values() for kind in entry["sums"]}
+    assert kinds == {"param", *(buffer.name for buffer in OPTIMIZERS[name].buffers)}
+    goes_on = named(config, path)
+
+    def go_on(engine: Engine, comm: Comm) -> list[float]:
+        resume(goes_on, engine.zero)
+        return step(engine, comm, 2)
+
+    more, *_ = on_ranks(goes_on, go_on)
+    whole, *_ = on_ranks(config, lambda engine, comm: step(engine, comm, 4))
+    assert more == whole[2:]
+    other = named(at(tmp_path, *WAYS["zero-3"], f"optimizer.name={name}"), path)
+    moved, *_ = on_ranks(other, lambda engine, comm: (resume(other, engine.zero), step(engine, comm, 2))[1])
+    assert moved == pytest.approx(more, rel=1e-6)
+
+
+@pytest.mark.parametrize(("before", "after", "missing"), [
+    ("sgd", "adamw", "exp_avg and exp_avg_sq"), ("lion", "adamw", "exp_avg_sq"), ("sgd", "lion", "exp_avg")])
+def test_another_optimizer_wants_more(before, after, missing, tmp_path):
+    path = saved_after(at(tmp_path, *DP, f"optimizer.name={before}"), 1)
+    goes_on = named(at(tmp_path, *DP, f"optimizer.name={after}"), path)
+    words = f"saved with optimizer.name={before}, and has no {missing}, which {after} needs"
+    with pytest.raises(InputError, match=re.escape(words)):
+        on_ranks(goes_on, lambda engine, comm: resume(goes_on, engine.zero))
+
+
+def test_another_optimizer_wants_less(tmp_path):
+    """AdamW's moments are left behind, and that is said."""
+    path = saved_after(at(tmp_path, *DP), 1)
+    goes_on = named(at(tmp_path, *DP, "optimizer.name=sgd"), path)
+    resumed, *_ = on_ranks(goes_on, lambda engine, comm: resume(goes_on, engine.zero))
+    assert any("optimizer.name was adamw" in line for line in resumed.notes)
+
+
+@pytest.mark.parametrize(("name", "device", "host"), [("adamw", 8, 12), ("lion", 4, 8), ("sgd", 0, 4)])
+def test_bytes(name, device, host):
+    """Of an element: on the device without a master, on the host and the disk with one; in formulas and in the plan."""
+    assert model_states(1.0, 1, "fp32", False, name)["bytes_per_parameter"]["optimizer"] == device
+    assert model_states(1.0, 1, "bf16", True, name)["bytes_per_parameter"]["optimizer"] == host
+    for overrides, kind, each in (([], "state", device), (["offload.optimizer=cpu"], "host_state", host),
+                                  (["offload.optimizer=nvme", FILES], "disk_state", host)):
+        table = make_plan(tiny(*DP, "zero.stage=1", f"optimizer.name={name}", *overrides)).table
+        for unit in table.parameters:
+            assert table.size(Slot(kind, unit)) == each * table.shard_numel(unit)

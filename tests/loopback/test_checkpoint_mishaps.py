@@ -176,6 +176,17 @@ def test_what_is_not_removed_at_once_is_said(tmp_path, monkeypatch):
     assert "step-00000001 was not removed at once" in line and "Input/output error" in line
 
 
+def test_what_cannot_be_read_is_left_alone(tmp_path):
+    """It may be another's: it stays beyond checkpoint.keep, which is said once."""
+    config, said = replace(at(tmp_path, *DP), checkpoint=replace(at(tmp_path).checkpoint, keep=1)), []
+    saved_after(config, 2)
+    saved_after(replace(config, checkpoint=replace(config.checkpoint, keep=0)), 1)
+    (tmp_path / "checkpoints" / "step-00000001" / "manifest.json").write_text("{")
+    _, outcome = go_on(config, say=said.append)
+    assert outcome.problem is None and names(tmp_path) == {"step-00000001", "step-00000003"}
+    assert len(said) == 1 and "step-00000001 is left alone, whatever checkpoint.keep says: checkpoint" in said[0]
+
+
 def test_a_file_that_cannot_be_replaced(tmp_path, monkeypatch):
     """It stays as it was, with nothing half-written beside it."""
     def full(path: Path) -> None:

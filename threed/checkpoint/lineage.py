@@ -12,6 +12,7 @@ import hashlib
 import os
 import uuid
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -113,7 +114,16 @@ def owner(path: Path) -> str | None:
         return None
 
 
-def own(config: Config, lineage: Lineage, last: int) -> list[Path]:
+def own(config: Config, lineage: Lineage, last: int, unknown: Callable[[Path, str], None] = lambda path, why: None) -> list[Path]:
     """The lineage's checkpoints of the folder up to step `last`, the newest first: what may be removed. One whose manifest cannot
-    be read, or is of another format, is not among them."""
-    return [path for path in checkpoints(config) if step_of(path) <= last and lineage.has(owner(path), step_of(path))]
+    be read, or is of another format, is not among them: `unknown` is told why."""
+    found = []
+    for path in checkpoints(config):
+        try:
+            name = unseal(path)["lineage"][0] if step_of(path) <= last else None
+        except InputError as error:
+            unknown(path, str(error))
+            continue
+        if lineage.has(name, step_of(path)):
+            found.append(path)
+    return found

@@ -216,7 +216,7 @@ class Saver:
     def _clear(self) -> None:
         """Older checkpoints of the lineage make room, all but the newest: the one that this run has read, or read back. `latest`
         may name a damaged one."""
-        mine = own(self._config, self._lineage, self.step)
+        mine = self._own()
         proved = [path for path in mine if self._proved is not None and path.resolve() == self._proved.resolve()]
         stays = [*(proved or mine[:1]), self._being_copied()]
         older = [path for path in mine if path not in stays]
@@ -250,8 +250,13 @@ class Saver:
             write_latest(self._config, final.name, self._lineage)
         with self._warns(f"older checkpoints in {final.parent} stay beyond checkpoint.keep"):
             keep = self._config.checkpoint.keep
-            self._remove(own(self._config, self._lineage, self.step)[keep:] if keep and self._prunes else [])
+            self._remove(self._own()[keep:] if keep and self._prunes else [])
         self._sweep()
+
+    def _own(self) -> list[Path]:
+        """The run's checkpoints, the newest first. Of others nothing is known that would allow to remove them."""
+        return own(self._config, self._lineage, self.step,
+                   lambda path, why: self._warn(f"{path.name} is left alone, whatever checkpoint.keep says", why))
 
     def _remove(self, older: list[Path]) -> None:
         """Where one cannot be removed, the new one is there all the same, and the next save tries again."""
@@ -275,9 +280,12 @@ class Saver:
         try:
             yield
         except Exception as error:
-            if what not in self._warned:
-                self._warned.add(what)
-                self._say(f"warning: {what}: {_said_of(error)}")
+            self._warn(what, _said_of(error))
+
+    def _warn(self, what: str, why: str) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
+            self._say(f"warning: {what}: {why}")
 
     def _undo(self) -> None:
         shutil.rmtree(self._aside, ignore_errors=True)

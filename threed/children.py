@@ -90,6 +90,7 @@ def ended_by(code: int) -> tuple[str, str | None, int]:
 def end_all(ranks: Sequence[Any], limit_s: float = KILL_S, why: str = "") -> None:
     """Kill them and return when all have ended. A process that does not end is stuck in the kernel: then this one ends, too, at
     once and with status 1, and says `why` it was to."""
+    ranks = [process for process in ranks if process.pid is not None]  # where forking has failed, some were never started
     for process in ranks:
         if process.exitcode is None:
             process.kill()
@@ -109,23 +110,24 @@ class Preparation:
     def __init__(self, load: Callable[[], Config], cache: Config):
         """`load` gives the config in that process. `cache`: a config with the same data.cache."""
         self._root = cache_root(cache.data)
-        self._receive, send = CONTEXT.Pipe(duplex=False)
-        parent = os.getpid()
+        self._receive, self._send = CONTEXT.Pipe(duplex=False)
+        self._process = CONTEXT.Process(target=self._body, args=(load, os.getpid()), name="the preparation of the data")
 
-        def body() -> None:
-            be_child(parent)
-            handle(SIGNALS, signal.SIG_DFL)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-            try:
-                config = load()
-                send.send(prepare(config.data, config.model, lambda line: print(line, flush=True)))
-            except InputError as error:
-                send.send(error)
-
-        self._process = CONTEXT.Process(target=body, name="the preparation of the data")
+    def start(self) -> None:
+        """Begin. A handler of signals may `kill` it from here on."""
         with signals_wait():
             start([self._process])
-        send.close()
+        self._send.close()
+
+    def _body(self, load: Callable[[], Config], parent: int) -> None:
+        be_child(parent)
+        handle(SIGNALS, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        try:
+            config = load()
+            self._send.send(prepare(config.data, config.model, lambda line: print(line, flush=True)))
+        except InputError as error:
+            self._send.send(error)
 
     def is_over(self) -> bool:
         return self._receive.poll()

@@ -22,7 +22,7 @@ from threed.restart import Failure, Restarts
 CLEAR_S = 20.0  # a launcher that cannot end its ranks within this is given up
 SILENT_S = 5.0  # a node that is silent for longer may have been replaced: others say something every two seconds
 HELLO = {"version": str, "job": str, "nodes": list, "node": (int, type(None)), "host": str, "size": int, "attempt": int,
-         "launch": str, "from": str}
+         "launch": str, "id": str, "fixed": bool, "from": str}
 
 
 class State(enum.Enum):
@@ -51,6 +51,7 @@ class Member:
     host: str
     size: int
     address: str  # by which it reached the head, or LOCAL_ADDR
+    id: str  # the launcher's own
     done: bool = False
     cleared: bool = False
     asked: bool = False  # somebody has asked its ranks to stop
@@ -113,7 +114,11 @@ class Head:
                 time.sleep(0.25)
         for line, since in list(self.unidentified):
             hello = next(iter(line.receive()), None)
-            if hello is not None and hello["op"] == "hello" and _is_whole(hello):
+            if hello is not None and hello["op"] == "hello" and hello.get("version") != self.version:
+                line.send("refused", text=f"{hello.get('host')} has threed {hello.get('version')}, node 0 ({self.seen.get(0)}) "
+                                          f"{self.version}: install one everywhere")
+                line.close()
+            elif hello is not None and hello["op"] == "hello" and _is_whole(hello):
                 self._greet(line, hello)
             elif line.lost is None and hello is None and time.monotonic() - since < REPORT_S:
                 continue
@@ -123,7 +128,10 @@ class Head:
 
     def _greet(self, line: Line, hello: dict[str, Any]) -> None:
         free = [number for number in range(self.nodes.most) if number not in self.members and number > 0]
-        node = hello["node"] if hello["node"] is not None else next(iter(free), None)
+        node = hello["node"]
+        holder = self.members.get(-1 if node is None else node)
+        if node is None or (not hello["fixed"] and holder is not None and holder.id != hello["id"]):
+            node = next(iter(free), None)  # its own, if it had one, has been given to another since
         problem, other = self._problem(hello, node), self.members.get(-1 if node is None else node)
         if problem:
             line.send("refused", text=problem)
@@ -133,9 +141,10 @@ class Head:
         if other is not None:
             other.line.send("end", text=f"another launcher has come as node {node}, on {hello['host']}: this one ends", status=1)
             self._lose(other, "its launcher was started again")
-        self.members[node] = Member(line, node, hello["host"], hello["size"], plain(hello["from"]))
+        self.members[node] = Member(line, node, hello["host"], hello["size"], plain(hello["from"]), hello["id"])
         self.seen[node] = hello["host"]
-        if not self.launch or hello["attempt"] > self.attempt:  # node 0's launcher may be a new one in a run that goes on
+        # Node 0's launcher may be a new one in a run that goes on.
+        if not self.launch or (hello["attempt"] > self.attempt and not self.running):
             self.attempt, self.launch = hello["attempt"], hello["launch"]
         self.changed = time.monotonic()
         line.send("welcome", node=node)
@@ -144,8 +153,6 @@ class Head:
 
     def _problem(self, hello: dict[str, Any], node: int | None) -> str | None:
         host = hello["host"]
-        if hello["version"] != self.version:
-            return f"{host} has threed {hello['version']}, node 0 ({self.seen.get(0)}) {self.version}: install one everywhere"
         if hello["job"] != self.nodes.job:
             return (f"node 0 at {self.nodes.address}:{self.nodes.port} is of job {self.nodes.job or '(none)'}, not of "
                     f"{hello['job'] or '(none)'}: two runs need different values of MASTER_PORT")
@@ -169,7 +176,7 @@ class Head:
 
     def _hear(self, member: Member, message: dict[str, Any]) -> None:
         op = message["op"]
-        if op == "stopped" and self.state == State.RUN and member not in self.running:
+        if op == "stopped" and self.state != State.GATHER and member not in self.running:
             member.line.send("end", text=f"stopped by {message['signal']}; the run goes on without it", status=message["status"])
             self._lose(member, "it was stopped")
         elif op == "stopped":

@@ -68,6 +68,7 @@ class LocalLauncher:
     def run(self) -> int:
         """Start the ranks, and again after a failure, as long as that promises something. The exit status of the run."""
         self.preparing = Preparation(lambda: self.config, self.config)
+        self.preparing.start()
         prepared = self.preparing.result()
         self.preparing = None
         restarts = Restarts(self.config.run.restarts, self.config.run.restart_wait_s)
@@ -94,14 +95,15 @@ class LocalLauncher:
         def body(rank: int) -> int:
             return run_rank(self.config, rank, rank, size, file_store(path, size), prepared, partial(steps.note, rank))
 
-        with signals_wait():
-            self.ranks = [CONTEXT.Process(target=be_rank, args=(parent, partial(body, rank)), name=f"rank {rank}")
-                          for rank in range(size)]
-            gc.freeze()  # what was imported stays: a rank's collector need not look at it, and its memory stays shared
-            start(self.ranks)
         try:
+            with signals_wait():
+                self.ranks = [CONTEXT.Process(target=be_rank, args=(parent, partial(body, rank)), name=f"rank {rank}")
+                              for rank in range(size)]
+                gc.freeze()  # what was imported stays: a rank's collector need not look at it, and its memory stays shared
+                start(self.ranks)
             return _attend(self.ranks, file_store(path, size), steps)
         finally:
+            end_all(self.ranks)  # some may live if not all could be forked
             self.ranks, self.when = [], "before it started again"
             os.close(meeting)
 

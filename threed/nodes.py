@@ -94,7 +94,10 @@ class NodeLauncher:
         self.prepared: Prepared | None = None
         self.head: Any = None
         self.asked = 0
-        self.signal = 0  # the last one that came while no rank could answer it
+        self.signal = 0  # the last one that came while no rank could answer it,
+        self.last = 0  # and the last one at all
+        self.id = uuid.uuid4().hex
+        self.started = False  # whether this launcher has had a part in the run
         self.attempt = 0
         self.launch = uuid.uuid4().hex
         self.reported: str | None = None  # what the head knows of this attempt's ranks: failed, done or cleared
@@ -102,9 +105,10 @@ class NodeLauncher:
         handle(SIGNALS, self.forward)
 
     def forward(self, number: int, _: Any) -> None:
-        self.asked += number != signal.SIGUSR1
-        if number != signal.SIGUSR1 and (not self.ranks or self.deadline is not None or self.reported == "failed"):
-            self.signal = number
+        if number != signal.SIGUSR1:
+            self.asked, self.last = self.asked + 1, number
+            if not self.ranks or self.deadline is not None or self.reported is not None:
+                self.signal = number
         # The second request does not wait for a checkpoint.
         pass_on(self.ranks, signal.SIGKILL if self.asked > 1 else number)
 
@@ -126,8 +130,11 @@ class NodeLauncher:
                     if here or losses > self.config.run.restarts:
                         raise RunError(f"{text}. The run ends here; started again on all nodes, it goes on from its newest "
                                        "checkpoint") from None
+                    if self.asked:
+                        self.signal = self.last
+                        raise _Stopped from None
                     say(f"{text}. Waiting for it to be started again")
-                    self.attempt += 1
+                    self.attempt += self.started
         except _Stopped:
             when = "before it started again" if losses else "before the first step"
             say(f"stopped by {signal.Signals(self.signal).name} {when}")
@@ -141,7 +148,7 @@ class NodeLauncher:
             self._end_ranks()
             if self.head is not None:
                 self.head.join(5.0)
-                self.head.kill()
+                end_all([self.head])
 
     # -------- the head
 
@@ -167,7 +174,8 @@ class NodeLauncher:
     def _connect(self, here: bool) -> Line:
         number = 0 if here else self.number
         hello = {"version": __version__, "job": self.nodes.job, "nodes": [self.nodes.least, self.nodes.most], "node": number,
-                 "host": self.host, "size": self.size, "attempt": self.attempt, "launch": self.launch}
+                 "host": self.host, "size": self.size, "attempt": self.attempt, "launch": self.launch,
+                 "id": self.id, "fixed": here or self.nodes.node is not None}
 
         def tick() -> None:
             if self.signal:
@@ -207,6 +215,7 @@ class NodeLauncher:
     def _prepare(self, line: Line, message: dict[str, Any]) -> None:
         """Prepare the data for all; another number of nodes may not fit the config."""
         self.preparing = Preparation(lambda: self.load(message["world"]), self.config)
+        self.preparing.start()
 
     def _see_prepared(self, line: Line, preparing: Preparation) -> None:
         self.preparing = None
@@ -223,7 +232,7 @@ class NodeLauncher:
 
     def _start(self, line: Line, message: dict[str, Any]) -> None:
         self.reported, self.deadline, self.attempt, self.first = None, None, message["attempt"], message["first"]
-        self.launch = message["launch"]
+        self.launch, self.started = message["launch"], True
         try:
             config = self.load(message["world"])
             variables = interface_variables(message["address"])

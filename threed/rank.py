@@ -43,6 +43,8 @@ def run_rank(config: Config, rank: int, local_rank: int, local_size: int, store:
             train(config, local_rank, requests, watch, store, closing, prepared)
             return 0
         except BaseException as error:  # SystemExit too: whoever leaves says so
+            if watch is not None:
+                watch.failed = True
             return _explain(error, rank, watch)
 
 
@@ -55,8 +57,9 @@ def run_place(config: Config, place: Place, parent: int) -> int:
         meet(store, place.rank, place.world_size, (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
         status = run_rank(config, place.rank, place.local_rank, place.local_size, store)
     except ThreedError as error:  # of meet: nobody watches yet
-        note = tell(store, {"rank": place.rank, "message": str(error), "status": error.status, "hang": False, "step": 0,
-                            "cause": str(error)})
+        note = {"rank": place.rank, "message": str(error), "status": error.status, "hang": False, "step": 0, "cause": str(error)}
+        with contextlib.suppress(RuntimeError):  # the store has gone with its rank
+            note = tell(store, note)
         if note["rank"] == place.rank:
             say(str(error))
         status = error.status

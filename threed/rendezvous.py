@@ -97,7 +97,7 @@ class Line:
     def wait(self, limit_s: float) -> dict[str, Any] | None:
         """The next message; None if none came."""
         until = time.monotonic() + limit_s
-        while time.monotonic() < until and self.lost is None:
+        while time.monotonic() < until and (self.lost is None or self._unread):
             if (self._unread or readable(self, wait_s=0.1)) and (messages := self.receive()):
                 self._unread = messages[1:] + self._unread
                 return messages[0]
@@ -197,10 +197,14 @@ def _addresses(store: Any, world_size: int) -> list[bytes]:
     try:
         return [store.get(key) for key in keys]
     except RuntimeError as error:  # after the store's own limit
-        missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+        why = str(error).splitlines()[0]
+        try:
+            missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+        except RuntimeError:
+            raise RunError(f"the store in which all ranks meet has gone: rank 0, or its host, has ended ({why})") from None
         named = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
-        raise RunError(f"of {world_size} ranks these did not come: {named or 'none is missing'} ({str(error).splitlines()[0]}). "
-                       "Are all nodes started?") from None
+        raise RunError(f"of {world_size} ranks these did not come: {named or 'none is missing'} ({why}). Are all nodes "
+                       "started?") from None
 
 
 def is_here(address: str) -> bool:

@@ -25,7 +25,7 @@ from threed.engine.watch import Watch
 from threed.errors import InputError, Stopped
 from threed.loop import Loop, Requests
 from threed.monitor.compare import save_config
-from threed.monitor.log import Log
+from threed.monitor.log import CLOSE_S, FAILED_S, Log
 from threed.optimizers.registry import OPTIMIZERS
 from threed.planner import make_mesh, make_pipeline, make_plan
 from threed.schema import Config
@@ -79,7 +79,7 @@ def train(config: Config, local_rank: int, requests: Requests, watch: Watch, sto
         watch.engine = engine
         if rank == 0:
             log = Log(config)  # takes the folder for this run
-            closing.callback(log.close)
+            closing.callback(lambda log=log: log.close(FAILED_S if watch.failed else CLOSE_S))
             tidy(config)
             for line in [*validate.warnings(config), *_without_compiler(config, device), *save_config(config)]:
                 log.say(f"warning: {line}")

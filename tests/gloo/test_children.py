@@ -50,6 +50,15 @@ class Stuck:
     def join(self, timeout: float) -> None: ...
 
 
+def test_what_was_never_started():
+    """Forking has failed for some."""
+    ranks = [children.CONTEXT.Process(target=children.be_rank, args=(os.getpid(), lambda: time.sleep(60))) for _ in range(2)]
+    with children.signals_wait():
+        children.start(ranks[:1])
+    children.end_all(ranks)
+    assert ranks[0].exitcode == -signal.SIGKILL
+
+
 def test_a_rank_that_cannot_be_killed(monkeypatch, capfd):
     def leave(status: int) -> None:
         raise SystemExit(status)

@@ -49,7 +49,8 @@ class Meeting:
 
     def join(self, node: int | None, host: str = "", **other) -> Line:
         hello = {"version": "1", "job": "", "nodes": [self.nodes.least, self.nodes.most], "node": node,
-                 "host": host or f"host{node}", "size": 2, "attempt": 0, "launch": f"launch of {node}"}
+                 "host": host or f"host{node}", "size": 2, "attempt": 0, "launch": f"launch of {node}",
+                 "id": f"{host or node}", "fixed": node is not None}
         line, self.number = connect(self.nodes, True, 5.0, hello | other, lambda: None, lambda line: None)
         self.lines.append(line)
         return line
@@ -179,6 +180,41 @@ def test_addresses():
         interface("192.0.2.1")
 
 
+def test_a_number_that_another_has_been_given():
+    """Nobody has set NODE_RANK: a launcher that comes back takes the next free one."""
+    meeting = Meeting(2, 4)
+    meeting.join(0)
+    meeting.join(None, "host7")
+    assert meeting.number == 1
+    meeting.join(1, "host1", fixed=False)
+    assert meeting.number == 2
+
+
+def test_a_spare_changes_nothing_of_a_run_under_way():
+    """It has lost its connection once, and says that it has tried more often than the run."""
+    meeting = Meeting(2, 3, restarts=1)
+    first, second = meeting.join(0), meeting.join(1)
+    launch = start(first, second)[0]["launch"]
+    meeting.join(2, attempt=1, launch="a spare's")
+    fail(second, -9)
+    for line in (first, second):
+        hear(line, "clear")
+        line.send("cleared", asked=False)
+    again = start(first, second)
+    assert [(each["attempt"], each["launch"]) for each in again] == [(1, launch)] * 2
+
+
+def test_a_spare_that_stops_while_data_are_prepared():
+    meeting = Meeting(2, 3)
+    first, second = meeting.join(0), meeting.join(1)
+    hear(first, "prepare")
+    spare = meeting.join(2)
+    spare.send("stopped", signal="SIGTERM", status=143)
+    assert hear(spare, "end")["status"] == 143
+    first.send("prepared")
+    hear(second, "start")
+
+
 @pytest.mark.parametrize("when", ["it runs", "its ranks end"])
 def test_a_stop_of_one_node(when):
     """A spare node leaves alone; somebody who stops while all ranks end after a failure stops the run."""
@@ -218,7 +254,7 @@ def test_a_launcher_that_was_replaced(monkeypatch):
     meeting.join(0)
     old = meeting.join(None, "host1")
     assert meeting.number == 1
-    meeting.join(1, "host1")
+    meeting.join(1, "host1", fixed=False)
     assert "another launcher has come as node 1, on host1" in hear(old, "end")["text"]
     monkeypatch.setattr("threed.head.SILENT_S", 0.0)
     meeting.join(1, "host7")
@@ -232,7 +268,8 @@ def test_a_new_head_goes_on_with_the_run():
     assert [(each["attempt"], each["launch"]) for each in start(first, second)] == [(2, "the first")] * 2
 
 
-@pytest.mark.parametrize("bytes_", [b'{"op": "hello"}\n', b"[" * 60_000 + b"\n", b'{"op": "hello", "version": 1}\n',
+@pytest.mark.parametrize("bytes_", [b'{"op": "hello", "version": "1"}\n', b"[" * 60_000 + b"\n",
+                                    b'{"op": "hello", "version": "1", "node": "one"}\n', b'{"op": "done"}\n',
                                     b"GET / HTTP/1.1\r\n\r\n"])
 def test_what_is_no_launcher(bytes_):
     """It is hung up on, and all others go on."""

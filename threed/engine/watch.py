@@ -64,6 +64,7 @@ class Watch:
         self.engine: Engine | None = None
         self.comm: Comm | None = None
         self.hosts: list[str] = []  # of each rank, once that is known
+        self.failed = False  # this rank has, and will soon be killed with the others
         self._phase: tuple[str, float | None] | None = None
         self._seen: dict[str, Any] | None = None  # the first failure
         self._told = False

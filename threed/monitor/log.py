@@ -39,7 +39,8 @@ from threed.monitor.lines import StepLines, cut
 from threed.quantity import show_bytes, show_count
 from threed.schema import Config
 
-CLOSE_S = 60.0
+CLOSE_S = 60.0  # that a disk or a server may take at the end of a run,
+FAILED_S = 4.0  # and of one that has failed, whose ranks are killed after children.GRACE_S
 
 
 class Log:

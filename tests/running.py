@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -58,7 +57,6 @@ class Run:
 
 
 def _body(log: Path, argv: tuple[str, ...], env: dict[str, str]) -> None:
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # pytest may be under nohup
     descriptor = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)

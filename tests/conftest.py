@@ -6,12 +6,13 @@ import gc
 import os
 import signal
 
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # what is started here must not see that pytest is under nohup
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("WANDB_SILENT", "true")
 
 import pytest
+
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # what is started here must not see that pytest is under nohup
 
 
 def pytest_collection_finish():

@@ -37,7 +37,7 @@ matrix: $(STAMP) ## run every cell of the contract, and all other products of ca
 	$(PARALLEL) --maxprocesses 16 -m "slow or not slow" tests/loopback tests/gloo/test_contract.py $(ARGS)
 
 cluster: $(STAMP) ## runs on several hosts: network namespaces, and a Slurm of two nodes (as root; skipped elsewhere)
-	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! command -v slurmctld >/dev/null; then \
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! { command -v slurmctld && command -v nft; } >/dev/null; then \
 	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
 	    iproute2 nftables util-linux slurmctld slurmd slurm-client munge >/dev/null; fi
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m cluster -rs tests/cluster $(ARGS)

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import shutil
 import signal
+from collections.abc import Callable
 
 from tests.chaos.faults import kind
 from tests.chaos.sister import Sister
-from tests.chaos.trial import Fault, Skip, Trial, send
+from tests.chaos.trial import Fault, Instant, Skip, Trial, send
 
 SISTERS = ("dp2", "dp2 zero2", "dp2 zero3", "pp2", "tp2 pp2")  # half of the ranks on each host
 GONE = r"has gone"
+
+
+def _once(after: Instant, do: Callable[[Sister], object]) -> Callable[[Trial, Sister], None]:
+    """What happens at an instant of the first run, if it lasts until then."""
+    def act(trial: Trial, run: Sister) -> None:
+        if trial.wait(run, after):
+            trial.strike()
+            do(run)
+
+    return act
 
 
 def _mend(trial: Trial) -> None:
@@ -26,14 +37,12 @@ def down_for_a_while(trial: Trial) -> Fault:
     after, seconds = trial.instant(), trial.rng.choice([0.3, 2.0, 5.0, 15.0, 38.0])
     trial.more.append("run.connect_timeout_s=15")
 
-    def act(trial: Trial, run: Sister) -> None:
-        if trial.wait(run, after):
-            trial.strike()
-            host.link(False)
-            trial.sleep(run, seconds)
-            host.link(True)
+    def pull(run: Sister) -> None:
+        host.link(False)
+        trial.sleep(run, seconds)
+        host.link(True)
 
-    return Fault(f"{host.name}'s cable is pulled {after}, for {seconds:.1f} s", act=act, between=_mend)
+    return Fault(f"{host.name}'s cable is pulled {after}, for {seconds:.1f} s", act=_once(after, pull), between=_mend)
 
 
 @kind("link: down for ever", 1, sisters=SISTERS)
@@ -41,13 +50,8 @@ def down(trial: Trial) -> Fault:
     host, after = trial.rng.choice(trial.use_hosts()), trial.instant()
     trial.more.append("run.connect_timeout_s=15")
 
-    def act(trial: Trial, run: Sister) -> None:
-        if trial.wait(run, after):
-            trial.strike()
-            host.link(False)
-
     return Fault(f"{host.name}'s cable is pulled {after}, until both have ended", rf"{GONE}|did not answer|no answer within",
-                 act=act, between=_mend)
+                 act=_once(after, lambda run: host.link(False)), between=_mend)
 
 
 @kind("link: lost packets", 1, sisters=SISTERS)
@@ -73,12 +77,8 @@ def off(trial: Trial) -> Fault:
     host, after = trial.rng.choice(trial.use_hosts()), trial.instant()
     trial.more.append("run.connect_timeout_s=15")
 
-    def act(trial: Trial, run: Sister) -> None:
-        if trial.wait(run, after):
-            trial.strike()
-            host.off()
-
-    return Fault(f"{host.name} goes off {after}", rf"{GONE}|did not answer|came within|no answer within", act=act, between=_mend)
+    return Fault(f"{host.name} goes off {after}", rf"{GONE}|did not answer|came within|no answer within",
+                 act=_once(after, lambda run: host.off()), between=_mend)
 
 
 @kind("a host: its launcher is killed", 1, sisters=SISTERS)
@@ -87,9 +87,5 @@ def launcher(trial: Trial) -> Fault:
     trial.use_hosts()
     trial.more.append("run.connect_timeout_s=15")
 
-    def act(trial: Trial, run: Sister) -> None:
-        if trial.wait(run, after):
-            trial.strike()
-            send(run.pids[which], signal.SIGKILL)
-
-    return Fault(f"SIGKILL of host{which + 1}'s launcher {after}", rf"{GONE}|did not answer|came within", act=act)
+    return Fault(f"SIGKILL of host{which + 1}'s launcher {after}", rf"{GONE}|did not answer|came within",
+                 act=_once(after, lambda run: send(run.pids[which], signal.SIGKILL)))

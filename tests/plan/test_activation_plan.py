@@ -8,11 +8,11 @@ from collections import Counter
 
 import pytest
 
-from threed import planner
 from threed.activation import plan as activation
 from threed.config import load
 from threed.errors import ConfigError, InputError
 from threed.planner import make_pipeline, make_plan, make_table, unit_costs
+from threed.planner.passes import run_passes
 from threed.predict.analytic import Hardware
 from threed.program.buffers import buffers
 from threed.program.check import check
@@ -135,7 +135,7 @@ def test_pools_are_as_large_as_needed(schedule, way):
 
 def peak_and_cost(config: Config, units: set[int]) -> tuple[int, float]:
     pipeline = make_pipeline(config)
-    plan = planner._programs(config, pipeline, activation.mark(make_table(config, pipeline.place), units))
+    plan = run_passes(config, pipeline, activation.mark(make_table(config, pipeline.place), units))
     return max(row["activation_peak_bytes"] for row in stages(plan)), sum(unit_costs(config)[u][0] for u in units)
 
 

@@ -20,9 +20,9 @@ from threed.offload.run import OffloadRun
 from threed.pipeline.run import PipelineRun
 from threed.planner import layouts
 from threed.program.buffers import buffers
-from threed.program.check import VERIFY, describe
+from threed.program.check import describe
 from threed.program.instruction import COMPUTE, MESSAGES, Instruction, Op, Slot
-from threed.program.table import SNAPSHOT, WAITING, Plan
+from threed.program.table import SNAPSHOT, VERIFY, WAITING, Plan
 from threed.program.trace import Trace, Wait, sources
 from threed.program.walk import link
 from threed.schema import Config

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 
 from threed.program.effects import chain
 from threed.program.instruction import Instruction, Op, Programs
-from threed.program.table import Table
+from threed.program.table import DELAYED_STEPS, Table
 
 Program = list[Instruction]
 
@@ -47,8 +48,8 @@ def optimizer(programs: Programs, table: Table) -> Programs:
     return result
 
 
-def delay(programs: Programs, table: Table) -> dict[str, Programs]:
-    """The same, one step late: the programs `train`, `enter` and `drain` (program.table.Plan).
+def _delay(programs: Programs, table: Table, steps: tuple[str, ...]) -> Programs:
+    """The same, one step late. `steps`: whose gradients are stepped, of the step before (prev) and of this one ("").
 
         train   [STEP prev, a unit at a time, beside forward and backward]  FETCH weights  CLIP: this step's gradients wait
         enter   forward and backward                                                       CLIP: this step's gradients wait
@@ -57,18 +58,24 @@ def delay(programs: Programs, table: Table) -> dict[str, Programs]:
     Everything is on the host. The steps are spread evenly over the program, since one waits for the state of the one before
     to be on disk. New weights come up after the last backward: all micro-batches of a step see the same.
     """
-    named: dict[str, Programs] = {"train": [], "enter": [], "drain": []}
+    result = []
     for position, program in enumerate(programs):
         away = _away(table, position)
         (*work, clip), _ = _down(program, table, away)
-        turns = _turns(away, table, Instruction(Op.STEP, group="prev"), lambda unit: _state_home(unit, table))
-        beside = [*_spread(work, turns), *(item for unit in away for item in _weights_home(unit, table))]
-        late = clip._replace(keep="later")
-        named["train"].append([*beside, late])
-        named["enter"].append([*work, late])
-        now = _turns(away, table, Instruction(Op.STEP), lambda unit: [*_weights_home(unit, table), *_state_home(unit, table)])
-        named["drain"].append([*beside, clip, *(item for turn in now for item in turn)])
-    return named
+        if "prev" in steps:
+            turns = _turns(away, table, Instruction(Op.STEP, group="prev"), lambda unit: _state_home(unit, table))
+            work = [*_spread(work, turns), *(item for unit in away for item in _weights_home(unit, table))]
+        if "" in steps:
+            turns = _turns(away, table, Instruction(Op.STEP),
+                           lambda unit: [*_weights_home(unit, table), *_state_home(unit, table)])
+            result.append([*work, clip, *(item for turn in turns for item in turn)])
+        else:
+            result.append([*work, clip._replace(keep="later")])
+    return result
+
+
+# The programs of delayed updates (program.table.Plan), each by its pass.
+DELAYED = {name: partial(_delay, steps=steps) for name, steps in DELAYED_STEPS.items()}
 
 
 def _away(table: Table, position: int) -> list[int]:
@@ -120,12 +127,16 @@ def _state_home(unit: int, table: Table) -> Program:
     return [Instruction(Op.OFFLOAD, unit, group="host_state")] if table.parameters[unit].state_home == "disk" else []
 
 
-def snapshot(table: Table, waiting: bool) -> Programs:
+def snapshot(_: Programs, table: Table, keep: str = "all") -> Programs:
     """Between two steps: a copy on the host of what a checkpoint keeps, taken beside what comes next. A unit's next STEP
     waits for its own."""
-    keep = "later" if waiting else "all"
-    return [[Instruction(Op.OFFLOAD, p, group="snapshot", keep=keep) for p in table.held(position) if table.saves(position, p)]
-            for position in range(table.num_positions)]
+    return [[Instruction(Op.OFFLOAD, p, group="snapshot", keep=keep) for p in table.held(position)
+             if table.saves(position, p)] for position in range(table.num_positions)]
+
+
+def snapshot_waiting(programs: Programs, table: Table) -> Programs:
+    """The same, with the gradients that wait for the next step."""
+    return snapshot(programs, table, keep="later")
 
 
 def parameters(programs: Programs, table: Table) -> Programs:

@@ -6,11 +6,10 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-from threed.program.check import VERIFY
 from threed.program.instruction import COMPUTE, Instruction, Op
 from threed.program.show import timeline
 from threed.program.summary import ACTIVATIONS, alive_bytes, fixed_bytes, stages
-from threed.program.table import SNAPSHOT, Plan
+from threed.program.table import SNAPSHOT, VERIFY, Plan
 from threed.program.walk import Cost, Links, Mode, Program, link, walk
 from threed.quantity import show_bytes, show_seconds
 

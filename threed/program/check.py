@@ -12,11 +12,8 @@ from collections.abc import Sequence
 
 from threed.errors import PlanError
 from threed.program.instruction import BACKWARDS, Instruction, Op, Slot
-from threed.program.table import SNAPSHOT, WAITING, Plan, Table
+from threed.program.table import DELAYED_STEPS, EVALUATE, SNAPSHOT, VERIFY, WAITING, Plan, Table
 from threed.program.walk import Links, Mode, Program, channels, link, walk
-
-EVALUATE = "evaluate"  # the program that only runs forward
-VERIFY = "verify"  # the one that trains and updates nothing
 
 
 def check(plan: Plan) -> dict[str, list[Links]]:
@@ -91,7 +88,7 @@ def _check_complete(name: str, programs: Sequence[Program], position: int, table
         raise PlanError(describe(name, programs, position, index, f"'{instruction}' runs {have} times here, not {want}"))
     counts = Counter(instruction.op for instruction in program)
     steps = [(item.unit, item.group) for item in program if item.op == Op.STEP]
-    groups = () if name == VERIFY else (_STEPS if table.delayed else {}).get(name, ("",))
+    groups = () if name == VERIFY else (DELAYED_STEPS if table.delayed else {}).get(name, ("",))
     asked = [(unit, group) for unit in table.held(position) for group in groups]
     if trains and (sorted(steps) != sorted(asked) or any((unit, "prev") in steps[at:] for at, (unit, _) in enumerate(steps)
                                                          if (unit, "") in steps[:at])):
@@ -112,10 +109,6 @@ def _check_snapshot(name: str, programs: Sequence[Program], position: int, table
     asked = [unit for unit in table.held(position) if table.saves(position, unit)]
     if sorted(copied) != asked or len(copied) < len(programs[position]):
         raise PlanError(describe(name, programs, position, 0, f"copies units {copied}, and should copy {asked}"))
-
-
-# With delayed updates: whose gradients each unit's STEPs are of.
-_STEPS: dict[str, tuple[str, ...]] = {"train": ("prev",), "enter": (), "drain": ("prev", "")}
 
 
 def _named(steps: Sequence[tuple[int, str]]) -> str:

@@ -16,7 +16,10 @@ from typing import Any
 from threed.optimizers.base import BYTES, Buffer
 from threed.program.instruction import BACKWARDS, Instruction, Op, Slot, at, tier
 
-SNAPSHOT, WAITING = "snapshot", "snapshot_waiting"  # programs that copy what a checkpoint keeps
+# Names of programs: one only runs forward; one trains and updates nothing; two copy what a checkpoint keeps.
+EVALUATE, VERIFY, SNAPSHOT, WAITING = "evaluate", "verify", "snapshot", "snapshot_waiting"
+# Programs of delayed updates -> whose gradients their STEPs are of: the step before (prev), this one ("").
+DELAYED_STEPS: dict[str, tuple[str, ...]] = {"enter": (), "train": ("prev",), "drain": ("prev", "")}
 
 
 @dataclass(frozen=True)

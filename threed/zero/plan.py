@@ -46,7 +46,7 @@ def train(programs: Programs, table: Table) -> Programs:
     return result
 
 
-def rehearse(programs: Programs) -> Programs:
+def rehearse(programs: Programs, table: Table) -> Programs:
     """A step without its update: a step up to its CLIP, which then drops the gradients."""
     result = []
     for program in programs:

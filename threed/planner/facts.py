@@ -1,155 +1,27 @@
-"""Config -> plan: split the model, choose the order, run the passes in their order, check. No torch.
+"""Facts: what a config says about units, stages, sizes and traffic, as a table. No torch.
 
-    layers -> units -> stages        pipeline/split
-    order -> FORWARD, BACKWARD       pipeline/orders, pipeline/plan.expand
-          -> + SEND, RECV            pipeline/plan.communicate
-          -> + GATHER, REDUCE, STEP  zero/plan
-          -> check                   program/check
+    layers -> compute units -> stages        pipeline/split
+    parameters -> parameter units, laid out  zero/shard
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import replace
-from pathlib import Path
-from typing import NamedTuple
 
-from threed.activation import plan as activation
 from threed.errors import InputError
-from threed.mesh import Mesh
 from threed.models.spec import Layer, Parameter, tied_parameter
 from threed.models.tiling import layers_of
 from threed.offload import plan as offload
 from threed.optimizers.registry import OPTIMIZERS
-from threed.pipeline.auto import Times, play, search
-from threed.pipeline.file import read_order
-from threed.pipeline.orders import SCHEDULES, Order, forward_only, line
-from threed.pipeline.plan import communicate, expand
 from threed.pipeline.split import split_layers, split_stages
 from threed.predict.cost import load_costs
 from threed.predict.simulate import cost_of
-from threed.program.check import EVALUATE, VERIFY, check
 from threed.program.instruction import Instruction, Op
-from threed.program.summary import stages
-from threed.program.table import SNAPSHOT, WAITING, ComputeUnit, ParameterUnit, Plan, Table, ring
-from threed.quantity import parse_bytes, show_bytes
+from threed.program.table import ComputeUnit, ParameterUnit, Table, ring
 from threed.schema import Config
-from threed.validate import PIECES, parse_limit, stage_runs
+from threed.validate import PIECES, stage_runs
 from threed.zero import plan as zero
 from threed.zero.shard import Layout, layout
-
-
-def make_mesh(config: Config) -> Mesh:
-    parallel = config.parallel
-    return Mesh(parallel.pp, config.dp, parallel.tp, tuple(parallel.axis_order.split("-")), config.shard_size)
-
-
-class Pipeline(NamedTuple):
-    """An order, and the position of each of its stages."""
-
-    order: Order
-    place: tuple[int, ...]
-
-
-def make_pipeline(config: Config) -> Pipeline:
-    """The order that a config asks for. Only `auto` and `file:` depend on more than the config: one rank asks, all use."""
-    parallel, m = config.parallel, config.num_microbatches
-    if parallel.schedule.startswith("file:"):
-        return Pipeline(*read_order(Path(parallel.schedule.removeprefix("file:")), parallel.pp))
-    if parallel.schedule == "auto":
-        return _search(config)
-    schedule = SCHEDULES[parallel.schedule]
-    if m < schedule.least(parallel.pp):
-        raise InputError(f"parallel.schedule={parallel.schedule} needs {schedule.least(parallel.pp)} micro-batches for "
-                         f"parallel.pp={parallel.pp}, and there are {m}: it fills the pipeline from both ends at once; raise "
-                         "train.global_batch_size or lower train.micro_batch_size")
-    v = schedule.virtual or parallel.virtual_stages or 2
-    return Pipeline(schedule.make(parallel.pp, m, v), schedule.place(parallel.pp, v))
-
-
-def _search(config: Config) -> Pipeline:
-    """`auto`. A limit in bytes is first taken by what a forward keeps; where the plan then keeps more (messages, operands of
-    split backwards), it is searched again with less room."""
-    parallel, limit = config.parallel, _limit(config)
-    size = parse_limit(parallel.activation_limit)[1] if parallel.activation_limit is not None else None
-    while True:
-        found = search(parallel.pp, config.num_microbatches, lambda place: _times(config, place), limit, parallel.virtual_stages)
-        pipeline = Pipeline(found.played.order, found.place)
-        if size is None or limit is None:
-            return pipeline
-        peak = max(row["activation_peak_bytes"] for row in stages(_plan(config, pipeline)))
-        if peak <= size:
-            return pipeline
-        limit *= min(0.95, size / peak)
-
-
-def make_plan(config: Config, pipeline: Pipeline | None = None) -> Plan:
-    """The checked plan of a config, or of a pipeline that was made of it elsewhere. Raises PlanError where the programs are
-    not legal: a bug, or a user's own order; InputError where it keeps more than `parallel.activation_limit`."""
-    pipeline = pipeline or make_pipeline(config)
-    plan = _plan(config, pipeline)
-    check(plan)
-    _check_limit(config, pipeline, plan)
-    return plan
-
-
-def _plan(config: Config, pipeline: Pipeline) -> Plan:
-    table = make_table(config, pipeline.place)
-    policy, every = config.activation.policy, config.activation.every or 1
-    if policy == "full":
-        table = activation.mark(table, [u for u in activation.worthwhile(table) if u % every == 0])
-    elif policy == "budget":
-        table = _budgeted(config, pipeline, table)
-    return _programs(config, pipeline, table)
-
-
-def _budgeted(config: Config, pipeline: Pipeline, table: Table) -> Table:
-    """The units that `activation.policy=budget` recomputes. InputError where all of them are not enough."""
-    budget = parse_bytes(config.activation.budget or 0)
-
-    def peaks(chosen: Collection[int]) -> list[int]:
-        plan = _programs(config, pipeline, activation.mark(table, chosen))
-        return [row["activation_peak_bytes"] for row in stages(plan)]
-
-    chosen = activation.choose(table, [parts[0] for parts in unit_costs(config)], peaks, budget)
-    if chosen is None:
-        least = max(peaks(activation.worthwhile(table)))
-        raise InputError(f"activation.budget={config.activation.budget}: with every unit recomputed a rank still keeps "
-                         f"{show_bytes(least)} of activations at its peak; raise the budget, lower train.micro_batch_size, or "
-                         "use a schedule that keeps fewer micro-batches")
-    return activation.mark(table, chosen)
-
-
-def _programs(config: Config, pipeline: Pipeline, table: Table) -> Plan:
-    """The passes, in their order."""
-    forward_backward = expand(pipeline.order, table)
-    for transform in (activation.recompute, activation.partition, activation.offload, communicate, zero.train):
-        forward_backward = transform(forward_backward, table)
-    programs = {"train": offload.parameters(offload.optimizer(forward_backward, table), table)}
-    if table.delayed:
-        programs = {**offload.delay(forward_backward, table), "plain": programs["train"]}
-    if config.run.verify_every:
-        programs[VERIFY] = zero.rehearse(programs["plain" if table.delayed else "train"])
-    if config.train.eval_every:
-        forward = expand(forward_only(pipeline.place, config.num_microbatches), table, keep="none")
-        programs[EVALUATE] = offload.parameters(zero.evaluate(communicate(forward, table), table), table)
-    if table.snapshots:
-        programs[SNAPSHOT] = offload.snapshot(table, waiting=False)
-    if table.snapshots and table.delayed:
-        programs[WAITING] = offload.snapshot(table, waiting=True)
-    return Plan(table, {name: [tuple(program) for program in each] for name, each in programs.items()})
-
-
-def _times(config: Config, place: tuple[int, ...]) -> Times | None:
-    """Times of each stage; None where there are more stages than the units can fill."""
-    if len(place) > len(stage_runs(config)):
-        return None
-    table = make_table(config, place)
-    found = Times([0.0] * len(place), [0.0] * len(place), [0.0] * len(place))
-    for unit, parts in zip(table.units, unit_costs(config), strict=True):
-        for times, part in zip((found.forward, found.input, found.weight), parts, strict=True):
-            times[unit.stage] += part
-    return found
 
 
 def unit_layers(config: Config) -> tuple[list[Layer], list[tuple[int, int]]]:
@@ -168,39 +40,6 @@ def unit_costs(config: Config) -> list[tuple[float, float, float]]:
     forward, first_half, second_half = ([measured(0, Instruction(op, unit, 0)) for unit in range(len(runs))]
                               for op in (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT))
     return list(zip(forward, first_half, second_half, strict=True))
-
-
-def _limit(config: Config) -> float | None:
-    """`parallel.activation_limit` in micro-batches of a position's whole share."""
-    if config.parallel.activation_limit is None:
-        return None
-    times, size = parse_limit(config.parallel.activation_limit)
-    if times is not None:
-        return times * min(config.parallel.pp, config.num_microbatches)
-    table = make_table(config, line(config.parallel.pp, 1))
-    shares = [sum(table.units[u].saved_bytes for u in table.units_of(position)) for position in range(config.parallel.pp)]
-    assert size is not None
-    return size / max(shares)
-
-
-def _check_limit(config: Config, pipeline: Pipeline, plan: Plan) -> None:
-    if config.parallel.activation_limit is None:
-        return
-    times, size = parse_limit(config.parallel.activation_limit)
-    if times is not None:
-        peak = play(pipeline.order, pipeline.place, Times.equal(len(pipeline.place), (1.0, 1.0, 1.0), 1)).peak
-        kept = peak * config.parallel.pp / len(pipeline.place)
-        limit = _limit(config)
-        if limit is not None and kept > limit + 1e-9:
-            raise InputError(f"parallel.schedule={config.parallel.schedule} keeps {kept:g} micro-batches a rank at its peak, "
-                             f"above parallel.activation_limit={config.parallel.activation_limit} ({limit:g}); use auto, or a "
-                             "schedule that keeps fewer, or raise the limit")
-        return
-    for position, row in enumerate(stages(plan)):
-        if size is not None and row["activation_peak_bytes"] > size:
-            raise InputError(f"a rank of pp{position} keeps {show_bytes(row['activation_peak_bytes'])} of activations at its "
-                             f"peak, above parallel.activation_limit={config.parallel.activation_limit}; lower "
-                             "train.micro_batch_size, use a schedule that keeps fewer, or raise the limit")
 
 
 def unit_parameters(config: Config) -> dict[int, tuple[Parameter, ...]]:

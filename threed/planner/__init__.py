@@ -1,0 +1,29 @@
+"""Config -> plan: facts (the table), search (the order, a budget), passes (the programs), check. No torch."""
+
+from __future__ import annotations
+
+from threed.mesh import Mesh
+from threed.planner.facts import layouts, make_table, saved_by_piece, unit_costs, unit_parameters
+from threed.planner.passes import Pipeline
+from threed.planner.search import check_limit, make_pipeline, unchecked_plan
+from threed.program.check import check
+from threed.program.table import Plan
+from threed.schema import Config
+
+__all__ = ["Pipeline", "layouts", "make_mesh", "make_pipeline", "make_plan", "make_table", "saved_by_piece", "unit_costs",
+           "unit_parameters"]
+
+
+def make_mesh(config: Config) -> Mesh:
+    parallel = config.parallel
+    return Mesh(parallel.pp, config.dp, parallel.tp, tuple(parallel.axis_order.split("-")), config.shard_size)
+
+
+def make_plan(config: Config, pipeline: Pipeline | None = None) -> Plan:
+    """The checked plan of a config, or of a pipeline that was made of it elsewhere. Raises PlanError where the programs are
+    not legal: a bug, or a user's own order; InputError where it keeps more than `parallel.activation_limit`."""
+    pipeline = pipeline or make_pipeline(config)
+    plan = unchecked_plan(config, pipeline)
+    check(plan)
+    check_limit(config, pipeline, plan)
+    return plan

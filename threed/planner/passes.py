@@ -1,0 +1,89 @@
+"""The passes: an order becomes programs, one pass after the other. No torch.
+
+A pass is a pure function from the programs of all positions to the programs of all positions; it reads the table and nothing
+else. To add one, write the function and add a line here: where in the list is when it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+from threed.activation import plan as activation
+from threed.offload import plan as offload
+from threed.pipeline.orders import Order, forward_only
+from threed.pipeline.plan import communicate, expand
+from threed.program.instruction import Programs
+from threed.program.table import EVALUATE, SNAPSHOT, VERIFY, WAITING, Plan, Table
+from threed.schema import Config
+from threed.zero import plan as zero
+
+
+class Pipeline(NamedTuple):
+    """An order, and the position of each of its stages."""
+
+    order: Order
+    place: tuple[int, ...]
+
+
+class Pass(NamedTuple):
+    """One step from an order to programs."""
+
+    name: str
+    apply: Callable[[Programs, Table], Programs]
+
+
+# What a training step goes through, in this order, after its forwards and backwards have been written down.
+STEP = (
+    Pass("recompute", activation.recompute),
+    Pass("partition", activation.partition),
+    Pass("offload activations", activation.offload),
+    Pass("messages", communicate),
+    Pass("zero", zero.train),
+)
+UPDATE = (
+    Pass("offload the optimizer", offload.optimizer),
+    Pass("offload parameters", offload.parameters),
+)
+FORWARD = (
+    Pass("messages", communicate),
+    Pass("zero", zero.evaluate),
+    Pass("offload parameters", offload.parameters),
+)
+
+
+def recipes(config: Config, pipeline: Pipeline, table: Table) -> dict[str, tuple[Pass, ...]]:
+    """The passes of each program of a plan (program.table.Plan names them)."""
+    step = (Pass("order", partial(_expand, pipeline.order, "all")), *STEP)
+    undelayed = "plain" if table.delayed else "train"
+    found: dict[str, tuple[Pass, ...]] = {undelayed: (*step, *UPDATE)}
+    if table.delayed:
+        found |= {name: (*step, Pass("delay", delay)) for name, delay in offload.DELAYED.items()}
+    if config.run.verify_every:
+        found[VERIFY] = (*found[undelayed], Pass("verify", zero.rehearse))
+    if config.train.eval_every:
+        forward = forward_only(pipeline.place, config.num_microbatches)
+        found[EVALUATE] = (Pass("order", partial(_expand, forward, "none")), *FORWARD)
+    if table.snapshots:
+        found[SNAPSHOT] = (Pass("snapshot", offload.snapshot),)
+    if table.snapshots and table.delayed:
+        found[WAITING] = (Pass("snapshot", offload.snapshot_waiting),)
+    return found
+
+
+def run_passes(config: Config, pipeline: Pipeline, table: Table) -> Plan:
+    """The plan of a table, unchecked."""
+    done: dict[tuple[Pass, ...], Programs] = {(): [[] for _ in range(table.num_positions)]}
+
+    def after(passes: tuple[Pass, ...]) -> Programs:
+        if passes not in done:  # programs share the passes that they begin with
+            done[passes] = passes[-1].apply(after(passes[:-1]), table)
+        return done[passes]
+
+    named = recipes(config, pipeline, table)
+    return Plan(table, {name: [tuple(program) for program in after(passes)] for name, passes in named.items()})
+
+
+def _expand(order: Order, keep: str, _: Programs, table: Table) -> Programs:
+    return expand(order, table, keep)

@@ -23,13 +23,14 @@ ROOT = Path(__file__).parents[1]
 # Module, or folder with a dot at its end -> layer. The longest match counts. Fractions: the order inside a layer.
 LAYERS = {
     "errors": 0, "models": 0, "quantity": 0.2, "models.registry": 0.2, "address": 0.2,
-    "schema": 0.5, "synonyms": 0.2, "native": 0.2, "mesh": 0.5, "models.spec": 0.6, "contract": 0.6, "models.tiling": 0.65,
+    "schema": 0.5, "synonyms": 0.2, "native": 0.2, "mesh": 0.4, "models.spec": 0.6, "contract": 0.6, "models.tiling": 0.65,
     "optimizers.": 0.6, "optimizers.registry": 0.65,
     "validate": 0.7, "config": 0.8,
-    "comm": 1, "store": 1, "pool": 1.1, "tensor.": 1.2, "data.": 1.2, "models.gpt": 1.5,
+    "lanes": 1, "comm": 1.05, "store": 1, "pool": 1.1, "tensor.": 1.2, "data.": 1.2, "models.gpt": 1.5,
     "program.": 2, "slots": 2.5,
     "pipeline.": 3, "zero.": 3, "activation.": 3, "offload.": 3,
-    "planner.": 4.6, "planner": 4.7, "pipeline.run": 4, "zero.run": 4.2, "zero.state": 4.1, "zero.optimizer": 4,
+    "planner.": 4.6, "planner": 4.7, "pipeline.run": 4, "zero.run": 4.2, "zero.state": 4.1, "zero.storage": 4.05,
+    "zero.snapshot": 4, "zero.optimizer": 4,
     "activation.run": 4,
     "offload.run": 4, "offload.tiers": 4,
     "predict.": 4.5, "predict.memory": 4.8, "predict.advise": 4.9, "engine.": 5, "checkpoint.": 5.1, "monitor.": 5,

@@ -120,7 +120,7 @@ class Saver:
         self._manifest = {
             "format": FORMAT, "step": zero.step_number, "updates": zero.updates, "loss_scaler": zero.scaler.state(),
             "waiting": asdict(zero.waiting) if zero.waiting else None, **counters, "plan": self._engine.plan.digest,
-            "lineage": self._lineage, "mesh": {"pp": mesh.pp, "dp": mesh.dp, "tp": mesh.tp, "order": list(mesh.order)},
+            "lineage": self._lineage, "mesh": {**mesh.sizes, "order": list(mesh.order)},
             "torch": torch.__version__, "config": zero.config.to_dict(),
         }
         self._engine.snapshot()
@@ -135,8 +135,8 @@ class Saver:
         values = state.to_save(self._engine.zero.waiting is not None)
         first = state.shard[0]
         return [Item(kind, box, lambda take=take, box=box: take(box.start - first, box.stop - first))
-                for kind, take in values.items() for box in boxes(state.layout, here.tp, *state.shard)
-                if here.tp == 0 or not box.replicated]
+                for kind, take in values.items() for box in boxes(state.layout, here.on["tp"], *state.shard)
+                if here.on["tp"] == 0 or not box.replicated]
 
     @property
     def status(self) -> float:
@@ -210,7 +210,8 @@ class Saver:
         if self._comm.rank == 0:
             self._sweep()
         for state in self._engine.states.values():
-            state.snapped()
+            if state.snapshot is not None:
+                state.snapshot.wait()
         return write(self._aside / file_name(self._comm.rank), self._comm.rank, self._items)
 
     def _clear(self) -> None:

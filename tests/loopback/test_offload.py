@@ -145,6 +145,7 @@ BITS = {
 }
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", BITS)
 def test_equal_to_the_device(name, precision, tmp_path):

@@ -26,21 +26,21 @@ $(STAMP): pyproject.toml setup.py constraints.txt threed/native.c
 train: $(STAMP) ## train the toy model on 8 CPU processes, as dp=2 x tp=2 x pp=2
 	$(BIN)/threed train configs/toy.yaml $(ARGS)
 
-# A process for each core, since ranks as threads share one. Where ARGS names a path, all of its tests run, whatever their tier
-# (tests/tiers.py).
+# A process for each core, since ranks as threads share one. Where ARGS names a path, all of its tests run,
+# whatever their tier (tests/tiers.py).
 PARALLEL := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=10 --dist worksteal -n logical
 TIER = $(if $(filter tests/%,$(ARGS)),,--tier $@)
 # The test of times wants the machine for itself: it comes after the others.
 TIMES := tests/loopback/test_prediction.py
 
-test: $(if $(ARGS),$(STAMP),lint) ## lint, then the core of the tests: under 5 minutes on 2 cores (ARGS='tests/plan' for one folder or file, whole)
+test: $(if $(ARGS),$(STAMP),lint) ## lint, then the core of the tests: under 5 minutes on 2 cores
 	$(PARALLEL) --maxprocesses 4 $(TIER) $(ARGS)
 
-verify: $(STAMP) ## all other tests but full products: some 20 minutes on 2 cores; test and verify share no test
+verify: $(STAMP) ## the other tests, but for full products: some 20 minutes on 2 cores
 	$(PARALLEL) --maxprocesses 4 --ignore $(TIMES) $(TIER) $(ARGS)
 	$(if $(ARGS),,OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TIMES))
 
-matrix: $(STAMP) ## everything: what test and verify run, every cell of the contract, full products of cases (hours)
+matrix: $(STAMP) ## everything: test, verify, every cell of the contract, full products (hours)
 	$(PARALLEL) --maxprocesses 16 --ignore $(TIMES) -m "not cluster" $(TIER) $(ARGS)
 	$(if $(ARGS),,OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TIMES))
 

@@ -1,5 +1,5 @@
-"""Shared fixtures, and the tiers of tests.tiers. One thread a process: many-process tests on few cores would fight for them
-otherwise."""
+"""Shared fixtures, and what runs in which tier. One thread a process: many-process tests on few cores would
+fight for them otherwise."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)  # what is started here must not se
 
 
 def pytest_addoption(parser):
-    parser.addoption("--tier", choices=list(BUDGET_S), help="run the tests of one tier (tests/tiers.py); default: of any")
+    parser.addoption("--tier", choices=list(BUDGET_S), help="one tier's tests (tests/tiers.py)")
 
 
 def pytest_collection_modifyitems(config, items):
     if tier := config.getoption("tier"):
-        chosen = [item for item in items if runs(tier, is_core(item.path, item.get_closest_marker("core") is not None))]
-        config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
-        items[:] = chosen
+        core = {item: is_core(item.path, item.get_closest_marker("core") is not None) for item in items}
+        config.hook.pytest_deselected(items=[item for item in items if not runs(tier, core[item])])
+        items[:] = [item for item in items if runs(tier, core[item])]
 
 
 class Budget:
@@ -77,7 +77,7 @@ def workers():
 
 @pytest.fixture(scope="session")
 def references(tmp_path_factory, worker_id):
-    """Reference runs by what changes them, each made once, and kept in files where all workers of this session find them."""
+    """Reference runs by what changes them. Each is made once and kept in a file, for all workers."""
     from tests import reference
 
     base = tmp_path_factory.getbasetemp()
@@ -86,10 +86,11 @@ def references(tmp_path_factory, worker_id):
     made = {}
 
     def get(config, steps: int = 5):
-        key = str((config.model, config.precision, config.optimizer, config.train, config.offload.delayed_update,
-                   config.offload.warmup, steps))
+        key = str((config.model, config.precision, config.optimizer, config.train,
+                   config.offload.delayed_update, config.offload.warmup, steps))
         if key not in made:
-            made[key] = kept(folder / hashlib.sha256(key.encode()).hexdigest(), lambda: reference.run(config, steps))
+            path = folder / hashlib.sha256(key.encode()).hexdigest()
+            made[key] = kept(path, lambda: reference.run(config, steps))
         return made[key]
 
     return get

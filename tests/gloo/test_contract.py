@@ -10,8 +10,8 @@ from threed.schema import Config
 QUICK = each_value(covering())
 
 
-@pytest.mark.parametrize("cell", [pytest.param(cell, id=cell.id, marks=[pytest.mark.slow] * (cell not in QUICK))
-                                  for cell in covering()])
+@pytest.mark.parametrize("cell", [
+    pytest.param(cell, id=cell.id, marks=[pytest.mark.slow] * (cell not in QUICK)) for cell in covering()])
 def test_cell(cell, workers, references):
     """What loopback cannot show: that messages and collectives of gloo, and its lanes, give the same numbers."""
 

@@ -14,16 +14,16 @@ from threed.schema import Config
 SAMPLE = covering()
 REFUSED = [cell for cell in cells() if refusal(cell) is not None]
 # In `make test`: each value of each axis, and each reason.
-CORE = {*each_value(SAMPLE), *{refusal(cell): cell for cell in REFUSED}.values()}
+CORE = [*each_value(SAMPLE), *{refusal(cell): cell for cell in REFUSED}.values()]
 
 
 def pytest_generate_tests(metafunc):
-    """Every cell where slow tests are asked for (`make matrix`). Otherwise few: to collect all takes longer than to run those."""
+    """Every cell in `make matrix`. Otherwise few: to collect all takes longer than to run those."""
     if "cell" in metafunc.fixturenames:
         few = metafunc.config.getoption("-m").startswith("not slow")
-        some = [*SAMPLE, *dict.fromkeys([*REFUSED[::97], *(cell for cell in REFUSED if cell in CORE)])] if few else cells()
-        metafunc.parametrize("cell", [pytest.param(cell, id=cell.id, marks=[pytest.mark.core] * (cell in CORE))
-                                      for cell in some])
+        some = dict.fromkeys([*SAMPLE, *REFUSED[::97], *CORE]) if few else cells()
+        metafunc.parametrize("cell", [
+            pytest.param(cell, id=cell.id, marks=[pytest.mark.core] * (cell in CORE)) for cell in some])
 
 
 def test_cell(cell, references):
@@ -42,7 +42,7 @@ def test_cell(cell, references):
 
 @pytest.mark.core
 def test_sample_covers_all_pairs():
-    """A pair of values that works together nowhere in the sample would go unseen in `make test`."""
+    """A pair of values that works together nowhere in the sample would go unseen in `make verify`."""
     assert pairs(SAMPLE) == pairs([cell for cell in cells() if refusal(cell) is None])
 
 

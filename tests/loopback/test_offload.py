@@ -149,7 +149,7 @@ BITS = {
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", BITS)
 def test_equal_to_the_device(name, precision, tmp_path):
-    """With clipping, 5 steps: the host's arithmetic is that of the device, on the same ranges, whatever tier it is kept on."""
+    """With clipping, 5 steps: the host's arithmetic is the device's, on the same ranges."""
     stage, others = BITS[name]
 
     def run(*settings: str) -> Ranks:

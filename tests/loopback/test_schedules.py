@@ -1,4 +1,4 @@
-"""Every schedule against the single-process reference. The full product is for `make matrix`; `make test` runs a sample."""
+"""Every schedule against the single-process reference: a sample of the product; all of it is slow."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test lint matrix cluster chaos clean
+.PHONY: help install train test verify lint matrix cluster chaos clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -26,15 +26,23 @@ $(STAMP): pyproject.toml setup.py constraints.txt threed/native.c
 train: $(STAMP) ## train the toy model on 8 CPU processes, as dp=2 x tp=2 x pp=2
 	$(BIN)/threed train configs/toy.yaml $(ARGS)
 
-# A process for each core, since ranks as threads share one. The test of times wants the machine for itself: it comes after.
-PARALLEL := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist worksteal --ignore tests/loopback/test_prediction.py -n logical
+# A process for each core, since ranks as threads share one. Where ARGS names a path, all of its tests run,
+# whatever their tier (tests/tiers.py).
+PARALLEL := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=10 --dist worksteal -n logical
+TIER = $(if $(filter tests/%,$(ARGS)),,--tier $@)
+# The test of times wants the machine for itself: it comes after the others.
+TIMES := tests/loopback/test_prediction.py
 
-test: $(STAMP) ## run the test suite (ARGS='tests/plan' for a part of it)
-	$(PARALLEL) --maxprocesses 4 $(ARGS)
-	$(if $(ARGS),,OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/loopback/test_prediction.py)
+test: $(if $(ARGS),$(STAMP),lint) ## lint, then the core of the tests: under 5 minutes on 2 cores
+	$(PARALLEL) --maxprocesses 4 $(TIER) $(ARGS)
 
-matrix: $(STAMP) ## run every cell of the contract, and all other products of cases, in loopback; some over processes (long)
-	$(PARALLEL) --maxprocesses 16 -m "slow or not slow" tests/loopback tests/gloo/test_contract.py $(ARGS)
+verify: $(STAMP) ## the other tests, but for full products: some 20 minutes on 2 cores
+	$(PARALLEL) --maxprocesses 4 --ignore $(TIMES) $(TIER) $(ARGS)
+	$(if $(ARGS),,OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TIMES))
+
+matrix: $(STAMP) ## everything: test, verify, every cell of the contract, full products (hours)
+	$(PARALLEL) --maxprocesses 16 --ignore $(TIMES) -m "not cluster" $(TIER) $(ARGS)
+	$(if $(ARGS),,OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TIMES))
 
 cluster: $(STAMP) ## runs on several hosts: network namespaces, and a Slurm of two nodes (as root; skipped elsewhere)
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! { command -v slurmctld && command -v nft; } >/dev/null; then \

@@ -107,7 +107,8 @@ def _compare(name: str, other: Path, base: Path) -> bool:
 def _train(tree: Path, folder: Path, overrides: list[str]) -> object:
     """[(step, loss, gradient norm)] of a run; its last lines where it fails."""
     env = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-m", "threed", "train", "configs/toy.yaml", *overrides, f"run.dir={folder}"],
+    config = ROOT / "configs" / "toy.yaml"  # for both
+    done = subprocess.run([sys.executable, "-m", "threed", "train", config, *overrides, f"run.dir={folder}"],
                           cwd=tree, env=env, capture_output=True, text=True, check=False)
     if done.returncode:
         return f"exit status {done.returncode}: " + "\n".join((done.stdout + done.stderr).splitlines()[-5:])

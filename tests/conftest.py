@@ -1,10 +1,15 @@
-"""Shared fixtures. One thread a process: many-process tests on few cores would fight for them otherwise."""
+"""Shared fixtures, and what runs in which tier. One thread a process: many-process tests on few cores would
+fight for them otherwise."""
 
 from __future__ import annotations
 
 import gc
+import hashlib
 import os
+import pickle
 import signal
+import time
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
@@ -12,7 +17,45 @@ os.environ.setdefault("WANDB_SILENT", "true")
 
 import pytest
 
+from tests.tiers import BUDGET_S, cores, is_core, over_budget, runs
+
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # what is started here must not see that pytest is under nohup
+
+
+def pytest_addoption(parser):
+    parser.addoption("--tier", choices=list(BUDGET_S), help="one tier's tests (tests/tiers.py)")
+
+
+def pytest_collection_modifyitems(config, items):
+    if tier := config.getoption("tier"):
+        core = {item: is_core(item.path, item.get_closest_marker("core") is not None) for item in items}
+        config.hook.pytest_deselected(items=[item for item in items if not runs(tier, core[item])])
+        items[:] = [item for item in items if runs(tier, core[item])]
+
+
+class Budget:
+    """Fails a session that took longer than its tier may."""
+
+    def __init__(self, tier: str):
+        self.tier, self.begin, self.text = tier, time.monotonic(), ""
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session, exitstatus):
+        self.text, fails = over_budget(self.tier, time.monotonic() - self.begin, cores())
+        if fails and exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    @pytest.hookimpl(trylast=True)  # below the slowest tests
+    def pytest_terminal_summary(self, terminalreporter):
+        if self.text:
+            terminalreporter.write_line(self.text, red=True)
+
+
+def pytest_configure(config):
+    """A part of a tier has no budget, nor has a worker of xdist."""
+    whole = config.args_source == pytest.Config.ArgsSource.TESTPATHS and not config.getoption("keyword")
+    if config.getoption("tier") and whole and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Budget(config.getoption("tier")), "budget")
 
 
 def pytest_collection_finish():
@@ -33,17 +76,30 @@ def workers():
 
 
 @pytest.fixture(scope="session")
-def references():
-    """Reference runs by what changes them, each made once."""
+def references(tmp_path_factory, worker_id):
+    """Reference runs by what changes them. Each is made once and kept in a file, for all workers."""
     from tests import reference
 
+    base = tmp_path_factory.getbasetemp()
+    folder = (base if worker_id == "master" else base.parent) / "references"
+    folder.mkdir(exist_ok=True)
     made = {}
 
     def get(config, steps: int = 5):
-        key = (str(config.model), str(config.precision), str(config.optimizer), str(config.train),
-               config.offload.delayed_update, config.offload.warmup, steps)
+        key = str((config.model, config.precision, config.optimizer, config.train,
+                   config.offload.delayed_update, config.offload.warmup, steps))
         if key not in made:
-            made[key] = reference.run(config, steps)
+            path = folder / hashlib.sha256(key.encode()).hexdigest()
+            made[key] = kept(path, lambda: reference.run(config, steps))
         return made[key]
 
     return get
+
+
+def kept(path: Path, make):
+    """What the file holds; made and written there if no other process was faster."""
+    if not path.exists():
+        scratch = path.with_name(f"{path.name}.{os.getpid()}")
+        scratch.write_bytes(pickle.dumps(make()))
+        scratch.replace(path)
+    return pickle.loads(path.read_bytes())

@@ -6,6 +6,7 @@ import itertools
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -105,6 +106,7 @@ def least_budget(*overrides: str) -> int:
     return max(row["activation_peak_bytes"] for row in stages(make_plan(tiny(*overrides, "activation.policy=full"))))
 
 
+@cache
 def covering() -> list[Cell]:
     """Cells that work, few, in which every pair of values that works anywhere is met."""
     works = [cell for cell in cells() if refusal(cell) is None]
@@ -116,6 +118,17 @@ def covering() -> list[Cell]:
         best = max((cell for cell in works if (cell[i], cell[j]) == row), key=lambda cell: len(missing & pairs([cell])))
         chosen.append(best)
         missing -= pairs([best])
+    return chosen
+
+
+def each_value(some: Iterable[Cell]) -> list[Cell]:
+    """Of these, the cells that bring a value that none before has."""
+    seen: set[tuple[int, object]] = set()
+    chosen = []
+    for cell in some:
+        if not seen.issuperset(enumerate(cell)):
+            chosen.append(cell)
+        seen.update(enumerate(cell))
     return chosen
 
 

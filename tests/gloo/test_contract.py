@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 
-from tests.harness import Ranks, assert_contract, cell_config, collect, covering, over_gloo
+from tests.harness import Ranks, assert_contract, cell_config, collect, covering, each_value, over_gloo
 from threed.schema import Config
 
-
-def marked() -> Iterator[Any]:
-    """Those that bring a value that none before has are quick enough for `make test` together."""
-    seen: set[tuple[int, object]] = set()
-    for cell in covering():
-        values = set(enumerate(cell))
-        yield pytest.param(cell, id=cell.id, marks=[pytest.mark.slow] if values <= seen else [])
-        seen |= values
+QUICK = each_value(covering())
 
 
-@pytest.mark.parametrize("cell", list(marked()))
+@pytest.mark.parametrize("cell", [
+    pytest.param(cell, id=cell.id, marks=[pytest.mark.slow] * (cell not in QUICK)) for cell in covering()])
 def test_cell(cell, workers, references):
     """What loopback cannot show: that messages and collectives of gloo, and its lanes, give the same numbers."""
 

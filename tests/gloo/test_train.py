@@ -41,6 +41,7 @@ def unbroken(tmp_path_factory, cache):
     return folder / "run", run.output
 
 
+@pytest.mark.core
 def test_metrics_and_summary(unbroken):
     """Every documented key on every step, on one scale with the others, and the summary's lines."""
     folder, output = unbroken
@@ -139,6 +140,7 @@ def test_resume_on_another_mesh(start, tmp_path, unbroken):
             assert norm == pytest.approx(losses(unbroken[0])[step][1], rel=1e-4)
 
 
+@pytest.mark.core
 def test_signals(start, tmp_path, unbroken):
     """SIGUSR1 saves and goes on; SIGTERM saves and ends with status 0; the run goes on to the same bits."""
     run = start("train.steps=12")
@@ -189,6 +191,7 @@ def test_other_settings_on_resume(start, tmp_path, unbroken):
     assert manifest["samples"] == 4 * 8 + 2 * 16
 
 
+@pytest.mark.core
 def test_bad_folders(start, tmp_path):
     """A run.dir that cannot be used: one message, exit status 2."""
     (tmp_path / "file").write_text("")

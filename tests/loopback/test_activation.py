@@ -96,8 +96,10 @@ def test_alone(policy, references):
     assert_contract(small("parallel.pp=1", *DROPOUT, policy=policy), references)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("schedule, zero", [("1f1b", 1), ("zb-h1", 3), ("zb-v", 2)])
+@pytest.mark.parametrize("schedule, zero, dtype", [
+    pytest.param("1f1b", 1, "fp32", marks=pytest.mark.core), ("1f1b", 1, "bf16"),
+    pytest.param("zb-h1", 3, "bf16", marks=pytest.mark.core), ("zb-h1", 3, "fp32"),
+    pytest.param("zb-v", 2, "fp32", marks=pytest.mark.core), ("zb-v", 2, "bf16")])
 def test_same_bits(schedule, zero, dtype):
     """Dropout that draws another mask the second time, or a sum in another order: with and without recomputation the losses,
     norms and weights are equal to the bit."""
@@ -111,6 +113,7 @@ def test_same_bits(schedule, zero, dtype):
 
 # ---------------------------------------------------------------- traps
 
+@pytest.mark.core
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v", "dualpipe-v"])
 def test_split_backward(schedule, references):
     """Activation checkpointing with a split backward: each forward is computed twice, not three times, and what BACKWARD_INPUT
@@ -129,6 +132,7 @@ def test_split_backward(schedule, references):
     assert_contract(config, references)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_partition_with_sequence_parallelism(schedule, references):
     """Partitioned activations together with sequence parallelism: inputs are cut by tokens already, and to cut them again, or to
@@ -147,6 +151,7 @@ def test_partition_with_tp_and_pp(schedule, pp, references):
     assert_contract(config, references)
 
 
+@pytest.mark.core
 def test_partition_over_four(references):
     """Parts of more than two, of micro-batches of two sequences."""
     config = small("parallel.tp=4", "train.micro_batch_size=2", "train.global_batch_size=8", policy="partition-arena")

@@ -13,6 +13,8 @@ from threed import native, train
 from threed.config import load
 from threed.errors import InputError
 
+pytestmark = pytest.mark.core
+
 
 @pytest.mark.parametrize("settings", [
     [], ["offload.optimizer=cpu", "precision.dtype=bf16"], ["optimizer.name=sgd"], ["precision.dtype=bf16"],

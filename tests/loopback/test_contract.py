@@ -6,21 +6,24 @@ import re
 
 import pytest
 
-from tests.harness import Ranks, assert_contract, cell_config, covering, loopback, pairs
+from tests.harness import Ranks, assert_contract, cell_config, covering, each_value, loopback, pairs
 from threed.contract import Cell, cells, refusal
 from threed.errors import ConfigError
 from threed.schema import Config
 
 SAMPLE = covering()
+REFUSED = [cell for cell in cells() if refusal(cell) is not None]
+# In `make test`: each value of each axis, and each reason.
+CORE = [*each_value(SAMPLE), *{refusal(cell): cell for cell in REFUSED}.values()]
 
 
 def pytest_generate_tests(metafunc):
-    """Every cell where slow tests are asked for (`make matrix`). Otherwise few: to collect all takes longer than to run those."""
+    """Every cell in `make matrix`. Otherwise few: to collect all takes longer than to run those."""
     if "cell" in metafunc.fixturenames:
-        every = list(cells())
-        some = [*SAMPLE, *[cell for cell in every if refusal(cell) is not None][::97]]
         few = metafunc.config.getoption("-m").startswith("not slow")
-        metafunc.parametrize("cell", some if few else every, ids=lambda cell: cell.id)
+        some = dict.fromkeys([*SAMPLE, *REFUSED[::97], *CORE]) if few else cells()
+        metafunc.parametrize("cell", [
+            pytest.param(cell, id=cell.id, marks=[pytest.mark.core] * (cell in CORE)) for cell in some])
 
 
 def test_cell(cell, references):
@@ -37,11 +40,13 @@ def test_cell(cell, references):
     assert_contract(config, references, steps=None if cell in SAMPLE else 2)
 
 
+@pytest.mark.core
 def test_sample_covers_all_pairs():
-    """A pair of values that works together nowhere in the sample would go unseen in `make test`."""
+    """A pair of values that works together nowhere in the sample would go unseen in `make verify`."""
     assert pairs(SAMPLE) == pairs([cell for cell in cells() if refusal(cell) is None])
 
 
+@pytest.mark.core
 def test_sixteen_bits_notice_a_fault(references):
     """The comparison itself: a bias's gradient that is a tenth too large moves neither loss nor norm, and is seen."""
     config = cell_config(Cell("1f1b", 2, "none", "none", "bf16", True, True, False))

@@ -9,6 +9,8 @@ from tests.harness import tiny
 from threed.engine.loopback import run_loopback
 from threed.planner import make_mesh, make_plan
 
+pytestmark = pytest.mark.core
+
 
 def test_receives_match_in_the_order_they_were_posted():
     """As with gloo and NCCL, not in the order they are waited for."""

@@ -17,6 +17,8 @@ from threed.optimizers.base import Update, View
 from threed.schema import OptimizerConfig
 from threed.zero import optimizer
 
+pytestmark = pytest.mark.core
+
 NARROW = [torch.float32, torch.bfloat16, torch.float16]
 pytestmark = pytest.mark.skipif(native.ADAMW is None and shutil.which("cc") is None, reason="no C compiler: nothing was compiled")
 

@@ -13,6 +13,8 @@ from threed.checkpoint.boxes import Box, rectangles
 from threed.checkpoint.proof import MASK, checksum
 from threed.data.samples import mix
 
+pytestmark = pytest.mark.core
+
 
 def slowly(values: np.ndarray) -> int:
     """The formula, an element at a time."""

@@ -1,4 +1,4 @@
-"""Every schedule against the single-process reference. The full product is for `make matrix`; `make test` runs a sample."""
+"""Every schedule against the single-process reference: a sample of the product; all of it is slow."""
 
 from __future__ import annotations
 
@@ -67,6 +67,7 @@ def test_split_backward_bf16(references):
     assert ranks.norms == pytest.approx(reference.norms, rel=5e-3)
 
 
+@pytest.mark.core
 def test_same_bits():
     """1F1B and the zero-bubble schedules of the same placement add the same products in the same order."""
     runs = [loopback(schedule_config(name, 4, 1, 1, "2p"), 5) for name in ("1f1b", "zb-h1", "zb-h2")]
@@ -74,6 +75,7 @@ def test_same_bits():
     assert runs[0].norms == runs[1].norms == runs[2].norms
 
 
+@pytest.mark.core
 def test_file(tmp_path, references):
     """An order written by a user: CSV and YAML, checked like any other, and refused with the place of what is wrong."""
     rows = [["F0.0", "F0.1", "I0.0", "W0.0", "B0.1"], ["F1.0", "B1.0", "F1.1", "I1.1", "W1.1"]]
@@ -118,6 +120,7 @@ def test_random_files(seed, tmp_path, references):
     assert_parity(loopback(config, 3), references(config, 3))
 
 
+@pytest.mark.core
 def test_tied_embeddings_in_a_file(tmp_path):
     """The two ends of a tied embedding meet in a group of the first and the last position: elsewhere it is refused."""
     (tmp_path / "order.csv").write_text("F1.0,B1.0\nF0.0,B0.0\n")
@@ -125,6 +128,7 @@ def test_tied_embeddings_in_a_file(tmp_path):
         loopback(schedule_config(f"file:{tmp_path / 'order.csv'}", 2, 1, 1, "1"))
 
 
+@pytest.mark.core
 def test_measured_costs(tmp_path):
     """Stages are balanced by a run's measured costs where it is given: here the first blocks are slow."""
     costs = {(0, op, unit): 10.0 if unit < 3 else 1.0 for unit in range(8) for op in (Op.FORWARD, Op.BACKWARD)}

@@ -15,6 +15,8 @@ from threed.models.spec import tied_parameter
 from threed.models.tiling import layers_of
 from threed.tensor.layers import WeightGrads
 
+pytestmark = pytest.mark.core
+
 MODELS = {
     "gpt": ["model.position=learned"],
     "gpt-untied": ["model.position=learned", "model.tie_embeddings=false", "model.bias=false"],

@@ -76,6 +76,7 @@ def test_product(schedule, stage, policy, cut, references):
              f"activation.policy={policy}", *virtual, *{"": [], "tp": TP, "sp": SP}[cut]], references)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("others", [[], LLAMA])
 def test_initial_values(others, tp):
@@ -170,6 +171,7 @@ def test_checkpoints_know_no_tiles(tmp_path, references):
     assert first.losses + second.losses + third.losses == pytest.approx(references(whole, 4).losses, rel=1e-5)
 
 
+@pytest.mark.core
 def test_fewest_tiles():
     """More tiles than needed, or unequal ones: heads and the vocabulary divide."""
     for limit, counts in (("4KiB", (4, 4, 8, 4)), ("6KiB", (4, 4, 8, 4)), ("8KiB", (2, 2, 4, 2)), ("16KiB", (1, 1, 2, 1))):

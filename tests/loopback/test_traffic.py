@@ -76,6 +76,7 @@ def test_zero_product(case):
     check(small(case))
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("dtype, size", [("fp32", 4), ("bf16", 2)])
 def test_zero_formulas(dtype, size):
     """With one micro-batch, one position and no tie: stages 0, 1 and 2 send 2 Psi (N-1)/N elements a step, stage 3 with one unit

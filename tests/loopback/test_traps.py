@@ -23,6 +23,8 @@ from threed.program.check import check_programs
 from threed.program.instruction import Instruction, Op
 from threed.schema import Config, OffloadConfig, PrecisionConfig, ZeroConfig
 
+pytestmark = pytest.mark.core
+
 SMALL = ["model.layers=3", "model.hidden=16", "model.heads=4", "model.seq_len=8"]
 SHARDED = {
     "stage-1": ["zero.stage=1"], "stage-2": ["zero.stage=2"], "stage-2-every-2": ["zero.stage=2", "zero.reduce_every=2"],

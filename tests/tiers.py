@@ -1,0 +1,45 @@
+"""Tests come in three sizes, each a target of make: what runs, and how long it may take.
+
+    make test     core: tests/plan, tests/data, tests/*.py, and what is marked `core`; at every change
+    make verify   what `make test` leaves out, but for `slow`; before a merge
+    make matrix   everything, with the full products that are marked `slow`; when plans or numbers change
+
+A new test in another folder belongs to `make verify`. Mark it `core` if it guards what no core test guards, in
+a second or two. Tests marked `cluster` run in none of the three.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+CORE = (TESTS, TESTS / "plan", TESTS / "data")  # folders of which every test is core
+BUDGET_S = {"test": 300, "verify": 35 * 60, "matrix": 3 * 3600}  # wall time of a whole tier, on CORES
+CORES = 2
+
+
+def runs(tier: str, core: bool) -> bool:
+    """Whether a tier runs a test that is core, or is not."""
+    return tier == "matrix" or core == (tier == "test")
+
+
+def is_core(path: Path, marked: bool) -> bool:
+    return marked or path.parent in CORE
+
+
+def over_budget(tier: str, elapsed_s: float, cores: int) -> tuple[str, bool]:
+    """What to say of a run of a whole tier ("": nothing), and whether it fails: not on less than CORES."""
+    budget_s = BUDGET_S[tier]
+    if elapsed_s <= budget_s:
+        return "", False
+    text = (f"make {tier} took {elapsed_s:.0f} s; its budget is {budget_s} s (tests/tiers.py). Make the slowest "
+            "tests cheaper, or leave them to the next larger tier")
+    if cores >= CORES:
+        return text, True
+    return f"{text}. Not a failure here: the budget is for {CORES} cores", False
+
+
+def cores() -> int:
+    """Of this process."""
+    return len(os.sched_getaffinity(0))

@@ -15,6 +15,7 @@ from typing import Any
 
 from threed.optimizers.base import BYTES, Buffer
 from threed.program.instruction import BACKWARDS, Instruction, Op, Slot, at, tier
+from threed.schema import Config
 
 # Names of programs: one only runs forward; one trains and updates nothing; two copy what a checkpoint keeps.
 EVALUATE, VERIFY, SNAPSHOT, WAITING = "evaluate", "verify", "snapshot", "snapshot_waiting"
@@ -253,6 +254,7 @@ class Plan:
 
     table: Table
     programs: dict[str, list[tuple[Instruction, ...]]]
+    config: Config | None = field(default=None, compare=False, repr=False)  # that it was made of, where there is one
 
     @cached_property
     def digest(self) -> str:

@@ -35,7 +35,8 @@ LAYERS = {
     "predict.": 4.5, "predict.memory": 4.8, "predict.advise": 4.9, "engine.": 5, "checkpoint.": 5.1, "monitor.": 5,
     "monitor.run": 5.2, "planned": 4.75, "predict.verb": 4.8, "predict": 4.95,
     "environment": 0.5, "early": 0.2, "rendezvous": 0.6, "head": 0.7, "checkpoints": 5.8,
-    "requests": 0.3, "callback": 0.4, "nonfinite": 5.85, "trainer": 5.9, "callbacks": 5.95, "assemble": 6, "restart": 0.2,
+    "requests": 0.3, "callback": 0.4, "nonfinite": 5.85, "trainer": 5.9, "callbacks": 5.95, "assemble": 6,
+    "restart": 0.2,
     "children": 5.9, "rank": 6.1, "launcher": 6.2, "nodes": 6.3, "start": 6.4, "api": 6.45,
     "cli": 6.5, "__main__": 6.6,
 }

@@ -1,4 +1,5 @@
-"""The verbs of the library. `import threed` has them, and the command line calls them. (`predict` is in `predict/verb`.)"""
+"""The verbs of the library. `import threed` has them, and the command line calls them. (`predict` is in
+`predict/verb`.)"""
 
 from __future__ import annotations
 
@@ -34,10 +35,12 @@ __all__ = ["check", "plan", "predict", "show", "train"]
 
 
 def plan(config: Config) -> Plan:
-    """Make the plan of a config: all ranks' programs of one optimizer step, with the table of units and sizes.
+    """Make the plan of a config: all ranks' programs of one optimizer step, with the table of units and
+    sizes.
 
-    The plan is checked: legal, complete, free of deadlock. Raises InputError where the config cannot be planned (a schedule that
-    needs more micro-batches, a limit that is too small), PlanError where a schedule of its own is not legal.
+    The plan is checked: legal, complete, free of deadlock. Raises InputError where the config cannot be
+    planned (a schedule that needs more micro-batches, a limit that is too small), PlanError where a schedule
+    of its own is not legal.
 
     >>> plan = threed.plan(threed.load("configs/toy.yaml"))
     >>> plan.digest, plan.programs["train"][0][:3]
@@ -46,11 +49,12 @@ def plan(config: Config) -> Plan:
 
 
 def check(what: Config | Plan) -> dict[str, Any]:
-    """Check that a config can run on its number of ranks, or that a plan (one with a pass of your own, say) can.
+    """Check that a config can run on its number of ranks, or that a plan (one with a pass of your own, say)
+    can.
 
-    Returns the document of `threed check --json`: `world_size`, `instructions`, `digest`, `warnings` and `stages`, a row a
-    pipeline position of what one of its ranks holds and sends (names that end in `_bytes` are bytes). Raises InputError or
-    PlanError, which says what cannot run and why.
+    Returns the document of `threed check --json`: `world_size`, `instructions`, `digest`, `warnings` and
+    `stages`, a row a pipeline position of what one of its ranks holds and sends (names that end in `_bytes`
+    are bytes). Raises InputError or PlanError, which says what cannot run and why.
 
     >>> threed.check(threed.load("configs/toy.yaml", ["zero.stage=3"]))["stages"][0]["optimizer_bytes"]
     """
@@ -79,8 +83,8 @@ def show(what: Config | Plan, rank: int | None = None, program: str = "train",
          units: str | None = None) -> str:
     """What will run, as text: the mesh, the compute units and the grid of a program.
 
-    `rank`: that rank's instructions instead, one a line. `units`: the compute units (`u`) or the parameter units (`p`) alone.
-    Raises InputError where the plan has no such rank, program or kind of unit.
+    `rank`: that rank's instructions instead, one a line. `units`: the compute units (`u`) or the parameter
+    units (`p`) alone. Raises InputError where the plan has no such rank, program or kind of unit.
 
     >>> print(threed.show(threed.load("configs/toy.yaml"), rank=4))
     """
@@ -96,7 +100,8 @@ def show(what: Config | Plan, rank: int | None = None, program: str = "train",
             f"(a forward of a stage drawn as 1, a backward as 2)\n{shows.grid(made, program)}")
 
 
-def show_document(made: Plan, rank: int | None = None, program: str = "train", units: str | None = None) -> dict[str, Any]:
+def show_document(made: Plan, rank: int | None = None, program: str = "train",
+                  units: str | None = None) -> dict[str, Any]:
     """The document of `threed show --json`."""
     position, mesh = _position(made, rank, program), make_mesh(config_of(made))
     head = {"digest": made.digest, "mesh": {"pp": mesh.pp, "dp": mesh.dp, "tp": mesh.tp}}
@@ -117,15 +122,17 @@ def list_units(made: Plan, kind: str) -> list[dict[str, Any]]:
     return parameter_units(made, contents)
 
 
-def train(config: Config | str | Path, overrides: list[str] | None = None, callbacks: Sequence[Callback] = ()) -> Run:
+def train(config: Config | str | Path, overrides: list[str] | None = None,
+          callbacks: Sequence[Callback] = ()) -> Run:
     """Train to `train.steps`, or go on from the newest checkpoint (`train.resume`), as `threed train` does.
 
-    Started with plain python it forks all ranks on this machine; under torchrun or srun this process is one rank; with NNODES
-    in the environment it starts one node's. Call it on the main thread, before torch has computed anything or used a GPU in
-    this process. `config`: a Config, or a YAML file with `overrides`, which leaves `parallel.dp: auto` to the number of ranks.
-    `callbacks` run on every rank, in the given order. Returns the run, once it has ended or was asked to stop.
-    Raises InputError where it cannot begin, RunError with the run's exit `status` where it has failed: the rank that failed
-    first has then said why on stderr, and a process that is one rank ends with that status itself.
+    Started with plain python it forks all ranks on this machine; under torchrun or srun this process is one
+    rank; with NNODES in the environment it starts one node's. Call it on the main thread, before torch has
+    computed anything or used a GPU in this process. `config`: a Config, or a YAML file with `overrides`,
+    which leaves `parallel.dp: auto` to the number of ranks. `callbacks` run on every rank, in the given
+    order. Returns the run, once it has ended or was asked to stop. Raises InputError where it cannot begin,
+    RunError with the run's exit `status` where it has failed: the rank that failed first has then said why on
+    stderr, and a process that is one rank ends with that status itself.
 
     >>> run = threed.train("configs/toy.yaml", ["train.steps=20"], callbacks=[MyCallback()])
     >>> run.metrics[-1]["train/loss"]
@@ -141,7 +148,8 @@ def train(config: Config | str | Path, overrides: list[str] | None = None, callb
 
         leave(status)
     if status:
-        error = RunError(f"the run has failed, with exit status {status}; the rank that failed first has said why on stderr")
+        error = RunError(f"the run has failed, with exit status {status}; the rank that failed first has "
+                         "said why on stderr")
         error.status = status
         raise error
     return Run(load(None).run.dir)
@@ -153,12 +161,14 @@ def _loader(config: Config | str | Path, overrides: list[str] | None):
         path = configs.find_file(config)
         return lambda world_size: configs.load(path, overrides, world_size)
     if overrides:
-        raise InputError("overrides belong to a YAML file: give them to threed.load, or give its path to threed.train")
+        raise InputError("overrides belong to a YAML file: give them to threed.load, or give the path of the "
+                         "file to threed.train")
 
     def same(world_size: int | None) -> Config:
         if world_size not in (None, config.world_size):
-            raise InputError(f"the config is for {config.world_size} ranks, and there are {world_size}: give threed.train the "
-                             f"path of its YAML file, or load it with threed.load(path, world_size={world_size})")
+            raise InputError(f"the config is for {config.world_size} ranks, and there are {world_size}: give "
+                             "threed.train the path of its YAML file, or load it with "
+                             f"threed.load(path, world_size={world_size})")
         return config
 
     return same
@@ -166,11 +176,12 @@ def _loader(config: Config | str | Path, overrides: list[str] | None):
 
 def _check_process(forks: bool) -> None:
     if threading.current_thread() is not threading.main_thread():
-        raise InputError("threed.train answers signals, which Python allows on the main thread only: call it there")
+        raise InputError("threed.train answers signals, which Python allows on the main thread only: call it "
+                         "there")
     torch = sys.modules.get("torch")
     if forks and torch is not None and torch.cuda.is_initialized():
-        raise InputError("this process has used a GPU, so ranks cannot be forked from it: call threed.train before, or start "
-                         "the script with torchrun")
+        raise InputError("this process has used a GPU, so ranks cannot be forked from it: call threed.train "
+                         "before, or start the script with torchrun")
 
 
 @contextmanager
@@ -188,8 +199,8 @@ def _own_signals() -> Iterator[None]:
 def _position(made: Plan, rank: int | None, program: str) -> int | None:
     """The pipeline position of a rank. InputError where the plan has no such rank or program."""
     if program not in made.programs:
-        raise InputError(f"program={program}: this plan has {', '.join(made.programs)} (evaluate needs train.eval_every > 0, "
-                         "verify needs run.verify_every > 0)")
+        raise InputError(f"program={program}: this plan has {', '.join(made.programs)} (evaluate needs "
+                         "train.eval_every > 0, verify needs run.verify_every > 0)")
     mesh = make_mesh(config_of(made))
     if rank is None:
         return None

@@ -1,5 +1,5 @@
-"""Assemble: one rank's connections, plan, data, engine, log and trainer, which then runs. Everything that all ranks must agree
-on is agreed before the first step."""
+"""Assemble: one rank's connections, plan, data, engine, log and trainer, which then runs. Everything that all
+ranks must agree on is agreed before the first step."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ class Job:
     on_step: Callable[[int], None] | None = None  # is told of each step that begins
 
 
-def train(job: Job, local_rank: int, requests: Requests, watch: Watch, store: Any, closing: ExitStack) -> None:
+def train(job: Job, local_rank: int, requests: Requests, watch: Watch, store: Any,
+          closing: ExitStack) -> None:
     """Train on the watch's rank, from wherever `train.resume` says, to the end.
 
     `store`: where ranks meet. `closing`: gets what may take long to close.

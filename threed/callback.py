@@ -1,12 +1,13 @@
-"""Callback: what happens around the steps of a run. Saving, tracing, evaluation and the log are callbacks, and so are yours.
+"""Callback: what happens around the steps of a run. Saving, tracing, evaluation and the log are callbacks,
+and so are yours.
 
     on_start
     for each step:    on_step_begin    (the step)    on_step_end
     on_end
     on_save           whenever a checkpoint is complete: within one of the others
 
-`callbacks.ORDER` says in which order callbacks are called. Each rank has its own, and calls the same methods after the same
-steps: what one rank sends in a callback, the others can receive in theirs.
+`callbacks.ORDER` says in which order callbacks are called. Each rank has its own, and calls the same methods
+after the same steps: what one rank sends in a callback, the others can receive in theirs.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 class Step:
     """A step that has ended. Loss, norm and `finite` are the same on all ranks.
 
-    `metrics` are what the log will write of the step, by name; a callback may add numbers, of which those of rank 0 are written.
+    `metrics` are what the log will write of the step, by name; a callback may add numbers, of which those of
+    rank 0 are written.
     """
 
     number: int  # from 1
@@ -44,8 +46,8 @@ class Step:
 class Callback:
     """Base of callbacks: override what you need; each method does nothing by itself.
 
-    Methods run on every rank, in the process that trains. An exception ends the run on all ranks, with a message that names
-    the callback, the method and the line.
+    Methods run on every rank, in the process that trains. An exception ends the run on all ranks, with a
+    message that names the callback, the method and the line.
 
     >>> class Quick(threed.Callback):
     ...     def on_step_end(self, trainer, step): step.metrics["mine/margin"] = 5.0 - step.loss
@@ -61,7 +63,8 @@ class Callback:
         """After a step."""
 
     def on_save(self, trainer: Trainer, path: Path) -> None:
-        """A checkpoint is complete and has its name: `path`. It may be of an earlier step: saving goes on beside the run."""
+        """A checkpoint is complete and has its name: `path`. It may be of an earlier step: saving goes on
+        beside the run."""
 
     def on_end(self, trainer: Trainer) -> None:
         """After the last step, and after its checkpoint; not where the run fails."""
@@ -76,14 +79,16 @@ def check_callbacks(callbacks: Sequence[Any]) -> None:
         raise InputError(f"callbacks={callbacks!r}: give a list, such as callbacks=[MyCallback()]")
     for index, callback in enumerate(callbacks):
         if isinstance(callback, type):
-            raise InputError(f"callbacks[{index}] is the class {callback.__name__}: give an object, {callback.__name__}()")
+            name = callback.__name__
+            raise InputError(f"callbacks[{index}] is the class {name}: give an object, {name}()")
         if not isinstance(callback, Callback):
-            raise InputError(f"callbacks[{index}] is a {type(callback).__name__}: give an object of a class that inherits from "
-                             f"threed.Callback and has some of its methods ({', '.join(METHODS)})")
+            raise InputError(f"callbacks[{index}] is a {type(callback).__name__}: give an object of a class "
+                             "that inherits from threed.Callback and has some of its methods "
+                             f"({', '.join(METHODS)})")
         unknown = [name for name in dir(callback) if name.startswith("on_") and name not in METHODS]
         if unknown:
-            raise InputError(f"callbacks[{index}], a {type(callback).__name__}, has {unknown[0]}, which nobody calls; a "
-                             f"callback has {', '.join(METHODS)}")
+            raise InputError(f"callbacks[{index}], a {type(callback).__name__}, has {unknown[0]}, which "
+                             f"nobody calls; a callback has {', '.join(METHODS)}")
 
 
 class Guarded(Callback):
@@ -101,9 +106,10 @@ class Guarded(Callback):
     def on_step_end(self, trainer: Trainer, step: Step) -> None:
         self._call("on_step_end", trainer, step)
         for name, value in step.metrics.items():
-            if not isinstance(name, str) or isinstance(value, bool) or not isinstance(value, float | int | None):
-                raise RunError(f"{self._name}.on_step_end has left metrics[{name!r}] = {value!r} in step {step.number}: a metric "
-                               "is a number under a name; of a tensor take .item()")
+            number = isinstance(value, float | int | None) and not isinstance(value, bool)
+            if not number or not isinstance(name, str):
+                raise RunError(f"{self._name}.on_step_end has left metrics[{name!r}] = {value!r} in step "
+                               f"{step.number}: a metric is a number under a name; of a tensor take .item()")
 
     def on_save(self, trainer: Trainer, path: Path) -> None:
         self._call("on_save", trainer, path)
@@ -123,5 +129,6 @@ class Guarded(Callback):
             raise
         except Exception as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
-            raise RunError(f"{self._name}: {method} after step {trainer.step_number} has failed on rank {trainer.rank}: "
-                           f"{type(error).__name__}: {error} ({last.filename}, line {last.lineno})") from error
+            raise RunError(f"{self._name}: {method} after step {trainer.step_number} has failed on rank "
+                           f"{trainer.rank}: {type(error).__name__}: {error} "
+                           f"({last.filename}, line {last.lineno})") from error

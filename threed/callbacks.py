@@ -1,4 +1,5 @@
-"""Callbacks: what every run does around its steps, each a class; `ORDER` is the order in which they are called."""
+"""Callbacks: what every run does around its steps, each a class; `ORDER` is the order in which they are
+called."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ class Saving(Callback):
         self.saved = self.first if trainer.checkpoints.newest else -1  # step of the newest checkpoint
 
     def on_step_begin(self, trainer: Trainer) -> None:
-        """Begin a checkpoint of the steps done. (After the run's last step none begins: there `on_end` saves.)"""
+        """Begin a checkpoint of the steps done. (After the run's last step none begins: there `on_end`
+        saves.)"""
         every, number = trainer.config.checkpoint.every, trainer.step_number
         due = bool(every) and number % every == 0 and number > self.first
         if (trainer.save_asked or due) and self._worthwhile(trainer):
@@ -43,11 +45,12 @@ class Saving(Callback):
         trainer.checkpoints.close(lambda: trainer.hurried)
 
     def _worthwhile(self, trainer: Trainer) -> bool:
-        """Not while steps are left out: it would push a checkpoint out of those that are kept, and have the same weights."""
-        if trainer.skipped.in_a_row:
-            trainer.say(f"no checkpoint of step {trainer.step_number}: {trainer.skipped.in_a_row} steps in a row were not "
-                        "finite")
-        return not trainer.skipped.in_a_row
+        """Not while steps are left out: it would push a checkpoint out of those that are kept, and have the
+        same weights."""
+        if in_a_row := trainer.skipped.in_a_row:
+            trainer.say(f"no checkpoint of step {trainer.step_number}: {in_a_row} steps in a row were "
+                        "not finite")
+        return not in_a_row
 
     def _counters(self, trainer: Trainer) -> dict[str, object]:
         """What a checkpoint keeps besides weights and optimizer state."""
@@ -59,7 +62,8 @@ class Tracing(Callback):
     """This rank's times of every `monitor.trace_every`th step, and of the last, into its file."""
 
     def on_start(self, trainer: Trainer) -> None:
-        self.writer = TraceWriter(Path(trainer.config.run.dir), trainer.plan, trainer.comm, trainer.step_number + 1)
+        folder, first = Path(trainer.config.run.dir), trainer.step_number + 1
+        self.writer = TraceWriter(folder, trainer.plan, trainer.comm, first)
 
     def on_step_end(self, trainer: Trainer, step: Step) -> None:
         if step.trace.name != "train":  # with delayed updates a few steps run other programs
@@ -109,13 +113,14 @@ class Evaluation(Callback):
         loss = sum(losses) / len(losses)
         if not math.isfinite(loss) and train.on_nonfinite == "stop":
             trainer.checkpoints.finish_before_failing()
-            raise RunError(f"val/loss after step {trainer.step_number} is {loss}: the last update has broken the "
-                           "weights. Lower optimizer.lr and resume from a checkpoint before it")
+            raise RunError(f"val/loss after step {trainer.step_number} is {loss}: the last update has broken "
+                           "the weights. Lower optimizer.lr and resume from a checkpoint before it")
         return loss
 
 
 class Logging(Callback):
-    """Rank 0's: the metrics of each step to metrics.jsonl, wandb and the console, and a summary at the end."""
+    """Rank 0's: the metrics of each step to metrics.jsonl, wandb and the console, and a summary at the
+    end."""
 
     def on_start(self, trainer: Trainer) -> None:
         self.begin_s = time.monotonic()
@@ -142,24 +147,27 @@ class Logging(Callback):
             mean = sum(recent) / len(recent)
             log.say(
                 f"\nloss       {start:.4f} -> {mean:.4f} (mean of the last {len(recent)} steps)\n"
-                f"speed      {show_count(last['perf/tokens_per_s'])} tokens/s, {show_seconds(last['perf/step_s'])} a step\n"
+                f"speed      {show_count(last['perf/tokens_per_s'])} tokens/s, "
+                f"{show_seconds(last['perf/step_s'])} a step\n"
                 f"bubble     {last['pipeline/bubble_measured']:.1%} measured, "
                 f"{last['pipeline/bubble_predicted']:.1%} predicted\n"
                 f"memory     {show_bytes(last['memory/peak_bytes'])} at the peak of the largest rank")
         else:
-            log.say(f"nothing to do: {trainer.step_number} steps are done, and train.steps={trainer.config.train.steps}")
+            log.say(f"nothing to do: {trainer.step_number} steps are done, and "
+                    f"train.steps={trainer.config.train.steps}")
         saved = trainer.checkpoints.newest or "none was saved"
         log.say(f"checkpoint {saved}\nmetrics    {log.path}\nwandb      {log.wandb_dir or 'off'}")
 
 
-# Each method is called in this order. Saving comes first: it exchanges what all ranks know after the step, before any of
-# them does something that takes long, and at the end the others find the last checkpoint saved. A script's callbacks see
-# val/loss, and may add to the metrics, which are logged last.
+# Each method is called in this order. Saving comes first: it exchanges what all ranks know after the step,
+# before any of them does something that takes long, and at the end the others find the last checkpoint saved.
+# A script's callbacks see val/loss, and may add to the metrics, which are logged last.
 ORDER: tuple[type[Callback], ...] = (Saving, Tracing, Timeline, Evaluation, Guarded, Logging)
 
 
 def in_order(yours: Sequence[Callback]) -> list[Callback]:
-    """All callbacks of a run, in `ORDER`; a script's own, each in a `Guarded`, in the order in which it gave them."""
+    """All callbacks of a run, in `ORDER`; a script's own, each in a `Guarded`, in the order in which it gave
+    them."""
     callbacks: list[Callback] = []
     for kind in ORDER:
         callbacks += map(Guarded, yours) if kind is Guarded else [kind()]

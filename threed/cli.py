@@ -65,11 +65,12 @@ def show(config: ConfigPath, overrides: Overrides = None,
          rank: Annotated[int | None, typer.Option(help="print this rank's program, an instruction a line")] = None,
          program: Annotated[str, typer.Option(help="train, evaluate, snapshot, verify; delayed updates: plain, enter, drain")]
          = "train",
-         units: Annotated[str | None, typer.Option(metavar="u|p", help="list compute units (u) or parameter units (p)")]
-         = None,
+         units: Annotated[str | None, typer.Option(metavar="u|p", help="list compute units (u), or "
+                                                                       "parameter units (p)")] = None,
          svg: Annotated[Path | None, typer.Option(metavar="FILE", help="draw the timeline into FILE")] = None,
          as_json: Json = False) -> None:
-    """Show what will run: the mesh, the units and the schedule's grid; or one rank's program; or the units of one kind."""
+    """Show what will run: the mesh, the units and the schedule's grid; or one rank's program; or the units of
+    one kind."""
     plan = api.plan(configs.load(config, overrides))
     document = json.dumps(api.show_document(plan, rank, program, units), indent=1) if as_json else None
     text = document or api.show(plan, rank, program, units)  # a mistake is told before a file is written
@@ -142,7 +143,9 @@ def predict(config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help
 
         if schedule is None:
             raise InputError("give a CONFIG, or --schedule NAME for a bare pipeline; threed predict --help shows both")
-        limit = parse_limit_of_bare(activation_limit, pp, micro_batches) if activation_limit is not None else None
+        limit = None
+        if activation_limit is not None:
+            limit = parse_limit_of_bare(activation_limit, pp, micro_batches)
         bare = predict_bare(schedule, pp, micro_batches, parse_times(times), virtual_stages, limit)
         _print(bare, show_bare, as_json)
         return

@@ -28,9 +28,10 @@ from threed.validate import get, validate
 def load(path: str | Path | None, overrides: list[str] | None = None, world_size: int | None = None) -> Config:
     """Read a YAML file (None: defaults) and dotted overrides into a validated Config.
 
-    A path such as configs/toy.yaml is also found among the configs that ship with the package. `world_size` is the number of
-    ranks; where it is given, `parallel.dp: auto` is what it leaves, and where it is not, 1. Raises ConfigError, which lists
-    every problem at once, and InputError where the file or an override cannot be read.
+    A path such as configs/toy.yaml is also found among the configs that ship with the package. `world_size`
+    is the number of ranks; where it is given, `parallel.dp: auto` is what it leaves, and where it is not, 1.
+    Raises ConfigError, which lists every problem at once, and InputError where the file or an override cannot
+    be read.
 
     >>> threed.load("configs/toy.yaml", ["parallel.pp=4"], world_size=16).dp
     """

@@ -113,8 +113,9 @@ def _values(values: tuple[object, ...]) -> str:
 
 
 def document() -> dict[str, Any]:
-    """The document of `threed matrix --json`: the axes, and each cell with its verdict, its reason and its test."""
-    rows = [{**cell._asdict(), "verdict": "refused" if (reason := refusal(cell)) else "works", "reason": reason,
-             "test": cell.test} for cell in cells()]
+    """The document of `threed matrix --json`: the axes, and each cell with its verdict, its reason and its
+    test."""
+    rows = [{**cell._asdict(), "verdict": "refused" if (reason := refusal(cell)) else "works",
+             "reason": reason, "test": cell.test} for cell in cells()]
     works = sum(row["verdict"] == "works" for row in rows)
     return {"axes": AXES, "works": works, "refused": len(rows) - works, "cells": rows}

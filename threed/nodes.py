@@ -83,7 +83,8 @@ class RankStore:
 class NodeLauncher:
     """One node's part of a run."""
 
-    def __init__(self, nodes: Nodes, size: int, load: Callable[[int], Config], callbacks: Sequence[Callback] = ()):
+    def __init__(self, nodes: Nodes, size: int, load: Callable[[int], Config],
+                 callbacks: Sequence[Callback] = ()):
         """`size`: ranks of this node. `load`: world size -> config."""
         self.nodes, self.size, self.load, self.callbacks = nodes, size, load, callbacks
         self.config = load(nodes.most * size)
@@ -310,6 +311,7 @@ class NodeLauncher:
         self.ranks, self.preparing = [], None
 
 
-def run_node(nodes: Nodes, size: int, load: Callable[[int], Config], callbacks: Sequence[Callback] = ()) -> int:
+def run_node(nodes: Nodes, size: int, load: Callable[[int], Config],
+             callbacks: Sequence[Callback] = ()) -> int:
     """Be one node's launcher: start its ranks with those of the other nodes, and return the exit status of the run."""
     return NodeLauncher(nodes, size, load, callbacks).run()

@@ -20,22 +20,22 @@ class Skipped:
         self.total = total  # of the run
         self.in_a_row = 0  # up to now, without those by which a dynamic loss scale finds its level
         self._engine, self._checkpoints, self._say = engine, checkpoints, say
-        self._train = engine.config.train
+        self._config = engine.config
 
     def look(self, number: int, clipped: Clipped, hopeless: bool, batch: Callable[[int], Batch]) -> None:
-        """Of step `number`, which had the data `batch`. `hopeless`: a smaller loss scale could not have helped. RunError
-        where the run cannot go on."""
+        """Of step `number`, which had the data `batch`. `hopeless`: a smaller loss scale could not have
+        helped. RunError where the run cannot go on."""
         if clipped.finite:
             self.in_a_row = 0
             return
         self.total += 1
         scaler = self._engine.zero.scaler
         if math.isfinite(clipped.loss) and not hopeless:  # how a dynamic loss scale finds its level
-            self._say(f"step {number}: gradients overflowed at loss scale {clipped.loss_scale:.10g}: the step is skipped, "
-                      f"{self.total} so far; the scale is now {scaler.scale:.10g}")
+            self._say(f"step {number}: gradients overflowed at loss scale {clipped.loss_scale:.10g}: the "
+                      f"step is skipped, {self.total} so far; the scale is now {scaler.scale:.10g}")
             return
         what = f"step {number}: not finite (loss {clipped.loss}, gradient norm {clipped.grad_norm})"
-        if self._train.on_nonfinite == "skip":
+        if self._config.train.on_nonfinite == "skip":
             self._leave_out(what)
             return
         self._checkpoints.finish_before_failing()
@@ -49,7 +49,8 @@ class Skipped:
     def _leave_out(self, what: str) -> None:
         self.in_a_row += 1
         self._say(f"{what}: the step is skipped, {self.total} so far")
-        if self.in_a_row >= self._train.max_skipped > 0:
+        if self.in_a_row >= self._config.train.max_skipped > 0:
             self._checkpoints.finish_before_failing()
-            raise RunError(f"{what}: {self.in_a_row} steps in a row were left out (train.max_skipped): the run "
-                           "learns nothing any more. Lower optimizer.lr, and go on from a checkpoint before them")
+            raise RunError(f"{what}: {self.in_a_row} steps in a row were left out (train.max_skipped): the "
+                           "run learns nothing any more. Lower optimizer.lr, and go on from a checkpoint "
+                           "before them")

@@ -13,7 +13,8 @@ def planned(what: Config | Plan) -> Plan:
     if isinstance(what, Plan):
         return what
     if not isinstance(what, Config):
-        raise InputError(f"{what!r} is neither a Config nor a Plan: give what threed.load or threed.plan returns")
+        raise InputError(f"{what!r} is neither a Config nor a Plan: give what threed.load or threed.plan "
+                         "returns")
     return make_plan(what)
 
 

@@ -44,8 +44,8 @@ def run_rank(job: Job, place: Place, store: Any) -> int:
 
 
 def run_place(job: Job, place: Place, parent: int) -> int:
-    """Be the rank that torchrun or srun has started as a process of its own, and return its exit status. `parent`: that process's
-    at its start."""
+    """Be the rank that torchrun or srun has started as a process of its own, and return its exit status.
+    `parent`: that process's at its start."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent(parent)
     store = environment_store(job.config.run.connect_timeout_s)
@@ -65,7 +65,8 @@ def run_place(job: Job, place: Place, parent: int) -> int:
 
 
 def leave(status: int) -> NoReturn:
-    """End this process. No destructor may wait for a peer that is gone; and an interpreter's own end takes seconds."""
+    """End this process. No destructor may wait for a peer that is gone; and an interpreter's own end takes
+    seconds."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

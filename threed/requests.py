@@ -9,7 +9,8 @@ from threed.early import STOPS, handle
 
 
 class Requests:
-    """SIGTERM, SIGINT and SIGHUP save and stop, SIGUSR1 saves and goes on. All ranks hear of it with the numbers of the step."""
+    """SIGTERM, SIGINT and SIGHUP save and stop, SIGUSR1 saves and goes on. All ranks hear of it with the
+    numbers of the step."""
 
     def __init__(self) -> None:
         self.stop = self.save = False

@@ -1,4 +1,5 @@
-"""Start: train as the environment of this process says: as one rank, as the launcher of a node, or with all ranks here."""
+"""Start: train as the environment of this process says: as one rank, as the launcher of a node, or with all
+ranks here."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ Load = Callable[[int | None], Config]  # world size, if it is known -> the confi
 
 
 def start(load: Load, callbacks: Sequence[Callback] = (), parent: int | None = None) -> int:
-    """Train, and return the exit status: of the run, of this node's part, or of this rank. `parent`: this process's, as it was at
-    its start."""
+    """Train, and return the exit status: of the run, of this node's part, or of this rank. `parent`: this
+    process's, as it was at its start."""
     parent = parent or os.getppid()
     check_callbacks(callbacks)
     first = load(None)  # bad input is told before torch is imported, which takes seconds
@@ -38,8 +39,8 @@ def _start_node(nodes: Nodes, load: Load, callbacks: Sequence[Callback], device:
 
     size = nodes.size or launcher.local_world_size(device)
     if size is None:
-        raise InputError("this node has no GPU, so GPUS_PER_NODE (or PET_NPROC_PER_NODE) must say how many ranks a node "
-                         "starts")
+        raise InputError("this node has no GPU, so GPUS_PER_NODE (or PET_NPROC_PER_NODE) must say how many "
+                         "ranks a node starts")
     if nodes.most == 1:
         return launcher.run_local(load(size), callbacks)
     return run_node(nodes, size, load, callbacks)

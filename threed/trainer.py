@@ -28,18 +28,17 @@ from threed.schema import Config
 class Trainer:
     """One rank's run, from the step after its checkpoint to `train.steps`. Callbacks are given it.
 
-    config, plan                the run's; the same on all ranks
-    rank, mesh, here            this rank, who sits where, and this rank's coordinate (pp, dp, tp)
-    step_number                 steps done
-    stopping                    whether the run ends after this step, because somebody has asked for it
-    engine                      what runs programs: `engine.states` has this rank's parameters, `engine.comm` its groups
+    config, plan                the run's; the same on all ranks rank, mesh, here            this rank, who
+    sits where, and this rank's coordinate (pp, dp, tp) step_number                 steps done stopping
+    whether the run ends after this step, because somebody has asked for it engine                      what
+    runs programs: `engine.states` has this rank's parameters, `engine.comm` its groups
 
     >>> class Stop(threed.Callback):
     ...     def on_step_end(self, trainer, step): step.loss < 2.0 and trainer.stop()
     """
 
-    def __init__(self, engine: Engine, data: tuple[Split, Split], watch: Watch, log: Log | None, requests: Requests,
-                 resumed: Resumed):
+    def __init__(self, engine: Engine, data: tuple[Split, Split], watch: Watch, log: Log | None,
+                 requests: Requests, resumed: Resumed):
         """`data`: the splits to train on and to validate with. `log`: on rank 0."""
         self.config: Config = engine.config
         self.plan: Plan = engine.plan
@@ -74,7 +73,8 @@ class Trainer:
         return self.step_number < self.config.train.steps or self._requests.stop
 
     def stop(self) -> None:
-        """Ask the run to save and stop. One rank's request is enough; all ranks hear of it at the end of the next step."""
+        """Ask the run to save and stop. One rank's request is enough; all ranks hear of it at the end of the
+        next step."""
         self._requests.stop = True
 
     def save(self) -> None:
@@ -117,7 +117,8 @@ class Trainer:
         self.skipped.look(number, clipped, hopeless, batch)
         self.samples += config.train.global_batch_size
         with self.watch.phase(f"metrics of step {number}"):
-            measured = self.meter.exchange(trace, time.monotonic() - started, self._requests.take(), self.checkpoints.status)
+            step_s, asked = time.monotonic() - started, self._requests.take()
+            measured = self.meter.exchange(trace, step_s, asked, self.checkpoints.status)
         self.stopping, self.save_asked = measured.asked("stop"), measured.asked("save")
         step = Step(number, clipped.loss, clipped.grad_norm, clipped.finite, trace, measured)
         step.metrics |= {"train/loss": clipped.loss, "train/lr": lr, "train/grad_norm": clipped.grad_norm,
@@ -131,8 +132,8 @@ class Trainer:
         return step
 
     def batches(self, split: Split, start: int, train: bool = True) -> Callable[[int], Batch]:
-        """Micro-batch -> data, of the global batch that begins at sample `start`. Which sample goes where depends on the
-        sample's global number alone."""
+        """Micro-batch -> data, of the global batch that begins at sample `start`. Which sample goes where
+        depends on the sample's global number alone."""
         config, here, device = self.config, self.comm.here, self.comm.device
         micro = config.train.micro_batch_size
 
@@ -141,7 +142,9 @@ class Trainer:
             samples = torch.arange(first, first + micro, device=device)
             tokens = torch.empty(0, dtype=torch.int64)
             if self._reads_tokens:  # the others see activations only
-                tokens = torch.stack([torch.from_numpy(split.window(i)) for i in range(first, first + micro)]).to(device)
-            return Batch(tokens[..., :-1], tokens[..., 1:], samples, config.train.seed, config.tokens_per_step, train)
+                windows = [torch.from_numpy(split.window(i)) for i in range(first, first + micro)]
+                tokens = torch.stack(windows).to(device)
+            inputs, targets, seed = tokens[..., :-1], tokens[..., 1:], config.train.seed
+            return Batch(inputs, targets, samples, seed, config.tokens_per_step, train)
 
         return batch

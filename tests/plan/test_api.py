@@ -47,7 +47,7 @@ def test_documented_and_typed():
         assert len(inspect.getdoc(getattr(threed, name)) or "") > 60, name
     for kind in (threed.Callback, threed.Trainer, threed.Run):
         for method, value in vars(kind).items():
-            assert method.startswith("_") or not callable(value) or value.__doc__ or method == "batches", (kind, method)
+            assert method.startswith("_") or not callable(value) or value.__doc__, (kind, method)
 
 
 def _function(name: str):
@@ -69,10 +69,11 @@ def test_examples(name, monkeypatch):
 def test_nothing_imports_torch():
     """But training. In a fresh Python; and `predict` is a verb before and after its package is imported."""
     code = ("import sys, threed\n"
-            "assert not [name for name in sys.modules if name.startswith('threed.')], 'import threed brings its modules'\n"
+            "assert not [name for name in sys.modules if name.startswith('threed.')]\n"
             "config = threed.load('configs/toy.yaml', ['parallel.pp=4'])\n"
             "plan = threed.plan(config)\n"
-            "threed.check(plan), threed.show(plan), threed.predict(plan), threed.Callback, threed.Run, threed.train\n"
+            "threed.check(plan), threed.show(plan), threed.predict(plan)\n"
+            "threed.Callback, threed.Run, threed.train\n"
             "import threed.predict.cost\n"
             "assert threed.predict(plan)['step_time'] == threed.predict(config)['step_time'] > 0\n"
             "heavy = {'torch', 'megatron', 'numpy', 'wandb', 'typer'} & set(sys.modules)\n"
@@ -111,7 +112,7 @@ CALL: typing.Any = threed  # with arguments of the wrong types
     (lambda plan: threed.load("nowhere.yaml"), "no config file nowhere.yaml"),
     (lambda plan: threed.train("nowhere.yaml"), "no config file nowhere.yaml"),
     (lambda plan: threed.train(plan.config, ["train.steps=3"]), "overrides belong to a YAML file"),
-    (lambda plan: CALL.train(plan.config, callbacks=[len]), r"callbacks\[0\] is a builtin_function_or_method"),
+    (lambda plan: CALL.train(plan.config, callbacks=[len]), r"callbacks\[0\] is a builtin_function"),
     (lambda plan: CALL.train(plan.config, callbacks=Callback()), "give a list"),
     (lambda plan: threed.Run("nowhere"), "no such run"),
 ])
@@ -204,7 +205,7 @@ class Fine(Callback):
 
 
 @pytest.mark.parametrize("callbacks, message", [
-    ([Fine(), Misspelt()], r"callbacks\[1\], a Misspelt, has on_step_ended, which nobody calls; a callback has on_start"),
+    ([Fine(), Misspelt()], r"callbacks\[1\], a Misspelt, has on_step_ended, which nobody .* has on_start"),
     ([Fine], r"is the class Fine: give an object, Fine\(\)"),
     ([object()], "inherits from threed.Callback"),
     (7, "give a list"),
@@ -245,7 +246,7 @@ def test_a_callback_that_fails():
     """Its name, its method, the rank and the line; errors meant for people pass as they are."""
     trainer: typing.Any = FakeTrainer()
     where = f"ValueError: no such number \\({re.escape(__file__)}, line \\d+\\)"
-    with pytest.raises(RunError, match=f"callback Fails: on_step_end after step 7 has failed on rank 3: {where}"):
+    with pytest.raises(RunError, match=f"Fails: on_step_end after step 7 has failed on rank 3: {where}"):
         Guarded(Fails(ValueError("no such number"))).on_step_end(trainer, _step())
     with pytest.raises(InputError, match=r"^as it is$"):
         Guarded(Fails(InputError("as it is"))).on_step_end(trainer, _step())

@@ -54,8 +54,8 @@ class Run:
         return read_run(self.path)
 
     def compare(self) -> dict[str, Any]:
-        """Predicted and measured seconds of the step, by op, lane, unit and stage, and where each rank's time went: the
-        document of `threed compare --json`."""
+        """Predicted and measured seconds of the step, by op, lane, unit and stage, and where each rank's time
+        went: the document of `threed compare --json`."""
         return compare(self.path)
 
 

@@ -76,10 +76,11 @@ def predict_bare(schedule: str, p: int, m: int, times: dict[str, float], virtual
 
 def show(found: dict[str, Any]) -> str:
     """What `predict_bare` has returned, as text."""
-    lines = [f"{found['schedule']} ({found['order']}, {found['virtual_stages']} stages a position): bubble rate "
-             f"{found['bubble_rate']:.4f}, step time {found['step_time']:.3f}"]
-    lines += [f"pp{position}".ljust(6) + f"busy {row['busy']:.3f}  span {row['span']:.3f}  keeps {row['peak_activations']:g}"
-              for position, row in enumerate(found["stages"])]
+    lines = [f"{found['schedule']} ({found['order']}, {found['virtual_stages']} stages a position): "
+             f"bubble rate {found['bubble_rate']:.4f}, step time {found['step_time']:.3f}"]
+    for position, row in enumerate(found["stages"]):
+        lines.append(f"pp{position}".ljust(6) + f"busy {row['busy']:.3f}  span {row['span']:.3f}  "
+                     f"keeps {row['peak_activations']:g}")
     return "\n".join(lines)
 
 

@@ -62,8 +62,9 @@ def listing(plan: Plan, position: int, name: str = "train") -> str:
 
 def picture(plan: Plan, name: str = "train") -> str:
     """The timeline of a program, with the costs of `unit_cost`, as SVG."""
-    parallel = plan.config.parallel.schedule + ", " if plan.config else ""
-    title = f"{parallel}{plan.table.num_positions} positions, {plan.table.num_microbatches} micro-batches, {name}"
+    schedule = plan.config.parallel.schedule + ", " if plan.config else ""
+    table = plan.table
+    title = f"{schedule}{table.num_positions} positions, {table.num_microbatches} micro-batches, {name}"
     return svg(plan.programs[name], timeline(plan, name), title)
 
 

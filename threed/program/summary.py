@@ -92,8 +92,8 @@ def fixed_bytes(row: dict[str, Any]) -> int:
 
 # ---------------------------------------------------------------- as text
 
-HEAD = ("a rank of", "parameters", "param", "grad", "optimizer", "buffers", "activations", "sends dp", "tp", "pp", "gathers",
-        "reduces")
+HEAD = ("a rank of", "parameters", "param", "grad", "optimizer", "buffers", "activations",
+        "sends dp", "tp", "pp", "gathers", "reduces")
 HELD = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "buffer_bytes", "activation_peak_bytes")
 
 
@@ -107,9 +107,11 @@ def show(rows: list[dict[str, Any]]) -> str:
     lines = ["".join(cell.rjust(12) for cell in cells) for cells in table]
     for position, row in enumerate(rows):
         if row["moved_bytes"]:
-            moved = ", ".join(f"{lane} {show_bytes(size)}" for lane, size in sorted(row["moved_bytes"].items()))
+            moves = sorted(row["moved_bytes"].items())
+            moved = ", ".join(f"{lane} {show_bytes(size)}" for lane, size in moves)
             lines.append(f"pp{position} holds {show_bytes(row['host_bytes'])} on the host and "
                          f"{show_bytes(row['disk_bytes'])} on disk; moves a step: {moved}")
     if copied := max(row["snapshot_bytes"] for row in rows):
-        lines.append(f"a rank's copy on the host for checkpoints: {show_bytes(copied)} (checkpoint.background)")
+        lines.append(f"a rank's copy on the host for checkpoints: {show_bytes(copied)} "
+                     "(checkpoint.background)")
     return "\n".join(lines)

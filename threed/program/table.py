@@ -254,7 +254,7 @@ class Plan:
 
     table: Table
     programs: dict[str, list[tuple[Instruction, ...]]]
-    config: Config | None = field(default=None, compare=False, repr=False)  # that it was made of, where there is one
+    config: Config | None = field(default=None, compare=False, repr=False)  # that it was made of, if any
 
     @cached_property
     def digest(self) -> str:

@@ -7,20 +7,19 @@ import multiprocessing
 import os
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import psutil
 
 
-class Run:
-    """`threed ARGV ...` under way; its output goes to a file. A run that fails is not started again, unless argv says so."""
+class Forked:
+    """A process under way that is forked from the tests' and calls `body`; its output goes to a file."""
 
-    def __init__(self, folder: Path, *argv: str, env: dict[str, str] | None = None):
+    def __init__(self, folder: Path, body: Callable[[], int]):
         self.log = folder / f"log-{time.monotonic_ns()}.txt"
-        if argv[0] == "train" and not any(word.startswith("run.restarts=") for word in argv):
-            argv = (*argv, "run.restarts=0")
-        context = multiprocessing.get_context("fork")
-        self.process = context.Process(target=_body, args=(self.log, argv, env or {}))
+        self.process = multiprocessing.get_context("fork").Process(target=_call, args=(self.log, body))
         self.process.start()
 
     def wait(self, timeout_s: float = 90.0) -> int:
@@ -56,21 +55,40 @@ class Run:
         self.process.join(10)
 
 
-def _body(log: Path, argv: tuple[str, ...], env: dict[str, str]) -> None:
+class Run(Forked):
+    """`threed ARGV ...` under way. A run that fails is not started again, unless argv says so."""
+
+    def __init__(self, folder: Path, *argv: str, env: dict[str, str] | None = None):
+        if argv[0] == "train" and not any(word.startswith("run.restarts=") for word in argv):
+            argv = (*argv, "run.restarts=0")
+        super().__init__(folder, partial(_main, argv, env or {}))
+
+
+def _call(log: Path, body: Callable[[], int]) -> None:
     descriptor = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
-    os.environ.update(env)
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    status = body()
+    sys.stdout.flush()
+    os._exit(status)
+
+
+def _body(log: Path, argv: tuple[str, ...], env: dict[str, str]) -> None:
+    _call(log, partial(_main, argv, env))
+
+
+def _main(argv: tuple[str, ...], env: dict[str, str]) -> int:
+    os.environ.update(env)
     sys.argv = ["threed", *argv]
     from threed.cli import main
 
     try:
         main()
     except SystemExit as error:
-        sys.stdout.flush()
-        os._exit(error.code if isinstance(error.code, int) else int(error.code is not None))
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    return 0
 
 
 def metrics(folder: Path) -> list[dict]:

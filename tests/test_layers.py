@@ -1,6 +1,6 @@
 """Imports point down (DESIGN, "Layers"): what a module may know, and the budgets that keep files readable.
 
-    6  loop; train; then launcher; then cli     words in, run out
+    6  trainer; callbacks; assemble; then launcher; then start, api, cli     words in, run out
     5  engine | predict | checkpoint | monitor  read a plan: do it, time it, save it, measure it
     4  */run, zero/state, zero/optimizer; then predict/, planner (no torch)
     3  */plan, */shard, pipeline/orders|split   passes: program -> program              (no torch)
@@ -34,8 +34,12 @@ LAYERS = {
     "activation.run": 4,
     "offload.run": 4, "offload.tiers": 4,
     "predict.": 4.5, "predict.memory": 4.8, "predict.advise": 4.9, "engine.": 5, "checkpoint.": 5.1, "monitor.": 5,
-    "environment": 0.5, "early": 0.2, "rendezvous": 0.6, "head": 0.7, "checkpoints": 5.8, "loop": 5.9, "train": 6, "restart": 0.2,
-    "children": 5.9, "rank": 6.1, "launcher": 6.2, "nodes": 6.3, "cli": 6.5, "__main__": 6.6,
+    "monitor.run": 5.2, "planned": 4.75, "predict.verb": 4.8, "predict": 4.95,
+    "environment": 0.5, "early": 0.2, "rendezvous": 0.6, "head": 0.7, "checkpoints": 5.8,
+    "requests": 0.3, "callback": 0.4, "nonfinite": 5.85, "trainer": 5.9, "callbacks": 5.95, "assemble": 6,
+    "restart": 0.2,
+    "children": 5.9, "rank": 6.1, "launcher": 6.2, "nodes": 6.3, "start": 6.4, "api": 6.45,
+    "cli": 6.5, "__main__": 6.6,
 }
 MAX_FILE, MAX_FUNCTION, MAX_ARGUMENTS = 420, 70, 7  # lines, lines, arguments besides self
 

@@ -48,8 +48,10 @@ def check_room(plan: Plan, comm: Comm) -> None:
 class Checkpoints:
     """All ranks make the same calls after the same steps."""
 
-    def __init__(self, config: Config, engine: Engine, watch: Watch, log: Log | None, resumed: Resumed):
-        self.config, self.watch, self.log = config, watch, log
+    def __init__(self, config: Config, engine: Engine, watch: Watch, log: Log | None, resumed: Resumed,
+                 saved: Callable[[Path], None] = lambda _: None):
+        """`saved` is told of each checkpoint that is complete, on all ranks."""
+        self.config, self.watch, self.log, self._saved = config, watch, log, saved
         self.newest: Path | None = resumed.path
         place = config.checkpoint.copy_to if log else None  # rank 0 copies
         self._copier = Copier(place, config.checkpoint.copy_keep) if place is not None else None
@@ -152,6 +154,7 @@ class Checkpoints:
         self._say(f"saved {outcome.path} in {show_seconds(outcome.written_s)}, of which the run stood still for "
                   f"{show_seconds(self._blocked_s)}")
         self._copy(outcome.path)
+        self._saved(outcome.path)
 
     # ---- copies elsewhere, of which the other ranks know nothing
 

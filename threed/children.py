@@ -56,7 +56,8 @@ def be_child(parent: int) -> None:
 
 
 def be_rank(parent: int, body: Callable[[], int]) -> None:
-    """The process of a rank, with the exit status that `body` returns. Signals wait until its `loop.Requests` answer them."""
+    """The process of a rank, with the exit status that `body` returns. Signals wait until its `Requests`
+    answer them."""
     be_child(parent)
     status = body()
     sys.stdout.flush()

@@ -5,22 +5,20 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from threed import __version__, validate
+from threed import __version__, api
 from threed import config as configs
 from threed.early import begin
-from threed.environment import Nodes
 from threed.errors import ConfigError, InputError, ThreedError
-from threed.mesh import AXES
-from threed.optimizers.registry import OPTIMIZERS
-from threed.planner import make_mesh, make_plan, saved_by_piece
+from threed.monitor.run import Run
 from threed.program import show as shows
-from threed.program.summary import stages
-from threed.quantity import parse_bytes, show_bytes, show_count
+from threed.quantity import parse_bytes
+from threed.start import start
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
@@ -56,32 +54,10 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
     """
     parent = os.getppid()
     path = configs.find_file(config)
-    configs.load(path, overrides)  # bad input is told before torch is imported, which takes seconds
-    from threed import environment, launcher, rank
+    status = start(lambda world_size: configs.load(path, overrides, world_size), parent=parent)
+    from threed.rank import leave
 
-    place = environment.place_of_environment()
-    if isinstance(place, environment.Place):
-        loaded = configs.load(path, overrides, place.world_size)
-        raise typer.Exit(rank.run_place(loaded, place, parent))
-    first = configs.load(path, overrides)
-    if place is not None:
-        raise typer.Exit(_train_nodes(place, path, overrides, first.run.device))
-    open_dp = _dp_is_auto(path, overrides)
-    loaded = configs.load(path, overrides, launcher.local_world_size(first.run.device)) if open_dp else first
-    raise typer.Exit(launcher.run_local(loaded))
-
-
-def _train_nodes(nodes: Nodes, path: Path, overrides: list[str] | None, device: str) -> int:
-    """This node's part of a run whose environment says how many nodes there are."""
-    from threed import launcher
-    from threed.nodes import run_node
-
-    size = nodes.size or launcher.local_world_size(device)
-    if size is None:
-        raise InputError("this node has no GPU, so GPUS_PER_NODE (or PET_NPROC_PER_NODE) must say how many ranks a node starts")
-    if nodes.most == 1:
-        return launcher.run_local(configs.load(path, overrides, size))
-    return run_node(nodes, size, lambda world_size: configs.load(path, overrides, world_size))
+    leave(status)
 
 
 @app.command(short_help="show what will run: mesh, units, schedule, programs")
@@ -89,31 +65,18 @@ def show(config: ConfigPath, overrides: Overrides = None,
          rank: Annotated[int | None, typer.Option(help="print this rank's program, an instruction a line")] = None,
          program: Annotated[str, typer.Option(help="train, evaluate, snapshot, verify; delayed updates: plain, enter, drain")]
          = "train",
+         units: Annotated[str | None, typer.Option(metavar="u|p", help="list compute units (u), or "
+                                                                       "parameter units (p)")] = None,
          svg: Annotated[Path | None, typer.Option(metavar="FILE", help="draw the timeline into FILE")] = None,
          as_json: Json = False) -> None:
-    """Show what will run: the mesh, the units and the schedule's grid, or one rank's program."""
-    loaded = configs.load(config, overrides)
-    plan, mesh = make_plan(loaded), make_mesh(loaded)
-    if program not in plan.programs:
-        raise InputError(f"--program {program}: this plan has {', '.join(plan.programs)} (evaluate needs "
-                         "train.eval_every > 0, verify needs run.verify_every > 0)")
-    if rank is not None and not 0 <= rank < mesh.size:
-        raise InputError(f"--rank {rank}: the mesh has ranks 0 to {mesh.size - 1}")
+    """Show what will run: the mesh, the units and the schedule's grid; or one rank's program; or the units of
+    one kind."""
+    plan = api.plan(configs.load(config, overrides))
+    document = json.dumps(api.show_document(plan, rank, program, units), indent=1) if as_json else None
+    text = document or api.show(plan, rank, program, units)  # a mistake is told before a file is written
     if svg is not None:
-        title = f"{loaded.parallel.schedule}, {mesh.positions} positions, {loaded.num_microbatches} micro-batches, {program}"
-        try:
-            svg.write_text(shows.svg(plan.programs[program], shows.timeline(plan, program), title))
-        except OSError as error:
-            raise InputError(f"--svg {svg}: {error.strerror}") from None
-    if as_json:
-        chosen = range(mesh.positions) if rank is None else [mesh.coordinate(rank).position]
-        _print_json({"digest": plan.digest, "mesh": mesh.sizes,
-                     "programs": {f"pp{p}": [str(item) for item in plan.programs[program][p]] for p in chosen}})
-    elif rank is not None:
-        print(shows.listing(plan, mesh.coordinate(rank).position, program))
-    else:
-        print(f"{mesh.draw()}\n\n{shows.units(plan)}\n\n{loaded.parallel.schedule}, {loaded.num_microbatches} micro-batches "
-              f"(a forward of a stage drawn as 1, a backward as 2)\n{shows.grid(plan, program)}")
+        _write("--svg", svg, shows.picture(plan, program))
+    print(text)
 
 
 @app.command(short_help="check a config for any mesh, and what each rank holds and sends")
@@ -128,54 +91,25 @@ def check(config: ConfigPath, overrides: Overrides = None,
     """
     try:
         loaded = configs.load(config, overrides)
-        plan = make_plan(loaded)
+        checked = api.check(loaded)
     except ThreedError as error:
         if not as_json:
             raise
         problems = error.problems if isinstance(error, ConfigError) else [str(error)]
         _print_json({"ok": False, "problems": problems})
         raise typer.Exit(error.status) from None
-    rows = stages(plan)
-    lines = validate.warnings(loaded)
     limit = parse_bytes(memory) if memory is not None else None
-    advised = None
+    advised, advice = None, None
     if advise or limit is not None:
         from threed.predict import advise as advising
         from threed.predict.analytic import Hardware
 
         advised = advising.advise(loaded, Hardware.parse(hardware), limit, lambda line: print(f"... {line}", file=sys.stderr))
+        advice = advising.show(advised, limit)
     if as_json:
-        _print_json({"ok": True, "world_size": loaded.world_size, "instructions": len(plan), "digest": plan.digest,
-                     "warnings": lines, "stages": rows, **({"advice": advised} if advised else {})})
-        return
-    print(f"ok: {loaded.world_size} ranks ({make_mesh(loaded).text()}), "
-          f"{len(plan)} instructions, plan {plan.digest}")
-    for line in lines:
-        print(f"warning: {line}")
-    head = ("a rank of", "parameters", "param", "grad", "optimizer", "buffers", "activations",
-            *(f"sends {axis}" for axis in AXES), "gathers", "reduces")
-    print("".join(text.rjust(12) for text in head))
-    for position, row in enumerate(rows):
-        cells = [f"pp{position}", show_count(row["parameters"]),
-                 *(show_bytes(row[key]) for key in ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "buffer_bytes",
-                                                    "activation_peak_bytes")),
-                 *(show_bytes(row["sent_bytes"][axis]) for axis in AXES),
-                 *(str(row[key]) for key in ("gathers", "reduces"))]
-        print("".join(cell.rjust(12) for cell in cells))
-    for position, row in enumerate(rows):
-        if row["moved_bytes"]:
-            moved = ", ".join(f"{lane} {show_bytes(size)}" for lane, size in sorted(row["moved_bytes"].items()))
-            print(f"pp{position} holds {show_bytes(row['host_bytes'])} on the host and {show_bytes(row['disk_bytes'])} on disk; "
-                  f"moves a step: {moved}")
-    copied = [row["snapshot_bytes"] for row in rows]
-    if any(copied):
-        print(f"a rank's copy on the host for checkpoints: {show_bytes(max(copied))} (checkpoint.background)")
-    if loaded.pieces:
-        saved = ", ".join(f"{piece} {show_bytes(size)}{'' if piece in loaded.pieces else ' (not chosen)'}"
-                          for piece, size in saved_by_piece(loaded).items())
-        print(f"computed again, a block and micro-batch: {saved}")
-    if advised:
-        print(f"\n{advising.show(advised, limit)}")
+        _print_json({**checked, **({"advice": advised} if advised else {})})
+    else:
+        print(api.show_check(checked, loaded) + (f"\n\n{advice}" if advice else ""))
 
 
 @app.command(short_help="predict step time, bubble, memory and bytes")
@@ -204,39 +138,20 @@ def predict(config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help
 
     gc.disable()  # plans are millions of small objects that all live until the end
     if config is None:
-        from threed.predict.bare import parse_times, predict_bare
+        from threed.predict.bare import parse_limit_of_bare, parse_times, predict_bare
+        from threed.predict.bare import show as show_bare
 
         if schedule is None:
             raise InputError("give a CONFIG, or --schedule NAME for a bare pipeline; threed predict --help shows both")
         limit = None
         if activation_limit is not None:
-            multiple, size = validate.parse_limit(activation_limit)
-            if multiple is None:
-                raise InputError(f"--activation-limit {activation_limit}: a bare pipeline has no sizes ({size} bytes of what?); "
-                                 "give a multiple of 1F1B's peak such as 2x, or a CONFIG")
-            limit = multiple * min(pp, micro_batches)
-        found = predict_bare(schedule, pp, micro_batches, parse_times(times), virtual_stages, limit)
-        if as_json:
-            _print_json(found)
-            return
-        print(f"{found['schedule']} ({found['order']}, {found['virtual_stages']} stages a position): bubble rate "
-              f"{found['bubble_rate']:.4f}, step time {found['step_time']:.3f}")
-        for position, row in enumerate(found["stages"]):
-            print(f"pp{position}".ljust(6) + f"busy {row['busy']:.3f}  span {row['span']:.3f}  keeps {row['peak_activations']:g}")
+            limit = parse_limit_of_bare(activation_limit, pp, micro_batches)
+        bare = predict_bare(schedule, pp, micro_batches, parse_times(times), virtual_stages, limit)
+        _print(bare, show_bare, as_json)
         return
-    from threed.predict.analytic import Hardware
-    from threed.predict.cost import load_costs
-    from threed.predict.report import report
     from threed.predict.report import show as show_report
 
-    loaded = configs.load(config, overrides)
-    plan = make_plan(loaded)
-    cost = Hardware.parse(hardware).cost(plan.table, load_costs(costs) if costs is not None else None)
-    values = report(plan, cost, str(costs) if costs is not None else "analytic", loaded.run.verify_every)
-    if as_json:
-        _print_json(values)
-    else:
-        print(show_report(values))
+    _print(api.predict(configs.load(config, overrides), hardware, costs), show_report, as_json)
 
 
 @app.command(short_help="bytes of parameters, gradients and optimizer state at each ZeRO stage")
@@ -256,19 +171,12 @@ def memory(config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help=
     if (config is None) == (parameters is None):
         raise InputError("give a CONFIG or --parameters N, and not both; for example threed memory --parameters 7.5e9 --dp 64")
     if config is not None:
-        found = memories.of_config(configs.load(config, overrides))
+        values = memories.of_config(configs.load(config, overrides))
     else:
-        if dtype not in ("fp32", "bf16", "fp16") or master not in ("fp32", "none"):
-            raise InputError(f"--dtype {dtype} --master {master}: give fp32, bf16 or fp16, and fp32 or none")
-        if optimizer not in OPTIMIZERS:
-            raise InputError(f"--optimizer {optimizer}: must be one of {', '.join(OPTIMIZERS)}")
         if parameters is None or not 0 < parameters < 1e18:
             raise InputError(f"--parameters {parameters}: give a number above 0, such as 7.5e9")
-        found = memories.model_states(parameters / (tp * pp), dp, dtype, master == "fp32", optimizer)
-    if as_json:
-        _print_json(found)
-    else:
-        print(memories.show(found))
+        values = memories.of_size(parameters / (tp * pp), dp, dtype, master, optimizer)
+    _print(values, memories.show, as_json)
 
 
 @app.command(short_help="which features work together, and why others do not")
@@ -278,11 +186,8 @@ def matrix(as_json: Json = False,
     weights and shard groups works and names its test, or is refused with the reason. `make matrix` runs the tests."""
     from threed import contract
 
-    rows = [{**cell._asdict(), "verdict": "refused" if (reason := contract.refusal(cell)) else "works", "reason": reason,
-             "test": cell.test} for cell in contract.cells()]
     if as_json:
-        _print_json({"axes": contract.AXES, "works": sum(row["verdict"] == "works" for row in rows),
-                     "refused": sum(row["verdict"] == "refused" for row in rows), "cells": rows})
+        _print_json(contract.document())
     else:
         print(contract.show(refused))
 
@@ -314,9 +219,8 @@ def trace(run: RunPath,
                                                                         "one that was traced, into FILE")] = None) -> None:
     """Merge what a run's ranks traced for ui.perfetto.dev and chrome://tracing, or draw it."""
     from threed.monitor import timeline
-    from threed.monitor.traces import read_run
 
-    traced = read_run(run)
+    traced = Run(run).traces
     chosen = traced.pick(step)
     for note in traced.notes:
         print(f"note: {note}", file=sys.stderr)
@@ -335,11 +239,7 @@ def compare(run: RunPath, as_json: Json = False) -> None:
     """Compare what a run measured with what its plan predicts, and say where each rank's time went."""
     from threed.monitor import compare as comparing
 
-    found = comparing.compare(run)
-    if as_json:
-        _print_json(found)
-    else:
-        print(comparing.show(found))
+    _print(Run(run).compare(), comparing.show, as_json)
 
 
 def _write(option: str, file: Path, text: str) -> None:
@@ -349,17 +249,12 @@ def _write(option: str, file: Path, text: str) -> None:
         raise InputError(f"{option} {file}: {error.strerror}") from None
 
 
-def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=1))
+def _print(values: dict[str, Any], show: Callable[[dict[str, Any]], str], as_json: bool) -> None:
+    print(json.dumps(values, indent=1) if as_json else show(values))
 
 
-def _dp_is_auto(path: Path, overrides: list[str] | None) -> bool:
-    """Whether the world size decides dp: it does if another world size would give another dp."""
-    one = configs.load(path, overrides)
-    try:
-        return configs.load(path, overrides, 2 * one.world_size).dp != one.dp
-    except ConfigError:
-        return False
+def _print_json(values: dict[str, Any]) -> None:
+    print(json.dumps(values, indent=1))
 
 
 def main() -> None:

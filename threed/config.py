@@ -26,9 +26,14 @@ from threed.validate import get, validate
 
 
 def load(path: str | Path | None, overrides: list[str] | None = None, world_size: int | None = None) -> Config:
-    """YAML file (None: defaults) and dotted overrides -> a validated Config with `parallel.dp` resolved.
+    """Read a YAML file (None: defaults) and dotted overrides into a validated Config.
 
-    Raises ConfigError, which lists every problem found.
+    A path such as configs/toy.yaml is also found among the configs that ship with the package. `world_size`
+    is the number of ranks; where it is given, `parallel.dp: auto` is what it leaves, and where it is not, 1.
+    Raises ConfigError, which lists every problem at once, and InputError where the file or an override cannot
+    be read.
+
+    >>> threed.load("configs/toy.yaml", ["parallel.pp=4"], world_size=16).dp
     """
     given = _flatten(_read_yaml(path) if path is not None else {})
     for text in overrides or []:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from threed.schema import Config
 
@@ -110,3 +110,12 @@ def show(refused: bool = False) -> str:
 
 def _values(values: tuple[object, ...]) -> str:
     return ", ".join({False: "no", True: "yes"}[value] if isinstance(value, bool) else str(value) for value in values)
+
+
+def document() -> dict[str, Any]:
+    """The document of `threed matrix --json`: the axes, and each cell with its verdict, its reason and its
+    test."""
+    rows = [{**cell._asdict(), "verdict": "refused" if (reason := refusal(cell)) else "works",
+             "reason": reason, "test": cell.test} for cell in cells()]
+    works = sum(row["verdict"] == "works" for row in rows)
+    return {"axes": AXES, "works": works, "refused": len(rows) - works, "cells": rows}

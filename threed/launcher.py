@@ -11,12 +11,15 @@ import os
 import signal
 import time
 import uuid
+from collections.abc import Sequence
 from functools import partial
 from multiprocessing.connection import wait
 from typing import Any
 
 import torch
 
+from threed.assemble import Job
+from threed.callback import Callback
 from threed.checkpoint.lineage import read_latest
 from threed.children import (
     CONTEXT,
@@ -36,7 +39,7 @@ from threed.comm import file_store
 from threed.data.tokens import Prepared
 from threed.early import handle
 from threed.engine.watch import say, tell
-from threed.environment import RESTARTS
+from threed.environment import RESTARTS, Place
 from threed.rank import run_rank
 from threed.restart import Failure, Restarts, Steps
 from threed.schema import Config
@@ -47,8 +50,8 @@ POLL_S = 0.25
 class LocalLauncher:
     """The ranks of a run on this machine, and the signals that are passed on to them."""
 
-    def __init__(self, config: Config):
-        self.config = config
+    def __init__(self, config: Config, callbacks: Sequence[Callback] = ()):
+        self.config, self.callbacks = config, callbacks
         self.ranks: list[Any] = []
         self.preparing: Preparation | None = None
         self.asked = 0
@@ -93,7 +96,8 @@ class LocalLauncher:
         path = f"/proc/self/fd/{meeting}"
 
         def body(rank: int) -> int:
-            return run_rank(self.config, rank, rank, size, file_store(path, size), prepared, partial(steps.note, rank))
+            job = Job(self.config, self.callbacks, prepared, partial(steps.note, rank))
+            return run_rank(job, Place(rank, rank, size, size), file_store(path, size))
 
         try:
             with signals_wait():
@@ -108,9 +112,9 @@ class LocalLauncher:
             os.close(meeting)
 
 
-def run_local(config: Config) -> int:
+def run_local(config: Config, callbacks: Sequence[Callback] = ()) -> int:
     """Start all ranks of a config here, pass signals on to them, and return the exit status of the run."""
-    return LocalLauncher(config).run()
+    return LocalLauncher(config, callbacks).run()
 
 
 def _attend(ranks: list[Any], store: Any, steps: Steps) -> Failure | None:

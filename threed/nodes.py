@@ -15,11 +15,13 @@ import signal
 import socket
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from threed import __version__
+from threed.assemble import Job
+from threed.callback import Callback
 from threed.checkpoint.lineage import read_latest
 from threed.children import (
     CONTEXT,
@@ -39,7 +41,7 @@ from threed.children import (
 from threed.data.tokens import Prepared
 from threed.early import handle
 from threed.engine.watch import KEY, say, tell
-from threed.environment import RESTARTS, Nodes
+from threed.environment import RESTARTS, Nodes, Place
 from threed.errors import InputError, RunError, ThreedError
 from threed.head import Head
 from threed.rank import run_rank
@@ -81,9 +83,10 @@ class RankStore:
 class NodeLauncher:
     """One node's part of a run."""
 
-    def __init__(self, nodes: Nodes, size: int, load: Callable[[int], Config]):
+    def __init__(self, nodes: Nodes, size: int, load: Callable[[int], Config],
+                 callbacks: Sequence[Callback] = ()):
         """`size`: ranks of this node. `load`: world size -> config."""
-        self.nodes, self.size, self.load = nodes, size, load
+        self.nodes, self.size, self.load, self.callbacks = nodes, size, load, callbacks
         self.config = load(nodes.most * size)
         self.host = socket.gethostname()
         self.number = nodes.node  # this node's; None: the head will say
@@ -259,8 +262,9 @@ class NodeLauncher:
             store = tcp_store(*address, config.run.timeout_s)
         except RuntimeError:
             return UNREACHED
-        rank, on_step = self.first + local, partial(self.steps.note, local)
-        return run_rank(config, rank, local, self.size, store, self.prepared if rank == 0 else None, on_step)
+        place = Place(self.first + local, local, self.size, config.world_size)
+        prepared = self.prepared if place.rank == 0 else None
+        return run_rank(Job(config, self.callbacks, prepared, partial(self.steps.note, local)), place, store)
 
     def _see_ranks(self, line: Line) -> None:
         """Tell the head when ranks have ended."""
@@ -307,6 +311,7 @@ class NodeLauncher:
         self.ranks, self.preparing = [], None
 
 
-def run_node(nodes: Nodes, size: int, load: Callable[[int], Config]) -> int:
+def run_node(nodes: Nodes, size: int, load: Callable[[int], Config],
+             callbacks: Sequence[Callback] = ()) -> int:
     """Be one node's launcher: start its ranks with those of the other nodes, and return the exit status of the run."""
-    return NodeLauncher(nodes, size, load).run()
+    return NodeLauncher(nodes, size, load, callbacks).run()

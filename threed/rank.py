@@ -7,55 +7,51 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
+from threed.assemble import Job, train
 from threed.children import die_with_parent
-from threed.data.tokens import Prepared
 from threed.engine.watch import Watch, lost_peer, say, tell
 from threed.environment import Place
 from threed.errors import RunError, ThreedError
-from threed.loop import Requests
 from threed.rendezvous import meet
-from threed.schema import Config
+from threed.requests import Requests
 from threed.store import environment_store
-from threed.train import train
 
 ECHO_S = 3.0  # that a rank whose connections break waits for somebody to say why
 LINGER_S = 2.0  # that rank 0 stays after a failure: twice as long as a rank takes to see it and end
 
 
-def run_rank(config: Config, rank: int, local_rank: int, local_size: int, store: Any,
-             prepared: Prepared | None = None, on_step: Callable[[int], None] | None = None) -> int:
-    """Be one rank; `on_step` is told of each step that begins. Returns the exit status; the rank that failed first says why, the
-    others end quietly."""
+def run_rank(job: Job, place: Place, store: Any) -> int:
+    """Be one rank. Returns the exit status; the rank that failed first says why, the others end quietly."""
     requests = Requests()
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_size))
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // place.local_size))
     watch = None
     # What takes long to close is closed when the others know of a failure.
     with contextlib.ExitStack() as closing:
         try:
-            watch = Watch(rank, store, config.run.timeout_s)
-            watch.on_step = on_step
-            train(config, local_rank, requests, watch, store, closing, prepared)
+            watch = Watch(place.rank, store, job.config.run.timeout_s)
+            watch.on_step = job.on_step
+            train(job, place.local_rank, requests, watch, store, closing)
             return 0
         except BaseException as error:  # SystemExit too: whoever leaves says so
             if watch is not None:
                 watch.failed = True
-            return _explain(error, rank, watch)
+            return _explain(error, place.rank, watch)
 
 
-def run_place(config: Config, place: Place, parent: int) -> int:
-    """Be the rank that torchrun or srun has started as a process of its own. `parent`: that process's at its start."""
+def run_place(job: Job, place: Place, parent: int) -> int:
+    """Be the rank that torchrun or srun has started as a process of its own, and return its exit status.
+    `parent`: that process's at its start."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent(parent)
-    store = environment_store(config.run.connect_timeout_s)
+    store = environment_store(job.config.run.connect_timeout_s)
     try:
         meet(store, place.rank, place.world_size, (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
-        status = run_rank(config, place.rank, place.local_rank, place.local_size, store)
+        status = run_rank(job, place, store)
     except ThreedError as error:  # of meet: nobody watches yet
         note = {"rank": place.rank, "message": str(error), "status": error.status, "hang": False, "step": 0, "cause": str(error)}
         with contextlib.suppress(RuntimeError):  # the store has gone with its rank
@@ -65,9 +61,15 @@ def run_place(config: Config, place: Place, parent: int) -> int:
         status = error.status
     if status and place.rank == 0:  # it may hold the store, where the others read why
         time.sleep(LINGER_S)
+    return status
+
+
+def leave(status: int) -> NoReturn:
+    """End this process. No destructor may wait for a peer that is gone; and an interpreter's own end takes
+    seconds."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # no destructor may wait for a peer that is gone; and an interpreter's own end takes seconds
+    os._exit(status)
 
 
 def _explain(error: BaseException, rank: int, watch: Watch | None) -> int:

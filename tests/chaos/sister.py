@@ -145,7 +145,7 @@ def in_ranks(body: Callable[[int], None]) -> None:
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def run_rank(*args: Any, **kwargs: Any) -> Any:
-            body(signature.bind(*args, **kwargs).arguments["rank"])
+            body(signature.bind(*args, **kwargs).arguments["place"].rank)
             return original(*args, **kwargs)
 
         return run_rank

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from threed import children, early
-from threed.loop import Requests
+from threed.requests import Requests
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ PROGRAM = """
 import os, signal, sys
 sys.argv = ["threed", "train"]
 from threed.early import begin
-from threed.loop import Requests
+from threed.requests import Requests
 begin()
 requests = Requests()
 os.kill(os.getpid(), signal.SIGHUP)

@@ -82,7 +82,8 @@ def run_passes(config: Config, pipeline: Pipeline, table: Table) -> Plan:
         return done[passes]
 
     named = recipes(config, pipeline, table)
-    return Plan(table, {name: [tuple(program) for program in after(passes)] for name, passes in named.items()})
+    programs = {name: [tuple(program) for program in after(passes)] for name, passes in named.items()}
+    return Plan(table, programs, config)
 
 
 def _expand(order: Order, keep: str, _: Programs, table: Table) -> Programs:

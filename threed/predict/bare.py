@@ -18,6 +18,7 @@ from threed.program.check import check_programs
 from threed.program.instruction import COMPUTE, Instruction, Op
 from threed.program.table import PHASES, ComputeUnit, Table
 from threed.program.walk import Mode, Walk, link, walk
+from threed.validate import parse_limit
 
 
 def parse_times(text: str) -> dict[str, float]:
@@ -71,6 +72,25 @@ def predict_bare(schedule: str, p: int, m: int, times: dict[str, float], virtual
     cost, ideal = max(stage["span"] for stage in stages), m * (times["f"] + times["b"] + times["w"])
     return {"schedule": schedule, "order": name, "pp": p, "micro_batches": m, "virtual_stages": v,
             "bubble_rate": (cost - ideal) / cost if cost else 0.0, "step_time": when.total_s, "stages": stages}
+
+
+def show(found: dict[str, Any]) -> str:
+    """What `predict_bare` has returned, as text."""
+    lines = [f"{found['schedule']} ({found['order']}, {found['virtual_stages']} stages a position): "
+             f"bubble rate {found['bubble_rate']:.4f}, step time {found['step_time']:.3f}"]
+    for position, row in enumerate(found["stages"]):
+        lines.append(f"pp{position}".ljust(6) + f"busy {row['busy']:.3f}  span {row['span']:.3f}  "
+                     f"keeps {row['peak_activations']:g}")
+    return "\n".join(lines)
+
+
+def parse_limit_of_bare(text: str, p: int, m: int) -> float:
+    """'2x' -> micro-batches of its whole share that a position may keep."""
+    multiple, size = parse_limit(text)
+    if multiple is None:
+        raise InputError(f"--activation-limit {text}: a bare pipeline has no sizes ({size} bytes of what?); "
+                         "give a multiple of 1F1B's peak such as 2x, or a CONFIG")
+    return multiple * min(p, m)
 
 
 def bare_programs(order: Order, place: tuple[int, ...], m: int) -> tuple[list[tuple[Instruction, ...]], Table]:

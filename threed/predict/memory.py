@@ -18,6 +18,7 @@ import copy
 from dataclasses import replace
 from typing import Any
 
+from threed.errors import InputError
 from threed.optimizers.registry import OPTIMIZERS
 from threed.planner import make_plan
 from threed.program.summary import fixed_bytes, stages
@@ -36,6 +37,15 @@ def model_states(parameters: float, shards: int, dtype: str, master: bool, optim
     return {"parameters": parameters, "shards": shards,
             "bytes_per_parameter": {"parameter": element, "gradient": element, "optimizer": state},
             **by_grad[element], "fp32_gradients": by_grad[4]}
+
+
+def of_size(parameters: float, shards: int, dtype: str, master: str, optimizer: str) -> dict[str, Any]:
+    """`model_states` of options as the command line gives them. InputError where one has no meaning."""
+    if dtype not in ("fp32", "bf16", "fp16") or master not in ("fp32", "none"):
+        raise InputError(f"--dtype {dtype} --master {master}: give fp32, bf16 or fp16, and fp32 or none")
+    if optimizer not in OPTIMIZERS:
+        raise InputError(f"--optimizer {optimizer}: must be one of {', '.join(OPTIMIZERS)}")
+    return model_states(parameters, shards, dtype, master == "fp32", optimizer)
 
 
 def _bytes(stage: int, parameters: float, shards: int, param: int, grad: int, state: int) -> float:

@@ -60,14 +60,12 @@ def listing(plan: Plan, position: int, name: str = "train") -> str:
     return "\n".join(f"{index:5d}  {instruction}" for index, instruction in enumerate(plan.programs[name][position]))
 
 
-def units(plan: Plan) -> str:
-    """Which unit is what and where."""
+def picture(plan: Plan, name: str = "train") -> str:
+    """The timeline of a program, with the costs of `unit_cost`, as SVG."""
+    schedule = plan.config.parallel.schedule + ", " if plan.config else ""
     table = plan.table
-    lines, width = [], max(20, *(len(unit.name) + 2 for unit in table.units))
-    for index, unit in enumerate(table.units):
-        uses = " ".join(f"p{p}" for p in unit.parameters) or "no parameters"
-        lines.append(f"u{index}".ljust(5) + f"pp{table.position(index)}".ljust(6) + unit.name.ljust(width) + f"uses {uses}")
-    return "\n".join(lines)
+    title = f"{schedule}{table.num_positions} positions, {table.num_microbatches} micro-batches, {name}"
+    return svg(plan.programs[name], timeline(plan, name), title)
 
 
 def svg(programs: Sequence[Sequence[Instruction]], when: Walk, title: str) -> str:

@@ -10,6 +10,7 @@ from threed.program.buffers import buffers
 from threed.program.instruction import Op, Slot, Tier
 from threed.program.table import Plan, Table
 from threed.program.walk import Memory, link, memory
+from threed.quantity import show_bytes, show_count
 
 ACTIVATIONS = ("act", "grad", "saved", "kept", "kpart", "operands", "normed", "gnormed")
 
@@ -91,3 +92,30 @@ def alive_bytes(plan: Plan, position: int) -> Memory:
 def fixed_bytes(row: dict[str, Any]) -> int:
     """What a rank holds all the time."""
     return row["parameter_bytes"] + row["gradient_bytes"] + row["optimizer_bytes"] + row["buffer_bytes"]
+
+
+# ---------------------------------------------------------------- as text
+
+HEAD = ("a rank of", "parameters", "param", "grad", "optimizer", "buffers", "activations",
+        *(f"sends {axis}" for axis in AXES), "gathers", "reduces")
+HELD = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "buffer_bytes", "activation_peak_bytes")
+
+
+def show(rows: list[dict[str, Any]]) -> str:
+    """The rows of `stages` as a table, and what lives on other tiers."""
+    table: list[tuple[str, ...]] = [HEAD]
+    for position, row in enumerate(rows):
+        table.append((f"pp{position}", show_count(row["parameters"]), *(show_bytes(row[key]) for key in HELD),
+                      *(show_bytes(row["sent_bytes"][axis]) for axis in AXES),
+                      *(str(row[key]) for key in ("gathers", "reduces"))))
+    lines = ["".join(cell.rjust(12) for cell in cells) for cells in table]
+    for position, row in enumerate(rows):
+        if row["moved_bytes"]:
+            moves = sorted(row["moved_bytes"].items())
+            moved = ", ".join(f"{lane} {show_bytes(size)}" for lane, size in moves)
+            lines.append(f"pp{position} holds {show_bytes(row['host_bytes'])} on the host and "
+                         f"{show_bytes(row['disk_bytes'])} on disk; moves a step: {moved}")
+    if copied := max(row["snapshot_bytes"] for row in rows):
+        lines.append(f"a rank's copy on the host for checkpoints: {show_bytes(copied)} "
+                     "(checkpoint.background)")
+    return "\n".join(lines)

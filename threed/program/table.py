@@ -11,13 +11,14 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from threed.mesh import GROUPS
 from threed.optimizers.base import BYTES, Buffer
 from threed.program.instruction import PARAMETER_KINDS, Instruction, Op, Slot, Tier
+from threed.schema import Config
 
 # Names of programs: one only runs forward; one trains and updates nothing; two copy what a checkpoint keeps.
 EVALUATE, VERIFY, SNAPSHOT, WAITING = "evaluate", "verify", "snapshot", "snapshot_waiting"
@@ -317,6 +318,7 @@ class Plan:
 
     table: Table
     programs: dict[str, list[tuple[Instruction, ...]]]
+    config: Config | None = field(default=None, compare=False, repr=False)  # that it was made of, if any
 
     @cached_property
     def digest(self) -> str:

@@ -1,8 +1,11 @@
-"""Train: one rank from its start to its end. Everything that all ranks must agree on is agreed before the first step."""
+"""Assemble: one rank's connections, plan, data, engine, log and trainer, which then runs. Everything that all
+ranks must agree on is agreed before the first step."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,8 @@ from typing import Any
 import torch
 
 from threed import __version__, native, validate
+from threed.callback import Callback
+from threed.callbacks import in_order
 from threed.checkpoint.choose import begin_lineage
 from threed.checkpoint.load import resume
 from threed.checkpoint.save import tidy
@@ -23,12 +28,13 @@ from threed.engine.engine import Engine
 from threed.engine.loopback import channel_pairs
 from threed.engine.watch import Watch
 from threed.errors import InputError, Stopped
-from threed.loop import Loop, Requests
 from threed.monitor.compare import save_config
 from threed.monitor.log import CLOSE_S, FAILED_S, Log
 from threed.optimizers.registry import OPTIMIZERS
 from threed.planner import make_mesh, make_pipeline, make_plan
+from threed.requests import Requests
 from threed.schema import Config
+from threed.trainer import Trainer
 
 
 def pick_device(config: Config, local_rank: int) -> torch.device:
@@ -43,13 +49,23 @@ def pick_device(config: Config, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def train(config: Config, local_rank: int, requests: Requests, watch: Watch, store: Any, closing: ExitStack,
-          prepared: Prepared | None = None) -> None:
+@dataclass(frozen=True)
+class Job:
+    """What a run's ranks have from whoever starts them."""
+
+    config: Config
+    callbacks: Sequence[Callback] = ()  # of a script
+    prepared: Prepared | None = None  # data already made; None: rank 0 makes it
+    on_step: Callable[[int], None] | None = None  # is told of each step that begins
+
+
+def train(job: Job, local_rank: int, requests: Requests, watch: Watch, store: Any,
+          closing: ExitStack) -> None:
     """Train on the watch's rank, from wherever `train.resume` says, to the end.
 
-    `store`: where ranks meet. `closing`: gets what may take long to close. `prepared`: data already made; None: rank 0 makes it
-    now.
+    `store`: where ranks meet. `closing`: gets what may take long to close.
     """
+    config, prepared = job.config, job.prepared
     rank, mesh, device = watch.rank, make_mesh(config), pick_device(config, local_rank)
     with watch.phase("connect"):
         comm = ProcessComm(mesh, rank, device, config.run.timeout_s, store)
@@ -95,7 +111,7 @@ def train(config: Config, local_rank: int, requests: Requests, watch: Watch, sto
                 log.say(f"note: {line}")
             if resumed.path:
                 log.say(f"resumed from {resumed.path} after step {engine.zero.step_number}")
-        Loop(config, engine, data, watch, log, requests, resumed).run()
+        Trainer(engine, data, watch, log, requests, resumed).run(in_order(job.callbacks))
     finally:
         if watch.engine is not None:
             watch.engine.close()

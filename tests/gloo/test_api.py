@@ -1,0 +1,175 @@
+"""The library trains: a script's callbacks on every rank, their order among the others, what they may do, and
+how they fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import threed
+import threed.launcher  # imported before the runs fork
+from tests.running import Forked, losses, metrics
+from threed.callbacks import ORDER, Evaluation, Guarded, Logging, Saving, Timeline, Tracing
+
+TOY = ["model.layers=2", "model.hidden=32", "model.seq_len=32", "model.vocab=300",
+       "parallel.pp=2", "parallel.tp=1", "parallel.dp=1",
+       "train.global_batch_size=4", "train.micro_batch_size=1", "train.steps=4",
+       "train.eval_every=2", "train.eval_batches=1", "optimizer.warmup_steps=0",
+       "checkpoint.every=2", "checkpoint.background=false", "monitor.wandb=disabled", "run.restarts=0"]
+
+
+class Notes(threed.Callback):
+    """Writes down what it is told, a file a rank; adds a metric; may fail or ask to stop."""
+
+    def __init__(self, folder: Path, fails_at: int = 0, stops_at: int = 0):
+        self.folder, self.fails_at, self.stops_at = folder, fails_at, stops_at
+
+    def note(self, trainer, *words):
+        with (self.folder / f"notes-{trainer.rank}").open("a") as file:
+            print(*words, file=file)
+
+    def on_start(self, trainer):
+        assert trainer.plan.digest and trainer.config.train.steps
+        assert trainer.mesh.coordinate(trainer.rank) == trainer.here
+        self.note(trainer, "start", trainer.step_number)
+
+    def on_step_begin(self, trainer):
+        self.note(trainer, "begin", trainer.step_number)
+
+    def on_step_end(self, trainer, step):
+        assert step.number == trainer.step_number
+        step.metrics["mine/twice"] = 2 * step.loss
+        known = [name for name in ("val/loss", "perf/step_s") if name in step.metrics]
+        self.note(trainer, "end", step.number, *known)
+        if step.number == self.stops_at and trainer.rank == 1:
+            trainer.stop()
+        if step.number == self.fails_at and trainer.rank == 1:
+            raise KeyError("nowhere")
+
+    def on_save(self, trainer, path):
+        self.note(trainer, "save", path.name, (path / "manifest.json").exists())
+
+    def on_end(self, trainer):
+        self.note(trainer, "over", trainer.step_number)
+
+
+def train(folder: Path, cache: list[str], *overrides: str, **kwargs) -> Forked:
+    """`threed.train` in a process of its own, as a script would call it."""
+    def script() -> int:
+        before = signal.getsignal(signal.SIGTERM)
+        try:
+            run = threed.train("configs/toy.yaml", [*TOY, *cache, f"run.dir={folder / 'run'}", *overrides],
+                               callbacks=[Notes(folder, **kwargs)])
+        except threed.ThreedError as error:
+            print(f"raised {type(error).__name__}: {error}")
+            return error.status
+        assert signal.getsignal(signal.SIGTERM) is before, "the script has its handlers back"
+        print(f"returned {run} after {run.metrics[-1]['step']} steps of {run.config.train.steps}")
+        return 0
+
+    return Forked(folder, script)
+
+
+@pytest.fixture(scope="module")
+def noted(tmp_path_factory, cache):
+    folder = tmp_path_factory.mktemp("noted")
+    run = train(folder, cache)
+    assert run.wait() == 0, run.output
+    return folder, run.output
+
+
+def test_order_is_data():
+    """Saving exchanges what ranks know first; a script's callbacks see val/loss, and what they add is
+    logged."""
+    assert (Saving, Tracing, Timeline, Evaluation, Guarded, Logging) == ORDER
+
+
+def test_a_callback_is_told_everything(noted):
+    """On both ranks alike: each step, what is saved after it, the last checkpoint before the end."""
+    folder, output = noted
+    expected = ["start 0", "begin 0", "end 1", "begin 1", "end 2 val/loss",
+                "save step-00000002 True", "begin 2", "end 3", "begin 3",
+                "end 4 val/loss", "save step-00000004 True", "over 4"]
+    for rank in range(2):
+        assert (folder / f"notes-{rank}").read_text().splitlines() == expected
+    assert "after 4 steps of 4" in output
+
+
+def test_numbers_are_those_of_the_command_line(noted, begin, tmp_path):
+    """A callback changes no number, and its metric is logged, after the evaluation and before what was
+    measured."""
+    folder, _ = noted
+    rows = metrics(folder / "run")
+    assert all(row["mine/twice"] == 2 * row["train/loss"] for row in rows)
+    names = list(rows[1])
+    assert names.index("val/loss") < names.index("mine/twice") < names.index("perf/step_s")
+    run = begin(["train", "configs/toy.yaml"], *TOY)
+    assert run.wait() == 0, run.output
+    assert losses(tmp_path / "run") == losses(folder / "run")
+    assert [row.get("val/loss") for row in metrics(tmp_path / "run")] == [row.get("val/loss") for row in rows]
+
+
+def test_a_finished_run_is_read(noted):
+    """Its metrics, config and traces, and the comparison."""
+    run = threed.Run(noted[0] / "run")
+    assert [row["step"] for row in run.metrics] == [1, 2, 3, 4]
+    assert run.config.parallel.pp == 2 and run.traces.digest == threed.plan(run.config).digest
+    assert run.compare()["step"]["measured"] > 0
+
+
+def test_a_callback_asks_to_stop(tmp_path, cache):
+    """On one rank: all hear of it with the next step, save and end."""
+    run = train(tmp_path, cache, stops_at=1)
+    assert run.wait() == 0, run.output
+    assert "stopped on request after step 2" in run.output and "after 2 steps of 4" in run.output
+    assert (tmp_path / "notes-0").read_text().splitlines()[-2:] == ["save step-00000002 True", "over 2"]
+
+
+def test_a_callback_that_fails(tmp_path, cache):
+    """The run ends on all ranks, with one line that names callback, method, step, rank and place; the script
+    hears of it."""
+    run = train(tmp_path, cache, fails_at=3)
+    assert run.wait() == 1, run.output
+    said = [line for line in run.output.splitlines() if line.startswith("threed: ")]
+    assert len(said) == 1
+    assert "callback Notes: on_step_end after step 3 has failed on rank 1: KeyError: 'nowhere'" in said[0]
+    assert f"{__file__}, line " in said[0] and "Traceback" not in run.output
+    assert "raised RunError: the run has failed, with exit status 1" in run.output
+    assert "over" not in (tmp_path / "notes-0").read_text()
+
+
+SCRIPT = """
+import json, sys
+import threed
+
+class Ranks(threed.Callback):
+    def on_end(self, trainer):
+        print("rank", trainer.rank, "of", trainer.mesh.size, "has ended", flush=True)
+
+if __name__ == "__main__":
+    run = threed.train("configs/toy.yaml", json.loads(sys.argv[1]), callbacks=[Ranks()])
+    print("went on after", run.metrics[-1]["step"], flush=True)
+"""
+
+
+@pytest.mark.parametrize("launcher", ["python", "torchrun"])
+def test_a_script(launcher, tmp_path, cache):
+    """As a file, with plain python and under torchrun: there each rank comes back from `train`."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    overrides = [*TOY, *cache, f"run.dir={tmp_path / 'run'}", "train.steps=1", "train.eval_every=0"]
+    root = Path(__file__).parents[2]
+    env = {**os.environ, "PYTHONPATH": str(root)}
+    argv = [sys.executable, *(torchrun if launcher == "torchrun" else []), str(tmp_path / "script.py"),
+            json.dumps(overrides)]
+    done = subprocess.run(argv, cwd=root, env=env, text=True, timeout=120, stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT)
+    assert done.returncode == 0, done.stdout
+    assert all(f"rank {rank} of 2 has ended" in done.stdout for rank in range(2))
+    assert done.stdout.count("went on after 1") == (2 if launcher == "torchrun" else 1)

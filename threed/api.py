@@ -1,0 +1,213 @@
+"""The verbs of the library. `import threed` has them, and the command line calls them. (`predict` is in
+`predict/verb`.)"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from threed import config as configs
+from threed.callback import Callback
+from threed.early import STOPS
+from threed.environment import Place, place_of_environment
+from threed.errors import InputError, RunError
+from threed.monitor.run import Run
+from threed.planned import config_of, planned
+from threed.planner import layouts, make_mesh, saved_by_piece
+from threed.predict.verb import predict
+from threed.program import show as shows
+from threed.program import summary
+from threed.program.check import check as check_plan
+from threed.program.table import Plan
+from threed.program.units import compute_units, parameter_units, show_compute_units, show_parameter_units
+from threed.quantity import show_bytes
+from threed.schema import Config
+from threed.start import start
+from threed.validate import warnings
+
+__all__ = ["check", "plan", "predict", "show", "train"]
+
+
+def plan(config: Config) -> Plan:
+    """Make the plan of a config: all ranks' programs of one optimizer step, with the table of units and
+    sizes.
+
+    The plan is checked: legal, complete, free of deadlock. Raises InputError where the config cannot be
+    planned (a schedule that needs more micro-batches, a limit that is too small), PlanError where a schedule
+    of its own is not legal.
+
+    >>> plan = threed.plan(threed.load("configs/toy.yaml"))
+    >>> plan.digest, plan.programs["train"][0][:3]
+    """
+    return planned(config)
+
+
+def check(what: Config | Plan) -> dict[str, Any]:
+    """Check that a config can run on its number of ranks, or that a plan (one with a pass of your own, say)
+    can.
+
+    Returns the document of `threed check --json`: `world_size`, `instructions`, `digest`, `warnings` and
+    `stages`, a row a pipeline position of what one of its ranks holds and sends (names that end in `_bytes`
+    are bytes). Raises InputError or PlanError, which says what cannot run and why.
+
+    >>> threed.check(threed.load("configs/toy.yaml", ["zero.stage=3"]))["stages"][0]["optimizer_bytes"]
+    """
+    if isinstance(what, Plan):
+        check_plan(what)
+    made = planned(what)
+    config = config_of(made)
+    return {"ok": True, "world_size": config.world_size, "instructions": len(made), "digest": made.digest,
+            "warnings": warnings(config), "stages": summary.stages(made)}
+
+
+def show_check(checked: dict[str, Any], config: Config) -> str:
+    """What `check` has returned, as text."""
+    lines = [f"ok: {config.world_size} ranks ({make_mesh(config).text()}), "
+             f"{checked['instructions']} instructions, plan {checked['digest']}",
+             *(f"warning: {line}" for line in checked["warnings"]), summary.show(checked["stages"])]
+    if config.pieces:
+        saved = ", ".join(f"{piece} {show_bytes(size)}{'' if piece in config.pieces else ' (not chosen)'}"
+                          for piece, size in saved_by_piece(config).items())
+        lines.append(f"computed again, a block and micro-batch: {saved}")
+    return "\n".join(lines)
+
+
+def show(what: Config | Plan, rank: int | None = None, program: str = "train",
+         units: str | None = None) -> str:
+    """What will run, as text: the mesh, the compute units and the grid of a program.
+
+    `rank`: that rank's instructions instead, one a line. `units`: the compute units (`u`) or the parameter
+    units (`p`) alone. Raises InputError where the plan has no such rank, program or kind of unit.
+
+    >>> print(threed.show(threed.load("configs/toy.yaml"), rank=4))
+    """
+    made = planned(what)
+    config = config_of(made)
+    position = _position(made, rank, program)
+    if units is not None:
+        return _show_units(made, units)
+    if position is not None:
+        return shows.listing(made, position, program)
+    return (f"{make_mesh(config).draw()}\n\n{show_compute_units(made)}\n\n"
+            f"{config.parallel.schedule}, {config.num_microbatches} micro-batches "
+            f"(a forward of a stage drawn as 1, a backward as 2)\n{shows.grid(made, program)}")
+
+
+def show_document(made: Plan, rank: int | None = None, program: str = "train",
+                  units: str | None = None) -> dict[str, Any]:
+    """The document of `threed show --json`."""
+    position, mesh = _position(made, rank, program), make_mesh(config_of(made))
+    head = {"digest": made.digest, "mesh": mesh.sizes}
+    if units is not None:
+        return {**head, "units": list_units(made, units)}
+    chosen = range(mesh.positions) if position is None else [position]
+    return {**head, "programs": {f"pp{p}": [str(item) for item in made.programs[program][p]] for p in chosen}}
+
+
+def list_units(made: Plan, kind: str) -> list[dict[str, Any]]:
+    """A row a compute unit (kind `u`) or a parameter unit (`p`)."""
+    if kind == "u":
+        return compute_units(made)
+    if kind != "p":
+        raise InputError(f"units={kind}: give u (compute units) or p (parameter units)")
+    contents = {index: [(placed.parameter.name, placed.shape) for placed in laid.placed]
+                for index, laid in layouts(config_of(made)).items()}
+    return parameter_units(made, contents)
+
+
+def train(config: Config | str | Path, overrides: list[str] | None = None,
+          callbacks: Sequence[Callback] = ()) -> Run:
+    """Train to `train.steps`, or go on from the newest checkpoint (`train.resume`), as `threed train` does.
+
+    Started with plain python it forks all ranks on this machine; under torchrun or srun this process is one
+    rank; with NNODES in the environment it starts one node's. Call it on the main thread, before torch has
+    computed anything or used a GPU in this process. `config`: a Config, or a YAML file with `overrides`,
+    which leaves `parallel.dp: auto` to the number of ranks. `callbacks` run on every rank, in the given
+    order. Returns the run, once it has ended or was asked to stop. Raises InputError where it cannot begin,
+    RunError with the run's exit `status` where it has failed: the rank that failed first has then said why on
+    stderr, and a process that is one rank ends with that status itself.
+
+    >>> run = threed.train("configs/toy.yaml", ["train.steps=20"], callbacks=[MyCallback()])
+    >>> run.metrics[-1]["train/loss"]
+    """
+    load = _loader(config, overrides)
+    place = place_of_environment()
+    _check_process(forks=not isinstance(place, Place))
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # threed says once what torch would in 40 lines
+    with _own_signals():
+        status = start(load, callbacks)
+    if status and isinstance(place, Place):
+        from threed.rank import leave
+
+        leave(status)
+    if status:
+        error = RunError(f"the run has failed, with exit status {status}; the rank that failed first has "
+                         "said why on stderr")
+        error.status = status
+        raise error
+    return Run(load(None).run.dir)
+
+
+def _loader(config: Config | str | Path, overrides: list[str] | None):
+    """World size -> the config for it."""
+    if not isinstance(config, Config):
+        path = configs.find_file(config)
+        return lambda world_size: configs.load(path, overrides, world_size)
+    if overrides:
+        raise InputError("overrides belong to a YAML file: give them to threed.load, or give the path of the "
+                         "file to threed.train")
+
+    def same(world_size: int | None) -> Config:
+        if world_size not in (None, config.world_size):
+            raise InputError(f"the config is for {config.world_size} ranks, and there are {world_size}: give "
+                             "threed.train the path of its YAML file, or load it with "
+                             f"threed.load(path, world_size={world_size})")
+        return config
+
+    return same
+
+
+def _check_process(forks: bool) -> None:
+    if threading.current_thread() is not threading.main_thread():
+        raise InputError("threed.train answers signals, which Python allows on the main thread only: call it "
+                         "there")
+    torch = sys.modules.get("torch")
+    if forks and torch is not None and torch.cuda.is_initialized():
+        raise InputError("this process has used a GPU, so ranks cannot be forked from it: call threed.train "
+                         "before, or start the script with torchrun")
+
+
+@contextmanager
+def _own_signals() -> Iterator[None]:
+    """Give the script its handlers back after the run."""
+    numbers = (*STOPS, signal.SIGUSR1)
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+
+def _position(made: Plan, rank: int | None, program: str) -> int | None:
+    """The pipeline position of a rank. InputError where the plan has no such rank or program."""
+    if program not in made.programs:
+        raise InputError(f"program={program}: this plan has {', '.join(made.programs)} (evaluate needs "
+                         "train.eval_every > 0, verify needs run.verify_every > 0)")
+    mesh = make_mesh(config_of(made))
+    if rank is None:
+        return None
+    if not 0 <= rank < mesh.size:
+        raise InputError(f"rank={rank}: the mesh has ranks 0 to {mesh.size - 1}")
+    return mesh.coordinate(rank).position
+
+
+def _show_units(made: Plan, kind: str) -> str:
+    rows = list_units(made, kind)
+    return show_compute_units(made) if kind == "u" else show_parameter_units(rows)

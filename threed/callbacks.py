@@ -1,0 +1,174 @@
+"""Callbacks: what every run does around its steps, each a class; `ORDER` is the order in which they are
+called."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from threed.callback import Callback, Guarded, Step
+from threed.errors import RunError
+from threed.monitor.timeline import picture
+from threed.monitor.traces import TraceWriter
+from threed.quantity import show_bytes, show_count, show_seconds
+from threed.trainer import Trainer
+
+
+class Saving(Callback):
+    """Checkpoints: those that are due, those that are asked for, and the last."""
+
+    def on_start(self, trainer: Trainer) -> None:
+        self.first = trainer.step_number
+        self.saved = self.first if trainer.checkpoints.newest else -1  # step of the newest checkpoint
+
+    def on_step_begin(self, trainer: Trainer) -> None:
+        """Begin a checkpoint of the steps done. (After the run's last step none begins: there `on_end`
+        saves.)"""
+        every, number = trainer.config.checkpoint.every, trainer.step_number
+        due = bool(every) and number % every == 0 and number > self.first
+        if (trainer.save_asked or due) and self._worthwhile(trainer):
+            trainer.checkpoints.save(self._counters(trainer))
+
+    def on_step_end(self, trainer: Trainer, step: Step) -> None:
+        """Go on with the checkpoint under way."""
+        trainer.checkpoints.after_step([row["saving"] for row in step.measured.rows], step.trace)
+
+    def on_end(self, trainer: Trainer) -> None:
+        number = trainer.step_number
+        if number > self.saved:
+            trainer.checkpoints.save_last(self._counters(trainer))
+        if number < trainer.config.train.steps:
+            trainer.say(f"stopped on request after step {number}; train.resume=auto goes on from here")
+        trainer.checkpoints.close(lambda: trainer.hurried)
+
+    def _worthwhile(self, trainer: Trainer) -> bool:
+        """Not while steps are left out: it would push a checkpoint out of those that are kept, and have the
+        same weights."""
+        if in_a_row := trainer.skipped.in_a_row:
+            trainer.say(f"no checkpoint of step {trainer.step_number}: {in_a_row} steps in a row were "
+                        "not finite")
+        return not in_a_row
+
+    def _counters(self, trainer: Trainer) -> dict[str, object]:
+        """What a checkpoint keeps besides weights and optimizer state."""
+        return {"samples": trainer.samples, "skipped": trainer.skipped.total,
+                "wandb_id": trainer.log.run_id if trainer.log else None}
+
+
+class Tracing(Callback):
+    """This rank's times of every `monitor.trace_every`th step, and of the last, into its file."""
+
+    def on_start(self, trainer: Trainer) -> None:
+        folder, first = Path(trainer.config.run.dir), trainer.step_number + 1
+        self.writer = TraceWriter(folder, trainer.plan, trainer.comm, first)
+
+    def on_step_end(self, trainer: Trainer, step: Step) -> None:
+        if step.trace.name != "train":  # with delayed updates a few steps run other programs
+            return
+        every = trainer.config.monitor.trace_every
+        last = step.number == trainer.config.train.steps - trainer.plan.table.update.delayed or trainer.stopping
+        if every and (last or step.number % every == 0):
+            if problem := self.writer.write(step.number, step.trace, step.measured.costs):
+                print(f"threed: warning: {problem}", file=sys.stderr, flush=True)
+
+    def on_end(self, trainer: Trainer) -> None:
+        self.writer.close()
+
+
+class Timeline(Callback):
+    """A picture of every `monitor.timeline_every`th step, as measured, to wandb."""
+
+    def on_step_end(self, trainer: Trainer, step: Step) -> None:
+        monitor, here, number = trainer.config.monitor, trainer.here, step.number
+        if monitor.wandb == "disabled" or not monitor.timeline_every or number % monitor.timeline_every:
+            return
+        if step.trace.name != "train":
+            return
+        with trainer.watch.phase(f"timeline of step {number}"):
+            traces = trainer.comm.exchange(step.trace if here.is_first(axis for axis in here.on if axis != "pp") else None)
+        if trainer.log:
+            row = [traces[rank] for rank in trainer.mesh.group("pp", 0)]
+            title = f"{trainer.config.run.dir}, step {number}, measured on dp 0 tp 0"
+            trainer.log.picture(number, picture(trainer.plan.programs["train"], row, title))
+
+
+class Evaluation(Callback):
+    """val/loss, every `train.eval_every` steps."""
+
+    def on_step_end(self, trainer: Trainer, step: Step) -> None:
+        every = trainer.config.train.eval_every
+        if every and step.number % every == 0:
+            step.metrics["val/loss"] = self._evaluate(trainer)
+
+    def _evaluate(self, trainer: Trainer) -> float:
+        """Mean loss of the validation split's first `train.eval_batches` global batches."""
+        train = trainer.config.train
+        losses = []
+        for index in range(train.eval_batches):
+            batch = trainer.batches(trainer.validation_split, index * train.global_batch_size, train=False)
+            losses.append(trainer.engine.run("evaluate", batch)[0].loss)
+        loss = sum(losses) / len(losses)
+        if not math.isfinite(loss) and train.on_nonfinite == "stop":
+            trainer.checkpoints.finish_before_failing()
+            raise RunError(f"val/loss after step {trainer.step_number} is {loss}: the last update has broken "
+                           "the weights. Lower optimizer.lr and resume from a checkpoint before it")
+        return loss
+
+
+class Logging(Callback):
+    """Rank 0's: the metrics of each step to metrics.jsonl, wandb and the console, and a summary at the
+    end."""
+
+    def on_start(self, trainer: Trainer) -> None:
+        self.begin_s = time.monotonic()
+        self.losses: list[float] = []
+        self.last: dict[str, float | None] = {}
+
+    def on_step_end(self, trainer: Trainer, step: Step) -> None:
+        if trainer.log is None:
+            return
+        measured = trainer.meter.metrics(step.measured, time.monotonic() - self.begin_s)
+        step.metrics |= measured | trainer.checkpoints.metrics()
+        self.losses.append(step.loss)
+        self.last = step.metrics
+        trainer.log.step(step.number, step.metrics)
+        for line in trainer.meter.stragglers.warnings:
+            trainer.log.say(line)
+
+    def on_end(self, trainer: Trainer) -> None:
+        if trainer.log is None:
+            return
+        log, recent = trainer.log, self.losses[-10:]
+        if recent:
+            last, start = {name: value or 0.0 for name, value in self.last.items()}, self.losses[0]
+            mean = sum(recent) / len(recent)
+            log.say(
+                f"\nloss       {start:.4f} -> {mean:.4f} (mean of the last {len(recent)} steps)\n"
+                f"speed      {show_count(last['perf/tokens_per_s'])} tokens/s, "
+                f"{show_seconds(last['perf/step_s'])} a step\n"
+                f"bubble     {last['pipeline/bubble_measured']:.1%} measured, "
+                f"{last['pipeline/bubble_predicted']:.1%} predicted\n"
+                f"memory     {show_bytes(last['memory/peak_bytes'])} at the peak of the largest rank")
+        else:
+            log.say(f"nothing to do: {trainer.step_number} steps are done, and "
+                    f"train.steps={trainer.config.train.steps}")
+        saved = trainer.checkpoints.newest or "none was saved"
+        log.say(f"checkpoint {saved}\nmetrics    {log.path}\nwandb      {log.wandb_dir or 'off'}")
+
+
+# Each method is called in this order. Saving comes first: it exchanges what all ranks know after the step,
+# before any of them does something that takes long, and at the end the others find the last checkpoint saved.
+# A script's callbacks see val/loss, and may add to the metrics, which are logged last.
+ORDER: tuple[type[Callback], ...] = (Saving, Tracing, Timeline, Evaluation, Guarded, Logging)
+
+
+def in_order(yours: Sequence[Callback]) -> list[Callback]:
+    """All callbacks of a run, in `ORDER`; a script's own, each in a `Guarded`, in the order in which it gave
+    them."""
+    callbacks: list[Callback] = []
+    for kind in ORDER:
+        callbacks += map(Guarded, yours) if kind is Guarded else [kind()]
+    return callbacks

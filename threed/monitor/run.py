@@ -1,0 +1,69 @@
+"""Run: what a finished run, or one under way, has left in its folder."""
+
+from __future__ import annotations
+
+import json
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from threed.errors import InputError
+from threed.monitor.compare import compare, load_config
+from threed.monitor.traces import RunTrace, read_run
+from threed.schema import Config
+
+
+class Run:
+    """What a run has left in its folder (`run.dir`). Each part is read when it is first asked for.
+
+    Raises InputError where there is no such folder, where a part is damaged, and where the run has left none.
+
+    >>> run = threed.Run("runs/toy")
+    >>> run.metrics[-1]["train/loss"], run.compare()["step"]
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        if not self.path.is_dir():
+            raise InputError(f"{self.path}: there is no such run; give the folder that run.dir named")
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.path)!r})"
+
+    @cached_property
+    def config(self) -> Config:
+        """The config that the run was started with last."""
+        return load_config(self.path)
+
+    @cached_property
+    def metrics(self) -> list[dict[str, Any]]:
+        """A row a step, in order: `step`, and numbers by the names that `threed/monitor/log.py` lists."""
+        file = self.path / "metrics.jsonl"
+        try:
+            lines = file.read_text().splitlines(keepends=True)
+        except FileNotFoundError:
+            raise InputError(f"{file}: there is none; the run has not ended a step") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"{file} cannot be read: {error}") from None
+        return [_row(line, f"{file}, line {number}") for number, line in enumerate(lines, 1)
+                if line.endswith("\n")]  # half a line at the end is what a kill leaves
+
+    @cached_property
+    def traces(self) -> RunTrace:
+        """When each instruction of each traced step ran, on every rank (monitor.trace_every)."""
+        return read_run(self.path)
+
+    def compare(self) -> dict[str, Any]:
+        """Predicted and measured seconds of the step, by op, lane, unit and stage, and where each rank's time
+        went: the document of `threed compare --json`."""
+        return compare(self.path)
+
+
+def _row(line: str, where: str) -> dict[str, Any]:
+    try:
+        values = json.loads(line)
+        if not isinstance(values, dict) or "step" not in values:
+            raise ValueError("no step")
+    except ValueError as error:
+        raise InputError(f"{where} is damaged: {error}") from None
+    return values

@@ -1,0 +1,96 @@
+"""Units: the compute units and the parameter units of a plan, as rows and as text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from threed.program.instruction import Slot
+from threed.program.table import Plan, Table
+from threed.quantity import show_bytes
+
+# Parameter unit -> names and shapes of its parameters on one rank.
+Contents = Mapping[int, Sequence[tuple[str, tuple[int, ...]]]]
+
+
+def compute_units(plan: Plan) -> list[dict[str, Any]]:
+    """A row a compute unit."""
+    table = plan.table
+    return [{"unit": f"u{index}", "name": unit.name, "position": table.position(index), "stage": unit.stage,
+             "uses": [f"p{p}" for p in unit.parameters]} for index, unit in enumerate(table.units)]
+
+
+def parameter_units(plan: Plan, contents: Contents) -> list[dict[str, Any]]:
+    """A row a parameter unit. Bytes are of one rank: of the whole unit as compute reads it, of the part of it
+    that the rank updates, of its optimizer state and of the gradient of that part. `ranks` share one copy of
+    what is sharded, over `group`."""
+    table = plan.table
+    rows = []
+    for index, unit in table.parameters.items():
+        rows.append({
+            "unit": f"p{index}", "name": unit.name, "kind": _kind(table, index),
+            "positions": list(unit.positions),
+            "used_by": [f"u{u}" for u, compute in enumerate(table.units) if index in compute.parameters],
+            "group": unit.shard_group if table.sharded else None,
+            "ranks": unit.shards if table.sharded else 1,
+            "kept_whole": unit.whole, "reductions": [step.group for step in unit.reductions],
+            "elements": unit.numel - unit.padding, "padding": unit.padding,
+            "weights": unit.weight_home, "optimizer": unit.state_home,
+            "whole_bytes": table.size(Slot("param", index)),
+            "shard_bytes": table.shard_numel(index) * table.elements.param,
+            "optimizer_bytes": table.size(table.state(index)),
+            "gradient_bytes": table.shard_numel(index) * table.elements.grad,
+            "parameters": [{"name": name, "shape": list(shape)} for name, shape in contents[index]],
+        })
+    return rows
+
+
+def _kind(table: Table, index: int) -> str:
+    """tied: used by two compute units. small: of a compute unit that has another unit, too, which does not
+    stay whole."""
+    users = [unit for unit in table.units if index in unit.parameters]
+    if index == len(table.units):
+        return "tied"
+    others = [p for unit in users for p in unit.parameters if p != index]
+    small = table.parameters[index].whole and any(not table.parameters[p].whole and index > p for p in others)
+    return "small" if small else "own"
+
+
+def show_compute_units(plan: Plan) -> str:
+    """Which unit is what and where."""
+    rows = compute_units(plan)
+    width = max(20, *(len(row["name"]) + 2 for row in rows))
+    return "\n".join(row["unit"].ljust(5) + f"pp{row['position']}".ljust(6) + row["name"].ljust(width)
+                     + f"uses {' '.join(row['uses']) or 'no parameters'}" for row in rows)
+
+
+def show_parameter_units(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The rows of `parameter_units` as a table; under each unit its parameters."""
+    heads = ("", "kind", "at", "used by", "shared by", "whole", "shard", "optimizer", "")
+    table = [heads, *(_cells(row) for row in rows)]
+    widths = [max(len(row[column]) for row in table) + 2 for column in range(len(heads))]
+    names = max(len(row["name"]) for row in rows) + 2
+
+    def line(cells: Sequence[str], name: str) -> str:
+        rest = "".join(cell.ljust(width) for cell, width in zip(cells[1:], widths[1:], strict=True))
+        return (cells[0].ljust(widths[0]) + name.ljust(names) + rest).rstrip()
+
+    lines = [line(heads, "")]
+    for row, cells in zip(rows, table[1:], strict=True):
+        lines.append(line(cells, row["name"]))
+        lines += [f"{'':{widths[0]}}  {each['name']} [{', '.join(map(str, each['shape']))}]"
+                  for each in row["parameters"]]
+    return "\n".join([
+        *lines, "", "whole: bytes of the unit as compute reads it; shard: of the part that a rank updates;",
+        "optimizer: of its optimizer state. Shapes and bytes are of one rank. A number that is missing is of",
+        "a compute unit without parameters of its own (threed show --units u says which it uses)."])
+
+
+def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    homes = [f"{what} on {row[key]}" for what, key in (("weights", "weights"), ("optimizer", "optimizer"))
+             if row[key] != "device"]
+    shared = f"{row['ranks']} over {row['group']}" if row["ranks"] > 1 else "nobody"
+    notes = [*([] if row["kept_whole"] else ["gathered for each use"]), *homes]
+    sizes = (show_bytes(row[key]) for key in ("whole_bytes", "shard_bytes", "optimizer_bytes"))
+    return (row["unit"], row["kind"], " ".join(f"pp{p}" for p in row["positions"]), " ".join(row["used_by"]),
+            shared, *sizes, ", ".join(notes))

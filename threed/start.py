@@ -1,0 +1,55 @@
+"""Start: train as the environment of this process says: as one rank, as the launcher of a node, or with all
+ranks here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+from threed.callback import Callback, check_callbacks
+from threed.environment import Nodes, Place, place_of_environment
+from threed.errors import InputError
+from threed.schema import Config
+
+Load = Callable[[int | None], Config]  # world size, if it is known -> the config for it
+
+
+def start(load: Load, callbacks: Sequence[Callback] = (), parent: int | None = None) -> int:
+    """Train, and return the exit status: of the run, of this node's part, or of this rank. `parent`: this
+    process's, as it was at its start."""
+    parent = parent or os.getppid()
+    check_callbacks(callbacks)
+    first = load(None)  # bad input is told before torch is imported, which takes seconds
+    from threed import launcher, rank
+
+    place = place_of_environment()
+    if isinstance(place, Place):
+        return rank.run_place(rank.Job(load(place.world_size), callbacks), place, parent)
+    if place is not None:
+        return _start_node(place, load, callbacks, first.run.device)
+    if _dp_is_open(load):
+        first = load(launcher.local_world_size(first.run.device))
+    return launcher.run_local(first, callbacks)
+
+
+def _start_node(nodes: Nodes, load: Load, callbacks: Sequence[Callback], device: str) -> int:
+    """This node's part of a run whose environment says how many nodes there are."""
+    from threed import launcher
+    from threed.nodes import run_node
+
+    size = nodes.size or launcher.local_world_size(device)
+    if size is None:
+        raise InputError("this node has no GPU, so GPUS_PER_NODE (or PET_NPROC_PER_NODE) must say how many "
+                         "ranks a node starts")
+    if nodes.most == 1:
+        return launcher.run_local(load(size), callbacks)
+    return run_node(nodes, size, load, callbacks)
+
+
+def _dp_is_open(load: Load) -> bool:
+    """Whether the world size decides dp: it does if another world size would give another dp."""
+    one = load(None)
+    try:
+        return load(2 * one.world_size).dp != one.dp
+    except InputError:
+        return False

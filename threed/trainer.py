@@ -1,0 +1,150 @@
+"""Trainer: the steps of a run on one rank. What happens around them are callbacks (`threed.callbacks`)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from threed.callback import Callback, Step
+from threed.checkpoint.load import Resumed
+from threed.checkpoints import Checkpoints
+from threed.data.samples import Split
+from threed.engine.engine import Engine
+from threed.engine.verify import Verifier
+from threed.engine.watch import Watch
+from threed.mesh import Coordinate, Mesh
+from threed.models.gpt import Batch
+from threed.monitor.log import Log
+from threed.monitor.measure import Meter
+from threed.nonfinite import Skipped
+from threed.program.table import Plan
+from threed.requests import Requests
+from threed.schema import Config
+
+
+class Trainer:
+    """One rank's run, from the step after its checkpoint to `train.steps`. Callbacks are given it.
+
+    config, plan                the run's; the same on all ranks rank, mesh, here            this rank, who
+    sits where, and this rank's coordinate (pp, dp, tp) step_number                 steps done stopping
+    whether the run ends after this step, because somebody has asked for it engine                      what
+    runs programs: `engine.states` has this rank's parameters, `engine.comm` its groups
+
+    >>> class Stop(threed.Callback):
+    ...     def on_step_end(self, trainer, step): step.loss < 2.0 and trainer.stop()
+    """
+
+    def __init__(self, engine: Engine, data: tuple[Split, Split], watch: Watch, log: Log | None,
+                 requests: Requests, resumed: Resumed):
+        """`data`: the splits to train on and to validate with. `log`: on rank 0."""
+        self.config: Config = engine.config
+        self.plan: Plan = engine.plan
+        self.engine, self.comm, self.watch, self.log = engine, engine.comm, watch, log
+        self.rank: int = self.comm.rank
+        self.mesh: Mesh = self.comm.mesh
+        self.here: Coordinate = self.comm.here
+        table = self.plan.table
+        self._reads_tokens = self.here.position in (table.position(0), table.position(table.last))
+        self.train_split, self.validation_split = data
+        self._requests = requests
+        self.meter, self.verifier = Meter(self.config, self.plan, self.comm), Verifier(engine)
+        self.checkpoints = Checkpoints(self.config, engine, watch, log, resumed, self._saved)
+        self.skipped = Skipped(engine, self.checkpoints, self.say, resumed.manifest.get("skipped", 0))
+        self.samples: int = resumed.manifest.get("samples", 0)  # of the training split, so far
+        self.stopping = self.save_asked = False
+        self._callbacks: Sequence[Callback] = ()
+
+    @property
+    def step_number(self) -> int:
+        """Steps done, those before a resume included."""
+        return self.engine.zero.step_number
+
+    @property
+    def over(self) -> bool:
+        """Whether no step follows."""
+        return self.stopping or self.step_number >= self.config.train.steps
+
+    @property
+    def hurried(self) -> bool:
+        """Whether the run ends before its time, or this rank was asked to end it."""
+        return self.step_number < self.config.train.steps or self._requests.stop
+
+    def stop(self) -> None:
+        """Ask the run to save and stop. One rank's request is enough; all ranks hear of it at the end of the
+        next step."""
+        self._requests.stop = True
+
+    def save(self) -> None:
+        """Ask for a checkpoint, which is begun after the next step, when all ranks have heard of it."""
+        self._requests.save = True
+
+    def say(self, text: str) -> None:
+        """A line on the run's console: rank 0's; the others say nothing."""
+        if self.log:
+            self.log.say(text)
+
+    def run(self, callbacks: Sequence[Callback]) -> None:
+        """Run the steps that are left, with these callbacks in this order."""
+        self._callbacks = callbacks
+        for callback in callbacks:
+            callback.on_start(self)
+        while not self.over:
+            for callback in callbacks:
+                callback.on_step_begin(self)
+            step = self._step()
+            for callback in callbacks:
+                callback.on_step_end(self, step)
+        for callback in callbacks:
+            callback.on_end(self)
+
+    def _saved(self, path: Path) -> None:
+        for callback in self._callbacks:
+            callback.on_save(self, path)
+
+    def _step(self) -> Step:
+        """One step; then all ranks exchange what they measured, and what was asked of them."""
+        config, zero = self.config, self.engine.zero
+        lr, hopeless, number = zero.lr, zero.scaler.exhausted, self.step_number + 1
+        self.watch.at(number)
+        batch, every = self.batches(self.train_split, self.samples), config.run.verify_every
+        verify = bool(every) and number % every == 0
+        rehearsal = self.verifier.rehearse(batch) if verify else None
+        started = self.meter.begin()
+        clipped, trace = (self.verifier.step if verify else self.engine.train_step)(batch)
+        self.skipped.look(number, clipped, hopeless, batch)
+        self.samples += config.train.global_batch_size
+        with self.watch.phase(f"metrics of step {number}"):
+            step_s, asked = time.monotonic() - started, self._requests.take()
+            measured = self.meter.exchange(trace, step_s, asked, self.checkpoints.status)
+        self.stopping, self.save_asked = measured.asked("stop"), measured.asked("save")
+        step = Step(number, clipped.loss, clipped.grad_norm, clipped.finite, trace, measured)
+        step.metrics |= {"train/loss": clipped.loss, "train/lr": lr, "train/grad_norm": clipped.grad_norm,
+                         "train/skipped_steps": float(self.skipped.total)}
+        if zero.scaler.dynamic:
+            step.metrics["train/loss_scale"] = clipped.loss_scale
+        if every:
+            step.metrics["integrity/verified_steps"] = float(self.verifier.verified)
+        if rehearsal is not None:
+            step.metrics["integrity/rehearsal_s"] = rehearsal.total_s
+        return step
+
+    def batches(self, split: Split, start: int, train: bool = True) -> Callable[[int], Batch]:
+        """Micro-batch -> data, of the global batch that begins at sample `start`. Which sample goes where
+        depends on the sample's global number alone."""
+        config, here, device = self.config, self.comm.here, self.comm.device
+        micro = config.train.micro_batch_size
+
+        def batch(microbatch: int) -> Batch:
+            first = start + (microbatch * config.dp + here.replica) * micro
+            samples = torch.arange(first, first + micro, device=device)
+            tokens = torch.empty(0, dtype=torch.int64)
+            if self._reads_tokens:  # the others see activations only
+                windows = [torch.from_numpy(split.window(i)) for i in range(first, first + micro)]
+                tokens = torch.stack(windows).to(device)
+            inputs, targets, seed = tokens[..., :-1], tokens[..., 1:], config.train.seed
+            return Batch(inputs, targets, samples, seed, config.tokens_per_step, train)
+
+        return batch

@@ -7,7 +7,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test lint matrix cluster chaos clean
+.PHONY: help install train test lint docs matrix cluster chaos clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,6 +48,15 @@ chaos: $(STAMP) ## a campaign of faults: kills, signals, disks, damaged files (A
 lint: $(STAMP) ## check style and types with ruff and pyright
 	$(BIN)/ruff check .
 	$(BIN)/pyright
+
+docs: .venv/.docs ## build the documentation into build/site; a broken link is an error
+	$(BIN)/python docs/reference/generate.py
+	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going -c docs . build/site
+	@echo "build/site/index.html"
+
+.venv/.docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@touch $@
 
 clean: ## remove build products and caches; .venv and runs/ stay
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -7,7 +7,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test lint docs matrix cluster chaos clean
+.PHONY: help install train test lint matrix cluster chaos clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -49,6 +49,7 @@ lint: $(STAMP) ## check style and types with ruff and pyright
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 
+.PHONY: docs
 docs: .venv/.docs ## build the documentation into build/site; a broken link is an error
 	$(BIN)/python docs/reference/generate.py
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going -c docs . build/site

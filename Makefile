@@ -57,6 +57,16 @@ lint: $(STAMP) ## check style and types with ruff and pyright
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 
+.PHONY: docs
+docs: .venv/.docs ## build the documentation into build/site; a broken link is an error
+	$(BIN)/python docs/reference/generate.py
+	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going -c docs . build/site
+	@echo "build/site/index.html"
+
+.venv/.docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@touch $@
+
 clean: ## remove build products and caches; .venv and runs/ stay
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -142,7 +142,8 @@ def _owner(schema: DictConfig, key: str) -> tuple[DictConfig, str]:
 def _nearest(key: str, keys: list[str]) -> str:
     known = ours(key)
     if known is not None:
-        return f"; for DeepSpeed's {key} use {known}"
+        verb = "there is" if known.startswith("no key") else "use"
+        return f"; for DeepSpeed's {key} {verb} {known}"
     tails: dict[str, list[str]] = {}
     for known in keys:
         tails.setdefault(known.rsplit(".", 1)[-1], []).append(known)

@@ -17,25 +17,25 @@ V_SHAPED = ("zb-v", "dualpipe-v")  # schedules with two stages a rank, the secon
 class ModelConfig:
     """Sizes of the model. `name` may be one of `threed.models.registry.SIZES`: its values are then the defaults."""
 
-    name: str = "custom"
-    layers: int = 8
-    hidden: int = 128
-    heads: int = 8
-    kv_heads: int | None = None  # None: as many as heads
-    ffn_hidden: int | None = None  # None: 4 x hidden (gelu), or 8/3 x hidden rounded up to 64 (swiglu)
-    vocab: int = 1024
+    name: str = "custom"  # custom, or a size: gpt2-small ... llama3-70b; other keys of the section win over it
+    layers: int = 8  # transformer blocks
+    hidden: int = 128  # width of the residual stream
+    heads: int = 8  # attention heads
+    kv_heads: int | None = None  # null: as many as heads
+    ffn_hidden: int | None = None  # null: 4 x hidden (gelu), or 8/3 x hidden rounded up to 64 (swiglu)
+    vocab: int = 1024  # tokens that the tokenizer has
     vocab_multiple: int = 128  # the vocabulary is padded to a multiple of this; padded logits are masked
-    seq_len: int = 128
+    seq_len: int = 128  # tokens of a sequence
     position: str = "rotary"  # rotary | learned
-    rope_theta: float = 10000.0
+    rope_theta: float = 10000.0  # base of the rotary frequencies
     norm: str = "layernorm"  # layernorm | rmsnorm
-    norm_eps: float = 1e-5
+    norm_eps: float = 1e-5  # added to the variance in a norm
     activation: str = "gelu"  # gelu | swiglu
     bias: bool = True  # biases of linear layers
     dropout: float = 0.0  # after the embedding and on each residual branch
     attention_dropout: float = 0.0  # on attention weights; above 0 attention runs unfused
-    init_std: float = 0.02
-    tie_embeddings: bool = True
+    init_std: float = 0.02  # standard deviation of initial weights
+    tie_embeddings: bool = True  # the head's output matrix is the word embedding
     tile_linears: str | None = None  # most bytes of linear layers that a unit gathers, such as 64MiB: larger ones become tiles
 
     @property
@@ -60,16 +60,16 @@ class ModelConfig:
 @dataclass
 class ParallelConfig:
     dp: int | str = "auto"  # auto: world size / (tp x pp)
-    tp: int = 1
-    pp: int = 1
+    tp: int = 1  # tensor-parallel ranks
+    pp: int = 1  # pipeline positions
     schedule: str = "1f1b"  # gpipe | 1f1b | interleaved | zb-h1 | zb-h2 | zb-v | dualpipe-v | breadth-first | auto | file:PATH
     virtual_stages: int | None = None  # stages a rank; null: what the schedule has (2 in V shapes, else 1), or any for auto
     activation_limit: str | None = None  # most that a rank may keep: 2x (times 1F1B's peak) or bytes such as 30GiB
-    sequence_parallel: bool = False
+    sequence_parallel: bool = False  # outside tensor-parallel layers, activations are cut over tp by sequence
     axis_order: str = "pp-dp-tp"  # outermost first; neighbours on the last axis are neighbouring ranks
     layers_per_unit: int = 1  # transformer blocks a unit
     costs: str | None = None  # measured costs, a run's folder: stages are balanced and auto searches by them; null: by FLOPs
-    stage_units: list[int] | None = None  # units of each stage, first to last; None: balanced by cost
+    stage_units: list[int] | None = None  # units of each stage, first to last; null: balanced by cost
 
 
 @dataclass
@@ -119,16 +119,16 @@ class PrecisionConfig:
 @dataclass
 class OptimizerConfig:
     name: str = "adamw"  # adamw | lion | sgd
-    lr: float = 3e-4
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    eps: float = 1e-8
+    lr: float = 3e-4  # learning rate after warm-up
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # of adamw and lion
+    eps: float = 1e-8  # of adamw
     weight_decay: float = 0.1  # not on biases, norms and other 1-D parameters
     clip_grad: float = 1.0  # global gradient norm; 0 is off
     warmup_steps: int = 0  # linear from 0
-    decay_steps: int | None = None  # step at which min_lr is reached; None: train.steps
-    wsd_decay_steps: int | None = None  # length of the final decay of wsd; None: a tenth of decay_steps
+    decay_steps: int | None = None  # step at which min_lr is reached; null: train.steps
+    wsd_decay_steps: int | None = None  # length of the final decay of wsd; null: a tenth of decay_steps
     schedule: str = "cosine"  # constant | linear | cosine | wsd
-    min_lr: float = 0.0
+    min_lr: float = 0.0  # learning rate at the end of the decay
 
 
 @dataclass
@@ -138,15 +138,15 @@ class DataConfig:
     text_key: str = "text"  # the field of a JSONL line that holds the text
     append_eod: bool = True  # an end-of-document token after each document
     validation_fraction: float = 0.02  # share of tokens held out, whole documents
-    cache: str | None = None  # where prepared data is kept; None: $XDG_CACHE_HOME/threed or ~/.cache/threed
+    cache: str | None = None  # where prepared data is kept; null: $XDG_CACHE_HOME/threed or ~/.cache/threed
 
 
 @dataclass
 class TrainConfig:
-    steps: int = 100
-    global_batch_size: int = 16
-    micro_batch_size: int = 1
-    seed: int = 1234
+    steps: int = 100  # optimizer steps of the run
+    global_batch_size: int = 16  # sequences a step, over all ranks
+    micro_batch_size: int = 1  # sequences of one forward on one rank
+    seed: int = 1234  # of initial weights, data order and dropout
     eval_every: int = 0  # 0: never
     eval_batches: int = 1  # global batches an evaluation
     resume: str = "auto"  # auto: the newest complete checkpoint in run.dir | never | a checkpoint's folder or address (copy_to)
@@ -167,9 +167,9 @@ class CheckpointConfig:
 @dataclass
 class MonitorConfig:
     wandb: str = "auto"  # auto: online if WANDB_MODE or WANDB_API_KEY says so, else offline | offline | online | disabled
-    project: str = "threed"
-    name: str | None = None
-    peak_tflops: float | None = None  # of one device, for perf/mfu; None: looked up, null where not known
+    project: str = "threed"  # project in wandb
+    name: str | None = None  # name of the run in wandb; null: wandb chooses
+    peak_tflops: float | None = None  # of one device, for perf/mfu; null: looked up, null where not known
     console_every: int = 1  # steps between console lines
     trace_every: int = 10  # steps between traced steps, in run.dir/trace; 0: none (otherwise the last step too)
     timeline_every: int = 0  # steps between pictures of the measured timeline in wandb; 0: never
@@ -177,7 +177,7 @@ class MonitorConfig:
 
 @dataclass
 class RunConfig:
-    dir: str = "runs/default"
+    dir: str = "runs/default"  # folder of checkpoints, metrics and traces
     timeout_s: float = 600.0  # a rank that waits this long for another ends the run and says for whom
     connect_timeout_s: float = 300.0  # with several nodes: how long they wait for each other to come
     device: str = "auto"  # auto | cpu | cuda

@@ -1,9 +1,12 @@
-"""The documents say what the commands print."""
+"""The documents say what the commands print, and their links lead somewhere."""
 
 from __future__ import annotations
 
+import ast
+import functools
 import io
 import re
+import runpy
 import shlex
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -11,51 +14,169 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from threed import synonyms
 from threed.cli import app
 from threed.config import known_keys, load
+from threed.errors import ThreedError
 from threed.pipeline.orders import SCHEDULES
 from threed.predict.bare import predict_bare
 from threed.schema import Config
 
 ROOT = Path(__file__).parents[2]
+GUIDES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = sorted({*GUIDES, *ROOT.glob("*.md"), *(ROOT / "bench").rglob("*.md")})
 
 
+def named(paths: list[Path]):
+    return pytest.mark.parametrize("page", paths, ids=lambda path: str(path.relative_to(ROOT)))
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)\n```$", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+@functools.cache
 def run(line: str) -> str:
-    """The output of `threed ...`, with `| tail -n N` taken literally."""
-    command, _, tail = line.partition(" | tail -n ")
+    """What `threed ...` prints, with `| head -n N` and `| tail -n N` done here. Pages share the runs."""
+    command, *pipes = line.split(" | ")
     words = shlex.split(command)
-    assert words[0] == "threed"
+    assert words[0] == "threed", line
     output = io.StringIO()
     with redirect_stdout(output):
-        app(words[1:], standalone_mode=False)
+        try:
+            app(words[1:], standalone_mode=False)
+        except ThreedError as error:
+            print(f"threed: {error}")
     lines = output.getvalue().splitlines()
-    return "\n".join(lines[-int(tail):] if tail else lines)
+    for pipe in pipes:
+        end, _, count = pipe.rpartition(" ")
+        lines = {"head -n": lines[:int(count)], "tail -n": lines[-int(count):]}[end]
+    return "\n".join(lines)
 
 
-@pytest.mark.parametrize("name", ["README.md", "ARCHITECTURE.md"])
-def test_console_blocks(name, monkeypatch):
-    """Each ```console block is a command and exactly what it prints."""
+@named([page for page in GUIDES if blocks(page, "console")])
+def test_console_blocks(page, monkeypatch):
+    """Each ```console block is commands, and exactly what they print."""
     monkeypatch.chdir(ROOT)
-    blocks = re.findall(r"```console\n\$ (.*?)\n(.*?)\n```", (ROOT / name).read_text(), re.DOTALL)
-    assert blocks
-    for command, expected in blocks:
-        assert run(command) == expected, command
+    for block in blocks(page, "console"):
+        commands = re.findall(r"^\$ (.*)$", block, re.MULTILINE)
+        assert block == "\n".join(f"$ {command}\n{run(command)}" for command in commands)
+
+
+@named([page for page in GUIDES if blocks(page, "yaml")])
+def test_yaml_blocks(page, tmp_path):
+    """Each ```yaml block is a config that loads. (A list of rows is a schedule.)"""
+    for block in blocks(page, "yaml"):
+        if not block.startswith("- ["):
+            (tmp_path / "config.yaml").write_text(block)
+            load(tmp_path / "config.yaml")
+
+
+@named(PAGES)
+def test_links(page):
+    """Each relative link leads to a file, and to a heading of it."""
+    text = re.sub(r"^```.*?^```$|`[^`\n]*`", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if not re.match(r"https?:", link):
+            path, _, anchor = link.partition("#")
+            target = page.parent / path if path else page
+            assert target.exists(), link
+            assert not anchor or anchor in _anchors(target), link
+
+
+def _anchors(page: Path) -> set[str]:
+    """Anchors of headings, as code hosts and the site make them."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_navigation():
+    """Each page of docs/ is in the index of the site."""
+    trees = blocks(ROOT / "docs" / "index.md", r"\{toctree\}")
+    entries = [entry for tree in trees for entry in tree.splitlines()]
+    names = {re.sub(r".*<(.*)>", r"\1", entry) for entry in entries}
+    for page in (ROOT / "docs").rglob("*.md"):
+        name = page.relative_to(ROOT / "docs").with_suffix("")
+        assert {str(name), f"{name.parent}/*"} & names or str(name) == "index", name
+
+
+def test_front_page_is_short():
+    assert len((ROOT / "README.md").read_bytes()) <= 10_000
+
+
+@named([page for page in GUIDES if page.name != "ARCHITECTURE.md" and page.parent.name != "reference"])
+def test_prose_is_wrapped(page):
+    """Lines of prose have at most 110 columns; tables, blocks, pictures and commands may be longer."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    assert not [line for line in text.splitlines() if len(line) > 110 and line[0] not in "|!`#"]
+
+
+def test_reference_pages():
+    """The references are what docs/reference/generate.py makes of the code."""
+    for path, text in runpy.run_path(str(ROOT / "docs" / "reference" / "generate.py"))["pages"]():
+        assert path.read_text() == text, "run: .venv/bin/python docs/reference/generate.py"
+
+
+def test_every_key_is_explained():
+    assert not re.findall(r".*\|  \|$", (ROOT / "docs" / "reference" / "config.md").read_text(), re.MULTILINE)
+
+
+def test_messages():
+    """Messages in docs/troubleshooting.md are those of the code; `…` stands for a value."""
+    files = (ROOT / "threed").rglob("*.py")
+    known = "\n".join(text.replace("\n", " ") for file in files for text in _texts(file))
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    for cell in re.findall(r"^\| (`.*?`) \|", page, re.MULTILINE):
+        for message in re.findall(r"`([^`]+)`", cell):
+            words = [re.escape(part) for part in message.strip("… ").split("…")]
+            assert re.search("[^\n]*?".join(words), known) or message == "out of memory", message
+
+
+def _texts(file: Path) -> list[str]:
+    """The strings of a file, with … for the values of f-strings."""
+    texts = []
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.JoinedStr):
+            parts = [str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values]
+            texts.append("".join(parts))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            texts.append(node.value)
+    return texts
+
+
+def test_deepspeed_keys():
+    """docs/coming-from.md has each key that the errors know."""
+    text = (ROOT / "docs" / "coming-from.md").read_text()
+    assert not [key for key in synonyms._KEYS if f"`{key}`" not in text]
+
+
+def test_named_keys_exist():
+    """What the guides write as a key is one."""
+    sections = "|".join({key.split(".")[0] for key in known_keys()})
+    for page in GUIDES:
+        if page.name == "coming-from.md":
+            continue  # it has other frameworks' keys, too
+        text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+        for key in re.findall(rf"`((?:{sections})\.[a-z_]+)[`:=]", text):
+            assert key in known_keys() or key.endswith((".py", ".json", ".yaml")), f"{page.name}: {key}"
 
 
 def test_pictures(tmp_path, monkeypatch):
-    """Each picture in README is what the command under it draws."""
+    """Each picture is what the command below it draws."""
     monkeypatch.chdir(ROOT)
-    text = (ROOT / "README.md").read_text()
-    commands = re.findall(r"`(threed show .*?) --svg (docs/schedules/[\w-]+\.svg)`", text)
-    assert {path for _, path in commands} == set(re.findall(r"\]\((docs/schedules/[\w-]+\.svg)\)", text))
-    for command, path in commands:
-        run(f"{command} --svg {tmp_path / 'drawn.svg'}")
-        assert (tmp_path / "drawn.svg").read_text() == (ROOT / path).read_text(), command
+    for page in (ROOT / "README.md", ROOT / "docs" / "schedules.md"):
+        text = page.read_text()
+        commands = re.findall(r"^`(threed show .*?) --svg docs/schedules/([\w-]+\.svg)`$", text, re.MULTILINE)
+        assert {name for _, name in commands} == set(re.findall(r"schedules/([\w-]+\.svg)\)", text))
+        for command, name in commands:
+            run(f"{command} --svg {tmp_path / name}")
+            assert (tmp_path / name).read_text() == (ROOT / "docs" / "schedules" / name).read_text(), command
 
 
 def test_rates():
-    """The schedules' rates in README are those that `threed predict` gives."""
-    rows = re.findall(r"\| `([\w-]+)` \| .* \| (0\.\d{3}) \|", (ROOT / "README.md").read_text())
+    """The schedules' rates are those that `threed predict` gives."""
+    rows = re.findall(r"\| `([\w-]+)` \| .* \| (0\.\d{3}) \|", (ROOT / "docs" / "schedules.md").read_text())
     assert len(rows) == len(SCHEDULES)
     for name, rate in rows:
         found = predict_bare(name, 8, 24, {"f": 1.0, "b": 1.0, "w": 1.0, "comm": 0.0})
@@ -64,9 +185,10 @@ def test_rates():
 
 def test_named_files_exist():
     """Paths in the documents are there."""
-    for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md"):
-        for path in re.findall(r"`((?:threed|models|configs|launch|tests)/[\w/.-]+\.\w+)`", (ROOT / name).read_text()):
-            assert (ROOT / path).exists(), f"{name}: {path}"
+    folders = "threed|models|configs|launch|tests|docs"
+    for page in PAGES:
+        for path in re.findall(rf"`((?:{folders})/[\w/.-]+\.\w+)`", page.read_text()):
+            assert (ROOT / path).exists() or page.name == "CHANGELOG.md", f"{page.name}: {path}"
 
 
 def test_reference_config():

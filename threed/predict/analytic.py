@@ -18,16 +18,16 @@ class Hardware:
     """One device and its links. The defaults are an A100's 16-bit peak, half of it reached, NVLink inside a node (tp) and
     200 Gbit/s a device between nodes (dp, pp)."""
 
-    tflops: float = 312.0
+    tflops: float = 312.0  # peak of one device
     efficiency: float = 0.5  # share of the peak that large products reach
     tp_gbps: float = 2400.0  # Gbit/s that a rank sends over tp
-    dp_gbps: float = 200.0
-    pp_gbps: float = 200.0
+    dp_gbps: float = 200.0  # Gbit/s that a rank sends over dp
+    pp_gbps: float = 200.0  # Gbit/s that a rank sends over pp
     memory_gbps: float = 12000.0  # Gbit/s of device memory: what the optimizer step is bound by
     host_gbps: float = 800.0  # Gbit/s of host memory that a rank has for its optimizer step
     link_gbps: float = 200.0  # Gbit/s between device and host, each way
     read_gbps: float = 24.0  # Gbit/s that a rank reads from its disk
-    write_gbps: float = 12.0
+    write_gbps: float = 12.0  # Gbit/s that a rank writes to its disk
     latency_us: float = 10.0  # of one communication
 
     @classmethod

@@ -1,0 +1,105 @@
+"""Write docs/reference/config.md and docs/reference/cli.md from the code.
+
+    python docs/reference/generate.py
+
+A key's default and meaning are its field and its comment in threed/schema.py: what stands behind the field, and
+on the lines after it. A command's section is what --help prints. `make docs` runs this; tests/plan/test_docs.py
+compares the pages that are checked in with what it makes.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import io
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import yaml
+from typer.testing import CliRunner
+
+from threed import cli, schema
+from threed.predict.analytic import Hardware
+
+HERE = Path(__file__).parent
+WIDTH = {"TERMINAL_WIDTH": "80"}
+CONFIG_HEAD = """# Configuration reference
+
+Written by `docs/reference/generate.py` from `threed/schema.py`: do not edit.
+
+A config is a YAML file of these sections. Every key has a default, so a file holds only what differs, and
+`section.key=value` on the command line wins over the file.
+[`configs/reference.yaml`](../../configs/reference.yaml) is the same list as YAML. In the column "default",
+`null` means that threed chooses, as the meaning says."""
+CLI_HEAD = """# Command-line reference
+
+Written by `docs/reference/generate.py` from `threed/cli.py`: do not edit.
+
+| exit status | means |
+|---|---|
+| 0 | done |
+| 1 | the run failed |
+| 2 | the input is at fault |
+| 3 | a machine computes wrongly: [faults](../faults.md#a-machine-that-computes-wrongly) |"""
+
+
+def config_page() -> str:
+    """Every key of the config, a table a section."""
+    lines = [CONFIG_HEAD]
+    for section in dataclasses.fields(schema.Config):
+        assert isinstance(section.default_factory, type)
+        lines += ["", f"## {section.name}", "", *_table(section.default_factory, f"{section.name}.")]
+    return "\n".join(lines) + "\n"
+
+
+def _table(kind: type, prefix: str = "") -> list[str]:
+    """A row for each field: its default, and its comment."""
+    rows, comments = ["| key | default | meaning |", "|---|---|---|"], _comments(kind)
+    for leaf in dataclasses.fields(kind):
+        default = yaml.safe_dump(getattr(kind(), leaf.name), default_flow_style=True)
+        default = default.removesuffix("...\n").strip()
+        rows.append(f"| `{prefix}{leaf.name}` | `{default}` | {_cell(comments.get(leaf.name, ''))} |")
+    return rows
+
+
+def _comments(kind: type) -> dict[str, str]:
+    """Field -> its comment."""
+    source = inspect.getsource(kind)
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    remarks = {each.start[0]: each.string.lstrip("# ") for each in tokens if each.type == tokenize.COMMENT}
+    body = ast.parse(source).body[0]
+    assert isinstance(body, ast.ClassDef)
+    ends = [node.lineno for node in body.body[1:]] + [len(source.splitlines()) + 1]
+    return {node.target.id: " ".join(remarks[line] for line in range(node.lineno, end) if line in remarks)
+            for node, end in zip(body.body, ends)
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
+
+
+def cli_page() -> str:
+    """What `--help` of every command prints."""
+    lines = [CLI_HEAD]
+    for command in cli.app.registered_commands:
+        assert command.callback is not None
+        name = command.name or command.callback.__name__
+        shown = CliRunner().invoke(cli.app, [name, "--help"], prog_name="threed", color=False, env=WIDTH)
+        lines += ["", f"## threed {name}", "", "```text", shown.output.strip(), "```"]
+    lines += ["", "## Hardware", "", "`--hardware key=value,...` of `predict` and `check --advise`.", "",
+              inspect.getdoc(Hardware) or "", "", *_table(Hardware)]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def pages() -> Iterator[tuple[Path, str]]:
+    yield HERE / "config.md", config_page()
+    yield HERE / "cli.md", cli_page()
+
+
+if __name__ == "__main__":
+    for path, text in pages():
+        path.write_text(text)
+        print(f"wrote {path}")

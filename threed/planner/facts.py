@@ -17,7 +17,8 @@ from threed.pipeline.split import split_layers, split_stages
 from threed.predict.cost import load_costs
 from threed.predict.simulate import cost_of
 from threed.program.instruction import Instruction, Op
-from threed.program.table import ComputeUnit, ParameterUnit, Table, ring
+from threed.program.table import ComputeUnit, Handed, ParameterUnit, Read, Table
+from threed.quantity import ring
 from threed.schema import Config
 from threed.validate import PIECES, stage_runs
 from threed.zero import plan as zero
@@ -88,7 +89,7 @@ def make_table(config: Config, place: tuple[int, ...]) -> Table:
     stage_of = [stage for stage, size in enumerate(sizes) for _ in range(size)]
     tied = len(runs)
     laid_out = layouts(config)
-    units = tuple(_compute_unit(config, model_layers[first:stop], (first, stop), stage_of[index],
+    units = tuple(_compute_unit(config, index, model_layers[first:stop], (first, stop), stage_of[index],
                                 tuple(p for p in (index, tied, tied + 1 + index) if p in laid_out and (
                                     p != tied or any(layer.uses_tied for layer in model_layers[first:stop]))))
                   for index, (first, stop) in enumerate(runs))
@@ -152,7 +153,7 @@ def saved_by_piece(config: Config) -> dict[str, int]:
     return found
 
 
-def _compute_unit(config: Config, members: list[Layer], run: tuple[int, int], stage: int,
+def _compute_unit(config: Config, index: int, members: list[Layer], run: tuple[int, int], stage: int,
                   parameters: tuple[int, ...]) -> ComputeUnit:
     tp, sp, batch = config.parallel.tp, config.parallel.sequence_parallel, config.train.micro_batch_size
     element = _bytes(config.precision.dtype)
@@ -170,11 +171,15 @@ def _compute_unit(config: Config, members: list[Layer], run: tuple[int, int], st
         forward, backward, weight = columns + rows, columns + rows, columns  # input again for the weight gradient
     else:
         forward, backward, weight = 2 * rows, 2 * columns, 0
+    traffic = {("forward", "tp"): forward * stream + loss, ("input", "tp"): backward * stream,
+               ("weight", "tp"): weight * stream}
     names = [layer.name for layer in members]
     name = names[0] if len(names) == 1 else f"{names[0]}..{names[-1].rsplit('.', 1)[-1]}"
     first = members[0]
+    makes = (Handed("normed", _act_bytes(config)),) if first.shares and first.tile == 0 else ()
+    read = Read("normed", index - first.tile, first.tile == first.tiles - 1)
+    reads = (read,) if first.shares and first.tile else ()
     return ComputeUnit(name, run, stage, parameters, sum(layer.forward_flops for layer in members) * batch // tp,
                        saved * batch, operands * batch,
-                       forward * stream + loss, backward * stream, weight * stream, tile=first.tile, tiles=first.tiles,
-                       normed_bytes=_act_bytes(config) if first.shares else 0, adds=first.adds,
+                       traffic=traffic, makes=makes, reads=reads, loss=members[-1].has_loss, adds=first.adds,
                        running_bytes=2 * 4 * batch * config.model.seq_len if first.running else 0)

@@ -75,7 +75,9 @@ def predict_bare(schedule: str, p: int, m: int, times: dict[str, float], virtual
 
 def bare_programs(order: Order, place: tuple[int, ...], m: int) -> tuple[list[tuple[Instruction, ...]], Table]:
     """An order as checked programs of a model with one unit a stage and no parameters."""
-    units = tuple(ComputeUnit(f"stage {stage}", (stage, stage + 1), stage, (), 1, 1, 1, 0, 0, 0) for stage in range(len(place)))
+    last = len(place) - 1
+    units = tuple(ComputeUnit(f"stage {stage}", (stage, stage + 1), stage, (), 1, 1, 1, {}, loss=stage == last)
+                  for stage in range(len(place)))
     table = Table(units, {}, place, m, dp=1, tp=1, zero_stage=0, param_bytes=4, act_bytes=1)
     programs = [(*program, Instruction(Op.CLIP)) for program in communicate(expand(order, table), table)]
     return programs, table

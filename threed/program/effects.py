@@ -9,10 +9,11 @@ optimizer there). Order holds within a lane; across lanes only through slots: us
 
 from __future__ import annotations
 
+from itertools import compress
 from typing import NamedTuple
 
 from threed.program.instruction import COMPUTE, MESSAGES, MOVES, TIERS, Instruction, Op, Slot, at, below, tier
-from threed.program.table import Table
+from threed.program.table import Table, gradient_kind
 
 # What `keep` may be. Gradients that CLIP looks at are kept for STEP (all), or wait for a later one, or are dropped; none: there
 # are no gradients.
@@ -46,13 +47,14 @@ def _effects(instruction: Instruction, table: Table, position: int) -> Effects:
         before = _slots("act", unit - 1, microbatch, unit > 0)
         after = _slots("act", unit, microbatch, unit < table.last)
         saved = _slots("kept" if keep == "input" else "saved", unit, microbatch, keep != "none")
-        loss = (Slot("loss"),) if unit == table.last else ()
-        made, shared = _normed(table, unit, microbatch)
-        done = (*made, *shared) if keep == "none" and table.units[unit].tile == table.units[unit].tiles - 1 else ()
+        loss = (Slot("loss"),) if table.units[unit].loss else ()
+        made, shared = _handed(table, unit, microbatch)
+        last = [read.last for read in table.units[unit].reads]
+        done = compress(shared, last) if keep == "none" else ()
         return Effects("compute", (*_params(table, unit), *before, *shared), (*after, *saved, *made), adds=loss,
                        frees=(*before, *done))
     if op == Op.RECOMPUTE:
-        kept, (made, shared) = (Slot("kept", unit, microbatch),), _normed(table, unit, microbatch)
+        kept, (made, shared) = (Slot("kept", unit, microbatch),), _handed(table, unit, microbatch)
         return Effects("compute", (*_params(table, unit), *kept, *shared), (Slot("saved", unit, microbatch),), updates=made,
                        frees=kept)
     if op in MOVES:
@@ -62,8 +64,8 @@ def _effects(instruction: Instruction, table: Table, position: int) -> Effects:
     if op in (Op.BACKWARD, Op.BACKWARD_INPUT):
         used = (Slot("saved", unit, microbatch), *_slots("grad", unit, microbatch, unit < table.last))
         made = _slots("grad", unit - 1, microbatch, unit > 0)
-        first, shared = _normed(table, unit, microbatch)
-        used += (*first, *map(_gradient_of, first))  # the first tile's backward is the last
+        handed, shared = _handed(table, unit, microbatch)
+        used += (*handed, *map(_gradient_of, handed))  # its readers' backwards come before its own
         reads, adds = (*_params(table, unit), *used, *shared), tuple(map(_gradient_of, shared))
         if op == Op.BACKWARD:
             return Effects("compute", reads, made, adds=(*_wgrads(table, unit), *adds), frees=used)
@@ -90,7 +92,7 @@ def _effects(instruction: Instruction, table: Table, position: int) -> Effects:
         return _reduce(instruction, table)
     if op == Op.CLIP:
         gradients = () if keep == "none" else tuple(_gradient(table, p) for p in table.held(position))
-        loss = (Slot("loss"),) if table.position(table.last) == position else ()
+        loss = (Slot("loss"),) if table.makes_loss(position) else ()
         if keep == "later":
             waiting = tuple(Slot("host_gprev", p) for p in table.held(position))
             return Effects("compute", (*gradients, *loss), (Slot("scale"), *waiting), frees=(*gradients, *loss))
@@ -214,15 +216,15 @@ def _slots(kind: str, unit: int, microbatch: int, exists: bool) -> tuple[Slot, .
     return (Slot(kind, unit, microbatch),) if exists else ()
 
 
-def _normed(table: Table, unit: int, microbatch: int) -> tuple[tuple[Slot, ...], tuple[Slot, ...]]:
-    """What a tile makes for those after it, and what it reads of its first."""
-    tile, shares = table.units[unit].tile, table.units[unit].normed_bytes > 0
-    slot = (Slot("normed", unit - tile, microbatch),) if shares else ()
-    return (slot, ()) if tile == 0 else ((), slot)
+def _handed(table: Table, unit: int, microbatch: int) -> tuple[tuple[Slot, ...], tuple[Slot, ...]]:
+    """What a unit makes for later units of its stage, and what it reads of earlier ones."""
+    makes, reads = table.units[unit].makes, table.units[unit].reads
+    return (tuple(Slot(handed.name, unit, microbatch) for handed in makes),
+            tuple(Slot(read.name, read.unit, microbatch) for read in reads))
 
 
-def _gradient_of(normed: Slot) -> Slot:
-    return normed._replace(kind="gnormed")
+def _gradient_of(handed: Slot) -> Slot:
+    return handed._replace(kind=gradient_kind(handed.kind))
 
 
 def _params(table: Table, unit: int) -> tuple[Slot, ...]:

@@ -10,7 +10,10 @@ from threed.program.instruction import Op, Slot, tier
 from threed.program.table import Plan, Table
 from threed.program.walk import Memory, link, memory
 
-ACTIVATIONS = ("act", "grad", "saved", "kept", "kpart", "operands", "normed", "gnormed")
+
+def activations(table: Table) -> tuple[str, ...]:
+    """Kinds of slots that hold activations and their gradients."""
+    return "act", "grad", "saved", "kept", "kpart", "operands", *table.handed
 
 
 def stages(plan: Plan) -> list[dict[str, Any]]:
@@ -44,7 +47,7 @@ def stages(plan: Plan) -> list[dict[str, Any]]:
             "buffer_bytes": pools.bytes(table),
             "host_bytes": away["host"] + pools.host_bytes(table), "disk_bytes": away["disk"],
             "snapshot_bytes": _snapshot_bytes(table, position),
-            "activation_peak_bytes": alive.peak(*ACTIVATIONS),
+            "activation_peak_bytes": alive.peak(*activations(table)),
             "slot_peak_bytes": {kind: max(row) for kind, row in sorted(alive.by_kind.items()) if max(row)},
             "gathers": counts[Op.GATHER], "reduces": counts[Op.REDUCE],
             "sent_bytes": dict(sent), "moved_bytes": dict(moved),

@@ -9,17 +9,36 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from threed.optimizers.base import BYTES, Buffer
 from threed.program.instruction import BACKWARDS, Instruction, Op, Slot, at, tier
+from threed.quantity import ring
 
 # Names of programs: one only runs forward; one trains and updates nothing; two copy what a checkpoint keeps.
 EVALUATE, VERIFY, SNAPSHOT, WAITING = "evaluate", "verify", "snapshot", "snapshot_waiting"
 # Programs of delayed updates -> whose gradients their STEPs are of: the step before (prev), this one ("").
 DELAYED_STEPS: dict[str, tuple[str, ...]] = {"enter": (), "train": ("prev",), "drain": ("prev", "")}
+
+
+class Handed(NamedTuple):
+    """A tensor besides its output that a unit makes for later units of its stage: a slot of this kind.
+    The slot of its gradient has a g before the name."""
+
+    name: str
+    bytes: int
+
+
+class Read(NamedTuple):
+    """A handed tensor that a unit reads. To its gradient every reader adds."""
+
+    name: str
+    unit: int  # that makes it
+    last: bool  # whether no later unit reads it
 
 
 @dataclass(frozen=True)
@@ -31,15 +50,21 @@ class ComputeUnit:
     forward_flops: int  # of a micro-batch, this tp rank's share
     saved_bytes: int  # kept from FORWARD to BACKWARD, a micro-batch
     operand_bytes: int  # kept from BACKWARD_INPUT to BACKWARD_WEIGHT
-    forward_tp_bytes: int  # sent over tp by a FORWARD
-    input_tp_bytes: int  # by a BACKWARD_INPUT
-    weight_tp_bytes: int  # by a BACKWARD_WEIGHT; BACKWARD sends both
+    traffic: Mapping[tuple[str, str], int]  # (phase: forward, input or weight; axis) -> bytes sent
     recompute: bool = False  # whether FORWARD keeps its input alone, and RECOMPUTE makes the rest again
-    tile: int = 0  # of a layer that is cut into several units, this is one
-    tiles: int = 1
-    normed_bytes: int = 0  # of the norm's output that such tiles share; 0: they share none
+    makes: tuple[Handed, ...] = ()
+    reads: tuple[Read, ...] = ()
+    loss: bool = False  # whether it adds to the loss; the last unit does, and has no other output
     adds: bool = False  # only adds to its input: keeps nothing of it, and hands its output's gradient on as it is
     running_bytes: int = 0  # of its output, where that is a running softmax, not the residual stream
+
+    def sent(self, *phases: str) -> dict[str, int]:
+        """Bytes sent in these phases together, by axis."""
+        total: Counter[str] = Counter()
+        for (phase, axis), size in self.traffic.items():
+            if phase in phases:
+                total[axis] += size
+        return dict(total)
 
 
 @dataclass(frozen=True)
@@ -101,10 +126,20 @@ class Table:
             self._held[position] = tuple(p for p, unit in self.parameters.items() if position in unit.positions)
         return self._held[position]
 
+    def makes_loss(self, position: int) -> bool:
+        """Whether a unit of a position adds to the loss."""
+        return any(self.units[unit].loss for unit in self.units_of(position))
+
     def keeps_stream(self, unit: int) -> bool:
         """Whether the input that a compute unit keeps for RECOMPUTE is the residual stream: the first unit reads tokens, which
-        all ranks have, and later tiles what their first has made."""
-        return unit > 0 and self.units[unit].tile == 0
+        all ranks have; one that only adds keeps nothing; and some read a running softmax."""
+        return unit > 0 and not self.units[unit].adds and not self.units[unit - 1].running_bytes
+
+    @cached_property
+    def handed(self) -> dict[str, str]:
+        """Kinds of slots of the tensors that units hand on, and of their gradients -> the tensor's name."""
+        names = {handed.name for unit in self.units for handed in unit.makes}
+        return {**{name: name for name in names}, **{gradient_kind(name): name for name in names}}
 
     def units_of(self, position: int) -> list[int]:
         return [u for u in range(len(self.units)) if self.position(u) == position]
@@ -164,8 +199,8 @@ class Table:
         summed over tp lies where it was."""
         if slot.kind in ("act", "grad"):
             return self.units[slot.unit].running_bytes or self.act_bytes
-        if slot.kind in ("normed", "gnormed"):
-            return self.units[slot.unit].normed_bytes
+        if slot.kind in self.handed:
+            return dict(self.units[slot.unit].makes)[self.handed[slot.kind]]
         if slot.kind == "saved":
             return self.units[slot.unit].saved_bytes
         if slot.kind == "operands":
@@ -196,12 +231,11 @@ class Table:
         """Bytes that a rank sends for an instruction, by axis."""
         op, unit = instruction.op, instruction.unit
         if op in (Op.FORWARD, Op.RECOMPUTE):
-            return {"tp": self.units[unit].forward_tp_bytes}
+            return self.units[unit].sent("forward")
         if op == Op.JOIN:
             return {"tp": ring(self.size(Slot("kept", unit)), self.tp)}
         if op in BACKWARDS:
-            sent = self.units[unit]
-            return {"tp": (op != Op.BACKWARD_WEIGHT) * sent.input_tp_bytes + (op != Op.BACKWARD_INPUT) * sent.weight_tp_bytes}
+            return self.units[unit].sent(*_PHASES[op])
         if op == Op.SEND:
             return {"pp": self.act_bytes}
         if op == Op.GATHER:
@@ -232,9 +266,12 @@ class Table:
         return {names[instruction.op == Op.FETCH]: size}
 
 
-def ring(size: int, ranks: int) -> int:
-    """Bytes a rank sends in a ring all-gather or reduce-scatter of a buffer of `size` bytes."""
-    return size * (ranks - 1) // ranks
+_PHASES = {Op.BACKWARD: ("input", "weight"), Op.BACKWARD_INPUT: ("input",), Op.BACKWARD_WEIGHT: ("weight",)}
+
+
+def gradient_kind(name: str) -> str:
+    """The kind of the slot in which the gradient of a handed tensor is added up."""
+    return f"g{name}"
 
 
 @dataclass(frozen=True)
@@ -258,7 +295,8 @@ class Plan:
     def digest(self) -> str:
         """Two ranks with equal digests will do the same thing."""
         values = {item.name: getattr(self.table, item.name) for item in fields(Table) if item.compare}
-        values["units"] = [asdict(unit) for unit in self.table.units]
+        values["units"] = [{**asdict(unit), "traffic": sorted(unit.traffic.items())}
+                           for unit in self.table.units]
         values["parameters"] = {p: asdict(unit) for p, unit in self.table.parameters.items()}
         text = json.dumps([values, self.programs], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -172,7 +172,8 @@ class ZeroRun:
                     numbers[0 if counted else 1] += squared_norm(state.range(state.gradient, segment))
         if Slot("loss") in slots and self.comm.here.tp == 0:
             numbers[2] = slots.get(Slot("loss"))
-            numbers[3] = self.config.tokens_per_step / self.config.dp
+            if self.comm.here.pp == self.table.position(self.table.last):  # tokens count once
+                numbers[3] = self.config.tokens_per_step / self.config.dp
         numbers[1] = (~torch.isfinite(numbers)).any().double()
         self.comm.groups["world"].all_reduce(numbers).wait()
         squared, found, loss, tokens = numbers.tolist()

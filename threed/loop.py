@@ -21,7 +21,6 @@ from threed.engine.engine import Engine
 from threed.engine.verify import Verifier
 from threed.engine.watch import Watch
 from threed.errors import RunError
-from threed.models.gpt import Batch
 from threed.monitor.log import Log
 from threed.monitor.measure import Meter, Step
 from threed.monitor.timeline import picture
@@ -29,6 +28,7 @@ from threed.monitor.traces import TraceWriter
 from threed.program.trace import Trace
 from threed.quantity import show_bytes, show_count, show_seconds
 from threed.schema import Config
+from threed.tensor.context import Batch
 from threed.zero.run import Clipped
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from threed.comm import Comm
-from threed.models.spec import model_flops
+from threed.models.model import model_flops
 from threed.monitor.attribute import CAUSES, PARTS, attribute, parts
 from threed.monitor.straggler import Stragglers
 from threed.predict.simulate import Costs, predict

@@ -16,12 +16,13 @@ import torch
 from torch import nn
 
 from threed.comm import Comm, Handle
-from threed.models.gpt import Batch, Context, build_layer, parameter_names
+from threed.models.layers.base import Layer, Out
 from threed.models.tiling import layers_of
 from threed.program.instruction import Instruction, Op, Slot
 from threed.program.table import Table, gradient_kind
 from threed.schema import Config
 from threed.slots import Slots
+from threed.tensor.context import Batch, Context
 
 
 class KeptInputs(Protocol):
@@ -41,14 +42,6 @@ class Saved(NamedTuple):
     loss: Any  # None where it adds nothing to it
 
 
-class Output(NamedTuple):
-    """What a unit has computed."""
-
-    x: torch.Tensor
-    makes: dict[str, torch.Tensor]
-    loss: torch.Tensor | None
-
-
 class PipelineRun:
     """The layers of one rank and the handlers that run them."""
 
@@ -64,15 +57,10 @@ class PipelineRun:
         self.loss_scale = 1.0  # what backward begins with
         self.shape = (config.model.seq_len // (config.parallel.tp if sp else 1), config.train.micro_batch_size,
                       config.model.hidden)
-        specs = layers_of(config)
-        self.layers: dict[int, list[nn.Module]] = {}
-        for unit in table.units_of(self.position):
-            self.layers[unit] = []
-            for spec in specs[slice(*table.units[unit].layers)]:
-                layer = build_layer(spec, context)
-                for inside, name in parameter_names(spec, layer, config.model).items():
-                    _set_parameter(layer, inside, parameters[name])
-                self.layers[unit].append(layer)
+        layers = layers_of(config)
+        self.layers: dict[int, list[Layer]] = {
+            unit: [layer.build(context, parameters) for layer in layers[slice(*table.units[unit].layers)]]
+            for unit in table.units_of(self.position)}
         self.batch: Callable[[int], Batch] = _no_batch  # micro-batch -> its data; set before each program
         self._sends: deque[Handle] = deque()
         self.handlers: dict[Op, Callable[[Instruction, Slots], None]] = {
@@ -96,6 +84,7 @@ class PipelineRun:
                     kept = self.inputs.keep(kept)
                 slots.put(Slot("kept", unit, microbatch), kept)
         if unit < self.table.last:
+            assert output.x is not None, f"{self.table.units[unit].name} has returned no residual stream"
             slots.put(Slot("act", unit, microbatch), output.x.detach())
         if output.loss is not None:
             loss = Slot("loss")
@@ -112,7 +101,7 @@ class PipelineRun:
         slots.put(Slot("saved", unit, microbatch), saved)
 
     def _with_graph(self, unit: int, microbatch: int, x: torch.Tensor | None,
-                    slots: Slots) -> tuple[Output, Saved]:
+                    slots: Slots) -> tuple[Out, Saved]:
         """What a unit computes, and what BACKWARD needs of it."""
         leaf = None if x is None or self.table.units[unit].adds else x.detach().requires_grad_()
         given = self._read(unit, microbatch, slots)
@@ -122,28 +111,29 @@ class PipelineRun:
         self._hand(unit, microbatch, output, slots)
         edge = torch.autograd.graph.get_gradient_edge
         makes = {Slot(name, unit, microbatch): edge(value) for name, value in output.makes.items()}
-        return output, Saved(leaf, reads, edge(output.x) if unit < self.table.last else None, makes,
+        return output, Saved(leaf, reads, edge(output.x) if output.x is not None else None, makes,
                              edge(output.loss) if output.loss is not None else None)
 
     def _compute(self, unit: int, microbatch: int, x: torch.Tensor | None,
-                 reads: dict[Slot, torch.Tensor]) -> Output:
-        batch, tile = self.batch(microbatch), self.table.units[unit]
-        output: Any = x
-        makes = {}
-        if tile.makes or tile.reads:
-            output, normed = self.layers[unit][0](x, batch, next(iter(reads.values()), None))
-            makes = {handed.name: normed for handed in tile.makes}
-        else:
-            for layer in self.layers[unit]:
-                output = layer(output, batch)
-        return Output(output, makes, output if tile.loss else None)
+                 reads: dict[Slot, torch.Tensor]) -> Out:
+        """Its layers one after the other, each with the tensors that it reads: made in this unit, or before it."""
+        batch, output = self.batch(microbatch), Out(x)
+        given = {slot.kind: value for slot, value in reads.items()}
+        for layer in self.layers[unit]:
+            out = layer(output.x, batch, **{name: given[name] for name in layer.reads})
+            out = out if isinstance(out, Out) else Out(out)
+            given.update(out.makes)
+            loss = out.loss if output.loss is None else output.loss if out.loss is None else output.loss + out.loss
+            output = Out(out.x, {**output.makes, **out.makes}, loss)
+        wanted = {handed.name for handed in self.table.units[unit].makes}
+        return output._replace(makes={name: value for name, value in output.makes.items() if name in wanted})
 
     def _read(self, unit: int, microbatch: int, slots: Slots) -> dict[Slot, torch.Tensor]:
         """What earlier units have handed a unit."""
         wanted = [Slot(read.name, read.unit, microbatch) for read in self.table.units[unit].reads]
         return {slot: slots.get(slot) for slot in wanted}
 
-    def _hand(self, unit: int, microbatch: int, output: Output, slots: Slots) -> None:
+    def _hand(self, unit: int, microbatch: int, output: Out, slots: Slots) -> None:
         """What a unit hands on."""
         for name, value in output.makes.items():
             slots.put(Slot(name, unit, microbatch), value.detach())
@@ -238,15 +228,6 @@ class PipelineRun:
 
 def _gradient(handed: Slot) -> Slot:
     return handed._replace(kind=gradient_kind(handed.kind))
-
-
-def _set_parameter(layer: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    path, _, last = name.rpartition(".")
-    owner = layer.get_submodule(path)
-    made = owner.get_parameter(last)
-    if made.shape != parameter.shape:
-        raise AssertionError(f"{name}: the layer has shape {tuple(made.shape)}, its spec {tuple(parameter.shape)}")
-    setattr(owner, last, parameter)
 
 
 def _no_batch(microbatch: int) -> Batch:

@@ -19,6 +19,7 @@ from threed.slots import Slots
 from threed.tensor.precision import Precision
 from threed.zero import optimizer
 from threed.zero.scaler import LossScaler
+from threed.zero.shard import counts
 from threed.zero.state import UnitState, there
 
 
@@ -112,7 +113,7 @@ class ZeroRun:
     def _sum_replicated(self, state: UnitState) -> None:
         """Over tp, in one call: parameters that all tp ranks hold, of which each has the gradient of its own tokens."""
         grad = state.whole_grad()
-        parts = [grad[segment.start:segment.stop] for segment in state.layout.segments if segment.replicated]
+        parts = [grad[segment.start:segment.stop] for segment in state.layout.segments if "tp" not in segment.axes]
         joined = torch.cat(parts) if len(parts) > 1 else parts[0]
         self.comm.groups["tp"].all_reduce(joined).wait()
         if len(parts) > 1:
@@ -165,10 +166,10 @@ class ZeroRun:
         if instruction.keep != "none":
             if self.comm.device.type == "cuda" and any(state.host_grad is not None for state in self.states.values()):
                 torch.cuda.current_stream().synchronize()  # it waits for the copies to the host; the host reads them now
-            for state, counts in ((self.states[p], self._counts(p)) for p in self.table.held(self.comm.here.pp)):
+            for state, mine in ((self.states[p], self._counts(p)) for p in self.table.held(self.comm.here.pp)):
                 for segment in state.layout.segments_of(state.index):
                     # What another rank counts is looked at, too: an overflow may be in one copy only.
-                    counted = counts and (self.comm.here.tp == 0 or not segment.replicated)
+                    counted = mine and counts(segment.axes, self.comm.here._asdict())
                     numbers[0 if counted else 1] += squared_norm(state.range(state.gradient, segment))
         if Slot("loss") in slots and self.comm.here.tp == 0:
             numbers[2] = slots.get(Slot("loss"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -308,13 +308,14 @@ class UnitState:
         return [segment for index in indices for segment in self.layout.segments_of(index)]
 
     @torch.no_grad()
-    def fill(self, tp: int, tp_rank: int, seed: int) -> None:
-        """Draw initial values of what this rank steps, straight into it."""
+    def fill(self, place: Mapping[str, int], seed: int) -> None:
+        """Draw initial values of what this rank (axis -> its index) steps, straight into it."""
         first, last = self.owned
         for placed in self.layout.placed:
             start, stop = max(placed.start, first), min(placed.stop, last)
             if stop > start:
-                draw(self.weights[start - first:stop - first], placed.parameter, tp, tp_rank, seed, start - placed.start)
+                part = placed.parameter.part(self.layout.ranks, place)
+                draw(self.weights[start - first:stop - first], placed.parameter, part, seed, start - placed.start)
         self.publish()
 
     @torch.no_grad()
@@ -398,6 +399,6 @@ def make_states(config: Config, comm: Comm, layouts: dict[int, Layout], storage:
         state.writes = storage.table.saves(comm.here.pp, unit) and comm.here.dp < storage.table.shard_size
         if state.writes and storage.table.snapshots:
             state.make_snapshot(storage.table.kept_kinds)
-        state.fill(config.parallel.tp, comm.here.tp, config.train.seed)
+        state.fill(comm.here._asdict(), config.train.seed)
         states[unit] = state
     return states

@@ -59,7 +59,7 @@ class Out(NamedTuple):
 
     x: torch.Tensor | None = None  # the residual stream (or what else the next layer reads); None from the last
     makes: Mapping[str, torch.Tensor] = {}  # what it hands to later layers of its stage, by name
-    loss: torch.Tensor | None = None  # what it adds to the loss: a sum / tokens of the global batch
+    loss: torch.Tensor | None = None  # what it adds to the loss, equal on all tp ranks: a sum / batch.num_tokens
 
 
 class Layer(Part):

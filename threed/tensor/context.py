@@ -16,6 +16,7 @@ from threed.tensor.layers import (
     WeightGrads,
     parallel_config,
     rms_norm,
+    total,
     vocab_parallel_cross_entropy,
 )
 from threed.tensor.random import keep_mask
@@ -74,6 +75,11 @@ class Context:
     def cross_entropy_of(self, running: torch.Tensor) -> torch.Tensor:
         """Loss of each token, [S, B]."""
         return cross_entropy_of(running, self.group)
+
+    def total(self, part: torch.Tensor) -> torch.Tensor:
+        """A sum over tokens of the residual stream, of those of all ranks: what is added to the loss must be equal on all tp
+        ranks."""
+        return total(part, self.group) if self.sequence_parallel else part
 
     def rotary(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines of rotary positions (Su et al. 2021), [S, E] each: pairs are (i, i + E/2)."""

@@ -36,7 +36,8 @@ def parameter_count(model: ModelConfig, padded: bool = False) -> int:
 def model_flops(model: ModelConfig, sequences: int) -> int:
     """FLOPs of forward and backward of `sequences`, without recomputation: backward is twice forward.
 
-    Narayanan et al. 2021, appendix, less the recomputed forward: 72 B s l h^2 (1 + s/(6h) + V/(12 l h)). Only matrix
-    products count, and attention is counted whole (not halved for the causal mask), as is customary for MFU.
+    Narayanan et al. 2021, appendix, less the recomputed forward: 72 B s l h^2 (1 + s/(6h) + V/(12 l h)). Only
+    matrix products count, and attention is counted whole (not halved for the causal mask), as is customary
+    for MFU.
     """
     return 3 * sequences * sum(layer.cost(Share()).flops for layer in layers(model))

@@ -1,13 +1,14 @@
-"""What layers say about themselves: parameters and how they are cut, and what they cost a rank. Plain values, no torch.
+"""What layers say about themselves: parameters and how they are cut, and what they cost a rank. Plain values,
+no torch.
 
-A parameter is cut along some of its dims, over axes of the mesh, and a tile's over the tiles of its layer. All cuts are
-such that a checkpoint fits any mesh:
+A parameter is cut along some of its dims, over axes of the mesh, and a tile's over the tiles of its layer.
+All cuts are such that a checkpoint fits any mesh:
 
     dim of 1 run, over 2 ranks     | 0 0 0 | 1 1 1 |        each rank has one range
     dim of 2 runs, over 2 ranks    | 0 | 1 | 0 | 1 |        each has its part of each run: gate and up of a gated MLP
 
-Inside a layer, and so in `shape`, the runs of a dim lie one after the other. Where parameters are stored, drawn and
-shared out, a dim of several runs is two dims, `stored`: then every part is a box.
+Inside a layer, and so in `shape`, the runs of a dim lie one after the other. Where parameters are stored,
+drawn and shared out, a dim of several runs is two dims, `stored`: then every part is a box.
 """
 
 from __future__ import annotations
@@ -86,8 +87,8 @@ class Parameter:
         return tuple(size for dim, length in enumerate(self.shape) for size in self._apart(dim, length))
 
     def part(self, ranks: Mapping[str, int], place: Mapping[str, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """(offset, shape) in `stored` of what a rank has of this tile. `ranks`: axis -> its size, 1 where it is not
-        named; `place`: axis -> the rank's index."""
+        """(offset, shape) in `stored` of what a rank has of this tile. `ranks`: axis -> its size, 1 where it
+        is not named; `place`: axis -> the rank's index."""
         offset, shape = [0] * len(self.stored), list(self.stored)
         for cut in self.cuts:
             dim = sum(len(self._apart(before, 0)) for before in range(cut.dim + 1)) - 1
@@ -116,7 +117,8 @@ SEQUENCE = "sequence"  # what is cut as the residual stream is: over all axes th
 
 @dataclass(frozen=True)
 class Share:
-    """A rank's share of the work: turns what a layer says of one sequence, all ranks together, into bytes of one rank."""
+    """A rank's share of the work: turns what a layer says of one sequence, all ranks together, into bytes of
+    one rank."""
 
     ranks: Mapping[str, int] = field(default_factory=dict)  # axis -> its size
     sequence: tuple[str, ...] = ()  # axes that cut the sequence of the residual stream
@@ -130,11 +132,13 @@ class Share:
         return self.ranks.get(cut, 1)
 
     def bytes(self, elements: int, cut: str = "", element: int | None = None) -> int:
-        """Of a tensor with so many elements a sequence. `element`: bytes of one, if not of the dtype of compute."""
+        """Of a tensor with so many elements a sequence. `element`: bytes of one, if not of the dtype of
+        compute."""
         return elements * (element or self.element) // self.over(cut) * self.sequences
 
     def sent(self, elements: int, axis: str, rings: int, element: int | None = None) -> int:
-        """Bytes of so many rings (all-gather and reduce-scatter are one, all-reduce is two) of a whole tensor."""
+        """Bytes of so many rings (all-gather and reduce-scatter are one, all-reduce is two) of a whole
+        tensor."""
         return rings * ring(elements * (element or self.element) * self.sequences, self.over(axis))
 
 

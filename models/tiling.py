@@ -1,10 +1,11 @@
-"""Memory-centric tiling: into how many tiles each layer is cut, so that no more of it than a tile need be in memory whole.
+"""Memory-centric tiling: into how many tiles each layer is cut, so that no more of it than a tile need be in
+memory whole.
 
-`model.tile_linears: BYTES` bounds what one unit gathers of matrices that are cut over tp: those of a branch (qkv and out, or
-up, gate and down), of the head, or the table of the embedding, as one tp rank has them in the dtype of compute. A block whose
-branches are larger together is cut into its branches; a branch, head or embedding that is larger, into the fewest equal tiles
-that are not. Tiles are whole cells (kv heads, numbers of the hidden layer, tokens), and equal on all ranks. Biases and norms
-are not counted. No torch.
+`model.tile_linears: BYTES` bounds what one unit gathers of matrices that are cut over tp: those of a branch
+(qkv and out, or up, gate and down), of the head, or the table of the embedding, as one tp rank has them in
+the dtype of compute. A block whose branches are larger together is cut into its branches; a branch, head or
+embedding that is larger, into the fewest equal tiles that are not. Tiles are whole cells (kv heads, numbers
+of the hidden layer, tokens), and equal on all ranks. Biases and norms are not counted. No torch.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ def layers_of(config: Config) -> list[Layer]:
 
 
 def cut_layers(config: Config) -> list[list[Layer]]:
-    """What each layer of the model is cut into. InputError where it cannot be cut small enough, or must not be cut."""
+    """What each layer of the model is cut into. InputError where it cannot be cut small enough, or must not
+    be cut."""
     whole = layers(config.model)
     if config.model.tile_linears is None:
         return [[layer] for layer in whole]
@@ -99,8 +101,8 @@ def _fewest(size: int, cells: int, limit: int) -> int:
 
 
 def unit_layers(config: Config) -> tuple[list[Layer], list[tuple[int, int]]]:
-    """The layers of a model, and those of each unit: (first, one past the last). The first and the last layer are units of
-    their own, and between them `parallel.layers_per_unit` are one."""
+    """The layers of a model, and those of each unit: (first, one past the last). The first and the last layer
+    are units of their own, and between them `parallel.layers_per_unit` are one."""
     found, per_unit = layers_of(config), config.parallel.layers_per_unit
     last = len(found) - 1
     between = [(first, min(first + per_unit, last)) for first in range(1, last, per_unit)]
@@ -108,8 +110,8 @@ def unit_layers(config: Config) -> tuple[list[Layer], list[tuple[int, int]]]:
 
 
 def together(units: Sequence[Sequence[Layer]]) -> list[int]:
-    """Lengths of the runs of units that are on one stage: tiles of one layer, and from the maker of a tensor that is
-    handed on to its last reader."""
+    """Lengths of the runs of units that are on one stage: tiles of one layer, and from the maker of a tensor
+    that is handed on to its last reader."""
     makers: dict[str, int] = {}
     joined = [unit[0].tile.index > 0 for unit in units]  # to the unit before
     for index, unit in enumerate(units):

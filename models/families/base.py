@@ -21,5 +21,6 @@ class Family:
     layers: Callable[[Any], list[Layer]]  # of a configuration, first to last: the first embeds, the last has the loss
     config: type[ModelConfig] = ModelConfig  # the keys of `model` and their defaults; a subclass may add its own
     sizes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # model.name -> values of keys
-    # (configuration, axis -> ranks) -> what is wrong with it, one line each, beside what is checked of all families
+    # (configuration, axis -> ranks) -> what is wrong with it, one line each, beside what is checked of all
+    # families
     check: Callable[[Any, Mapping[str, int]], list[str]] = nothing

@@ -39,8 +39,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "gpt2-medium": _size(24, 1024, 16, 1024),
     "gpt2-large": _size(36, 1280, 20, 1024),
     "gpt2-xl": _size(48, 1600, 25, 1024),
-    # Brown et al. 2020, table 2.1. Its XL has 24 heads, which do not divide 2048, and its 13B a hidden size of 5140,
-    # which 40 heads do not: 16 and 5120 are what everyone builds.
+    # Brown et al. 2020, table 2.1. Its XL has 24 heads, which do not divide 2048, and its 13B a hidden size
+    # of 5140, which 40 heads do not: 16 and 5120 are what everyone builds.
     "gpt3-small": _size(12, 768, 12, 2048),
     "gpt3-medium": _size(24, 1024, 16, 2048),
     "gpt3-large": _size(24, 1536, 16, 2048),

@@ -1,4 +1,5 @@
-"""Llama: GPT's layers with rotary positions, RMS norms, gated MLPs, no biases and an output projection of its own."""
+"""Llama: GPT's layers with rotary positions, RMS norms, gated MLPs, no biases and an output projection of its
+own."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Families by the name that `model.family` gives them, or by where they are.
 
-A family is a file here and a line below; or anywhere else, and `model.family` says where: `package.module:name`, or
-`folder/file.py:name`.
+A family is a file here and a line below; or anywhere else, and `model.family` says where:
+`package.module:name`, or `folder/file.py:name`.
 """
 
 from __future__ import annotations

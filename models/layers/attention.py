@@ -1,11 +1,11 @@
-"""Causal self-attention; query heads share key and value heads in groups of G. A tile is a run of key and value heads with
-their queries.
+"""Causal self-attention; query heads share key and value heads in groups of G. A tile is a run of key and
+value heads with their queries.
 
-Rows of qkv are sorted by key and value head: the queries that share it, then its key, then its value (as in Megatron-LM).
-So any run of heads is a run of rows.
+Rows of qkv are sorted by key and value head: the queries that share it, then its key, then its value (as in
+Megatron-LM). So any run of heads is a run of rows.
 
-Shapes: S sequence, s the part of it that a rank has of the residual stream, B micro-batch, D hidden; of this rank (and
-tile) N heads, K key and value heads, G = N/K; E head size.
+Shapes: S sequence, s the part of it that a rank has of the residual stream, B micro-batch, D hidden; of this
+rank (and tile) N heads, K key and value heads, G = N/K; E head size.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Attention(Part):
         if not model.attention_dropout:
             return (*ends, kept("queries", seq * hidden if rotary or grouped else 0),
                     kept("keys", seq * kv if rotary else 0), kept("log of attention's sums", model.heads * seq, 4))
-        # Unfused. Keys and values are kept for each query head. Queries that were turned or copied are kept so, and
-        # nothing as projected.
+        # Unfused. Keys and values are kept for each query head. Queries that were turned or copied are kept
+        # so, and nothing as projected.
         squares, instead = model.heads * seq * seq, 2 * kv if rotary or grouped else 0
         return (*ends, kept("softmax of attention", squares, 4), kept("dropped attention", squares),
                 kept("attention mask", squares, 1), kept("keys and values of each query", seq * (2 * hidden - instead)))
@@ -80,7 +80,8 @@ class Attention(Part):
         probability, queries = self.model.attention_dropout, self.model.heads // self.model.num_kv_heads
         if probability == 0.0 or not batch.train:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=queries > 1)
-        # Fused attention draws its own dropout, which depends on the mesh: attention weights are made explicitly.
+        # Fused attention draws its own dropout, which depends on the mesh: attention weights are made
+        # explicitly.
         k, v = (t.repeat_interleave(queries, 1) for t in (k, v))
         seq, heads = q.shape[2], q.shape[1]
         future = torch.full((seq, seq), -torch.inf, dtype=q.dtype, device=q.device).triu(1)  # added: not kept

@@ -1,9 +1,9 @@
 """Parts and layers: what planning must know of them and what they compute, in one class.
 
-A **part** is made of parts: a layer has a norm and an MLP, an MLP has two linears. It says which parameters it has and what
-it costs, which is by default what its parts have and cost. A **layer** is a part that a unit may consist of. Made from a
-config, parts are plain values, with which a plan is made without torch; `build` binds them to the weights of a rank, and
-then they compute.
+A **part** is made of parts: a layer has a norm and an MLP, an MLP has two linears. It says which parameters
+it has and what it costs, which is by default what its parts have and cost. A **layer** is a part that a unit
+may consist of. Made from a config, parts are plain values, with which a plan is made without torch; `build`
+binds them to the weights of a rank, and then they compute.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class Out(NamedTuple):
 
 
 class Layer(Part):
-    """Called with the residual stream [s, B, D] and the batch, and by name with the tensors that it reads. It returns the
-    residual stream, or an Out."""
+    """Called with the residual stream [s, B, D] and the batch, and by name with the tensors that it reads. It
+    returns the residual stream, or an Out."""
 
     name: str
     tile: Tile = WHOLE

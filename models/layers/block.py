@@ -1,10 +1,12 @@
-"""A block is a sequence of branches. A branch adds to the residual stream what its bodies make of its norm's output:
+"""A block is a sequence of branches. A branch adds to the residual stream what its bodies make of its norm's
+output:
 
     Block(name, Branch(f"{name}.attention", norm, attention), Branch(f"{name}.mlp", norm, mlp))      one after the other
     Block(name, Branch(f"{name}.both", norm, attention, mlp))                                        side by side
 
-A body is a part that is called with (norm's output, batch), and that can be cut into tiles (base.Tileable). A block that is too
-large becomes its branches; a branch, tiles of its bodies. The first has the norm, whose output it hands to the others.
+A body is a part that is called with (norm's output, batch), and that can be cut into tiles (base.Tileable). A
+block that is too large becomes its branches; a branch, tiles of its bodies. The first has the norm, whose
+output it hands to the others.
 """
 
 from __future__ import annotations
@@ -43,8 +45,8 @@ class Branch(Layer):
         self.dropout = Dropout(norm.model, name)
 
     def cost(self, share: Share) -> Cost:
-        # Of its products, the norm's output and the gradient of what is added: of all bodies the same tensors, but
-        # that a sequence that is cut is gathered for each.
+        # Of its products, the norm's output and the gradient of what is added: of all bodies the same
+        # tensors, but that a sequence that is cut is gathered for each.
         size = self.norm.model.seq_len * self.norm.model.hidden
         gathered = len(self.bodies) if share.sequence else 1
         normed = share.bytes(size, SEQUENCE)
@@ -68,7 +70,8 @@ class Branch(Layer):
 
 
 class BranchTile(Layer):
-    """What a tile of a body adds to the residual stream. (The tiles' dropout masks are equal: dropout of a sum.)"""
+    """What a tile of a body adds to the residual stream. (The tiles' dropout masks are equal: dropout of a
+    sum.)"""
 
     def __init__(self, branch: Branch, body: Part, tile: Tile):
         self.model, self.name, self.tile = branch.norm.model, tile.of(branch.name), tile
@@ -84,8 +87,8 @@ class BranchTile(Layer):
     def cost(self, share: Share) -> Cost:
         size = self.model.seq_len * self.model.hidden
         operands = share.bytes(size, SEQUENCE) if self.norm is not None else 0
-        # The gradient of what is added is the same tensor for all tiles, unless dropout makes each its own, or it is
-        # gathered for each.
+        # The gradient of what is added is the same tensor for all tiles, unless dropout makes each its own,
+        # or it is gathered for each.
         if self.norm is not None or self.model.dropout or share.sequence:
             operands += share.bytes(size)
         return super().cost(share) + Cost(operands=operands)

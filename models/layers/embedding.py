@@ -1,5 +1,5 @@
-"""The embedding: token ids to the residual stream. A tile is a run of the vocabulary's rows: it adds what it has of the
-tokens.
+"""The embedding: token ids to the residual stream. A tile is a run of the vocabulary's rows: it adds what it
+has of the tokens.
 
 Shapes: S sequence, s the part of it that a rank has of the residual stream, B micro-batch, D hidden.
 """

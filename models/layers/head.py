@@ -1,10 +1,10 @@
 """The head: final norm, projection onto the vocabulary, loss.
 
-A tile is a run of the vocabulary. The first has the norm, whose output all read. What goes from tile to tile is not the
-residual stream but a running softmax, of which the last makes the loss.
+A tile is a run of the vocabulary. The first has the norm, whose output all read. What goes from tile to tile
+is not the residual stream but a running softmax, of which the last makes the loss.
 
-Shapes: S sequence, s the part of it that a rank has of the residual stream, B micro-batch, D hidden, V vocabulary of this
-rank (and tile).
+Shapes: S sequence, s the part of it that a rank has of the residual stream, B micro-batch, D hidden, V
+vocabulary of this rank (and tile).
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 With swiglu, up is two products of one input, gate and up, whose rows are two runs of one matrix.
 
-Shapes: S sequence, s the part of it that a rank has of the residual stream, B micro-batch, D hidden, F hidden layer of this
-rank (and tile).
+Shapes: S sequence, s the part of it that a rank has of the residual stream, B micro-batch, D hidden, F hidden
+layer of this rank (and tile).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """What layers are made of: linears and tables cut over tp, norms, dropout.
 
-A linear counts its products, what it sends over tp, and what it keeps of its cut side for a weight gradient that is put off. Its
-other side is the residual stream, which several may share: that is counted by the layer that holds them.
+A linear counts its products, what it sends over tp, and what it keeps of its cut side for a weight gradient
+that is put off. Its other side is the residual stream, which several may share: that is counted by the layer
+that holds them.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class Held(Part):
         return list(self.held.values())
 
     def module(self, context: Context) -> torch.nn.Module:
-        """What holds them: of our own, nothing else; or a layer of megatron-core, which decides how they are cut."""
+        """What holds them: of our own, nothing else; or a layer of megatron-core, which decides how they are
+        cut."""
         return torch.nn.Module()
 
     def modules(self) -> list[torch.nn.Module]:
@@ -78,7 +80,8 @@ class Column(_Linear):
 
     def __init__(self, model: ModelConfig, name: str, outputs: int, tile: Tile = WHOLE, runs: int = 1,
                  weight: Parameter | None = None):
-        """`runs`: products of one input, whose rows lie one after the other. `weight`: in place of one of its own."""
+        """`runs`: products of one input, whose rows lie one after the other. `weight`: in place of one of its
+        own."""
         self.model, cuts = model, cut_over_tp(0, tile, runs)
         bias = Parameter(f"{name}.bias", (outputs,), cuts, tile=tile) if model.bias and weight is None else None
         super().__init__(weight or Parameter(f"{name}.weight", (outputs, model.hidden), cuts, model.init_std, tile=tile),
@@ -86,8 +89,8 @@ class Column(_Linear):
 
     def cost(self, share: Share) -> Cost:
         seq, stream = self.model.seq_len, self.model.seq_len * self.model.hidden
-        # The input's gradient is summed over tp. Where its sequence is cut, it is gathered for the product and once more
-        # for the weight's gradient, and the sum is scattered.
+        # The input's gradient is summed over tp. Where its sequence is cut, it is gathered for the product
+        # and once more for the weight's gradient, and the sum is scattered.
         sent = {("forward", "tp"): 1, ("input", "tp"): 1, ("weight", "tp"): 1} if share.sequence else {("input", "tp"): 2}
         return Cost(self.flops(seq, share), operands=share.bytes(seq * self.outputs, "tp"),
                     sent={where: share.sent(stream, "tp", rings) for where, rings in sent.items()})
@@ -97,8 +100,8 @@ class Column(_Linear):
 
 
 class Row(_Linear):
-    """y = x W^T + b, W cut by columns over tp and the product summed over it. [S, B, inputs / tp] -> [s, B, outputs].
-    Of several tiles the last has the bias."""
+    """y = x W^T + b, W cut by columns over tp and the product summed over it. [S, B, inputs / tp] -> [s, B,
+    outputs]. Of several tiles the last has the bias."""
 
     def __init__(self, model: ModelConfig, name: str, inputs: int, std: float, tile: Tile = WHOLE):
         self.model = model
@@ -115,14 +118,15 @@ class Row(_Linear):
 
 
 def sums(share: Share, stream: int) -> dict[tuple[str, str], int]:
-    """What is sent where the residual stream is a sum over tp: scattered where its sequence is cut, and its gradient
-    gathered."""
+    """What is sent where the residual stream is a sum over tp: scattered where its sequence is cut, and its
+    gradient gathered."""
     rings = {("forward", "tp"): 1, ("input", "tp"): 1} if share.sequence else {("forward", "tp"): 2}
     return {where: share.sent(stream, "tp", count) for where, count in rings.items()}
 
 
 class Table(Held):
-    """Token ids [B, S] -> their rows [s, B, D], the vocabulary cut over tp. Of a tile: zeros for ids not in it."""
+    """Token ids [B, S] -> their rows [s, B, D], the vocabulary cut over tp. Of a tile: zeros for ids not in
+    it."""
 
     def __init__(self, model: ModelConfig, weight: Parameter):
         self.model, self.held = model, {"weight": weight}
@@ -138,7 +142,8 @@ class Table(Held):
 
 
 class Norm(Held):
-    """model.norm, of the residual stream. It keeps its input and statistics; its output is kept by what reads that."""
+    """model.norm, of the residual stream. It keeps its input and statistics; its output is kept by what reads
+    that."""
 
     def __init__(self, model: ModelConfig, name: str):
         self.model, self.name = model, name
@@ -180,5 +185,6 @@ class Dropout(Part):
 
 
 def added(x_sBD: torch.Tensor | None, part_sBD: torch.Tensor) -> torch.Tensor:
-    """The sum; the part alone where there is no residual stream: a tile is computed again for its graph without."""
+    """The sum; the part alone where there is no residual stream: a tile is computed again for its graph
+    without."""
     return part_sBD if x_sBD is None else x_sBD + part_sBD

@@ -1,7 +1,8 @@
-"""What a layer declares is what it does: parameters, products, messages, what it keeps. All planning rests on it.
+"""What a layer declares is what it does: parameters, products, messages, what it keeps. All planning rests on
+it.
 
-A parameter that the plan does not know is never stepped, and one of another shape breaks its buffer: a layer refuses to be
-built so. Costs are measured of each layer alone, exactly.
+A parameter that the plan does not know is never stepped, and one of another shape breaks its buffer: a layer
+refuses to be built so. Costs are measured of each layer alone, exactly.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ def measured(config: Config, all_layers: list[Layer], index: int, pieces: tuple[
 
 
 def known_difference(config: Config, layer: Layer) -> Cost:
-    """What is kept less what is declared, a few bytes a token: an embedding that is cut keeps which tokens are its own, and
-    tiles of the head keep fewer numbers of the running softmax."""
+    """What is kept less what is declared, a few bytes a token: an embedding that is cut keeps which tokens
+    are its own, and tiles of the head keep fewer numbers of the running softmax."""
     tokens = config.train.micro_batch_size * config.model.seq_len
     if layer.name.startswith("embedding") and (config.parallel.tp > 1 or layer.tile.count > 1):
         return Cost(saved=(Saved("mask of tokens", tokens),), operands=tokens)

@@ -1,8 +1,9 @@
 """Boxes: what a checkpoint is made of. A box is a rectangle of a global parameter, wherever its elements lie.
 
-A rank owns a flat range of its part of a parameter. A range of a row-major array is a few rectangles, each contiguous in
-the buffer: at most 2n - 1 of n dims. With the offset of the part added they have global coordinates, so a checkpoint
-knows neither the mesh nor the tiling that wrote it, and another reads the parts of boxes that it needs.
+A rank owns a flat range of its part of a parameter. A range of a row-major array is a few rectangles, each
+contiguous in the buffer: at most 2n - 1 of n dims. With the offset of the part added they have global
+coordinates, so a checkpoint knows neither the mesh nor the tiling that wrote it, and another reads the parts
+of boxes that it needs.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class Box:
 
 
 def rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(offset, shape) of the rectangles that make up elements [start, stop) of a row-major array, in order."""
+    """(offset, shape) of the rectangles that make up elements [start, stop) of a row-major array, in
+    order."""
     if stop <= start:
         return
     if len(shape) == 1:

@@ -77,8 +77,8 @@ class Context:
         return cross_entropy_of(running, self.group)
 
     def total(self, part: torch.Tensor) -> torch.Tensor:
-        """A sum over tokens of the residual stream, of those of all ranks: what is added to the loss must be equal on all tp
-        ranks."""
+        """A sum over tokens of the residual stream, of those of all ranks: what is added to the loss must be
+        equal on all tp ranks."""
         return total(part, self.group) if self.sequence_parallel else part
 
     def rotary(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,7 +1,8 @@
-"""Measure what a layer costs: run it once, alone, and look. What a layer declares (`cost`) must be exactly that.
+"""Measure what a layer costs: run it once, alone, and look. What a layer declares (`cost`) must be exactly
+that.
 
-The layer runs with a group that carries nothing, so that one process is any rank of any size: shapes, bytes and products are
-right, values are not.
+The layer runs with a group that carries nothing, so that one process is any rank of any size: shapes, bytes
+and products are right, values are not.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Numbers that do not depend on the mesh: initial weights drawn by block, dropout masks computed from counters."""
+"""Numbers that do not depend on the mesh: initial weights drawn by block, dropout masks computed from
+counters."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ def _seed(*words: object) -> int:
 
 def initial_values(parameter: Parameter, ranks: Mapping[str, int], place: Mapping[str, int],
                    seed: int) -> torch.Tensor:
-    """The fp32 values of a rank's part of a parameter (of a tile of it), on the CPU. `ranks`, `place`: axis -> its size,
-    the rank's index."""
+    """The fp32 values of a rank's part of a parameter (of a tile of it), on the CPU. `ranks`, `place`: axis
+    -> its size, the rank's index."""
     values = torch.empty(parameter.local_shape(ranks))
     draw(values.view(-1), parameter, parameter.part(ranks, place), seed)
     return values
@@ -31,11 +32,13 @@ def initial_values(parameter: Parameter, ranks: Mapping[str, int], place: Mappin
 
 def draw(into: torch.Tensor, parameter: Parameter, part: tuple[tuple[int, ...], tuple[int, ...]], seed: int,
          start: int = 0) -> None:
-    """Fill a flat tensor with initial values: a part (offset and shape in `parameter.stored`), from its element `start` on.
+    """Fill a flat tensor with initial values: a part (offset and shape in `parameter.stored`), from its
+    element `start` on.
 
-    Normal values are drawn in blocks of the last two dims, each with a generator keyed by (seed, name, indices of the dims
-    before, block), so a rank draws only the blocks that its range touches, a row of blocks at a time, and the whole
-    parameter is the same on every mesh. Rows that pad the vocabulary are zero.
+    Normal values are drawn in blocks of the last two dims, each with a generator keyed by (seed, name,
+    indices of the dims before, block), so a rank draws only the blocks that its range touches, a row of
+    blocks at a time, and the whole parameter is the same on every mesh. Rows that pad the vocabulary are
+    zero.
     """
     if parameter.std == 0.0:
         into.fill_(parameter.fill)
@@ -89,8 +92,9 @@ def _strip(parameter: Parameter, whole: tuple[int, ...], rows: tuple[int, int], 
 def keep_mask(probability: float, key: tuple[int, str], samples: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
     """Dropout from counters: which elements stay, [B, *counters.shape], and the same on every mesh.
 
-    `key` is (seed, site), `samples` the global sample numbers [B], `counters` the global number of each element within
-    its sample at this site. Each decision is a hash of the four (the mixing steps are those of splitmix64).
+    `key` is (seed, site), `samples` the global sample numbers [B], `counters` the global number of each
+    element within its sample at this site. Each decision is a hash of the four (the mixing steps are those of
+    splitmix64).
     """
     base = torch.tensor(_seed(*key), dtype=torch.int64, device=samples.device)
     shape = (-1, *([1] * counters.dim()))

@@ -1,10 +1,12 @@
-"""The flat layout of a parameter unit: where each parameter lies in the buffer, and who owns which range. No torch.
+"""The flat layout of a parameter unit: where each parameter lies in the buffer, and who owns which range. No
+torch.
 
     | decayed, cut | decayed, whole | plain, cut | plain, whole | padding |
     |<--- shard 0 --->|<--- shard 1 --->|<--- shard 2 --->| ...
 
-All elements of a rank's part of a unit lie in one buffer, in runs, so that weight decay and the gradient norm (which counts
-once what ranks of an axis have copies of) are slices. The buffer is padded so that every shard has the same length.
+All elements of a rank's part of a unit lie in one buffer, in runs, so that weight decay and the gradient norm
+(which counts once what ranks of an axis have copies of) are slices. The buffer is padded so that every shard
+has the same length.
 """
 
 from __future__ import annotations
@@ -87,5 +89,6 @@ def layout(parameters: tuple[Parameter, ...], ranks: Mapping[str, int], num_shar
 
 
 def counts(axes: tuple[str, ...], place: Mapping[str, int]) -> bool:
-    """Whether a rank counts for what is cut over these axes: of the ranks that have a copy, the first does."""
+    """Whether a rank counts for what is cut over these axes: of the ranks that have a copy, the first
+    does."""
     return all(place[axis] == 0 for axis in COPIED if axis not in axes)

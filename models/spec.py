@@ -5,7 +5,7 @@ A parameter is cut along some of its dims, over axes of the mesh, and a tile's o
 All cuts are such that a checkpoint fits any mesh:
 
     dim of 1 run, over 2 ranks     | 0 0 0 | 1 1 1 |        each rank has one range
-    dim of 2 runs, over 2 ranks    | 0 | 1 | 0 | 1 |        each has its part of each run: gate and up of a gated MLP
+    dim of 2 runs, over 2 ranks    | 0 | 1 | 0 | 1 |        each has its part of each run (gate and up)
 
 Inside a layer, and so in `shape`, the runs of a dim lie one after the other. Where parameters are stored,
 drawn and shared out, a dim of several runs is two dims, `stored`: then every part is a box.
@@ -86,13 +86,16 @@ class Parameter:
         """The shape of the whole, the runs of a dim as a dim of their own before it."""
         return tuple(size for dim, length in enumerate(self.shape) for size in self._apart(dim, length))
 
-    def part(self, ranks: Mapping[str, int], place: Mapping[str, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def part(self, ranks: Mapping[str, int],
+             place: Mapping[str, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(offset, shape) in `stored` of what a rank has of this tile. `ranks`: axis -> its size, 1 where it
         is not named; `place`: axis -> the rank's index."""
         offset, shape = [0] * len(self.stored), list(self.stored)
         for cut in self.cuts:
             dim = sum(len(self._apart(before, 0)) for before in range(cut.dim + 1)) - 1
-            index, count = self.tile if cut.axis == TILES else (place.get(cut.axis, 0), ranks.get(cut.axis, 1))
+            index, count = place.get(cut.axis, 0), ranks.get(cut.axis, 1)
+            if cut.axis == TILES:
+                index, count = self.tile
             shape[dim] //= count
             offset[dim] += index * shape[dim]
         return tuple(offset), tuple(shape)
@@ -157,12 +160,14 @@ class Cost:
     flops: int = 0  # of matrix products, in forward
     saved: tuple[Saved, ...] = ()
     operands: int = 0  # bytes kept from the input half of backward to the weights' half
-    sent: Mapping[tuple[str, str], int] = field(default_factory=dict)  # (forward, input or weight; axis) -> bytes
+    # (phase: forward, input or weight; axis) -> bytes
+    sent: Mapping[tuple[str, str], int] = field(default_factory=dict)
 
     def __add__(self, other: Cost) -> Cost:
         sent = Counter(self.sent)
         sent.update(other.sent)
-        return Cost(self.flops + other.flops, self.saved + other.saved, self.operands + other.operands, dict(sent))
+        return Cost(self.flops + other.flops, self.saved + other.saved, self.operands + other.operands,
+                    dict(sent))
 
     def saved_bytes(self, again: tuple[str, ...] = ()) -> int:
         """Without what is computed again: these pieces."""

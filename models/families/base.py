@@ -18,8 +18,9 @@ def nothing(_: Any, __: Mapping[str, int]) -> list[str]:
 class Family:
     """Models of one kind."""
 
-    layers: Callable[[Any], list[Layer]]  # of a configuration, first to last: the first embeds, the last has the loss
-    config: type[ModelConfig] = ModelConfig  # the keys of `model` and their defaults; a subclass may add its own
+    # Of a configuration, first to last: the first embeds tokens, the last has the loss.
+    layers: Callable[[Any], list[Layer]]
+    config: type[ModelConfig] = ModelConfig  # keys of `model` and their defaults; a subclass may add its own
     sizes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # model.name -> values of keys
     # (configuration, axis -> ranks) -> what is wrong with it, one line each, beside what is checked of all
     # families

@@ -32,35 +32,37 @@ def family_of(name: str) -> Family:
     """What `model.family` stands for. InputError where it stands for nothing."""
     if name in FAMILIES:
         return FAMILIES[name]
+    asked = f"model.family={name}"
     where, colon, attribute = name.rpartition(":")
     if not colon:
-        raise InputError(f"model.family={name}: there are {', '.join(FAMILIES)}; for one of your own write "
+        raise InputError(f"{asked}: there are {', '.join(FAMILIES)}; for one of your own write "
                          "package.module:name or file.py:name")
-    family = getattr(_from_file(name, Path(where)) if where.endswith(".py") else _from_package(name, where), attribute, None)
+    module = _from_file(asked, Path(where)) if where.endswith(".py") else _from_package(asked, where)
+    family = getattr(module, attribute, None)
     if not isinstance(family, Family):
         wrong = "has no such name" if family is None else f"has a {type(family).__name__} there"
-        raise InputError(f"model.family={name}: {where} {wrong}; it must be a threed.models.families.base.Family")
+        raise InputError(f"{asked}: {where} {wrong}; it must be a threed.models.families.base.Family")
     if not issubclass(family.config, ModelConfig):
-        raise InputError(f"model.family={name}: its config must be a dataclass that extends threed.schema.ModelConfig")
+        raise InputError(f"{asked}: its config must be a dataclass that extends threed.schema.ModelConfig")
     return family
 
 
-def _from_file(name: str, path: Path) -> ModuleType:
+def _from_file(asked: str, path: Path) -> ModuleType:
     if not path.is_file():
-        raise InputError(f"model.family={name}: there is no file {path} (seen from {Path.cwd()})")
+        raise InputError(f"{asked}: there is no file {path} (seen from {Path.cwd()})")
     alias = f"threed_family_{path.stem}"
     spec = importlib.util.spec_from_file_location(alias, path)
     assert spec is not None and spec.loader is not None
-    module = sys.modules[alias] = importlib.util.module_from_spec(spec)  # dataclasses look themselves up there
+    module = sys.modules[alias] = importlib.util.module_from_spec(spec)  # where dataclasses look
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise InputError(f"model.family={name}: {path} cannot be imported: {type(error).__name__}: {error}") from error
+        raise InputError(f"{asked}: {path} cannot be imported: {type(error).__name__}: {error}") from error
     return module
 
 
-def _from_package(name: str, where: str) -> ModuleType:
+def _from_package(asked: str, where: str) -> ModuleType:
     try:
         return importlib.import_module(where)
     except Exception as error:
-        raise InputError(f"model.family={name}: {where} cannot be imported: {type(error).__name__}: {error}") from error
+        raise InputError(f"{asked}: {where} cannot be imported: {type(error).__name__}: {error}") from error

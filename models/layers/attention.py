@@ -37,7 +37,8 @@ class Attention(Part):
 
     def cost(self, share: Share) -> Cost:
         seq, hidden = self.model.seq_len, self.model.hidden // self.tile.count
-        core = 4 * seq * seq * hidden * share.sequences // share.over("tp")  # counted whole, not halved for the mask
+        # Counted whole, not halved for the mask.
+        core = 4 * seq * seq * hidden * share.sequences // share.over("tp")
         return super().cost(share) + Cost(core, self._saved(share))
 
     def _saved(self, share: Share) -> tuple[Saved, ...]:
@@ -46,19 +47,22 @@ class Attention(Part):
         seq, hidden, kv = model.seq_len, model.hidden, model.num_kv_heads * model.head_dim
         grouped, rotary = model.heads > model.num_kv_heads, model.position == "rotary"
 
-        def kept(what: str, elements: int, element: int | None = None, piece: str | None = "attention") -> Saved:
+        def kept(what: str, elements: int, element: int | None = None,
+                 piece: str | None = "attention") -> Saved:
             return Saved(what, share.bytes(elements // tiles, "tp", element), piece)
 
         ends = (kept("queries, keys and values as projected", seq * (hidden + 2 * kv), piece=None),
                 kept("attention's output", seq * hidden, piece=None))
         if not model.attention_dropout:
             return (*ends, kept("queries", seq * hidden if rotary or grouped else 0),
-                    kept("keys", seq * kv if rotary else 0), kept("log of attention's sums", model.heads * seq, 4))
+                    kept("keys", seq * kv if rotary else 0),
+                    kept("log of attention's sums", model.heads * seq, 4))
         # Unfused. Keys and values are kept for each query head. Queries that were turned or copied are kept
         # so, and nothing as projected.
         squares, instead = model.heads * seq * seq, 2 * kv if rotary or grouped else 0
         return (*ends, kept("softmax of attention", squares, 4), kept("dropped attention", squares),
-                kept("attention mask", squares, 1), kept("keys and values of each query", seq * (2 * hidden - instead)))
+                kept("attention mask", squares, 1),
+                kept("keys and values of each query", seq * (2 * hidden - instead)))
 
     def forward(self, x_sBD: torch.Tensor, batch: Batch) -> torch.Tensor:
         return self.out(self.context.saving.through("attention", self._core, self.qkv(x_sBD), batch))
@@ -87,8 +91,9 @@ class Attention(Part):
         future = torch.full((seq, seq), -torch.inf, dtype=q.dtype, device=q.device).triu(1)  # added: not kept
         scores = q @ k.transpose(-1, -2) * self.model.head_dim**-0.5 + future
         first = (self.tile.index * self.context.group.size() + self.context.group.rank()) * heads
-        counters = torch.arange(first * seq * seq, (first + heads) * seq * seq, device=q.device).view(heads, seq, seq)
-        keep = self.context.keep_mask(probability, (batch.seed, f"{self.name}.weights"), batch.samples_B, counters)
+        counters = torch.arange(first * seq * seq, (first + heads) * seq * seq, device=q.device)
+        keep = self.context.keep_mask(probability, (batch.seed, f"{self.name}.weights"), batch.samples_B,
+                                      counters.view(heads, seq, seq))
         return (scores.float().softmax(-1).to(v.dtype) * keep / (1.0 - probability)) @ v
 
     def _rotate(self, x_BNSE: torch.Tensor) -> torch.Tensor:

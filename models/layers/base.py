@@ -57,9 +57,9 @@ class Part:
 class Out(NamedTuple):
     """What a layer has computed, where it is more than the residual stream."""
 
-    x: torch.Tensor | None = None  # the residual stream (or what else the next layer reads); None from the last
+    x: torch.Tensor | None = None  # what the next layer reads, mostly the residual stream; the last: None
     makes: Mapping[str, torch.Tensor] = {}  # what it hands to later layers of its stage, by name
-    loss: torch.Tensor | None = None  # what it adds to the loss, equal on all tp ranks: a sum / batch.num_tokens
+    loss: torch.Tensor | None = None  # added to the loss, equal on all tp ranks: a sum / batch.num_tokens
 
 
 class Layer(Part):

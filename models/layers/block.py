@@ -1,8 +1,8 @@
 """A block is a sequence of branches. A branch adds to the residual stream what its bodies make of its norm's
 output:
 
-    Block(name, Branch(f"{name}.attention", norm, attention), Branch(f"{name}.mlp", norm, mlp))      one after the other
-    Block(name, Branch(f"{name}.both", norm, attention, mlp))                                        side by side
+    Block(name, Branch(f"{name}.attention", norm, attention), Branch(f"{name}.mlp", norm, mlp))   in turn
+    Block(name, Branch(f"{name}.both", norm, attention, mlp))                                     side by side
 
 A body is a part that is called with (norm's output, batch), and that can be cut into tiles (base.Tileable). A
 block that is too large becomes its branches; a branch, tiles of its bodies. The first has the norm, whose
@@ -31,7 +31,9 @@ class Block(Layer):
         return tuple(body for branch in self.branches for body in branch.bodies)
 
     def cut(self, tiling) -> list[Layer]:
-        return [self] if tiling.fits(self) else [layer for branch in self.branches for layer in branch.cut(tiling)]
+        if tiling.fits(self):
+            return [self]
+        return [layer for branch in self.branches for layer in branch.cut(tiling)]
 
     def forward(self, x_sBD: torch.Tensor, batch: Batch) -> torch.Tensor:
         for branch in self.branches:

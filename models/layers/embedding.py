@@ -31,8 +31,10 @@ class Embedding(Layer):
 
     def cost(self, share: Share) -> Cost:
         """All of its backward is weight gradients: what is saved is kept for them."""
-        cost = super().cost(share) + Cost(saved=(Saved("token ids", share.bytes(self.model.seq_len, element=8)),))
-        gradient = share.bytes(self.model.seq_len * self.model.hidden, SEQUENCE)  # of all tiles the same tensor
+        tokens = Saved("token ids", share.bytes(self.model.seq_len, element=8))
+        cost = super().cost(share) + Cost(saved=(tokens,))
+        # Of all tiles the same tensor.
+        gradient = share.bytes(self.model.seq_len * self.model.hidden, SEQUENCE)
         return cost + Cost(operands=cost.saved_bytes() + (0 if self.adds else gradient))
 
     def tileable(self) -> tuple[Embedding, ...]:
@@ -55,7 +57,8 @@ class Positions(Held):
     """A learned vector for each position."""
 
     def __init__(self, model: ModelConfig):
-        self.held = {"weight": Parameter("embedding.position.weight", (model.seq_len, model.hidden), std=model.init_std)}
+        shape = model.seq_len, model.hidden
+        self.held = {"weight": Parameter("embedding.position.weight", shape, std=model.init_std)}
 
     def forward(self) -> torch.Tensor:
         """Those of this rank's part of the sequence, [s, D]."""

@@ -49,7 +49,8 @@ class Head(Layer):
         saved = (Saved("softmax", share.bytes(seq * self.model.padded_vocab // self.tile.count, "tp", 4)),
                  Saved("labels", share.bytes(seq, element=token)),
                  *((Saved("output of the norm", stream),) if whole else ()))
-        loss = {("forward", "tp"): share.sent(seq, "tp", 3 * 2, 4)} if self.tile.last else {}  # three all-reduces
+        # Three all-reduces of a number a token.
+        loss = {("forward", "tp"): share.sent(seq, "tp", 3 * 2, 4)} if self.tile.last else {}
         return super().cost(share) + Cost(saved=saved, operands=stream if first else 0, sent=loss)
 
     def tileable(self) -> tuple[Head, ...]:

@@ -83,15 +83,18 @@ class Column(_Linear):
         """`runs`: products of one input, whose rows lie one after the other. `weight`: in place of one of its
         own."""
         self.model, cuts = model, cut_over_tp(0, tile, runs)
-        bias = Parameter(f"{name}.bias", (outputs,), cuts, tile=tile) if model.bias and weight is None else None
-        super().__init__(weight or Parameter(f"{name}.weight", (outputs, model.hidden), cuts, model.init_std, tile=tile),
-                         bias)
+        shape, bias = (outputs, model.hidden), None
+        if model.bias and weight is None:
+            bias = Parameter(f"{name}.bias", (outputs,), cuts, tile=tile)
+        super().__init__(weight or Parameter(f"{name}.weight", shape, cuts, model.init_std, tile=tile), bias)
 
     def cost(self, share: Share) -> Cost:
         seq, stream = self.model.seq_len, self.model.seq_len * self.model.hidden
         # The input's gradient is summed over tp. Where its sequence is cut, it is gathered for the product
         # and once more for the weight's gradient, and the sum is scattered.
-        sent = {("forward", "tp"): 1, ("input", "tp"): 1, ("weight", "tp"): 1} if share.sequence else {("input", "tp"): 2}
+        sent = {("input", "tp"): 2}
+        if share.sequence:
+            sent = {("forward", "tp"): 1, ("input", "tp"): 1, ("weight", "tp"): 1}
         return Cost(self.flops(seq, share), operands=share.bytes(seq * self.outputs, "tp"),
                     sent={where: share.sent(stream, "tp", rings) for where, rings in sent.items()})
 
@@ -106,7 +109,8 @@ class Row(_Linear):
     def __init__(self, model: ModelConfig, name: str, inputs: int, std: float, tile: Tile = WHOLE):
         self.model = model
         bias = Parameter(f"{name}.bias", (model.hidden,)) if model.bias and tile.last else None
-        super().__init__(Parameter(f"{name}.weight", (model.hidden, inputs), cut_over_tp(1, tile), std, tile=tile), bias)
+        shape = model.hidden, inputs
+        super().__init__(Parameter(f"{name}.weight", shape, cut_over_tp(1, tile), std, tile=tile), bias)
 
     def cost(self, share: Share) -> Cost:
         seq = self.model.seq_len
@@ -179,9 +183,10 @@ class Dropout(Part):
             return x_sBD
         first, length = self.context.sequence()
         hidden = x_sBD.shape[-1]
-        counters = torch.arange(first * hidden, (first + length) * hidden, device=x_sBD.device).view(length, hidden)
-        keep = self.context.keep_mask(probability, (batch.seed, self.site), batch.samples_B, counters).transpose(0, 1)
-        return x_sBD * keep / (1.0 - probability)
+        counters = torch.arange(first * hidden, (first + length) * hidden, device=x_sBD.device)
+        keep_BsD = self.context.keep_mask(probability, (batch.seed, self.site), batch.samples_B,
+                                          counters.view(length, hidden))
+        return x_sBD * keep_BsD.transpose(0, 1) / (1.0 - probability)
 
 
 def added(x_sBD: torch.Tensor | None, part_sBD: torch.Tensor) -> torch.Tensor:

@@ -116,14 +116,15 @@ class PipelineRun:
 
     def _compute(self, unit: int, microbatch: int, x: torch.Tensor | None,
                  reads: dict[Slot, torch.Tensor]) -> Out:
-        """Its layers one after the other, each with the tensors that it reads: made in this unit, or before it."""
+        """Its layers one after the other, each with the tensors that it reads, of this unit or earlier ones."""
         batch, output = self.batch(microbatch), Out(x)
         given = {slot.kind: value for slot, value in reads.items()}
         for layer in self.layers[unit]:
             out = layer(output.x, batch, **{name: given[name] for name in layer.reads})
             out = out if isinstance(out, Out) else Out(out)
             given.update(out.makes)
-            loss = out.loss if output.loss is None else output.loss if out.loss is None else output.loss + out.loss
+            losses = [loss for loss in (output.loss, out.loss) if loss is not None]
+            loss = sum(losses[1:], losses[0]) if losses else None
             output = Out(out.x, {**output.makes, **out.makes}, loss)
         wanted = {handed.name for handed in self.table.units[unit].makes}
         return output._replace(makes={name: value for name, value in output.makes.items() if name in wanted})

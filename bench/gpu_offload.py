@@ -25,9 +25,10 @@ import torch
 from pipeline import machine, processors
 from zero_peers import Sizes, batches, make_config
 
-from threed.comm import HOST_LANES, Comm, Handle, Lane, ProcessComm, file_store
+from threed.comm import HOST_LANES, Comm, ProcessComm, file_store
 from threed.engine.engine import Engine
 from threed.errors import RunError
+from threed.lanes import Handle, Lane
 from threed.models.model import layers
 from threed.monitor.measure import peak_bytes
 from threed.planner import make_mesh, make_plan

@@ -31,7 +31,7 @@ from torch.optim.adamw import AdamW
 from zero_peers import DEEPSPEED, DEEPSPEED_VERSION
 
 from threed import native
-from threed.comm import ThreadLane
+from threed.lanes import ThreadLane
 from threed.optimizers.base import Update, View
 from threed.quantity import show_count
 from threed.schema import OptimizerConfig

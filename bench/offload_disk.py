@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from threed.comm import ThreadLane
+from threed.lanes import ThreadLane
 from threed.offload.tiers import BLOCK, Disk
 from threed.pool import Pool
 

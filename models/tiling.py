@@ -15,6 +15,7 @@ from functools import cache
 from typing import Any, TypeVar
 
 from threed.errors import InputError
+from threed.mesh import AXES
 from threed.models.layers.base import Layer, Tileable
 from threed.models.model import layers
 from threed.models.spec import Share, Tile
@@ -53,7 +54,8 @@ class Limit:
 def share_of(config: Config) -> Share:
     """What a rank has of a micro-batch."""
     parallel = config.parallel
-    return Share({"tp": parallel.tp}, ("tp",) if parallel.sequence_parallel else (), config.train.micro_batch_size,
+    ranks = {axis: getattr(parallel, axis) for axis, divides in AXES.items() if divides == "parameters"}
+    return Share(ranks, ("tp",) if parallel.sequence_parallel else (), config.train.micro_batch_size,
                  4 if config.precision.dtype == "fp32" else 2)
 
 

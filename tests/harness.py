@@ -139,7 +139,7 @@ def batches(config: Config, comm: Comm, step: int, train: bool = True) -> Callab
     micro, size = config.train.micro_batch_size, config.train.global_batch_size
 
     def batch(microbatch: int) -> Batch:
-        first = (microbatch * config.dp + comm.here.dp) * micro
+        first = (microbatch * config.dp + comm.here.replica) * micro
         part = tokens[first:first + micro]
         samples = torch.arange(step * size + first, step * size + first + micro)
         return Batch(part[:, :-1], part[:, 1:], samples, config.train.seed, config.tokens_per_step, train)
@@ -167,7 +167,7 @@ def drive(config: Config, engine: Engine, comm: Comm, steps: int, train_step: Ca
     def after(instruction, slots):
         if instruction.op == Op.CLIP:
             for unit, state in engine.states.items():
-                gradient = state.gradient_prev if instruction.keep == "later" else state.gradient
+                gradient = state.gradient_prev if instruction.gradients == "wait" else state.gradient
                 grads[unit] = gradient.float() / scale
 
     engine.after = after
@@ -194,7 +194,7 @@ def collect(config: Config, results: list) -> Ranks:
         for which, parts in enumerate((grads, weights)):
             for unit, part in parts.items():
                 (start, stop), layout = places[unit]
-                key = (unit, here.tp, here.pp)
+                key = (unit, here.on["tp"], here.position)
                 buffer = buffers[which].setdefault(key, torch.full((layout.numel,), torch.nan))
                 buffer[start:stop] = part
                 layouts[key] = layout

@@ -34,8 +34,8 @@ PATIENCE_S = 10.0  # that a run stands still for a save under way when the next 
 def check_room(plan: Plan, comm: Comm) -> None:
     """InputError where a host has not the memory for the copies from which its ranks write checkpoints."""
     table, here = plan.table, socket.gethostname()
-    copies = [slot for slot in table.seam(comm.here.pp) if slot.kind == "host_snapshot"]
-    mine = sum(map(table.size, copies)) if comm.here.dp < table.shard_size else 0
+    copies = [slot for slot in table.seam(comm.here.position) if slot.kind == "snapshot"]
+    mine = sum(map(table.size, copies)) if comm.is_first_copy else 0
     everywhere = comm.exchange((here, mine))
     wanted = sum(size for host, size in everywhere if host == here)
     free = psutil.virtual_memory().available
@@ -55,7 +55,7 @@ class Checkpoints:
         self._copier = Copier(place, config.checkpoint.copy_keep) if place is not None else None
         self._saver = Saver(engine, resumed.lineage, log.sync if log else lambda: None, resumed.path,
                             lambda: self._copier.being_copied if self._copier else None, self._say)
-        self._zero, self._in_background = engine.zero, engine.plan.table.snapshots
+        self._zero, self._in_background = engine.zero, engine.plan.table.update.snapshots
         self._blocked_s = 0.0  # by the save under way
         self._metrics: dict[str, float | None] = {}
         if self.newest is not None and self.newest.parent == folder(config):

@@ -15,6 +15,7 @@ from threed import config as configs
 from threed.early import begin
 from threed.environment import Nodes
 from threed.errors import ConfigError, InputError, ThreedError
+from threed.mesh import AXES
 from threed.optimizers.registry import OPTIMIZERS
 from threed.planner import make_mesh, make_plan, saved_by_piece
 from threed.program import show as shows
@@ -99,17 +100,17 @@ def show(config: ConfigPath, overrides: Overrides = None,
     if rank is not None and not 0 <= rank < mesh.size:
         raise InputError(f"--rank {rank}: the mesh has ranks 0 to {mesh.size - 1}")
     if svg is not None:
-        title = f"{loaded.parallel.schedule}, {mesh.pp} positions, {loaded.num_microbatches} micro-batches, {program}"
+        title = f"{loaded.parallel.schedule}, {mesh.positions} positions, {loaded.num_microbatches} micro-batches, {program}"
         try:
             svg.write_text(shows.svg(plan.programs[program], shows.timeline(plan, program), title))
         except OSError as error:
             raise InputError(f"--svg {svg}: {error.strerror}") from None
     if as_json:
-        chosen = range(mesh.pp) if rank is None else [mesh.coordinate(rank).pp]
-        _print_json({"digest": plan.digest, "mesh": {"pp": mesh.pp, "dp": mesh.dp, "tp": mesh.tp},
+        chosen = range(mesh.positions) if rank is None else [mesh.coordinate(rank).position]
+        _print_json({"digest": plan.digest, "mesh": mesh.sizes,
                      "programs": {f"pp{p}": [str(item) for item in plan.programs[program][p]] for p in chosen}})
     elif rank is not None:
-        print(shows.listing(plan, mesh.coordinate(rank).pp, program))
+        print(shows.listing(plan, mesh.coordinate(rank).position, program))
     else:
         print(f"{mesh.draw()}\n\n{shows.units(plan)}\n\n{loaded.parallel.schedule}, {loaded.num_microbatches} micro-batches "
               f"(a forward of a stage drawn as 1, a backward as 2)\n{shows.grid(plan, program)}")
@@ -147,18 +148,18 @@ def check(config: ConfigPath, overrides: Overrides = None,
         _print_json({"ok": True, "world_size": loaded.world_size, "instructions": len(plan), "digest": plan.digest,
                      "warnings": lines, "stages": rows, **({"advice": advised} if advised else {})})
         return
-    print(f"ok: {loaded.world_size} ranks (pp {loaded.parallel.pp} x dp {loaded.dp} x tp {loaded.parallel.tp}), "
+    print(f"ok: {loaded.world_size} ranks ({make_mesh(loaded).text()}), "
           f"{len(plan)} instructions, plan {plan.digest}")
     for line in lines:
         print(f"warning: {line}")
-    head = ("a rank of", "parameters", "param", "grad", "optimizer", "buffers", "activations", "sends dp", "tp", "pp", "gathers",
-            "reduces")
+    head = ("a rank of", "parameters", "param", "grad", "optimizer", "buffers", "activations",
+            *(f"sends {axis}" for axis in AXES), "gathers", "reduces")
     print("".join(text.rjust(12) for text in head))
     for position, row in enumerate(rows):
         cells = [f"pp{position}", show_count(row["parameters"]),
                  *(show_bytes(row[key]) for key in ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "buffer_bytes",
                                                     "activation_peak_bytes")),
-                 *(show_bytes(row["sent_bytes"][axis]) for axis in ("dp", "tp", "pp")),
+                 *(show_bytes(row["sent_bytes"][axis]) for axis in AXES),
                  *(str(row[key]) for key in ("gathers", "reduces"))]
         print("".join(cell.rjust(12) for cell in cells))
     for position, row in enumerate(rows):

@@ -10,102 +10,21 @@ is what gloo and NCCL put on the wire. Waiting for a handle blocks the host on C
 from __future__ import annotations
 
 import datetime
-import queue
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from threed.mesh import Mesh
+from threed.lanes import AfterDevice, Handle, Lane, StreamLane, ThreadLane
+from threed.mesh import GROUPS, Mesh
 
 HOST_LANES = ("host", "read", "write")  # threads, whatever the device
-AXIS_OF_GROUP = {"tp": "tp", "dp": "dp", "shard": "dp", "replica": "dp", "pp": "pp", "tie": "pp", "world": "world"}
 FEW_BYTES = 256  # what is all-reduced on CPU by sending it to everybody; counted as other all-reduces are
-
-
-class Handle:
-    """One communication under way."""
-
-    def __init__(self, wait: Callable[[], Any] | None, keep: Sequence[torch.Tensor] = (),
-                 done: Callable[[], bool] | None = None):
-        self._wait = wait
-        self._done = done
-        self._keep = keep  # buffers that must live until the transfer ends
-
-    def wait(self) -> None:
-        """Return when the result can be used (on a GPU: by the current stream)."""
-        if self._wait is not None:
-            self._wait()
-        self._wait, self._keep, self._done = None, (), None
-
-    def done(self) -> bool:
-        return self._wait is None or (self._done is not None and self._done())
-
-
-class Lane:
-    """A queue of work beside the computation: jobs run one after the other, in the order in which they were submitted.
-
-    This one has nobody to wait for, and runs a job at once.
-    """
-
-    def submit(self, job: Callable[[], None]) -> Handle:
-        """Run a job, which may wait for communication, after those before it. It sees what was computed before this call."""
-        job()
-        return Handle(None)
-
-    def close(self) -> None:
-        """No more jobs."""
-
-
-class ThreadLane(Lane):
-    """A thread. What fails in a job is raised where somebody waits for it."""
-
-    def __init__(self, name: str):
-        self._jobs: queue.SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = queue.SimpleQueue()
-        # A daemon: a job may hang with the rank that it talks to, and must not keep the process.
-        threading.Thread(target=self._work, name=name, daemon=True).start()
-
-    def _work(self) -> None:
-        with torch.no_grad():
-            while (entry := self._jobs.get()) is not None:
-                job, future = entry
-                try:
-                    job()
-                except BaseException as error:
-                    future.set_exception(error)
-                else:
-                    future.set_result(None)
-                del entry, job, future  # whatever they hold, not until the next one comes
-
-    def submit(self, job: Callable[[], None]) -> Handle:
-        future: Future[None] = Future()
-        self._jobs.put((job, future))
-        return Handle(future.result, (), future.done)
-
-    def close(self) -> None:
-        self._jobs.put(None)
-
-
-class StreamLane(Lane):
-    """A CUDA stream. A job is issued at once and runs when what was issued before it on the current stream has."""
-
-    def __init__(self, device: torch.device):
-        self._stream = torch.cuda.Stream(device)
-
-    def submit(self, job: Callable[[], None]) -> Handle:
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            job()
-            event = torch.cuda.Event()
-            event.record()
-        return Handle(lambda: torch.cuda.current_stream().wait_event(event), (), event.query)
 
 
 class Group(ABC):
@@ -113,7 +32,7 @@ class Group(ABC):
 
     def __init__(self, name: str, ranks: Sequence[int], me: int, sent: Counter[str]):
         self.name, self.ranks, self._index, self._sent = name, tuple(ranks), tuple(ranks).index(me), sent
-        self._axis = AXIS_OF_GROUP[name]
+        self._axis = GROUPS[name].counts
         self.tap: Callable[[torch.Tensor], None] | None = None  # is shown what this rank gives to a collective, to inspect it
 
     def size(self) -> int:
@@ -171,13 +90,14 @@ class Group(ABC):
 
 
 class Channel(ABC):
-    """Messages of one kind between two ranks: both ends name the same tensors in the same order; there are no tags."""
+    """Messages of one kind between two pipeline positions: both ends name the same tensors in the same order; there are no
+    tags."""
 
     def __init__(self, sent: Counter[str]):
         self._sent = sent
 
     def send(self, tensor: torch.Tensor) -> Handle:
-        self._sent["pp"] += tensor.nbytes
+        self._sent[GROUPS["pp"].counts] += tensor.nbytes
         return self._send(tensor.contiguous())
 
     @abstractmethod
@@ -195,8 +115,13 @@ class Comm(ABC):
         self.sent: Counter[str] = Counter()  # axis -> bytes since the start
         self.waiting_since: float | None = None  # when this rank began to wait for all others, if it does so now
         self.groups: dict[str, Group] = {}
-        self.channels: dict[tuple[int, int, str], Channel] = {}  # (sender, receiver, kind), of this rank's dp and tp
+        self.channels: dict[tuple[int, int, str], Channel] = {}  # (sender, receiver, kind)
         self._lanes: dict[str, Lane] = {}
+
+    @property
+    def is_first_copy(self) -> bool:
+        """Whether this rank is in the first of the shard groups, each of which holds all of what is sharded."""
+        return self.mesh.group("replica", self.rank)[0] == self.rank
 
     @abstractmethod
     def exchange(self, value: Any) -> list[Any]:
@@ -212,25 +137,18 @@ class Comm(ABC):
         return self.exchange(value if self.rank == 0 else None)[0]
 
     def lane(self, name: str) -> Lane:
-        """A queue of work beside the computation. With nobody to talk to over dp, that lane runs its jobs at once."""
+        """A queue of work beside the computation. That of groups in which this rank is alone runs its jobs at once."""
         if name not in self._lanes:
-            alone = name == "dp" and self.mesh.dp == 1
+            groups = [group for group, row in GROUPS.items() if row.lane == name]
+            alone = bool(groups) and all(len(self.mesh.group(group, self.rank)) == 1 for group in groups)
             streams = self.device.type == "cuda" and name not in HOST_LANES
             self._lanes[name] = Lane() if alone else StreamLane(self.device) if streams else ThreadLane(name)
         return self._lanes[name]
 
-    def host(self, job: Callable[[], None], lane: str = "host") -> Handle:
-        """Run a job on a lane of the host, once what was issued so far on the device is done."""
-        if self.device.type != "cuda":
-            return self.lane(lane).submit(job)
-        event = torch.cuda.Event()
-        event.record()
-
-        def after() -> None:
-            event.synchronize()
-            job()
-
-        return self.lane(lane).submit(after)
+    def host_lane(self, name: str = "host") -> Lane:
+        """A lane of the host, whose jobs begin once what was issued before them on the device is done."""
+        lane = self.lane(name)
+        return AfterDevice(lane) if self.device.type == "cuda" else lane
 
     def close(self) -> None:
         """Leave."""
@@ -366,12 +284,12 @@ class ProcessComm(Comm):
         dist.init_process_group(backend, store=store, rank=rank, world_size=mesh.size, timeout=timeout)
         # Every rank names every group, in one order; only members connect. (torch's way for members to do it alone names
         # groups by how many a rank has made so far, and ranks at the ends of a pipeline make fewer.)
-        for name in ("tp", "dp", "tie") if mesh.shard_size == mesh.dp else ("tp", "dp", "shard", "replica", "tie"):
-            for ranks in mesh.groups(name):
-                made = dist.new_group(list(ranks), timeout) if len(ranks) > 1 else None
+        for name, row in GROUPS.items():
+            for ranks in mesh.groups(name) if row.lane and row.needed(mesh) else ():
+                whole = len(ranks) == mesh.size and row.axes is None
+                made = dist.group.WORLD if whole else dist.new_group(list(ranks), timeout) if len(ranks) > 1 else None
                 if rank in ranks:
                     self.groups[name] = ProcessGroup(name, ranks, rank, self.sent, made)
-        self.groups["world"] = ProcessGroup("world", tuple(range(mesh.size)), rank, self.sent, dist.group.WORLD)
 
     def open_channels(self, pairs: Sequence[tuple[int, int, str]]) -> None:
         """Connect a plan's channels, given as (sender position, receiver position, kind): each its own communicator, so that

@@ -56,7 +56,7 @@ class Loop:
         comm = engine.comm
         self.config, self.engine, self.comm, self.watch, self.log = config, engine, comm, watch, log
         table = engine.plan.table
-        self.reads_tokens = comm.here.pp in (table.position(0), table.position(table.last))
+        self.reads_tokens = comm.here.position in (table.position(0), table.position(table.last))
         self.train_split, self.validation_split = data
         self.requests = requests
         self.meter, self.verifier = Meter(config, engine.plan, comm), Verifier(engine)
@@ -138,15 +138,15 @@ class Loop:
         monitor, mesh, here = self.config.monitor, self.comm.mesh, self.comm.here
         if trace.name != "train":  # with delayed updates there are a few others
             return
-        last = number == self.config.train.steps - self.engine.plan.table.delayed or step.asked("stop")
+        last = number == self.config.train.steps - self.engine.plan.table.update.delayed or step.asked("stop")
         if monitor.trace_every and (last or number % monitor.trace_every == 0):
             if problem := self.traces.write(number, trace, step.costs):
                 print(f"threed: warning: {problem}", file=sys.stderr, flush=True)
         if monitor.wandb != "disabled" and monitor.timeline_every and number % monitor.timeline_every == 0:
             with self.watch.phase(f"timeline of step {number}"):
-                traces = self.comm.exchange(trace if here.dp == here.tp == 0 else None)
+                traces = self.comm.exchange(trace if here.is_first(axis for axis in here.on if axis != "pp") else None)
             if self.log:
-                row = [traces[mesh.rank(position)] for position in range(mesh.pp)]
+                row = [traces[rank] for rank in mesh.group("pp", 0)]
                 title = f"{self.config.run.dir}, step {number}, measured on dp 0 tp 0"
                 self.log.picture(number, picture(self.engine.plan.programs["train"], row, title))
 
@@ -157,7 +157,7 @@ class Loop:
         micro = config.train.micro_batch_size
 
         def batch(microbatch: int) -> Batch:
-            first = start + (microbatch * config.dp + here.dp) * micro
+            first = start + (microbatch * config.dp + here.replica) * micro
             samples = torch.arange(first, first + micro, device=device)
             tokens = torch.empty(0, dtype=torch.int64)
             if self.reads_tokens:  # the others see activations only

@@ -1,111 +1,167 @@
 """The mesh: which rank sits where, and with whom it talks. Plain arithmetic, no torch.
 
-A rank has a coordinate on each axis: pp (pipeline position), dp (data-parallel replica), tp (tensor-parallel part).
-`order` names the axes outermost first, as in Megatron-LM's default pp-dp-tp: neighbours on the last axis are
-neighbouring ranks, so that tp groups stay inside a node.
+A rank has a coordinate on each axis. `order` names the axes outermost first, as in Megatron-LM's default pp-dp-tp:
+neighbours on the last axis are neighbouring ranks, so that tp groups stay inside a node.
 
-Groups (each rank is in one of each):
-
-    tp       same pp and dp         collectives inside FORWARD and BACKWARD
-    dp       same pp and tp         REDUCE, GATHER
-    shard    a run of `shard` members of dp   } sub-groups of dp: state is sharded within `shard`
-    replica  the peers across shard groups    } and repeated across `replica`
-    pp       same dp and tp         SEND, RECV
-    tie      first and last of a pp group: the two ranks that hold a tied embedding (alone elsewhere)
-    world    everybody              CLIP
+AXES and GROUPS are the tables that everything else reads: a new axis is a row in the first, and a row in the second for
+each group of ranks that it brings.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import product
+from math import prod
 from typing import NamedTuple
 
-AXES = ("pp", "dp", "tp")
-GROUPS = ("tp", "dp", "shard", "replica", "pp", "tie", "world")
+# Axis -> what ranks along it divide among them: stages of the model, samples of the batch, or parameters of a layer.
+# The order is that of text, from the outermost axis.
+AXES: dict[str, str] = {"pp": "stages", "dp": "samples", "tp": "parameters"}
 
 
-class Coordinate(NamedTuple):
-    pp: int
-    dp: int
-    tp: int
+class GroupRow(NamedTuple):
+    """A kind of group. Each rank is in one group of each kind."""
+
+    axes: tuple[str, ...] | None  # that it spans; None: all
+    counts: str  # the axis that its bytes count for
+    lane: str = ""  # of its collectives; empty: it has messages, each on a lane of its own
+    # A rule for who is in it along its one axis: (mesh, own coordinate) -> coordinates; None: all.
+    members: Callable[[Mesh, int], Iterable[int]] | None = None
+    needed: Callable[[Mesh], bool] = lambda mesh: True  # else another group has the same ranks
+
+    @property
+    def across_positions(self) -> bool:
+        """Whether its members sit at several pipeline positions, and so run different programs."""
+        return self.axes is None or "pp" in self.axes
+
+
+GROUPS: dict[str, GroupRow] = {
+    # Collectives inside FORWARD and BACKWARD.
+    "tp": GroupRow(("tp",), "tp", "compute"),
+    # REDUCE and GATHER.
+    "dp": GroupRow(("dp",), "dp", "dp"),
+    # A run of `shard` members of dp: state is sharded within it,
+    "shard": GroupRow(("dp",), "dp", "dp", lambda mesh, at: range(at - at % mesh.shard_size, at - at % mesh.shard_size
+                                                                  + mesh.shard_size), lambda mesh: mesh.has_copies),
+    # and repeated across these, the peers in the other runs.
+    "replica": GroupRow(("dp",), "dp", "dp", lambda mesh, at: range(at % mesh.shard_size, mesh.sizes["dp"],
+                                                                    mesh.shard_size), lambda mesh: mesh.has_copies),
+    # SEND and RECV.
+    "pp": GroupRow(("pp",), "pp"),
+    # The first and the last position, which hold a tied embedding; the others are alone.
+    "tie": GroupRow(("pp",), "pp", "tie", lambda mesh, at: sorted({0, mesh.positions - 1})
+                    if at in (0, mesh.positions - 1) else (at,)),
+    # CLIP.
+    "world": GroupRow(None, "world", "compute"),
+}
 
 
 @dataclass(frozen=True)
-class Mesh:
-    pp: int = 1
-    dp: int = 1
-    tp: int = 1
-    order: tuple[str, ...] = AXES  # outermost first
-    shard: int | None = None  # ranks a shard group; None: all of dp
+class Coordinate:
+    """Where a rank sits."""
 
-    def __post_init__(self) -> None:
-        if sorted(self.order) != sorted(AXES):
-            raise ValueError(f"axis order {self.order} must name pp, dp and tp once each")
-        if min(self.pp, self.dp, self.tp) < 1:
-            raise ValueError(f"axes must have at least one rank: pp={self.pp} dp={self.dp} tp={self.tp}")
-        if self.dp % self.shard_size:
-            raise ValueError(f"dp={self.dp} is not divisible by the shard size {self.shard_size}")
+    on: Mapping[str, int]  # axis -> coordinate
+
+    @property
+    def position(self) -> int:
+        """Its pipeline position."""
+        return self.on["pp"]
+
+    @property
+    def replica(self) -> int:
+        """Its part of the batch."""
+        return self.on["dp"]
+
+    def is_first(self, axes: Iterable[str]) -> bool:
+        """Whether its coordinate is 0 on each of these axes."""
+        return not any(self.on[axis] for axis in axes)
+
+    def __str__(self) -> str:
+        return " ".join(f"{axis}{at}" for axis, at in self.on.items())
+
+
+class Mesh:
+    """A mesh of ranks.
+
+    `order`: its axes, outermost first; empty: as in AXES. `shard`: ranks a shard group; None: all of dp. `sizes`: ranks along
+    each axis, 1 where an axis is not named. ValueError where they do not fit together.
+    """
+
+    def __init__(self, order: tuple[str, ...] = (), shard: int | None = None, **sizes: int):
+        self.order = order or tuple(AXES)
+        self.sizes: dict[str, int] = {axis: sizes.pop(axis, 1) for axis in AXES}
+        if sizes or sorted(self.order) != sorted(AXES):
+            raise ValueError(f"axis order {'-'.join((*self.order, *sizes))} must name {', '.join(AXES)} once each")
+        if min(self.sizes.values()) < 1:
+            raise ValueError(f"axes must have at least one rank: {self.text('=')}")
+        self.shard_size = self.sizes["dp"] if shard is None else shard
+        if self.sizes["dp"] % self.shard_size:
+            raise ValueError(f"dp={self.sizes['dp']} is not divisible by the shard size {self.shard_size}")
 
     @property
     def size(self) -> int:
-        return self.pp * self.dp * self.tp
+        return prod(self.sizes.values())
 
     @property
-    def shard_size(self) -> int:
-        return self.dp if self.shard is None else self.shard
+    def positions(self) -> int:
+        """Pipeline positions."""
+        return self.sizes["pp"]
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether dp is cut into several shard groups, each with a copy of what is sharded."""
+        return self.shard_size < self.sizes["dp"]
 
     def coordinate(self, rank: int) -> Coordinate:
-        """Rank -> (pp, dp, tp)."""
+        """Where a rank sits."""
         if not 0 <= rank < self.size:
             raise ValueError(f"rank {rank} is outside the mesh of {self.size}")
-        found = {}
+        at = {}
         for axis in reversed(self.order):
-            rank, found[axis] = divmod(rank, getattr(self, axis))
-        return Coordinate(**found)
+            rank, at[axis] = divmod(rank, self.sizes[axis])
+        return Coordinate({axis: at[axis] for axis in AXES})
 
-    def rank(self, pp: int = 0, dp: int = 0, tp: int = 0) -> int:
-        """(pp, dp, tp) -> rank."""
+    def rank(self, **at: int) -> int:
+        """The rank with these coordinates, 0 on axes that are not named."""
         rank = 0
         for axis in self.order:
-            rank = rank * getattr(self, axis) + {"pp": pp, "dp": dp, "tp": tp}[axis]
+            rank = rank * self.sizes[axis] + at.get(axis, 0)
         return rank
 
+    def beside(self, here: Coordinate, **at: int) -> int:
+        """The rank that differs from the one `here` in these coordinates."""
+        return self.rank(**{**here.on, **at})
+
     def group(self, name: str, rank: int) -> tuple[int, ...]:
-        """The ranks of the group called `name` that `rank` is in, in the order of their coordinate."""
-        pp, dp, tp = self.coordinate(rank)
-        if name == "world":
-            return tuple(range(self.size))
-        if name == "tp":
-            return tuple(self.rank(pp, dp, other) for other in range(self.tp))
-        if name == "dp":
-            return tuple(self.rank(pp, other, tp) for other in range(self.dp))
-        if name == "shard":
-            first = dp - dp % self.shard_size
-            return tuple(self.rank(pp, first + other, tp) for other in range(self.shard_size))
-        if name == "replica":
-            return tuple(self.rank(pp, other, tp) for other in range(dp % self.shard_size, self.dp, self.shard_size))
-        if name == "pp":
-            return tuple(self.rank(other, dp, tp) for other in range(self.pp))
-        if name == "tie":
-            if pp not in (0, self.pp - 1):
-                return (rank,)
-            return tuple(self.rank(other, dp, tp) for other in sorted({0, self.pp - 1}))
-        raise ValueError(f"no group called {name}; there are {', '.join(GROUPS)}")
+        """The ranks of the group called `name` that `rank` is in, in the order of their coordinates."""
+        if name not in GROUPS:
+            raise ValueError(f"no group called {name}; there are {', '.join(GROUPS)}")
+        row, here = GROUPS[name], self.coordinate(rank)
+        axes = [axis for axis in self.order if row.axes is None or axis in row.axes]
+        along = [range(self.sizes[axis]) if row.members is None else row.members(self, here.on[axis]) for axis in axes]
+        return tuple(self.beside(here, **dict(zip(axes, at, strict=True))) for at in product(*along))
 
     def groups(self, name: str) -> list[tuple[int, ...]]:
         """All groups called `name`, by their least rank: every rank makes them in this order."""
         return sorted({self.group(name, rank) for rank in range(self.size)})
 
+    def text(self, joined: str = " ") -> str:
+        """Its sizes: pp 2 x dp 2 x tp 1."""
+        return " x ".join(f"{axis}{joined}{size}" for axis, size in self.sizes.items())
+
     def draw(self, most: int = 64) -> str:
-        """Who sits where: a row for each pipeline position and replica, a column for each tp part."""
-        cells = {self.coordinate(rank): f"r{rank}" for rank in range(self.size)}
-        width = max(map(len, (*cells.values(), f"tp{self.tp - 1}")))
-        lines = [f"{self.size} ranks = pp {self.pp} x dp {self.dp} x tp {self.tp}, order {'-'.join(self.order)}",
-                 " " * 12 + "  ".join(f"tp{tp}".ljust(width) for tp in range(self.tp))]
-        rows = [(pp, dp) for pp in range(self.pp) for dp in range(self.dp)]
-        for pp, dp in rows[:most]:
-            row = "  ".join(cells[Coordinate(pp, dp, tp)].ljust(width) for tp in range(self.tp))
-            lines.append(f"pp{pp} dp{dp}".ljust(12) + row)
+        """Who sits where: a row for each coordinate on all axes but the last of AXES, a column for each on that."""
+        cells = {str(self.coordinate(rank)): f"r{rank}" for rank in range(self.size)}
+        *others, last = AXES
+        heads = [f"{last}{at}" for at in range(self.sizes[last])]
+        width = max(map(len, (*cells.values(), *heads)))
+        lines = [f"{self.size} ranks = {self.text()}, order {'-'.join(self.order)}",
+                 " " * 12 + "  ".join(head.ljust(width) for head in heads)]
+        rows = [" ".join(f"{axis}{at}" for axis, at in zip(others, row, strict=True))
+                for row in product(*(range(self.sizes[axis]) for axis in others))]
+        for row in rows[:most]:
+            lines.append(row.ljust(12) + "  ".join(cells[f"{row} {head}"].ljust(width) for head in heads))
         if len(rows) > most:
             lines.append(f"... and {len(rows) - most} rows more")
         return "\n".join(line.rstrip() for line in lines)

@@ -7,7 +7,7 @@ from collections import deque
 
 import torch
 
-from threed.comm import Handle
+from threed.lanes import Handle
 from threed.quantity import ALIGNMENT
 
 

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from threed.mesh import AXES
 from threed.quantity import round_up
 
 V_SHAPED = ("zb-v", "dualpipe-v")  # schedules with two stages a rank, the second mirroring the first
@@ -213,7 +214,13 @@ class Config:
 
     @property
     def world_size(self) -> int:
-        return self.dp * self.parallel.tp * self.parallel.pp
+        return math.prod(self.axis_sizes.values())
+
+    @property
+    def axis_sizes(self) -> dict[str, int]:
+        """Ranks along each axis of the mesh."""
+        assert isinstance(self.parallel.dp, int), "resolve() comes first"
+        return {axis: getattr(self.parallel, axis) for axis in AXES}
 
     @property
     def num_microbatches(self) -> int:

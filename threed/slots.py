@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from threed.comm import Handle
+from threed.lanes import Handle
 from threed.program.instruction import Slot
 
 

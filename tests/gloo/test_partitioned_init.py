@@ -63,7 +63,7 @@ def test_one_parameter_at_a_time(others, monkeypatch):
         return alive.most
 
     for rank, most in enumerate(run_loopback(config, plan, mesh, work)):
-        row = rows[mesh.coordinate(rank).pp]
+        row = rows[mesh.coordinate(rank).position]
         held = fixed_bytes(row) + row["host_bytes"]
         assert held <= most <= held + largest, f"rank {rank}"
 

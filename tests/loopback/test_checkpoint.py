@@ -144,8 +144,9 @@ def test_a_step_waits_for_its_copy(tmp_path):
         step(engine, comm, 1)
         late.set()
         for state in engine.states.values():
-            state.snapped()
-        return all(torch.equal(state.snapshot[0], before[unit]) for unit, state in engine.states.items()
+            if state.snapshot is not None:
+                state.snapshot.wait()
+        return all(torch.equal(state.snapshot.rows[0], before[unit]) for unit, state in engine.states.items()
                    if state.snapshot is not None)
 
     config = at(tmp_path, *TP)
@@ -252,8 +253,8 @@ def test_a_flipped_bit_in_memory(kind, mesh, source, tmp_path, monkeypatch):
 def test_every_copy_is_looked_at(tmp_path):
     """A wrong element in a copy that is not the one that was written: of another shard group, of the other end of a tie, of
     a norm on another tp rank."""
-    for others, pick in ((["parallel.dp=4", "zero.shard_size=2", "zero.stage=1"], lambda comm: comm.here.dp == 3),
-                         ([*PP, *TP], lambda comm: comm.here.pp == 1 and comm.here.tp == 1)):
+    for others, pick in ((["parallel.dp=4", "zero.shard_size=2", "zero.stage=1"], lambda comm: comm.here.replica == 3),
+                         ([*PP, *TP], lambda comm: comm.here.position == 1 and comm.here.on["tp"] == 1)):
         path = saved_after(at(tmp_path / "source", *others), 1)
         config = named(at(tmp_path / "run", *others), path)
 

@@ -51,7 +51,7 @@ def written(request, tmp_path_factory):
     reports = []
     for rank in range(mesh.size):
         here = mesh.coordinate(rank)
-        mine = items(config, laid, here.pp, here.dp, here.tp)
+        mine = items(config, laid, here.position, here.replica, here.on["tp"])
         sizes = [4 * (item.box.stop - item.box.start) for item in mine]
         head = header(mine)
         starts = accumulate(sizes[:-1], initial=len(head))
@@ -62,7 +62,7 @@ def written(request, tmp_path_factory):
     (path / "index.jsonl").write_bytes(index)
     files = {file_name(rank): [report.size, *report.header] for rank, report in enumerate(reports) if report.size}
     others = {"step": 1, "updates": 1, "samples": 1, "skipped": 0, "loss_scaler": {}, "waiting": None, "lineage": ["test-0", []],
-              "mesh": {"pp": 16, "dp": mesh.dp, "tp": 8}, "config": config.to_dict()}
+              "mesh": {"pp": 16, "dp": mesh.sizes["dp"], "tp": 8}, "config": config.to_dict()}
     text = seal({"format": 2, **others, "parameters": parameters, "files": files})
     (path / "manifest.json").write_text(text)
     said = (f"{mesh.size} ranks: index {len(index) / 2**20:.1f} MiB, manifest {len(text) / 2**20:.2f} MiB, put together by "

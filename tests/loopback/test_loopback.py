@@ -15,7 +15,7 @@ def test_receives_match_in_the_order_they_were_posted():
     config = tiny("parallel.pp=2")
 
     def work(comm):
-        if comm.here.pp == 0:
+        if comm.here.position == 0:
             for value in (1.0, 2.0):
                 comm.channels[0, 1, "act"].send(torch.tensor([value]))
             return None

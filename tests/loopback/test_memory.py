@@ -113,7 +113,7 @@ def test_bytes_alive(name):
     for rank, engine in enumerate(engines):
         shared = reach([engine.states[p].storage.params for p in engine.states] + [
             engine.states[p].storage.grads for p in engine.states]) | reach(engine.zero._staging)
-        assert sum(shared.values()) == buffers(plan, mesh.coordinate(rank).pp).bytes(plan.table)
+        assert sum(shared.values()) == buffers(plan, mesh.coordinate(rank).position).bytes(plan.table)
         own = {address: size for address, size in reach(engine).items() if address not in shared}
         modules = [layer for layers in engine.pipeline.layers.values() for layer in layers]
         psi = sum({id(p): p.numel() for layer in modules for module in layer.modules() for p in module.parameters()}.values())

@@ -19,14 +19,16 @@ from typing import NamedTuple
 import pytest
 
 from tests.harness import Ranks, assert_parity, batches, collect, drive, tiny
-from threed import comm
-from threed.comm import Comm, Handle, Lane, ThreadLane
+from threed import comm, mesh
+from threed.comm import Comm
 from threed.engine import loopback
 from threed.engine.engine import Engine
 from threed.errors import PlanError
+from threed.lanes import Handle, Lane, ThreadLane
 from threed.planner import make_mesh, make_plan
+from threed.program import instruction
 from threed.program.check import check_programs
-from threed.program.instruction import MOVES, Instruction, Op
+from threed.program.instruction import FIELDS, MOVES, Instruction, Op, Tier
 from threed.program.table import Plan
 from threed.schema import Config
 
@@ -131,10 +133,10 @@ CASES = {
 
 # Moves more often than the rest: most of what is accepted is another order.
 KINDS = ("delete", "duplicate", "swap", "move", "move", "nudge", "nudge", "nudge", "unit", "microbatch", "peer",
-         "group", "keep", "op", "more", "more")
+         "word", "word", "op", "more", "more")
 ZERO = (Op.GATHER, Op.RELEASE, Op.REDUCE, Op.CLIP, Op.STEP, *MOVES)
-GROUPED = ("", "dp", "tp", "tie", "shard", "replica", "world", "act", "grad", "gshard", "pshard", "prev")
-MOVED = ("", "param", "gshard", "pshard", "state", "kept", "kpart", "host_state", "host_pshard", "host_param", "host_gshard")
+WORDS = {**instruction.WORDS, "tier": tuple(Tier), "group": ("", *mesh.GROUPS),
+         "kind": ("", "act", "grad", "param", "gshard", "pshard", "state", "kept", "kpart")}
 
 
 def change(program: list[Instruction], rng: random.Random) -> None:
@@ -161,10 +163,10 @@ def change(program: list[Instruction], rng: random.Random) -> None:
         more(program, i, j, rng)
     elif kind == "op":
         program[i] = program[i]._replace(op=rng.choice(list(Op)))
-    elif kind == "group":
-        program[i] = program[i]._replace(group=rng.choice(MOVED if program[i].op in MOVES else GROUPED))
-    elif kind == "keep":
-        program[i] = program[i]._replace(keep=rng.choice(("all", "none", "input", "later")))
+    elif kind == "word":
+        fields = [field for field in FIELDS[program[i].op] if field in WORDS] or list(WORDS)
+        field = rng.choice(fields)
+        program[i] = program[i]._replace(**{field: rng.choice(WORDS[field])})
     else:
         program[i] = program[i]._replace(**{kind: rng.randint(-1, 7)})
 
@@ -175,8 +177,8 @@ def more(program: list[Instruction], i: int, j: int, rng: random.Random) -> None
     be right."""
     item = program[i]
     if item.op == Op.REDUCE:
-        groups = list(dict.fromkeys(other.group for other in program if other[:2] == item[:2]))
-        down = [other for other in program if other == Instruction(Op.OFFLOAD, item.unit, group="gshard")][:1]
+        groups = list(dict.fromkeys(other.group for other in program if (other.op, other.unit) == (item.op, item.unit)))
+        down = [other for other in program if other == Instruction(Op.OFFLOAD, item.unit, kind="gshard")][:1]
         program[j:j] = [*(item._replace(group=group) for group in groups[:groups.index(item.group) + 1]), *down]
     elif item.op in MOVES:
         pairs = ((Op.OFFLOAD, Op.FETCH), (Op.SPLIT, Op.JOIN))
@@ -212,7 +214,7 @@ def run(config: Config, plan: Plan) -> Ranks:
     def work(here: Comm):
         engine = Engine(config, plan, here)
         evaluated, _ = engine.run("evaluate", batches(config, here, 7))
-        losses, *rest = drive(config, engine, here, 2 + plan.table.delayed)
+        losses, *rest = drive(config, engine, here, 2 + plan.table.update.delayed)
         return [evaluated.loss, *losses], *rest
 
     return collect(config, loopback.run_loopback(config, plan, make_mesh(config), work))
@@ -364,7 +366,7 @@ def test_a_gradient_goes_down_once():
 
     def edit(program: list[Instruction]) -> None:
         backward = program.index(Instruction(Op.BACKWARD, 1, 0))
-        program[backward + 1:backward + 1] = [Instruction(Op.REDUCE, 1, group="dp"), Instruction(Op.OFFLOAD, 1, group="gshard")]
+        program[backward + 1:backward + 1] = [Instruction(Op.REDUCE, 1, group="dp"), Instruction(Op.OFFLOAD, 1, kind="gshard")]
 
     case = Case(0, 1, 3, dp=2, others=(ZERO_1, CPU, UNTIED))
     assert "writes 'host_gshard p1', which is already there" in refusal(case, edit)

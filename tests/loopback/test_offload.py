@@ -13,9 +13,10 @@ import torch
 from allpairspy import AllPairs
 
 from tests.harness import Ranks, assert_contract, batches, loopback, same_bits, tiny
-from threed.comm import Comm, ThreadLane
+from threed.comm import Comm
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
+from threed.lanes import ThreadLane
 from threed.planner import make_mesh, make_plan
 from threed.program.instruction import COMPUTE, Instruction, Op
 from threed.program.show import timeline
@@ -224,7 +225,7 @@ def test_for_whom_a_rank_waits(others, tmp_path):
     def work(comm: Comm) -> None:
         engine = Engine(config, plan, comm)
         for name, programs in plan.programs.items():
-            for index, item in enumerate(programs[comm.here.pp]):
+            for index, item in enumerate(programs[comm.here.position]):
                 said = engine._awaited(name, index)
                 if item.op in (*COMPUTE, Op.JOIN, Op.CLIP, Op.SEND, Op.RECV):
                     assert "with rank" in said, item
@@ -364,6 +365,6 @@ def test_late_lanes_make_a_fault_show(late_lanes, references, tmp_path, monkeypa
 
     put = Slots.put
     monkeypatch.setattr(Slots, "put", lambda self, slot, value, handle=None: put(
-        self, slot, value, None if slot.kind == "host_gshard" else handle))
+        self, slot, value, None if slot.name == "host_gshard" else handle))
     with pytest.raises(AssertionError):
         assert_contract(small(tmp_path, 1, *CPU), references)

@@ -57,9 +57,9 @@ def by_tier(engine: Engine) -> dict[str, Storages]:
         "host_bytes": [shared.host_weights, shared.host_states, kept(engine), *(
             thing for state in states for thing in on_host(state))],
         "parameter_bytes": [thing for state in states if state.unit.weight_home == "device"
-                            for thing in [state.param if state.whole else state.pshard]],
+                            for thing in [state.param if state.unit.whole else state.pshard]],
         "gradient_bytes": [thing for state in states if not state.storage.table.streams(state.number)
-                           for thing in [state.grad if state.storage.table.zero_stage < 2 else state.gshard]],
+                           for thing in [state.grad if state.storage.table.zero.stage < 2 else state.gshard]],
         "optimizer_bytes": [thing for state in states if state.unit.state_home == "device"
                             for thing in (state.master, state.buffers)]}
     return {name: reach(things) for name, things in of.items()}
@@ -70,7 +70,7 @@ def on_host(state: UnitState) -> Iterable:
     if state.unit.weight_home == "host":
         yield state.pshard
     if state.unit.state_home == "host":
-        yield state.bound
+        yield state.state_buffer
 
 
 def kept(engine: Engine):
@@ -104,7 +104,7 @@ def test_bytes_alive(name, tmp_path):
     for address in storages(before):
         left.pop(address, None)
     for rank, engine in enumerate(engines):
-        row = rows[mesh.coordinate(rank).pp]
+        row = rows[mesh.coordinate(rank).position]
         for kind, found in zip(KINDS, map(by_tier(engine).__getitem__, KINDS), strict=True):
             assert sum(found.values()) == pytest.approx(row[kind], rel=0.02, abs=4096 * len(found)), (rank, kind)
             for address, size in found.items():
@@ -115,7 +115,7 @@ def test_bytes_alive(name, tmp_path):
         assert sum(file.st_blocks * 512 for file in on_disk) == pytest.approx(row["disk_bytes"], rel=0.02), "not allocated"
         for state in engine.states.values():  # a file that is looked at is no memory
             if state.unit.state_home == "disk":
-                assert state.bound is None
+                assert state.state_buffer is None
                 left.pop(state.buffers["exp_avg"].untyped_storage().data_ptr())
         small = {address: left.pop(address) for address in reach(engine).keys() & left.keys()}
         assert sum(small.values()) < 0.001 * sum(map(row.__getitem__, KINDS)), "nobody said what this is"

@@ -16,7 +16,7 @@ from threed.errors import InputError
 from threed.optimizers.registry import OPTIMIZERS
 from threed.planner import make_plan
 from threed.predict.memory import model_states
-from threed.program.instruction import Slot
+from threed.program.instruction import Slot, Tier
 
 # Without biases: the gradient of a key's bias is zero but for rounding, and Lion takes its sign.
 PLAIN = ["model.bias=false", "model.norm=rmsnorm", "parallel.pp=2", *DP]
@@ -93,8 +93,8 @@ def test_bytes(name, device, host):
     """Of an element: on the device without a master, on the host and the disk with one; in formulas and in the plan."""
     assert model_states(1.0, 1, "fp32", False, name)["bytes_per_parameter"]["optimizer"] == device
     assert model_states(1.0, 1, "bf16", True, name)["bytes_per_parameter"]["optimizer"] == host
-    for overrides, kind, each in (([], "state", device), (["offload.optimizer=cpu"], "host_state", host),
-                                  (["offload.optimizer=nvme", FILES], "disk_state", host)):
+    for overrides, tier, each in (([], Tier.DEVICE, device), (["offload.optimizer=cpu"], Tier.HOST, host),
+                                  (["offload.optimizer=nvme", FILES], Tier.DISK, host)):
         table = make_plan(tiny(*DP, "zero.stage=1", f"optimizer.name={name}", *overrides)).table
         for unit in table.parameters:
-            assert table.size(Slot(kind, unit)) == each * table.shard_numel(unit)
+            assert table.size(Slot("state", unit, tier=tier)) == each * table.shard_numel(unit)

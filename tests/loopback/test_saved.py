@@ -188,11 +188,12 @@ def test_peak(name):
     plan, mesh = make_plan(config), make_mesh(config)
     act_bytes = plan.table.act_bytes
     for rank, seen in enumerate(watch(config, plan)):
-        position = mesh.coordinate(rank).pp
+        position = mesh.coordinate(rank).position
         peak = stages(plan)[position]["activation_peak_bytes"]
         found = max(*seen.before, *seen.after) + seen.arena
         assert seen.host == alive_bytes(plan, position).peak("host_kept", "host_kpart")
-        assert seen.arena == sum(numel * count for numel, count in buffers(plan, position).kept.items()) * plan.table.param_bytes
+        kept = sum(numel * count for numel, count in buffers(plan, position).kept.items())
+        assert seen.arena == kept * plan.table.elements.param
         # An input that leaves the arena for RECOMPUTE: its place there stays. One that is still on its way to the host.
         again = act_bytes * bool(seen.arena or seen.host)
         assert peak - act_bytes <= found <= peak - act_bytes + again + 0.02 * peak, (rank, (found - peak) / act_bytes)

@@ -112,7 +112,7 @@ def gathered(config: Config) -> int:
         return sum(first.untyped_storage().nbytes() for first in params.first.values())
 
     found = set(run_loopback(config, plan, make_mesh(config), work))
-    assert found == {sum(numel * count for numel, count in buffers(plan, 0).params.items()) * plan.table.param_bytes}
+    assert found == {sum(numel * count for numel, count in buffers(plan, 0).params.items()) * plan.table.elements.param}
     return found.pop()
 
 

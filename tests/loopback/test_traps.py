@@ -21,7 +21,7 @@ from threed.models.layers.parts import WORD
 from threed.models.model import parameters
 from threed.planner import make_mesh, make_plan
 from threed.program.check import check_programs
-from threed.program.instruction import Instruction, Op, Slot
+from threed.program.instruction import Instruction, Op
 from threed.schema import Config, OffloadConfig, PrecisionConfig, ZeroConfig
 
 SMALL = ["model.layers=3", "model.hidden=16", "model.heads=4", "model.seq_len=8"]
@@ -67,7 +67,7 @@ def test_the_ends_of_a_tie_stay_equal(sharded):
 
     weights = run_loopback(config, plan, mesh, work)
     for dp in range(config.dp):
-        assert torch.equal(*(weights[mesh.rank(pp, dp)] for pp in (0, 1)))
+        assert torch.equal(*(weights[mesh.rank(pp=pp, dp=dp)] for pp in (0, 1)))
 
 
 @pytest.mark.parametrize("sharded", SHARDED)
@@ -120,7 +120,7 @@ def test_messages_have_the_dtype_of_compute(dtype, schedule, sp):
         def after(instruction, slots):
             nonlocal received
             if instruction.op in (Op.SEND, Op.RECV):
-                tensor = slots.get(Slot(instruction.group, instruction.unit, instruction.microbatch))
+                tensor = slots.get(instruction.slot)
                 seen.add((tensor.dtype, tuple(tensor.shape), tensor.nbytes))
                 received += instruction.op == Op.RECV
 
@@ -180,7 +180,7 @@ def test_an_overflow_seen_by_one_stage_only(sharded, position):
 
         def handle(instruction, slots):
             backward(instruction, slots)
-            if comm.rank == mesh.rank(position, 1) and instruction.microbatch == 1:
+            if comm.rank == mesh.rank(pp=position, dp=1) and instruction.microbatch == 1:
                 for p in plan.table.units[instruction.unit].parameters:
                     state = engine.states[p]
                     assert state.grad is not None

@@ -110,7 +110,7 @@ def test_dtypes(stage, grad, reduce, master, references):
     assert fits_bf16(ranks.first_grads) == ("bf16" in (grad, reduce if groups else None))  # the last sum is over groups
     plan = make_plan(config)
     assert ranks.sent[0]["dp"] == 4 * stages(plan)[0]["sent_bytes"]["dp"]
-    assert plan.table.reduce_bytes == (4 if reduce == "fp32" else 2)
+    assert plan.table.elements.reduce == (4 if reduce == "fp32" else 2)
 
 
 def fits_bf16(tensors: dict[str, torch.Tensor]) -> bool:

@@ -59,7 +59,7 @@ def test_passes(schedule, way, zero):
     table = plan.table
     for program in plan.programs["train"]:
         at = {item[:3]: index for index, item in enumerate(program)}
-        count = Counter((item.op, item.group) for item in program)
+        count = Counter((item.op, item.kind) for item in program)
         kept = {item[1:3] for item in program if item.keep == "input"}
         assert kept == {item[1:3] for item in program if item.op == Op.RECOMPUTE} and len(kept) == count[Op.RECOMPUTE, ""]
         assert kept and all(table.units[u].recompute for u, _ in kept)
@@ -105,18 +105,18 @@ def test_which_units():
     assert not any(unit.recompute for unit in plan_of("activation.policy=selective").table.units)
 
 
-def most_taken(plan: Plan, position: int, kind: str) -> Counter[int]:
+def most_taken(plan: Plan, position: int, name: str) -> Counter[int]:
     """Elements -> the most buffers of that size that are taken at a time, by the ops that take and give."""
     table, taken, most = plan.table, set(), Counter()
     for item in plan.programs["train"][position]:
-        slot = Slot(kind, item.unit, item.microbatch)
-        takes = {"kept": item.keep == "input", "kpart": item.op == Op.SPLIT}.get(kind, item.op == Op.OFFLOAD)
-        gives = {"kept": item.op == Op.RECOMPUTE, "kpart": item.op == Op.JOIN}.get(kind, item.op == Op.FETCH)
+        slot = Slot(name.removeprefix("host_"), item.unit, item.microbatch)
+        takes = {"kept": item.keep == "input", "kpart": item.op == Op.SPLIT}.get(name, item.op == Op.OFFLOAD)
+        gives = {"kept": item.op == Op.RECOMPUTE, "kpart": item.op == Op.JOIN}.get(name, item.op == Op.FETCH)
         if takes and item.unit > 0:
             taken.add(slot)
         elif gives and item.unit > 0:
             taken.remove(slot)
-        most |= Counter(table.size(slot) // table.param_bytes for slot in taken)
+        most |= Counter(table.size(slot) // table.elements.param for slot in taken)
     return most
 
 

@@ -50,9 +50,9 @@ def test_bubble_of_1f1b(pp, microbatches, tied):
 
 def test_each_moment_counts_once():
     """A trace by hand: every kind of instruction, every kind of wait."""
-    program = [Instruction(Op.GATHER, 0, group="dp"), Instruction(Op.RECV, 0, 0, "act", 0), Instruction(Op.FORWARD, 1, 0),
+    program = [Instruction(Op.GATHER, 0, group="dp"), Instruction(Op.RECV, 0, 0, "act", peer=0), Instruction(Op.FORWARD, 1, 0),
                Instruction(Op.REDUCE, 1, group="dp"), Instruction(Op.REDUCE, 2, group="tie"), Instruction(Op.CLIP),
-               Instruction(Op.STEP, 1), Instruction(Op.FETCH, 1, group="pshard")]
+               Instruction(Op.STEP, 1), Instruction(Op.FETCH, 1, kind="pshard")]
     trace = Trace("train", issued=[0, 1, 3, 12, 14, 16, 30, 33], started=[0, 1, 8, 12, 14, 22, 30, 33],
                   ended=[1, 2, 12, 13, 15, 29, 33, 34],
                   waits=[Wait(2, 0, 2.0), Wait(2, 1, 3.0), Wait(5, 3, 2.0), Wait(5, 4, 4.0)], total_s=35)

@@ -145,10 +145,10 @@ def test_unit_runs_too_often_or_not_at_all():
     ("REDUCE p1 (dp)", {"unit": 9}, "names what does not exist: p9 has no reduction over 'dp'"),
     ("REDUCE p1 (dp)", {"group": "tie"}, "p1 has no reduction over 'tie'"),
     ("REDUCE p1 (dp)", {"group": "world"}, "p1 has no reduction over 'world'"),
-    ("GATHER p1 (dp)", {"unit": 9}, "reads 'pshard p9', which is not there"),
+    ("GATHER p1 (dp)", {"unit": 9}, "p9 is sharded over nothing, not 'dp'"),
     ("GATHER p1 (dp)", {"unit": 3}, "reads 'pshard p3', which is not there"),
     ("GATHER p1 (dp)", {"group": "tp"}, "p1 is sharded over dp, not 'tp'"),
-    ("SEND act u2 m0 -> pp1", {"group": "saved"}, "messages are act or grad, not 'saved'"),
+    ("SEND act u2 m0 -> pp1", {"kind": "saved"}, "messages are act or grad, not 'saved'"),
     ("FORWARD u1 m0", {"keep": "some"}, "names what does not exist"),
     ("FORWARD u1 m0", {"group": "dp"}, "sets group, which FORWARD does not use"),
     ("STEP p1", {"microbatch": 1, "peer": 0}, "sets microbatch and peer, which STEP does not use"),
@@ -165,7 +165,7 @@ def test_names_that_mean_nothing(old, change, reason):
 
 @pytest.mark.parametrize("old, change, position, at, reason", [
     ("FORWARD u1 m0", {"keep": "none"}, 0, "BACKWARD u1 m0", "reads 'saved u1 m0', which is not there"),
-    ("CLIP", {"keep": "none"}, 0, "CLIP keep=none", "CLIP must run once, over gradients"),
+    ("CLIP", {"gradients": "none"}, 0, "CLIP gradients=none", "CLIP must run once, over gradients"),
     ("SEND act u2 m0 -> pp1", {"peer": 5}, 0, "SEND act u2 m0 -> pp5", "there is no such peer"),
     ("SEND act u2 m0 -> pp1", {"peer": 0}, 0, "SEND act u2 m0 -> pp0", "there is no such peer"),
     ("RECV act u2 m0 <- pp0", {"peer": -1}, 1, "RECV act u2 m0 <- pp-1", "there is no such peer"),
@@ -199,13 +199,13 @@ def test_a_message_that_only_one_end_knows():
     plan = plan_of()
     programs = [list(program) for program in plan.programs["train"]]
     send = parse("SEND grad u2 m2 -> pp0", programs[1])
-    programs[1][send] = programs[1][send]._replace(peer=0, group="act")
+    programs[1][send] = programs[1][send]._replace(peer=0, kind="act")
     assert "position pp1" in fault(programs, plan)
     alone = plan_of("parallel.pp=1", "parallel.stage_units=[6]")
     assert "has 1 positions, but the table has 2" in fault(alone.programs["train"], plan)
     programs = [list(program) for program in plan.programs["evaluate"]]
     mine = parse("SEND act u2 m1 -> pp1", programs[0])
-    programs[0][mine] = Instruction(S, 2, 1, "grad", 1)
+    programs[0][mine] = Instruction(S, 2, 1, "grad", peer=1)
     expect(fault(programs, plan, "evaluate"), 0, "SEND grad u2 m1 -> pp1", "reads 'grad u2 m1', which is not there")
 
 
@@ -251,9 +251,9 @@ def test_collectives_of_positions_meet():
     plan = plan_of()
     programs = [list(program) for program in plan.programs["evaluate"]]
     program = programs[0]
-    program.insert(0, program.pop(parse("CLIP keep=none", program)))  # pp0 has no loss: for its slots any place will do
+    program.insert(0, program.pop(parse("CLIP gradients=none", program)))  # pp0 has no loss: for its slots any place will do
     message = fault(programs, plan, "evaluate")
-    assert message.startswith("deadlock (buffered)") and "CLIP keep=none" in message
+    assert message.startswith("deadlock (buffered)") and "CLIP gradients=none" in message
 
 
 def test_tie_on_one_end_only():
@@ -274,10 +274,10 @@ def evaluating(change) -> str:
 
 
 @pytest.mark.parametrize("text, position, at, reason", [
-    ("FORWARD u5 m1 keep=none", 1, "CLIP keep=none", "leaves 'act u4 m1' behind"),
-    ("RELEASE p3", 1, "CLIP keep=none", "leaves 'param p3' behind"),
-    ("CLIP keep=none", 1, "RELEASE p6", "leaves 'loss' behind"),
-    ("CLIP keep=none", 0, "SEND act u2 m2 -> pp1", "CLIP must run once"),
+    ("FORWARD u5 m1 keep=none", 1, "CLIP gradients=none", "leaves 'act u4 m1' behind"),
+    ("RELEASE p3", 1, "CLIP gradients=none", "leaves 'param p3' behind"),
+    ("CLIP gradients=none", 1, "RELEASE p6", "leaves 'loss' behind"),
+    ("CLIP gradients=none", 0, "SEND act u2 m2 -> pp1", "CLIP must run once"),
     ("GATHER p3 (dp)", 1, "FORWARD u3 m0 keep=none", "reads 'param p3', which is not there"),
 ])
 def test_evaluate_lacks_something(text, position, at, reason):
@@ -291,7 +291,7 @@ def test_evaluate_does_something_else():
         programs[1] = [item._replace(keep="all") if item.op == F else item for item in programs[1]]
 
     def clips(programs):
-        programs[0] = [item._replace(keep="all") if item.op == Op.CLIP else item for item in programs[0]]
+        programs[0] = [item._replace(gradients="step") if item.op == Op.CLIP else item for item in programs[0]]
 
     assert "leaves 'saved u3 m0' behind" in evaluating(keeps)
     assert "reads 'gshard" in evaluating(clips)
@@ -342,5 +342,6 @@ def test_every_op_has_effects_and_fields():
     assert set(FIELDS) == set(Op)
     plan = plan_of()
     for op in Op:
-        group = {Op.GATHER: "dp", Op.REDUCE: "dp", S: "act", R: "act", **dict.fromkeys(MOVES, "kept")}.get(op, "")
-        assert effects(Instruction(op, 1, 0, group, 1), plan.table, 0).lane
+        kind = {S: "act", R: "act", **dict.fromkeys(MOVES, "kept")}.get(op, "")
+        group = "dp" if op in (Op.GATHER, Op.REDUCE) else ""
+        assert effects(Instruction(op, 1, 0, kind, group=group, peer=1), plan.table, 0).lane

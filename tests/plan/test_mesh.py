@@ -6,21 +6,21 @@ from itertools import permutations, product
 
 import pytest
 
-from threed.mesh import AXES, GROUPS, Coordinate, Mesh
+from threed.mesh import AXES, GROUPS, Mesh
 
-MESHES = [Mesh(pp, dp, tp, order) for pp, dp, tp in product((1, 2, 3, 4), (1, 2, 4), (1, 2, 3))
+MESHES = [Mesh(order, pp=pp, dp=dp, tp=tp) for pp, dp, tp in product((1, 2, 3, 4), (1, 2, 4), (1, 2, 3))
           for order in permutations(AXES)]
 
 
 @pytest.mark.parametrize("order", list(permutations(AXES)))
 def test_round_trip(order):
     """Two ranks at one coordinate, or a rank that does not come back to itself."""
-    mesh = Mesh(3, 4, 2, order)
+    mesh = Mesh(order, pp=3, dp=4, tp=2)
     found = [mesh.coordinate(rank) for rank in range(mesh.size)]
-    assert [mesh.rank(*here) for here in found] == list(range(24))
-    assert set(found) == set(map(Coordinate._make, product(range(3), range(4), range(2))))
-    step = [a != b for a, b in zip(*found[:2])]
-    assert step == [axis == order[-1] for axis in AXES], "neighbouring ranks are neighbours on the last axis"
+    assert [mesh.rank(**here.on) for here in found] == list(range(24))
+    assert {tuple(here.on.values()) for here in found} == set(product(range(3), range(4), range(2)))
+    step = [axis for axis in AXES if found[0].on[axis] != found[1].on[axis]]
+    assert step == [order[-1]], "neighbouring ranks are neighbours on the last axis"
 
 
 def test_default_order_is_megatrons():
@@ -41,7 +41,7 @@ def test_groups_partition_the_world(name):
         assert all(mesh.group(name, rank) == group for group in groups for rank in group)
         if name in AXES:
             for group in groups:
-                assert [getattr(mesh.coordinate(rank), name) for rank in group] == list(range(getattr(mesh, name)))
+                assert [mesh.coordinate(rank).on[name] for rank in group] == list(range(mesh.sizes[name]))
 
 
 def test_tie_joins_first_and_last_position():
@@ -49,15 +49,16 @@ def test_tie_joins_first_and_last_position():
     for mesh in MESHES:
         for rank in range(mesh.size):
             here = mesh.coordinate(rank)
-            ends = {mesh.rank(0, here.dp, here.tp), mesh.rank(mesh.pp - 1, here.dp, here.tp)}
-            assert set(mesh.group("tie", rank)) == (ends if here.pp in (0, mesh.pp - 1) else {rank})
+            ends = {mesh.beside(here, pp=0), mesh.beside(here, pp=mesh.positions - 1)}
+            assert set(mesh.group("tie", rank)) == (ends if here.position in (0, mesh.positions - 1) else {rank})
 
 
 def test_shard_and_replica_cut_dp():
     """State that is sharded within one sub-group of dp and repeated across the other: together they are dp."""
     mesh = Mesh(pp=2, dp=6, tp=2, shard=3)
-    assert mesh.group("shard", mesh.rank(1, 4, 1)) == tuple(mesh.rank(1, dp, 1) for dp in (3, 4, 5))
-    assert mesh.group("replica", mesh.rank(1, 4, 1)) == tuple(mesh.rank(1, dp, 1) for dp in (1, 4))
+    rank, here = mesh.rank(pp=1, dp=4, tp=1), mesh.coordinate(mesh.rank(pp=1, dp=4, tp=1))
+    assert mesh.group("shard", rank) == tuple(mesh.beside(here, dp=dp) for dp in (3, 4, 5))
+    assert mesh.group("replica", rank) == tuple(mesh.beside(here, dp=dp) for dp in (1, 4))
     for rank in range(mesh.size):
         shard, replica, dp = (set(mesh.group(name, rank)) for name in ("shard", "replica", "dp"))
         assert shard & replica == {rank} and len(shard) * len(replica) == len(dp)
@@ -73,12 +74,12 @@ def test_draw():
         "            tp0  tp1",
         "pp0 dp0     r0   r1",
         "pp1 dp0     r2   r3"]
-    large = Mesh(16, 32, 8).draw()
+    large = Mesh(pp=16, dp=32, tp=8).draw()
     assert len(large.splitlines()) == 67 and large.endswith("... and 448 rows more")
 
 
 @pytest.mark.parametrize("wrong", [
-    {"order": ("pp", "dp")}, {"order": ("pp", "dp", "dp")}, {"tp": 0}, {"dp": 4, "shard": 3}])
+    {"order": ("pp", "dp")}, {"order": ("pp", "dp", "dp")}, {"tp": 0}, {"dp": 4, "shard": 3}, {"ep": 2}])
 def test_impossible_meshes(wrong):
     """A mesh that cannot be is refused, not built."""
     with pytest.raises(ValueError):
@@ -88,6 +89,6 @@ def test_impossible_meshes(wrong):
 def test_unknown_rank_and_group():
     """A rank outside the mesh gets no coordinate, a group that does not exist no members."""
     with pytest.raises(ValueError, match="rank 4 is outside the mesh of 4"):
-        Mesh(2, 2).coordinate(4)
+        Mesh(pp=2, dp=2).coordinate(4)
     with pytest.raises(ValueError, match="no group called ep"):
         Mesh().group("ep", 0)

@@ -15,7 +15,7 @@ from threed.errors import ConfigError
 from threed.offload.plan import homes
 from threed.planner import make_plan
 from threed.program.buffers import buffers
-from threed.program.instruction import Instruction, Op
+from threed.program.instruction import Instruction, Op, Tier
 from threed.program.summary import stages
 from threed.program.table import Plan, Table
 from threed.quantity import ALIGNMENT, round_up
@@ -38,7 +38,7 @@ def plan_of(*overrides: str) -> Plan:
 def test_ratio(sizes, ratio):
     """A share that another unit would bring nearer, or that is off by more than half a unit."""
     units = dict(enumerate(sizes))
-    found = homes(units, ratio, "host")
+    found = homes(units, ratio, Tier.HOST)
     there = sum(size for unit, size in units.items() if found[unit] == "host")
     goal = ratio * sum(sizes)
     assert abs(there - goal) <= max(sizes) / 2
@@ -48,7 +48,7 @@ def test_ratio(sizes, ratio):
 def test_ratio_of_equal_units():
     for count in range(1, 9):
         for away in range(1, count + 1):
-            assert list(homes(dict.fromkeys(range(count), 7), away / count, "disk").values()).count("disk") == away
+            assert list(homes(dict.fromkeys(range(count), 7), away / count, Tier.DISK).values()).count(Tier.DISK) == away
 
 
 @pytest.mark.parametrize("ratio", [0.3, 0.5, 1])
@@ -116,7 +116,7 @@ class Tiers:
 
     def play(self, item: Instruction) -> None:
         unit = self.table.parameters.get(item.unit)
-        if item.op == Op.REDUCE and self.table.streams(item.unit) and item.group == self.table.shard_group:
+        if item.op == Op.REDUCE and self.table.streams(item.unit) and item.group == self.table.parameters[item.unit].shard_group:
             add(self.gradients, item.unit)
         elif item.op == Op.STEP and unit is not None and unit.state_home != "device":
             assert item.unit in self.down and (unit.state_home == "host" or item.unit in self.states)
@@ -130,18 +130,18 @@ class Tiers:
 
     def _move(self, item: Instruction) -> None:
         unit, fetch = self.table.parameters[item.unit], item.op == Op.FETCH
-        if item.group == "gshard":
+        if item.kind == "gshard":
             assert not fetch and unit.state_home != "device"
             self.gradients.discard(item.unit)
             self.down.add(item.unit)
-        elif item.group == "host_state":
+        elif (item.kind, item.tier) == ("state", Tier.HOST):
             assert unit.state_home == "disk"
             add(self.states, item.unit) if fetch else self.states.remove(item.unit)
-        elif item.group == "host_pshard":
+        elif (item.kind, item.tier) == ("pshard", Tier.HOST):
             assert unit.weight_home == "disk"
             add(self.weights, item.unit) if fetch else self.weights.remove(item.unit)
         else:
-            assert fetch and item.group == self.table.weight(item.unit).kind.removeprefix(f"{unit.weight_home}_")
+            assert fetch and item.kind == self.table.weight(item.unit).kind
             if unit.weight_home != "host":
                 self.weights.remove(item.unit)
             if unit.weight_home != "device":
@@ -182,12 +182,12 @@ def test_steps_of_disk_and_device_overlap():
     for program in plan_of(*NVME).programs["train"]:
         steps = [item for item in program if item.op == Op.STEP]
         for before, step in zip(steps, steps[1:]):
-            assert program.index(Instruction(Op.FETCH, step.unit, group="host_state")) < program.index(before)
+            assert program.index(Instruction(Op.FETCH, step.unit, kind="state", tier=Tier.HOST)) < program.index(before)
 
 
 def rooms_of(table: Table) -> dict[str, Callable[[int], int]]:
     """Of a buffer for a unit, as its pool counts: elements, or bytes; whole blocks where a file is read into it."""
-    part, itemsize = table.shard_numel, table.param_bytes
+    part, itemsize = table.shard_numel, table.elements.param
     return {"states": lambda p: round_up(part(p) * 12, ALIGNMENT), "up": part, "gradients": part,
             "weights": lambda p: round_up(part(p) * itemsize, ALIGNMENT) // itemsize}
 

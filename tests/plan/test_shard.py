@@ -45,7 +45,7 @@ def test_segments_treat_each_parameter_right():
             inside = [s for s in found.segments if s.start <= placed.start and placed.stop <= s.stop]
             assert [(s.decay, s.axes) for s in inside] == [
                 (placed.parameter.decay, placed.parameter.axes)]
-        assert found.whole_over("tp") == sum(p.stop - p.start for p in found.placed if not p.parameter.axes)
+        assert found.whole_over(["tp"]) == sum(p.stop - p.start for p in found.placed if not p.parameter.axes)
 
 
 def test_shards_cover_the_buffer():

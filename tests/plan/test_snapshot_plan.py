@@ -13,7 +13,7 @@ from threed.predict.analytic import Hardware
 from threed.predict.report import report, show
 from threed.program.check import check
 from threed.program.effects import effects
-from threed.program.instruction import Instruction, Op, Slot
+from threed.program.instruction import Instruction, Op, Slot, Tier
 from threed.program.summary import stages
 from threed.program.table import SNAPSHOT, WAITING, Plan
 
@@ -39,7 +39,7 @@ def test_every_unit_is_copied_once(mesh):
     copied = [(position, item.unit) for position, program in enumerate(plan.programs[SNAPSHOT]) for item in program]
     assert sorted(unit for _, unit in copied) == sorted(plan.table.parameters)
     assert all(plan.table.parameters[unit].positions[0] == position for position, unit in copied)
-    assert (WAITING in plan.programs) == plan.table.delayed
+    assert (WAITING in plan.programs) == plan.table.update.delayed
     assert set(check(plan)) == set(plan.programs)
 
 
@@ -49,7 +49,7 @@ def test_where_there_is_none(others):
     """Then STEP waits for nothing and the host holds nothing."""
     plan = plan_of(*others)
     assert SNAPSHOT not in plan.programs and not any(row["snapshot_bytes"] for row in stages(plan))
-    assert not any(slot.kind == "host_snapshot" for slot in plan.table.seam(0))
+    assert not any(slot.kind == "snapshot" for slot in plan.table.seam(0))
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -58,19 +58,19 @@ def test_a_step_waits_for_its_copy(mesh):
     for position, program in enumerate(plan.programs["train"]):
         for item in program:
             if item.op == Op.STEP:
-                waits = Slot("host_snapshot", item.unit) in effects(item, plan.table, position).reads
+                waits = Slot("snapshot", item.unit, tier=Tier.HOST) in effects(item, plan.table, position).reads
                 assert waits == plan.table.saves(position, item.unit)
 
 
 EDITS = {
     "one is missing": lambda program: program[1:],
     "one is copied twice": lambda program: (*program, program[0]),
-    "one with what waits": lambda program: (program[0]._replace(keep="later"), *program[1:]),
+    "one with what waits": lambda program: (program[0]._replace(age="prev"), *program[1:]),
     "one of another position": lambda program: (program[0]._replace(unit=5), *program[1:]),
     "one that is none": lambda program: (program[0]._replace(unit=99), *program[1:]),
     "one of a micro-batch": lambda program: (program[0]._replace(microbatch=0), *program[1:]),
     "something else": lambda program: (*program, Instruction(Op.RELEASE, 0)),
-    "it comes back": lambda program: (*program, Instruction(Op.FETCH, program[0].unit, group="snapshot")),
+    "it comes back": lambda program: (*program, Instruction(Op.FETCH, program[0].unit, kind="snapshot")),
     "a step in between": lambda program: (*program, Instruction(Op.STEP, program[0].unit)),
 }
 

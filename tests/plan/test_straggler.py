@@ -14,7 +14,7 @@ def rows(slow: dict[int, float], what: str = "compute", mesh: Mesh = MESH) -> li
     """Every rank computes 1 s, at position 1 twice as long; the slow ones so many times that. Others wait for them."""
     made = []
     for rank in range(mesh.size):
-        row = {"compute": 1.0 + mesh.coordinate(rank).pp, "optimizer": 0.2, "offload": 0.1, "p2p_wait": 5.0, "dp_wait": 9.0}
+        row = {"compute": 1.0 + mesh.coordinate(rank).position, "optimizer": 0.2, "offload": 0.1, "p2p_wait": 5.0, "dp_wait": 9.0}
         row[what] *= slow.get(rank, 1.0)
         made.append(row)
     return made
@@ -31,7 +31,7 @@ def test_evenly_fast():
 def test_it_persists(what, times):
     """Named in each step's metrics; with a line at the tenth step, at no other, and with one when it is over."""
     watch = Stragglers(MESH)
-    rank = MESH.rank(1, 2, 0)
+    rank = MESH.rank(pp=1, dp=2)
     for step in range(1, 3 * STEPS):
         found = watch.look(rows({rank: times}, what))
         assert found["straggler/rank"] == rank and (found["straggler/slower"] or 0) > 1.5

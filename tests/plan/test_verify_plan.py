@@ -34,8 +34,8 @@ def test_it_is_the_step_without_its_update(overrides):
     """Work in another order, or other work, and the two do not compare; an update that is taken twice."""
     plan = plan_of(*overrides)
     for position, program in enumerate(plan.programs["verify"]):
-        assert program[-1] == Instruction(Op.CLIP, keep="drop")
-        assert not any(item.op == Op.STEP or item.group in ("host_state", "prev") for item in program)
+        assert program[-1] == Instruction(Op.CLIP, gradients="drop")
+        assert not any(item.op == Op.STEP or item.kind == "state" or item.age for item in program)
         for name in plan.programs.keys() - {"verify"}:
             step = [item for item in plan.programs[name][position] if item.op in WORK]
             assert [item for item in program if item.op in WORK] == step, name
@@ -58,10 +58,10 @@ def test_what_is_refused(overrides):
         return str(caught.value)
 
     def keep(how: str):
-        return lambda program: [item._replace(keep=how) if item.op == Op.CLIP else item for item in program]
+        return lambda program: [item._replace(gradients=how) if item.op == Op.CLIP else item for item in program]
 
-    assert "gshard" in fault("verify", keep("all"))
-    assert "behind" in fault("verify", keep("later"))
+    assert "gshard" in fault("verify", keep("step"))
+    assert "behind" in fault("verify", keep("wait"))
     assert "is not there" in fault("plain" if overrides else "train", keep("drop"))
     assert "wgrad" in fault("verify", lambda program: [item for item in program if item.op != Op.BACKWARD])
     stepped = fault("verify", lambda program: [*program[:-1], Instruction(Op.CLIP), *(
@@ -72,7 +72,7 @@ def test_what_is_refused(overrides):
 def test_show_and_predict(capsys):
     """It is printed and priced like the others."""
     app(["show", "configs/toy.yaml", "run.verify_every=10", "--program", "verify", "--rank", "0"], standalone_mode=False)
-    assert capsys.readouterr().out.rstrip().endswith("CLIP keep=drop")
+    assert capsys.readouterr().out.rstrip().endswith("CLIP gradients=drop")
     app(["predict", "configs/toy.yaml", "run.verify_every=10", "--json"], standalone_mode=False)
     found = json.loads(capsys.readouterr().out)
     assert found["verify"]["every"] == 10

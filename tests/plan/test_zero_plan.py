@@ -275,9 +275,9 @@ def test_number_of_reductions(place, stage):
         times = 1 if k == "step" else -(-m // int(k))
         for position, program in enumerate(plan.programs["train"]):
             found = Counter((item.unit, item.group) for item in program if item.op == Op.REDUCE)
-            often = ("tp", plan.table.shard_group)
-            assert found == Counter({(p, group): times if group in often else 1 for p in plan.table.held(position)
-                                     for group in plan.table.parameters[p].reductions}), (m, k)
+            often = ("tp", "dp", "shard")
+            assert found == Counter({(p, step.group): times if step.group in often else 1
+                                     for p in plan.table.held(position) for step in plan.table.reductions(p)}), (m, k)
 
 
 def test_no_reduction_waits_longer_than_it_should(drawn):
@@ -288,7 +288,7 @@ def test_no_reduction_waits_longer_than_it_should(drawn):
             for item in program:
                 if item.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT):
                     added.update(plan.table.units[item.unit].parameters)
-                elif item.op == Op.REDUCE and item.group == plan.table.shard_group:
+                elif item.op == Op.REDUCE and item.group == plan.table.parameters[item.unit].shard_group:
                     users = sum(item.unit in plan.table.units[u].parameters for u in plan.table.units_of(position))
                     assert 0 < added.pop(item.unit) <= config.reduce_every * users
             assert not added
@@ -326,7 +326,7 @@ def test_buffers_are_enough_and_no_more(drawn):
                         holds["param"].discard(item.unit)
                     elif item.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT) and config.zero.stage >= 2:
                         holds["grad"].update(table.units[item.unit].parameters)
-                    elif item.op == Op.REDUCE and item.group == table.shard_group:
+                    elif item.op == Op.REDUCE and item.group == table.parameters[item.unit].shard_group:
                         holds["grad"].discard(item.unit)
                     for kind, units in holds.items():
                         times[kind].append([numel[p] for p in units])

@@ -23,7 +23,7 @@ Program = list[Instruction]
 
 def mark(table: Table, units: Collection[int]) -> Table:
     """The table with these units recomputed, and no others."""
-    return replace(table, units=tuple(replace(unit, recompute=u in units) for u, unit in enumerate(table.units)), known={})
+    return replace(table, units=tuple(replace(unit, recompute=u in units) for u, unit in enumerate(table.units)))
 
 
 def worthwhile(table: Table) -> list[int]:
@@ -60,11 +60,11 @@ def recompute(programs: Programs, table: Table) -> Programs:
         kept = set()
         for index, item in enumerate(program):
             after = program[index + 1] if index + 1 < len(program) else None
-            at_once = after is not None and after.op in BACKWARDS and after[1:3] == item[1:3]
+            at_once = after is not None and after.op in BACKWARDS and after.turn == item.turn
             if item.op == Op.FORWARD and table.units[item.unit].recompute and not at_once:
                 item = item._replace(keep="input")
-                kept.add(item[1:3])
-            elif item.op in (Op.BACKWARD, Op.BACKWARD_INPUT) and item[1:3] in kept:
+                kept.add(item.turn)
+            elif item.op in (Op.BACKWARD, Op.BACKWARD_INPUT) and item.turn in kept:
                 out.append(Instruction(Op.RECOMPUTE, item.unit, item.microbatch))
             out.append(item)
         result.append(out)
@@ -73,41 +73,41 @@ def recompute(programs: Programs, table: Table) -> Programs:
 
 def partition(programs: Programs, table: Table) -> Programs:
     """Cut kept inputs over tp, and join them before they are used."""
-    if not table.partition:
+    if not table.activation.partition:
         return programs
     result = []
     for program in programs:
         out: Program = []
         for item in program:
             if item.op == Op.RECOMPUTE and table.keeps_stream(item.unit):
-                out.append(Instruction(Op.JOIN, item.unit, item.microbatch, "kept"))
+                out.append(Instruction(Op.JOIN, item.unit, item.microbatch, kind="kept"))
             out.append(item)
-            if item.keep == "input" and table.keeps_stream(item.unit):
-                out.append(Instruction(Op.SPLIT, item.unit, item.microbatch, "kept"))
+            if item.op == Op.FORWARD and item.keep == "input" and table.keeps_stream(item.unit):
+                out.append(Instruction(Op.SPLIT, item.unit, item.microbatch, kind="kept"))
         result.append(out)
     return result
 
 
 def offload(programs: Programs, table: Table) -> Programs:
     """Kept inputs go to the host and come back one RECOMPUTE ahead. One that would come back at once stays."""
-    if not table.offload_kept:
+    if not table.activation.offload:
         return programs
-    kind, made, used = ("kpart", Op.SPLIT, Op.JOIN) if table.partition else ("kept", Op.FORWARD, Op.RECOMPUTE)
+    kind, made, used = ("kpart", Op.SPLIT, Op.JOIN) if table.activation.partition else ("kept", Op.FORWARD, Op.RECOMPUTE)
     result = []
     for program in programs:
         uses = [index for index, item in enumerate(program) if item.op == used and table.keeps_stream(item.unit)]
-        use_of = {program[index][1:3]: use for use, index in enumerate(uses)}
+        use_of = {program[index].turn: use for use, index in enumerate(uses)}
         after: dict[int, Program] = defaultdict(list)
         before: dict[int, Program] = defaultdict(list)
         for index, item in enumerate(program):
-            use = use_of.get(item[1:3])
+            use = use_of.get(item.turn)
             if item.op == made and use is not None:
                 ahead = uses[max(0, use - 1)]
                 fetch = ahead if ahead > index + 1 else uses[use]
                 if fetch > index + 1:
-                    after[index].append(Instruction(Op.OFFLOAD, item.unit, item.microbatch, kind))
-                    before[fetch].append(Instruction(Op.FETCH, item.unit, item.microbatch, kind))
+                    after[index].append(Instruction(Op.OFFLOAD, item.unit, item.microbatch, kind=kind))
+                    before[fetch].append(Instruction(Op.FETCH, item.unit, item.microbatch, kind=kind))
         for fetches in before.values():  # on one lane: the first that is used comes first
-            fetches.sort(key=lambda fetch: use_of[fetch[1:3]])
+            fetches.sort(key=lambda fetch: use_of[fetch.turn])
         result.append([each for index, item in enumerate(program) for each in (*before[index], item, *after[index])])
     return result

@@ -23,28 +23,28 @@ class ActivationRun:
 
     def keep(self, x: torch.Tensor) -> torch.Tensor:
         """A unit's input, where it will be until RECOMPUTE. (What comes from it is all of the forward's memory that stays.)"""
-        return self._store(x) if self.in_arena and not self.table.partition else x
+        return self._store(x) if self.in_arena and not self.table.activation.partition else x
 
     def give_back(self, x: torch.Tensor) -> torch.Tensor:
         """A kept input for RECOMPUTE: outside of the arena, since its unit's graph now has it until BACKWARD."""
-        return self._withdraw(x) if self.in_arena and not self.table.partition else x
+        return self._withdraw(x) if self.in_arena and not self.table.activation.partition else x
 
     def split(self, instruction: Instruction, slots: Slots) -> None:
-        """[s, B, D], equal on all tp ranks -> the rank's part of its elements."""
-        group = self.comm.groups["tp"]
-        whole = slots.get(Slot("kept", instruction.unit, instruction.microbatch))
+        """[s, B, D], equal on all ranks of the group -> this rank's part of its elements."""
+        group = self.comm.groups[self.table.activation.partition]
+        whole = slots.get(instruction.slot)
         part = whole.reshape(group.size(), -1)[group.rank()]
         slots.put(Slot("kpart", instruction.unit, instruction.microbatch), self._store(part) if self.in_arena else part.clone())
 
     def join(self, instruction: Instruction, slots: Slots) -> None:
-        """The parts of all tp ranks, put together."""
-        group = self.comm.groups["tp"]
+        """The parts of all ranks, put together."""
+        group = self.comm.groups[self.table.activation.partition]
         part = slots.get(Slot("kpart", instruction.unit, instruction.microbatch))
         whole = part.new_empty(group.size() * part.numel())
         group.all_gather(whole, part.view(-1)).wait()
         if self.in_arena:
             self.arena.give(part)
-        slots.put(Slot("kept", instruction.unit, instruction.microbatch), whole)
+        slots.put(instruction.slot, whole)
 
     def _store(self, x: torch.Tensor) -> torch.Tensor:
         return self.arena.take(x.numel()).view(x.shape).copy_(x)

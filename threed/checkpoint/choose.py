@@ -17,6 +17,7 @@ from threed.checkpoint.copy import fetch
 from threed.checkpoint.format import INDEX, Unusable, checkpoints, folder, is_name, step_of, unseal
 from threed.checkpoint.lineage import Lineage, owner, read_latest, write_latest
 from threed.errors import InputError, RunError
+from threed.mesh import AXES, Mesh
 from threed.optimizers.registry import OPTIMIZERS
 from threed.schema import Config
 
@@ -132,12 +133,13 @@ def notes(path: Path, manifest: dict[str, Any], config: Config) -> list[str]:
         before = theirs.get(section, {}).get(name)
         if before != mine[section][name]:
             lines.append(f"{key} was {before} in {path.name} and is {mine[section][name]} from here on")
-    before, now = manifest["mesh"], {"pp": config.parallel.pp, "dp": config.dp, "tp": config.parallel.tp}
-    if any(before[axis] != size for axis, size in now.items()):
+    before, now = manifest["mesh"], config.axis_sizes
+    if any(before.get(axis, 1) != size for axis, size in now.items()):
         lines.append(f"{path.name} was saved by {_mesh(before)}, and goes on on {_mesh(now)}; the global batch is "
                      f"{config.train.global_batch_size} sequences")
     return lines
 
 
 def _mesh(sizes: dict[str, Any]) -> str:
-    return f"{sizes['pp'] * sizes['dp'] * sizes['tp']} ranks (pp {sizes['pp']} x dp {sizes['dp']} x tp {sizes['tp']})"
+    mesh = Mesh(**{axis: sizes.get(axis, 1) for axis in AXES})
+    return f"{mesh.size} ranks ({mesh.text()})"

@@ -239,7 +239,7 @@ _KEYS: dict[str, Callable[[Any], bool]] = {
     "loss_scaler": lambda value: value == {} or _has(scale=_number, good=_number, left=_number)(value),
     "waiting": lambda value: value is None or (_WAITING(value) and len(value) == 5),
     "lineage": _lineage,
-    "mesh": _has(pp=_count, dp=_count, tp=_count),
+    "mesh": _has(**dict.fromkeys(("pp", "dp", "tp"), _count)),
     "config": lambda value: _has(model=_object)(value) and _each(_object)(value),
     "parameters": _each(_has(at=_count, size=_count, crc=_count, sums=_object)),
     "files": _each(lambda value: isinstance(value, list) and len(value) == 3 and all(map(_count, value)),

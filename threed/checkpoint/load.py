@@ -159,7 +159,7 @@ def _load(path: Path, manifest: dict[str, Any], zero: ZeroRun) -> str | None:
 
 def _read(reader: Reader, manifest: dict[str, Any], zero: ZeroRun) -> str | None:
     """This rank's part of it. Why it cannot be used, if this rank is among the first to see that: then the others stop."""
-    problem, place = None, zero.comm.here._asdict()
+    problem, place = None, zero.comm.here.on
     try:
         zero.waiting = Clipped(**manifest["waiting"]) if manifest["waiting"] else None
         for state in zero.states.values():
@@ -185,7 +185,7 @@ def _prove(manifest: dict[str, Any], zero: ZeroRun, rounded: dict[tuple[str, str
     manifest's. Every copy is looked at: those of other shard groups, of other tp ranks, of both ends of a tie.
     `rounded`: by how much checksums of 16-bit weights are smaller than those of the fp32 values that were read."""
     comm, table = zero.comm, zero.table
-    kinds = "param", *(buffer.name for buffer in table.optimizer), "waiting"
+    kinds = "param", *(buffer.name for buffer in table.update.buffers), "waiting"
     sums, problem = _together(comm, lambda: _sums(zero, rounded))
     kept = {kind for state in zero.states.values() for kind in state.kept(zero.waiting is not None)}
     # All parameters of the position, in one order: a rank may have no part of one.
@@ -195,7 +195,8 @@ def _prove(manifest: dict[str, Any], zero: ZeroRun, rounded: dict[tuple[str, str
     total = torch.tensor([[_signed(sums.get((name, kind), 0)) for kind in kinds] for name in names], dtype=torch.int64,
                          device=comm.device).view(-1)
     if table.sharded:
-        comm.groups[table.shard_group].all_reduce(total).wait()
+        for group in sorted({table.parameters[unit].shard_group for unit in zero.states}):
+            comm.groups[group].all_reduce(total).wait()
     over_tp = total.clone()
     comm.groups["tp"].all_reduce(over_tp).wait()
     mine, shared = (tensor.view(-1, len(kinds)).tolist() for tensor in (total, over_tp))
@@ -215,7 +216,7 @@ def _sums(zero: ZeroRun, rounded: dict[tuple[str, str], int]) -> tuple[dict[tupl
         if not state.is_published():
             problem = (f"was read, but the weights of {zero.table.parameters[unit].name} that rank {comm.rank} on "
                        f"{socket.gethostname()} computes with are not those that were read: look at its memory")
-        for box in boxes(state.layout, comm.here._asdict(), *state.owned):
+        for box in boxes(state.layout, comm.here.on, *state.owned):
             where = slice(box.start - state.owned[0], box.stop - state.owned[0])
             for kind, whole in state.kept(zero.waiting is not None).items():
                 key = box.name, kind

@@ -121,7 +121,7 @@ class Saver:
         self._manifest = {
             "format": FORMAT, "step": zero.step_number, "updates": zero.updates, "loss_scaler": zero.scaler.state(),
             "waiting": asdict(zero.waiting) if zero.waiting else None, **counters, "plan": self._engine.plan.digest,
-            "lineage": self._lineage, "mesh": {"pp": mesh.pp, "dp": mesh.dp, "tp": mesh.tp, "order": list(mesh.order)},
+            "lineage": self._lineage, "mesh": {**mesh.sizes, "order": list(mesh.order)},
             "torch": torch.__version__, "config": zero.config.to_dict(),
         }
         self._engine.snapshot()
@@ -130,7 +130,7 @@ class Saver:
 
     def _of_unit(self, state: UnitState) -> list[Item]:
         """What this rank writes of a parameter unit."""
-        place = self._comm.here._asdict()
+        place = self._comm.here.on
         if not state.writes:
             return []
         values = state.to_save(self._engine.zero.waiting is not None)
@@ -211,7 +211,8 @@ class Saver:
         if self._comm.rank == 0:
             self._sweep()
         for state in self._engine.states.values():
-            state.snapped()
+            if state.snapshot is not None:
+                state.snapshot.wait()
         return write(self._aside / file_name(self._comm.rank), self._comm.rank, self._items)
 
     def _clear(self) -> None:

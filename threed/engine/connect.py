@@ -14,4 +14,4 @@ def warm(comm: Comm) -> None:
     for group in comm.groups.values():
         group.all_reduce(number).wait()
     for (sender, _, _), channel in comm.channels.items():
-        (channel.send(number) if comm.here.pp == sender else channel.recv(number)).wait()
+        (channel.send(number) if comm.here.position == sender else channel.recv(number)).wait()

@@ -32,8 +32,8 @@ def find_nonfinite(engine: Engine, batch: Callable[[int], Batch]) -> str:
                 found.append(Finding(phase, distance, instruction.microbatch, f"first in the {what} on {me(engine)}"))
 
     with engine.inspected(inspect):
-        engine.run("enter" if table.delayed else "train", batch)
+        engine.run("enter" if table.update.delayed else "train", batch)
     where = first(engine, found)
-    if where is None and table.delayed:
+    if where is None and table.update.delayed:
         return "it did not happen again with the weights of the next step: run without offload.delayed_update to find where"
     return where.text if where else "it did not happen again when the step was repeated: look at the hardware"

@@ -20,7 +20,8 @@ from threed.pipeline.run import PipelineRun
 from threed.planner import layouts
 from threed.program.buffers import buffers
 from threed.program.check import describe
-from threed.program.instruction import COMPUTE, MESSAGES, Instruction, Op, Slot
+from threed.program.effects import effects
+from threed.program.instruction import MESSAGES, Instruction, Slot
 from threed.program.table import SNAPSHOT, VERIFY, WAITING, Plan
 from threed.program.trace import Trace, Wait, sources
 from threed.program.walk import link
@@ -30,13 +31,14 @@ from threed.tensor.context import Batch, Context
 from threed.tensor.layers import WeightGrads
 from threed.tensor.saving import Saving
 from threed.zero.run import Clipped, ZeroRun
-from threed.zero.state import Storage, make_states, places
+from threed.zero.state import make_states, places
+from threed.zero.storage import Storage
 
 
 class Engine:
     def __init__(self, config: Config, plan: Plan, comm: Comm):
         self.config, self.plan, self.comm = config, plan, comm
-        table, position = plan.table, comm.here.pp
+        table, position = plan.table, comm.here.position
         self.position = position
         weight_grads = WeightGrads()
         shared = buffers(plan, position)
@@ -73,7 +75,7 @@ class Engine:
 
     def snapshot(self) -> None:
         """Begin to copy what a checkpoint keeps to the host, where the plan has it so; the next step goes on meanwhile."""
-        if self.plan.table.snapshots:
+        if self.plan.table.update.snapshots:
             self._run(WAITING if self.zero.waiting is not None else SNAPSHOT, self.pipeline.batch)
 
     def run(self, name: str, batch: Callable[[int], Batch]) -> tuple[Clipped, Trace]:
@@ -108,7 +110,7 @@ class Engine:
                     slots.free(slot)
             self.pipeline.finish()
             for slot in self.plan.table.seam(self.position, name, end=True):  # what the host and the disk are still at
-                if slot.kind != "host_snapshot":  # the next STEP waits for it
+                if slot.kind != "snapshot":  # the next STEP waits for it
                     slots.wait(slot)
             end = mark()
             since = self.clock.reader(begin, end)
@@ -152,8 +154,7 @@ class Engine:
 
     def where(self) -> str:
         """Which instruction the rank is at, for whom it waits, its neighbours, and the slots alive."""
-        here = self.comm.here
-        me = f"rank {self.comm.rank} (pp{here.pp} dp{here.dp} tp{here.tp})"
+        me = f"rank {self.comm.rank} ({self.comm.here})"
         if self.current is None:
             return f"{me} is between programs"
         name, index, since = self.current
@@ -168,7 +169,7 @@ class Engine:
 
     def _awaited(self, name: str, index: int) -> str:
         """For whom an instruction waits: those who take part in it, or in what makes the slot that it waits for."""
-        program, here, mesh = self.plan.programs[name][self.position], self.comm.here, self.comm.mesh
+        program, mesh = self.plan.programs[name][self.position], self.comm.mesh
         instruction, text = program[index], ""
         slot = self.slots.waiting or next((slot for at, slot, _, to in self._waits
                                            if at == index and not self.clock.passed(to)), None)
@@ -178,17 +179,10 @@ class Engine:
                 instruction = program[made[-1]]
                 text = f", which needs '{slot}' of '{instruction}'"
         if instruction.op in MESSAGES:
-            return f"{text}, with rank {mesh.rank(instruction.peer, here.dp, here.tp)}"
-        group = _group(instruction)
-        others = [rank for rank in self.comm.groups[group].ranks if rank != self.comm.rank] if group else []
+            return f"{text}, with rank {mesh.group('pp', self.comm.rank)[instruction.peer]}"
+        groups = effects(instruction, self.plan.table, self.position).groups
+        others = sorted({rank for group in groups for rank in self.comm.groups[group].ranks} - {self.comm.rank})
         return f"{text}, with rank{'s' if len(others) > 1 else ''} {_some(others)}" if others else text
-
-
-def _group(instruction: Instruction) -> str | None:
-    """The group that takes part in an instruction; None if the rank does it alone."""
-    if instruction.op in (Op.GATHER, Op.REDUCE):
-        return instruction.group
-    return "tp" if instruction.op in (*COMPUTE, Op.JOIN) else "world" if instruction.op == Op.CLIP else None
 
 
 def _some(ranks: list[int]) -> str:

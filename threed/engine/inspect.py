@@ -42,9 +42,9 @@ def made(engine: Engine, instruction: Instruction, slots: Slots) -> Iterator[Mad
     """The results of a forward or backward; the reduced gradients at CLIP, first the part whose sum this rank took."""
     op, unit, *_ = instruction
     table = engine.plan.table
-    if op == Op.CLIP and instruction.keep != "none":
+    if op == Op.CLIP and instruction.gradients != "none":
         for p, state in engine.states.items():
-            whole = state.gradient_prev if instruction.keep == "later" else state.gradient
+            whole = state.gradient_prev if instruction.gradients == "wait" else state.gradient
             start, stop = (at - state.owned[0] for at in state.shard)
             for values in (whole[start:stop], whole) if stop - start < len(whole) else (whole,):
                 yield Made(2, p, f"sum over ranks of the gradient of p{p} ({table.parameters[p].name})", values)
@@ -75,8 +75,7 @@ def named(engine: Engine, instruction: Instruction) -> str:
 
 
 def me(engine: Engine) -> str:
-    here = engine.comm.here
-    return f"rank {engine.comm.rank} (pp{here.pp} dp{here.dp} tp{here.tp})"
+    return f"rank {engine.comm.rank} ({engine.comm.here})"
 
 
 def first(engine: Engine, found: Iterable[Finding]) -> Finding | None:

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from threed.comm import Channel, Comm, Group, Handle, sum_parts
+from threed.comm import Channel, Comm, Group, sum_parts
+from threed.lanes import Handle
 from threed.mesh import GROUPS, Mesh
 from threed.program.instruction import Op
 from threed.program.table import Plan
@@ -149,7 +150,7 @@ class ThreadComm(Comm):
         for name in GROUPS:
             self.groups[name] = ThreadGroup(name, world.mesh.group(name, rank), rank, self.sent, world)
         for sender, receiver, kind in pairs:
-            key = (sender, receiver, kind, self.here.dp, self.here.tp)
+            key = (sender, receiver, kind, self.mesh.group("pp", self.rank))
             self.channels[sender, receiver, kind] = ThreadChannel(self.sent, world, key)
 
     def exchange(self, value: Any) -> list[Any]:
@@ -201,5 +202,5 @@ def run_loopback(config: Config, plan: Plan, mesh: Mesh, work: Callable[[Comm], 
 
 def channel_pairs(plan: Plan) -> list[tuple[int, int, str]]:
     """(sender position, receiver position, kind) of every channel that a plan uses."""
-    return sorted({(position, item.peer, item.group) for programs in plan.programs.values()
+    return sorted({(position, item.peer, item.kind) for programs in plan.programs.values()
                    for position, program in enumerate(programs) for item in program if item.op == Op.SEND})

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from threed.mesh import GROUPS
 from threed.program.instruction import COMPUTE, MESSAGES, Instruction, Op
 from threed.program.trace import Trace
 
@@ -27,7 +28,7 @@ def cause_of(item: Instruction) -> str:
     """What the time of an instruction counts as, on its own rank or on one that waits for it."""
     if item.op in (*COMPUTE, Op.SPLIT, Op.JOIN):
         return "compute"
-    if item.op in MESSAGES or (item.op == Op.REDUCE and item.group == "tie"):
+    if item.op in MESSAGES or (item.op == Op.REDUCE and GROUPS[item.group].across_positions):
         return "p2p_wait"
     return {Op.GATHER: "dp_wait", Op.REDUCE: "dp_wait", Op.STEP: "optimizer", Op.OFFLOAD: "offload", Op.FETCH: "offload",
             Op.CLIP: "clip"}.get(item.op, "idle")

@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from threed.errors import ConfigError, InputError
+from threed.mesh import AXES
 from threed.monitor.attribute import CAUSES, attribute, parts
 from threed.monitor.traces import RankTrace, RunTrace, read_run
 from threed.planner import make_plan
@@ -89,7 +90,7 @@ def compare(run: Path) -> dict[str, Any]:
         causes = attribute(parts(trace, program), clip_s, prediction.step_s)
         stages.append({"predicted": _with_bubble({"step": prediction.step_s, **causes}),
                        "measured": _with_bubble(_mean([row for row in ranks if row["pp"] == position], ("step", *CAUSES)))})
-    lanes = {rank.here.pp: rank.lanes for rank in traced.ranks}
+    lanes = {rank.here.position: rank.lanes for rank in traced.ranks}
     grouped: dict[str, Any] = {}
     for name, group in (("ops", _by_op), ("lanes", _by_lane), ("units", _by_unit)):
         measured = [_average([group(trace, rank.program, rank.lanes) for trace in of_rank])
@@ -124,17 +125,17 @@ def mean_costs(ranks: Sequence[RankTrace], traces: Sequence[Sequence[Trace]],
         for trace in of_rank:
             for index, item in enumerate(rank.program):
                 if item.op in COMPUTE or item.op == Op.STEP:
-                    pair = sums[rank.here.pp, item.op, item.unit]
+                    pair = sums[rank.here.position, item.op, item.unit]
                     pair[0] += trace.ended[index] - trace.started[index]
                     pair[1] += 1
     costs = {key: total / count for key, (total, count) in sums.items()}
-    return costs | {(rank.here.pp, Op.CLIP, -1): sum(clips) / len(clips) for rank in ranks}
+    return costs | {(rank.here.position, Op.CLIP, -1): sum(clips) / len(clips) for rank in ranks}
 
 
 def _attribute_rank(rank: RankTrace, traces: Sequence[Trace], clips: Sequence[float]) -> dict[str, Any]:
     rows = [{"step": trace.total_s, **attribute(parts(trace, rank.program), clip_s, trace.total_s)}
             for trace, clip_s in zip(traces, clips, strict=True)]
-    return {"rank": rank.rank, **rank.here._asdict(), **_mean(rows, ("step", *CAUSES))}
+    return {"rank": rank.rank, **rank.here.on, **_mean(rows, ("step", *CAUSES))}
 
 
 def _as_trace(plan: Plan, walk: Walk, position: int) -> Trace:
@@ -234,7 +235,7 @@ def show(found: dict[str, Any]) -> str:
                   for kind in ("predicted", "measured")]
     lines += ["", "and by rank, measured".ljust(40) + _cells(HEADS.values())]
     for row in found["ranks"][:MOST_RANKS]:
-        place = f"rank {row['rank']} pp{row['pp']} dp{row['dp']} tp{row['tp']}"
+        place = f"rank {row['rank']} " + " ".join(f"{axis}{row[axis]}" for axis in AXES)
         lines.append(place.ljust(40) + _cells(show_seconds(row[name]) for name in HEADS))
     if len(found["ranks"]) > MOST_RANKS:
         lines.append(f"... and {len(found['ranks']) - MOST_RANKS} ranks more")

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from threed.comm import Comm
+from threed.mesh import AXES
 from threed.models.model import model_flops
 from threed.monitor.attribute import CAUSES, PARTS, attribute, parts
 from threed.monitor.straggler import Stragglers
@@ -23,7 +24,6 @@ from threed.program.table import Plan
 from threed.program.trace import Trace, compute_s
 from threed.schema import Config
 
-AXES = ("dp", "tp", "pp")
 HEAD = ("step_s", "compute_s", "memory", *(f"sent_{axis}" for axis in AXES), "stop", "save", "saving", *PARTS)
 COSTED = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.STEP)
 
@@ -67,7 +67,7 @@ class Meter:
     def exchange(self, trace: Trace, step_s: float, asked: tuple[bool, bool], saving: float) -> Step:
         """Share this rank's numbers with all ranks. `asked`: to stop, to save; `saving`: how far it is with a checkpoint."""
         table, here = self.plan.table, self.comm.here
-        program = self.plan.programs[trace.name][here.pp]
+        program = self.plan.programs[trace.name][here.position]
         sent = {axis: self.comm.sent[axis] for axis in AXES}
         head = [step_s, compute_s(trace, program), float(peak_bytes(self.comm.device)),
                 *(float(sent[axis] - self._sent.get(axis, 0)) for axis in AXES), *map(float, asked), saving,
@@ -90,7 +90,7 @@ class Meter:
     def _read(self, program: str, rows: list[list[float]], start: int, width: int) -> Step:
         sums: dict[tuple[int, Op, int], list[float]] = {}
         for rank, row in enumerate(rows):
-            position = self.comm.mesh.coordinate(rank).pp
+            position = self.comm.mesh.coordinate(rank).position
             for index, value in enumerate(row[start:]):
                 if not math.isnan(value):  # the rank's position has such an instruction
                     pair = sums.setdefault((position, COSTED[index // width], index % width), [0.0, 0.0])
@@ -116,16 +116,16 @@ class Meter:
             "perf/model_tflops_per_device": tflops,
             "perf/mfu": tflops / peak if peak else None,
         }
-        measured: list[list[float]] = [[] for _ in range(mesh.pp)]
+        measured: list[list[float]] = [[] for _ in range(mesh.positions)]
         for rank, row in enumerate(step.rows):
-            measured[mesh.coordinate(rank).pp].append(1.0 - row["compute_s"] / row["step_s"])
+            measured[mesh.coordinate(rank).position].append(1.0 - row["compute_s"] / row["step_s"])
         predicted = self._predict(step, elapsed_s)
         for name, bubbles in (("measured", [_mean(each) for each in measured]), ("predicted", predicted)):
             values[f"pipeline/bubble_{name}"] = _mean(bubbles)
             values |= {f"pipeline/bubble_{name}/{stage}": bubble for stage, bubble in enumerate(bubbles)}
-        spent: list[list[dict[str, float]]] = [[] for _ in range(mesh.pp)]
+        spent: list[list[dict[str, float]]] = [[] for _ in range(mesh.positions)]
         for rank, row in enumerate(step.rows):
-            spent[mesh.coordinate(rank).pp].append(attribute(row, step.clip_s, row["step_s"]))
+            spent[mesh.coordinate(rank).position].append(attribute(row, step.clip_s, row["step_s"]))
         values |= {f"time/{cause}/{stage}": _mean([each[cause] for each in rows])
                    for stage, rows in enumerate(spent) for cause in CAUSES}
         values |= {f"comm/bytes_{axis}": sum(row[f"sent_{axis}"] for row in step.rows) for axis in AXES}

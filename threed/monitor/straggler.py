@@ -35,11 +35,11 @@ class Stragglers:
         groups: dict[tuple[int, int], list[int]] = {}
         for rank in range(self.mesh.size):
             here = self.mesh.coordinate(rank)
-            groups.setdefault((here.pp, here.dp), []).append(rank)
+            groups.setdefault((here.position, here.replica), []).append(rank)
         slowest = {key: max(ranks, key=lambda rank: _work_s(rows[rank])) for key, ranks in groups.items()}
         # The lower median: of two, the faster one is as it should be.
         usual = {pp: median_low([_work_s(rows[rank]) for key, rank in slowest.items() if key[0] == pp])
-                 for pp in range(self.mesh.pp)}
+                 for pp in range(self.mesh.positions)}
         slower = {key: _work_s(rows[rank]) / usual[key[0]] if usual[key[0]] > 0 else 1.0 for key, rank in slowest.items()}
         self.warnings = []
         for key, ratio in slower.items():

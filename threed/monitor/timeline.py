@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from threed.mesh import AXES
 from threed.monitor.traces import RankTrace, RunTrace
 from threed.program.instruction import Instruction, Op
 from threed.program.show import svg
@@ -27,7 +28,7 @@ def chrome(traced: RunTrace, steps: Sequence[int]) -> dict[str, Any]:
     threads = {rank.rank: {lane: number for number, lane in enumerate(dict.fromkeys(rank.lanes))} for rank in traced.ranks}
     for rank in traced.ranks:
         here = rank.here
-        names = [("process_name", 0, {"name": f"rank {rank.rank} pp{here.pp} dp{here.dp} tp{here.tp}"}),
+        names = [("process_name", 0, {"name": f"rank {rank.rank} {here}"}),
                  ("process_sort_index", 0, {"sort_index": rank.rank})]
         names += [("thread_name", number, {"name": lane}) for lane, number in threads[rank.rank].items()]
         names += [("thread_sort_index", number, {"sort_index": number}) for number in threads[rank.rank].values()]
@@ -76,6 +77,7 @@ def picture(programs: Sequence[Sequence[Instruction]], traces: Sequence[Trace], 
 
 def picture_of(traced: RunTrace, step: int) -> str:
     """The picture of a step of a run: the ranks of dp 0 and tp 0."""
-    row = sorted((rank for rank in traced.ranks if rank.here.dp == rank.here.tp == 0), key=lambda rank: rank.here.pp)
+    row = sorted((rank for rank in traced.ranks if rank.here.is_first(axis for axis in AXES if axis != "pp")),
+                 key=lambda rank: rank.here.position)
     return picture([rank.program for rank in row], [rank.trace(step) for rank in row],
                    f"{traced.run}, step {step}, measured on dp 0 tp 0")

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from threed.errors import InputError
-from threed.mesh import Coordinate
+from threed.mesh import AXES, Coordinate
 from threed.monitor.lines import cut
 from threed.predict.cost import FILE as COSTS
 from threed.predict.cost import read_costs, save_costs
 from threed.predict.simulate import Costs
 from threed.program.effects import effects
-from threed.program.instruction import Instruction, Op
+from threed.program.instruction import Instruction, Op, Tier
 from threed.program.table import Plan
 from threed.program.trace import Trace, Wait
 
@@ -87,8 +87,9 @@ class TraceWriter:
 
     def _header(self) -> str:
         here, table = self._comm.here, self._plan.table
-        rows = [(str(item), effects(item, table, here.pp).lane, *item) for item in self._plan.programs["train"][here.pp]]
-        return json.dumps({"rank": self._comm.rank, **here._asdict(), "world_size": self._comm.mesh.size,
+        program = self._plan.programs["train"][here.position]
+        rows = [(str(item), effects(item, table, here.position).lane, *item) for item in program]
+        return json.dumps({"rank": self._comm.rank, **here.on, "world_size": self._comm.mesh.size,
                            "digest": self._plan.digest, "first_step": self._first_step, "columns": COLUMNS, "train": rows},
                           separators=(",", ":")) + "\n"
 
@@ -219,14 +220,19 @@ def _header(line: str, where: str) -> dict[str, Any]:
         values = json.loads(line)
         if tuple(values["columns"]) != COLUMNS:
             raise ValueError("the columns are of another version of threed")
-        values["here"] = Coordinate(values["pp"], values["dp"], values["tp"])
-        values["program"] = [Instruction(Op(op), *rest) for _, _, op, *rest in values["train"]]
+        values["here"] = Coordinate({axis: int(values[axis]) for axis in AXES})
+        values["program"] = [_instruction(*row[2:]) for row in values["train"]]
         values["lanes"] = [str(lane) for _, lane, *_ in values["train"]]
         values["digest"] = str(values["digest"])
         values["world_size"], values["first_step"] = int(values["world_size"]), int(values["first_step"])
         return values
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise InputError(f"{where} is damaged: {type(error).__name__}: {error}") from None
+
+
+def _instruction(op: str, *fields: Any) -> Instruction:
+    read = Instruction(Op(op), *fields)
+    return read._replace(tier=Tier(read.tier))
 
 
 def _decode(line: str, count: int, where: str) -> Trace:

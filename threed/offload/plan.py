@@ -15,21 +15,20 @@ from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 
-from threed.program.effects import chain
-from threed.program.instruction import Instruction, Op, Programs
+from threed.program.instruction import Instruction, Op, Programs, Tier
 from threed.program.table import DELAYED_STEPS, Table
 
 Program = list[Instruction]
 
 
-def homes(sizes: dict[int, int], ratio: float, home: str) -> dict[int, str]:
+def homes(sizes: dict[int, int], ratio: float, home: Tier) -> dict[int, Tier]:
     """Parameter unit -> where its state lives, such that a share of `ratio` of all `sizes` is at `home`, as nearly as units
     allow: largest first, a unit goes there as long as that brings the share nearer to it."""
     goal, there = ratio * sum(sizes.values()), 0
     found = {}
     for unit, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
         goes = abs(there + size - goal) < abs(there - goal)
-        found[unit] = home if goes else "device"
+        found[unit] = home if goes else Tier.DEVICE
         there += size * goes
     return found
 
@@ -63,14 +62,14 @@ def _delay(programs: Programs, table: Table, steps: tuple[str, ...]) -> Programs
         away = _away(table, position)
         (*work, clip), _ = _down(program, table, away)
         if "prev" in steps:
-            turns = _turns(away, table, Instruction(Op.STEP, group="prev"), lambda unit: _state_home(unit, table))
+            turns = _turns(away, table, Instruction(Op.STEP, age="prev"), lambda unit: _state_home(unit, table))
             work = [*_spread(work, turns), *(item for unit in away for item in _weights_home(unit, table))]
         if "" in steps:
             turns = _turns(away, table, Instruction(Op.STEP),
                            lambda unit: [*_weights_home(unit, table), *_state_home(unit, table)])
             result.append([*work, clip, *(item for turn in turns for item in turn)])
         else:
-            result.append([*work, clip._replace(keep="later")])
+            result.append([*work, clip._replace(gradients="wait")])
     return result
 
 
@@ -79,7 +78,7 @@ DELAYED = {name: partial(_delay, steps=steps) for name, steps in DELAYED_STEPS.i
 
 
 def _away(table: Table, position: int) -> list[int]:
-    return [p for p in table.held(position) if table.parameters[p].state_home != "device"]
+    return [p for p in table.held(position) if table.parameters[p].state_home != Tier.DEVICE]
 
 
 def _down(program: Program, table: Table, away: list[int]) -> tuple[Program, Program]:
@@ -88,8 +87,8 @@ def _down(program: Program, table: Table, away: list[int]) -> tuple[Program, Pro
     for item in program:
         if item.op != Op.STEP:
             out.append(item)
-        if item.op == Op.REDUCE and item.unit in away and item.group == chain(table, item.unit)[-1][0]:
-            out.append(Instruction(Op.OFFLOAD, item.unit, group="gshard"))
+        if item.op == Op.REDUCE and item.unit in away and item.group == table.reductions(item.unit)[-1].group:
+            out.append(Instruction(Op.OFFLOAD, item.unit, kind="gshard"))
     return out, [item for item in program if item.op == Op.STEP and item.unit not in away]
 
 
@@ -97,8 +96,8 @@ def _turns(away: list[int], table: Table, step: Instruction, then: Callable[[int
     """The steps of units whose state is away, one unit reading, one stepping and one writing (`then`) at a time."""
     turns: list[Program] = []
     for turn in range(len(away) + 2):
-        reads = [unit for unit in away[turn:turn + 1] if table.parameters[unit].state_home == "disk"]
-        turns.append([Instruction(Op.FETCH, unit, group="host_state") for unit in reads])
+        reads = [unit for unit in away[turn:turn + 1] if table.parameters[unit].state_home == Tier.DISK]
+        turns.append([Instruction(Op.FETCH, unit, kind="state", tier=Tier.HOST) for unit in reads])
         if 1 <= turn <= len(away):
             turns[-1].append(step._replace(unit=away[turn - 1]))
         if turn >= 2:
@@ -117,26 +116,27 @@ def _spread(program: Program, turns: list[Program]) -> Program:
 
 def _weights_home(unit: int, table: Table) -> Program:
     """After a unit's step on the host."""
-    held, kind = table.parameters[unit], table.weight(unit).kind
-    if held.weight_home == "device":
-        return [Instruction(Op.FETCH, unit, group=kind)]
-    return [Instruction(Op.OFFLOAD, unit, group=kind.replace("disk_", "host_"))] if held.weight_home == "disk" else []
+    weight = table.weight(unit)
+    if weight.tier == Tier.DEVICE:
+        return [Instruction(Op.FETCH, unit, kind=weight.kind)]
+    return [Instruction(Op.OFFLOAD, unit, kind=weight.kind, tier=Tier.HOST)] if weight.tier == Tier.DISK else []
 
 
 def _state_home(unit: int, table: Table) -> Program:
-    return [Instruction(Op.OFFLOAD, unit, group="host_state")] if table.parameters[unit].state_home == "disk" else []
+    on_disk = table.state(unit).tier == Tier.DISK
+    return [Instruction(Op.OFFLOAD, unit, kind="state", tier=Tier.HOST)] if on_disk else []
 
 
-def snapshot(_: Programs, table: Table, keep: str = "all") -> Programs:
+def snapshot(_: Programs, table: Table, age: str = "") -> Programs:
     """Between two steps: a copy on the host of what a checkpoint keeps, taken beside what comes next. A unit's next STEP
     waits for its own."""
-    return [[Instruction(Op.OFFLOAD, p, group="snapshot", keep=keep) for p in table.held(position)
+    return [[Instruction(Op.OFFLOAD, p, kind="snapshot", age=age) for p in table.held(position)
              if table.saves(position, p)] for position in range(table.num_positions)]
 
 
 def snapshot_waiting(programs: Programs, table: Table) -> Programs:
     """The same, with the gradients that wait for the next step."""
-    return snapshot(programs, table, keep="later")
+    return snapshot(programs, table, age="prev")
 
 
 def parameters(programs: Programs, table: Table) -> Programs:
@@ -144,15 +144,16 @@ def parameters(programs: Programs, table: Table) -> Programs:
     result = []
     for program in programs:
         gathers = [index for index, item in enumerate(program)
-                   if item.op == Op.GATHER and table.parameters[item.unit].weight_home != "device"]
+                   if item.op == Op.GATHER and table.parameters[item.unit].weight_home != Tier.DEVICE]
         before: dict[int, Program] = defaultdict(list)
         for use, index in enumerate(gathers):
             unit = program[index].unit
-            if table.parameters[unit].weight_home == "disk":
+            if table.parameters[unit].weight_home == Tier.DISK:
                 ahead = gathers[max(0, use - 1)]
                 # Not while the part is up for the GATHER before.
-                before[index if program[ahead].unit == unit else ahead].append(Instruction(Op.FETCH, unit, group="host_pshard"))
+                before[index if program[ahead].unit == unit else ahead].append(
+                    Instruction(Op.FETCH, unit, kind="pshard", tier=Tier.HOST))
         for index in gathers:
-            before[index].append(Instruction(Op.FETCH, program[index].unit, group="pshard"))
+            before[index].append(Instruction(Op.FETCH, program[index].unit, kind="pshard"))
         result.append([each for index, item in enumerate(program) for each in (*before[index], item)])
     return result

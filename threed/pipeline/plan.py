@@ -69,7 +69,7 @@ def communicate(programs: Programs, table: Table) -> Programs:
                         reader = positions[slot.unit + (slot.kind == "act")]
                         if reader != position:
                             for op, here, there in ((Op.SEND, position, reader), (Op.RECV, reader, position)):
-                                message = Instruction(op, slot.unit, slot.microbatch, slot.kind, there)
+                                message = Instruction(op, *slot[1:3], kind=slot.kind, peer=there)
                                 events.append((now, False, len(events), here, message))
                 head += 1
                 moved = True

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from threed.comm import Comm, Handle
+from threed.comm import Comm
+from threed.lanes import Handle
 from threed.models.layers.base import Layer, Out
 from threed.models.tiling import layers_of
 from threed.program.instruction import Instruction, Op, Slot
@@ -50,7 +51,7 @@ class PipelineRun:
         """`parameters`: key -> parameter, for every unit that the rank holds. `keeping`: the context in which FORWARD of
         a unit runs, which says how autograd keeps its parameters. `inputs`: where inputs are kept for RECOMPUTE."""
         self.comm, self.table, self.weight_grads = comm, table, context.weight_grads
-        self.position = comm.here.pp
+        self.position = comm.here.position
         sp = config.parallel.sequence_parallel
         self.dtype = context.dtype
         self.keeping, self.inputs = keeping, inputs
@@ -210,16 +211,15 @@ class PipelineRun:
             slots.put(Slot("wgrad", parameter_unit), True)
 
     def send(self, instruction: Instruction, slots: Slots) -> None:
-        _, unit, microbatch, kind, peer, _ = instruction
         while self._sends and self._sends[0].done():
             self._sends.popleft()
-        tensor = slots.get(Slot(kind, unit, microbatch))
-        self._sends.append(self.comm.channels[self.position, peer, kind].send(tensor))
+        channel = self.comm.channels[self.position, instruction.peer, instruction.kind]
+        self._sends.append(channel.send(slots.get(instruction.slot)))
 
     def recv(self, instruction: Instruction, slots: Slots) -> None:
-        _, unit, microbatch, kind, peer, _ = instruction
         buffer = torch.empty(self.shape, dtype=self.dtype, device=self.comm.device)
-        slots.put(Slot(kind, unit, microbatch), buffer, self.comm.channels[peer, self.position, kind].recv(buffer))
+        channel = self.comm.channels[instruction.peer, self.position, instruction.kind]
+        slots.put(instruction.slot, buffer, channel.recv(buffer))
 
     def finish(self) -> None:
         """Wait until everything sent has left."""

@@ -16,7 +16,7 @@ __all__ = ["Pipeline", "layouts", "make_mesh", "make_pipeline", "make_plan", "ma
 
 def make_mesh(config: Config) -> Mesh:
     parallel = config.parallel
-    return Mesh(parallel.pp, config.dp, parallel.tp, tuple(parallel.axis_order.split("-")), config.shard_size)
+    return Mesh(tuple(parallel.axis_order.split("-")), config.shard_size, **config.axis_sizes)
 
 
 def make_plan(config: Config, pipeline: Pipeline | None = None) -> Plan:

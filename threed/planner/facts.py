@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from threed.errors import InputError
+from threed.mesh import GROUPS
 from threed.models.layers.base import Layer
 from threed.models.model import tied_parameter
 from threed.models.spec import Cost, Parameter, Share
@@ -19,8 +21,19 @@ from threed.optimizers.registry import OPTIMIZERS
 from threed.pipeline.split import split_stages
 from threed.predict.cost import load_costs
 from threed.predict.simulate import cost_of
-from threed.program.instruction import Instruction, Op
-from threed.program.table import ComputeUnit, Handed, ParameterUnit, Read, Table
+from threed.program.instruction import Instruction, Op, Tier
+from threed.program.table import (
+    ActivationSettings,
+    ComputeUnit,
+    Elements,
+    Handed,
+    ParameterUnit,
+    Read,
+    Reduction,
+    Table,
+    UpdateSettings,
+    ZeroSettings,
+)
 from threed.schema import Config
 from threed.validate import PIECES, stage_runs
 from threed.zero import plan as zero
@@ -89,43 +102,82 @@ def make_table(config: Config, place: tuple[int, ...]) -> Table:
             for index in range(len(runs))]
     units = tuple(_compute_unit(config, members[index], runs[index], handed, (stage_of[index], used[index]))
                   for index, handed in enumerate(hand_overs(members)))
+    table = Table(units, {}, place, config.num_microbatches, _act_bytes(config), _elements(config), _zero(config),
+                  _activation(config), _update(config))
+    shared = _Shared.of(config, table.elements)
     parameters = {}
     for index, laid in laid_out.items():
         of = index if index < tied else index - tied - 1  # its compute unit
         positions = tuple(sorted(ends)) if index == tied else (place[stage_of[of]],)
-        groups = zero.reductions(laid.whole_over("tp"), parallel.sequence_parallel, len(positions) > 1,
-                                 config.shard_size < config.dp)
         name = "tied embedding" if index == tied else units[of].name + (", small" if index > tied else "")
-        parameters[index] = ParameterUnit(name, positions, laid.numel, laid.padding, laid.whole_over("tp"), groups,
+        parameters[index] = ParameterUnit(name, positions, laid.numel, laid.padding, shared.group, shared.shards,
+                                          shared.reductions(laid, len(positions)),
                                           whole=all(persists(config, placed.parameter) for placed in laid.placed))
     _send_home(config, parameters)
+    return replace(table, parameters=parameters)
+
+
+class _Shared(NamedTuple):
+    """How parameter units are shared among ranks."""
+
+    group: str  # over which they are sharded
+    shards: int
+    sharded: bool  # whether a rank keeps its shard of a sum alone
+    copies: int
+    partial: dict[str, int]  # group whose ranks hold partial gradients of what they all hold -> its ranks
+    elements: Elements
+
+    @classmethod
+    def of(cls, config: Config, elements: Elements) -> _Shared:
+        copies = config.dp // config.shard_size
+        partial = {"tp": config.parallel.tp} if config.parallel.sequence_parallel else {}
+        return cls("shard" if copies > 1 else "dp", config.shard_size, config.zero.stage >= 1, copies,
+                   partial, elements)
+
+    def reductions(self, laid: Layout, positions: int) -> tuple[Reduction, ...]:
+        partial = {group: (ranks, count) for group, ranks in self.partial.items()
+                   if (count := laid.whole_over(GROUPS[group].axes or ()))}
+        kept = laid.numel // (self.shards if self.sharded else 1)
+        return zero.reductions(laid.numel, self.shards, self.group,
+                               zero.Sums(partial, kept, self.copies, positions), self.elements)
+
+
+def _elements(config: Config) -> Elements:
     precision = config.precision
-    return Table(units, parameters, place, config.num_microbatches, config.dp, parallel.tp, config.zero.stage,
-                 param_bytes=_bytes(precision.dtype), act_bytes=_act_bytes(config), shard_size=config.shard_size,
-                 reduce_every=config.reduce_every, residency=1 if config.zero.residency is None else config.zero.residency,
-                 prefetch=1 if config.zero.prefetch is None else config.zero.prefetch, grad_bytes=_bytes(precision.grad_dtype),
-                 reduce_bytes=_bytes(precision.reduce_dtype),
-                 master=precision.dtype != "fp32" and precision.master == "fp32",
-                 partition=config.activation.partition and parallel.tp > 1 and not parallel.sequence_parallel,
-                 offload_kept=config.activation.offload == "cpu", contiguous=config.activation.contiguous,
-                 delayed=config.offload.delayed_update, optimizer=OPTIMIZERS[config.optimizer.name].buffers,
-                 snapshots=_snapshots(config))
+    return Elements(*map(_bytes, (precision.dtype, precision.grad_dtype, precision.reduce_dtype)))
 
 
-def _snapshots(config: Config) -> bool:
-    """Whether checkpoints are written from a copy on the host. State that lives on disk has no room there."""
+def _zero(config: Config) -> ZeroSettings:
+    asked = config.zero
+    return ZeroSettings(asked.stage, config.reduce_every, 1 if asked.residency is None else asked.residency,
+                        1 if asked.prefetch is None else asked.prefetch)
+
+
+def _activation(config: Config) -> ActivationSettings:
+    activation, parallel = config.activation, config.parallel
+    # Under sequence parallelism a kept input is cut over tp already.
+    parts = parallel.tp if activation.partition and not parallel.sequence_parallel else 1
+    return ActivationSettings("tp" if parts > 1 else "", parts, activation.offload == "cpu", activation.contiguous)
+
+
+def _update(config: Config) -> UpdateSettings:
+    # Snapshots: state that lives on disk has no room on the host.
     on_disk = "nvme" in (config.offload.optimizer, config.offload.parameters)
-    return config.checkpoint.background and config.checkpoint.every > 0 and not on_disk
+    background = config.checkpoint.background and config.checkpoint.every > 0 and not on_disk
+    return UpdateSettings(OPTIMIZERS[config.optimizer.name].buffers,
+                          config.precision.dtype != "fp32" and config.precision.master == "fp32",
+                          config.offload.delayed_update, background)
 
 
 def _send_home(config: Config, parameters: dict[int, ParameterUnit]) -> None:
     """Say where units' optimizer state and parameters live."""
-    tiers, asked = {"none": "device", "cpu": "host", "nvme": "disk"}, config.offload
+    tiers = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
+    asked = config.offload
     for position in {unit.positions[0] for unit in parameters.values()}:
         sizes = {p: unit.numel for p, unit in parameters.items() if unit.positions[0] == position}
         for p, home in offload.homes(sizes, config.offload.ratio, tiers[asked.optimizer]).items():
             unit = parameters[p]
-            weights = "device" if unit.whole or home == "device" else tiers[asked.parameters]
+            weights = Tier.DEVICE if unit.whole or home == Tier.DEVICE else tiers[asked.parameters]
             parameters[p] = replace(unit, state_home=home, weight_home=weights)
 
 
@@ -173,7 +225,10 @@ def _compute_unit(config: Config, members: Sequence[Layer], run: tuple[int, int]
     made = {name: size for layer in members for name, size in layer.makes(share).items()}
     names = [layer.name for layer in members]
     name = names[0] if len(names) == 1 else f"{names[0]}..{names[-1].rsplit('.', 1)[-1]}"
-    return ComputeUnit(name, run, stage, parameters, cost.flops, cost.saved_bytes(config.pieces), cost.operands, cost.sent,
+    traffic = {phase: {axis: size for (when, axis), size in cost.sent.items() if when == phase}
+               for phase in ("forward", "input", "weight")}
+    return ComputeUnit(name, run, stage, parameters, cost.flops, cost.saved_bytes(config.pieces), cost.operands,
+                       traffic, tuple(sorted({axis for _, axis in cost.sent})),
                        makes=tuple(Handed(name, made[name]) for name in sorted(makes)), reads=reads,
                        loss=any(layer.loss for layer in members), adds=all(layer.adds for layer in members),
                        running_bytes=members[-1].running_bytes(share))

@@ -56,18 +56,18 @@ FORWARD = (
 def recipes(config: Config, pipeline: Pipeline, table: Table) -> dict[str, tuple[Pass, ...]]:
     """The passes of each program of a plan (program.table.Plan names them)."""
     step = (Pass("order", partial(_expand, pipeline.order, "all")), *STEP)
-    undelayed = "plain" if table.delayed else "train"
+    undelayed = "plain" if table.update.delayed else "train"
     found: dict[str, tuple[Pass, ...]] = {undelayed: (*step, *UPDATE)}
-    if table.delayed:
+    if table.update.delayed:
         found |= {name: (*step, Pass("delay", delay)) for name, delay in offload.DELAYED.items()}
     if config.run.verify_every:
         found[VERIFY] = (*found[undelayed], Pass("verify", zero.rehearse))
     if config.train.eval_every:
         forward = forward_only(pipeline.place, config.num_microbatches)
         found[EVALUATE] = (Pass("order", partial(_expand, forward, "none")), *FORWARD)
-    if table.snapshots:
+    if table.update.snapshots:
         found[SNAPSHOT] = (Pass("snapshot", offload.snapshot),)
-    if table.snapshots and table.delayed:
+    if table.update.snapshots and table.update.delayed:
         found[WAITING] = (Pass("snapshot", offload.snapshot_waiting),)
     return found
 

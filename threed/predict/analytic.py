@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from threed.errors import InputError
 from threed.optimizers.base import BYTES
 from threed.predict.simulate import Costs, cost_of
-from threed.program.instruction import COMPUTE, Instruction, Op
+from threed.program.instruction import COMPUTE, Instruction, Op, Tier
 from threed.program.table import Table
 from threed.program.walk import Cost
 
@@ -45,31 +45,34 @@ class Hardware:
                 raise InputError(f"--hardware: '{part}' is not one of {', '.join(names)} with a number above 0")
         return cls(**values)
 
+    def link(self, axis: str) -> float:
+        """Gbit/s that a rank sends over an axis: as over dp where it has no number of its own."""
+        return getattr(self, f"{axis}_gbps", self.dp_gbps)
+
     def cost(self, table: Table, measured: Costs | None = None) -> Cost:
         """Seconds of an instruction of a plan. `measured` costs take the place of these, but not of what the device only hands
         over: moves between tiers, and steps on the host."""
         by_run = cost_of(measured) if measured is not None else None
         speed = self.tflops * 1e12 * self.efficiency
         ways = {"d2h": self.link_gbps, "h2d": self.link_gbps, "read": self.read_gbps, "write": self.write_gbps}
-        links = {"tp": self.tp_gbps, "dp": self.dp_gbps, "pp": self.pp_gbps}
 
         def travel(instruction: Instruction) -> float:
             sent = {axis: size for axis, size in table.sent(instruction).items() if size}
-            return sum(size * 8 / (links[axis] * 1e9) + self.latency_us * 1e-6 for axis, size in sent.items())
+            return sum(size * 8 / (self.link(axis) * 1e9) + self.latency_us * 1e-6 for axis, size in sent.items())
 
         def cost(position: int, instruction: Instruction) -> float:
             op = instruction.op
-            home = table.parameters[instruction.unit].state_home if op == Op.STEP else "device"
-            if by_run is not None and op not in (Op.OFFLOAD, Op.FETCH) and home == "device":
+            home = table.parameters[instruction.unit].state_home if op == Op.STEP else Tier.DEVICE
+            if by_run is not None and op not in (Op.OFFLOAD, Op.FETCH) and home == Tier.DEVICE:
                 return by_run(position, instruction)
             if op in COMPUTE:
                 flops = table.units[instruction.unit].forward_flops * (2 if op == Op.BACKWARD else 1)
                 return flops / speed + travel(instruction)
             if op == Op.STEP:  # reads gradient, master and buffers; writes all but the gradient, and the parameter
                 numel = table.shard_numel(instruction.unit)
-                speed_gbps = self.memory_gbps if home == "device" else self.host_gbps
-                kept = 4 + sum(BYTES[buffer.dtype] for buffer in table.optimizer)
-                return numel * (2 * kept + table.grad_bytes + table.param_bytes) * 8 / (speed_gbps * 1e9)
+                speed_gbps = self.memory_gbps if home == Tier.DEVICE else self.host_gbps
+                kept = 4 + sum(BYTES[buffer.dtype] for buffer in table.update.buffers)
+                return numel * (2 * kept + table.elements.grad + table.elements.param) * 8 / (speed_gbps * 1e9)
             if op in (Op.OFFLOAD, Op.FETCH):
                 moved = table.moved(instruction)
                 return sum(size * 8 / (ways[lane] * 1e9) + self.latency_us * 1e-6 for lane, size in moved.items())

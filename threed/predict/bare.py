@@ -16,7 +16,7 @@ from threed.pipeline.orders import SCHEDULES, Order
 from threed.pipeline.plan import communicate, expand
 from threed.program.check import check_programs
 from threed.program.instruction import COMPUTE, Instruction, Op
-from threed.program.table import ComputeUnit, Table
+from threed.program.table import PHASES, ComputeUnit, Table
 from threed.program.walk import Mode, Walk, link, walk
 
 
@@ -75,10 +75,11 @@ def predict_bare(schedule: str, p: int, m: int, times: dict[str, float], virtual
 
 def bare_programs(order: Order, place: tuple[int, ...], m: int) -> tuple[list[tuple[Instruction, ...]], Table]:
     """An order as checked programs of a model with one unit a stage and no parameters."""
+    silent: dict[str, dict[str, int]] = {phase: {} for phases in PHASES.values() for phase in phases}
     last = len(place) - 1
-    units = tuple(ComputeUnit(f"stage {stage}", (stage, stage + 1), stage, (), 1, 1, 1, {}, loss=stage == last)
+    units = tuple(ComputeUnit(f"stage {stage}", (stage, stage + 1), stage, (), 1, 1, 1, silent, loss=stage == last)
                   for stage in range(len(place)))
-    table = Table(units, {}, place, m, dp=1, tp=1, zero_stage=0, param_bytes=4, act_bytes=1)
+    table = Table(units, {}, place, m, act_bytes=1)
     programs = [(*program, Instruction(Op.CLIP)) for program in communicate(expand(order, table), table)]
     return programs, table
 

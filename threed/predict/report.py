@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
+from threed.mesh import AXES
 from threed.program.instruction import COMPUTE, Instruction, Op
 from threed.program.show import timeline
 from threed.program.summary import activations, alive_bytes, fixed_bytes, stages
@@ -85,12 +86,12 @@ def show(values: dict[str, Any]) -> str:
     """The report as a table."""
     lines = [f"step {show_seconds(values['step_time'])}, bubble {values['bubble']:.1%} (costs: {values['costs']})",
              "".join(text.rjust(12) for text in ("a rank of", "busy", "bubble", "peak", "fixed", "activations",
-                                                 "sends dp", "tp", "pp"))]
+                                                 *(f"sends {axis}" for axis in AXES)))]
     for position, row in enumerate(values["stages"]):
         peak = row["peak_bytes"]["device"]
         cells = [f"pp{position}", show_seconds(row["busy_s"]), f"{row['bubble']:.1%}", show_bytes(peak),
                  show_bytes(peak - row["activation_peak_bytes"]), show_bytes(row["activation_peak_bytes"]),
-                 *(show_bytes(row["sent_bytes"][axis]) for axis in ("dp", "tp", "pp"))]
+                 *(show_bytes(row["sent_bytes"][axis]) for axis in AXES)]
         lines.append("".join(cell.rjust(12) for cell in cells))
     for position, row in enumerate(values["stages"]):
         if row["moved_bytes"]:

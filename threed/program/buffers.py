@@ -13,7 +13,7 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from threed.program.effects import effects
-from threed.program.instruction import Slot, tier
+from threed.program.instruction import Slot, Tier
 from threed.program.table import Plan, Table
 from threed.quantity import ALIGNMENT, round_up
 
@@ -33,11 +33,11 @@ class Buffers(NamedTuple):
 
     def bytes(self, table: Table) -> int:
         """Of the device, but for the arena, whose content counts as activations."""
-        return (sum(map(_elements, (self.params, self.pshards))) * table.param_bytes
-                + sum(map(_elements, (self.grads, self.gshards))) * table.grad_bytes + self.staging)
+        return (sum(map(_elements, (self.params, self.pshards))) * table.elements.param
+                + sum(map(_elements, (self.grads, self.gshards))) * table.elements.grad + self.staging)
 
     def host_bytes(self, table: Table) -> int:
-        return sum(map(_elements, (self.host_kept, self.host_weights))) * table.param_bytes + _elements(self.host_states)
+        return sum(map(_elements, (self.host_kept, self.host_weights))) * table.elements.param + _elements(self.host_states)
 
 
 def _elements(sizes: Sizes) -> int:
@@ -96,36 +96,39 @@ def _shared(taken: Collection[tuple[tuple[int, int], ...]], units: Counter[int],
 
 def _pool(slot: Slot, table: Table) -> str | None:
     """The pool that a slot lies in; None where it has memory of its own."""
-    kind, home = slot.kind, tier(slot.kind)
-    if kind.removeprefix("host_") in ("kept", "kpart"):
+    kind, on_host = slot.kind, slot.tier == Tier.HOST
+    if kind in ("kept", "kpart"):
         if not table.keeps_stream(slot.unit):
             return None
-        arena = table.contiguous and not table.offload_kept and kind == ("kpart" if table.partition else "kept")
-        return "host_kept" if home == "host" else "kept" if arena else None
-    if kind == "param" and not table.parameters[slot.unit].whole:
+        settings = table.activation
+        arena = settings.contiguous and not settings.offload and kind == ("kpart" if settings.partition else "kept")
+        return "host_kept" if on_host else "kept" if arena else None
+    if slot.tier == Tier.DISK:
+        return None
+    if kind == "param" and not on_host and not table.parameters[slot.unit].whole:
         return "params"
-    if kind == "wgrad" and table.zero_stage >= 2:
+    if kind == "wgrad" and table.zero.stage >= 2:
         return "grads"
-    if kind == "gshard" and table.streams(slot.unit):
+    if kind == "gshard" and not on_host and table.streams(slot.unit):
         return "gshards"
-    if kind in ("param", "pshard", "host_param", "host_pshard") and slot != table.weight(slot.unit):
-        return {"pshard": "pshards", "param": None}.get(kind, "host_weights")
-    return "host_states" if kind == "host_state" and slot != table.state(slot.unit) else None
+    if kind in ("param", "pshard") and slot != table.weight(slot.unit):
+        return "host_weights" if on_host else "pshards" if kind == "pshard" else None
+    return "host_states" if kind == "state" and on_host and slot != table.state(slot.unit) else None
 
 
 def _size(slot: Slot, name: str, table: Table) -> int:
     if name == "host_states":
         return round_up(table.size(slot), ALIGNMENT)
     if name == "host_weights":
-        return round_up(table.size(slot), ALIGNMENT) // table.param_bytes
-    if name in ("params", "grads") :
+        return round_up(table.size(slot), ALIGNMENT) // table.elements.param
+    if name in ("params", "grads"):
         return table.parameters[slot.unit].numel
-    return table.size(slot) // table.param_bytes if name in ("kept", "host_kept") else table.shard_numel(slot.unit)
+    return table.size(slot) // table.elements.param if name in ("kept", "host_kept") else table.shard_numel(slot.unit)
 
 
 def _staging(table: Table, held: tuple[int, ...]) -> int:
     """Every part of a gradient arrives before the sum is taken; a gradient that travels in another dtype is cast first."""
-    if table.dp == 1:
+    if not any(step.staged and step.ranks > 1 for unit in held for step in table.reductions(unit)):
         return 0
-    times = 1 if table.reduce_bytes == table.grad_bytes else 2
-    return max((table.parameters[unit].numel for unit in held), default=0) * table.reduce_bytes * times
+    times = 1 if table.elements.reduce == table.elements.grad else 2
+    return max((table.parameters[unit].numel for unit in held), default=0) * table.elements.reduce * times

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from threed.errors import PlanError
+from threed.mesh import GROUPS
 from threed.program.instruction import BACKWARDS, Instruction, Op, Slot
 from threed.program.table import DELAYED_STEPS, EVALUATE, SNAPSHOT, VERIFY, WAITING, Plan, Table
 from threed.program.walk import Links, Mode, Program, channels, link, walk
@@ -44,7 +45,7 @@ def check_programs(name: str, programs: Sequence[Program], table: Table) -> list
         _check_copies(name, programs, position, found)
         links.append(found)
     _check_channels(name, programs)
-    _check_collectives(name, programs)
+    _check_collectives(name, programs, table)
     for mode in Mode:
         stuck = walk(programs, table, links, mode).stuck
         if stuck:
@@ -84,17 +85,14 @@ def _check_complete(name: str, programs: Sequence[Program], position: int, table
                 expected[Instruction(Op.BACKWARD, unit, microbatch)] += 1
     for instruction in (seen - expected) + (expected - seen):
         have, want = seen[instruction], expected[instruction]
-        index = next((i for i, other in enumerate(program) if other[:3] == instruction[:3]), len(program) - 1)
+        index = next((i for i, other in enumerate(program)
+                      if (other.op, *other.turn) == (instruction.op, *instruction.turn)), len(program) - 1)
         raise PlanError(describe(name, programs, position, index, f"'{instruction}' runs {have} times here, not {want}"))
     counts = Counter(instruction.op for instruction in program)
-    steps = [(item.unit, item.group) for item in program if item.op == Op.STEP]
-    groups = () if name == VERIFY else (DELAYED_STEPS if table.delayed else {}).get(name, ("",))
-    asked = [(unit, group) for unit in table.held(position) for group in groups]
-    if trains and (sorted(steps) != sorted(asked) or any((unit, "prev") in steps[at:] for at, (unit, _) in enumerate(steps)
-                                                         if (unit, "") in steps[:at])):
-        raise PlanError(describe(name, programs, position, len(program) - 1,
-                                 f"STEP runs for {_named(steps)}, and should for {_named(asked)}, older gradients first"))
-    wrong = next((i for i, item in enumerate(program) if item.op == Op.CLIP and (item.keep != "none") != trains), None)
+    if trains:
+        _check_steps(name, programs, position, table)
+    wrong = next((i for i, item in enumerate(program)
+                  if item.op == Op.CLIP and (item.gradients != "none") != trains), None)
     if counts[Op.CLIP] != 1 or wrong is not None:
         raise PlanError(describe(name, programs, position, wrong if wrong is not None else len(program) - 1,
                                  "CLIP must run once, over gradients where there are any"))
@@ -103,16 +101,31 @@ def _check_complete(name: str, programs: Sequence[Program], position: int, table
             raise PlanError(describe(name, programs, position, index, f"keep={instruction.keep} does not belong here"))
 
 
+def _check_steps(name: str, programs: Sequence[Program], position: int, table: Table) -> None:
+    """Each unit is stepped once for each step whose gradients this program applies, an older step's first."""
+    ages = () if name == VERIFY else (DELAYED_STEPS if table.update.delayed else {}).get(name, ("",))
+    asked = [(unit, age) for unit in table.held(position) for age in ages]
+    steps = [(item.unit, item.age) for item in programs[position] if item.op == Op.STEP]
+    done: set[int] = set()  # units whose gradient of this step is applied
+    in_order = True
+    for unit, age in steps:
+        in_order = in_order and not (age == "prev" and unit in done)
+        done.update([unit] if age == "" else [])
+    if sorted(steps) != sorted(asked) or not in_order:
+        raise PlanError(describe(name, programs, position, len(programs[position]) - 1,
+                                 f"STEP runs for {_named(steps)}, and should for {_named(asked)}, older gradients first"))
+
+
 def _check_snapshot(name: str, programs: Sequence[Program], position: int, table: Table) -> None:
     """Each unit that the position writes into checkpoints is copied once, and nothing else is done."""
-    copied = [item.unit for item in programs[position] if item.op == Op.OFFLOAD and (item.keep == "later") == (name == WAITING)]
+    copied = [item.unit for item in programs[position] if item.op == Op.OFFLOAD and (item.age == "prev") == (name == WAITING)]
     asked = [unit for unit in table.held(position) if table.saves(position, unit)]
     if sorted(copied) != asked or len(copied) < len(programs[position]):
         raise PlanError(describe(name, programs, position, 0, f"copies units {copied}, and should copy {asked}"))
 
 
 def _named(steps: Sequence[tuple[int, str]]) -> str:
-    return ", ".join(f"p{unit}{' ' if group else ''}{group}" for unit, group in steps) or "nothing"
+    return ", ".join(f"p{unit} {age}".rstrip() for unit, age in steps) or "nothing"
 
 
 def _check_copies(name: str, programs: Sequence[Program], position: int, links: Links) -> None:
@@ -122,15 +135,15 @@ def _check_copies(name: str, programs: Sequence[Program], position: int, links: 
     changed: set[int] = set()
     for index, effect in enumerate(links.effects):
         for slot in effect.updates:
-            if slot.kind == "pshard" and slot.unit in whole:
+            if slot.name == "pshard" and slot.unit in whole:
                 raise PlanError(describe(name, programs, position, index,
                                          f"updates '{slot}' while 'param p{slot.unit}', which is gathered from it, is there"))
-            changed.update([slot.unit] if slot.kind in ("param", "pshard") else [])
+            changed.update([slot.unit] if slot.name in ("param", "pshard") else [])
         for slot in effect.reads:
-            if slot.kind in ("param", "pshard") and slot.unit in changed:
+            if slot.name in ("param", "pshard") and slot.unit in changed:
                 raise PlanError(describe(name, programs, position, index, f"reads '{slot}', which this step has already updated"))
-        whole.update(slot.unit for slot in effect.writes if slot.kind == "param")
-        whole.difference_update(slot.unit for slot in effect.frees if slot.kind == "param")
+        whole.update(slot.unit for slot in effect.writes if slot.name == "param")
+        whole.difference_update(slot.unit for slot in effect.frees if slot.name == "param")
 
 
 def _check_channels(name: str, programs: Sequence[Program]) -> None:
@@ -146,14 +159,19 @@ def _check_channels(name: str, programs: Sequence[Program]) -> None:
                 other = f"pp{receiver} never receives it" if k < len(sends) else f"pp{sender} never sends it"
                 raise PlanError(describe(name, programs, position, index, other))
             (_, i), (_, j) = sends[k], receives[k]
-            if programs[sender][i][1:4] != programs[receiver][j][1:4]:
+            if programs[sender][i].slot != programs[receiver][j].slot:
                 raise PlanError(describe(name, programs, receiver, j,
                                          f"message {k} of {kind} from pp{sender} is '{programs[sender][i]}'"))
 
 
-def _check_collectives(name: str, programs: Sequence[Program]) -> None:
-    """CLIP is one call of all positions; REDUCE over a tie is one call of the two ends, on the same unit."""
-    ties = [[i.unit for i in program if i.op == Op.REDUCE and i.group == "tie"] for program in programs]
-    if len(programs) > 1 and (ties[0] != ties[-1] or any(ties[1:-1])):
-        raise PlanError(f"program '{name}': REDUCE (tie) must run for the same units on the first position ({ties[0]}) "
-                        f"and on the last ({ties[-1]}), and nowhere else")
+def _check_collectives(name: str, programs: Sequence[Program], table: Table) -> None:
+    """A REDUCE over a group whose members sit at several positions is one call of them all, on the same unit: of the two ends
+    of the pipeline for a tie. CLIP, one call of all positions, has been counted."""
+    for group in (group for group, row in GROUPS.items() if row.across_positions):
+        calls = [[item.unit for item in program if item.op == Op.REDUCE and item.group == group] for program in programs]
+        members = {position for unit in table.parameters.values() for position in unit.positions
+                   if any(step.group == group for step in unit.reductions)}
+        first, last = min(members, default=0), max(members, default=len(programs) - 1)
+        if any(calls[first] != each if position in members else each for position, each in enumerate(calls)):
+            raise PlanError(f"program '{name}': REDUCE ({group}) must run for the same units on the first position "
+                            f"({calls[first]}) and on the last ({calls[last]}), and nowhere else")

@@ -1,23 +1,22 @@
-"""The only dependency rule: what an instruction reads, writes, adds to, updates and frees, and on which lane it runs.
+"""The only dependency rule: what an instruction reads, writes, adds to, updates and frees, on which lane it runs, and which ranks
+take part.
 
 Checker, memory meter, simulator, loopback and engine all call `effects`; nobody restates it.
 
-A **lane** is one queue of work: `compute`; `dp` (collectives over dp and its sub-groups); `tie`; `send` and `recv` for
-each (peer, act or grad); `d2h` and `h2d` (device to host and back); `read` and `write` (disk to host and back); `host` (the
-optimizer there). Order holds within a lane; across lanes only through slots: using a slot waits for it.
+A **lane** is one queue of work: `compute`; one for each kind of group that has its own (mesh.GROUPS: dp, tie); `send` and
+`recv` for each (peer, act or grad); `d2h` and `h2d` (device to host and back); `read` and `write` (disk to host and back);
+`host` (the optimizer there). Order holds within a lane; across lanes only through slots: using a slot waits for it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import compress
 from typing import NamedTuple
 
-from threed.program.instruction import COMPUTE, MESSAGES, MOVES, TIERS, Instruction, Op, Slot, at, below, tier
+from threed.mesh import GROUPS
+from threed.program.instruction import COMPUTE, WORDS, Instruction, Op, Slot, Tier
 from threed.program.table import Table, gradient_kind
-
-# What `keep` may be. Gradients that CLIP looks at are kept for STEP (all), or wait for a later one, or are dropped; none: there
-# are no gradients.
-KEEPS = {Op.FORWARD: ("all", "input", "none"), Op.CLIP: ("all", "later", "drop", "none"), Op.OFFLOAD: ("all", "later")}
 
 
 class Effects(NamedTuple):
@@ -27,204 +26,94 @@ class Effects(NamedTuple):
     adds: tuple[Slot, ...] = ()  # alive or not; not after the sum has been read
     updates: tuple[Slot, ...] = ()  # alive before and after, with another value
     frees: tuple[Slot, ...] = ()  # alive before, not after; happens last
+    groups: tuple[str, ...] = ()  # whose other members take part; those of a message are its two ends
 
 
 def effects(instruction: Instruction, table: Table, position: int) -> Effects:
     """Effects of one instruction of the program of a pipeline position. KeyError: it names what does not exist."""
     known = table.known.get(instruction)
     if known is None:
-        known = _effects(instruction, table, position)
+        for field, words in WORDS.items():
+            if getattr(instruction, field) not in words:
+                raise KeyError(f"{instruction}: {field} must be one of {', '.join(words)}")
+        known = _EFFECTS[instruction.op](instruction, table, position)
         if instruction.op in COMPUTE:  # the same at every position, and asked for by one pass after another
             table.known[instruction] = known
     return known
 
 
-def _effects(instruction: Instruction, table: Table, position: int) -> Effects:
-    op, unit, microbatch, group, peer, keep = instruction
-    if (op in COMPUTE and not 0 <= unit < len(table.units)) or keep not in KEEPS.get(op, ("all",)):
-        raise KeyError(str(instruction))
-    if op == Op.FORWARD:
-        before = _slots("act", unit - 1, microbatch, unit > 0)
-        after = _slots("act", unit, microbatch, unit < table.last)
-        saved = _slots("kept" if keep == "input" else "saved", unit, microbatch, keep != "none")
-        loss = (Slot("loss"),) if table.units[unit].loss else ()
-        made, shared = _handed(table, unit, microbatch)
-        last = [read.last for read in table.units[unit].reads]
-        done = compress(shared, last) if keep == "none" else ()
-        return Effects("compute", (*_params(table, unit), *before, *shared), (*after, *saved, *made), adds=loss,
-                       frees=(*before, *done))
-    if op == Op.RECOMPUTE:
-        kept, (made, shared) = (Slot("kept", unit, microbatch),), _handed(table, unit, microbatch)
-        return Effects("compute", (*_params(table, unit), *kept, *shared), (Slot("saved", unit, microbatch),), updates=made,
-                       frees=kept)
-    if op in MOVES:
-        if group == "snapshot":
-            return _snapshot(instruction, table, position)
-        return _keep(instruction, table) if group in ("kept", "kpart") else _state(instruction, table)
-    if op in (Op.BACKWARD, Op.BACKWARD_INPUT):
-        used = (Slot("saved", unit, microbatch), *_slots("grad", unit, microbatch, unit < table.last))
-        made = _slots("grad", unit - 1, microbatch, unit > 0)
-        handed, shared = _handed(table, unit, microbatch)
-        used += (*handed, *map(_gradient_of, handed))  # its readers' backwards come before its own
-        reads, adds = (*_params(table, unit), *used, *shared), tuple(map(_gradient_of, shared))
-        if op == Op.BACKWARD:
-            return Effects("compute", reads, made, adds=(*_wgrads(table, unit), *adds), frees=used)
-        return Effects("compute", reads, (*made, Slot("operands", unit, microbatch)), adds=adds, frees=used)
-    if op == Op.BACKWARD_WEIGHT:
-        operands = (Slot("operands", unit, microbatch),)
-        return Effects("compute", operands, adds=_wgrads(table, unit), frees=operands)
-    if op in MESSAGES and group not in ("act", "grad"):
-        raise KeyError(f"messages are act or grad, not '{group}'")
-    if op == Op.SEND:
-        slot = (Slot(group, unit, microbatch),)
-        return Effects(f"send {peer} {group}", slot, frees=slot)
-    if op == Op.RECV:
-        return Effects(f"recv {peer} {group}", writes=(Slot(group, unit, microbatch),))
-    if op == Op.GATHER:
-        if group != table.shard_group:
-            raise KeyError(f"p{unit} is sharded over {table.shard_group}, not '{group}'")
-        part = (Slot("pshard", unit),)
-        here = unit not in table.parameters or table.weight(unit) in part  # else it was fetched for this
-        return Effects("dp", part, (Slot("param", unit),), frees=() if here else part)
-    if op == Op.RELEASE:
-        return Effects("compute", frees=(Slot("param", unit),))
-    if op == Op.REDUCE:
-        return _reduce(instruction, table)
-    if op == Op.CLIP:
-        gradients = () if keep == "none" else tuple(_gradient(table, p) for p in table.held(position))
-        loss = (Slot("loss"),) if table.makes_loss(position) else ()
-        if keep == "later":
-            waiting = tuple(Slot("host_gprev", p) for p in table.held(position))
-            return Effects("compute", (*gradients, *loss), (Slot("scale"), *waiting), frees=(*gradients, *loss))
-        dropped = gradients if keep == "drop" else ()
-        return Effects("compute", (*gradients, *loss), (Slot("scale"),), frees=(*dropped, *loss))
-    if op == Op.STEP:
-        return _step(instruction, table, position)
-    raise AssertionError(op)
+# ---- forward and backward
 
 
-def _step(instruction: Instruction, table: Table, position: int) -> Effects:
-    unit, group = instruction.unit, instruction.group
-    if group not in ("", "prev"):
-        raise KeyError(f"STEP is of this step's gradient, or of 'prev', not '{group}'")
-    gradient, weight, state = (_gradient(table, unit),), table.weight(unit), table.state(unit)
-    reads = (*gradient, Slot("scale"))
-    if group == "prev":
-        reads = gradient = (Slot("host_gprev", unit),)
-    if table.snapshots and table.saves(position, unit):  # it overwrites what is being copied
-        reads = (*reads, Slot("host_snapshot", unit))
-    if tier(state.kind) == "device":
-        return Effects("compute", reads, updates=(weight, state), frees=gradient)
-    host_state = (at("host", Slot("state", unit)),)
-    if tier(weight.kind) == "host":
-        return Effects("host", reads, updates=(weight, *host_state), frees=gradient)
-    return Effects("host", reads, (_on_host(weight),), updates=host_state, frees=gradient)
+class Passed(NamedTuple):
+    """What a unit makes for later units of its stage, and what it reads of earlier ones."""
+
+    makes: tuple[Slot, ...]
+    reads: tuple[Slot, ...]
 
 
-def _snapshot(instruction: Instruction, table: Table, position: int) -> Effects:
-    """What a checkpoint keeps of a parameter unit is copied to the host. `keep=later`: with the gradients that wait."""
-    op, unit, microbatch, _, _, keep = instruction
-    saves = table.snapshots and unit in table.held(position) and table.saves(position, unit)
-    if op != Op.OFFLOAD or microbatch >= 0 or not saves:
-        raise KeyError(str(instruction))
-    waiting = (Slot("host_gprev", unit),) if keep == "later" else ()
-    state = table.state(unit)
-    lane = "d2h" if tier(state.kind) == "device" else "host"  # inside the host it is a thread's work
-    return Effects(lane, (table.weight(unit), state, *waiting), updates=(Slot("host_snapshot", unit),))
+def _passed(item: Instruction, table: Table) -> Passed:
+    unit = table.units[item.unit]
+    return Passed(tuple(Slot(handed.name, item.unit, item.microbatch) for handed in unit.makes),
+                  tuple(Slot(read.name, read.unit, item.microbatch) for read in unit.reads))
 
 
-def _keep(instruction: Instruction, table: Table) -> Effects:
-    """A kept input goes into another form, or to the host, or comes back."""
-    op, unit, microbatch, kind, *_ = instruction
-    if not 0 <= unit < len(table.units) or not table.keeps_stream(unit) or (op in (Op.SPLIT, Op.JOIN) and kind != "kept"):
-        raise KeyError(str(instruction))
-    here = Slot(kind, unit, microbatch)
-    lane = {Op.OFFLOAD: "d2h", Op.FETCH: "h2d"}.get(op, "compute")
-    away = Slot("kpart", unit, microbatch) if lane == "compute" else below(here)
-    taken, made = (here, away) if op in (Op.SPLIT, Op.OFFLOAD) else (away, here)
-    return Effects(lane, (taken,), (made,), frees=(taken,))
+def _gradients_of(handed: tuple[Slot, ...]) -> tuple[Slot, ...]:
+    return tuple(slot._replace(kind=gradient_kind(slot.kind)) for slot in handed)
 
 
-def _state(instruction: Instruction, table: Table) -> Effects:
-    """A gradient goes down, a parameter comes up, optimizer state goes between host and disk."""
-    op, unit, microbatch, kind, *_ = instruction
-    if op in (Op.SPLIT, Op.JOIN) or unit not in table.parameters or microbatch >= 0:
-        raise KeyError(str(instruction))
-    here = Slot(kind, unit)
-    away, weight, state = below(here), table.weight(unit), table.state(unit)
-    lane = {("device", Op.OFFLOAD): "d2h", ("device", Op.FETCH): "h2d", ("host", Op.OFFLOAD): "write",
-            ("host", Op.FETCH): "read"}.get((tier(kind), op), "")
-    if op == Op.OFFLOAD and kind == "gshard" and tier(state.kind) != "device":
-        # Once, where it is added up on the device: there it may lie in what the next backward would write.
-        made = {"adds": (away,)} if table.streams(unit) else {"writes": (away,)}
-        return Effects(lane, (here,), **made, frees=(here,))
-    if away == state and tier(kind) == "host":  # between host and disk: one of the two has it
-        taken, made = (here, away) if op == Op.OFFLOAD else (away, here)
-        return Effects(lane, (taken,), (made,), frees=(taken,))
-    if op == Op.FETCH and here == weight and tier(state.kind) != "device":  # what the host has stepped
-        return Effects(lane, (away,), updates=(here,), frees=(away,))
-    if op == Op.FETCH and kind in ("pshard", "host_pshard") and _home(weight) >= _home(away):
-        return Effects(lane, (away,), (here,), frees=() if away == weight else (away,))
-    if op == Op.OFFLOAD and away == weight and tier(kind) == "host":
-        return Effects(lane, (here,), updates=(away,), frees=(here,))
-    raise KeyError(f"{op} does not move '{here}'")
+def _computes(item: Instruction, table: Table) -> None:
+    if not 0 <= item.unit < len(table.units):
+        raise KeyError(str(item))
 
 
-def _home(slot: Slot) -> int:
-    return TIERS.index(tier(slot.kind))
+def _forward(item: Instruction, table: Table, _: int) -> Effects:
+    _computes(item, table)
+    unit, microbatch = item.turn
+    passed = _passed(item, table)
+    before = _slots("act", unit - 1, microbatch, unit > 0)
+    after = _slots("act", unit, microbatch, unit < table.last)
+    saved = _slots("kept" if item.keep == "input" else "saved", unit, microbatch, item.keep != "none")
+    last = [read.last for read in table.units[unit].reads]
+    unused = compress(passed.reads, last) if item.keep == "none" else ()
+    loss = (Slot("loss"),) if table.units[unit].loss else ()
+    return Effects("compute", (*_params(table, unit), *before, *passed.reads), (*after, *saved, *passed.makes), adds=loss,
+                   frees=(*before, *unused), groups=table.units[unit].groups)
 
 
-def _on_host(weight: Slot) -> Slot:
-    """What the host's step leaves there, to be brought to where the weights live."""
-    return below(weight) if tier(weight.kind) == "device" else weight._replace(kind=weight.kind.replace("disk_", "host_"))
+def _recompute(item: Instruction, table: Table, _: int) -> Effects:
+    _computes(item, table)
+    unit, microbatch = item.turn
+    kept, passed = (Slot("kept", unit, microbatch),), _passed(item, table)
+    return Effects("compute", (*_params(table, unit), *kept, *passed.reads), (Slot("saved", unit, microbatch),),
+                   updates=passed.makes, frees=kept, groups=table.units[unit].groups)
 
 
-def _gradient(table: Table, unit: int) -> Slot:
-    """What CLIP and STEP read."""
-    return Slot("gshard" if table.parameters[unit].state_home == "device" else "host_gshard", unit)
+def _backward(item: Instruction, table: Table, _: int) -> Effects:
+    """BACKWARD, and BACKWARD_INPUT, which leaves the weights' gradients to BACKWARD_WEIGHT."""
+    _computes(item, table)
+    unit, microbatch = item.turn
+    passed = _passed(item, table)
+    used = (Slot("saved", unit, microbatch), *_slots("grad", unit, microbatch, unit < table.last))
+    used += (*passed.makes, *_gradients_of(passed.makes))  # its readers' backwards come before its own
+    reads, adds = (*_params(table, unit), *used, *passed.reads), _gradients_of(passed.reads)
+    writes = _slots("grad", unit - 1, microbatch, unit > 0)
+    if item.op == Op.BACKWARD:
+        adds = (*_wgrads(table, unit), *adds)
+    else:
+        writes = (*writes, Slot("operands", unit, microbatch))
+    return Effects("compute", reads, writes, adds=adds, frees=used, groups=table.units[unit].groups)
 
 
-def chain(table: Table, unit: int) -> list[tuple[str, Slot, Slot]]:
-    """The reductions of a parameter unit's gradient: (group, slot it takes, slot it makes), in order."""
-    groups = table.parameters[unit].reductions
-    steps, taken = [], "wgrad"
-    for group in groups:
-        made = "gshard" if group == groups[-1] else _MADE[group]
-        steps.append((group, Slot(taken, unit), Slot(made, unit)))
-        taken = made
-    return steps
-
-
-_MADE = {"tp": "wsum", "dp": "gpart", "shard": "gpart", "replica": "gfull"}
-
-
-def _reduce(instruction: Instruction, table: Table) -> Effects:
-    for group, taken, made in chain(table, instruction.unit) if instruction.unit in table.parameters else ():
-        if group == instruction.group:
-            if group == "tp":  # summed where it lies: nothing may be added to it before that has gone on
-                return Effects("compute", (taken,), (made,))
-            lane = "tie" if group == "tie" else "dp"
-            frees = (taken, Slot("wgrad", instruction.unit)) if taken.kind == "wsum" else (taken,)
-            # One of several, added up on the rank that keeps it: on its device, or as they come down to its host.
-            if group == table.shard_group and table.zero_stage >= 2 and not table.streams(instruction.unit):
-                return Effects(lane, (taken,), adds=(made,), frees=frees)
-            return Effects(lane, (taken,), (made,), frees=frees)
-    raise KeyError(f"p{instruction.unit} has no reduction over '{instruction.group}'")
+def _backward_weight(item: Instruction, table: Table, _: int) -> Effects:
+    _computes(item, table)
+    operands = (Slot("operands", item.unit, item.microbatch),)
+    return Effects("compute", operands, adds=_wgrads(table, item.unit), frees=operands,
+                   groups=table.units[item.unit].groups)
 
 
 def _slots(kind: str, unit: int, microbatch: int, exists: bool) -> tuple[Slot, ...]:
     return (Slot(kind, unit, microbatch),) if exists else ()
-
-
-def _handed(table: Table, unit: int, microbatch: int) -> tuple[tuple[Slot, ...], tuple[Slot, ...]]:
-    """What a unit makes for later units of its stage, and what it reads of earlier ones."""
-    makes, reads = table.units[unit].makes, table.units[unit].reads
-    return (tuple(Slot(handed.name, unit, microbatch) for handed in makes),
-            tuple(Slot(read.name, read.unit, microbatch) for read in reads))
-
-
-def _gradient_of(handed: Slot) -> Slot:
-    return handed._replace(kind=gradient_kind(handed.kind))
 
 
 def _params(table: Table, unit: int) -> tuple[Slot, ...]:
@@ -233,3 +122,195 @@ def _params(table: Table, unit: int) -> tuple[Slot, ...]:
 
 def _wgrads(table: Table, unit: int) -> tuple[Slot, ...]:
     return tuple(Slot("wgrad", p) for p in table.units[unit].parameters)
+
+
+# ---- messages
+
+
+def _send(item: Instruction, table: Table, _: int) -> Effects:
+    slot = (_message(item),)
+    return Effects(f"send {item.peer} {item.kind}", slot, frees=slot)
+
+
+def _recv(item: Instruction, table: Table, _: int) -> Effects:
+    return Effects(f"recv {item.peer} {item.kind}", writes=(_message(item),))
+
+
+def _message(item: Instruction) -> Slot:
+    if item.kind not in ("act", "grad"):
+        raise KeyError(f"messages are act or grad, not '{item.kind}'")
+    return item.slot
+
+
+# ---- parameters and gradients
+
+
+def _gather(item: Instruction, table: Table, _: int) -> Effects:
+    unit = table.parameters.get(item.unit)
+    if unit is None or item.group != unit.shard_group:
+        raise KeyError(f"p{item.unit} is sharded over {unit.shard_group if unit else 'nothing'}, not '{item.group}'")
+    part = (Slot("pshard", item.unit),)
+    stays = table.weight(item.unit) in part  # else it was fetched for this
+    return Effects(GROUPS[item.group].lane, part, (Slot("param", item.unit),), frees=() if stays else part,
+                   groups=(item.group,))
+
+
+def _release(item: Instruction, table: Table, _: int) -> Effects:
+    return Effects("compute", frees=(Slot("param", item.unit),))
+
+
+def _reduce(item: Instruction, table: Table, _: int) -> Effects:
+    """A gradient is summed over a group, on its way from `wgrad` to `gshard`."""
+    unit = item.unit
+    step = next((each for each in table.reductions(unit) if each.group == item.group), None)
+    if step is None:
+        raise KeyError(f"p{unit} has no reduction over '{item.group}'")
+    taken, made, lane = (Slot(step.takes, unit),), (Slot(step.makes, unit),), GROUPS[item.group].lane
+    if lane == "compute":  # summed in place: nothing may be added to `wgrad` before the sum has gone on
+        return Effects(lane, taken, made, groups=(item.group,))
+    frees = (*taken, Slot("wgrad", unit)) if step.takes == "wsum" else taken
+    # One of several, added up on the rank that keeps it: on its device, or as they arrive on its host.
+    several = item.group == table.parameters[unit].shard_group and table.zero.stage >= 2 and not table.streams(unit)
+    writes, adds = ((), made) if several else (made, ())
+    return Effects(lane, taken, writes, adds, frees=frees, groups=(item.group,))
+
+
+def _clip(item: Instruction, table: Table, position: int) -> Effects:
+    held = table.held(position)
+    gradients = () if item.gradients == "none" else tuple(_gradient(table, p) for p in held)
+    loss = (Slot("loss"),) if table.makes_loss(position) else ()
+    waiting = tuple(Slot("gprev", p, tier=Tier.HOST) for p in held) if item.gradients == "wait" else ()
+    gone = gradients if item.gradients in ("wait", "drop") else ()
+    return Effects("compute", (*gradients, *loss), (Slot("scale"), *waiting), frees=(*gone, *loss), groups=("world",))
+
+
+def _step(item: Instruction, table: Table, position: int) -> Effects:
+    unit = item.unit
+    weight, state = table.weight(unit), table.state(unit)
+    gradient = (_gradient(table, unit),) if item.age == "" else (Slot("gprev", unit, tier=Tier.HOST),)
+    reads = (*gradient, Slot("scale")) if item.age == "" else gradient  # its own CLIP was that of the step before
+    if table.update.snapshots and table.saves(position, unit):  # it overwrites what is being copied
+        reads = (*reads, Slot("snapshot", unit, tier=Tier.HOST))
+    if state.tier == Tier.DEVICE:
+        return Effects("compute", reads, updates=(weight, state), frees=gradient)
+    on_host, brought = state.on(Tier.HOST), weight.on(Tier.HOST)
+    if weight == brought:
+        return Effects("host", reads, updates=(weight, on_host), frees=gradient)
+    return Effects("host", reads, (brought,), updates=(on_host,), frees=gradient)
+
+
+def _gradient(table: Table, unit: int) -> Slot:
+    """What CLIP and STEP read."""
+    away = table.parameters[unit].state_home != Tier.DEVICE
+    return Slot("gshard", unit, tier=Tier.HOST if away else Tier.DEVICE)
+
+
+# ---- moves between forms and tiers
+
+
+def _move(item: Instruction, table: Table, position: int) -> Effects:
+    """SPLIT, JOIN, OFFLOAD and FETCH, by the kind of slot."""
+    move = _MOVES.get(item.kind)
+    if move is None:
+        raise KeyError(f"{item.op} does not move '{item.slot}'")
+    return move(item, table, position)
+
+
+_LANES = {(Op.OFFLOAD, Tier.DEVICE): "d2h", (Op.FETCH, Tier.DEVICE): "h2d", (Op.OFFLOAD, Tier.HOST): "write",
+          (Op.FETCH, Tier.HOST): "read"}
+
+
+def _move_kept(item: Instruction, table: Table, _: int) -> Effects:
+    """A kept input goes into another form, or to the host, or comes back."""
+    reshaped = item.op in (Op.SPLIT, Op.JOIN)
+    if (not 0 <= item.unit < len(table.units) or not table.keeps_stream(item.unit) or item.tier != Tier.DEVICE
+            or (reshaped and item.kind != "kept")):
+        raise KeyError(str(item))
+    here = item.slot
+    away = here._replace(kind="kpart") if reshaped else here.below
+    taken, made = (here, away) if item.op in (Op.SPLIT, Op.OFFLOAD) else (away, here)
+    groups = (table.activation.partition,) if item.op == Op.JOIN and table.activation.partition else ()
+    return Effects("compute" if reshaped else _LANES[item.op, item.tier], (taken,), (made,), frees=(taken,),
+                   groups=groups)
+
+
+def _of_unit(move: Callable[[Instruction, Table], Effects | None]) -> Callable[[Instruction, Table, int], Effects]:
+    """A move of a parameter unit's slot between tiers. None says that there is no such move."""
+
+    def checked(item: Instruction, table: Table, _: int) -> Effects:
+        fits = (item.op, item.tier) in _LANES and item.unit in table.parameters and item.microbatch < 0 and not item.age
+        found = move(item, table) if fits else None
+        if found is None:
+            raise KeyError(f"{item.op} does not move '{item.slot}'")
+        return found
+
+    return checked
+
+
+def _move_gradient(item: Instruction, table: Table) -> Effects | None:
+    """To the host, where it is stepped."""
+    here = item.slot
+    if item.op != Op.OFFLOAD or here.tier != Tier.DEVICE or table.state(item.unit).tier == Tier.DEVICE:
+        return None
+    # Below ZeRO-2 `gshard` is a part of `wgrad`: it goes down once, before the next BACKWARD adds to that.
+    several = table.streams(item.unit)
+    writes, adds = ((), (here.below,)) if several else ((here.below,), ())
+    return Effects("d2h", (here,), writes, adds, frees=(here,))
+
+
+def _move_state(item: Instruction, table: Table) -> Effects | None:
+    """Between host and disk: one of the two has it."""
+    here = item.slot
+    if here.tier != Tier.HOST or table.state(item.unit) != here.below:
+        return None
+    taken, made = (here, here.below) if item.op == Op.OFFLOAD else (here.below, here)
+    return Effects(_LANES[item.op, here.tier], (taken,), (made,), frees=(taken,))
+
+
+def _move_weight(item: Instruction, table: Table) -> Effects | None:
+    """Up for a GATHER, or to where it lives after the host has stepped it."""
+    here, weight = item.slot, table.weight(item.unit)
+    away, lane = here.below, _LANES[item.op, item.tier]
+    if item.op == Op.FETCH and here == weight and table.state(item.unit).tier != Tier.DEVICE:
+        return Effects(lane, (away,), updates=(here,), frees=(away,))
+    if item.op == Op.FETCH and here.kind == "pshard" and weight.tier.depth >= away.tier.depth:
+        return Effects(lane, (away,), (here,), frees=() if away == weight else (away,))
+    if item.op == Op.OFFLOAD and away == weight and here.tier == Tier.HOST:
+        return Effects(lane, (here,), updates=(away,), frees=(here,))
+    return None
+
+
+def _move_snapshot(item: Instruction, table: Table, position: int) -> Effects:
+    """What a checkpoint keeps of a parameter unit is copied to the host; with age=prev, the gradients that wait, too."""
+    unit = item.unit
+    saves = table.update.snapshots and unit in table.held(position) and table.saves(position, unit)
+    if item.op != Op.OFFLOAD or item.tier != Tier.DEVICE or item.microbatch >= 0 or not saves:
+        raise KeyError(str(item))
+    waiting = (Slot("gprev", unit, tier=Tier.HOST),) if item.age == "prev" else ()
+    state = table.state(unit)
+    lane = "d2h" if state.tier == Tier.DEVICE else "host"  # inside the host it is a thread's work
+    return Effects(lane, (table.weight(unit), state, *waiting), updates=(item.slot.below,))
+
+
+_MOVES: dict[str, Callable[[Instruction, Table, int], Effects]] = {
+    **dict.fromkeys(("kept", "kpart"), _move_kept),
+    "gshard": _of_unit(_move_gradient),
+    "state": _of_unit(_move_state),
+    **dict.fromkeys(("param", "pshard"), _of_unit(_move_weight)),
+    "snapshot": _move_snapshot,
+}
+_EFFECTS: dict[Op, Callable[[Instruction, Table, int], Effects]] = {
+    Op.FORWARD: _forward,
+    Op.RECOMPUTE: _recompute,
+    **dict.fromkeys((Op.BACKWARD, Op.BACKWARD_INPUT), _backward),
+    Op.BACKWARD_WEIGHT: _backward_weight,
+    Op.SEND: _send,
+    Op.RECV: _recv,
+    Op.GATHER: _gather,
+    Op.RELEASE: _release,
+    Op.REDUCE: _reduce,
+    Op.CLIP: _clip,
+    Op.STEP: _step,
+    **dict.fromkeys((Op.SPLIT, Op.JOIN, Op.OFFLOAD, Op.FETCH), _move),
+}
+assert set(_EFFECTS) == set(Op)

@@ -22,9 +22,11 @@ A **slot** is a named value:
     gfull p3         the same, summed over all shard groups, still without the other half of a tied embedding
     gshard p3        the gradient, reduced over everything: what CLIP and STEP read
     gprev p3         that of the step before, which waits for its STEP (offload.delayed_update)
+    snapshot p3      what the next checkpoint keeps of p3
     loss, scale      sum of losses; what CLIP says STEP must multiply gradients by
 
-A slot on another tier than the device has the tier before its kind: `host_kept u3 m1`.
+A slot is on a tier: the device, its host, or a disk. The text of one that is not on the device begins with its tier:
+`host_kept u3 m1`.
 
 A compute unit is written u3 and a parameter unit p3. They are one to one (u3 uses p3), but for a tied embedding: it is
 a parameter unit of its own, used by the first and the last compute unit.
@@ -64,24 +66,67 @@ MOVES = (Op.SPLIT, Op.JOIN, Op.OFFLOAD, Op.FETCH)  # of a slot, to another form 
 FIELDS: dict[Op, tuple[str, ...]] = {
     Op.FORWARD: ("unit", "microbatch", "keep"),
     **dict.fromkeys((Op.RECOMPUTE, *BACKWARDS), ("unit", "microbatch")),
-    **dict.fromkeys(MOVES, ("unit", "microbatch", "group")),
-    Op.OFFLOAD: ("unit", "microbatch", "group", "keep"),
-    **dict.fromkeys(MESSAGES, ("unit", "microbatch", "group", "peer")),
+    **dict.fromkeys(MOVES, ("unit", "microbatch", "kind", "tier")),
+    Op.OFFLOAD: ("unit", "microbatch", "kind", "tier", "age"),
+    **dict.fromkeys(MESSAGES, ("unit", "microbatch", "kind", "peer")),
     **dict.fromkeys((Op.GATHER, Op.REDUCE), ("unit", "group")),
     Op.RELEASE: ("unit",),
-    Op.STEP: ("unit", "group"),
-    Op.CLIP: ("keep",),
+    Op.STEP: ("unit", "age"),
+    Op.CLIP: ("gradients",),
 }
+# The words that a field may hold.
+WORDS: dict[str, tuple[str, ...]] = {
+    "keep": ("all", "input", "none"),
+    "gradients": ("step", "wait", "drop", "none"),
+    "age": ("", "prev"),
+}
+
+
+class Tier(StrEnum):
+    """Where a slot is in memory."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+
+    @property
+    def below(self) -> Tier:
+        """The next one down. IndexError: there is none."""
+        return _TIERS[_TIERS.index(self) + 1]
+
+    @property
+    def depth(self) -> int:
+        """0 on the device."""
+        return _TIERS.index(self)
+
+
+_TIERS = list(Tier)
+PARAMETER_KINDS = frozenset({"param", "pshard", "state", "wgrad", "wsum", "gpart", "gfull", "gshard", "gprev", "snapshot"})
 
 
 class Slot(NamedTuple):
     kind: str
     unit: int = -1
     microbatch: int = -1
+    tier: Tier = Tier.DEVICE
+
+    @property
+    def name(self) -> str:
+        """Its tier, where that is not the device, and its kind."""
+        return self.kind if self.tier == Tier.DEVICE else f"{self.tier}_{self.kind}"
+
+    @property
+    def below(self) -> Slot:
+        """The same value one tier down."""
+        return self._replace(tier=self.tier.below)
+
+    def on(self, tier: Tier) -> Slot:
+        """The same value on another tier."""
+        return self._replace(tier=tier)
 
     def __str__(self) -> str:
-        letter = "p" if self.kind.removeprefix(f"{tier(self.kind)}_") in PARAMETER_KINDS else "u"
-        parts = [self.kind]
+        letter = "p" if self.kind in PARAMETER_KINDS else "u"
+        parts = [self.name]
         if self.unit >= 0:
             parts.append(f"{letter}{self.unit}")
         if self.microbatch >= 0:
@@ -89,52 +134,42 @@ class Slot(NamedTuple):
         return " ".join(parts)
 
 
-PARAMETER_KINDS = frozenset({"param", "pshard", "state", "wgrad", "wsum", "gpart", "gfull", "gshard", "gprev", "snapshot"})
-
-
-TIERS = ("device", "host", "disk")
-
-
-def tier(kind: str) -> str:
-    """Where slots of a kind live."""
-    return next((name for name in TIERS if kind.startswith(f"{name}_")), "device")
-
-
-def at(home: str, slot: Slot) -> Slot:
-    """The same value on another tier."""
-    return slot if home == "device" else slot._replace(kind=f"{home}_{slot.kind}")
-
-
-def below(slot: Slot) -> Slot:
-    """The same value one tier down: device, host, disk."""
-    return at("host", slot) if tier(slot.kind) == "device" else slot._replace(kind=f"disk_{slot.kind.removeprefix('host_')}")
-
-
 class Instruction(NamedTuple):
     op: Op
-    unit: int = -1  # compute unit of COMPUTE and of a message's slot; parameter unit of GATHER, RELEASE, REDUCE, STEP
+    unit: int = -1  # compute unit of COMPUTE and of a slot of one; else parameter unit
     microbatch: int = -1
-    group: str = ""  # GATHER, REDUCE: the group of ranks; SEND, RECV, MOVES: the kind of slot; STEP: prev, of the step before
-    peer: int = -1  # SEND, RECV: the other pipeline position
-    keep: str = "all"  # FORWARD: what it keeps for backward, all, its input or none; CLIP: all, later (they wait), drop, none;
-    # OFFLOAD of a snapshot: all, or later (with gradients that wait)
+    kind: str = ""  # MESSAGES, MOVES: of the slot
+    tier: Tier = Tier.DEVICE  # MOVES: of the slot, the upper one of the two
+    group: str = ""  # GATHER, REDUCE: the ranks that take part
+    peer: int = -1  # MESSAGES: the other pipeline position
+    keep: str = "all"  # FORWARD: what it keeps for backward: all, its input, or none
+    gradients: str = "step"  # CLIP: STEP takes them, they wait for the next step's, they are dropped, there are none
+    age: str = ""  # STEP, OFFLOAD of a snapshot: prev: (with) the gradients of the step before
+
+    @property
+    def slot(self) -> Slot:
+        """What MESSAGES and MOVES name."""
+        return Slot(self.kind, self.unit, self.microbatch, self.tier)
+
+    @property
+    def turn(self) -> tuple[int, int]:
+        """Unit and micro-batch: what a forward shares with its backward."""
+        return self.unit, self.microbatch
 
     def __str__(self) -> str:
         if self.op in MESSAGES:
             arrow = "->" if self.op == Op.SEND else "<-"
-            return f"{self.op} {self.group} u{self.unit} m{self.microbatch} {arrow} pp{self.peer}"
+            return f"{self.op} {self.kind} u{self.unit} m{self.microbatch} {arrow} pp{self.peer}"
         if self.op in MOVES:
-            waiting = " with what waits" if self.keep == "later" else ""
-            return f"{self.op} {Slot(self.group, self.unit, self.microbatch)}{waiting}"
+            return f"{self.op} {self.slot}{' with what waits' if self.age else ''}"
         parts: list[str] = [self.op]
         if self.unit >= 0:
             parts.append(f"{'u' if self.op in COMPUTE else 'p'}{self.unit}")
         if self.microbatch >= 0:
             parts.append(f"m{self.microbatch}")
-        if self.group:
-            parts.append(f"({self.group})")
-        if self.keep != "all":
-            parts.append(f"keep={self.keep}")
+        parts += [f"({word})" for word in (self.group, self.age) if word]
+        parts += [f"{name}={value}" for name, value in (("keep", self.keep), ("gradients", self.gradients))
+                  if value != self._field_defaults[name]]
         return " ".join(parts)
 
     def strays(self) -> list[str]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from threed.mesh import AXES, GROUPS
 from threed.program.buffers import buffers
-from threed.program.instruction import Op, Slot, tier
+from threed.program.instruction import Op, Slot, Tier
 from threed.program.table import Plan, Table
 from threed.program.walk import Memory, link, memory
 
@@ -28,24 +29,26 @@ def stages(plan: Plan) -> list[dict[str, Any]]:
     table, rows = plan.table, []
     for position, program in enumerate(plan.programs["train"]):
         alive = alive_bytes(plan, position)
-        sent: Counter[str] = Counter({"dp": 0, "tp": 0, "pp": 0})
+        sent: Counter[str] = Counter(dict.fromkeys(AXES, 0))
         for instruction in program:
             sent.update(table.sent(instruction))
         moved: Counter[str] = Counter()
         for instruction in program:
             moved.update(table.moved(instruction))
-        counts = Counter(instruction.op for instruction in program if instruction.op != Op.REDUCE or instruction.group != "tp")
+        # What is summed in place, between forward and backward, is not counted.
+        counts = Counter(item.op for item in program
+                         if item.op != Op.REDUCE or GROUPS[item.group].lane != "compute")
         pools, away = buffers(plan, position), _away(table, position)
         held = table.held(position)
         rows.append({
             "parameters": sum(table.parameters[p].numel - table.parameters[p].padding for p in held),
             "parameter_bytes": sum(_parameter_bytes(table, p) for p in held),
             # Below ZeRO-2 the reduced shard is a part of the whole gradient.
-            "gradient_bytes": sum(table.size(Slot("wgrad" if table.zero_stage < 2 else "gshard", p)) for p in held
+            "gradient_bytes": sum(table.size(Slot("wgrad" if table.zero.stage < 2 else "gshard", p)) for p in held
                                   if not table.streams(p)),
-            "optimizer_bytes": sum(table.size(table.state(p)) for p in held if table.parameters[p].state_home == "device"),
+            "optimizer_bytes": sum(table.size(table.state(p)) for p in held if table.parameters[p].state_home == Tier.DEVICE),
             "buffer_bytes": pools.bytes(table),
-            "host_bytes": away["host"] + pools.host_bytes(table), "disk_bytes": away["disk"],
+            "host_bytes": away[Tier.HOST] + pools.host_bytes(table), "disk_bytes": away[Tier.DISK],
             "snapshot_bytes": _snapshot_bytes(table, position),
             "activation_peak_bytes": alive.peak(*activations(table)),
             "slot_peak_bytes": {kind: max(row) for kind, row in sorted(alive.by_kind.items()) if max(row)},
@@ -58,26 +61,27 @@ def stages(plan: Plan) -> list[dict[str, Any]]:
 
 def _parameter_bytes(table: Table, unit: int) -> int:
     held = table.parameters[unit]
-    if held.weight_home != "device":
+    if held.weight_home != Tier.DEVICE:
         return 0
     return table.size(Slot("param" if held.whole else "pshard", unit))
 
 
 def _snapshot_bytes(table: Table, position: int) -> int:
     """Of the copy from which a checkpoint is written while the run goes on."""
-    return sum(table.size(slot) for slot in table.seam(position) if slot.kind == "host_snapshot")
+    return sum(table.size(slot) for slot in table.seam(position) if slot.kind == "snapshot")
 
 
-def _away(table: Table, position: int) -> dict[str, int]:
+def _away(table: Table, position: int) -> dict[Tier, int]:
     """Bytes of what lives on the host and on disk from step to step, and of gradients that have come down."""
-    found = {"host": 0, "disk": 0}
+    found = {Tier.HOST: 0, Tier.DISK: 0}
     for p in table.held(position):
         held = table.parameters[p]
         for slot in (table.weight(p), table.state(p)):
-            if (home := tier(slot.kind)) != "device":
-                found[home] += table.size(slot)
-        gradients = ("host_gshard", "host_gprev") if table.delayed else ("host_gshard",)
-        found["host"] += sum(table.size(Slot(kind, p)) for kind in gradients) if held.state_home != "device" else 0
+            if slot.tier != Tier.DEVICE:
+                found[slot.tier] += table.size(slot)
+        if held.state_home != Tier.DEVICE:
+            kinds = ("gshard", "gprev") if table.update.delayed else ("gshard",)
+            found[Tier.HOST] += sum(table.size(Slot(kind, p, tier=Tier.HOST)) for kind in kinds)
     return found
 
 

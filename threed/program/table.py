@@ -10,13 +10,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from threed.mesh import GROUPS
 from threed.optimizers.base import BYTES, Buffer
-from threed.program.instruction import BACKWARDS, Instruction, Op, Slot, at, tier
+from threed.program.instruction import PARAMETER_KINDS, Instruction, Op, Slot, Tier
 from threed.quantity import ring
 
 # Names of programs: one only runs forward; one trains and updates nothing; two copy what a checkpoint keeps.
@@ -47,10 +48,11 @@ class ComputeUnit:
     layers: tuple[int, int]  # first, one past the last
     stage: int
     parameters: tuple[int, ...]  # parameter units that it uses
-    forward_flops: int  # of a micro-batch, this tp rank's share
+    forward_flops: int  # of a micro-batch, this rank's share
     saved_bytes: int  # kept from FORWARD to BACKWARD, a micro-batch
     operand_bytes: int  # kept from BACKWARD_INPUT to BACKWARD_WEIGHT
-    traffic: Mapping[tuple[str, str], int]  # (phase: forward, input or weight; axis) -> bytes sent
+    traffic: dict[str, dict[str, int]]  # phase (forward, input, weight) -> axis -> bytes sent inside it
+    groups: tuple[str, ...] = ()  # over which they are sent
     recompute: bool = False  # whether FORWARD keeps its input alone, and RECOMPUTE makes the rest again
     makes: tuple[Handed, ...] = ()
     reads: tuple[Read, ...] = ()
@@ -58,26 +60,70 @@ class ComputeUnit:
     adds: bool = False  # only adds to its input: keeps nothing of it, and hands its output's gradient on as it is
     running_bytes: int = 0  # of its output, where that is a running softmax, not the residual stream
 
-    def sent(self, *phases: str) -> dict[str, int]:
-        """Bytes sent in these phases together, by axis."""
-        total: Counter[str] = Counter()
-        for (phase, axis), size in self.traffic.items():
-            if phase in phases:
-                total[axis] += size
-        return dict(total)
+
+class Reduction(NamedTuple):
+    """One sum of a unit's gradient over a group of ranks."""
+
+    group: str
+    ranks: int  # in the group
+    takes: str  # kind of slot
+    makes: str
+    numel: int  # elements that are summed
+    bytes: int  # of an element on its way
+    staged: bool = False  # whether it is cast in the staging buffer where it travels in another dtype
 
 
 @dataclass(frozen=True)
 class ParameterUnit:
     name: str
     positions: tuple[int, ...]  # pipeline positions that hold it (two for a tied embedding)
-    numel: int  # this tp rank's elements, padded to a multiple of the shard group
+    numel: int  # this rank's elements, padded to a multiple of its shards
     padding: int  # of them, padding
-    replicated: int  # of them, replicated over tp
-    reductions: tuple[str, ...]  # groups its gradient is reduced over, in order
-    state_home: str = "device"  # tier where its optimizer state lives, and is stepped (disk: through the host)
-    weight_home: str = "device"  # tier where this rank's part of the parameters lives
+    shard_group: str  # the group over which it is sharded,
+    shards: int  # and the ranks in it
+    reductions: tuple[Reduction, ...]  # of its gradient, in order
+    state_home: Tier = Tier.DEVICE  # where its optimizer state lives, and is stepped (disk: through the host)
+    weight_home: Tier = Tier.DEVICE  # where this rank's part of the parameters lives
     whole: bool = True  # stays whole from its first use in a step to its last, in a buffer of its own (not so in ZeRO-3)
+
+
+@dataclass(frozen=True)
+class Elements:
+    """Bytes of an element."""
+
+    param: int = 4  # as compute reads it: 4 or 2
+    grad: int = 4  # of an accumulated gradient
+    reduce: int = 4  # of a gradient on its way over dp
+
+
+@dataclass(frozen=True)
+class ZeroSettings:
+    """What the pass in zero/plan reads."""
+
+    stage: int = 0
+    reduce_every: int = 1  # micro-batches between two reductions of a gradient
+    residency: int | str = "step"  # units that are not whole and may be gathered at a time; stage: those of the largest
+    prefetch: int = 0  # uses ahead of its own that a unit is gathered
+
+
+@dataclass(frozen=True)
+class ActivationSettings:
+    """What the passes in activation/plan read."""
+
+    partition: str = ""  # the group over which a kept input is cut; empty: it is whole
+    parts: int = 1  # ranks in that group
+    offload: bool = False  # whether it then goes to the host
+    contiguous: bool = False  # whether kept inputs lie in one arena
+
+
+@dataclass(frozen=True)
+class UpdateSettings:
+    """What the passes in offload/plan read of the optimizer's step, and what it keeps."""
+
+    buffers: tuple[Buffer, ...] = ()  # what the optimizer keeps of each element
+    master: bool = False  # whether STEP updates an fp32 copy of a 16-bit weight
+    delayed: bool = False  # whether gradients are stepped in the step after theirs
+    snapshots: bool = False  # whether checkpoints are written from a copy on the host, while the run goes on
 
 
 @dataclass(frozen=True)
@@ -86,26 +132,11 @@ class Table:
     parameters: dict[int, ParameterUnit]
     stage_positions: tuple[int, ...]  # pipeline position of each stage
     num_microbatches: int
-    dp: int
-    tp: int
-    zero_stage: int
-    param_bytes: int  # of an element as compute reads it: 4 or 2
     act_bytes: int  # of one act slot (and of one grad slot)
-    shard_size: int = 1  # ranks that share one copy of what is sharded: dp, or a divisor of it
-    reduce_every: int = 1  # micro-batches between two reductions of a gradient
-    residency: int | str = "step"  # units that are not whole and may be gathered at a time; stage: those of the largest stage
-    prefetch: int = 0  # uses ahead of its own that a unit is gathered
-    grad_bytes: int = 4  # of an element of an accumulated gradient
-    reduce_bytes: int = 4  # of an element of a gradient on its way over dp
-    master: bool = False  # whether STEP updates an fp32 copy of a 16-bit weight
-    partition: bool = False  # whether a kept input is cut over tp
-    offload_kept: bool = False  # whether it then goes to the host
-    contiguous: bool = False  # whether kept inputs lie in one arena
-    delayed: bool = False  # whether gradients are stepped in the step after theirs
-    optimizer: tuple[Buffer, ...] = ()  # what it keeps of each element
-    snapshots: bool = False  # whether checkpoints are written from a copy on the host, while the run goes on
-    _held: dict[int, tuple[int, ...]] = field(default_factory=dict, compare=False, repr=False)
-    known: dict[Instruction, Any] = field(default_factory=dict, compare=False, repr=False)  # what `effects` remembers
+    elements: Elements = Elements()
+    zero: ZeroSettings = ZeroSettings()
+    activation: ActivationSettings = ActivationSettings()
+    update: UpdateSettings = UpdateSettings()
 
     @property
     def num_positions(self) -> int:
@@ -120,10 +151,18 @@ class Table:
         """Pipeline position of a compute unit."""
         return self.stage_positions[self.units[unit].stage]
 
+    @cached_property
+    def known(self) -> dict[Instruction, Any]:
+        """What `effects` remembers of this table."""
+        return {}
+
+    @cached_property
+    def _held(self) -> dict[int, tuple[int, ...]]:
+        return {position: tuple(p for p, unit in self.parameters.items() if position in unit.positions)
+                for position in range(self.num_positions)}
+
     def held(self, position: int) -> tuple[int, ...]:
         """Parameter units that a position holds."""
-        if position not in self._held:
-            self._held[position] = tuple(p for p, unit in self.parameters.items() if position in unit.positions)
         return self._held[position]
 
     def makes_loss(self, position: int) -> bool:
@@ -146,25 +185,25 @@ class Table:
 
     @property
     def sharded(self) -> bool:
-        """Whether optimizer state, and so what STEP updates, is cut over dp."""
-        return self.zero_stage >= 1
+        """Whether optimizer state, and so what STEP updates, is cut over the shard group."""
+        return self.zero.stage >= 1
 
-    @property
-    def shard_group(self) -> str:
-        """The group over which state is sharded."""
-        return "dp" if self.shard_size == self.dp else "shard"
+    def reductions(self, unit: int) -> tuple[Reduction, ...]:
+        """Those of a parameter unit's gradient, in order; none where there is no such unit."""
+        return self.parameters[unit].reductions if unit in self.parameters else ()
 
     def shard_numel(self, unit: int) -> int:
         """Elements of a parameter unit that a rank steps."""
-        return self.parameters[unit].numel // (self.shard_size if self.sharded else 1)
+        held = self.parameters[unit]
+        return held.numel // (held.shards if self.sharded else 1)
 
     def seam(self, position: int, program: str = "train", end: bool = False) -> set[Slot]:
         """Slots alive between two programs, before this one or after it: what a checkpoint saves."""
         stays = {slot for p in self.held(position) for slot in (self.weight(p), self.state(p))}
-        if self.snapshots:  # the last one, which may still be under way
-            stays |= {Slot("host_snapshot", p) for p in self.held(position) if self.saves(position, p)}
-        if self.delayed and program in (("enter", "train", WAITING) if end else ("train", "drain", WAITING)):
-            stays |= {Slot("host_gprev", p) for p in self.held(position)}
+        if self.update.snapshots:  # the last one, which may still be under way
+            stays |= {Slot("snapshot", p, tier=Tier.HOST) for p in self.held(position) if self.saves(position, p)}
+        if self.update.delayed and program in (("enter", "train", WAITING) if end else ("train", "drain", WAITING)):
+            stays |= {Slot("gprev", p, tier=Tier.HOST) for p in self.held(position)}
         return stays
 
     def saves(self, position: int, unit: int) -> bool:
@@ -174,99 +213,115 @@ class Table:
     @property
     def kept_kinds(self) -> int:
         """Tensors that a checkpoint keeps of a parameter: weights, the optimizer's, and what waits for the next step."""
-        return 1 + len(self.optimizer) + self.delayed
+        return 1 + len(self.update.buffers) + self.update.delayed
 
-    def state_bytes(self, home: str) -> int:
+    def state_bytes(self, home: Tier) -> int:
         """Of an element of optimizer state on a tier: its buffers, and the fp32 master where that is a separate copy."""
-        return sum(BYTES[buffer.dtype] for buffer in self.optimizer) + 4 * (self.master or home != "device")
+        master = 4 if self.update.master or home != Tier.DEVICE else 0
+        return sum(BYTES[buffer.dtype] for buffer in self.update.buffers) + master
 
     def weight(self, unit: int) -> Slot:
         """Where what STEP updates of a parameter unit lives."""
-        return at(self.parameters[unit].weight_home, Slot("pshard" if self.sharded else "param", unit))
+        return Slot("pshard" if self.sharded else "param", unit, tier=self.parameters[unit].weight_home)
 
     def state(self, unit: int) -> Slot:
         """Where the optimizer state of a parameter unit lives."""
-        return at(self.parameters[unit].state_home, Slot("state", unit))
+        return Slot("state", unit, tier=self.parameters[unit].state_home)
 
     def streams(self, unit: int) -> bool:
         """Whether each reduced part of a gradient goes down at once and is added up there. (What is still to be summed over other
         groups is added up on the device, and goes down after that.)"""
         held = self.parameters[unit]
-        return held.state_home != "device" and self.zero_stage >= 2 and held.reductions[-1] == self.shard_group
+        return (held.state_home != Tier.DEVICE and self.zero.stage >= 2
+                and held.reductions[-1].group == held.shard_group)
 
     def size(self, slot: Slot) -> int:
-        """Bytes of a slot on one rank. The shard of a parameter that stays whole is part of the whole one's buffer; what is
-        summed over tp lies where it was."""
-        if slot.kind in ("act", "grad"):
-            return self.units[slot.unit].running_bytes or self.act_bytes
-        if slot.kind in self.handed:
-            return dict(self.units[slot.unit].makes)[self.handed[slot.kind]]
-        if slot.kind == "saved":
-            return self.units[slot.unit].saved_bytes
-        if slot.kind == "operands":
-            return self.units[slot.unit].operand_bytes
-        if slot.kind in ("kept", "kpart", "host_kept", "host_kpart"):
-            if not self.keeps_stream(slot.unit):
-                return self.units[slot.unit - 1].running_bytes if slot.unit > 0 else 0
-            return self.act_bytes // (self.tp if slot.kind.endswith("kpart") else 1)
-        if slot.kind in ("loss", "scale", "wsum"):
+        """Bytes of a slot on one rank."""
+        if slot.kind in ("loss", "scale", "wsum"):  # `wsum` is summed in place
             return 0
-        unit, home = self.parameters[slot.unit], tier(slot.kind)
-        kind = slot.kind.removeprefix(f"{home}_")
-        if kind == "param":
-            return unit.numel * self.param_bytes
-        if kind == "pshard":
-            return 0 if unit.whole and home == "device" else self.shard_numel(slot.unit) * self.param_bytes
-        if kind == "state":
-            return self.shard_numel(slot.unit) * self.state_bytes(home)
-        if kind == "wgrad":
-            return unit.numel * self.grad_bytes
-        if kind == "snapshot":  # in fp32; one of the groups that share a copy writes it, whatever the stage
-            return unit.numel // self.shard_size * 4 * self.kept_kinds
-        if kind in ("gpart", "gfull", "gshard", "gprev"):
-            return self.shard_numel(slot.unit) * self.grad_bytes
-        raise KeyError(slot)
+        if slot.kind in PARAMETER_KINDS:
+            return self._size_of_parameters(slot)
+        unit = self.units[slot.unit]
+        if slot.kind in ("kept", "kpart"):
+            return self._size_of_kept(slot)
+        if slot.kind in ("act", "grad"):
+            return unit.running_bytes or self.act_bytes
+        if slot.kind in self.handed:
+            return dict(unit.makes)[self.handed[slot.kind]]
+        return {"saved": unit.saved_bytes, "operands": unit.operand_bytes}[slot.kind]
+
+    def _size_of_kept(self, slot: Slot) -> int:
+        if not self.keeps_stream(slot.unit):
+            return self.units[slot.unit - 1].running_bytes if slot.unit > 0 else 0
+        return self.act_bytes // (self.activation.parts if slot.kind == "kpart" else 1)
+
+    def _size_of_parameters(self, slot: Slot) -> int:
+        unit = self.parameters[slot.unit]
+        if slot.kind == "param":
+            return unit.numel * self.elements.param
+        if slot.kind == "pshard":  # that of a unit that stays whole is a part of the whole one's buffer
+            inside = unit.whole and slot.tier == Tier.DEVICE
+            return 0 if inside else self.shard_numel(slot.unit) * self.elements.param
+        if slot.kind == "state":
+            return self.shard_numel(slot.unit) * self.state_bytes(slot.tier)
+        if slot.kind == "wgrad":
+            return unit.numel * self.elements.grad
+        if slot.kind == "snapshot":  # in fp32; one of the groups that share a copy writes it, whatever the stage
+            return unit.numel // unit.shards * 4 * self.kept_kinds
+        return self.shard_numel(slot.unit) * self.elements.grad
 
     def sent(self, instruction: Instruction) -> dict[str, int]:
         """Bytes that a rank sends for an instruction, by axis."""
         op, unit = instruction.op, instruction.unit
-        if op in (Op.FORWARD, Op.RECOMPUTE):
-            return self.units[unit].sent("forward")
+        if op in PHASES:
+            return add_up(self.units[unit].traffic[phase] for phase in PHASES[op])
         if op == Op.JOIN:
-            return {"tp": ring(self.size(Slot("kept", unit)), self.tp)}
-        if op in BACKWARDS:
-            return self.units[unit].sent(*_PHASES[op])
+            size = ring(self.size(Slot("kept", unit)), self.activation.parts)
+            return {GROUPS[self.activation.partition].counts: size}
         if op == Op.SEND:
-            return {"pp": self.act_bytes}
+            return {GROUPS["pp"].counts: self.act_bytes}
         if op == Op.GATHER:
-            return {"dp": ring(self.parameters[unit].numel * self.param_bytes, self.shard_size)}
-        if op == Op.REDUCE and instruction.group == self.shard_group:
-            numel = self.parameters[unit].numel
-            # Not sharded, the parts are gathered after they are summed.
-            back = 0 if self.sharded else ring(numel * self.grad_bytes, self.dp)
-            return {"dp": ring(numel * self.reduce_bytes, self.shard_size) + back}
-        if op == Op.REDUCE and instruction.group == "replica":
-            return {"dp": 2 * ring(self.shard_numel(unit) * self.reduce_bytes, self.dp // self.shard_size)}
-        if op == Op.REDUCE and instruction.group == "tp":
-            return {"tp": 2 * ring(self.parameters[unit].replicated * self.grad_bytes, self.tp)}
-        if op == Op.REDUCE and instruction.group == "tie":
-            return {"pp": 2 * ring(self.size(Slot("gshard", unit)), 2)}
+            held = self.parameters[unit]
+            return {GROUPS[instruction.group].counts: ring(held.numel * self.elements.param, held.shards)}
+        if op == Op.REDUCE:
+            step = next(each for each in self.reductions(unit) if each.group == instruction.group)
+            return {GROUPS[step.group].counts: self._reduced_bytes(self.parameters[unit], step)}
         return {}
+
+    def _reduced_bytes(self, unit: ParameterUnit, step: Reduction) -> int:
+        part = ring(step.numel * step.bytes, step.ranks)
+        if step.group != unit.shard_group:
+            return 2 * part
+        # Not sharded, the parts are gathered after they are summed.
+        return part if self.sharded else part + ring(step.numel * self.elements.grad, step.ranks)
 
     def moved(self, instruction: Instruction) -> dict[str, int]:
         """Bytes that an instruction moves between tiers, by lane."""
         if instruction.op not in (Op.OFFLOAD, Op.FETCH):
             return {}
-        if instruction.group == "snapshot":
-            return {"d2h": self.size(Slot("host_snapshot", instruction.unit))}
-        names = ("write", "read") if tier(instruction.group) == "host" else ("d2h", "h2d")
-        size = self.size(Slot(instruction.group, instruction.unit, instruction.microbatch))
-        if instruction.op == Op.FETCH and self.parameters.get(instruction.unit) and size == 0:  # into a part of the whole
-            size = self.size(at("host", Slot(instruction.group, instruction.unit)))
-        return {names[instruction.op == Op.FETCH]: size}
+        down, slot = instruction.op == Op.OFFLOAD, instruction.slot
+        if slot.kind == "snapshot":
+            return {"d2h": self.size(slot)}
+        size = self.size(slot)
+        if not down and size == 0 and slot.kind in PARAMETER_KINDS:  # into a part of the whole
+            size = self.size(slot.on(Tier.HOST))
+        if slot.tier == Tier.HOST:
+            return {"write" if down else "read": size}
+        return {"d2h" if down else "h2d": size}
 
 
-_PHASES = {Op.BACKWARD: ("input", "weight"), Op.BACKWARD_INPUT: ("input",), Op.BACKWARD_WEIGHT: ("weight",)}
+# What each op of compute does: the forward pass, the input's gradient, the weights' gradients.
+PHASES: dict[Op, tuple[str, ...]] = {Op.FORWARD: ("forward",), Op.RECOMPUTE: ("forward",),
+                                     Op.BACKWARD: ("input", "weight"), Op.BACKWARD_INPUT: ("input",),
+                                     Op.BACKWARD_WEIGHT: ("weight",)}
+
+
+def add_up(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """The sum of each name."""
+    total: Counter[str] = Counter()
+    for each in counts:
+        total.update(each)
+    return dict(total)
 
 
 def gradient_kind(name: str) -> str:
@@ -294,11 +349,7 @@ class Plan:
     @cached_property
     def digest(self) -> str:
         """Two ranks with equal digests will do the same thing."""
-        values = {item.name: getattr(self.table, item.name) for item in fields(Table) if item.compare}
-        values["units"] = [{**asdict(unit), "traffic": sorted(unit.traffic.items())}
-                           for unit in self.table.units]
-        values["parameters"] = {p: asdict(unit) for p, unit in self.table.parameters.items()}
-        text = json.dumps([values, self.programs], sort_keys=True)
+        text = json.dumps([asdict(self.table), self.programs], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def __len__(self) -> int:

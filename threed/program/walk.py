@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import NamedTuple
 
+from threed.mesh import GROUPS
 from threed.program.effects import Effects, effects
 from threed.program.instruction import MESSAGES, Instruction, Op, Slot
 from threed.program.table import Table
@@ -101,7 +102,7 @@ def walk(programs: Sequence[Program], table: Table, links: Sequence[Links], mode
 
     Send k of a channel meets receive k of its other end: `check` has made sure that both name the same slot.
     """
-    node_of, seconds = _merge(programs, mode, cost)
+    node_of, seconds = _merge(programs, links, mode, cost)
     after: list[list[int]] = [[] for _ in seconds]
     waits = [0] * len(seconds)
 
@@ -137,10 +138,12 @@ def walk(programs: Sequence[Program], table: Table, links: Sequence[Links], mode
     return _visit(node_of, seconds, after, waits)
 
 
+# Lanes beside compute whose work the host issues between instructions.
 _ISSUED = ("dp", "d2h", "h2d", "read", "write", "host")
 
 
-def _merge(programs: Sequence[Program], mode: Mode, cost: Cost | None) -> tuple[list[list[int]], list[float]]:
+def _merge(programs: Sequence[Program], links: Sequence[Links], mode: Mode,
+           cost: Cost | None) -> tuple[list[list[int]], list[float]]:
     """Give each instruction a node, and each node its seconds. Collectives over several positions are one node: they begin
     and end together. In BLOCKING mode a SEND and its RECV are one node too."""
     shared: dict[object, int] = {}
@@ -149,14 +152,9 @@ def _merge(programs: Sequence[Program], mode: Mode, cost: Cost | None) -> tuple[
     for position, program in enumerate(programs):
         counts: dict[object, int] = {}
         nodes = []
-        for instruction in program:
-            key: object = None
-            op = instruction.op
-            if op == Op.CLIP:
-                key = "clip"
-            elif op == Op.REDUCE and instruction.group == "tie":
-                key = "tie"
-            elif mode == Mode.BLOCKING and op in MESSAGES:
+        for instruction, effect in zip(program, links[position].effects, strict=True):
+            key: object = next((group for group in effect.groups if GROUPS[group].across_positions), None)
+            if mode == Mode.BLOCKING and instruction.op in MESSAGES:
                 key = _channel(position, instruction)
             node = len(seconds)
             if key is not None:
@@ -199,7 +197,7 @@ def _visit(node_of: list[list[int]], seconds: list[float], after: list[list[int]
 def _channel(position: int, instruction: Instruction) -> tuple[int, int, str]:
     """(sender, receiver, act or grad) of a message."""
     ends = (position, instruction.peer) if instruction.op == Op.SEND else (instruction.peer, position)
-    return (*ends, instruction.group)
+    return (*ends, instruction.kind)
 
 
 Channels = dict[tuple[int, int, str], tuple[list[tuple[int, int]], list[tuple[int, int]]]]
@@ -239,7 +237,7 @@ def memory(program: Program, table: Table, links: Links, start: set[Slot]) -> Me
     def put(slot: Slot) -> None:
         if slot not in sizes:
             sizes[slot] = table.size(slot)
-            now[slot.kind] = now.get(slot.kind, 0) + sizes[slot]
+            now[slot.name] = now.get(slot.name, 0) + sizes[slot]
 
     for slot in start:
         put(slot)
@@ -250,5 +248,5 @@ def memory(program: Program, table: Table, links: Links, start: set[Slot]) -> Me
         for kind, size in now.items():
             by_kind.setdefault(kind, [0] * index).append(size)
         for slot in effect.frees:
-            now[slot.kind] -= sizes.pop(slot, 0)
+            now[slot.name] -= sizes.pop(slot, 0)
     return Memory(by_kind)

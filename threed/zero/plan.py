@@ -14,23 +14,44 @@ time, `prefetch` uses ahead. Where one must go, it is the one whose next use is 
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import NamedTuple
 
-from threed.program.effects import chain, effects
+from threed.mesh import GROUPS
+from threed.program.effects import effects
 from threed.program.instruction import Instruction, Op, Programs
-from threed.program.table import Table
+from threed.program.table import Elements, Reduction, Table
 
 Program = list[Instruction]
 
 
-def reductions(replicated: int, sequence_parallel: bool, tied: bool, shard_groups: bool) -> tuple[str, ...]:
-    """The groups that a parameter unit's gradient is reduced over, in order.
+class Sums(NamedTuple):
+    """What a unit's gradient is summed over, besides the group that shares its shards."""
+
+    partial: dict[str, tuple[int, int]]  # group whose ranks hold partial gradients -> its ranks, and elements concerned
+    kept: int  # elements that a rank keeps of the sum over the shard group
+    copies: int  # shard groups, each with a copy
+    tied: int  # pipeline positions, each with a part of the gradient
+
+
+def reductions(numel: int, shards: int, shard_group: str, sums: Sums, elements: Elements) -> tuple[Reduction, ...]:
+    """The reductions of a parameter unit's gradient, in order.
 
     tp: under sequence parallelism each tp rank has the gradient of its own tokens for parameters replicated over tp.
     replica: what several groups of dp each keep a copy of is summed over them, too.
     tie: the two ends of the pipeline each have half of a tied embedding's gradient.
     """
-    over_dp = ("shard", "replica") if shard_groups else ("dp",)
-    return (*(("tp",) if sequence_parallel and replicated else ()), *over_dp, *(("tie",) if tied else ()))
+    steps = [(group, ranks, count, elements.grad, False, "wsum") for group, (ranks, count) in sums.partial.items()]
+    steps.append((shard_group, shards, numel, elements.reduce, True, "gpart"))
+    if sums.copies > 1:
+        steps.append(("replica", sums.copies, sums.kept, elements.reduce, True, "gfull"))
+    if sums.tied > 1:
+        steps.append(("tie", sums.tied, sums.kept, elements.grad, False, ""))
+    chain, taken = [], "wgrad"
+    for index, (group, ranks, count, size, staged, made) in enumerate(steps):
+        made = "gshard" if index == len(steps) - 1 else made
+        chain.append(Reduction(group, ranks, taken, made, count, size, staged))
+        taken = made
+    return tuple(chain)
 
 
 def train(programs: Programs, table: Table) -> Programs:
@@ -51,13 +72,14 @@ def rehearse(programs: Programs, table: Table) -> Programs:
     result = []
     for program in programs:
         end = next(index for index, item in enumerate(program) if item.op == Op.CLIP)
-        result.append([*program[:end], program[end]._replace(keep="drop")])
+        result.append([*program[:end], program[end]._replace(gradients="drop")])
     return result
 
 
 def evaluate(programs: Programs, table: Table) -> Programs:
     """Forward only: gather, run, release, bring the loss together."""
-    return [[*_gather(program, table, position), Instruction(Op.CLIP, keep="none")] for position, program in enumerate(programs)]
+    return [[*_gather(program, table, position), Instruction(Op.CLIP, gradients="none")]
+            for position, program in enumerate(programs)]
 
 
 def _reduce(program: Program, table: Table, position: int) -> tuple[Program, Program]:
@@ -72,14 +94,15 @@ def _reduce(program: Program, table: Table, position: int) -> tuple[Program, Pro
     after: dict[int, Program] = defaultdict(list)
     late = []
     for unit, places in added.items():
-        groups = [group for group, _, _ in chain(table, unit)]
-        often = groups.index(table.shard_group) + 1
-        period = table.reduce_every * len(users[unit])
+        groups = [step.group for step in table.reductions(unit)]
+        often = groups.index(table.parameters[unit].shard_group) + 1
+        period = table.zero.reduce_every * len(users[unit])
         for place in {*places[period - 1::period], places[-1]}:
             after[place] += [Instruction(Op.REDUCE, unit, group=group) for group in groups[:often]]
         for group in groups[often:]:
-            # Both ends of the pipeline meet for a tie: at the end, where neither makes the other wait.
-            (late if group == "tie" else after[places[-1]]).append(Instruction(Op.REDUCE, unit, group=group))
+            # Several positions meet at the end, where none makes another wait.
+            where = late if GROUPS[group].across_positions else after[places[-1]]
+            where.append(Instruction(Op.REDUCE, unit, group=group))
     return [item for index, instruction in enumerate(program) for item in (instruction, *after[index])], late
 
 
@@ -95,15 +118,15 @@ def _gather(program: Program, table: Table, position: int) -> Program:
     last = {unit: index for index, units in uses for unit in units}
     gathers: dict[int, list[int]] = defaultdict(list)  # before this instruction
     releases: dict[int, list[int]] = defaultdict(list)  # after this one
-    once = [unit for unit in last if table.parameters[unit].whole or table.residency == "step"]
+    once = [unit for unit in last if table.parameters[unit].whole or table.zero.residency == "step"]
     for unit in once:
         gathers[0].append(unit)
         releases[last[unit]].append(unit)
     windowed = [(index, [unit for unit in units if unit not in once]) for index, units in uses]
-    _window([use for use in windowed if use[1]], _capacity(table, position), table.prefetch, gathers, releases)
+    _window([use for use in windowed if use[1]], _capacity(table, position), table.zero.prefetch, gathers, releases)
     out = []
     for index, instruction in enumerate(program):
-        out += [Instruction(Op.GATHER, unit, group=table.shard_group) for unit in gathers[index]]
+        out += [Instruction(Op.GATHER, unit, group=table.parameters[unit].shard_group) for unit in gathers[index]]
         out.append(instruction)
         out += [Instruction(Op.RELEASE, unit) for unit in releases[index]]
     return out
@@ -111,8 +134,8 @@ def _gather(program: Program, table: Table, position: int) -> Program:
 
 def _capacity(table: Table, position: int) -> int:
     """How many windowed units may be resident, besides those that are gathered ahead."""
-    if isinstance(table.residency, int):
-        return table.residency
+    if isinstance(table.zero.residency, int):
+        return table.zero.residency
     of_stage: dict[int, set[int]] = defaultdict(set)
     for unit in table.units_of(position):
         of_stage[table.units[unit].stage].update(p for p in table.units[unit].parameters if not table.parameters[p].whole)

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
-from threed.comm import Comm
+from threed.comm import Comm, Group
+from threed.lanes import Handle, Lane
+from threed.mesh import AXES, GROUPS
 from threed.optimizers.base import Update, View
 from threed.program.buffers import Buffers
-from threed.program.effects import chain
-from threed.program.instruction import Instruction, Op, Slot
+from threed.program.instruction import Instruction, Op, Slot, Tier
 from threed.program.table import Table
 from threed.schema import Config
 from threed.slots import Slots
@@ -20,7 +21,7 @@ from threed.tensor.precision import Precision
 from threed.zero import optimizer
 from threed.zero.scaler import LossScaler
 from threed.zero.shard import counts
-from threed.zero.state import UnitState, there
+from threed.zero.state import Reduced, UnitState, there
 
 
 @dataclass
@@ -55,6 +56,8 @@ class ZeroRun:
         self.waiting: Clipped | None = None  # what CLIP found of the gradients that wait for the next step
         # While a step is verified: of each update that was computed twice, unit -> elements that differ.
         self.update_differences: list[tuple[int, torch.Tensor]] | None = None
+        # Whether it counts what all ranks hold that divide a layer's parameters among them.
+        self._speaks = comm.here.is_first(axis for axis, divides in AXES.items() if divides == "parameters")
         self._staging = torch.zeros(buffers.staging, dtype=torch.uint8, device=comm.device)
         self.handlers: dict[Op, Callable[[Instruction, Slots], None]] = {
             Op.GATHER: self.gather, Op.RELEASE: self.release, Op.REDUCE: self.reduce, Op.CLIP: self.clip, Op.STEP: self.step}
@@ -65,7 +68,7 @@ class ZeroRun:
 
     def program(self) -> str:
         """Which program the next step runs."""
-        if not self.table.delayed:
+        if not self.table.update.delayed:
             return "train"
         last = self.step_number >= self.config.train.steps - 1
         if self.waiting is not None:
@@ -80,66 +83,67 @@ class ZeroRun:
 
     def gather(self, instruction: Instruction, slots: Slots) -> None:
         state, group = self.states[instruction.unit], self.comm.groups[instruction.group]
-        if not state.whole:
+        if not state.unit.whole:
             state.occupy(state.storage.params.take(state.layout.numel))
         whole, slot = state.param, Slot("pshard", instruction.unit)
         fetched = slot != self.table.weight(instruction.unit)
         part = slots.get(slot) if fetched else state.pshard
         assert whole is not None and part is not None
-        handle = self.comm.lane("dp").submit(lambda: group.all_gather(whole, part).wait())
+        lane = self.comm.lane(GROUPS[instruction.group].lane)
+        handle = lane.submit(lambda: group.all_gather(whole, part).wait())
         if fetched:
             state.storage.pshards.give(part, handle)
         slots.put(Slot("param", instruction.unit), whole, handle)
 
     def release(self, instruction: Instruction, slots: Slots) -> None:
         """A unit that stays whole keeps its buffer; only the content is given up."""
-        if not self.states[instruction.unit].whole:
+        if not self.states[instruction.unit].unit.whole:
             self.states[instruction.unit].vacate()
 
     @torch.no_grad()
     def reduce(self, instruction: Instruction, slots: Slots) -> None:
-        name, state = instruction.group, self.states[instruction.unit]
-        made = next(made for group, _, made in chain(self.table, instruction.unit) if group == name)
-        if name == "tp":
-            self._sum_replicated(state)
+        state, unit = self.states[instruction.unit], self.table.parameters[instruction.unit]
+        step = next(step for step in unit.reductions if step.group == instruction.group)
+        group, lane, made = self.comm.groups[step.group], GROUPS[step.group].lane, Slot(step.makes, instruction.unit)
+        if step.group == unit.shard_group:
+            slots.put(made, True, self._scatter(state, group, self.comm.lane(lane)))
+        elif lane == "compute":
+            self._sum_partial(state, group)
             slots.put(made, True)
-        elif name == "tie":
-            slots.put(made, True, self.comm.groups[name].all_reduce(there(state.gshard)))
-        elif name == "replica":
-            slots.put(made, True, self.comm.lane("dp").submit(lambda: self._sum_replicas(state)))
+        elif step.staged:
+            slots.put(made, True, self.comm.lane(lane).submit(lambda: self._sum_copies(state, group)))
         else:
-            self._scatter(instruction, made, slots)
+            slots.put(made, True, group.all_reduce(there(state.gshard)))
 
-    def _sum_replicated(self, state: UnitState) -> None:
-        """Over tp, in one call: parameters that all tp ranks hold, of which each has the gradient of its own tokens."""
+    def _sum_partial(self, state: UnitState, group: Group) -> None:
+        """In one call: parameters that all ranks of a group hold, of which each has the gradient of its own tokens."""
         grad = state.whole_grad()
-        parts = [grad[segment.start:segment.stop] for segment in state.layout.segments if "tp" not in segment.axes]
+        over = GROUPS[group.name].axes or ()
+        parts = [grad[each.start:each.stop] for each in state.layout.segments if not set(over) & set(each.axes)]
         joined = torch.cat(parts) if len(parts) > 1 else parts[0]
-        self.comm.groups["tp"].all_reduce(joined).wait()
+        group.all_reduce(joined).wait()
         if len(parts) > 1:
             for part, summed in zip(parts, joined.split([len(part) for part in parts]), strict=True):
                 part.copy_(summed)
 
-    def _sum_replicas(self, state: UnitState) -> None:
-        group, gshard = self.comm.groups["replica"], state.gshard
-        assert gshard is not None
+    def _sum_copies(self, state: UnitState, group: Group) -> None:
+        gshard = there(state.gshard)
         moving = self._stage(gshard, 0)
         group.all_reduce(moving).wait()
         if moving is not gshard:
             gshard.copy_(moving)
 
-    def _scatter(self, instruction: Instruction, made: Slot, slots: Slots) -> None:
+    def _scatter(self, state: UnitState, group: Group, lane: Lane) -> Handle:
         """Sum the gradient over the group that shares the unit; this rank keeps its part. Without sharding everybody then gets
         all parts: the same sums as under ZeRO-1."""
-        state = self.states[instruction.unit]
-        group, sharded = self.comm.groups[self.table.shard_group], self.table.sharded
-        grad, pooled = state.whole_grad(), self.table.zero_stage >= 2
-        if self.table.streams(instruction.unit):
+        sharded, streams = self.table.sharded, self.table.streams(state.number)
+        grad, pooled = state.whole_grad(), self.table.zero.stage >= 2
+        if streams:
             state.gshard = state.storage.gshards.take(state.count)
-        part = state.gshard if pooled else grad[slice(*state.shard)]
-        assert part is not None
-        add = pooled and state.reduced and not self.table.streams(instruction.unit)
-        state.reduced = True
+        part = there(state.gshard) if pooled else grad[slice(*state.shard)]
+        add = pooled and not streams and state.reduced == Reduced.SHARD
+        if not streams:
+            state.reduced = Reduced.SHARD
 
         def job() -> None:
             moving = self._stage(grad, grad.numel())
@@ -148,13 +152,13 @@ class ZeroRun:
             if not sharded:
                 group.all_gather(grad, part).wait()
 
-        handle = self.comm.lane("dp").submit(job)
+        handle = lane.submit(job)
         state.begin_anew(handle)
-        slots.put(made, True, handle)
+        return handle
 
     def _stage(self, tensor: torch.Tensor, skip: int) -> torch.Tensor:
         """The tensor in the dtype in which gradients travel: itself, or a copy in the staging buffer after `skip` elements."""
-        if tensor.dtype == self.precision.reduce or self.table.dp == 1:
+        if tensor.dtype == self.precision.reduce or not len(self._staging):  # there is nobody to send it to
             return tensor
         staged = self._staging.view(self.precision.reduce)[skip:skip + tensor.numel()]
         return staged.copy_(tensor)
@@ -163,17 +167,18 @@ class ZeroRun:
     def clip(self, instruction: Instruction, slots: Slots) -> None:
         """One all-reduce over the world of [norm squared, found_inf, loss sum, token count]."""
         numbers = torch.zeros(4, dtype=torch.float64, device=self.comm.device)
-        if instruction.keep != "none":
+        if instruction.gradients != "none":
             if self.comm.device.type == "cuda" and any(state.host_grad is not None for state in self.states.values()):
                 torch.cuda.current_stream().synchronize()  # it waits for the copies to the host; the host reads them now
-            for state, mine in ((self.states[p], self._counts(p)) for p in self.table.held(self.comm.here.pp)):
+            here = self.comm.here
+            for state, mine in ((self.states[p], self._counts(p)) for p in self.table.held(here.position)):
                 for segment in state.layout.segments_of(state.index):
                     # What another rank counts is looked at, too: an overflow may be in one copy only.
-                    counted = mine and counts(segment.axes, self.comm.here._asdict())
+                    counted = mine and counts(segment.axes, here.on)
                     numbers[0 if counted else 1] += squared_norm(state.range(state.gradient, segment))
-        if Slot("loss") in slots and self.comm.here.tp == 0:
+        if Slot("loss") in slots and self._speaks:
             numbers[2] = slots.get(Slot("loss"))
-            if self.comm.here.pp == self.table.position(self.table.last):  # tokens count once
+            if self.comm.here.position == self.table.position(self.table.last):  # tokens count once
                 numbers[3] = self.config.tokens_per_step / self.config.dp
         numbers[1] = (~torch.isfinite(numbers)).any().double()
         self.comm.groups["world"].all_reduce(numbers).wait()
@@ -186,10 +191,10 @@ class ZeroRun:
         finite = found == 0 and math.isfinite(norm) and math.isfinite(loss)
         clipped = Clipped(loss, norm, scale / loss_scale, finite, loss_scale)
         slots.put(Slot("scale"), clipped)
-        for state in self.states.values() if instruction.keep != "none" else ():  # the next gradients are of another step
-            state.reduced = state.came_down = False
-        if instruction.keep in ("all", "later"):
-            self._complete(clipped if instruction.keep == "later" else None, slots)
+        for state in self.states.values() if instruction.gradients != "none" else ():  # the next gradients are of another step
+            state.reduced = Reduced.NOTHING
+        if instruction.gradients in ("step", "wait"):
+            self._complete(clipped if instruction.gradients == "wait" else None, slots)
 
     def _complete(self, waiting: Clipped | None, slots: Slots) -> None:
         """What waited has been stepped; this step's gradients may wait in turn."""
@@ -198,19 +203,18 @@ class ZeroRun:
         self.waiting = waiting
         for unit, state in self.states.items() if waiting is not None else ():
             state.host_grad, state.host_prev = state.host_prev, state.host_grad
-            slots.put(Slot("host_gprev", unit), True)
+            slots.put(Slot("gprev", unit, tier=Tier.HOST), True)
 
     def _counts(self, unit: int) -> bool:
         """A tied embedding counts once: at the first of its positions. So does what several shard groups hold: in the first."""
-        first = self.table.parameters[unit].positions[0] == self.comm.here.pp
-        return first and self.comm.here.dp < self.table.shard_size
+        return self.table.saves(self.comm.here.position, unit) and self.comm.is_first_copy
 
     @torch.no_grad()
     def step(self, instruction: Instruction, slots: Slots) -> None:
-        state, clipped = self.states[instruction.unit], self.waiting if instruction.group == "prev" else slots.get(Slot("scale"))
-        gradient = state.gradient_prev if instruction.group == "prev" else state.gradient
+        state, clipped = self.states[instruction.unit], self.waiting if instruction.age == "prev" else slots.get(Slot("scale"))
+        gradient = state.gradient_prev if instruction.age == "prev" else state.gradient
         assert clipped is not None
-        if state.unit.state_home != "device":
+        if state.unit.state_home != Tier.DEVICE:
             self._step_on_host(state, gradient, clipped, slots)
         elif clipped.finite:  # else nothing moves; the loop decides whether the run goes on
             self._update(state, gradient, clipped, self.lr, self.updates + 1)
@@ -230,15 +234,11 @@ class ZeroRun:
                 self.update_differences.append((state.number, optimizer.step_twice(by, view, copy)))
 
     def _step_on_host(self, state: UnitState, gradient: torch.Tensor, clipped: Clipped, slots: Slots) -> None:
-        """The same beside the computation. What comes of it lies where the weights live, or on its way there."""
+        """The optimizer on the host lane. It writes the new weights to where they live on the host, or to a staging buffer that a
+        later FETCH or OFFLOAD empties."""
         lr, number, unit = self.lr, self.updates + 1, state.number
-        stays = state.unit.weight_home == "host"
-        kind = "host_param" if self.table.weight(unit).kind == "param" else "host_pshard"
-        if stays:
-            out = state.pshard
-        else:
-            out = state.storage.host_weights.take(state.file_bytes(self.table.param_bytes) // self.table.param_bytes)
-        assert out is not None
+        weights = self.table.weight(unit).on(Tier.HOST)
+        out = there(state.pshard) if state.unit.weight_home == Tier.HOST else state.room_for_weights()
 
         def job() -> None:
             if clipped.finite:
@@ -247,6 +247,6 @@ class ZeroRun:
             else:
                 out[:state.count].copy_(state.weights)
 
-        handle = self.comm.host(job)
-        slots.put(Slot(kind, unit), out, handle)
-        slots.put(Slot("host_state", unit), True, handle)
+        handle = self.comm.host_lane().submit(job)
+        slots.put(weights, out, handle)
+        slots.put(Slot("state", unit, tier=Tier.HOST), True, handle)

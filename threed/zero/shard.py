@@ -12,13 +12,15 @@ has the same length.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from threed.mesh import AXES
 from threed.models.spec import Parameter
 from threed.quantity import round_up
 
-COPIED = ("tp",)  # axes of the mesh whose ranks have copies of what is not cut over them
+# Axes of the mesh whose ranks have copies of what is not cut over them.
+COPIED = tuple(axis for axis, divides in AXES.items() if divides == "parameters")
 ALIGNMENT = 32  # elements: shards begin at multiples of 64 bytes even in 16 bit
 
 
@@ -55,9 +57,9 @@ class Layout:
     def padding(self) -> int:
         return self.numel - (self.placed[-1].stop if self.placed else 0)
 
-    def whole_over(self, axis: str) -> int:
-        """Elements that all ranks of an axis have copies of."""
-        return sum(segment.stop - segment.start for segment in self.segments if axis not in segment.axes)
+    def whole_over(self, axes: Collection[str]) -> int:
+        """Elements of which all ranks of these axes have copies."""
+        return sum(each.stop - each.start for each in self.segments if not set(axes) & set(each.axes))
 
     def shard(self, index: int) -> tuple[int, int]:
         """(start, stop) of a shard."""

@@ -2,61 +2,37 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from enum import Enum
 from functools import partial
-from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from threed.comm import Comm, Handle
-from threed.offload.tiers import Disk
+from threed.comm import Comm
+from threed.lanes import Handle, Lane, copy
 from threed.optimizers.base import BYTES, Buffer
-from threed.pool import Pool
-from threed.program.buffers import Buffers
-from threed.program.table import Table
+from threed.program.instruction import Slot, Tier
 from threed.quantity import ALIGNMENT, round_up
 from threed.schema import Config
 from threed.tensor.layers import WeightGrads
-from threed.tensor.precision import DTYPES, Precision
+from threed.tensor.precision import DTYPES
 from threed.tensor.random import draw
 from threed.tensor.saving import Place
 from threed.zero.shard import Layout, Placed, Segment
+from threed.zero.snapshot import Snapshot
+from threed.zero.storage import Storage
 
 PIECE = 1 << 20  # elements that are compared at a time
 
 
-class Storage(NamedTuple):
-    """What all units of a rank have in common: where memory comes from."""
+class Reduced(Enum):
+    """How far this step's reduced gradient has come. What is reduced next adds to it."""
 
-    table: Table
-    precision: Precision
-    device: torch.device
-    params: Pool  # whole parameters that do not stay whole
-    grads: Pool  # whole gradients, from ZeRO-2 on
-    pshards: Pool  # this rank's part of parameters that live elsewhere
-    gshards: Pool  # this rank's part of gradients that go down as they come
-    host_weights: Pool  # parameters on their way between the host and another tier
-    host_states: Pool  # optimizer state on its way between the host and the disk
-    disk: Disk | None
-    weight_grads: WeightGrads
-
-    @classmethod
-    def make(cls, config: Config, table: Table, buffers: Buffers, comm: Comm, weight_grads: WeightGrads) -> Storage:
-        precision, device, host = Precision.of(config.precision), comm.device, torch.device("cpu")
-        pinned = device.type == "cuda"
-        uses_disk = "nvme" in (config.offload.optimizer, config.offload.parameters)
-        return cls(table, precision, device, Pool(buffers.params, precision.compute, device),
-                   Pool(buffers.grads, precision.grad, device), Pool(buffers.pshards, precision.compute, device),
-                   Pool(buffers.gshards, precision.grad, device),
-                   Pool(buffers.host_weights, precision.compute, host, pinned, for_disk=True),
-                   Pool(buffers.host_states, torch.uint8, host, pinned, for_disk=True),
-                   Disk(str(config.offload.nvme_path), comm.rank) if uses_disk else None, weight_grads)
-
-    def on_host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(numel, dtype=dtype, pin_memory=self.device.type == "cuda")
+    NOTHING = "no part of it is reduced"
+    SHARD = "a part is in `gshard`"
+    HOST = "a part is on the host"
 
 
 class UnitState:
@@ -71,7 +47,7 @@ class UnitState:
                           waits for its STEP
         master   [owned]  fp32 weights; None where the optimizer updates `pshard` itself
         buffers  [owned]  what the optimizer keeps, by name; on the host, or in a file, where that is offloaded, with the master
-        snapshot [kinds, shard]  fp32, on the host: what the checkpoint under way keeps of what this rank writes; None without one
+        snapshot          what the checkpoint under way keeps of what this rank writes; None: nothing
 
     `owned` is the rank's shard from ZeRO-1 on, everything under ZeRO-0.
     """
@@ -80,19 +56,15 @@ class UnitState:
         self.layout, self.index, self.storage = layout, index, storage
         table, precision, device = storage.table, storage.precision, storage.device
         self.number, self.unit = number, table.parameters[number]
-        self.whole = self.unit.whole
         self.sharded = table.sharded
         self.owned = layout.shard(index) if self.sharded else (0, layout.numel)
         self.count = self.owned[1] - self.owned[0]
-        stays = self.unit.whole and self.unit.weight_home == "device"
+        stays = self.unit.whole and self.unit.weight_home == Tier.DEVICE
         param = torch.zeros(layout.numel, dtype=precision.compute, device=device) if stays else None
-        grad = torch.zeros(layout.numel, dtype=precision.grad, device=device) if table.zero_stage < 2 else None
+        grad = torch.zeros(layout.numel, dtype=precision.grad, device=device) if table.zero.stage < 2 else None
         self.param, self.grad = param, grad
         self.writes = False  # whether this rank's shard goes into checkpoints: not where another writes the same
-        self.snapshot: torch.Tensor | None = None  # [kinds, shard] on the host: what the next checkpoint keeps
-        self._snapped = threading.Event()
-        self._uncopied: Exception | None = None  # why the copy came to nothing
-        self._copied: Any = None  # of a GPU: the event at the end of the copies
+        self.snapshot: Snapshot | None = None
         self._make_shards()
         self._make_states()
         self._unwritten = set(range(len(layout.placed)))  # parameters whose part of `grad` holds nothing of use
@@ -119,42 +91,40 @@ class UnitState:
     def _make_shards(self) -> None:
         storage, precision, owned = self.storage, self.storage.precision, self.owned
         self.pshard: torch.Tensor | None = None
-        if self.unit.weight_home == "device":
+        if self.unit.weight_home == Tier.DEVICE:
             self.pshard = _part(self.param, owned, precision.compute, storage.device)
-        elif self.unit.weight_home == "host":
+        elif self.unit.weight_home == Tier.HOST:
             self.pshard = storage.on_host(self.count, precision.compute)
         streams = storage.table.streams(self.number)
         self.gshard: torch.Tensor | None = None if streams else _part(self.grad, owned, precision.grad, storage.device)
-        self.reduced = False  # whether `gshard` has part of this step's gradient
-        away = self.unit.state_home != "device"
+        self.reduced = Reduced.NOTHING
+        away = self.unit.state_home != Tier.DEVICE
         self.host_grad = storage.on_host(self.count, precision.grad) if away else None
-        self.host_prev = storage.on_host(self.count, precision.grad) if storage.table.delayed else None
-        self.came_down = False  # whether `host_grad` has part of this step's gradient
+        self.host_prev = storage.on_host(self.count, precision.grad) if storage.table.update.delayed else None
 
     def _make_states(self) -> None:
         home, count, device, disk = self.unit.state_home, self.count, self.storage.device, self.storage.disk
-        if self.unit.weight_home == "disk" and disk is not None:
+        if self.unit.weight_home == Tier.DISK and disk is not None:
             disk.make(f"p{self.number}.weights", count * self.storage.precision.compute.itemsize)
-        if home == "disk" and disk is not None:
+        if home == Tier.DISK and disk is not None:
             disk.make(f"p{self.number}.state", count * self.storage.table.state_bytes(home))
             self.bind(None)
-        elif home == "host":
+        elif home == Tier.HOST:
             self.bind(self.storage.on_host(count * self.storage.table.state_bytes(home), torch.uint8))
         else:
             self.master = torch.zeros(count, device=device) if self.storage.precision.master else None
             self.buffers = {buffer.name: torch.zeros(count, dtype=DTYPES[buffer.dtype], device=device)
-                            for buffer in self.storage.table.optimizer}
+                            for buffer in self.storage.table.update.buffers}
 
     def bind(self, buffer: torch.Tensor | None) -> None:
         """The optimizer's state is in this host memory [bytes]; None: in its file, where one may look at it between steps."""
         table = self.storage.table
         if buffer is None:
-            assert self.storage.disk is not None
-            state = self.storage.disk.map(f"p{self.number}.state", self.count * table.state_bytes("disk"), torch.uint8)
+            state = self.storage.files.map(f"p{self.number}.state", self.count * table.state_bytes(Tier.DISK), torch.uint8)
         else:
             state = buffer
-        self.bound, kept, start = buffer, dict[str, torch.Tensor](), 0
-        for name, dtype in (Buffer("master"), *table.optimizer):
+        self.state_buffer, kept, start = buffer, dict[str, torch.Tensor](), 0
+        for name, dtype in (Buffer("master"), *table.update.buffers):
             stop = start + self.count * BYTES[dtype]
             kept[name], start = state[start:stop].view(DTYPES[dtype]), stop
         self.master, self.buffers = kept.pop("master"), kept
@@ -182,37 +152,13 @@ class UnitState:
             kinds["waiting"] = self.host_prev
         return kinds
 
-    def make_snapshot(self, kinds: int) -> None:
-        """Memory for a copy of what this rank writes of the unit, in fp32."""
-        self.snapshot = self.storage.on_host(kinds * (self.shard[1] - self.shard[0]), torch.float32).view(kinds, -1)
-
-    @torch.no_grad()
-    def take_snapshot(self, waiting: bool) -> None:
-        """Copy it there: the job of a lane. `snapped` returns once it is done."""
-        try:
-            part = slice(*(at - self.owned[0] for at in self.shard))
-            for row, whole in zip(there(self.snapshot), self.kept(waiting).values(), strict=False):
-                row.copy_(whole[part], non_blocking=True)
-            if self.storage.device.type == "cuda":
-                self._copied = torch.cuda.Event()
-                self._copied.record()
-        except Exception as error:  # it costs the checkpoint, not the run: `snapped` raises it
-            self._uncopied = error
-        finally:
-            self._snapped.set()
-
-    def begin_snapshot(self) -> None:
-        self._snapped.clear()
-        self._uncopied = None
-
-    def snapped(self) -> None:
-        """Wait, on the host, until the snapshot is there. What failed in its copy is raised: half a copy must not be written."""
-        if self.snapshot is not None:
-            self._snapped.wait()
-            if self._uncopied is not None:
-                raise self._uncopied
-            if self._copied is not None:
-                self._copied.synchronize()
+    def take_snapshot(self, waiting: bool, lane: Lane) -> Handle | None:
+        """Copy what this rank writes to the host, beside what comes next; None where another rank writes the same."""
+        if self.snapshot is None:
+            return None
+        snapshot, part = self.snapshot, slice(*(at - self.owned[0] for at in self.shard))
+        snapshot.begin()
+        return lane.submit(lambda: snapshot.take(whole[part] for whole in self.kept(waiting).values()))
 
     def to_save(self, waiting: bool) -> dict[str, Callable[[int, int], torch.Tensor]]:
         """By kind, what gives a range of this rank's shard, in fp32 on the host: of the snapshot, else of what there is now."""
@@ -227,7 +173,70 @@ class UnitState:
         kept = self.kept(waiting)
         if self.snapshot is None:
             return {kind: partial(of_now, whole) for kind, whole in kept.items()}
-        return {kind: partial(of_snapshot, row) for kind, row in zip(kept, self.snapshot, strict=False)}
+        return {kind: partial(of_snapshot, row) for kind, row in zip(kept, self.snapshot.rows, strict=False)}
+
+    # ---- moves between tiers
+
+    def lower_gradient(self, lane: Lane) -> Handle:
+        """A reduced gradient to the host, where it is added to what came before it in this step."""
+        gshard, host = there(self.gshard), there(self.host_grad)
+        if self.reduced != Reduced.HOST:
+            handle = lane.submit(lambda: copy(host, gshard))
+        elif gshard.is_cuda:  # the sum is taken on the device, which the first part visits again
+            handle = lane.submit(lambda: copy(host, gshard + host.to(gshard.device, non_blocking=True)))
+        else:
+            handle = lane.submit(lambda: add_to(host, gshard))
+        self.reduced = Reduced.HOST
+        if self.storage.table.streams(self.number):
+            self.storage.gshards.give(gshard, handle)
+            self.gshard = None
+        return handle
+
+    def raise_weights(self, slot: Slot, brought: torch.Tensor | None, lane: Lane) -> tuple[torch.Tensor, Handle]:
+        """This rank's part of the parameters from the host to the device, as `slot`: to where it lives, or for a GATHER.
+        `brought`: a buffer on the host, which is given back; None: where it lives on the host."""
+        source = there(self.pshard if brought is None else brought)
+        if slot == self.storage.table.weight(self.number):
+            value = there(self.pshard if slot.kind == "pshard" else self.param)
+        else:
+            value = self.storage.pshards.take(self.count)
+        handle = lane.submit(lambda: copy(value, source[:self.count]))
+        if brought is not None:
+            self.storage.host_weights.give(brought, handle)
+        return value, handle
+
+    def write_state(self, lane: Lane) -> Handle:
+        """The optimizer's state from host memory to its file."""
+        buffer = there(self.state_buffer)
+        handle = lane.submit(lambda: self.write("state", buffer))
+        self.storage.host_states.give(buffer, handle)
+        self.bind(None)
+        return handle
+
+    def write_weights(self, buffer: torch.Tensor, lane: Lane) -> Handle:
+        """This rank's part of the parameters from a buffer on the host to its file."""
+        handle = lane.submit(lambda: self.write("weights", buffer))
+        self.storage.host_weights.give(buffer, handle)
+        return handle
+
+    def room_for_state(self) -> torch.Tensor:
+        """Host memory, to read the optimizer's state into."""
+        buffer = self.storage.host_states.take(self.file_bytes(self.storage.table.state_bytes(Tier.HOST)))
+        self.bind(buffer)
+        return buffer
+
+    def room_for_weights(self) -> torch.Tensor:
+        """Host memory for this rank's part of the parameters."""
+        itemsize = self.storage.table.elements.param
+        return self.storage.host_weights.take(self.file_bytes(itemsize) // itemsize)
+
+    def read(self, name: str, into: torch.Tensor) -> None:
+        """Fill a buffer from the file of the state, or of the weights."""
+        self.storage.files.read(f"p{self.number}.{name}", into.view(torch.uint8))
+
+    def write(self, name: str, buffer: torch.Tensor) -> None:
+        """The other way."""
+        self.storage.files.write(f"p{self.number}.{name}", buffer.view(torch.uint8))
 
     # ---- parameters that do not stay whole
 
@@ -281,7 +290,7 @@ class UnitState:
     def begin_anew(self, handle: Handle) -> None:
         """The next gradient does not add to this one. A buffer of the pool may be used again once `handle` is done."""
         self._unwritten.update(range(len(self.layout.placed)))
-        if self.storage.table.zero_stage >= 2 and self.grad is not None:
+        if self.storage.table.zero.stage >= 2 and self.grad is not None:
             self.storage.grads.give(self.grad, handle)
             self.grad = None
 
@@ -321,10 +330,9 @@ class UnitState:
     @torch.no_grad()
     def publish(self) -> None:
         """Bring the master weights to where parameters are gathered from, between steps or after one on the device."""
-        if self.unit.weight_home == "disk":
-            assert self.storage.disk is not None
+        if self.unit.weight_home == Tier.DISK:
             dtype = self.storage.precision.compute
-            self.storage.disk.map(f"p{self.number}.weights", self.count, dtype).copy_(self.weights)
+            self.storage.files.map(f"p{self.number}.weights", self.count, dtype).copy_(self.weights)
         elif self.master is not None and self.pshard is not None:
             self.pshard.copy_(self.master)
 
@@ -332,9 +340,8 @@ class UnitState:
     def is_published(self) -> bool:
         """Whether what parameters are gathered from has the bits of the master weights."""
         dtype = self.storage.precision.compute
-        if self.unit.weight_home == "disk":
-            assert self.storage.disk is not None
-            return has_bits_of(self.storage.disk.map(f"p{self.number}.weights", self.count, dtype), self.weights)
+        if self.unit.weight_home == Tier.DISK:
+            return has_bits_of(self.storage.files.map(f"p{self.number}.weights", self.count, dtype), self.weights)
         return self.master is None or self.pshard is None or has_bits_of(self.pshard, self.master)
 
 
@@ -349,6 +356,10 @@ def has_bits_of(published: torch.Tensor, weights: torch.Tensor) -> bool:
         if not same.all():
             return False
     return True
+
+
+def add_to(sum_: torch.Tensor, part: torch.Tensor) -> None:
+    sum_.add_(part)
 
 
 def there(tensor: torch.Tensor | None) -> torch.Tensor:
@@ -388,17 +399,19 @@ def _hook(adder: weakref.WeakMethod, number: int, weight_grads: WeightGrads) -> 
 def places(states: list[UnitState]) -> list[Place]:
     """Where autograd must not keep parameters as such: buffers that are used for others until BACKWARD, when the parameters may
     lie elsewhere."""
-    return [Place(state.param, state.whole_param) for state in states if not state.whole and state.param is not None]
+    return [Place(state.param, state.whole_param) for state in states if not state.unit.whole and state.param is not None]
 
 
 def make_states(config: Config, comm: Comm, layouts: dict[int, Layout], storage: Storage) -> dict[int, UnitState]:
     """The states of the parameter units that a rank holds, with initial values."""
     states = {}
-    for unit in storage.table.held(comm.here.pp):
-        state = UnitState(unit, layouts[unit], comm.here.dp % storage.table.shard_size, storage)
-        state.writes = storage.table.saves(comm.here.pp, unit) and comm.here.dp < storage.table.shard_size
-        if state.writes and storage.table.snapshots:
-            state.make_snapshot(storage.table.kept_kinds)
-        state.fill(comm.here._asdict(), config.train.seed)
+    table, position = storage.table, comm.here.position
+    for unit in table.held(position):
+        state = UnitState(unit, layouts[unit], comm.groups[table.parameters[unit].shard_group].rank(), storage)
+        state.writes = table.saves(position, unit) and comm.is_first_copy
+        if state.writes and table.update.snapshots:
+            rows = storage.on_host(table.kept_kinds * (state.shard[1] - state.shard[0]), torch.float32)
+            state.snapshot = Snapshot(rows.view(table.kept_kinds, -1), storage.device)
+        state.fill(comm.here.on, config.train.seed)
         states[unit] = state
     return states

@@ -149,7 +149,7 @@ def not_finite(trial: Trial) -> Fault:
         def run(self: Engine, name: str, batch: Any) -> Any:
             if self.zero.step_number == step and name != "evaluate":
                 def after(instruction: Instruction, slots: Slots) -> None:
-                    if Slot("loss") in slots and self.comm.here.tp == 0 and not trial.marker.exists():
+                    if Slot("loss") in slots and self.comm.here.on["tp"] == 0 and not trial.marker.exists():
                         trial.strike(str(instruction))
                         slots.put(Slot("loss"), value)
 

@@ -1,0 +1,53 @@
+"""Storage: where the parameter units of a rank get their memory from."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from threed.comm import Comm
+from threed.offload.tiers import Disk
+from threed.pool import Pool
+from threed.program.buffers import Buffers
+from threed.program.table import Table
+from threed.schema import Config
+from threed.tensor.layers import WeightGrads
+from threed.tensor.precision import Precision
+
+
+class Storage(NamedTuple):
+    """What all units of a rank have in common: where memory comes from."""
+
+    table: Table
+    precision: Precision
+    device: torch.device
+    params: Pool  # whole parameters that do not stay whole
+    grads: Pool  # whole gradients, from ZeRO-2 on
+    pshards: Pool  # this rank's part of parameters that live elsewhere
+    gshards: Pool  # this rank's part of gradients that go down as they come
+    host_weights: Pool  # parameters on their way between the host and another tier
+    host_states: Pool  # optimizer state on its way between the host and the disk
+    disk: Disk | None
+    weight_grads: WeightGrads
+
+    @classmethod
+    def make(cls, config: Config, table: Table, buffers: Buffers, comm: Comm, weight_grads: WeightGrads) -> Storage:
+        precision, device, host = Precision.of(config.precision), comm.device, torch.device("cpu")
+        pinned = device.type == "cuda"
+        uses_disk = "nvme" in (config.offload.optimizer, config.offload.parameters)
+        return cls(table, precision, device, Pool(buffers.params, precision.compute, device),
+                   Pool(buffers.grads, precision.grad, device), Pool(buffers.pshards, precision.compute, device),
+                   Pool(buffers.gshards, precision.grad, device),
+                   Pool(buffers.host_weights, precision.compute, host, pinned, for_disk=True),
+                   Pool(buffers.host_states, torch.uint8, host, pinned, for_disk=True),
+                   Disk(str(config.offload.nvme_path), comm.rank) if uses_disk else None, weight_grads)
+
+    @property
+    def files(self) -> Disk:
+        """The disk of a rank that has something there."""
+        assert self.disk is not None
+        return self.disk
+
+    def on_host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(numel, dtype=dtype, pin_memory=self.device.type == "cuda")

@@ -29,7 +29,7 @@ from threed.checkpoint.lineage import Lineage
 from threed.checkpoint.save import Saver
 from threed.comm import ProcessComm, file_store
 from threed.engine.engine import Engine
-from threed.models.spec import layers
+from threed.models.model import layers
 from threed.planner import make_mesh, make_plan
 from threed.quantity import show_bytes, show_count, show_seconds
 from threed.schema import Config
@@ -146,7 +146,7 @@ def gather(pipes: list[Any]) -> list[Any] | None:
 
 def lines(args: argparse.Namespace, seen: dict[str, list[list[Any]]]) -> list[str]:
     """Medians over rounds of the slowest rank."""
-    numel = sum(p.numel for layer in layers(config_of(args).model) for p in layer.parameters)
+    numel = sum(p.numel for layer in layers(config_of(args).model) for p in layer.own_parameters())
     quiet = median(max(map(median, ranks)) for ranks in seen[""])
     out = [f"{show_count(numel)} parameters in fp32 on {args.ranks} ranks (dp, ZeRO-3), {args.rounds} rounds; a step takes "
            f"{show_seconds(quiet)} when nothing is saved", "",

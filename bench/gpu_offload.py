@@ -29,7 +29,7 @@ from threed.comm import HOST_LANES, Comm, ProcessComm, file_store
 from threed.engine.engine import Engine
 from threed.errors import RunError
 from threed.lanes import Handle, Lane
-from threed.models.spec import layers
+from threed.models.model import layers
 from threed.monitor.measure import peak_bytes
 from threed.planner import make_mesh, make_plan
 from threed.program.instruction import COMPUTE
@@ -157,7 +157,7 @@ def train(size: Sizes, blocks: int, setting: str, comm: Comm, steps: int) -> Mea
         lane.close()
     comm._lanes.clear()
     engine.close()
-    numel = sum(p.numel for layer in layers(config.model) for p in layer.parameters)
+    numel = sum(p.numel for layer in layers(config.model) for p in layer.own_parameters())
     return Measured(blocks, numel, device, host, peak_bytes(comm.device) if cuda else 0, best[0],
                     config.tokens_per_step / best[0], best[1])
 

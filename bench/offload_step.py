@@ -19,7 +19,7 @@ from zero import TIMEOUT_S, answer, check, join, timed
 from zero_peers import DEEPSPEED, DEEPSPEED_VERSION, Sizes, Step, deepspeed, make_config, threed
 
 from threed.comm import Comm, ProcessComm, file_store
-from threed.models.spec import layers
+from threed.models.model import layers
 from threed.planner import make_mesh
 from threed.quantity import show_count
 from threed.schema import Config, OffloadConfig
@@ -104,7 +104,7 @@ def agree(losses: dict[str, list[float]]) -> None:
 def lines(args: argparse.Namespace, rounds: list[dict[str, Any]]) -> list[str]:
     """Medians over the rounds; ratios within a round."""
     config = config_of(args)
-    numel = sum(p.numel for layer in layers(config.model) for p in layer.parameters)
+    numel = sum(p.numel for layer in layers(config.model) for p in layer.own_parameters())
     out = [f"{show_count(numel)} parameters, {config.train.micro_batch_size} x {config.model.seq_len} tokens a rank, {RANKS} "
            "ranks", "", "| executor | ms | of threed | cpu of threed |", "|---|---:|---:|---:|"]
 

@@ -17,7 +17,6 @@ from threed.comm import ProcessComm
 from threed.config import load
 from threed.engine.engine import Engine
 from threed.engine.loopback import channel_pairs
-from threed.models.gpt import Batch
 from threed.pipeline.orders import SCHEDULES, Task
 from threed.pipeline.plan import communicate, expand
 from threed.planner import make_pipeline, make_table
@@ -26,6 +25,7 @@ from threed.program.instruction import Instruction, Op, Slot
 from threed.program.table import Plan
 from threed.schema import Config
 from threed.slots import Slots
+from threed.tensor.context import Batch
 from threed.zero import plan as zero
 
 SHAPE = (16, 1, 32)  # of a message: sequence, micro-batch, hidden

@@ -33,7 +33,7 @@ from pipeline import machine, processors, start_together
 from zero_peers import DEEPSPEED, DEEPSPEED_VERSION, Sizes, Step, batches, executors, make_config
 
 from threed.comm import ProcessComm, file_store
-from threed.models.spec import layers
+from threed.models.model import layers
 from threed.planner import make_mesh
 from threed.quantity import show_bytes, show_count
 from threed.schema import Config
@@ -248,7 +248,7 @@ def report(result: Result) -> str:
 
 def about(args: argparse.Namespace) -> str:
     size, config = sizes(args), make_config(sizes(args), 1)
-    parameters = sum(p.numel for layer in layers(config.model) for p in layer.parameters)
+    parameters = sum(p.numel for layer in layers(config.model) for p in layer.own_parameters())
     lacks = "" if DEEPSPEED else f"; DeepSpeed {DEEPSPEED_VERSION} could not be imported"
     has = f", DeepSpeed {DEEPSPEED_VERSION}" if DEEPSPEED else ""
     return (f"{machine()}{has}; {show_count(parameters)} parameters, {size.num_microbatches} micro-batch"

@@ -23,10 +23,11 @@ from torch.nn.parallel import DistributedDataParallel
 from threed.comm import Comm
 from threed.config import load
 from threed.engine.engine import Engine
-from threed.models.gpt import Batch, Context, build_layer, parameter_names
-from threed.models.spec import layers
+from threed.models.layers.base import Layer
+from threed.models.model import layers, parameters
 from threed.planner import make_plan
 from threed.schema import Config
+from threed.tensor.context import Batch, Context
 from threed.tensor.layers import WeightGrads
 from threed.tensor.precision import Precision
 from threed.tensor.random import initial_values
@@ -100,6 +101,17 @@ def threed(config: Config, comm: Comm, **zero: Any) -> Step:
 # ---------------------------------------------------------------- the peers
 
 
+class Wrapped(nn.Module):
+    """A layer as a module of torch, which peers wrap."""
+
+    def __init__(self, layer: Layer):
+        super().__init__()
+        self.layer, self.held = layer, nn.ModuleList(layer.modules())
+
+    def forward(self, x: torch.Tensor | None, batch: Batch) -> Any:
+        return self.layer(x, batch)
+
+
 class Gpt(nn.Module):
     """The layers of threed at tp=1 as one module, with the initial values that threed draws."""
 
@@ -108,20 +120,17 @@ class Gpt(nn.Module):
         model = config.model
         dtype = Precision.of(config.precision).compute
         context = Context(model, comm.groups["tp"], False, dtype, WeightGrads())
-        self.layers = nn.ModuleList(build_layer(layer, context) for layer in layers(model))
-        specs = {p.name: p for layer in layers(model) for p in layer.parameters}
-        for spec, layer in zip(layers(model), self.layers, strict=True):
-            for inside, name in parameter_names(spec, layer, model).items():
-                path, _, last = inside.rpartition(".")
-                values = initial_values(specs[name], 1, 0, config.train.seed).view(specs[name].module_shape(1))
-                setattr(layer.get_submodule(path), last, nn.Parameter(values.to(comm.device, dtype)))
+        weights = {}
+        for p in parameters(model):
+            values = initial_values(p, {}, {}, config.train.seed).view(p.module_shape({}))
+            weights[p.key] = nn.Parameter(values.to(comm.device, dtype))
+        self.layers = nn.ModuleList(Wrapped(layer.build(context, weights)) for layer in layers(model))
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        x = None
+        x: Any = None
         for layer in self.layers:
             x = layer(x, batch)
-        assert x is not None
-        return x
+        return x.loss
 
 
 def adamw(config: Config, module: nn.Module, make: Callable[..., Any] = torch.optim.AdamW) -> Any:

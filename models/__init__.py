@@ -1,1 +1,2 @@
-"""The models: `registry` (sizes by name), `spec` (parameters, work and memory; no torch), `gpt` (the layers)."""
+"""The models: `registry` (sizes by name), `spec` (parameters, work and memory; no torch), `gpt` (the
+layers)."""

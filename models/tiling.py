@@ -1,85 +1,129 @@
-"""Memory-centric tiling: into how many tiles each layer is cut, so that no more of it than a tile need be in memory whole.
+"""Memory-centric tiling: into how many tiles each layer is cut, so that no more of it than a tile need be in
+memory whole.
 
-`model.tile_linears: BYTES` bounds what one unit gathers of linear layers: the matrices of a branch (qkv and out, or up, gate and
-down), or of the head, or the table of the embedding, as one tp rank has them in the dtype of compute. A block whose two branches
-are larger together is cut into its branches; a branch, head or embedding that is larger, into the fewest equal tiles that are
-not. Tiles are whole kv heads, and equal on all tp ranks. Biases and norms are not counted. No torch.
+`model.tile_linears: BYTES` bounds what one unit gathers of matrices that are cut over tp: those of a branch
+(qkv and out, or up, gate and down), of the head, or the table of the embedding, as one tp rank has them in
+the dtype of compute. A block whose branches are larger together is cut into its branches; a branch, head or
+embedding that is larger, into the fewest equal tiles that are not. Tiles are whole cells (kv heads, numbers
+of the hidden layer, tokens), and equal on all ranks. Biases and norms are not counted. No torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, TypeVar
 
 from threed.errors import InputError
-from threed.models.spec import WHOLE, Layer, Tiling, layers
+from threed.mesh import AXES
+from threed.models.layers.base import Layer, Tileable
+from threed.models.model import layers
+from threed.models.spec import Share, Tile
 from threed.quantity import parse_bytes, show_bytes
+from threed.schema import Config
 
-if TYPE_CHECKING:
-    from threed.schema import Config
+T = TypeVar("T", bound=Tileable)
 
 
-class Linear(NamedTuple):
-    """What is cut together."""
+class Limit:
+    """The most bytes of matrices that a unit may gather on a rank."""
 
-    name: str
-    size: int  # bytes on one tp rank
-    parts: int  # that must stay whole, on one tp rank
-    what: str  # such a part is
+    def __init__(self, bytes: int, share: Share):
+        self.bytes, self.share = bytes, share
+
+    def size(self, part: Any) -> int:
+        matrices = (parameter for parameter in part.parameters() if parameter.decay)
+        return sum(parameter.numel * self.share.element // self.share.over(parameter.axes[0])
+                   for parameter in matrices if parameter.axes)
+
+    def cells(self, part: Tileable) -> int:
+        """Of one rank."""
+        return part.cells // self.share.over("tp")
+
+    def fits(self, part: Any) -> bool:
+        return self.size(part) <= self.bytes
+
+    def count(self, part: Tileable) -> int:
+        return _fewest(self.size(part), self.cells(part), self.bytes)
+
+    def tiles(self, part: T) -> list[T]:
+        count = self.count(part)
+        return [part] if count == 1 else [part.tiled(Tile(index, count)) for index in range(count)]
+
+
+def share_of(config: Config) -> Share:
+    """What a rank has of a micro-batch."""
+    parallel = config.parallel
+    ranks = {axis: getattr(parallel, axis) for axis, divides in AXES.items() if divides == "parameters"}
+    return Share(ranks, ("tp",) if parallel.sequence_parallel else (), config.train.micro_batch_size,
+                 4 if config.precision.dtype == "fp32" else 2)
 
 
 def layers_of(config: Config) -> list[Layer]:
     """The layers of a config, first to last: those of its model, cut into tiles."""
-    return layers(config.model, tiling(config))
+    return [layer for cut in cut_layers(config) for layer in cut]
 
 
-def tiling(config: Config) -> Tiling:
-    """How a config's layers are cut. InputError where they cannot be cut small enough, or must not be cut."""
+def cut_layers(config: Config) -> list[list[Layer]]:
+    """What each layer of the model is cut into. InputError where it cannot be cut small enough, or must not
+    be cut."""
+    whole = layers(config.model)
     if config.model.tile_linears is None:
-        return WHOLE
-    limit, linears = parse_bytes(config.model.tile_linears), _linears(config)
-    asked = f"model.tile_linears={config.model.tile_linears}"
-    if config.model.tie_embeddings and linears["head"].size > limit:
-        raise InputError(f"{asked} would cut the word embedding of {show_bytes(linears['head'].size)}, which embedding and head "
-                         "share whole; set model.tie_embeddings=false, or raise it")
-    counts = {name: _fewest(linear.size, linear.parts, limit) for name, linear in linears.items()}
-    if not all(counts.values()):
-        least = {name: -(-linear.size // linear.parts) for name, linear in linears.items()}
-        worst = max((name for name, count in counts.items() if not count), key=lambda name: least[name])
-        raise InputError(f"{asked}: {worst} has {show_bytes(linears[worst].size)} a rank, and its smallest tile, one "
-                         f"{linears[worst].what}, has {least[worst]} bytes ({show_bytes(least[worst])}): raise it to that, or "
-                         "raise parallel.tp")
-    embedding, attention, mlp, head = (counts[name] for name in ("embedding", "attention", "mlp", "head"))
-    return Tiling(embedding, attention, mlp, head, linears["attention"].size + linears["mlp"].size > limit)
+        return [[layer] for layer in whole]
+    limit = Limit(parse_bytes(config.model.tile_linears), share_of(config))
+    _check(f"model.tile_linears={config.model.tile_linears}", limit, whole)
+    return [layer.cut(limit) for layer in whole]
 
 
-def _linears(config: Config) -> dict[str, Linear]:
-    model, tp = config.model, config.parallel.tp
-    element = 4 if config.precision.dtype == "fp32" else 2
-    hidden, ffn, kv = model.hidden, model.num_ffn_hidden, model.num_kv_heads * model.head_dim
-    products = 3 if model.activation == "swiglu" else 2
-    sizes = {"attention": (2 * hidden * (hidden + kv), model.num_kv_heads, "kv head with its queries"),
-             "mlp": (products * ffn * hidden, ffn, "number of model.ffn_hidden"),
-             "head": (model.padded_vocab * hidden, model.padded_vocab, "token of the vocabulary")}
-    sizes["embedding"] = sizes["head"]
-    return {name: Linear(name, size * element // tp, parts // tp, what) for name, (size, parts, what) in sizes.items()}
+def _check(asked: str, limit: Limit, whole: Sequence[Layer]) -> None:
+    parts = {part.kind: part for layer in whole for part in layer.tileable() if not limit.count(part) or _tied(part)}
+    tied = next((part for part in parts.values() if _tied(part) and not limit.fits(part)), None)
+    if tied is not None:
+        raise InputError(f"{asked} would cut the word embedding of {show_bytes(limit.size(tied))}, which embedding and "
+                         "head share whole; set model.tie_embeddings=false, or raise it")
+    least = {kind: -(-limit.size(part) // limit.cells(part)) for kind, part in parts.items() if not limit.count(part)}
+    if least:
+        worst = max(least, key=lambda kind: least[kind])
+        raise InputError(f"{asked}: {worst} has {show_bytes(limit.size(parts[worst]))} a rank, and its smallest tile, one "
+                         f"{parts[worst].cell}, has {least[worst]} bytes ({show_bytes(least[worst])}): raise it to that, "
+                         "or raise parallel.tp")
+
+
+def _tied(part: Tileable) -> bool:
+    return any(parameter.tied for parameter in part.parameters())
 
 
 @cache
-def _fewest(size: int, parts: int, limit: int) -> int:
-    """The fewest tiles, a divisor of `parts`, of at most `limit` bytes each; 0 where there are none."""
-    for count in range(max(1, -(-size // limit)) if limit > 0 else parts + 1, parts + 1):
-        if parts % count == 0:
+def _fewest(size: int, cells: int, limit: int) -> int:
+    """The fewest tiles, a divisor of `cells`, of at most `limit` bytes each; 0 where there are none."""
+    for count in range(max(1, -(-size // limit)) if limit > 0 else cells + 1, cells + 1):
+        if cells % count == 0:
             return count
     return 0
 
 
-def together(model_layers: Sequence[Layer]) -> list[int]:
-    """Lengths of the runs of layers that are on one stage: tiles of one layer hand on more than the residual stream."""
+def unit_layers(config: Config) -> tuple[list[Layer], list[tuple[int, int]]]:
+    """The layers of a model, and those of each unit: (first, one past the last). The first and the last layer
+    are units of their own, and between them `parallel.layers_per_unit` are one."""
+    found, per_unit = layers_of(config), config.parallel.layers_per_unit
+    last = len(found) - 1
+    between = [(first, min(first + per_unit, last)) for first in range(1, last, per_unit)]
+    return found, [(0, 1), *between, (last, last + 1)]
+
+
+def together(units: Sequence[Sequence[Layer]]) -> list[int]:
+    """Lengths of the runs of units that are on one stage: tiles of one layer, and from the maker of a tensor
+    that is handed on to its last reader."""
+    makers: dict[str, int] = {}
+    joined = [unit[0].tile.index > 0 for unit in units]  # to the unit before
+    for index, unit in enumerate(units):
+        for layer in unit:
+            for maker in (makers.get(name, index) for name in layer.reads):
+                joined[maker + 1:index + 1] = [True] * (index - maker)
+            makers |= dict.fromkeys(layer.makes(Share()), index)
     found: list[int] = []
-    for layer in model_layers:
-        if layer.tile == 0:
+    for with_before in joined:
+        if not with_before:
             found.append(0)
         found[-1] += 1
     return found

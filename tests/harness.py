@@ -20,12 +20,12 @@ from threed.config import load
 from threed.contract import AXES, Cell, cells, refusal
 from threed.engine.engine import Engine
 from threed.engine.loopback import channel_pairs, run_loopback
-from threed.models.gpt import Batch
 from threed.planner import make_mesh, make_plan
 from threed.program.instruction import Op
 from threed.program.summary import stages
 from threed.program.table import Plan
 from threed.schema import Config
+from threed.tensor.context import Batch
 
 TINY = ["model.layers=6", "model.hidden=32", "model.heads=8", "model.vocab=120", "model.vocab_multiple=64",
         "model.seq_len=16", "train.global_batch_size=8", "train.micro_batch_size=1", "train.steps=5",
@@ -212,14 +212,12 @@ def collect(config: Config, results: list) -> Ranks:
                 buffer[start:stop] = part
                 layouts[key] = layout
     for which in (0, 1):
-        shards: dict[str, dict[int, torch.Tensor]] = {}
         for (unit, tp, pp), buffer in buffers[which].items():
             for placed in layouts[unit, tp, pp].placed:
                 value = buffer[placed.start:placed.stop].view(placed.shape)
-                name, cut = placed.parameter.name, placed.parameter.tp_dim
-                shards.setdefault(name, {})[placed.parameter.tile * config.parallel.tp + tp] = value
-                whole[which][name] = value if cut is None else torch.cat(
-                    [shards[name][rank] for rank in sorted(shards[name])], cut)
+                into = whole[which].setdefault(placed.parameter.name, torch.full(placed.parameter.stored, torch.nan))
+                offset, shape = placed.parameter.part({"tp": config.parallel.tp}, {"tp": tp})
+                into[tuple(slice(at, at + size) for at, size in zip(offset, shape))] = value
     losses, norms, evaluated = results[0][0], results[0][1], results[0][7]
     for result in results:
         assert (result[0], result[1], result[7]) == (losses, norms, evaluated), "ranks disagree"

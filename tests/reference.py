@@ -1,7 +1,7 @@
 """The reference: the same model, global batch and seed in one process, one unsharded graph, a plain torch.optim.Optimizer.
 
-It shares the layers with threed (at tp=1, where they are plain products) and nothing else: no plan, no engine, no flat
-buffers.
+It shares the layers of any family with threed (at tp=1, where they are plain products) and nothing else: no plan, no
+engine, no flat buffers.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from torch import nn
 
 from threed.engine.loopback import ThreadGroup, World, initialized
 from threed.mesh import Mesh
-from threed.models.gpt import Batch, Context, build_layer, parameter_names
-from threed.models.spec import layers, tied_parameter
+from threed.models.layers.base import Out
+from threed.models.model import layers, parameters
 from threed.schema import Config
+from threed.tensor.context import Batch, Context
 from threed.tensor.layers import WeightGrads
 from threed.tensor.random import initial_values
 from threed.zero.optimizer import learning_rate
@@ -52,7 +53,7 @@ class Result:
 
 
 def tokens_of(config: Config, step: int) -> torch.Tensor:
-    """Random token ids [G, S + 1] of the global batch of a step, with structure that can be learned."""
+    """Random token ids [G, S + 1] of the global batch of a step, uniform and independent."""
     generator = torch.Generator().manual_seed(1000 + step)
     shape = (config.train.global_batch_size, config.model.seq_len + 1)
     return torch.randint(0, config.model.vocab, shape, generator=generator)
@@ -69,15 +70,11 @@ class Reference:
         model = config.model
         alone = ThreadGroup("tp", (0,), 0, Counter(), World(Mesh()))
         context = Context(model, alone, False, self.dtype, WeightGrads())
-        self.modules = [build_layer(layer, context) for layer in layers(model)]
-        tied = tied_parameter(model)
-        specs = [p for layer in layers(model) for p in layer.parameters] + ([tied] if tied else [])
-        self.masters = {p.name: initial_values(p, 1, 0, config.train.seed).requires_grad_() for p in specs}
-        self.live = {p.name: nn.Parameter(self.masters[p.name].detach().to(self.dtype).view(p.module_shape(1))) for p in specs}
-        for layer, module in zip(layers(model), self.modules, strict=True):
-            for inside, name in parameter_names(layer, module, model).items():
-                path, _, last = inside.rpartition(".")
-                setattr(module.get_submodule(path), last, self.live[name])
+        specs = parameters(model)
+        self.masters = {p.name: initial_values(p, {}, {}, config.train.seed).requires_grad_() for p in specs}
+        self.live = {p.name: nn.Parameter(self.masters[p.name].detach().to(self.dtype).view(p.module_shape({})))
+                     for p in specs}
+        self.layers = [layer.build(context, self.live) for layer in layers(model)]
         self.publish()
         groups = [{"params": [self.masters[p.name] for p in specs if p.decay == decay],
                    "weight_decay": config.optimizer.weight_decay if decay else 0.0} for decay in (True, False)]
@@ -103,11 +100,14 @@ class Reference:
             samples = torch.arange(step * size + first, step * size + first + self.micro)
             part = tokens[first:first + self.micro]
             batch = Batch(part[:, :-1], part[:, 1:], samples, self.config.train.seed, self.config.tokens_per_step, train)
-            x = None
-            for module in self.modules:
-                x = module(x, batch)
-            assert x is not None
-            yield x
+            x, given, loss = None, {}, 0.0
+            for layer in self.layers:
+                out = layer(x, batch, **{name: given[name] for name in layer.reads})
+                out = out if isinstance(out, Out) else Out(out)
+                x, given = out.x, {**given, **out.makes}
+                loss = loss if out.loss is None else loss + out.loss
+            assert isinstance(loss, torch.Tensor)
+            yield loss
 
     def backward(self, step: int) -> float:
         """Gradients of the masters; the loss."""

@@ -19,8 +19,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from threed.errors import ConfigError, InputError
-from threed.models.registry import SIZES
-from threed.schema import Config
+from threed.models.families.registry import FAMILIES, family_of, sizes
+from threed.schema import Config, ModelConfig
 from threed.synonyms import ours
 from threed.validate import get, validate
 
@@ -97,23 +97,39 @@ def _flatten(values: Any, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def known_keys() -> list[str]:
-    """Every dotted key of the schema."""
-    return [f"{section.name}.{leaf.name}" for section in dataclasses.fields(Config)
-            for leaf in dataclasses.fields(section.default_factory)]  # pyright: ignore
+def known_keys(config: Config | None = None) -> list[str]:
+    """Every dotted key of the schema; with those of the family of `config`."""
+    config = config or Config()
+    return [f"{section.name}.{leaf.name}" for section in dataclasses.fields(config)
+            for leaf in dataclasses.fields(getattr(config, section.name))]
+
+
+def _family(given: dict[str, Any]) -> tuple[ModelConfig, dict[str, Any], list[str]]:
+    """The defaults of the model's family, values of the size that `model.name` names, and what is wrong with the two."""
+    problems, known = [], sizes()
+    size, name = given.get("model.name", "custom"), str(given.get("model.family", ""))
+    try:
+        family = family_of(name or known.get(size, "gpt"))
+    except InputError as error:
+        problems.append(str(error))
+        family = FAMILIES["gpt"]
+    if size in family.sizes:
+        return family.config(family=name or known[size]), dict(family.sizes[size]), problems
+    if size in known and not problems:
+        problems.append(f"model.name={size} is a size of model.family={known[size]}, not of {name}; leave one of them out")
+    elif size != "custom" and size not in known:
+        near = difflib.get_close_matches(str(size), [*family.sizes, *known], 1, 0.0)[0]
+        problems.append(f"model.name={size}: no such size; did you mean {near}? There are {', '.join(known)}; leave it out "
+                        "to give the sizes yourself")
+    return family.config(family=name or "gpt"), {}, problems
 
 
 def _build(given: dict[str, Any]) -> tuple[Config, list[str]]:
-    keys = known_keys()
-    problems = []
-    name = given.get("model.name", "custom")
-    if name in SIZES:
-        given = {**{f"model.{key}": value for key, value in SIZES[name].items()}, **given}
-    elif name != "custom":
-        near = difflib.get_close_matches(str(name), list(SIZES), 1, 0.0)[0]
-        problems.append(f"model.name={name}: no such size; did you mean {near}? There are {', '.join(SIZES)}; leave it out "
-                        "to give the sizes yourself")
-    schema: DictConfig = OmegaConf.structured(Config)
+    model, size, problems = _family(given)
+    defaults = Config(model=model)
+    keys = known_keys(defaults)
+    given = {**{f"model.{key}": value for key, value in size.items()}, **given}
+    schema: DictConfig = OmegaConf.structured(defaults)
     for key, value in given.items():
         if key not in keys:
             problems.append(f"{key}: unknown key{_nearest(key, keys)}")
@@ -128,7 +144,7 @@ def _build(given: dict[str, Any]) -> tuple[Config, list[str]]:
             problems.append(f"{key}={value}: {reason[0].lower()}{reason[1:]}")
     for key in [key for key in keys if OmegaConf.is_missing(*_owner(schema, key))]:
         problems.append(f"{key} is '???', which stands for a value that is missing: give one")
-        OmegaConf.update(schema, key, get(Config(), key))
+        OmegaConf.update(schema, key, get(defaults, key))
     config = OmegaConf.to_object(schema)
     assert isinstance(config, Config)
     return config, problems

@@ -9,7 +9,7 @@ from threed.checkpoints import Checkpoints
 from threed.engine.diagnose import find_nonfinite
 from threed.engine.engine import Engine
 from threed.errors import RunError
-from threed.models.gpt import Batch
+from threed.tensor.context import Batch
 from threed.zero.run import Clipped
 
 

@@ -55,3 +55,8 @@ def show_count(amount: float) -> str:
 def round_up(value: int, multiple: int) -> int:
     """The least multiple of `multiple` that is >= value."""
     return -(-value // multiple) * multiple
+
+
+def ring(size: int, ranks: int) -> int:
+    """Bytes a rank sends in a ring all-gather or reduce-scatter of a buffer of `size` bytes."""
+    return size * (ranks - 1) // ranks

@@ -15,8 +15,9 @@ V_SHAPED = ("zb-v", "dualpipe-v")  # schedules with two stages a rank, the secon
 
 @dataclass
 class ModelConfig:
-    """Sizes of the model. `name` may be one of `threed.models.registry.SIZES`: its values are then the defaults."""
+    """Sizes of the model. Values of a size that has a name (`name`, threed/models/families) are then the defaults."""
 
+    family: str = "gpt"  # gpt | llama, or one of your own: package.module:name or file.py:name
     name: str = "custom"  # custom, or a size: gpt2-small ... llama3-70b; other keys of the section win over it
     layers: int = 8  # transformer blocks
     hidden: int = 128  # width of the residual stream
@@ -55,6 +56,11 @@ class ModelConfig:
         if self.ffn_hidden is not None:
             return self.ffn_hidden
         return 4 * self.hidden if self.activation == "gelu" else round_up(8 * self.hidden // 3, 64)
+
+    @property
+    def residual_std(self) -> float:
+        """GPT-2: projections onto the residual stream start smaller by sqrt(number of residual branches)."""
+        return self.init_std / math.sqrt(2 * self.layers)
 
 
 @dataclass

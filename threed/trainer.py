@@ -16,13 +16,13 @@ from threed.engine.engine import Engine
 from threed.engine.verify import Verifier
 from threed.engine.watch import Watch
 from threed.mesh import Coordinate, Mesh
-from threed.models.gpt import Batch
 from threed.monitor.log import Log
 from threed.monitor.measure import Meter
 from threed.nonfinite import Skipped
 from threed.program.table import Plan
 from threed.requests import Requests
 from threed.schema import Config
+from threed.tensor.context import Batch
 
 
 class Trainer:

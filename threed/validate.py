@@ -11,8 +11,8 @@ from threed.address import is_store, local_path
 from threed.address import problem as address_problem
 from threed.contract import Cell, refusal
 from threed.errors import InputError
-from threed.models.spec import WHOLE
-from threed.models.tiling import layers_of, tiling, together
+from threed.models.families.registry import family_of
+from threed.models.tiling import cut_layers, layers_of, share_of, together, unit_layers
 from threed.optimizers.registry import OPTIMIZERS
 from threed.quantity import parse_bytes
 from threed.schema import V_SHAPED, CheckpointConfig, Config, PrecisionConfig
@@ -135,7 +135,7 @@ def _check_model(config: Config) -> list[str]:
         elif model.seq_len % tp:
             problems.append(f"parallel.sequence_parallel=true: model.seq_len={model.seq_len} is not divisible by "
                             f"parallel.tp={tp}")
-    return problems
+    return problems + family_of(model.family).check(model, share_of(config).ranks)
 
 
 def _check_tiling(config: Config) -> list[str]:
@@ -146,7 +146,7 @@ def _check_tiling(config: Config) -> list[str]:
         return [f"model.tile_linears={asked} with parallel.layers_per_unit={per_unit}: one makes units smaller, the "
                 "other larger; leave one of the two out"]
     try:
-        tiling(config)
+        cut_layers(config)
     except InputError as error:
         text = str(error)
         return [text if text.startswith("model.") else f"model.tile_linears: {text}"]
@@ -353,8 +353,8 @@ def num_units(config: Config) -> int:
 
 def stage_runs(config: Config) -> list[int]:
     """Lengths of the runs of units that are on one stage: tiles of one layer; otherwise each unit is one by itself."""
-    per_unit = config.parallel.layers_per_unit
-    return together(layers_of(config)) if per_unit == 1 else [1] * (-(-config.model.layers // per_unit) + 2)
+    found, runs = unit_layers(config)
+    return together([found[first:stop] for first, stop in runs])
 
 
 def _check_batch(config: Config) -> list[str]:
@@ -393,9 +393,10 @@ def warnings(config: Config) -> list[str]:
         why = ("sequence parallelism has cut kept inputs over tp already" if config.parallel.sequence_parallel
                else "parallel.tp=1: there is nobody to share kept inputs with")
         lines.append(f"activation.partition=true does nothing here: {why}")
-    if config.model.tile_linears is not None and tiling(config) == WHOLE:
+    if config.model.tile_linears is not None and all(len(cut) == 1 for cut in cut_layers(config)):
         lines.append(f"model.tile_linears={config.model.tile_linears} does nothing here: no layer is larger")
-    elif "norm" in config.pieces and "norm" not in {kept.piece for layer in layers_of(config) for kept in layer.saved}:
+    elif "norm" in config.pieces and not any(
+            kept.piece == "norm" for layer in layers_of(config) for kept in layer.cost(share_of(config)).saved):
         lines.append("activation.pieces: norm does nothing here: the tiles of a layer share its norm's output, which is kept")
     if config.offload.delayed_update and config.offload.warmup >= steps - 1:
         lines.append(f"offload.delayed_update=true does nothing here: of train.steps={steps}, the first offload.warmup="

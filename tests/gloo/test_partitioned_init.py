@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import random
 import resource
 from pathlib import Path
@@ -17,7 +18,7 @@ from tests.workers import TIMEOUT_S, Workers
 from threed.comm import Comm, ProcessComm
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
-from threed.models.spec import Parameter
+from threed.models.spec import Cut, Parameter
 from threed.planner import layouts, make_mesh, make_plan
 from threed.program.summary import fixed_bytes, stages
 from threed.schema import Config
@@ -67,23 +68,34 @@ def test_one_parameter_at_a_time(others, monkeypatch):
         assert held <= most <= held + largest, f"rank {rank}"
 
 
-@pytest.mark.parametrize("parameter", [
-    Parameter("plain", (300, 520), None, 0.02), Parameter("rows", (512, 300), 0, 0.02), Parameter("columns", (300, 512), 1, 0.02),
-    Parameter("stacked", (3, 512, 70), 1, 0.02, stacked=True), Parameter("padded", (600, 64), 0, 0.1, unpadded=290),
-    Parameter("flat", (1000,), None, 0.1), Parameter("ones", (3, 30), 1, fill=1.0, stacked=True)], ids=lambda each: each.name)
+ROWS, COLUMNS = (Cut(0, "tp"),), (Cut(1, "tp"),)
+PARAMETERS = [
+    Parameter("plain", (300, 520), std=0.02), Parameter("rows", (512, 300), ROWS, 0.02),
+    Parameter("columns", (300, 512), COLUMNS, 0.02), Parameter("runs", (3 * 512, 70), (Cut(0, "tp", 3),), 0.02),
+    Parameter("padded", (600, 64), ROWS, 0.1, unpadded=290), Parameter("flat", (1000,), std=0.1),
+    Parameter("cut-flat", (1000,), ROWS, 0.1), Parameter("ones", (3 * 30,), (Cut(0, "tp", 3),), fill=1.0),
+    Parameter("experts", (4, 300, 70), (Cut(0, "ep"), Cut(1, "tp")), 0.02),
+    Parameter("twice", (600, 70), (Cut(0, "ep"), Cut(0, "tp")), 0.02)]
+
+
+@pytest.mark.parametrize("parameter", PARAMETERS, ids=lambda each: each.name)
 def test_a_part_is_a_part_of_the_whole(parameter):
-    """A range that begins or ends inside a row, a tile, or one of the stacked products; a part of tp drawn as if it were all."""
-    whole, rng = initial_values(parameter, 1, 0, 7), random.Random(0)
-    for tp in (1, 2) if parameter.tp_dim is not None else (1,):
-        for rank in range(tp):
-            part = whole if parameter.tp_dim is None else whole.chunk(tp, parameter.tp_dim)[rank]
-            flat = part.reshape(-1)
-            assert torch.equal(initial_values(parameter, tp, rank, 7), part)
-            for _ in range(10):
-                start, stop = sorted(rng.sample(range(len(flat) + 1), 2))
-                values = torch.full((stop - start,), torch.nan)
-                draw(values, parameter, tp, rank, 7, start)
-                assert torch.equal(values, flat[start:stop])
+    """A range that begins or ends inside a row, a tile, or a run; a rank's part drawn as if it were all, or for another
+    place."""
+    whole, rng = initial_values(parameter, {}, {}, 7), random.Random(0)
+    assert whole.shape == parameter.stored and (parameter.std == 0 or whole[-1].std() == 0 or whole.unique().numel() > 900)
+    ranks = {axis: 2 for axis in parameter.axes}
+    for index in itertools.product((0, 1), repeat=len(ranks)):
+        place = dict(zip(ranks, index, strict=True))
+        offset, shape = parameter.part(ranks, place)
+        part = whole[tuple(slice(at, at + size) for at, size in zip(offset, shape, strict=True))]
+        flat = part.reshape(-1)
+        assert torch.equal(initial_values(parameter, ranks, place, 7), part)
+        for _ in range(10):
+            start, stop = sorted(rng.sample(range(len(flat) + 1), 2))
+            values = torch.full((stop - start,), torch.nan)
+            draw(values, parameter, (offset, shape), 7, start)
+            assert torch.equal(values, flat[start:stop])
 
 
 def build(rank: int, store: str, config: Config, allowed: int) -> float:

@@ -40,7 +40,7 @@ def held(config: Config, position: int, laid: dict[int, Layout]) -> dict[int, La
 
 def items(config: Config, laid: dict[int, Layout], position: int, dp: int, tp: int) -> list[Item]:
     return [Item(kind, box, lambda: torch.empty(0)) for layout in held(config, position, laid).values() for kind in KINDS
-            for box in boxes(layout, tp, *layout.shard(dp)) if tp == 0 or not box.replicated]
+            for box in boxes(layout, {"tp": tp}, *layout.shard(dp)) if tp == 0 or box.axes]
 
 
 @pytest.fixture(scope="module", params=[1024, 10240])
@@ -81,7 +81,7 @@ def test_what_a_rank_reads(goes_on, written, capsys):
     reader, names = Reader(path, unseal(path)), set()
     files, wanted, num_bytes = set(), 0, 0
     for layout in held(here, 1, mine).values():
-        for box in boxes(layout, 1, *layout.shard(2)):
+        for box in boxes(layout, {"tp": 1}, *layout.shard(2)):
             for kind in KINDS:
                 parts = reader.plan(kind, box)
                 files |= {part.stored.rank for part in parts}

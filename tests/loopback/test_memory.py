@@ -116,7 +116,7 @@ def test_bytes_alive(name):
         assert sum(shared.values()) == buffers(plan, mesh.coordinate(rank).position).bytes(plan.table)
         own = {address: size for address, size in reach(engine).items() if address not in shared}
         modules = [layer for layers in engine.pipeline.layers.values() for layer in layers]
-        psi = sum({id(p): p.numel() for module in modules for p in module.parameters()}.values())
+        psi = sum({id(p): p.numel() for layer in modules for module in layer.modules() for p in module.parameters()}.values())
         assert sum(own.values()) == pytest.approx(formula(config, psi), rel=0.02), (rank, psi)
         for address, size in (shared | own).items():
             assert left.pop(address) == size, "two ranks share memory"

@@ -31,7 +31,7 @@ def parts(tensor: torch.Tensor, cut: int, count: int, flats: int):
             for offset, shape in rectangles(tuple(part.shape), start, stop):
                 moved = tuple(o + (index * (tensor.shape[cut] // count) if dim == cut else 0) for dim, o in enumerate(offset))
                 size = int(np.prod(shape))
-                yield Box("w", moved, shape, tuple(tensor.shape), at, False), flat[at:at + size]
+                yield Box("w", moved, shape, tuple(tensor.shape), at, ()), flat[at:at + size]
                 at += size
 
 
@@ -57,7 +57,7 @@ def test_however_it_is_cut(shape, either):
 def test_any_single_bit(either):
     """Of any element; also two elements that change places."""
     tensor = torch.randn(4, 5)
-    box = Box("w", (0, 0), (4, 5), (4, 5), 0, False)
+    box = Box("w", (0, 0), (4, 5), (4, 5), 0, ())
     want = checksum(tensor.view(-1), box)
     for place in range(20):
         for bit in range(32):
@@ -65,7 +65,7 @@ def test_any_single_bit(either):
             wrong.view(np.uint32)[place] ^= np.uint32(1 << bit)
             assert checksum(torch.from_numpy(wrong), box) != want
     assert checksum(tensor.flip(0).contiguous().view(-1), box) != want
-    assert checksum(torch.zeros(20), box) != checksum(torch.zeros(20), Box("w", (1, 0), (4, 5), (5, 5), 0, False))
+    assert checksum(torch.zeros(20), box) != checksum(torch.zeros(20), Box("w", (1, 0), (4, 5), (5, 5), 0, ()))
 
 
 @pytest.mark.parametrize("chunk", [3, 7, 16, 1 << 20])
@@ -73,5 +73,5 @@ def test_narrow_values_are_widened(chunk, either, monkeypatch):
     """16-bit weights are summed as the fp32 values that a checkpoint holds, a piece at a time."""
     monkeypatch.setattr("threed.checkpoint.proof._CHUNK", chunk)
     tensor = torch.randn(6, 10).bfloat16()
-    box = Box("w", (2, 10), (6, 10), (8, 30), 0, False)
+    box = Box("w", (2, 10), (6, 10), (8, 30), 0, ())
     assert checksum(tensor.view(-1), box) == checksum(tensor.float().view(-1), box)

@@ -19,7 +19,6 @@ from tests.harness import tiny
 from threed.comm import Comm
 from threed.engine import loopback
 from threed.engine.engine import Engine
-from threed.models.gpt import Batch
 from threed.planner import make_mesh, make_plan, saved_by_piece
 from threed.program.buffers import buffers
 from threed.program.effects import effects
@@ -27,6 +26,7 @@ from threed.program.instruction import Op, Slot
 from threed.program.summary import alive_bytes, stages
 from threed.program.table import Plan
 from threed.schema import Config
+from threed.tensor.context import Batch
 from threed.tensor.layers import rms_norm
 
 SIZES = ["model.layers=1", "model.hidden=256", "model.seq_len=128", "model.vocab=1000", "model.vocab_multiple=128",

@@ -16,7 +16,7 @@ from threed.checkpoint.save import Saver
 from threed.comm import Comm
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
-from threed.models.tiling import layers_of, tiling
+from threed.models.tiling import cut_layers, layers_of
 from threed.planner import make_mesh, make_plan
 from threed.program.buffers import buffers
 from threed.schema import Config
@@ -83,17 +83,20 @@ def test_initial_values(others, tp):
     """Tiles whose weights are drawn anew, or for another place: put together they are the whole parameter, to the bit."""
     whole, cut = (layers_of(tiny(*SMALL, *others, f"parallel.tp={tp}", *tiled))
                   for tiled in ([], ["model.tile_linears=4KiB"]))
-    assert any(layer.tiles > 1 for layer in cut)
+    assert any(layer.tile.count > 1 for layer in cut)
     parts: dict[str, list] = {}
-    for parameter in (p for layer in cut for p in layer.parameters):
-        assert len(parts.setdefault(parameter.name, [])) == parameter.tile, "in order"
+    for parameter in (p for layer in cut for p in layer.own_parameters()):
+        assert len(parts.setdefault(parameter.name, [])) == parameter.tile.index, "in order"
         parts[parameter.name].append(parameter)
-    names = [p.name for layer in whole for p in layer.parameters]
+    names = [p.name for layer in whole for p in layer.own_parameters()]
     assert sorted(names) == sorted(parts)
-    for p in (p for layer in whole for p in layer.parameters):
-        want = initial_values(p, 1, 0, 5)
-        found = [initial_values(part, tp, rank, 5) for part in parts[p.name] for rank in range(tp if p.tp_dim is not None else 1)]
-        assert torch.equal(want, found[0] if p.tp_dim is None else torch.cat(found, p.tp_dim)), p.name
+    for p in (p for layer in whole for p in layer.own_parameters()):
+        want, seen = initial_values(p, {}, {}, 5), torch.full(p.stored, torch.nan)
+        for part, rank in itertools.product(parts[p.name], range(tp)):
+            offset, shape = part.part({"tp": tp}, {"tp": rank})
+            seen[tuple(slice(at, at + size) for at, size in zip(offset, shape))] = initial_values(
+                part, {"tp": tp}, {"tp": rank}, 5)
+        assert torch.equal(want, seen), p.name
 
 
 # ---------------------------------------------------------------- memory
@@ -175,4 +178,6 @@ def test_checkpoints_know_no_tiles(tmp_path, references):
 def test_fewest_tiles():
     """More tiles than needed, or unequal ones: heads and the vocabulary divide."""
     for limit, counts in (("4KiB", (4, 4, 8, 4)), ("6KiB", (4, 4, 8, 4)), ("8KiB", (2, 2, 4, 2)), ("16KiB", (1, 1, 2, 1))):
-        assert tiling(tiny(*SMALL, f"model.tile_linears={limit}"))[:4] == counts
+        embedding, block, _, head = cut_layers(tiny(*SMALL, f"model.tile_linears={limit}"))
+        tiles = [sum(".attention" in layer.name for layer in block), sum(".mlp" in layer.name for layer in block)]
+        assert (len(embedding), *tiles, len(head)) == counts

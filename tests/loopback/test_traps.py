@@ -17,7 +17,8 @@ from threed.comm import Comm
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
 from threed.errors import PlanError
-from threed.models.spec import TIED, layers, tied_parameter
+from threed.models.layers.parts import WORD
+from threed.models.model import parameters
 from threed.planner import make_mesh, make_plan
 from threed.program.check import check_programs
 from threed.program.instruction import Instruction, Op
@@ -49,8 +50,8 @@ def test_tied_embeddings_with_sharded_gradients(sharded, ends, references):
     config = tiny(*SMALL, "parallel.dp=2", *ENDS[ends], *SHARDED[sharded])
     ranks, reference = loopback(config, 3), references(config, 3)
     assert_parity(ranks, reference)
-    error = (ranks.first_grads[TIED] - reference.first_grads[TIED]).abs().max()
-    assert error <= 1e-5 * reference.first_grads[TIED].abs().max()
+    error = (ranks.first_grads[WORD] - reference.first_grads[WORD]).abs().max()
+    assert error <= 1e-5 * reference.first_grads[WORD].abs().max()
 
 
 @pytest.mark.parametrize("sharded", SHARDED)
@@ -141,11 +142,10 @@ def test_messages_have_the_dtype_of_compute(dtype, schedule, sp):
 
 def squares(config: Config, gradients: dict[str, torch.Tensor]) -> tuple[float, float, float]:
     """Squared gradient norms: of all, of what is replicated over tp, of the tied embedding."""
-    tied = tied_parameter(config.model)
-    specs = [p for layer in layers(config.model) for p in layer.parameters] + ([tied] if tied else [])
+    specs = parameters(config.model)
     each = {spec: gradients[spec.name].double().square().sum().item() for spec in specs}
-    return (sum(each.values()), sum(square for spec, square in each.items() if spec.tp_dim is None),
-            sum(square for spec, square in each.items() if spec == tied))
+    return (sum(each.values()), sum(square for spec, square in each.items() if not spec.axes),
+            sum(square for spec, square in each.items() if spec.tied))
 
 
 @pytest.mark.parametrize("overrides", [

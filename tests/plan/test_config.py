@@ -10,8 +10,8 @@ import pytest
 from threed import validate as subject
 from threed.config import known_keys, load
 from threed.errors import ConfigError, InputError
-from threed.models.registry import SIZES
-from threed.models.tiling import tiling
+from threed.models.families.registry import sizes
+from threed.models.tiling import cut_layers
 from threed.schema import Config, ParallelConfig
 from threed.validate import num_units, warnings
 
@@ -145,7 +145,7 @@ def test_too_small_tiles(limit):
     problem = one(f"model.tile_linears={limit}", UNTIED)
     assert "attention has 256.0 KiB a rank, and its smallest tile, one kv head with its queries, has 32768 bytes" in problem
     config = load(None, ["model.tile_linears=32768", UNTIED])
-    assert tiling(config) == (16, 8, 16, 16, True) and num_units(config) == 8 * (8 + 16) + 2 * 16
+    assert [len(cut) for cut in cut_layers(config)] == [16, *[8 + 16] * 8, 16] and num_units(config) == 8 * (8 + 16) + 2 * 16
 
 
 def test_idle_tiles():
@@ -195,7 +195,7 @@ def test_registry_name_with_override(tmp_path):
     assert load(path, ["model.name=llama3-8b"]).model.layers == 3, "given in the file: it wins over any name"
     problem = one("model.name=gpt2-smal")
     assert "no such size; did you mean gpt2-small?" in problem
-    for name in SIZES:
+    for name in sizes():
         load(None, [f"model.name={name}"])
 
 
@@ -252,7 +252,7 @@ def test_every_key_is_read():
 
     Keys that can only have one value yet are honoured by being refused; model.name is read where a config is built.
     """
-    paths = [*(ROOT / "threed").rglob("*.py"), *(ROOT / "models").glob("*.py")]
+    paths = [*(ROOT / "threed").rglob("*.py"), *(ROOT / "models").rglob("*.py")]
     read = {pair for path in paths for pair in _reads(path)}
     exempt = {key for key, choices in subject.CHOICES.items() if len(choices) == 1} | {"model.name"}
     unread = [key for key in known_keys() if key not in exempt

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from threed.config import load
-from threed.models.registry import SIZES
-from threed.models.spec import layers, model_flops, parameter_count, tied_parameter
+from threed.models.families.registry import sizes
+from threed.models.model import layers, model_flops, parameter_count, tied_parameter
 
 # Counted from the published checkpoints' shapes, or for GPT-3 and the 1T model by the papers' formulas.
+SIZES = sizes()
 PUBLISHED = {
     "gpt2-small": 124_439_808, "gpt2-medium": 354_823_168, "gpt2-large": 774_030_080, "gpt2-xl": 1_557_611_200,
     "gpt3-175b": 174_604_259_328, "megatron-1t": 1_008_038_758_400, "llama2-7b": 6_738_415_616,
@@ -38,7 +41,7 @@ def test_gpt_formula(name):
 def test_untied_and_swiglu():
     """An output projection that is counted twice or never; a swiglu MLP without its gate."""
     m = model_of("gpt2-small", "model.tie_embeddings=false")
-    assert parameter_count(m) == PUBLISHED["gpt2-small"] + m.vocab * m.hidden and tied_parameter(m) is None
+    assert parameter_count(m) == PUBLISHED["gpt2-small"] + m.vocab * m.hidden and tied_parameter(layers(m)) is None
     m = load(None, ["model.activation=swiglu", "model.bias=false", "model.norm=rmsnorm", "model.kv_heads=2"]).model
     h, kv, ffn = m.hidden, 2 * m.head_dim, m.num_ffn_hidden
     assert ffn == 384 and (h, kv) == (128, 32)  # 8/3 x 128 = 341.3, up to a multiple of 64
@@ -48,9 +51,9 @@ def test_untied_and_swiglu():
 def test_names_are_unique():
     """Two parameters of one name share their initial values and overwrite each other in a checkpoint."""
     for name in ("gpt2-small", "llama3-8b"):
-        names = [p.name for layer in layers(model_of(name)) for p in layer.parameters]
+        names = [p.name for layer in layers(model_of(name)) for p in layer.own_parameters()]
         assert len(set(names)) == len(names)
-        tied = tied_parameter(model_of(name))
+        tied = tied_parameter(layers(model_of(name)))
         assert tied is None or tied.name not in names
 
 
@@ -67,7 +70,7 @@ def test_flops_formula(name):
 def test_flops_of_grouped_queries_and_swiglu():
     """6 FLOPs a weight of a matrix and token, and 12 l h s a token for attention, whatever the matrices' shapes."""
     m = model_of("llama3-8b", "model.seq_len=1024")
-    matrices = sum(p.numel for layer in layers(m) for p in layer.parameters if p.decay and "embedding" not in p.name)
+    matrices = sum(p.numel for layer in layers(m) for p in layer.own_parameters() if p.decay and "embedding" not in p.name)
     assert model_flops(m, 1) == 6 * 1024 * matrices + 12 * m.layers * m.hidden * 1024**2
 
 
@@ -76,8 +79,7 @@ def test_local_shapes_add_up(tp):
     """A part that is lost or held twice when tp cuts a parameter."""
     for name in ("gpt3-175b", "llama3-8b"):
         for layer in layers(model_of(name)):
-            for p in layer.parameters:
-                cut = list(p.local_shape(tp))
-                if p.tp_dim is not None:
-                    cut[p.tp_dim] *= tp
-                assert tuple(cut) == p.shape
+            for p in layer.own_parameters():
+                (_, shape), last = p.part({"tp": tp}, {"tp": 0}), p.part({"tp": tp}, {"tp": tp - 1})
+                assert tuple(at + size for at, size in zip(*last)) == p.stored
+                assert math.prod(shape) * (tp if p.axes else 1) == p.numel == math.prod(p.shape)

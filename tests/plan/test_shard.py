@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from threed.config import load
-from threed.models.spec import layers, tied_parameter
+from threed.models.model import layers, tied_parameter
 from threed.planner import layouts
 from threed.zero.shard import ALIGNMENT, layout
 
@@ -17,10 +17,10 @@ MODELS = [["model.name=gpt2-small"], ["model.name=llama3-8b"], ["model.position=
 def all_layouts():
     for overrides, tp, shards in product(MODELS, (1, 2, 4), (1, 2, 3, 8)):
         model = load(None, overrides).model
-        tied = tied_parameter(model)
-        for parameters in [*(layer.parameters for layer in layers(model)), *([(tied,)] if tied else [])]:
+        tied = tied_parameter(layers(model))
+        for parameters in [*(layer.own_parameters() for layer in layers(model)), *([(tied,)] if tied else [])]:
             if parameters:
-                yield parameters, tp, layout(parameters, tp, shards)
+                yield parameters, tp, layout(parameters, {"tp": tp}, shards)
 
 
 def test_every_parameter_in_one_place():
@@ -30,8 +30,8 @@ def test_every_parameter_in_one_place():
         stop = 0
         for placed in found.placed:
             assert placed.start == stop
-            stop, count = placed.stop, placed.parameter.numel // (tp if placed.parameter.tp_dim is not None else 1)
-            assert placed.stop - placed.start == count and placed.shape == placed.parameter.local_shape(tp)
+            stop, count = placed.stop, placed.parameter.numel // (tp if placed.parameter.axes else 1)
+            assert placed.stop - placed.start == count and placed.shape == placed.parameter.local_shape({"tp": tp})
         assert 0 <= found.padding == found.numel - stop < found.num_shards * ALIGNMENT
 
 
@@ -43,9 +43,9 @@ def test_segments_treat_each_parameter_right():
         assert ends[-1][1] == found.placed[-1].stop, "padding belongs to no segment"
         for placed in found.placed:
             inside = [s for s in found.segments if s.start <= placed.start and placed.stop <= s.stop]
-            assert [(s.decay, s.replicated) for s in inside] == [
-                (placed.parameter.decay, placed.parameter.tp_dim is None)]
-        assert found.replicated == sum(p.stop - p.start for p in found.placed if p.parameter.tp_dim is None)
+            assert [(s.decay, s.axes) for s in inside] == [
+                (placed.parameter.decay, placed.parameter.axes)]
+        assert found.whole_over(["tp"]) == sum(p.stop - p.start for p in found.placed if not p.parameter.axes)
 
 
 def test_shards_cover_the_buffer():
@@ -63,11 +63,11 @@ def test_segments_of_shards_are_the_segments():
         joined = []
         for part in parts:
             assert part.stop > part.start
-            if joined and joined[-1][1] == part.start and joined[-1][2:] == (part.decay, part.replicated):
+            if joined and joined[-1][1] == part.start and joined[-1][2:] == (part.decay, part.axes):
                 joined[-1] = (joined[-1][0], part.stop, *joined[-1][2:])
             else:
-                joined.append((part.start, part.stop, part.decay, part.replicated))
-        assert joined == [(s.start, s.stop, s.decay, s.replicated) for s in found.segments]
+                joined.append((part.start, part.stop, part.decay, part.axes))
+        assert joined == [(s.start, s.stop, s.decay, s.axes) for s in found.segments]
         for index in range(found.num_shards):
             start, stop = found.shard(index)
             assert all(start <= part.start and part.stop <= stop for part in found.segments_of(index))

@@ -8,7 +8,8 @@ from itertools import accumulate, combinations
 import pytest
 
 from threed.config import load
-from threed.pipeline.split import split_layers, split_stages, split_units
+from threed.models.tiling import unit_layers
+from threed.pipeline.split import split_stages, split_units
 from threed.planner import make_table
 from threed.validate import num_units
 
@@ -21,11 +22,12 @@ def stage_costs(costs: list[float], sizes: list[int]) -> list[float]:
 @pytest.mark.parametrize("blocks, per_unit", [(1, 1), (8, 1), (8, 3), (7, 2), (4, 9)])
 def test_split_layers(blocks, per_unit):
     """A layer that is in no unit, or in two; an end that shares its unit with a block."""
-    runs = split_layers(blocks, per_unit)
+    config = load(None, [f"model.layers={blocks}", f"parallel.layers_per_unit={per_unit}"])
+    _, runs = unit_layers(config)
     assert [index for first, stop in runs for index in range(first, stop)] == list(range(blocks + 2))
     assert runs[0] == (0, 1) and runs[-1] == (blocks + 1, blocks + 2)
     assert all(stop - first <= per_unit for first, stop in runs)
-    assert len(runs) == num_units(load(None, [f"model.layers={blocks}", f"parallel.layers_per_unit={per_unit}"]))
+    assert len(runs) == num_units(config)
 
 
 def test_split_units_is_optimal():

@@ -1,14 +1,15 @@
 """Boxes: what a checkpoint is made of. A box is a rectangle of a global parameter, wherever its elements lie.
 
-A rank owns a flat range of a tp-cut parameter. A range of a row-major array is a few rectangles, each contiguous in the
-buffer: at most 2n - 1 of n dims. With the offset of tp rank and tile added they have global coordinates, so a checkpoint knows
-neither the mesh nor the tiling that wrote it, and another reads the parts of boxes that it needs.
+A rank owns a flat range of its part of a parameter. A range of a row-major array is a few rectangles, each
+contiguous in the buffer: at most 2n - 1 of n dims. With the offset of the part added they have global
+coordinates, so a checkpoint knows neither the mesh nor the tiling that wrote it, and another reads the parts
+of boxes that it needs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from threed.zero.shard import Layout
@@ -19,9 +20,9 @@ class Box:
     name: str  # global parameter name
     offset: tuple[int, ...]  # in the whole parameter
     shape: tuple[int, ...]
-    whole: tuple[int, ...]  # shape of the whole parameter
+    whole: tuple[int, ...]  # shape of the whole parameter, as stored
     start: int  # in the unit's buffer
-    replicated: bool  # over tp
+    axes: tuple[str, ...]  # of the mesh, over which the parameter is cut
 
     @property
     def stop(self) -> int:
@@ -29,7 +30,8 @@ class Box:
 
 
 def rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(offset, shape) of the rectangles that make up elements [start, stop) of a row-major array, in order."""
+    """(offset, shape) of the rectangles that make up elements [start, stop) of a row-major array, in
+    order."""
     if stop <= start:
         return
     if len(shape) == 1:
@@ -51,17 +53,16 @@ def rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[
             yield (last, *offset), (1, *size)
 
 
-def boxes(layout: Layout, tp_rank: int, start: int, stop: int) -> list[Box]:
-    """The boxes of buffer range [start, stop) of a unit on a tp rank. Padding is in none."""
+def boxes(layout: Layout, place: Mapping[str, int], start: int, stop: int) -> list[Box]:
+    """The boxes of buffer range [start, stop) of a unit on a rank (axis -> its index). Padding is in none."""
     found = []
     for placed in layout.placed:
         low, high = max(start, placed.start), min(stop, placed.stop)
         parameter, flat = placed.parameter, low
-        cut = parameter.tp_dim
-        begin = 0 if cut is None else parameter.tile * (parameter.shape[cut] // parameter.tiles) + tp_rank * placed.shape[cut]
+        begin, _ = parameter.part(layout.ranks, place)
         for offset, shape in rectangles(placed.shape, low - placed.start, high - placed.start):
-            moved = tuple(at + (begin if dim == cut else 0) for dim, at in enumerate(offset))
-            found.append(Box(parameter.name, moved, shape, parameter.shape, flat, cut is None))
+            moved = tuple(first + at for first, at in zip(begin, offset, strict=True))
+            found.append(Box(parameter.name, moved, shape, parameter.stored, flat, parameter.axes))
             flat += math.prod(shape)
     return found
 

@@ -109,8 +109,9 @@ def read_manifest(path: Path, config: Config) -> dict[str, Any]:
                          "step, or after the last")
     mine, model = config.to_dict()["model"], manifest["config"]["model"]
     free = {"name", "dropout", "attention_dropout", "init_std", "tile_linears"}  # do not change what the weights mean
-    different = [f"model.{key}={model.get(key)} there, {mine[key]} here" for key in mine
-                 if key not in free and model.get(key) != mine[key]]
+    given = {"family": mine["family"], **model}  # checkpoints from before there were families name none
+    different = [f"model.{key}={given.get(key)} there, {mine[key]} here" for key in mine
+                 if key not in free and given.get(key) != mine[key]]
     if different:
         raise InputError(f"checkpoint {path} is of another model: {'; '.join(different)}")
     saved = {kind for entry in manifest["parameters"].values() for kind in entry["sums"]}

@@ -159,11 +159,11 @@ def _load(path: Path, manifest: dict[str, Any], zero: ZeroRun) -> str | None:
 
 def _read(reader: Reader, manifest: dict[str, Any], zero: ZeroRun) -> str | None:
     """This rank's part of it. Why it cannot be used, if this rank is among the first to see that: then the others stop."""
-    problem, tp = None, zero.comm.here.on["tp"]
+    problem, place = None, zero.comm.here.on
     try:
         zero.waiting = Clipped(**manifest["waiting"]) if manifest["waiting"] else None
         for state in zero.states.values():
-            for box in boxes(state.layout, tp, *state.owned):
+            for box in boxes(state.layout, place, *state.owned):
                 where = slice(box.start - state.owned[0], box.stop - state.owned[0])
                 for kind, whole in state.kept(zero.waiting is not None).items():
                     reader.read(kind, box, whole[where].view(box.shape))
@@ -191,7 +191,7 @@ def _prove(manifest: dict[str, Any], zero: ZeroRun, rounded: dict[tuple[str, str
     # All parameters of the position, in one order: a rank may have no part of one.
     everything = [placed.parameter for state in zero.states.values() for placed in state.layout.placed]
     names = sorted({parameter.name for parameter in everything})
-    cut = {parameter.name for parameter in everything if parameter.tp_dim is not None}
+    cut = {parameter.name for parameter in everything if "tp" in parameter.axes}
     total = torch.tensor([[_signed(sums.get((name, kind), 0)) for kind in kinds] for name in names], dtype=torch.int64,
                          device=comm.device).view(-1)
     if table.sharded:
@@ -216,7 +216,7 @@ def _sums(zero: ZeroRun, rounded: dict[tuple[str, str], int]) -> tuple[dict[tupl
         if not state.is_published():
             problem = (f"was read, but the weights of {zero.table.parameters[unit].name} that rank {comm.rank} on "
                        f"{socket.gethostname()} computes with are not those that were read: look at its memory")
-        for box in boxes(state.layout, comm.here.on["tp"], *state.owned):
+        for box in boxes(state.layout, comm.here.on, *state.owned):
             where = slice(box.start - state.owned[0], box.stop - state.owned[0])
             for kind, whole in state.kept(zero.waiting is not None).items():
                 key = box.name, kind

@@ -50,6 +50,7 @@ from threed.checkpoint.lineage import Lineage, own, write_latest
 from threed.checkpoint.write import Item, write
 from threed.engine.engine import Engine
 from threed.schema import Config
+from threed.zero.shard import counts
 from threed.zero.state import UnitState
 
 POLL_S = 0.1  # between two exchanges of ranks that have nothing to do but write
@@ -129,14 +130,14 @@ class Saver:
 
     def _of_unit(self, state: UnitState) -> list[Item]:
         """What this rank writes of a parameter unit."""
-        here = self._comm.here
+        place = self._comm.here.on
         if not state.writes:
             return []
         values = state.to_save(self._engine.zero.waiting is not None)
         first = state.shard[0]
         return [Item(kind, box, lambda take=take, box=box: take(box.start - first, box.stop - first))
-                for kind, take in values.items() for box in boxes(state.layout, here.on["tp"], *state.shard)
-                if here.on["tp"] == 0 or not box.replicated]
+                for kind, take in values.items() for box in boxes(state.layout, place, *state.shard)
+                if counts(box.axes, place)]
 
     @property
     def status(self) -> float:

@@ -8,9 +8,9 @@ import torch
 
 from threed.engine.engine import Engine
 from threed.engine.inspect import Finding, first, made, me
-from threed.models.gpt import Batch
 from threed.program.instruction import Instruction
 from threed.slots import Slots
+from threed.tensor.context import Batch
 
 
 def find_nonfinite(engine: Engine, batch: Callable[[int], Batch]) -> str:

@@ -15,7 +15,6 @@ from threed.activation.run import ActivationRun
 from threed.comm import Comm
 from threed.engine.clock import make_clock
 from threed.errors import RunError, ThreedError
-from threed.models.gpt import Batch, Context
 from threed.offload.run import OffloadRun
 from threed.pipeline.run import PipelineRun
 from threed.planner import layouts
@@ -28,6 +27,7 @@ from threed.program.trace import Trace, Wait, sources
 from threed.program.walk import link
 from threed.schema import Config
 from threed.slots import Slots
+from threed.tensor.context import Batch, Context
 from threed.tensor.layers import WeightGrads
 from threed.tensor.saving import Saving
 from threed.zero.run import Clipped, ZeroRun

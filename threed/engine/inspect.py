@@ -35,7 +35,7 @@ class Made(NamedTuple):
     values: torch.Tensor
 
 
-_TENSORS = ("act", "grad", "normed", "gnormed", "loss")  # kinds of slots that are tensors; wgrad lies in a unit's state
+_TENSORS = ("act", "grad", "loss")  # kinds of slots that are tensors, as those are that units hand on
 
 
 def made(engine: Engine, instruction: Instruction, slots: Slots) -> Iterator[Made]:
@@ -54,7 +54,7 @@ def made(engine: Engine, instruction: Instruction, slots: Slots) -> Iterator[Mad
     what = "gradient" if not forward else "output" if unit < table.last else "loss"
     place = way(instruction), unit if forward else -unit, f"{what} of {named(engine, instruction)}"
     for slot in (*effect.writes, *effect.adds):
-        if slot.kind in _TENSORS:
+        if slot.kind in _TENSORS or slot.kind in table.handed:
             yield Made(*place, slots.get(slot))
         elif slot.kind == "wgrad":
             for values in engine.states[slot.unit].written():

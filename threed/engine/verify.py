@@ -26,10 +26,10 @@ import torch
 from threed.engine.engine import Engine
 from threed.engine.inspect import Finding, first, made, me, named, way
 from threed.errors import WrongResult
-from threed.models.gpt import Batch
 from threed.program.instruction import BACKWARDS, Instruction, Op, Slot
 from threed.program.trace import Trace
 from threed.slots import Slots
+from threed.tensor.context import Batch
 from threed.zero.run import Clipped
 
 # Where kernels are not deterministic: how much a result may change, as a part of its norm; by the precision of compute.

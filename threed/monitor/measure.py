@@ -15,7 +15,7 @@ import torch
 
 from threed.comm import Comm
 from threed.mesh import AXES
-from threed.models.spec import model_flops
+from threed.models.model import model_flops
 from threed.monitor.attribute import CAUSES, PARTS, attribute, parts
 from threed.monitor.straggler import Stragglers
 from threed.predict.simulate import Costs, predict

@@ -1,8 +1,8 @@
 """What FORWARD, BACKWARD, SEND and RECV do to tensors.
 
 Each compute unit is an island of autograd: its input is detached, and BACKWARD runs the graph of that one unit with the
-gradient that came for its output. Tiles of a layer also read its norm's output, which the first makes: to the others it is an
-input, to whose gradient each adds; to the first another output.
+gradient that came for its output. What a unit hands on to later ones besides is another output to it, and
+another input to each of them, to whose gradient it adds. Tiles of a layer share their norm's output so.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from torch import nn
 
 from threed.comm import Comm
 from threed.lanes import Handle
-from threed.models.gpt import Batch, Context, build_layer, parameter_names
+from threed.models.layers.base import Layer, Out
 from threed.models.tiling import layers_of
 from threed.program.instruction import Instruction, Op, Slot
-from threed.program.table import Table
+from threed.program.table import Table, gradient_kind
 from threed.schema import Config
 from threed.slots import Slots
+from threed.tensor.context import Batch, Context
 
 
 class KeptInputs(Protocol):
@@ -33,12 +34,13 @@ class KeptInputs(Protocol):
 
 
 class Saved(NamedTuple):
-    """What BACKWARD needs of a unit: its graph's leaves and roots. (Its output itself belongs to the next unit.)"""
+    """What BACKWARD needs of a unit: its graph's leaves and roots. (Its outputs belong to others.)"""
 
     x: torch.Tensor | None  # its input; None where no gradient is asked of the graph: tokens, or a sum that is only added to
-    normed: torch.Tensor | None  # what its first tile has made
-    root: Any
-    made: Any  # of the norm's output, for the tiles after it
+    reads: dict[Slot, torch.Tensor]  # what earlier units have handed it -> its leaf
+    output: Any  # None for the last unit
+    makes: dict[Slot, Any]  # what it hands on
+    loss: Any  # None where it adds nothing to it
 
 
 class PipelineRun:
@@ -56,15 +58,10 @@ class PipelineRun:
         self.loss_scale = 1.0  # what backward begins with
         self.shape = (config.model.seq_len // (config.parallel.tp if sp else 1), config.train.micro_batch_size,
                       config.model.hidden)
-        specs = layers_of(config)
-        self.layers: dict[int, list[nn.Module]] = {}
-        for unit in table.units_of(self.position):
-            self.layers[unit] = []
-            for spec in specs[slice(*table.units[unit].layers)]:
-                layer = build_layer(spec, context)
-                for inside, name in parameter_names(spec, layer, config.model).items():
-                    _set_parameter(layer, inside, parameters[name])
-                self.layers[unit].append(layer)
+        layers = layers_of(config)
+        self.layers: dict[int, list[Layer]] = {
+            unit: [layer.build(context, parameters) for layer in layers[slice(*table.units[unit].layers)]]
+            for unit in table.units_of(self.position)}
         self.batch: Callable[[int], Batch] = _no_batch  # micro-batch -> its data; set before each program
         self._sends: deque[Handle] = deque()
         self.handlers: dict[Op, Callable[[Instruction, Slots], None]] = {
@@ -80,19 +77,20 @@ class PipelineRun:
             slots.put(Slot("saved", unit, microbatch), saved)
         else:
             with torch.no_grad():
-                output, normed = self._compute(unit, microbatch, x, self._shared(unit, microbatch, slots))
-            self._share(unit, microbatch, normed, slots)
+                output = self._compute(unit, microbatch, x, self._read(unit, microbatch, slots))
+            self._hand(unit, microbatch, output, slots)
             if instruction.keep == "input":
                 kept = None if self.table.units[unit].adds else x
                 if kept is not None and self.table.keeps_stream(unit):
                     kept = self.inputs.keep(kept)
                 slots.put(Slot("kept", unit, microbatch), kept)
         if unit < self.table.last:
-            slots.put(Slot("act", unit, microbatch), output.detach())
-        else:
+            assert output.x is not None, f"{self.table.units[unit].name} has returned no residual stream"
+            slots.put(Slot("act", unit, microbatch), output.x.detach())
+        if output.loss is not None:
             loss = Slot("loss")
             before = slots.get(loss) if loss in slots else 0.0
-            slots.put(loss, before + output.detach().double())
+            slots.put(loss, before + output.loss.detach().double())
 
     def recompute(self, instruction: Instruction, slots: Slots) -> None:
         """FORWARD once more, for its graph. (Dropout is a function of sample and place, so the numbers are the same.)"""
@@ -103,39 +101,44 @@ class PipelineRun:
         _, saved = self._with_graph(unit, microbatch, x, slots)
         slots.put(Slot("saved", unit, microbatch), saved)
 
-    def _with_graph(self, unit: int, microbatch: int, x: torch.Tensor | None, slots: Slots) -> tuple[torch.Tensor, Saved]:
-        """A unit's output, and what BACKWARD needs."""
-        shared = self._shared(unit, microbatch, slots)
-        if shared is not None:
-            shared = shared.detach().requires_grad_()
+    def _with_graph(self, unit: int, microbatch: int, x: torch.Tensor | None,
+                    slots: Slots) -> tuple[Out, Saved]:
+        """What a unit computes, and what BACKWARD needs of it."""
         leaf = None if x is None or self.table.units[unit].adds else x.detach().requires_grad_()
+        given = self._read(unit, microbatch, slots)
+        reads = {slot: value.detach().requires_grad_() for slot, value in given.items()}
         with torch.enable_grad(), self.keeping(unit):
-            output, normed = self._compute(unit, microbatch, x if leaf is None else leaf, shared)
-        self._share(unit, microbatch, normed, slots)
+            output = self._compute(unit, microbatch, x if leaf is None else leaf, reads)
+        self._hand(unit, microbatch, output, slots)
         edge = torch.autograd.graph.get_gradient_edge
-        made = edge(normed) if normed is not None and shared is None else None
-        return output, Saved(leaf, shared, edge(output), made)
+        makes = {Slot(name, unit, microbatch): edge(value) for name, value in output.makes.items()}
+        return output, Saved(leaf, reads, edge(output.x) if output.x is not None else None, makes,
+                             edge(output.loss) if output.loss is not None else None)
 
     def _compute(self, unit: int, microbatch: int, x: torch.Tensor | None,
-                 shared: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """A unit's output, and where it is one of several tiles that share it, their norm's."""
-        batch = self.batch(microbatch)
-        if self.table.units[unit].normed_bytes:
-            return self.layers[unit][0](x, batch, shared)
-        output: Any = x
+                 reads: dict[Slot, torch.Tensor]) -> Out:
+        """Its layers one after the other, each with the tensors that it reads, of this unit or earlier ones."""
+        batch, output = self.batch(microbatch), Out(x)
+        given = {slot.kind: value for slot, value in reads.items()}
         for layer in self.layers[unit]:
-            output = layer(output, batch)
-        return output, None
+            out = layer(output.x, batch, **{name: given[name] for name in layer.reads})
+            out = out if isinstance(out, Out) else Out(out)
+            given.update(out.makes)
+            losses = [loss for loss in (output.loss, out.loss) if loss is not None]
+            loss = sum(losses[1:], losses[0]) if losses else None
+            output = Out(out.x, {**output.makes, **out.makes}, loss)
+        wanted = {handed.name for handed in self.table.units[unit].makes}
+        return output._replace(makes={name: value for name, value in output.makes.items() if name in wanted})
 
-    def _shared(self, unit: int, microbatch: int, slots: Slots) -> torch.Tensor | None:
-        """What a tile reads of its first; None for other units."""
-        tile = self.table.units[unit]
-        return slots.get(Slot("normed", unit - tile.tile, microbatch)) if tile.tile > 0 and tile.normed_bytes else None
+    def _read(self, unit: int, microbatch: int, slots: Slots) -> dict[Slot, torch.Tensor]:
+        """What earlier units have handed a unit."""
+        wanted = [Slot(read.name, read.unit, microbatch) for read in self.table.units[unit].reads]
+        return {slot: slots.get(slot) for slot in wanted}
 
-    def _share(self, unit: int, microbatch: int, normed: torch.Tensor | None, slots: Slots) -> None:
-        """What the first tile has made, for the others."""
-        if normed is not None and self.table.units[unit].tile == 0:
-            slots.put(Slot("normed", unit, microbatch), normed.detach())
+    def _hand(self, unit: int, microbatch: int, output: Out, slots: Slots) -> None:
+        """What a unit hands on."""
+        for name, value in output.makes.items():
+            slots.put(Slot(name, unit, microbatch), value.detach())
 
     def backward(self, instruction: Instruction, slots: Slots) -> None:
         _, unit, microbatch, *_ = instruction
@@ -148,10 +151,10 @@ class PipelineRun:
         _, unit, microbatch, *_ = instruction
         saved: Saved = slots.get(Slot("saved", unit, microbatch))
         operands: list[Callable[[], None]] = []
-        if saved.x is None and saved.normed is None:
-            grad = slots.get(Slot("grad", unit, microbatch))
-            operands.append(lambda: torch.autograd.backward([saved.root], [grad]))
-            self._hand_on(unit, microbatch, grad, slots)
+        if saved.x is None and not saved.reads:
+            roots = self._roots(unit, microbatch, saved, slots)
+            operands.append(lambda: torch.autograd.backward(*roots))
+            self._hand_on(unit, microbatch, saved, slots)
         else:
             self.weight_grads.put_off = operands
             try:
@@ -169,30 +172,39 @@ class PipelineRun:
         self._mark(unit, slots)
 
     def _propagate(self, unit: int, microbatch: int, slots: Slots) -> None:
+        """Run a unit's graph: gradients of its input, of what it has read, and of its weights (by hooks)."""
         saved: Saved = slots.get(Slot("saved", unit, microbatch))
-        if unit < self.table.last:
-            grad = slots.get(Slot("grad", unit, microbatch))
-        else:
-            grad = torch.full((), self.loss_scale, device=self.comm.device)
-        roots, grads = [saved.root], [grad]
-        if saved.made is not None:
-            roots.append(saved.made)
-            grads.append(slots.get(Slot("gnormed", unit, microbatch)))
-        of_norm = Slot("gnormed", unit - self.table.units[unit].tile, microbatch)
-        if saved.normed is not None and of_norm in slots:
-            saved.normed.grad = slots.get(of_norm)  # autograd adds to it where it lies
-        torch.autograd.backward(roots, grads)
-        if saved.normed is not None:
-            slots.put(of_norm, saved.normed.grad)
-            saved.normed.grad = None
-        self._hand_on(unit, microbatch, grad if saved.x is None else saved.x.grad, slots)
+        sums = {_gradient(slot): leaf for slot, leaf in saved.reads.items()}
+        for slot, leaf in sums.items():
+            leaf.grad = slots.get(slot) if slot in slots else None  # autograd adds to it where it lies
+        torch.autograd.backward(*self._roots(unit, microbatch, saved, slots))
+        for slot, leaf in sums.items():
+            slots.put(slot, leaf.grad if leaf.grad is not None else torch.zeros_like(leaf))
+            leaf.grad = None
+        self._hand_on(unit, microbatch, saved, slots)
         if saved.x is not None:
             saved.x.grad = None
 
-    def _hand_on(self, unit: int, microbatch: int, grad: torch.Tensor | None, slots: Slots) -> None:
-        """The gradient of a unit's input, to the unit before it."""
+    def _roots(self, unit: int, microbatch: int, saved: Saved,
+               slots: Slots) -> tuple[list[Any], list[torch.Tensor]]:
+        """Where a unit's backward begins, and with which gradients."""
+        roots, grads = [], []
+        if saved.output is not None:
+            roots.append(saved.output)
+            grads.append(slots.get(Slot("grad", unit, microbatch)))
+        for slot, root in saved.makes.items():
+            roots.append(root)
+            grads.append(slots.get(_gradient(slot)))
+        if saved.loss is not None:
+            roots.append(saved.loss)
+            grads.append(torch.full((), self.loss_scale, device=self.comm.device))
+        return roots, grads
+
+    def _hand_on(self, unit: int, microbatch: int, saved: Saved, slots: Slots) -> None:
+        """The gradient of a unit's input, to the unit before it. To a sum it passes as it is."""
         if unit > 0:
-            slots.put(Slot("grad", unit - 1, microbatch), grad)
+            slots.put(Slot("grad", unit - 1, microbatch),
+                      slots.get(Slot("grad", unit, microbatch)) if saved.x is None else saved.x.grad)
 
     def _mark(self, unit: int, slots: Slots) -> None:
         for parameter_unit in self.table.units[unit].parameters:
@@ -215,13 +227,8 @@ class PipelineRun:
             self._sends.popleft().wait()
 
 
-def _set_parameter(layer: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    path, _, last = name.rpartition(".")
-    owner = layer.get_submodule(path)
-    made = owner.get_parameter(last)
-    if made.shape != parameter.shape:
-        raise AssertionError(f"{name}: the layer has shape {tuple(made.shape)}, its spec {tuple(parameter.shape)}")
-    setattr(owner, last, parameter)
+def _gradient(handed: Slot) -> Slot:
+    return handed._replace(kind=gradient_kind(handed.kind))
 
 
 def _no_batch(microbatch: int) -> Batch:

@@ -1,15 +1,9 @@
-"""Split: layers into units, units into stages, balanced by cost. No torch."""
+"""Split: units into stages, balanced by cost. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-
-
-def split_layers(num_blocks: int, blocks_per_unit: int) -> list[tuple[int, int]]:
-    """Layers (embedding, blocks, head) -> units as (first, one past the last): the blocks in runs, the ends alone."""
-    blocks = [(first, min(first + blocks_per_unit, num_blocks + 1)) for first in range(1, num_blocks + 1, blocks_per_unit)]
-    return [(0, 1), *blocks, (num_blocks + 1, num_blocks + 2)]
 
 
 def split_stages(costs: Sequence[float], together: Sequence[int], num_stages: int) -> list[int]:

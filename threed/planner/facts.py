@@ -6,15 +6,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from threed.errors import InputError
-from threed.models.spec import Layer, Parameter, tied_parameter
-from threed.models.tiling import layers_of
+from threed.mesh import GROUPS
+from threed.models.layers.base import Layer
+from threed.models.model import tied_parameter
+from threed.models.spec import Cost, Parameter, Share
+from threed.models.tiling import cut_layers, share_of, unit_layers
 from threed.offload import plan as offload
 from threed.optimizers.registry import OPTIMIZERS
-from threed.pipeline.split import split_layers, split_stages
+from threed.pipeline.split import split_stages
 from threed.predict.cost import load_costs
 from threed.predict.simulate import cost_of
 from threed.program.instruction import Instruction, Op, Tier
@@ -22,12 +26,13 @@ from threed.program.table import (
     ActivationSettings,
     ComputeUnit,
     Elements,
+    Handed,
     ParameterUnit,
+    Read,
     Reduction,
     Table,
     UpdateSettings,
     ZeroSettings,
-    ring,
 )
 from threed.schema import Config
 from threed.validate import PIECES, stage_runs
@@ -35,17 +40,11 @@ from threed.zero import plan as zero
 from threed.zero.shard import Layout, layout
 
 
-def unit_layers(config: Config) -> tuple[list[Layer], list[tuple[int, int]]]:
-    """The layers of a model, and those of each unit: (first, one past the last)."""
-    found = layers_of(config)
-    return found, split_layers(len(found) - 2, config.parallel.layers_per_unit)
-
-
 def unit_costs(config: Config) -> list[tuple[float, float, float]]:
     """Forward, input half and weights' half of each unit: seconds as measured by the run `parallel.costs`, or FLOPs."""
     model_layers, runs = unit_layers(config)
     if config.parallel.costs is None:  # + 1: even a layer without products takes its turn
-        work = [sum(layer.forward_flops for layer in model_layers[first:stop]) + 1.0 for first, stop in runs]
+        work = [sum(layer.cost(Share()).flops for layer in model_layers[first:stop]) + 1.0 for first, stop in runs]
         return [(flops, flops, flops) for flops in work]
     measured = cost_of(load_costs(config.parallel.costs))
     forward, first_half, second_half = ([measured(0, Instruction(op, unit, 0)) for unit in range(len(runs))]
@@ -57,14 +56,14 @@ def unit_parameters(config: Config) -> dict[int, tuple[Parameter, ...]]:
     """Parameter unit -> its parameters. A tied embedding is the unit after the last compute unit. After it come the small
     parameters that stay whole under ZeRO-3, a unit for each compute unit that has some besides others."""
     model_layers, runs = unit_layers(config)
-    units = {index: tuple(p for layer in model_layers[first:stop] for p in layer.parameters)
+    units = {index: tuple(p for layer in model_layers[first:stop] for p in layer.own_parameters())
              for index, (first, stop) in enumerate(runs)}
     for index in range(len(runs)):
         small = tuple(p for p in units[index] if persists(config, p))
         if 0 < len(small) < len(units[index]):
             units[len(runs) + 1 + index] = small
             units[index] = tuple(p for p in units[index] if p not in small)
-    tied = tied_parameter(config.model)
+    tied = tied_parameter(model_layers)
     if tied is not None:
         units[len(runs)] = (tied,)
     return {index: parameters for index, parameters in sorted(units.items()) if parameters}
@@ -76,9 +75,9 @@ def persists(config: Config, parameter: Parameter) -> bool:
 
 
 def layouts(config: Config) -> dict[int, Layout]:
-    """Parameter unit -> its flat layout on one tp rank, cut into shards (whatever the ZeRO stage, so that the
+    """Parameter unit -> its flat layout on one rank, cut into shards (whatever the ZeRO stage, so that the
     gradient norm is summed over the same ranges)."""
-    return {index: layout(parameters, config.parallel.tp, config.shard_size)
+    return {index: layout(parameters, share_of(config).ranks, config.shard_size)
             for index, parameters in unit_parameters(config).items()}
 
 
@@ -90,19 +89,19 @@ def make_table(config: Config, place: tuple[int, ...]) -> Table:
         raise InputError(f"parallel.schedule={parallel.schedule} has {len(place)} stages; the model has {len(runs)} units"
                          f"{f' in {len(together)} layers' if len(together) < len(runs) else ''}, and "
                          f"parallel.stage_units={parallel.stage_units}")
-    ends = {place[0], place[-1]}
-    if config.model.tie_embeddings and not (place[0] == 0 and place[-1] in (0, parallel.pp - 1)):
+    ends, tied, laid_out = {place[0], place[-1]}, len(runs), layouts(config)
+    if tied in laid_out and not (place[0] == 0 and place[-1] in (0, parallel.pp - 1)):
         raise InputError(f"parallel.schedule={parallel.schedule} has the embedding on position {place[0]} and the head on "
                          f"{place[-1]}; tied embeddings need them on the first position and on the first or the last: number the "
                          "rows so, or set model.tie_embeddings=false")
     sizes = parallel.stage_units or split_stages(costs, together, len(place))
     stage_of = [stage for stage, size in enumerate(sizes) for _ in range(size)]
-    tied = len(runs)
-    laid_out = layouts(config)
-    units = tuple(_compute_unit(config, model_layers[first:stop], (first, stop), stage_of[index],
-                                tuple(p for p in (index, tied, tied + 1 + index) if p in laid_out and (
-                                    p != tied or any(layer.uses_tied for layer in model_layers[first:stop]))))
-                  for index, (first, stop) in enumerate(runs))
+    members = [model_layers[first:stop] for first, stop in runs]
+    uses_tied = [any(p.tied for layer in unit for p in layer.parameters()) for unit in members]
+    used = [tuple(p for p in (index, tied, tied + 1 + index) if p in laid_out and (p != tied or uses_tied[index]))
+            for index in range(len(runs))]
+    units = tuple(_compute_unit(config, members[index], runs[index], handed, (stage_of[index], used[index]))
+                  for index, handed in enumerate(hand_overs(members)))
     table = Table(units, {}, place, config.num_microbatches, _act_bytes(config), _elements(config), _zero(config),
                   _activation(config), _update(config))
     shared = _Shared.of(config, table.elements)
@@ -136,7 +135,8 @@ class _Shared(NamedTuple):
                    partial, elements)
 
     def reductions(self, laid: Layout, positions: int) -> tuple[Reduction, ...]:
-        partial = {group: (ranks, laid.replicated) for group, ranks in self.partial.items() if laid.replicated}
+        partial = {group: (ranks, count) for group, ranks in self.partial.items()
+                   if (count := laid.whole_over(GROUPS[group].axes or ()))}
         kept = laid.numel // (self.shards if self.sharded else 1)
         return zero.reductions(laid.numel, self.shards, self.group,
                                zero.Sums(partial, kept, self.copies, positions), self.elements)
@@ -194,37 +194,41 @@ def _act_bytes(config: Config) -> int:
 
 def saved_by_piece(config: Config) -> dict[str, int]:
     """Bytes of a block, a rank and a micro-batch that each activation piece saves where it is computed again."""
-    parallel, found = config.parallel, {str(piece): 0 for piece in PIECES}
-    for kept in (kept for layer in layers_of(config) if layer.block == 0 for kept in layer.saved):
+    found = {str(piece): 0 for piece in PIECES}
+    for kept in (kept for layer in cut_layers(config)[1] for kept in layer.cost(share_of(config)).saved):
         if kept.piece is not None:
-            size = kept.bytes_a_rank(_bytes(config.precision.dtype), parallel.tp, parallel.sequence_parallel)
-            found[kept.piece] += size * config.train.micro_batch_size
+            found[kept.piece] += kept.bytes
     return found
 
 
-def _compute_unit(config: Config, members: list[Layer], run: tuple[int, int], stage: int,
-                  parameters: tuple[int, ...]) -> ComputeUnit:
-    tp, sp, batch = config.parallel.tp, config.parallel.sequence_parallel, config.train.micro_batch_size
-    element = _bytes(config.precision.dtype)
-    full = tp if sp else 1
-    saved = sum(kept.bytes_a_rank(element, tp, sp) for layer in members for kept in layer.saved
-                if kept.piece not in config.pieces)
-    operands = element * sum(layer.operand_full // full + layer.operand_whole + layer.operand_cut // tp
-                             + (layer.operand_gathered if sp else 0) for layer in members)
-    operands += sum(kept.bytes_a_rank(element, tp, sp) for layer in members if layer.operand_saved for kept in layer.saved)
-    # One all-gather or reduce-scatter of the whole residual stream; an all-reduce is two.
-    stream = ring(batch * config.model.seq_len * config.model.hidden * element, tp)
-    columns, rows = sum(layer.columns for layer in members), sum(layer.rows for layer in members)
-    loss = sum(3 * 2 * ring(batch * config.model.seq_len * 4, tp) for layer in members if layer.has_loss)
-    if sp:  # forward: gather before columns, scatter after rows; backward: the same turned round, and columns gather their
-        forward, backward, weight = columns + rows, columns + rows, columns  # input again for the weight gradient
-    else:
-        forward, backward, weight = 2 * rows, 2 * columns, 0
-    traffic = {"forward": {"tp": forward * stream + loss}, "input": {"tp": backward * stream}, "weight": {"tp": weight * stream}}
+def hand_overs(units: Sequence[Sequence[Layer]]) -> list[tuple[set[str], tuple[Read, ...]]]:
+    """What each unit makes that later ones read, and what it reads of earlier ones. (Inside a unit, layers hand on among
+    themselves.)"""
+    makers: dict[str, int] = {}  # of what was made last under a name
+    reads: list[dict[str, int]] = []
+    for index, unit in enumerate(units):
+        reads.append({})
+        for layer in unit:
+            reads[index] |= {name: makers[name] for name in layer.reads if makers[name] != index}
+            makers |= dict.fromkeys(layer.makes(Share()), index)
+    last = {read: index for index, mine in enumerate(reads) for read in mine.items()}
+    return [({name for name, maker in last if maker == index},
+             tuple(Read(name, maker, last[name, maker] == index) for name, maker in mine.items()))
+            for index, mine in enumerate(reads)]
+
+
+def _compute_unit(config: Config, members: Sequence[Layer], run: tuple[int, int],
+                  handed: tuple[set[str], tuple[Read, ...]], where: tuple[int, tuple[int, ...]]) -> ComputeUnit:
+    """`where`: its stage, and the parameter units that it uses."""
+    share, (stage, parameters), (makes, reads) = share_of(config), where, handed
+    cost = sum((layer.cost(share) for layer in members), Cost())
+    made = {name: size for layer in members for name, size in layer.makes(share).items()}
     names = [layer.name for layer in members]
     name = names[0] if len(names) == 1 else f"{names[0]}..{names[-1].rsplit('.', 1)[-1]}"
-    first = members[0]
-    return ComputeUnit(name, run, stage, parameters, sum(layer.forward_flops for layer in members) * batch // tp,
-                       saved * batch, operands * batch, traffic, ("tp",), tile=first.tile, tiles=first.tiles,
-                       normed_bytes=_act_bytes(config) if first.shares else 0, adds=first.adds,
-                       running_bytes=2 * 4 * batch * config.model.seq_len if first.running else 0)
+    traffic = {phase: {axis: size for (when, axis), size in cost.sent.items() if when == phase}
+               for phase in ("forward", "input", "weight")}
+    return ComputeUnit(name, run, stage, parameters, cost.flops, cost.saved_bytes(config.pieces), cost.operands,
+                       traffic, tuple(sorted({axis for _, axis in cost.sent})),
+                       makes=tuple(Handed(name, made[name]) for name in sorted(makes)), reads=reads,
+                       loss=any(layer.loss for layer in members), adds=all(layer.adds for layer in members),
+                       running_bytes=members[-1].running_bytes(share))

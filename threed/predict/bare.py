@@ -96,7 +96,8 @@ def parse_limit_of_bare(text: str, p: int, m: int) -> float:
 def bare_programs(order: Order, place: tuple[int, ...], m: int) -> tuple[list[tuple[Instruction, ...]], Table]:
     """An order as checked programs of a model with one unit a stage and no parameters."""
     silent: dict[str, dict[str, int]] = {phase: {} for phases in PHASES.values() for phase in phases}
-    units = tuple(ComputeUnit(f"stage {stage}", (stage, stage + 1), stage, (), 1, 1, 1, silent)
+    last = len(place) - 1
+    units = tuple(ComputeUnit(f"stage {stage}", (stage, stage + 1), stage, (), 1, 1, 1, silent, loss=stage == last)
                   for stage in range(len(place)))
     table = Table(units, {}, place, m, act_bytes=1)
     programs = [(*program, Instruction(Op.CLIP)) for program in communicate(expand(order, table), table)]

@@ -9,7 +9,7 @@ from typing import Any
 from threed.mesh import AXES
 from threed.program.instruction import COMPUTE, Instruction, Op
 from threed.program.show import timeline
-from threed.program.summary import ACTIVATIONS, alive_bytes, fixed_bytes, stages
+from threed.program.summary import activations, alive_bytes, fixed_bytes, stages
 from threed.program.table import SNAPSHOT, VERIFY, Plan
 from threed.program.walk import Cost, Links, Mode, Program, link, walk
 from threed.quantity import show_bytes, show_seconds
@@ -31,7 +31,8 @@ def report(plan: Plan, cost: Cost, source: str, verify_every: int = 0) -> dict[s
         busy = sum(cost(position, item) for item, effect in zip(program, effects, strict=True)
                    if item.op in COMPUTE or (item.op == Op.STEP and effect.lane == "compute"))
         by_kind, fixed = alive_bytes(plan, position).by_kind, fixed_bytes(held)
-        kept = [sum(column) for column in zip(*(by_kind[kind] for kind in ACTIVATIONS if kind in by_kind), strict=True)]
+        kinds = [kind for kind in activations(table) if kind in by_kind]
+        kept = [sum(column) for column in zip(*(by_kind[kind] for kind in kinds), strict=True)]
         every = max(1, len(program) // SAMPLES)
         rows.append({
             "bubble": max(0.0, 1.0 - busy / total) if total else 0.0, "busy_s": busy,

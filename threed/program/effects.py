@@ -11,11 +11,12 @@ A **lane** is one queue of work: `compute`; one for each kind of group that has 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import compress
 from typing import NamedTuple
 
 from threed.mesh import GROUPS
 from threed.program.instruction import COMPUTE, WORDS, Instruction, Op, Slot, Tier
-from threed.program.table import Table
+from threed.program.table import Table, gradient_kind
 
 
 class Effects(NamedTuple):
@@ -44,21 +45,21 @@ def effects(instruction: Instruction, table: Table, position: int) -> Effects:
 # ---- forward and backward
 
 
-class Tile(NamedTuple):
-    """What a tile of a layer makes for the tiles after it, and what it reads of the first."""
+class Passed(NamedTuple):
+    """What a unit makes for later units of its stage, and what it reads of earlier ones."""
 
     makes: tuple[Slot, ...]
     reads: tuple[Slot, ...]
 
 
-def _tile(item: Instruction, table: Table) -> Tile:
+def _passed(item: Instruction, table: Table) -> Passed:
     unit = table.units[item.unit]
-    shared = (Slot("normed", item.unit - unit.tile, item.microbatch),) if unit.normed_bytes else ()
-    return Tile(shared, ()) if unit.tile == 0 else Tile((), shared)
+    return Passed(tuple(Slot(handed.name, item.unit, item.microbatch) for handed in unit.makes),
+                  tuple(Slot(read.name, read.unit, item.microbatch) for read in unit.reads))
 
 
 def _gradients_of(handed: tuple[Slot, ...]) -> tuple[Slot, ...]:
-    return tuple(slot._replace(kind=f"g{slot.kind}") for slot in handed)
+    return tuple(slot._replace(kind=gradient_kind(slot.kind)) for slot in handed)
 
 
 def _computes(item: Instruction, table: Table) -> None:
@@ -69,33 +70,33 @@ def _computes(item: Instruction, table: Table) -> None:
 def _forward(item: Instruction, table: Table, _: int) -> Effects:
     _computes(item, table)
     unit, microbatch = item.turn
-    tile = _tile(item, table)
+    passed = _passed(item, table)
     before = _slots("act", unit - 1, microbatch, unit > 0)
     after = _slots("act", unit, microbatch, unit < table.last)
     saved = _slots("kept" if item.keep == "input" else "saved", unit, microbatch, item.keep != "none")
-    last = table.units[unit].tile == table.units[unit].tiles - 1
-    unused = (*tile.makes, *tile.reads) if item.keep == "none" and last else ()
-    loss = (Slot("loss"),) if unit == table.last else ()
-    return Effects("compute", (*_params(table, unit), *before, *tile.reads), (*after, *saved, *tile.makes), adds=loss,
+    last = [read.last for read in table.units[unit].reads]
+    unused = compress(passed.reads, last) if item.keep == "none" else ()
+    loss = (Slot("loss"),) if table.units[unit].loss else ()
+    return Effects("compute", (*_params(table, unit), *before, *passed.reads), (*after, *saved, *passed.makes), adds=loss,
                    frees=(*before, *unused), groups=table.units[unit].groups)
 
 
 def _recompute(item: Instruction, table: Table, _: int) -> Effects:
     _computes(item, table)
     unit, microbatch = item.turn
-    kept, tile = (Slot("kept", unit, microbatch),), _tile(item, table)
-    return Effects("compute", (*_params(table, unit), *kept, *tile.reads), (Slot("saved", unit, microbatch),),
-                   updates=tile.makes, frees=kept, groups=table.units[unit].groups)
+    kept, passed = (Slot("kept", unit, microbatch),), _passed(item, table)
+    return Effects("compute", (*_params(table, unit), *kept, *passed.reads), (Slot("saved", unit, microbatch),),
+                   updates=passed.makes, frees=kept, groups=table.units[unit].groups)
 
 
 def _backward(item: Instruction, table: Table, _: int) -> Effects:
     """BACKWARD, and BACKWARD_INPUT, which leaves the weights' gradients to BACKWARD_WEIGHT."""
     _computes(item, table)
     unit, microbatch = item.turn
-    tile = _tile(item, table)
+    passed = _passed(item, table)
     used = (Slot("saved", unit, microbatch), *_slots("grad", unit, microbatch, unit < table.last))
-    used += (*tile.makes, *_gradients_of(tile.makes))  # the first tile's backward is the last
-    reads, adds = (*_params(table, unit), *used, *tile.reads), _gradients_of(tile.reads)
+    used += (*passed.makes, *_gradients_of(passed.makes))  # its readers' backwards come before its own
+    reads, adds = (*_params(table, unit), *used, *passed.reads), _gradients_of(passed.reads)
     writes = _slots("grad", unit - 1, microbatch, unit > 0)
     if item.op == Op.BACKWARD:
         adds = (*_wgrads(table, unit), *adds)
@@ -177,7 +178,7 @@ def _reduce(item: Instruction, table: Table, _: int) -> Effects:
 def _clip(item: Instruction, table: Table, position: int) -> Effects:
     held = table.held(position)
     gradients = () if item.gradients == "none" else tuple(_gradient(table, p) for p in held)
-    loss = (Slot("loss"),) if table.position(table.last) == position else ()
+    loss = (Slot("loss"),) if table.makes_loss(position) else ()
     waiting = tuple(Slot("gprev", p, tier=Tier.HOST) for p in held) if item.gradients == "wait" else ()
     gone = gradients if item.gradients in ("wait", "drop") else ()
     return Effects("compute", (*gradients, *loss), (Slot("scale"), *waiting), frees=(*gone, *loss), groups=("world",))

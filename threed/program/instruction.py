@@ -11,8 +11,8 @@ A **slot** is a named value:
     kept u3 m1       what FORWARD keeps for RECOMPUTE: its input
     kpart u3 m1      this tp rank's part of it
     operands u3 m1   what BACKWARD_INPUT leaves for BACKWARD_WEIGHT
-    normed u3 m1     output of the norm in u3, which u3 and the tiles after it read
-    gnormed u3 m1    the gradient with respect to it, added up over those tiles
+    normed u3 m1     a tensor that u3 hands to later units of its stage: a norm's output, to tiles
+    gnormed u3 m1    the gradient with respect to it, added up over those units
     param p3         a parameter unit, whole (this tp rank's part), as compute units read it
     pshard p3        this rank's shard of it, which STEP updates
     state p3         optimizer state of that shard

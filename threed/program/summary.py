@@ -12,7 +12,10 @@ from threed.program.table import Plan, Table
 from threed.program.walk import Memory, link, memory
 from threed.quantity import show_bytes, show_count
 
-ACTIVATIONS = ("act", "grad", "saved", "kept", "kpart", "operands", "normed", "gnormed")
+
+def activations(table: Table) -> tuple[str, ...]:
+    """Kinds of slots that hold activations and their gradients."""
+    return "act", "grad", "saved", "kept", "kpart", "operands", *table.handed
 
 
 def stages(plan: Plan) -> list[dict[str, Any]]:
@@ -48,7 +51,7 @@ def stages(plan: Plan) -> list[dict[str, Any]]:
             "buffer_bytes": pools.bytes(table),
             "host_bytes": away[Tier.HOST] + pools.host_bytes(table), "disk_bytes": away[Tier.DISK],
             "snapshot_bytes": _snapshot_bytes(table, position),
-            "activation_peak_bytes": alive.peak(*ACTIVATIONS),
+            "activation_peak_bytes": alive.peak(*activations(table)),
             "slot_peak_bytes": {kind: max(row) for kind, row in sorted(alive.by_kind.items()) if max(row)},
             "gathers": counts[Op.GATHER], "reduces": counts[Op.REDUCE],
             "sent_bytes": dict(sent), "moved_bytes": dict(moved),

@@ -18,12 +18,29 @@ from typing import Any, NamedTuple
 from threed.mesh import GROUPS
 from threed.optimizers.base import BYTES, Buffer
 from threed.program.instruction import PARAMETER_KINDS, Instruction, Op, Slot, Tier
+from threed.quantity import ring
 from threed.schema import Config
 
 # Names of programs: one only runs forward; one trains and updates nothing; two copy what a checkpoint keeps.
 EVALUATE, VERIFY, SNAPSHOT, WAITING = "evaluate", "verify", "snapshot", "snapshot_waiting"
 # Programs of delayed updates -> whose gradients their STEPs are of: the step before (prev), this one ("").
 DELAYED_STEPS: dict[str, tuple[str, ...]] = {"enter": (), "train": ("prev",), "drain": ("prev", "")}
+
+
+class Handed(NamedTuple):
+    """A tensor besides its output that a unit makes for later units of its stage: a slot of this kind.
+    The slot of its gradient has a g before the name."""
+
+    name: str
+    bytes: int
+
+
+class Read(NamedTuple):
+    """A handed tensor that a unit reads. To its gradient every reader adds."""
+
+    name: str
+    unit: int  # that makes it
+    last: bool  # whether no later unit reads it
 
 
 @dataclass(frozen=True)
@@ -38,9 +55,9 @@ class ComputeUnit:
     traffic: dict[str, dict[str, int]]  # phase (forward, input, weight) -> axis -> bytes sent inside it
     groups: tuple[str, ...] = ()  # over which they are sent
     recompute: bool = False  # whether FORWARD keeps its input alone, and RECOMPUTE makes the rest again
-    tile: int = 0  # of a layer that is cut into several units, this is one
-    tiles: int = 1
-    normed_bytes: int = 0  # of the norm's output that such tiles share; 0: they share none
+    makes: tuple[Handed, ...] = ()
+    reads: tuple[Read, ...] = ()
+    loss: bool = False  # whether it adds to the loss; the last unit does, and has no other output
     adds: bool = False  # only adds to its input: keeps nothing of it, and hands its output's gradient on as it is
     running_bytes: int = 0  # of its output, where that is a running softmax, not the residual stream
 
@@ -149,10 +166,20 @@ class Table:
         """Parameter units that a position holds."""
         return self._held[position]
 
+    def makes_loss(self, position: int) -> bool:
+        """Whether a unit of a position adds to the loss."""
+        return any(self.units[unit].loss for unit in self.units_of(position))
+
     def keeps_stream(self, unit: int) -> bool:
         """Whether the input that a compute unit keeps for RECOMPUTE is the residual stream: the first unit reads tokens, which
-        all ranks have, and later tiles what their first has made."""
-        return unit > 0 and self.units[unit].tile == 0
+        all ranks have; one that only adds keeps nothing; and some read a running softmax."""
+        return unit > 0 and not self.units[unit].adds and not self.units[unit - 1].running_bytes
+
+    @cached_property
+    def handed(self) -> dict[str, str]:
+        """Kinds of slots of the tensors that units hand on, and of their gradients -> the tensor's name."""
+        names = {handed.name for unit in self.units for handed in unit.makes}
+        return {**{name: name for name in names}, **{gradient_kind(name): name for name in names}}
 
     def units_of(self, position: int) -> list[int]:
         return [u for u in range(len(self.units)) if self.position(u) == position]
@@ -220,8 +247,9 @@ class Table:
             return self._size_of_kept(slot)
         if slot.kind in ("act", "grad"):
             return unit.running_bytes or self.act_bytes
-        return {"normed": unit.normed_bytes, "gnormed": unit.normed_bytes, "saved": unit.saved_bytes,
-                "operands": unit.operand_bytes}[slot.kind]
+        if slot.kind in self.handed:
+            return dict(unit.makes)[self.handed[slot.kind]]
+        return {"saved": unit.saved_bytes, "operands": unit.operand_bytes}[slot.kind]
 
     def _size_of_kept(self, slot: Slot) -> int:
         if not self.keeps_stream(slot.unit):
@@ -297,9 +325,9 @@ def add_up(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     return dict(total)
 
 
-def ring(size: int, ranks: int) -> int:
-    """Bytes a rank sends in a ring all-gather or reduce-scatter of a buffer of `size` bytes."""
-    return size * (ranks - 1) // ranks
+def gradient_kind(name: str) -> str:
+    """The kind of the slot in which the gradient of a handed tensor is added up."""
+    return f"g{name}"
 
 
 @dataclass(frozen=True)

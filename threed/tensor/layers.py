@@ -76,7 +76,7 @@ class WeightGrads:
 
 
 def parallel_config(group: Group, sequence_parallel: bool, dtype: torch.dtype) -> ModelParallelConfig:
-    """Megatron-core's config for layers that draw no initial values: we draw them ourselves (see tensor/init)."""
+    """Megatron-core's config for layers that draw no initial values: we draw them ourselves (see tensor/random)."""
     return ModelParallelConfig(tensor_model_parallel_size=group.size(), sequence_parallel=sequence_parallel,
                                params_dtype=dtype, use_cpu_initialization=True, perform_initialization=False)
 
@@ -157,6 +157,24 @@ class _SumOverTp(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor):
         return (_gather(grads[0], ctx.group) if ctx.sp else grads[0]), None, None
+
+
+class _Total(torch.autograd.Function):
+    """The sum of what each rank has; the gradient of each part is that of the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, group: Group):
+        total = part.clone(memory_format=torch.contiguous_format)
+        group.all_reduce(total).wait()
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor):
+        return grads[0], None
+
+
+def total(part: torch.Tensor, group: Group) -> torch.Tensor:
+    return _Total.apply(part, group)  # pyright: ignore[reportReturnType]
 
 
 class ColumnParallelLinear(megatron.ColumnParallelLinear):

@@ -1,9 +1,10 @@
-"""Numbers that do not depend on the mesh: initial weights drawn by block, dropout masks computed from counters."""
+"""Numbers that do not depend on the mesh: initial weights drawn by block, dropout masks computed from
+counters."""
 
 from __future__ import annotations
 
 import hashlib
-import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -20,47 +21,56 @@ def _seed(*words: object) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def initial_values(parameter: Parameter, tp: int, tp_rank: int, seed: int) -> torch.Tensor:
-    """The fp32 values of a tp rank's part of a parameter (of a tile of it), on the CPU."""
-    values = torch.empty(parameter.local_shape(tp))
-    draw(values.view(-1), parameter, tp, tp_rank, seed)
+def initial_values(parameter: Parameter, ranks: Mapping[str, int], place: Mapping[str, int],
+                   seed: int) -> torch.Tensor:
+    """The fp32 values of a rank's part of a parameter (of a tile of it), on the CPU. `ranks`, `place`: axis
+    -> its size, the rank's index."""
+    values = torch.empty(parameter.local_shape(ranks))
+    draw(values.view(-1), parameter, parameter.part(ranks, place), seed)
     return values
 
 
-def draw(into: torch.Tensor, parameter: Parameter, tp: int, tp_rank: int, seed: int, start: int = 0) -> None:
-    """Fill a flat tensor with initial values: a tp rank's part of a parameter (of a tile of it), from its element `start` on.
+def draw(into: torch.Tensor, parameter: Parameter, part: tuple[tuple[int, ...], tuple[int, ...]], seed: int,
+         start: int = 0) -> None:
+    """Fill a flat tensor with initial values: a part (offset and shape in `parameter.stored`), from its
+    element `start` on.
 
-    Normal values are drawn in blocks, each with a generator keyed by (seed, name, block), so a rank draws only the blocks
-    that its range touches, a row of blocks at a time, and the whole parameter is the same on every mesh. Rows that pad the
-    vocabulary are zero.
+    Normal values are drawn in blocks of the last two dims, each with a generator keyed by (seed, name,
+    indices of the dims before, block), so a rank draws only the blocks that its range touches, a row of
+    blocks at a time, and the whole parameter is the same on every mesh. Rows that pad the vocabulary are
+    zero.
     """
-    if parameter.tiles > 1:  # as if as many more ranks cut the whole
-        whole = replace(parameter, tile=0, tiles=1)
-        return draw(into, whole, tp * parameter.tiles, parameter.tile * tp + tp_rank, seed, start)
-    stop = start + len(into)
     if parameter.std == 0.0:
         into.fill_(parameter.fill)
-    elif parameter.stacked:  # each of the stacked products as a parameter of its own
-        cut = parameter.tp_dim - 1 if parameter.tp_dim is not None else None
-        size = math.prod(parameter.local_shape(tp)[1:])
-        for index in range(start // size, -(-stop // size)):
-            part = replace(parameter, name=f"{parameter.name}.{index}", shape=parameter.shape[1:], tp_dim=cut, stacked=False)
-            low, high = max(start, index * size), min(stop, (index + 1) * size)
-            draw(into[low - start:high - start], part, tp, tp_rank, seed, low - index * size)
-    else:
-        whole, cut = (parameter.shape, parameter.tp_dim) if len(parameter.shape) == 2 else ((1, parameter.numel), None)
-        size, first = list(whole), [0, 0]
-        if cut is not None:
-            size[cut] //= tp
-            first[cut] = tp_rank * size[cut]
-        row, last = first[0] + start // size[1], first[0] + -(-stop // size[1])
-        while row < last:
-            top, bottom = max(row - row % BLOCK, first[0]), min(row - row % BLOCK + BLOCK, first[0] + size[0])
-            offset, end = (top - first[0]) * size[1], (bottom - first[0]) * size[1]
-            low, high = max(start, offset), min(stop, end)
-            into[low - start:high - start] = _strip(  # nowhere else, so that there is one at a time
-                parameter, whole, (top, bottom), (first[1], first[1] + size[1]), seed).view(-1)[low - offset:high - offset]
-            row = bottom
+        return
+    whole, (offset, shape) = parameter.stored, part
+    if len(whole) == 1:
+        whole, offset, shape = (1, *whole), (0, *offset), (1, *shape)
+    size, stop = shape[-2] * shape[-1], start + len(into)
+    for matrix in range(start // size, -(-stop // size)):
+        index, rest = [], matrix
+        for dim in reversed(range(len(shape) - 2)):
+            rest, local = divmod(rest, shape[dim])
+            index.insert(0, offset[dim] + local)
+        low, high = max(start, matrix * size), min(stop, (matrix + 1) * size)
+        name = ".".join(map(str, (parameter.name, *index)))
+        _draw_matrix(into[low - start:high - start], replace(parameter, name=name), whole[-2:],
+                     (offset[-2:], shape[-2:]), (seed, low - matrix * size))
+
+
+def _draw_matrix(into: torch.Tensor, parameter: Parameter, whole: tuple[int, ...],
+                 part: tuple[tuple[int, ...], tuple[int, ...]], key: tuple[int, int]) -> None:
+    """The same of a part of a matrix. `key`: seed, and the first element."""
+    (first, size), (seed, start) = part, key
+    stop = start + len(into)
+    row, last = first[0] + start // size[1], first[0] + -(-stop // size[1])
+    while row < last:
+        top, bottom = max(row - row % BLOCK, first[0]), min(row - row % BLOCK + BLOCK, first[0] + size[0])
+        offset, end = (top - first[0]) * size[1], (bottom - first[0]) * size[1]
+        low, high = max(start, offset), min(stop, end)
+        into[low - start:high - start] = _strip(  # nowhere else, so that there is one at a time
+            parameter, whole, (top, bottom), (first[1], first[1] + size[1]), seed).view(-1)[low - offset:high - offset]
+        row = bottom
 
 
 def _strip(parameter: Parameter, whole: tuple[int, ...], rows: tuple[int, int], columns: tuple[int, int],
@@ -82,8 +92,9 @@ def _strip(parameter: Parameter, whole: tuple[int, ...], rows: tuple[int, int], 
 def keep_mask(probability: float, key: tuple[int, str], samples: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
     """Dropout from counters: which elements stay, [B, *counters.shape], and the same on every mesh.
 
-    `key` is (seed, site), `samples` the global sample numbers [B], `counters` the global number of each element within
-    its sample at this site. Each decision is a hash of the four (the mixing steps are those of splitmix64).
+    `key` is (seed, site), `samples` the global sample numbers [B], `counters` the global number of each
+    element within its sample at this site. Each decision is a hash of the four (the mixing steps are those of
+    splitmix64).
     """
     base = torch.tensor(_seed(*key), dtype=torch.int64, device=samples.device)
     shape = (-1, *([1] * counters.dim()))

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 
 class Place(NamedTuple):
@@ -53,6 +54,12 @@ class Saving:
             yield
         finally:
             del self._recipes[before:]
+
+    def through(self, piece: str, function: Callable[..., torch.Tensor], *inputs: Any) -> torch.Tensor:
+        """function(*inputs); of pieces of this kind nothing is kept but the inputs."""
+        if not self.again(piece):
+            return function(*inputs)
+        return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)  # pyright: ignore
 
     def keeping(self, places: Sequence[Place]) -> AbstractContextManager[Any]:
         """The context of a unit's forward."""

@@ -20,6 +20,7 @@ from threed.slots import Slots
 from threed.tensor.precision import Precision
 from threed.zero import optimizer
 from threed.zero.scaler import LossScaler
+from threed.zero.shard import counts
 from threed.zero.state import Reduced, UnitState, there
 
 
@@ -117,7 +118,8 @@ class ZeroRun:
     def _sum_partial(self, state: UnitState, group: Group) -> None:
         """In one call: parameters that all ranks of a group hold, of which each has the gradient of its own tokens."""
         grad = state.whole_grad()
-        parts = [grad[segment.start:segment.stop] for segment in state.layout.segments if segment.replicated]
+        over = GROUPS[group.name].axes or ()
+        parts = [grad[each.start:each.stop] for each in state.layout.segments if not set(over) & set(each.axes)]
         joined = torch.cat(parts) if len(parts) > 1 else parts[0]
         group.all_reduce(joined).wait()
         if len(parts) > 1:
@@ -168,14 +170,16 @@ class ZeroRun:
         if instruction.gradients != "none":
             if self.comm.device.type == "cuda" and any(state.host_grad is not None for state in self.states.values()):
                 torch.cuda.current_stream().synchronize()  # it waits for the copies to the host; the host reads them now
-            for state, counts in ((self.states[p], self._counts(p)) for p in self.table.held(self.comm.here.position)):
+            here = self.comm.here
+            for state, mine in ((self.states[p], self._counts(p)) for p in self.table.held(here.position)):
                 for segment in state.layout.segments_of(state.index):
                     # What another rank counts is looked at, too: an overflow may be in one copy only.
-                    counted = counts and (self._speaks or not segment.replicated)
+                    counted = mine and counts(segment.axes, here.on)
                     numbers[0 if counted else 1] += squared_norm(state.range(state.gradient, segment))
         if Slot("loss") in slots and self._speaks:
             numbers[2] = slots.get(Slot("loss"))
-            numbers[3] = self.config.tokens_per_step / self.config.dp
+            if self.comm.here.position == self.table.position(self.table.last):  # tokens count once
+                numbers[3] = self.config.tokens_per_step / self.config.dp
         numbers[1] = (~torch.isfinite(numbers)).any().double()
         self.comm.groups["world"].all_reduce(numbers).wait()
         squared, found, loss, tokens = numbers.tolist()

@@ -1,19 +1,26 @@
-"""The flat layout of a parameter unit: where each parameter lies in the buffer, and who owns which range. No torch.
+"""The flat layout of a parameter unit: where each parameter lies in the buffer, and who owns which range. No
+torch.
 
-    | decayed, cut over tp | decayed, replicated | plain, cut | plain, replicated | padding |
-    |<------ shard 0 ------>|<------ shard 1 ------>|<------ shard 2 ------>| ...
+    | decayed, cut | decayed, whole | plain, cut | plain, whole | padding |
+    |<--- shard 0 --->|<--- shard 1 --->|<--- shard 2 --->| ...
 
-All elements of a tp rank's part of a unit lie in one buffer, in four runs, so that weight decay and the gradient norm
-(which counts what is replicated over tp once) are slices. The buffer is padded so that every shard has the same length.
+All elements of a rank's part of a unit lie in one buffer, in runs, so that weight decay and the gradient norm
+(which counts once what ranks of an axis have copies of) are slices. The buffer is padded so that every shard
+has the same length.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from threed.mesh import AXES
 from threed.models.spec import Parameter
 from threed.quantity import round_up
 
+# Axes of the mesh whose ranks have copies of what is not cut over them.
+COPIED = tuple(axis for axis, divides in AXES.items() if divides == "parameters")
 ALIGNMENT = 32  # elements: shards begin at multiples of 64 bytes even in 16 bit
 
 
@@ -22,7 +29,7 @@ class Placed:
     """A parameter in its unit's buffer."""
 
     parameter: Parameter
-    shape: tuple[int, ...]  # of this tp rank's part
+    shape: tuple[int, ...]  # of this rank's part, as stored
     module_shape: tuple[int, ...]  # the same inside the layer
     start: int
     stop: int
@@ -35,7 +42,7 @@ class Segment:
     start: int
     stop: int
     decay: bool
-    replicated: bool  # over tp
+    axes: tuple[str, ...]  # of the mesh, over which it is cut
 
 
 @dataclass(frozen=True)
@@ -44,14 +51,15 @@ class Layout:
     segments: tuple[Segment, ...]
     numel: int  # with padding
     num_shards: int
+    ranks: Mapping[str, int]  # axis -> its size
 
     @property
     def padding(self) -> int:
         return self.numel - (self.placed[-1].stop if self.placed else 0)
 
-    @property
-    def replicated(self) -> int:
-        return sum(segment.stop - segment.start for segment in self.segments if segment.replicated)
+    def whole_over(self, axes: Collection[str]) -> int:
+        """Elements of which all ranks of these axes have copies."""
+        return sum(each.stop - each.start for each in self.segments if not set(axes) & set(each.axes))
 
     def shard(self, index: int) -> tuple[int, int]:
         """(start, stop) of a shard."""
@@ -61,22 +69,28 @@ class Layout:
     def segments_of(self, index: int) -> list[Segment]:
         """The parts of the segments that lie in a shard, in buffer coordinates."""
         start, stop = self.shard(index)
-        return [Segment(max(start, s.start), min(stop, s.stop), s.decay, s.replicated)
+        return [Segment(max(start, s.start), min(stop, s.stop), s.decay, s.axes)
                 for s in self.segments if s.start < stop and s.stop > start]
 
 
-def layout(parameters: tuple[Parameter, ...], tp: int, num_shards: int) -> Layout:
-    """Lay out the parameters of a unit for a tp size, cut into `num_shards`."""
+def layout(parameters: tuple[Parameter, ...], ranks: Mapping[str, int], num_shards: int) -> Layout:
+    """Lay out the parameters of a unit for sizes of the axes, cut into `num_shards`."""
     placed, segments, offset = [], [], 0
-    for decay, replicated in ((True, False), (True, True), (False, False), (False, True)):
+    # Also where an axis has one rank, so that buffers look alike on all meshes.
+    kinds = dict.fromkeys((not parameter.decay, not parameter.axes, parameter.axes) for parameter in parameters)
+    for plain, _, axes in sorted(kinds, key=lambda kind: kind[:2]):
         first = offset
         for parameter in parameters:
-            # At tp=1 nothing is replicated, yet the order is kept, so that buffers look alike on all meshes.
-            if (parameter.decay, parameter.tp_dim is None) == (decay, replicated):
-                shape = parameter.local_shape(tp)
-                count = parameter.numel // (tp if parameter.tp_dim is not None else 1)
-                placed.append(Placed(parameter, shape, parameter.module_shape(tp), offset, offset + count))
+            if (parameter.decay, parameter.axes) == (not plain, axes):
+                shape = parameter.local_shape(ranks)
+                count = math.prod(shape)
+                placed.append(Placed(parameter, shape, parameter.module_shape(ranks), offset, offset + count))
                 offset += count
-        if offset > first:
-            segments.append(Segment(first, offset, decay, replicated))
-    return Layout(tuple(placed), tuple(segments), round_up(offset, num_shards * ALIGNMENT), num_shards)
+        segments.append(Segment(first, offset, not plain, axes))
+    return Layout(tuple(placed), tuple(segments), round_up(offset, num_shards * ALIGNMENT), num_shards, ranks)
+
+
+def counts(axes: tuple[str, ...], place: Mapping[str, int]) -> bool:
+    """Whether a rank counts for what is cut over these axes: of the ranks that have a copy, the first
+    does."""
+    return all(place[axis] == 0 for axis in COPIED if axis not in axes)

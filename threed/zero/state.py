@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from functools import partial
 
@@ -317,13 +317,14 @@ class UnitState:
         return [segment for index in indices for segment in self.layout.segments_of(index)]
 
     @torch.no_grad()
-    def fill(self, tp: int, tp_rank: int, seed: int) -> None:
-        """Draw initial values of what this rank steps, straight into it."""
+    def fill(self, place: Mapping[str, int], seed: int) -> None:
+        """Draw initial values of what this rank (axis -> its index) steps, straight into it."""
         first, last = self.owned
         for placed in self.layout.placed:
             start, stop = max(placed.start, first), min(placed.stop, last)
             if stop > start:
-                draw(self.weights[start - first:stop - first], placed.parameter, tp, tp_rank, seed, start - placed.start)
+                part = placed.parameter.part(self.layout.ranks, place)
+                draw(self.weights[start - first:stop - first], placed.parameter, part, seed, start - placed.start)
         self.publish()
 
     @torch.no_grad()
@@ -411,6 +412,6 @@ def make_states(config: Config, comm: Comm, layouts: dict[int, Layout], storage:
         if state.writes and table.update.snapshots:
             rows = storage.on_host(table.kept_kinds * (state.shard[1] - state.shard[0]), torch.float32)
             state.snapshot = Snapshot(rows.view(table.kept_kinds, -1), storage.device)
-        state.fill(config.parallel.tp, comm.here.on["tp"], config.train.seed)
+        state.fill(comm.here.on, config.train.seed)
         states[unit] = state
     return states

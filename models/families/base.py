@@ -1,0 +1,27 @@
+"""What a family is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from threed.models.layers.base import Layer
+from threed.schema import ModelConfig
+
+
+def nothing(_: Any, __: Mapping[str, int]) -> list[str]:
+    return []
+
+
+@dataclass(frozen=True)
+class Family:
+    """Models of one kind."""
+
+    # Of a configuration, first to last: the first embeds tokens, the last has the loss.
+    layers: Callable[[Any], list[Layer]]
+    config: type[ModelConfig] = ModelConfig  # keys of `model` and their defaults; a subclass may add its own
+    sizes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # model.name -> values of keys
+    # (configuration, axis -> ranks) -> what is wrong with it, one line each, beside what is checked of all
+    # families
+    check: Callable[[Any, Mapping[str, int]], list[str]] = nothing

@@ -1,0 +1,68 @@
+"""Families by the name that `model.family` gives them, or by where they are.
+
+A family is a file here and a line below; or anywhere else, and `model.family` says where:
+`package.module:name`, or `folder/file.py:name`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+from threed.errors import InputError
+from threed.models.families.base import Family
+from threed.models.families.gpt import GPT
+from threed.models.families.llama import LLAMA
+from threed.schema import ModelConfig
+
+FAMILIES: dict[str, Family] = {"gpt": GPT, "llama": LLAMA}
+
+
+def sizes() -> dict[str, str]:
+    """Names that `model.name` may be -> the family whose size it is."""
+    return {name: family for family, each in FAMILIES.items() for name in each.sizes}
+
+
+@cache
+def family_of(name: str) -> Family:
+    """What `model.family` stands for. InputError where it stands for nothing."""
+    if name in FAMILIES:
+        return FAMILIES[name]
+    asked = f"model.family={name}"
+    where, colon, attribute = name.rpartition(":")
+    if not colon:
+        raise InputError(f"{asked}: there are {', '.join(FAMILIES)}; for one of your own write "
+                         "package.module:name or file.py:name")
+    module = _from_file(asked, Path(where)) if where.endswith(".py") else _from_package(asked, where)
+    family = getattr(module, attribute, None)
+    if not isinstance(family, Family):
+        wrong = "has no such name" if family is None else f"has a {type(family).__name__} there"
+        raise InputError(f"{asked}: {where} {wrong}; it must be a threed.models.families.base.Family")
+    if not issubclass(family.config, ModelConfig):
+        raise InputError(f"{asked}: its config must be a dataclass that extends threed.schema.ModelConfig")
+    return family
+
+
+def _from_file(asked: str, path: Path) -> ModuleType:
+    if not path.is_file():
+        raise InputError(f"{asked}: there is no file {path} (seen from {Path.cwd()})")
+    alias = f"threed_family_{path.stem}"
+    spec = importlib.util.spec_from_file_location(alias, path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[alias] = importlib.util.module_from_spec(spec)  # where dataclasses look
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise InputError(f"{asked}: {path} cannot be imported: {type(error).__name__}: {error}") from error
+    return module
+
+
+def _from_package(asked: str, where: str) -> ModuleType:
+    try:
+        return importlib.import_module(where)
+    except Exception as error:
+        raise InputError(f"{asked}: {where} cannot be imported: {type(error).__name__}: {error}") from error

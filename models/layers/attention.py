@@ -1,0 +1,102 @@
+"""Causal self-attention; query heads share key and value heads in groups of G. A tile is a run of key and
+value heads with their queries.
+
+Rows of qkv are sorted by key and value head: the queries that share it, then its key, then its value (as in
+Megatron-LM). So any run of heads is a run of rows.
+
+Shapes: S sequence, s the part of it that a rank has of the residual stream, B micro-batch, D hidden; of this
+rank (and tile) N heads, K key and value heads, G = N/K; E head size.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from threed.later import F, torch
+from threed.models.layers.base import Part
+from threed.models.layers.parts import Column, Row
+from threed.models.spec import WHOLE, Cost, Saved, Share, Tile
+from threed.schema import ModelConfig
+
+if TYPE_CHECKING:
+    from threed.tensor.context import Batch
+
+
+class Attention(Part):
+    kind, cell = "attention", "kv head with its queries"
+
+    def __init__(self, model: ModelConfig, name: str, tile: Tile = WHOLE):
+        self.model, self.name, self.tile = model, name, tile
+        self.cells = model.num_kv_heads
+        kv = model.num_kv_heads * model.head_dim
+        self.qkv = Column(model, f"{name}.qkv", model.hidden + 2 * kv, tile)
+        self.out = Row(model, f"{name}.out", model.hidden, model.residual_std, tile)
+
+    def tiled(self, tile: Tile) -> Attention:
+        return Attention(self.model, self.name, tile)
+
+    def cost(self, share: Share) -> Cost:
+        seq, hidden = self.model.seq_len, self.model.hidden // self.tile.count
+        # Counted whole, not halved for the mask.
+        core = 4 * seq * seq * hidden * share.sequences // share.over("tp")
+        return super().cost(share) + Cost(core, self._saved(share))
+
+    def _saved(self, share: Share) -> tuple[Saved, ...]:
+        """Between the norm and the dropout of its branch."""
+        model, tiles = self.model, self.tile.count
+        seq, hidden, kv = model.seq_len, model.hidden, model.num_kv_heads * model.head_dim
+        grouped, rotary = model.heads > model.num_kv_heads, model.position == "rotary"
+
+        def kept(what: str, elements: int, element: int | None = None,
+                 piece: str | None = "attention") -> Saved:
+            return Saved(what, share.bytes(elements // tiles, "tp", element), piece)
+
+        ends = (kept("queries, keys and values as projected", seq * (hidden + 2 * kv), piece=None),
+                kept("attention's output", seq * hidden, piece=None))
+        if not model.attention_dropout:
+            return (*ends, kept("queries", seq * hidden if rotary or grouped else 0),
+                    kept("keys", seq * kv if rotary else 0),
+                    kept("log of attention's sums", model.heads * seq, 4))
+        # Unfused. Keys and values are kept for each query head. Queries that were turned or copied are kept
+        # so, and nothing as projected.
+        squares, instead = model.heads * seq * seq, 2 * kv if rotary or grouped else 0
+        return (*ends, kept("softmax of attention", squares, 4), kept("dropped attention", squares),
+                kept("attention mask", squares, 1),
+                kept("keys and values of each query", seq * (2 * hidden - instead)))
+
+    def forward(self, x_sBD: torch.Tensor, batch: Batch) -> torch.Tensor:
+        return self.out(self.context.saving.through("attention", self._core, self.qkv(x_sBD), batch))
+
+    def _core(self, qkv: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """[S, B, queries, keys and values of this rank] -> [S, B, N x E]."""
+        seq, size = qkv.shape[:2]
+        model = self.model
+        heads = model.num_kv_heads // self.context.group.size() // self.tile.count
+        qkv = qkv.view(seq, size, heads, model.heads // model.num_kv_heads + 2, model.head_dim)
+        q_BNSE = qkv[..., :-2, :].reshape(seq, size, -1, model.head_dim).permute(1, 2, 0, 3)
+        k_BKSE, v_BKSE = (qkv[..., index, :].permute(1, 2, 0, 3) for index in (-2, -1))
+        if model.position == "rotary":
+            q_BNSE, k_BKSE = self._rotate(q_BNSE), self._rotate(k_BKSE)
+        x_BNSE = self._attend(q_BNSE, k_BKSE, v_BKSE, batch)
+        return x_BNSE.permute(2, 0, 1, 3).reshape(seq, size, -1)
+
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> torch.Tensor:
+        probability, queries = self.model.attention_dropout, self.model.heads // self.model.num_kv_heads
+        if probability == 0.0 or not batch.train:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=queries > 1)
+        # Fused attention draws its own dropout, which depends on the mesh: attention weights are made
+        # explicitly.
+        k, v = (t.repeat_interleave(queries, 1) for t in (k, v))
+        seq, heads = q.shape[2], q.shape[1]
+        future = torch.full((seq, seq), -torch.inf, dtype=q.dtype, device=q.device).triu(1)  # added: not kept
+        scores = q @ k.transpose(-1, -2) * self.model.head_dim**-0.5 + future
+        first = (self.tile.index * self.context.group.size() + self.context.group.rank()) * heads
+        counters = torch.arange(first * seq * seq, (first + heads) * seq * seq, device=q.device)
+        keep = self.context.keep_mask(probability, (batch.seed, f"{self.name}.weights"), batch.samples_B,
+                                      counters.view(heads, seq, seq))
+        return (scores.float().softmax(-1).to(v.dtype) * keep / (1.0 - probability)) @ v
+
+    def _rotate(self, x_BNSE: torch.Tensor) -> torch.Tensor:
+        cos_SE, sin_SE = self.context.rotary(x_BNSE.device)
+        low, high = x_BNSE.chunk(2, -1)
+        return x_BNSE * cos_SE + torch.cat([-high, low], -1) * sin_SE

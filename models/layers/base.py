@@ -1,0 +1,111 @@
+"""Parts and layers: what planning must know of them and what they compute, in one class.
+
+A **part** is made of parts: a layer has a norm and an MLP, an MLP has two linears. It says which parameters
+it has and what it costs, which is by default what its parts have and cost. A **layer** is a part that a unit
+may consist of. Made from a config, parts are plain values, with which a plan is made without torch; `build`
+binds them to the weights of a rank, and then they compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
+
+from threed.models.spec import WHOLE, Cost, Parameter, Share, Tile
+
+if TYPE_CHECKING:
+    import torch
+
+    from threed.tensor.context import Context
+
+
+class Part:
+    context: Context  # after `build`
+
+    def parts(self) -> Iterator[Part]:
+        """Its own parts, in the order in which they were made."""
+        for value in vars(self).values():
+            for each in value if isinstance(value, tuple | list) else (value,):
+                if isinstance(each, Part):
+                    yield each
+
+    def parameters(self) -> list[Parameter]:
+        """All that it computes with."""
+        return [parameter for part in self.parts() for parameter in part.parameters()]
+
+    def cost(self, share: Share) -> Cost:
+        return sum((part.cost(share) for part in self.parts()), Cost())
+
+    def build(self, context: Context, weights: Mapping[str, torch.nn.Parameter]) -> Self:
+        """Bind it to the weights of a rank: key of a parameter -> weight."""
+        self.context = context
+        for part in self.parts():
+            part.build(context, weights)
+        return self
+
+    def modules(self) -> list[torch.nn.Module]:
+        """The modules of torch that hold its weights, after `build`."""
+        return [module for part in self.parts() for module in part.modules()]
+
+    def forward(self, *inputs: Any) -> Any:
+        raise NotImplementedError(f"{type(self).__name__} computes nothing")
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        return self.forward(*inputs, **named)
+
+
+class Out(NamedTuple):
+    """What a layer has computed, where it is more than the residual stream."""
+
+    x: torch.Tensor | None = None  # what the next layer reads, mostly the residual stream; the last: None
+    makes: Mapping[str, torch.Tensor] = {}  # what it hands to later layers of its stage, by name
+    loss: torch.Tensor | None = None  # added to the loss, equal on all tp ranks: a sum / batch.num_tokens
+
+
+class Layer(Part):
+    """Called with the residual stream [s, B, D] and the batch, and by name with the tensors that it reads. It
+    returns the residual stream, or an Out."""
+
+    name: str
+    tile: Tile = WHOLE
+    adds = False  # only adds to its input, and keeps nothing of it: the gradient passes as it is
+    loss = False  # whether it adds to the loss; the last layer does
+    reads: tuple[str, ...] = ()  # names of tensors that earlier layers hand it
+
+    def makes(self, share: Share) -> dict[str, int]:
+        """Tensors that it hands on: name -> bytes."""
+        return {}
+
+    def running_bytes(self, share: Share) -> int:
+        """Of its output, where that is not the residual stream."""
+        return 0
+
+    def own_parameters(self) -> tuple[Parameter, ...]:
+        """Those that its unit holds: all but tied ones."""
+        return tuple(parameter for parameter in self.parameters() if not parameter.tied)
+
+    def tileable(self) -> tuple[Tileable, ...]:
+        """Its parts that can be cut into tiles."""
+        return ()
+
+    def cut(self, tiling: Tiling) -> list[Layer]:
+        """Itself, or the smaller layers that compute the same."""
+        return [self]
+
+
+class Tileable(Protocol):
+    """A part whose matrices can be cut into equal tiles."""
+
+    kind: str  # what it is called
+    cells: int  # that must stay whole
+    cell: str  # what such a cell is
+
+    def parameters(self) -> list[Parameter]: ...
+    def tiled(self, tile: Tile) -> Self: ...
+
+
+class Tiling(Protocol):
+    """How layers are cut so that none gathers more than a limit."""
+
+    def fits(self, part: Any) -> bool: ...
+    def tiles(self, part: Any) -> list[Any]: ...

@@ -1,0 +1,102 @@
+"""A block is a sequence of branches. A branch adds to the residual stream what its bodies make of its norm's
+output:
+
+    Block(name, Branch(f"{name}.attention", norm, attention), Branch(f"{name}.mlp", norm, mlp))   in turn
+    Block(name, Branch(f"{name}.both", norm, attention, mlp))                                     side by side
+
+A body is a part that is called with (norm's output, batch), and that can be cut into tiles (base.Tileable). A
+block that is too large becomes its branches; a branch, tiles of its bodies. The first has the norm, whose
+output it hands to the others.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from threed.models.layers.base import Layer, Out, Part
+from threed.models.layers.parts import Dropout, Norm, added
+from threed.models.spec import SEQUENCE, Cost, Saved, Share, Tile
+
+if TYPE_CHECKING:
+    import torch
+
+    from threed.tensor.context import Batch
+
+
+class Block(Layer):
+    def __init__(self, name: str, *branches: Branch):
+        self.name, self.branches = name, branches
+
+    def tileable(self) -> tuple[Any, ...]:
+        return tuple(body for branch in self.branches for body in branch.bodies)
+
+    def cut(self, tiling) -> list[Layer]:
+        if tiling.fits(self):
+            return [self]
+        return [layer for branch in self.branches for layer in branch.cut(tiling)]
+
+    def forward(self, x_sBD: torch.Tensor, batch: Batch) -> torch.Tensor:
+        for branch in self.branches:
+            x_sBD = branch(x_sBD, batch)
+        return x_sBD
+
+
+class Branch(Layer):
+    def __init__(self, name: str, norm: Norm, *bodies: Part):
+        self.name, self.norm, self.bodies = name, norm, bodies
+        self.dropout = Dropout(norm.model, name)
+
+    def cost(self, share: Share) -> Cost:
+        # Of its products, the norm's output and the gradient of what is added: of all bodies the same
+        # tensors, but that a sequence that is cut is gathered for each.
+        size = self.norm.model.seq_len * self.norm.model.hidden
+        gathered = len(self.bodies) if share.sequence else 1
+        normed = share.bytes(size, SEQUENCE)
+        return super().cost(share) + Cost(saved=(Saved("output of the norm", normed, "norm"),),
+                                          operands=normed + gathered * share.bytes(size))
+
+    def tileable(self) -> tuple[Any, ...]:
+        return self.bodies
+
+    def cut(self, tiling) -> list[Layer]:
+        if tiling.fits(self):
+            return [self]
+        bodies = [tile for body in self.bodies for tile in tiling.tiles(body)]
+        return [BranchTile(self, body, Tile(index, len(bodies))) for index, body in enumerate(bodies)]
+
+    def forward(self, x_sBD: torch.Tensor, batch: Batch) -> torch.Tensor:
+        normed, x = self.norm(x_sBD), x_sBD.detach()
+        with self.context.saving.instead("norm", normed, lambda: self.norm(x)):
+            parts = [body(normed, batch) for body in self.bodies]
+        return x_sBD + self.dropout(sum(parts[1:], parts[0]), batch)
+
+
+class BranchTile(Layer):
+    """What a tile of a body adds to the residual stream. (The tiles' dropout masks are equal: dropout of a
+    sum.)"""
+
+    def __init__(self, branch: Branch, body: Part, tile: Tile):
+        self.model, self.name, self.tile = branch.norm.model, tile.of(branch.name), tile
+        self.norm = branch.norm if tile.index == 0 else None
+        self.body, self.dropout = body, Dropout(self.model, branch.name)
+        self.adds = tile.index > 0
+        self.reads = ("normed",) if tile.index > 0 else ()
+
+    def makes(self, share: Share) -> dict[str, int]:
+        stream = share.bytes(self.model.seq_len * self.model.hidden, SEQUENCE)
+        return {"normed": stream} if self.norm is not None else {}
+
+    def cost(self, share: Share) -> Cost:
+        size = self.model.seq_len * self.model.hidden
+        operands = share.bytes(size, SEQUENCE) if self.norm is not None else 0
+        # The gradient of what is added is the same tensor for all tiles, unless dropout makes each its own,
+        # or it is gathered for each.
+        if self.norm is not None or self.model.dropout or share.sequence:
+            operands += share.bytes(size)
+        return super().cost(share) + Cost(operands=operands)
+
+    def forward(self, x_sBD: torch.Tensor | None, batch: Batch, normed: torch.Tensor | None = None) -> Any:
+        if self.norm is not None:
+            normed = self.norm(x_sBD)
+        x = added(x_sBD, self.dropout(self.body(normed, batch), batch))
+        return x if self.norm is None else Out(x, {"normed": normed})  # pyright: ignore[reportArgumentType]

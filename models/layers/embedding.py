@@ -1,0 +1,66 @@
+"""The embedding: token ids to the residual stream. A tile is a run of the vocabulary's rows: it adds what it
+has of the tokens.
+
+Shapes: S sequence, s the part of it that a rank has of the residual stream, B micro-batch, D hidden.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from threed.models.layers.base import Layer
+from threed.models.layers.parts import WORD, Dropout, Held, Table, added, vocabulary
+from threed.models.spec import SEQUENCE, WHOLE, Cost, Parameter, Saved, Share, Tile
+from threed.schema import ModelConfig
+
+if TYPE_CHECKING:
+    import torch
+
+    from threed.tensor.context import Batch
+
+
+class Embedding(Layer):
+    kind, cell = "embedding", "token of the vocabulary"
+
+    def __init__(self, model: ModelConfig, tile: Tile = WHOLE):
+        self.model, self.tile, self.name = model, tile, tile.of("embedding")
+        self.cells, self.adds = model.padded_vocab, tile.index > 0
+        self.word = Table(model, vocabulary(model, WORD, tile, model.tie_embeddings))
+        self.position = Positions(model) if model.position == "learned" and tile.index == 0 else None
+        self.dropout = Dropout(model, "embedding")
+
+    def cost(self, share: Share) -> Cost:
+        """All of its backward is weight gradients: what is saved is kept for them."""
+        tokens = Saved("token ids", share.bytes(self.model.seq_len, element=8))
+        cost = super().cost(share) + Cost(saved=(tokens,))
+        # Of all tiles the same tensor.
+        gradient = share.bytes(self.model.seq_len * self.model.hidden, SEQUENCE)
+        return cost + Cost(operands=cost.saved_bytes() + (0 if self.adds else gradient))
+
+    def tileable(self) -> tuple[Embedding, ...]:
+        return (self,)
+
+    def tiled(self, tile: Tile) -> Embedding:
+        return Embedding(self.model, tile)
+
+    def cut(self, tiling) -> list[Layer]:
+        return tiling.tiles(self)
+
+    def forward(self, x_sBD: torch.Tensor | None, batch: Batch) -> torch.Tensor:
+        part_sBD = self.word(batch.tokens_BS)
+        if self.position is not None:
+            part_sBD = part_sBD + self.position().unsqueeze(1)
+        return added(x_sBD, self.dropout(part_sBD, batch))
+
+
+class Positions(Held):
+    """A learned vector for each position."""
+
+    def __init__(self, model: ModelConfig):
+        shape = model.seq_len, model.hidden
+        self.held = {"weight": Parameter("embedding.position.weight", shape, std=model.init_std)}
+
+    def forward(self) -> torch.Tensor:
+        """Those of this rank's part of the sequence, [s, D]."""
+        first, length = self.context.sequence()
+        return self.compute.weight[first:first + length]

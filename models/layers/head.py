@@ -1,0 +1,82 @@
+"""The head: final norm, projection onto the vocabulary, loss.
+
+A tile is a run of the vocabulary. The first has the norm, whose output all read. What goes from tile to tile
+is not the residual stream but a running softmax, of which the last makes the loss.
+
+Shapes: S sequence, s the part of it that a rank has of the residual stream, B micro-batch, D hidden, V
+vocabulary of this rank (and tile).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from threed.models.layers.base import Layer, Out
+from threed.models.layers.parts import WORD, Column, Norm, vocabulary
+from threed.models.spec import SEQUENCE, WHOLE, Cost, Saved, Share, Tile
+from threed.schema import ModelConfig
+
+if TYPE_CHECKING:
+    import torch
+
+    from threed.tensor.context import Batch
+
+
+class Head(Layer):
+    kind, cell = "head", "token of the vocabulary"
+
+    def __init__(self, model: ModelConfig, tile: Tile = WHOLE):
+        self.model, self.tile, self.name = model, tile, tile.of("head")
+        self.cells, self.loss = model.padded_vocab, tile.last
+        self.reads = ("normed",) if tile.index > 0 else ()
+        self.norm = Norm(model, "head.norm") if tile.index == 0 else None
+        tied = model.tie_embeddings
+        weight = vocabulary(model, WORD if tied else "head.output.weight", tile, tied)
+        self.output = Column(model, "head.output", model.padded_vocab, tile, weight=weight)
+
+    def makes(self, share: Share) -> dict[str, int]:
+        stream = share.bytes(self.model.seq_len * self.model.hidden, SEQUENCE)
+        return {"normed": stream} if self.tile.index == 0 < self.tile.count - 1 else {}
+
+    def running_bytes(self, share: Share) -> int:
+        return 0 if self.tile.last else share.bytes(2 * self.model.seq_len, element=4)
+
+    def cost(self, share: Share) -> Cost:
+        seq, stream = self.model.seq_len, share.bytes(self.model.seq_len * self.model.hidden, SEQUENCE)
+        first, whole = self.tile.index == 0, self.tile.count == 1
+        # Of a token: its id and a mask; in a tile also its index there, and shares of the running softmax.
+        token = 8 + 1 if whole else 8 + 1 + 4 if first else 8 + 1 + 4 + 4 + 8
+        saved = (Saved("softmax", share.bytes(seq * self.model.padded_vocab // self.tile.count, "tp", 4)),
+                 Saved("labels", share.bytes(seq, element=token)),
+                 *((Saved("output of the norm", stream),) if whole else ()))
+        # Three all-reduces of a number a token.
+        loss = {("forward", "tp"): share.sent(seq, "tp", 3 * 2, 4)} if self.tile.last else {}
+        return super().cost(share) + Cost(saved=saved, operands=stream if first else 0, sent=loss)
+
+    def tileable(self) -> tuple[Head, ...]:
+        return (self,)
+
+    def tiled(self, tile: Tile) -> Head:
+        return Head(self.model, tile)
+
+    def cut(self, tiling) -> list[Layer]:
+        return tiling.tiles(self)
+
+    def forward(self, x: torch.Tensor, batch: Batch, normed: torch.Tensor | None = None) -> Out:
+        """`x`: the residual stream, or from the second tile on the running softmax [2, S, B]."""
+        labels_SB, context = batch.labels_BS.t(), self.context
+        if self.tile.count == 1:
+            assert self.norm is not None
+            losses_SB = context.cross_entropy(self.output(self.norm(x)), labels_SB)
+            return Out(loss=losses_SB.sum() / batch.num_tokens)
+        before = x
+        if self.norm is not None:
+            before, normed = None, self.norm(x)
+        assert normed is not None
+        logits_SBV = self.output(normed)
+        width = logits_SBV.shape[-1]
+        first = (self.tile.index * context.group.size() + context.group.rank()) * width  # of this rank's ids
+        running = context.add_to_softmax(before, logits_SBV, labels_SB, first)
+        if self.tile.last:
+            return Out(loss=context.cross_entropy_of(running).sum() / batch.num_tokens)
+        return Out(running, {"normed": normed} if self.norm is not None else {})

@@ -1,0 +1,62 @@
+"""The MLP: up, the activation, down. A tile is a run of the hidden layer.
+
+With swiglu, up is two products of one input, gate and up, whose rows are two runs of one matrix.
+
+Shapes: S sequence, s the part of it that a rank has of the residual stream, B micro-batch, D hidden, F hidden
+layer of this rank (and tile).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from threed.later import F
+from threed.models.layers.base import Part
+from threed.models.layers.parts import Column, Row
+from threed.models.spec import WHOLE, Cost, Saved, Share, Tile
+from threed.schema import ModelConfig
+
+if TYPE_CHECKING:
+    import torch
+
+    from threed.tensor.context import Batch
+
+
+class Mlp(Part):
+    kind, cell = "mlp", "number of model.ffn_hidden"
+
+    def __init__(self, model: ModelConfig, name: str, tile: Tile = WHOLE):
+        self.model, self.name, self.tile = model, name, tile
+        self.cells, products = model.num_ffn_hidden, 2 if model.activation == "swiglu" else 1
+        self.up = Column(model, f"{name}.up", products * model.num_ffn_hidden, tile, runs=products)
+        self.down = Row(model, f"{name}.down", model.num_ffn_hidden, model.residual_std, tile)
+
+    def tiled(self, tile: Tile) -> Mlp:
+        return Mlp(self.model, self.name, tile)
+
+    def cost(self, share: Share) -> Cost:
+        size = share.bytes(self.model.seq_len * self.model.num_ffn_hidden // self.tile.count, "tp")
+        saved = (Saved("up", size), Saved("activated", size, "mlp_act"))
+        if self.model.activation == "swiglu":
+            saved = (Saved("gate and up", 2 * size), Saved("opened gate", size, "mlp_act"),
+                     Saved("gated", size, "mlp_act"))
+        return super().cost(share) + Cost(saved=saved)
+
+    def forward(self, x_sBD: torch.Tensor, _: Batch) -> torch.Tensor:
+        x_SBF = self.up(x_sBD)
+        kept, instead = x_SBF.detach(), self.context.saving.instead
+        if self.model.activation == "swiglu":
+            gate, up = x_SBF.chunk(2, -1)
+            opened = F.silu(gate)
+            with instead("mlp_act", opened, lambda: F.silu(kept.chunk(2, -1)[0])):
+                inner = opened * up
+            with instead("mlp_act", inner, lambda: _gated(kept)):
+                return self.down(inner)
+        inner = F.gelu(x_SBF, approximate="tanh")
+        with instead("mlp_act", inner, lambda: F.gelu(kept, approximate="tanh")):
+            return self.down(inner)
+
+
+def _gated(x_SBF: torch.Tensor) -> torch.Tensor:
+    gate, up = x_SBF.chunk(2, -1)
+    return F.silu(gate) * up

@@ -1,0 +1,195 @@
+"""What layers are made of: linears and tables cut over tp, norms, dropout.
+
+A linear counts its products, what it sends over tp, and what it keeps of its cut side for a weight gradient
+that is put off. Its other side is the residual stream, which several may share: that is counted by the layer
+that holds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Self
+
+from threed.later import F, torch
+from threed.models.layers.base import Part
+from threed.models.spec import SEQUENCE, TILES, WHOLE, Cost, Cut, Parameter, Saved, Share, Tile
+from threed.schema import ModelConfig
+
+if TYPE_CHECKING:
+    from threed.tensor.context import Batch, Context
+
+WORD = "embedding.word.weight"
+
+
+def cut_over_tp(dim: int, tile: Tile, runs: int = 1) -> tuple[Cut, ...]:
+    tiles = (Cut(dim, TILES, runs),) if tile.count > 1 else ()
+    return (*tiles, Cut(dim, "tp", runs))
+
+
+def vocabulary(model: ModelConfig, name: str, tile: Tile = WHOLE, tied: bool = False) -> Parameter:
+    """A row for each token, [padded vocabulary, hidden]."""
+    return Parameter(name, (model.padded_vocab, model.hidden), cut_over_tp(0, tile), model.init_std,
+                     unpadded=model.vocab, tile=tile, tied=tied)
+
+
+class Held(Part):
+    """Parameters by their names inside. After `build` they are those of `compute`, a module of torch."""
+
+    held: dict[str, Parameter]
+
+    def parameters(self) -> list[Parameter]:
+        return list(self.held.values())
+
+    def module(self, context: Context) -> torch.nn.Module:
+        """What holds them: of our own, nothing else; or a layer of megatron-core, which decides how they are
+        cut."""
+        return torch.nn.Module()
+
+    def modules(self) -> list[torch.nn.Module]:
+        return [self.compute]
+
+    def build(self, context: Context, weights: Mapping[str, torch.nn.Parameter]) -> Self:
+        self.context = context
+        with torch.device("meta"):
+            self.compute: Any = self.module(context)
+        made = {name: tuple(value.shape) for name, value in self.compute.named_parameters()}
+        given = {name: tuple(weights[parameter.key].shape) for name, parameter in self.held.items()}
+        if made and made != given:
+            keys = ", ".join(parameter.key for parameter in self.held.values())
+            raise AssertionError(f"{keys}: {type(self.compute).__name__} has {made}, and is given {given}")
+        for name, parameter in self.held.items():
+            setattr(self.compute, name, weights[parameter.key])
+        return self
+
+
+class _Linear(Held):
+    def __init__(self, weight: Parameter, bias: Parameter | None):
+        self.held = {"weight": weight} | ({"bias": bias} if bias is not None else {})
+        self.outputs, self.inputs = (size // (weight.tile.count if dim == weight.cuts[0].dim else 1)
+                                     for dim, size in enumerate(weight.shape))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.compute(x)
+
+    def flops(self, seq_len: int, share: Share) -> int:
+        return 2 * seq_len * self.inputs * self.outputs * share.sequences // share.over("tp")
+
+
+class Column(_Linear):
+    """y = x W^T + b, W cut by rows over tp. [s, B, inputs] -> [S, B, outputs / tp]."""
+
+    def __init__(self, model: ModelConfig, name: str, outputs: int, tile: Tile = WHOLE, runs: int = 1,
+                 weight: Parameter | None = None):
+        """`runs`: products of one input, whose rows lie one after the other. `weight`: in place of one of its
+        own."""
+        self.model, cuts = model, cut_over_tp(0, tile, runs)
+        shape, bias = (outputs, model.hidden), None
+        if model.bias and weight is None:
+            bias = Parameter(f"{name}.bias", (outputs,), cuts, tile=tile)
+        super().__init__(weight or Parameter(f"{name}.weight", shape, cuts, model.init_std, tile=tile), bias)
+
+    def cost(self, share: Share) -> Cost:
+        seq, stream = self.model.seq_len, self.model.seq_len * self.model.hidden
+        # The input's gradient is summed over tp. Where its sequence is cut, it is gathered for the product
+        # and once more for the weight's gradient, and the sum is scattered.
+        sent = {("input", "tp"): 2}
+        if share.sequence:
+            sent = {("forward", "tp"): 1, ("input", "tp"): 1, ("weight", "tp"): 1}
+        return Cost(self.flops(seq, share), operands=share.bytes(seq * self.outputs, "tp"),
+                    sent={where: share.sent(stream, "tp", rings) for where, rings in sent.items()})
+
+    def module(self, context: Context) -> torch.nn.Module:
+        return context.column(self.inputs, self.outputs, "bias" in self.held)
+
+
+class Row(_Linear):
+    """y = x W^T + b, W cut by columns over tp and the product summed over it. [S, B, inputs / tp] -> [s, B,
+    outputs]. Of several tiles the last has the bias."""
+
+    def __init__(self, model: ModelConfig, name: str, inputs: int, std: float, tile: Tile = WHOLE):
+        self.model = model
+        bias = Parameter(f"{name}.bias", (model.hidden,)) if model.bias and tile.last else None
+        shape = model.hidden, inputs
+        super().__init__(Parameter(f"{name}.weight", shape, cut_over_tp(1, tile), std, tile=tile), bias)
+
+    def cost(self, share: Share) -> Cost:
+        seq = self.model.seq_len
+        return Cost(self.flops(seq, share), operands=share.bytes(seq * self.inputs, "tp"),
+                    sent=sums(share, seq * self.model.hidden))
+
+    def module(self, context: Context) -> torch.nn.Module:
+        return context.row(self.inputs, self.outputs, "bias" in self.held)
+
+
+def sums(share: Share, stream: int) -> dict[tuple[str, str], int]:
+    """What is sent where the residual stream is a sum over tp: scattered where its sequence is cut, and its
+    gradient gathered."""
+    rings = {("forward", "tp"): 1, ("input", "tp"): 1} if share.sequence else {("forward", "tp"): 2}
+    return {where: share.sent(stream, "tp", count) for where, count in rings.items()}
+
+
+class Table(Held):
+    """Token ids [B, S] -> their rows [s, B, D], the vocabulary cut over tp. Of a tile: zeros for ids not in
+    it."""
+
+    def __init__(self, model: ModelConfig, weight: Parameter):
+        self.model, self.held = model, {"weight": weight}
+
+    def cost(self, share: Share) -> Cost:
+        return Cost(sent=sums(share, self.model.seq_len * self.model.hidden))
+
+    def module(self, context: Context) -> torch.nn.Module:
+        return context.table(self.model.padded_vocab, self.model.hidden, self.held["weight"].tile)
+
+    def forward(self, tokens_BS: torch.Tensor) -> torch.Tensor:
+        return self.compute(tokens_BS)
+
+
+class Norm(Held):
+    """model.norm, of the residual stream. It keeps its input and statistics; its output is kept by what reads
+    that."""
+
+    def __init__(self, model: ModelConfig, name: str):
+        self.model, self.name = model, name
+        self.held = {"weight": Parameter(f"{name}.weight", (model.hidden,), fill=1.0)}
+        if model.norm == "layernorm":
+            self.held["bias"] = Parameter(f"{name}.bias", (model.hidden,))
+
+    def cost(self, share: Share) -> Cost:
+        seq, numbers = self.model.seq_len, len(self.held)  # an rms norm has one number a token, in fp32
+        return Cost(saved=(Saved(f"input of {self.name}", share.bytes(seq * self.model.hidden, SEQUENCE)),
+                           Saved(f"statistics of {self.name}", share.bytes(seq * numbers, SEQUENCE, 4))))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, eps = self.compute.weight, self.model.norm_eps
+        if self.model.norm == "rmsnorm":
+            return self.context.rms_norm(x, weight, eps)
+        return F.layer_norm(x, x.shape[-1:], weight, self.compute.bias, eps)
+
+
+class Dropout(Part):
+    """Dropout of the residual stream at one site."""
+
+    def __init__(self, model: ModelConfig, site: str):
+        self.model, self.site = model, site
+
+    def cost(self, share: Share) -> Cost:
+        size = share.bytes(self.model.seq_len * self.model.hidden, SEQUENCE, 1)
+        return Cost(saved=(Saved("dropout mask", size),) if self.model.dropout else ())
+
+    def forward(self, x_sBD: torch.Tensor, batch: Batch) -> torch.Tensor:
+        probability = self.model.dropout
+        if probability == 0.0 or not batch.train:
+            return x_sBD
+        first, length = self.context.sequence()
+        hidden = x_sBD.shape[-1]
+        counters = torch.arange(first * hidden, (first + length) * hidden, device=x_sBD.device)
+        keep_BsD = self.context.keep_mask(probability, (batch.seed, self.site), batch.samples_B,
+                                          counters.view(length, hidden))
+        return x_sBD * keep_BsD.transpose(0, 1) / (1.0 - probability)
+
+
+def added(x_sBD: torch.Tensor | None, part_sBD: torch.Tensor) -> torch.Tensor:
+    """The sum; the part alone where there is no residual stream: a tile is computed again for its graph
+    without."""
+    return part_sBD if x_sBD is None else x_sBD + part_sBD

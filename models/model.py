@@ -1,0 +1,43 @@
+"""A model as a whole: its layers, its parameters, its work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from threed.models.families.registry import family_of
+from threed.models.layers.base import Layer
+from threed.models.spec import Parameter, Share
+from threed.schema import ModelConfig
+
+
+def layers(model: ModelConfig) -> list[Layer]:
+    """The layers of a model, first to last, none of them cut."""
+    return family_of(model.family).layers(model)
+
+
+def tied_parameter(model_layers: Iterable[Layer]) -> Parameter | None:
+    """The parameter that two layers use and neither holds, if there is one."""
+    tied = {parameter for layer in model_layers for parameter in layer.parameters() if parameter.tied}
+    assert len(tied) < 2, "one parameter may be tied"
+    return next(iter(tied), None)
+
+
+def parameters(model: ModelConfig) -> list[Parameter]:
+    """The parameters of the whole model, a tied one once."""
+    return list(dict.fromkeys(parameter for layer in layers(model) for parameter in layer.parameters()))
+
+
+def parameter_count(model: ModelConfig, padded: bool = False) -> int:
+    """Parameters of the whole model, tied ones once; with or without the rows that pad the vocabulary."""
+    return sum(parameter.numel if padded or parameter.unpadded is None
+               else parameter.numel * parameter.unpadded // parameter.shape[0] for parameter in parameters(model))
+
+
+def model_flops(model: ModelConfig, sequences: int) -> int:
+    """FLOPs of forward and backward of `sequences`, without recomputation: backward is twice forward.
+
+    Narayanan et al. 2021, appendix, less the recomputed forward: 72 B s l h^2 (1 + s/(6h) + V/(12 l h)). Only
+    matrix products count, and attention is counted whole (not halved for the causal mask), as is customary
+    for MFU.
+    """
+    return 3 * sequences * sum(layer.cost(Share()).flops for layer in layers(model))

@@ -1,0 +1,69 @@
+"""Families of one's own: a parallel block in one file; layers that hand on several tensors and add to the loss."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.harness import assert_contract, tiny
+from threed.errors import ThreedError
+from threed.planner import make_plan
+
+FAMILY = "model.family=tests/families/{}"
+SMALL = ["model.layers=2", "model.hidden=16", "model.heads=4", "model.seq_len=8", "model.vocab=30",
+         "model.vocab_multiple=16", "train.global_batch_size=6", "parallel.dp=2"]
+ZB, SP = ["parallel.pp=2", "parallel.schedule=zb-h1"], ["parallel.tp=2", "parallel.sequence_parallel=true"]
+PARALLEL = {
+    "1f1b": ["parallel.pp=2", "zero.stage=0"], "zb-h1-sp": [*ZB, *SP, "zero.stage=2"],
+    "zero-3-full": ["zero.stage=3", "activation.policy=full", "parallel.tp=2"],
+    "selective": ["activation.policy=selective", "activation.pieces=[attention,norm,mlp_act]", *SP],
+    "tiles": ["model.tile_linears=1KiB", "zero.stage=3", *ZB], "tiles-sp": ["model.tile_linears=1KiB", *SP],
+    "offload-tied": ["zero.stage=2", "offload.optimizer=cpu", "model.tie_embeddings=true", "parallel.pp=2"],
+    "interleaved": ["parallel.pp=2", "parallel.schedule=interleaved", "parallel.virtual_stages=2", "zero.stage=1"],
+}
+
+
+@pytest.mark.parametrize("name", PARALLEL)
+def test_parallel_block(name, references):
+    """A branch with two bodies: products that share an input whose gradient is counted once, or twice."""
+    assert_contract(tiny(*SMALL, FAMILY.format("parallel_block.py:PARALLEL"), *PARALLEL[name]), references)
+
+
+HANDING = {
+    "alone": [], "full": ["activation.policy=full", "zero.stage=3"], "zb-h1-sp": [*ZB, *SP],
+    "one-unit": ["parallel.layers_per_unit=4"], "evaluate": ["parallel.pp=2", "train.eval_every=1", "zero.stage=2"],
+}
+
+
+@pytest.mark.parametrize("name", HANDING)
+def test_hands_on_two_tensors_and_adds_to_the_loss(name, references):
+    config = tiny(*SMALL, FAMILY.format("handing.py:HANDING"), *HANDING[name])
+    units = make_plan(config).table.units
+    if name != "one-unit":
+        assert [made.name for made in units[1].makes] == ["gate", "skip"]
+        assert [(read.name, read.unit, read.last) for read in units[2].reads] == [("gate", 1, False)]
+        assert sorted(read[:] for read in units[3].reads) == [("gate", 1, True), ("skip", 1, True)]
+        assert units[1].stage == units[3].stage and [unit.loss for unit in units].count(True) == 3
+    assert_contract(config, references)
+
+
+BAD = {
+    "gtp": "there are gpt, llama", "nowhere/family.py:X": "there is no file nowhere/family.py",
+    "tests/families/parallel_block.py:NOTHING": "has no such name",
+    "tests/families/parallel_block.py:block": "has a function there", "no_such_package:X": "cannot be imported",
+}
+
+
+@pytest.mark.parametrize("family", BAD)
+def test_bad_families(family):
+    with pytest.raises(ThreedError, match=BAD[family]):
+        tiny(f"model.family={family}")
+    assert Path("tests/families/parallel_block.py").is_file()
+
+
+def test_sizes_imply_their_family():
+    assert tiny("model.name=llama3-8b").model.family == "llama" and tiny("model.name=gpt2-small").model.family == "gpt"
+    with pytest.raises(ThreedError, match=r"is a size of model.family=llama, not of gpt"):
+        tiny("model.name=llama3-8b", "model.family=gpt")
+    assert tiny("model.family=llama").model.norm == "rmsnorm"

@@ -1,0 +1,90 @@
+"""What a layer declares is what it does: parameters, products, messages, what it keeps. All planning rests on
+it.
+
+A parameter that the plan does not know is never stepped, and one of another shape breaks its buffer: a layer
+refuses to be built so. Costs are measured of each layer alone, exactly.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.harness import tiny
+from threed.engine.loopback import initialized
+from threed.models.layers.base import Layer
+from threed.models.layers.mlp import Mlp
+from threed.models.spec import Cost, Saved
+from threed.models.tiling import layers_of, share_of
+from threed.schema import Config
+from threed.tensor.measure import Measured
+
+SIZES = ["model.layers=1", "model.hidden=64", "model.heads=4", "model.seq_len=32", "model.vocab=120",
+         "model.vocab_multiple=64", "train.global_batch_size=2", "train.micro_batch_size=2"]
+FAMILIES = {
+    "gpt": ["model.position=learned"], "gpt-rotary": [], "gpt-untied": ["model.tie_embeddings=false", "model.bias=false"],
+    "llama": ["model.family=llama", "model.kv_heads=2", "model.ffn_hidden=96"],
+    "dropout": ["model.dropout=0.1", "model.attention_dropout=0.1"],
+    "dropout-grouped": ["model.family=llama", "model.kv_heads=2", "model.dropout=0.1", "model.attention_dropout=0.1"],
+    "parallel": ["model.family=tests/families/parallel_block.py:PARALLEL"],
+}
+MESHES = {"alone": [], "tp": ["parallel.tp=2"], "sp": ["parallel.tp=2", "parallel.sequence_parallel=true"]}
+TILES = ["model.tile_linears=8KiB", "model.tie_embeddings=false", "model.ffn_hidden=64", "model.kv_heads=4",
+         "model.hidden=32"]
+
+
+def measured(config: Config, all_layers: list[Layer], index: int, pieces: tuple[str, ...] = ()) -> Cost:
+    share = share_of(config)
+    running = all_layers[index - 1].running_bytes(share) if index else 0
+    torch.manual_seed(0)
+    with initialized():
+        return Measured(all_layers[index], config.model, share, running, pieces).cost(first=index == 0)
+
+
+def known_difference(config: Config, layer: Layer) -> Cost:
+    """What is kept less what is declared, a few bytes a token: an embedding that is cut keeps which tokens
+    are its own, and tiles of the head keep fewer numbers of the running softmax."""
+    tokens = config.train.micro_batch_size * config.model.seq_len
+    if layer.name.startswith("embedding") and (config.parallel.tp > 1 or layer.tile.count > 1):
+        return Cost(saved=(Saved("mask of tokens", tokens),), operands=tokens)
+    if layer.name.startswith("head") and layer.tile.index > 0:
+        return Cost(saved=(Saved("running softmax", -tokens * (4 if layer.tile.last else 8)),))
+    return Cost()
+
+
+def shown(cost: Cost, again: tuple[str, ...] = ()) -> dict[str, object]:
+    sent = {where: size for where, size in cost.sent.items() if size}
+    return {"flops": cost.flops, "saved": cost.saved_bytes(again), "operands": cost.operands, "sent": sent}
+
+
+@pytest.mark.parametrize("tiled", [[], TILES], ids=["whole", "tiles"])
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_layers_cost_what_they_declare(name, mesh, tiled):
+    config = tiny(*SIZES, *FAMILIES[name], *MESHES[mesh], *tiled)
+    all_layers = layers_of(config)
+    assert bool(tiled) == (len(all_layers) > 3)
+    for index, layer in enumerate(all_layers):
+        found = measured(config, all_layers, index)
+        declared = layer.cost(share_of(config)) + known_difference(config, layer)
+        assert shown(declared) == shown(found), f"{layer.name} declares {declared}, and it is {found}"
+
+
+@pytest.mark.parametrize("what, wrong", [
+    ("flops", Cost(flops=2)), ("saved", Cost(saved=(Saved("nothing", 8),))), ("operands", Cost(operands=4)),
+    ("sent", Cost(sent={("forward", "tp"): 4}))])
+def test_a_wrong_declaration_is_seen(what, wrong, monkeypatch):
+    config = tiny(*SIZES, *MESHES["sp"])
+    right = Mlp.cost
+    monkeypatch.setattr(Mlp, "cost", lambda self, share: right(self, share) + wrong)
+    declared, found = layers_of(config)[1].cost(share_of(config)), measured(config, layers_of(config), 1)
+    assert {key for key, value in shown(declared).items() if value != shown(found)[key]} == {what}
+
+
+def test_a_wrong_shape_is_refused():
+    config = tiny(*SIZES)
+    layer = layers_of(config)[1]
+    parameter = next(p for p in layer.parameters() if p.name.endswith("mlp.up.weight"))
+    object.__setattr__(parameter, "shape", (32, 64))
+    with pytest.raises(AssertionError, match=r"mlp.up.weight.*256, 64"):
+        measured(config, [layer, layer], 1)

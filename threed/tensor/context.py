@@ -1,0 +1,97 @@
+"""What layers are built with, and the data that they are called with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from threed.comm import Group
+from threed.models.spec import Tile
+from threed.schema import ModelConfig
+from threed.tensor.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    WeightGrads,
+    parallel_config,
+    rms_norm,
+    total,
+    vocab_parallel_cross_entropy,
+)
+from threed.tensor.random import keep_mask
+from threed.tensor.saving import Saving
+from threed.tensor.softmax import add_to_softmax, cross_entropy_of
+
+
+@dataclass
+class Batch:
+    """A micro-batch of one rank."""
+
+    tokens_BS: torch.Tensor  # input ids; empty where the rank does not need them
+    labels_BS: torch.Tensor  # the token that follows each
+    samples_B: torch.Tensor  # global sample numbers, int64: they key dropout
+    seed: int
+    num_tokens: int  # of the global batch: what the loss is divided by
+    train: bool = True  # dropout is on
+
+
+@dataclass
+class Context:
+    """What every layer of a rank is built with: sizes, its group, and the operations that depend on them."""
+
+    model: ModelConfig
+    group: Group  # over tp
+    sequence_parallel: bool
+    dtype: torch.dtype
+    weight_grads: WeightGrads
+    saving: Saving = field(default_factory=Saving)
+    _rotary: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    keep_mask = staticmethod(keep_mask)
+    rms_norm = staticmethod(rms_norm)
+
+    def column(self, inputs: int, outputs: int, bias: bool) -> ColumnParallelLinear:
+        return ColumnParallelLinear(inputs, outputs, bias, self._parallel(), self.group, self.weight_grads)
+
+    def row(self, inputs: int, outputs: int, bias: bool) -> RowParallelLinear:
+        return RowParallelLinear(inputs, outputs, bias, self._parallel(), self.group, self.weight_grads)
+
+    def table(self, vocab: int, hidden: int, tile: Tile) -> VocabParallelEmbedding:
+        return VocabParallelEmbedding(vocab, hidden, self._parallel(), self.group, *tile)
+
+    def _parallel(self):
+        return parallel_config(self.group, self.sequence_parallel, self.dtype)
+
+    def cross_entropy(self, logits_SBV: torch.Tensor, labels_SB: torch.Tensor) -> torch.Tensor:
+        """Loss of each token, [S, B]. The logits are used up."""
+        return vocab_parallel_cross_entropy(logits_SBV, labels_SB, self.model.vocab, self.group)
+
+    def add_to_softmax(self, before: torch.Tensor | None, logits_SBV: torch.Tensor, labels_SB: torch.Tensor,
+                       first: int) -> torch.Tensor:
+        """The running softmax [2, S, B] after logits of the ids from `first` on, which are used up."""
+        return add_to_softmax(before, logits_SBV, labels_SB, first, self.model.vocab)
+
+    def cross_entropy_of(self, running: torch.Tensor) -> torch.Tensor:
+        """Loss of each token, [S, B]."""
+        return cross_entropy_of(running, self.group)
+
+    def total(self, part: torch.Tensor) -> torch.Tensor:
+        """A sum over tokens of the residual stream, of those of all ranks: what is added to the loss must be
+        equal on all tp ranks."""
+        return total(part, self.group) if self.sequence_parallel else part
+
+    def rotary(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines of rotary positions (Su et al. 2021), [S, E] each: pairs are (i, i + E/2)."""
+        if device not in self._rotary:
+            size = self.model.head_dim
+            frequency = self.model.rope_theta ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
+            angles = torch.outer(torch.arange(self.model.seq_len, dtype=torch.float64), frequency).repeat(1, 2)
+            self._rotary[device] = angles.cos().to(device, self.dtype), angles.sin().to(device, self.dtype)
+        return self._rotary[device]
+
+    def sequence(self) -> tuple[int, int]:
+        """(first, length) of this rank's part of the sequence in the residual stream."""
+        parts = self.group.size() if self.sequence_parallel else 1
+        length = self.model.seq_len // parts
+        return (self.group.rank() * length if parts > 1 else 0), length

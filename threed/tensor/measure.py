@@ -1,0 +1,137 @@
+"""Measure what a layer costs: run it once, alone, and look. What a layer declares (`cost`) must be exactly
+that.
+
+The layer runs with a group that carries nothing, so that one process is any rank of any size: shapes, bytes
+and products are right, values are not.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from threed.comm import Group, Handle
+from threed.models.layers.base import Layer, Out
+from threed.models.spec import Cost, Parameter, Saved, Share
+from threed.schema import ModelConfig
+from threed.tensor.context import Batch, Context
+from threed.tensor.layers import WeightGrads
+from threed.tensor.precision import DTYPES
+from threed.tensor.saving import Saving
+
+
+class SilentGroup(Group):
+    """Counts what is sent, and sends nothing: every rank has given what this one has."""
+
+    def _all_reduce(self, tensor: torch.Tensor, op: str) -> Handle:
+        return Handle(None)
+
+    def _reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, add: bool,
+                        scratch: torch.Tensor | None) -> Handle:
+        output.view(-1).copy_(tensor.view(-1)[:output.numel()])
+        return Handle(None)
+
+    def _all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Handle:
+        output.view(self.size(), -1).copy_(tensor.view(1, -1).expand(self.size(), -1))
+        return Handle(None)
+
+
+class Measured:
+    """A layer as one rank of `share` has it, and what is measured of it."""
+
+    def __init__(self, layer: Layer, model: ModelConfig, share: Share, running: int = 0, pieces: Iterable[str] = ()):
+        """`running`: bytes of its input, where that is a running softmax. `pieces`: are computed again."""
+        self.layer, self.share, self.sent = layer, share, Counter()
+        dtype = DTYPES["fp32" if share.element == 4 else "bf16"]
+        group = SilentGroup("tp", range(share.over("tp")), share.over("tp") - 1, self.sent)
+        self.grads = WeightGrads()
+        self.context = Context(model, group, bool(share.sequence), dtype, self.grads, Saving(tuple(pieces)))
+        self.weights = {p.key: _weight(p, share, dtype) for p in layer.parameters()}
+        layer.build(self.context, self.weights)
+        _, length = self.context.sequence()
+        stream = length, share.sequences, model.hidden
+        self.x = torch.randn(2, model.seq_len, share.sequences) if running else torch.randn(stream, dtype=dtype)
+        self.reads = {name: torch.randn(stream, dtype=dtype, requires_grad=True) for name in layer.reads}
+        tokens = torch.randint(0, model.vocab, (share.sequences, model.seq_len + 1))
+        samples = torch.arange(share.sequences)
+        self.batch = Batch(tokens[:, :-1].clone(), tokens[:, 1:].clone(), samples, 0, tokens.numel())
+
+    def cost(self, first: bool = False) -> Cost:
+        """`first`: the layer reads tokens alone."""
+        with FlopCounterMode(display=False) as flops, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+            self._forward(None if first else self.x)
+        self.sent.clear()
+        leaf = None if first or self.layer.adds else self.x.detach().requires_grad_()
+        saved: dict[int, torch.Tensor] = {}  # by storage
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            saved.setdefault(_number(tensor), tensor)
+            return tensor
+
+        # The hooks of pieces that are computed again are the inner ones: what they pass on is kept.
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept):
+            out = self._forward(self.x if leaf is None and not first else leaf)
+        sent = _phase("forward", self.sent)
+        shared = self.context.rotary(torch.device("cpu"))  # one table a rank
+        others = {_number(tensor) for tensor in (*self.weights.values(), *self.reads.values(), *shared)}
+        made = {_number(tensor) for tensor in out.makes.values()}  # slots of their own, until backward
+        kept = tuple(Saved(f"{list(tensor.shape)} {tensor.dtype}", tensor.untyped_storage().nbytes())
+                     for number, tensor in saved.items() if number not in others | made)
+        roots = [root for root in (out.x, *out.makes.values(), out.loss) if root is not None]
+        grads = [torch.ones_like(root) for root in roots]
+        if leaf is None and not self.reads:  # all of its backward waits for the weights' half
+            operands = sum(saved.bytes for saved in kept) + (0 if self.layer.adds else grads[0].nbytes)
+            torch.autograd.backward(roots, grads)
+            return Cost(flops.get_total_flops(), kept, operands, sent | _phase("input", self.sent))
+        self.grads.put_off = put_off = []
+        torch.autograd.backward(roots, grads)
+        self.grads.put_off = None
+        sent |= _phase("input", self.sent)
+        passed = {_number(grads[0])} if self.layer.adds else set()  # to the unit before, as it is
+        held = {_number(tensor): tensor for tensor in _held(put_off)}
+        operands = sum(tensor.untyped_storage().nbytes() for number, tensor in held.items()
+                       if number not in others | passed)
+        with torch.no_grad():
+            for product in put_off:
+                product()
+        return Cost(flops.get_total_flops(), kept, operands, sent | _phase("weight", self.sent))
+
+    def _forward(self, x: torch.Tensor | None) -> Out:
+        out = self.layer(x, self.batch, **self.reads)
+        return out if isinstance(out, Out) else Out(out)
+
+
+def _weight(parameter: Parameter, share: Share, dtype: torch.dtype) -> torch.nn.Parameter:
+    weight = torch.nn.Parameter(torch.randn(parameter.module_shape(share.ranks)).to(dtype))
+    weight.add_product = lambda *_: None  # pyright: ignore[reportAttributeAccessIssue]  (see tensor/layers.WeightGrads)
+    return weight
+
+
+def _number(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _phase(phase: str, sent: Counter[str]) -> dict[tuple[str, str], int]:
+    """What was sent since the last time."""
+    found = {(phase, axis): size for axis, size in sent.items() if size}
+    sent.clear()
+    return found
+
+
+def _held(calls: list[Callable[[], None]]) -> list[torch.Tensor]:
+    """Tensors that calls hold in what they close over."""
+    found: list[torch.Tensor] = []
+    for call in calls:
+        for value in tree_leaves([cell.cell_contents for cell in call.__closure__ or ()]):
+            found += [value] if isinstance(value, torch.Tensor) else _held([value]) if _closes(value) else []
+    return found
+
+
+def _closes(value: Any) -> bool:
+    return callable(value) and getattr(value, "__closure__", None) is not None

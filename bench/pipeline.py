@@ -37,7 +37,7 @@ from sleepers import PEERS, SHAPE, Case, Ran, Threed, Times, Torch, make_case, n
 from threed.comm import ProcessComm, file_store
 from threed.pipeline.orders import SCHEDULES, Order
 from threed.planner import make_mesh
-from threed.predict.bare import bare_programs
+from threed.prediction.bare import bare_programs
 from threed.program.instruction import COMPUTE, Instruction, Op, Slot
 from threed.program.table import Plan, Table
 from threed.program.walk import Mode, Program, link, walk

@@ -1,8 +1,8 @@
 """Imports point down (DESIGN, "Layers"): what a module may know, and the budgets that keep files readable.
 
     6  trainer; callbacks; assemble; then launcher; then start, api, cli     words in, run out
-    5  engine | predict | checkpoint | monitor  read a plan: do it, time it, save it, measure it
-    4  */run, zero/state, zero/optimizer; then predict/, planner (no torch)
+    5  engine | prediction | checkpoint | monitor  read a plan: do it, time it, save it, measure it
+    4  */run, zero/state, zero/optimizer; then prediction/, planner (no torch)
     3  */plan, */shard, pipeline/orders|split   passes: program -> program              (no torch)
     2  program/                                 the heart                               (no torch); then slots
     1  comm; then tensor/, data/
@@ -35,8 +35,8 @@ LAYERS = {
     "zero.snapshot": 4, "zero.optimizer": 4,
     "activation.run": 4,
     "offload.run": 4, "offload.tiers": 4,
-    "predict.": 4.5, "predict.memory": 4.8, "predict.advise": 4.9, "engine.": 5, "checkpoint.": 5.1, "monitor.": 5,
-    "monitor.run": 5.2, "planned": 4.75, "predict.verb": 4.8, "predict": 4.95,
+    "prediction.": 4.5, "prediction.memory": 4.8, "prediction.advise": 4.9, "engine.": 5, "checkpoint.": 5.1, "monitor.": 5,
+    "monitor.run": 5.2, "planned": 4.75, "prediction.verb": 4.8,
     "environment": 0.5, "early": 0.2, "rendezvous": 0.6, "head": 0.7, "checkpoints": 5.8,
     "requests": 0.3, "callback": 0.4, "nonfinite": 5.85, "trainer": 5.9, "callbacks": 5.95, "assemble": 6,
     "restart": 0.2,

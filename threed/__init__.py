@@ -1,11 +1,12 @@
 """threed: pretrain GPT-style models over data, tensor and pipeline parallelism, from one plan.
 
-    config = threed.load("configs/toy.yaml", ["parallel.pp=4"])     a YAML file and overrides, checked plan =
-    threed.plan(config)                                      what each rank will do, checked
-    print(threed.show(plan))                                        the mesh, the units, the schedule's grid
-    threed.check(plan), threed.predict(plan)                        what a rank holds and sends; time and
-    memory of a step run = threed.train(config, callbacks=[...])                     train on all ranks
-    run.metrics, run.compare()                                      what it measured
+    config = threed.load("configs/toy.yaml", ["parallel.pp=4"])   a YAML file and overrides, checked
+    plan = threed.plan(config)                                    what each rank will do, checked
+    print(threed.show(plan))                                      the mesh, the units, the schedule's grid
+    threed.check(plan)                                            what a rank holds and sends
+    threed.predict(plan)                                          time and memory of a step
+    run = threed.train(config, callbacks=[...])                   train on all ranks
+    run.metrics, run.compare()                                    what it measured
 
 The names in `__all__` stay as they are from version to version; what is not in it may change. Each is
 imported when it is first used, and all but `train`, `Trainer` and what they need work without torch.
@@ -17,11 +18,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from threed.api import check, plan, predict, show, train
+    from threed.api import check, plan, show, train
     from threed.callback import Callback
     from threed.config import load
     from threed.errors import ThreedError
     from threed.monitor.run import Run
+    from threed.prediction.verb import predict
     from threed.program.table import Plan
     from threed.schema import Config
     from threed.trainer import Trainer
@@ -32,7 +34,7 @@ __all__ = ["Callback", "Config", "Plan", "Run", "ThreedError", "Trainer",
 
 _HOMES = {"Callback": "callback", "Config": "schema", "Plan": "program.table", "Run": "monitor.run",
           "ThreedError": "errors", "Trainer": "trainer", "check": "api", "load": "config", "plan": "api",
-          "predict": "api", "show": "api", "train": "api"}
+          "predict": "prediction.verb", "show": "api", "train": "api"}
 
 
 def __getattr__(name: str) -> Any:

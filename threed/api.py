@@ -1,5 +1,5 @@
-"""The verbs of the library. `import threed` has them, and the command line calls them. (`predict` is in
-`predict/verb`.)"""
+"""The verbs of the library. `import threed` has them, and the command line calls them. (`predict` is
+in prediction/verb.)"""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from threed.errors import InputError, RunError
 from threed.monitor.run import Run
 from threed.planned import config_of, planned
 from threed.planner import layouts, make_mesh, saved_by_piece
-from threed.predict.verb import predict
+from threed.prediction.verb import predict
 from threed.program import show as shows
 from threed.program import summary
 from threed.program.check import check as check_plan

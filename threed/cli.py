@@ -101,8 +101,8 @@ def check(config: ConfigPath, overrides: Overrides = None,
     limit = parse_bytes(memory) if memory is not None else None
     advised, advice = None, None
     if advise or limit is not None:
-        from threed.predict import advise as advising
-        from threed.predict.analytic import Hardware
+        from threed.prediction import advise as advising
+        from threed.prediction.analytic import Hardware
 
         advised = advising.advise(loaded, Hardware.parse(hardware), limit, lambda line: print(f"... {line}", file=sys.stderr))
         advice = advising.show(advised, limit)
@@ -138,8 +138,8 @@ def predict(config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help
 
     gc.disable()  # plans are millions of small objects that all live until the end
     if config is None:
-        from threed.predict.bare import parse_limit_of_bare, parse_times, predict_bare
-        from threed.predict.bare import show as show_bare
+        from threed.prediction.bare import parse_limit_of_bare, parse_times, predict_bare
+        from threed.prediction.bare import show as show_bare
 
         if schedule is None:
             raise InputError("give a CONFIG, or --schedule NAME for a bare pipeline; threed predict --help shows both")
@@ -149,7 +149,7 @@ def predict(config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help
         bare = predict_bare(schedule, pp, micro_batches, parse_times(times), virtual_stages, limit)
         _print(bare, show_bare, as_json)
         return
-    from threed.predict.report import show as show_report
+    from threed.prediction.report import show as show_report
 
     _print(api.predict(configs.load(config, overrides), hardware, costs), show_report, as_json)
 
@@ -166,7 +166,7 @@ def memory(config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help=
            as_json: Json = False) -> None:
     """Bytes that a rank holds of a model's states at ZeRO stages 0 to 3: by the ZeRO paper's formulas for --parameters, or
     exactly, from the plan of a CONFIG (the position that holds most)."""
-    from threed.predict import memory as memories
+    from threed.prediction import memory as memories
 
     if (config is None) == (parameters is None):
         raise InputError("give a CONFIG or --parameters N, and not both; for example threed memory --parameters 7.5e9 --dp 64")

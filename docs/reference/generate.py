@@ -21,7 +21,7 @@ import yaml
 from typer.testing import CliRunner
 
 from threed import cli, schema
-from threed.predict.analytic import Hardware
+from threed.prediction.analytic import Hardware
 
 HERE = Path(__file__).parent
 WIDTH = {"TERMINAL_WIDTH": "80"}

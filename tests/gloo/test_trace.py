@@ -19,7 +19,7 @@ from threed.monitor.attribute import CAUSES
 from threed.monitor.compare import load_config
 from threed.monitor.traces import COLUMNS, read_run
 from threed.planner import make_plan
-from threed.predict.cost import load_costs, read_costs
+from threed.prediction.cost import load_costs, read_costs
 from threed.program.effects import effects
 from threed.program.instruction import Op
 

@@ -15,7 +15,7 @@ from threed.engine.engine import Engine
 from threed.errors import InputError
 from threed.optimizers.registry import OPTIMIZERS
 from threed.planner import make_plan
-from threed.predict.memory import model_states
+from threed.prediction.memory import model_states
 from threed.program.instruction import Slot, Tier
 
 # Without biases: the gradient of a key's bias is zero but for rounding, and Lion takes its sign.

@@ -19,7 +19,7 @@ from threed.errors import RunError
 from threed.monitor.attribute import CAUSES, attribute
 from threed.monitor.measure import Meter
 from threed.planner import make_mesh, make_plan
-from threed.predict.simulate import predict
+from threed.prediction.simulate import predict
 from threed.program.effects import effects
 from threed.program.instruction import COMPUTE, Op
 

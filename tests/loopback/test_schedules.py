@@ -11,7 +11,7 @@ from tests.harness import assert_parity, loopback, schedule_config, tiny
 from threed.errors import InputError
 from threed.pipeline.orders import SCHEDULES, Task, needs
 from threed.planner import make_table
-from threed.predict.cost import save_costs
+from threed.prediction.cost import save_costs
 from threed.program.instruction import Op
 
 NAMES = [*SCHEDULES, "auto"]

@@ -13,7 +13,7 @@ from threed.config import load
 from threed.errors import ConfigError, InputError
 from threed.planner import make_pipeline, make_plan, make_table, unit_costs
 from threed.planner.passes import run_passes
-from threed.predict.analytic import Hardware
+from threed.prediction.analytic import Hardware
 from threed.program.buffers import buffers
 from threed.program.check import check
 from threed.program.instruction import Instruction, Op, Slot

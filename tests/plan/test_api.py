@@ -74,7 +74,7 @@ def test_nothing_imports_torch():
             "plan = threed.plan(config)\n"
             "threed.check(plan), threed.show(plan), threed.predict(plan)\n"
             "threed.Callback, threed.Run, threed.train\n"
-            "import threed.predict.cost\n"
+            "import threed.prediction.cost\n"
             "assert threed.predict(plan)['step_time'] == threed.predict(config)['step_time'] > 0\n"
             "heavy = {'torch', 'megatron', 'numpy', 'wandb', 'typer'} & set(sys.modules)\n"
             "assert not heavy, heavy\n")

@@ -9,8 +9,8 @@ from threed.errors import InputError
 from threed.monitor.attribute import CAUSES, attribute, parts
 from threed.monitor.compare import _as_trace
 from threed.planner import make_plan
-from threed.predict.cost import load_costs, read_costs, save_costs
-from threed.predict.simulate import predict
+from threed.prediction.cost import load_costs, read_costs, save_costs
+from threed.prediction.simulate import predict
 from threed.program.instruction import Instruction, Op
 from threed.program.trace import Trace, Wait
 

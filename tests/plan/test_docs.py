@@ -19,7 +19,7 @@ from threed.cli import app
 from threed.config import known_keys, load
 from threed.errors import ThreedError
 from threed.pipeline.orders import SCHEDULES
-from threed.predict.bare import predict_bare
+from threed.prediction.bare import predict_bare
 from threed.schema import Config
 
 ROOT = Path(__file__).parents[2]

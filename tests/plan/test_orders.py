@@ -15,7 +15,7 @@ from threed.pipeline import orders
 from threed.pipeline.orders import SCHEDULES, Task, can_run, gpipe, one_f_one_b
 from threed.pipeline.plan import communicate, expand
 from threed.planner import make_plan, make_table
-from threed.predict.bare import parse_times, predict_bare
+from threed.prediction.bare import parse_times, predict_bare
 from threed.program.instruction import Op
 from threed.program.show import grid, timeline, unit_cost
 from threed.program.walk import Mode, link, memory, walk

@@ -12,11 +12,11 @@ from threed.cli import app
 from threed.config import load
 from threed.errors import ConfigError, InputError
 from threed.planner import make_plan
-from threed.predict.advise import advise
-from threed.predict.analytic import Hardware
-from threed.predict.memory import of_config
-from threed.predict.report import report
-from threed.predict.simulate import predict
+from threed.prediction.advise import advise
+from threed.prediction.analytic import Hardware
+from threed.prediction.memory import of_config
+from threed.prediction.report import report
+from threed.prediction.simulate import predict
 from threed.program.instruction import COMPUTE, Op
 
 GB = 1e9

@@ -9,8 +9,8 @@ import pytest
 from threed.config import load
 from threed.errors import PlanError
 from threed.planner import make_plan
-from threed.predict.analytic import Hardware
-from threed.predict.report import report, show
+from threed.prediction.analytic import Hardware
+from threed.prediction.report import report, show
 from threed.program.check import check
 from threed.program.effects import effects
 from threed.program.instruction import Instruction, Op, Slot, Tier

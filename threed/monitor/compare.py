@@ -21,8 +21,8 @@ from threed.mesh import AXES
 from threed.monitor.attribute import CAUSES, attribute, parts
 from threed.monitor.traces import RankTrace, RunTrace, read_run
 from threed.planner import make_plan
-from threed.predict.cost import write_whole
-from threed.predict.simulate import predict
+from threed.prediction.cost import write_whole
+from threed.prediction.simulate import predict
 from threed.program.instruction import COMPUTE, Instruction, Op
 from threed.program.table import Plan
 from threed.program.trace import Trace, Wait

@@ -18,7 +18,7 @@ from threed.mesh import AXES
 from threed.models.model import model_flops
 from threed.monitor.attribute import CAUSES, PARTS, attribute, parts
 from threed.monitor.straggler import Stragglers
-from threed.predict.simulate import Costs, predict
+from threed.prediction.simulate import Costs, predict
 from threed.program.instruction import Op
 from threed.program.table import Plan
 from threed.program.trace import Trace, compute_s

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 from threed.errors import InputError
 from threed.mesh import AXES, Coordinate
 from threed.monitor.lines import cut
-from threed.predict.cost import FILE as COSTS
-from threed.predict.cost import read_costs, save_costs
-from threed.predict.simulate import Costs
+from threed.prediction.cost import FILE as COSTS
+from threed.prediction.cost import read_costs, save_costs
+from threed.prediction.simulate import Costs
 from threed.program.effects import effects
 from threed.program.instruction import Instruction, Op, Tier
 from threed.program.table import Plan

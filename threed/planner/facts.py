@@ -19,8 +19,8 @@ from threed.models.tiling import cut_layers, share_of, unit_layers
 from threed.offload import plan as offload
 from threed.optimizers.registry import OPTIMIZERS
 from threed.pipeline.split import split_stages
-from threed.predict.cost import load_costs
-from threed.predict.simulate import cost_of
+from threed.prediction.cost import load_costs
+from threed.prediction.simulate import cost_of
 from threed.program.instruction import Instruction, Op, Tier
 from threed.program.table import (
     ActivationSettings,

@@ -8,9 +8,9 @@ from typing import Any
 
 from threed.errors import ThreedError
 from threed.planner import make_pipeline, make_plan
-from threed.predict.analytic import Hardware
-from threed.predict.cost import load_costs
-from threed.predict.memory import at_stage
+from threed.prediction.analytic import Hardware
+from threed.prediction.cost import load_costs
+from threed.prediction.memory import at_stage
 from threed.program.show import timeline
 from threed.program.summary import fixed_bytes, stages
 from threed.quantity import show_bytes, show_seconds

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 from threed.errors import InputError
 from threed.optimizers.base import BYTES
-from threed.predict.simulate import Costs, cost_of
+from threed.prediction.simulate import Costs, cost_of
 from threed.program.instruction import COMPUTE, Instruction, Op, Tier
 from threed.program.table import Table
 from threed.program.walk import Cost

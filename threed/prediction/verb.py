@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from threed.planned import config_of, planned
-from threed.predict.analytic import Hardware
-from threed.predict.cost import load_costs
-from threed.predict.report import report
+from threed.prediction.analytic import Hardware
+from threed.prediction.cost import load_costs
+from threed.prediction.report import report
 from threed.program.table import Plan
 from threed.schema import Config
 

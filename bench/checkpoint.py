@@ -1,7 +1,8 @@
-"""What a checkpoint costs a run: threed in the background, threed while the run waits, torch.distributed.checkpoint's async_save.
+"""What a checkpoint costs a run: threed in the background, threed while the run waits,
+torch.distributed.checkpoint's async_save.
 
-The same tensors go to the same disk in the same processes. `blocked` is how long a rank's training stood still: to
-begin, in STEPs that waited for a copy, and at the ends of steps.
+The same tensors go to the same disk in the same processes. `blocked` is how long a rank's training stood
+still: to begin, in STEPs that waited for a copy, and at the ends of steps.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class Rank:
         torch.set_num_threads(1)
         warnings.simplefilter("ignore")
         self.args, self.config = args, config_of(args)
-        self.comm = ProcessComm(make_mesh(self.config), rank, torch.device("cpu"), TIMEOUT_S, file_store(store, args.ranks))
+        self.comm = ProcessComm(make_mesh(self.config), rank, torch.device("cpu"), TIMEOUT_S,
+                                file_store(store, args.ranks))
         self.engine = Engine(self.config, make_plan(self.config), self.comm)
         self.talk = dist.new_group(backend="gloo")  # async_save talks beside the training
         self.data = batches(self.config, 0, rank, self.comm.device)
@@ -101,7 +103,8 @@ class Rank:
         return Cost(blocked, time.monotonic() - begin, steps, self._clear(path))
 
     def _clear(self, path: Path) -> int:
-        """Bytes of a checkpoint, which is removed. What a mode has left to be written is not the next one's work."""
+        """Bytes of a checkpoint, which is removed. What a mode has left to be written is not the next one's
+        work."""
         size = 0
         if self.comm.rank == 0:
             size = sum(file.stat().st_size for file in path.iterdir())
@@ -112,8 +115,10 @@ class Rank:
 
     def run(self, pipe: Any) -> None:
         self.step()
-        ours = {"": self.quiet, BACKGROUND: lambda: self.background(False), WAITING: lambda: self.background(True)}
-        for ways in (ours, {PEER: self.torch}):  # the peer makes copies of its own: ours must be gone, or memory is short
+        ours = {"": self.quiet, BACKGROUND: lambda: self.background(False),
+                WAITING: lambda: self.background(True)}
+        # the peer makes copies of its own: ours must be gone, or memory is short
+        for ways in (ours, {PEER: self.torch}):
             for _ in range(self.args.rounds):
                 for name, way in ways.items():
                     self.comm.exchange(None)
@@ -124,7 +129,8 @@ class Rank:
 
 
 def config_of(args: argparse.Namespace) -> Config:
-    return make_config(Sizes(args.layers, args.hidden, args.hidden // 64, 8192, 32, 1, 1, "fp32"), args.ranks, "zero.stage=3",
+    return make_config(Sizes(args.layers, args.hidden, args.hidden // 64, 8192, 32, 1, 1, "fp32"), args.ranks,
+                       "zero.stage=3",
                        f"run.dir={args.dir}", "checkpoint.every=1", "checkpoint.keep=0")
 
 
@@ -148,9 +154,11 @@ def lines(args: argparse.Namespace, seen: dict[str, list[list[Any]]]) -> list[st
     """Medians over rounds of the slowest rank."""
     numel = sum(p.numel for layer in layers(config_of(args).model) for p in layer.own_parameters())
     quiet = median(max(map(median, ranks)) for ranks in seen[""])
-    out = [f"{show_count(numel)} parameters in fp32 on {args.ranks} ranks (dp, ZeRO-3), {args.rounds} rounds; a step takes "
+    out = [f"{show_count(numel)} parameters in fp32 on {args.ranks} ranks (dp, ZeRO-3), {args.rounds} "
+           f"rounds; a step takes "
            f"{show_seconds(quiet)} when nothing is saved", "",
-           "| | blocked | of a wait | written | a step meanwhile | of a quiet one | bytes |", "|---|--:|--:|--:|--:|--:|--:|"]
+           "| | blocked | of a wait | written | a step meanwhile | of a quiet one | bytes |",
+           "|---|--:|--:|--:|--:|--:|--:|"]
     wait = median(max(cost.blocked_s for cost in ranks) for ranks in seen[WAITING])
     for mode in MODES:
         blocked, written = (median(max(getattr(cost, key) for cost in ranks) for ranks in seen[mode])
@@ -179,7 +187,8 @@ def main() -> None:
         pipes, processes = [], []
         for rank in range(args.ranks):
             ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(rank, str(Path(scratch) / "store"), args, theirs), daemon=True)
+            process = context.Process(target=serve, args=(rank, str(Path(scratch) / "store"), args, theirs),
+                                      daemon=True)
             process.start()
             theirs.close()
             processes.append(process)
@@ -197,7 +206,8 @@ def main() -> None:
     print(text)
     if args.markdown:
         command = " ".join(["python", "bench/checkpoint.py", *sys.argv[1:]])
-        args.markdown.write_text(f"# What a checkpoint costs a run\n\n`{command}`, {os.cpu_count()} cores, torch "
+        args.markdown.write_text(f"# What a checkpoint costs a run\n\n`{command}`, {os.cpu_count()} cores, "
+                                 f"torch "
                                  f"{torch.__version__}\n\n{text}\n")
 
 

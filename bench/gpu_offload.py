@@ -1,10 +1,12 @@
-"""The largest GPT that one device trains, with and without offload, its tokens a second, and what of the copies is hidden.
+"""The largest GPT that one device trains, with and without offload, its tokens a second, and what of the
+copies is hidden.
 
-A GPT of a fixed width gets as many blocks as the plan of each setting allows in the device's memory, and trains. Then the
-largest one that needs no setting trains with each of them: what a setting costs where it is not needed.
+A GPT of a fixed width gets as many blocks as the plan of each setting allows in the device's memory, and
+trains. Then the largest one that needs no setting trains with each of them: what a setting costs where it is
+not needed.
 
-On a GPU the memory is the GPU's. Without one it is a number of bytes (--memory) that plans are held against, and host and
-device are the same memory: sizes are true of the plan, times say nothing of a GPU.
+On a GPU the memory is the GPU's. Without one it is a number of bytes (--memory) that plans are held against,
+and host and device are the same memory: sizes are true of the plan, times say nothing of a GPU.
 
     python bench/gpu_offload.py --help
 """
@@ -67,7 +69,8 @@ class Measured(NamedTuple):
     peak: int  # 0 where nothing tells
     step_s: float
     tokens_per_s: float
-    lanes: dict[str, tuple[float, float]]  # lane -> (seconds at work, share of them during which the device computed)
+    lanes: dict[str, tuple[float, float]]  # lane -> (seconds at work, share of them during which the device
+    # computed)
 
 
 class TimedLane(Lane):
@@ -97,7 +100,8 @@ def event() -> Any:
 
 
 def watch_lanes(comm: Comm) -> dict[str, TimedLane]:
-    """Put a TimedLane around each lane of LANES. The host's lanes tell the host's time, whatever the device."""
+    """Put a TimedLane around each lane of LANES. The host's lanes tell the host's time, whatever the
+    device."""
     found = {}
     for name in LANES:
         streams = comm.device.type == "cuda" and name not in HOST_LANES
@@ -107,7 +111,8 @@ def watch_lanes(comm: Comm) -> dict[str, TimedLane]:
 
 def overlap(intervals: Intervals, others: Intervals) -> float:
     """Seconds of `intervals` inside `others`; neither has two at the same time."""
-    return sum(max(0.0, min(end, stop) - max(begin, start)) for begin, end in intervals for start, stop in others)
+    return sum(max(0.0, min(end, stop) - max(begin, start)) for begin, end in intervals for start,
+               stop in others)
 
 
 # ---------------------------------------------------------------- one setting
@@ -151,7 +156,8 @@ def train(size: Sizes, blocks: int, setting: str, comm: Comm, steps: int) -> Mea
         _, trace = engine.train_step(lambda microbatch, data=data: data[microbatch])
         if number and (best is None or trace.total_s < best[0]):
             program = engine.plan.programs["train"][0]
-            best = trace.total_s, {name: hidden(lane, trace, program, begin, origin) for name, lane in lanes.items()}
+            best = trace.total_s, {name: hidden(lane, trace, program, begin, origin) for name,
+                                   lane in lanes.items()}
     assert best is not None
     for lane in lanes.values():
         lane.close()
@@ -162,7 +168,8 @@ def train(size: Sizes, blocks: int, setting: str, comm: Comm, steps: int) -> Mea
                     config.tokens_per_step / best[0], best[1])
 
 
-def hidden(lane: TimedLane, trace: Trace, program: Sequence[Any], begin: float, origin: Any) -> tuple[float, float]:
+def hidden(lane: TimedLane, trace: Trace, program: Sequence[Any], begin: float,
+           origin: Any) -> tuple[float, float]:
     """Seconds at work, and the share of them during which the device computed."""
     def since(mark: Any) -> float:
         return mark - begin if isinstance(mark, float) else origin.elapsed_time(mark) / 1e3
@@ -192,7 +199,8 @@ def attempt(size: Sizes, blocks: int, setting: str, comm: Comm, args: argparse.N
 
 
 def table(found: dict[str, Measured], base: Measured) -> list[str]:
-    head = ["setting", "blocks", "parameters", "of nothing", "device", "measured", "host", "tokens/s", "of nothing",
+    head = ["setting", "blocks", "parameters", "of nothing", "device", "measured", "host", "tokens/s",
+            "of nothing",
             *(f"{lane}: ms, hidden" for lane in LANES)]
     out = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
     for name, row in found.items():
@@ -204,37 +212,47 @@ def table(found: dict[str, Measured], base: Measured) -> list[str]:
     return out
 
 
-def measure(args: argparse.Namespace, device: torch.device, memory: int, say: Callable[[str], None]) -> list[str]:
+def measure(args: argparse.Namespace, device: torch.device, memory: int,
+            say: Callable[[str], None]) -> list[str]:
     size, host = args.size, int(0.8 * psutil.virtual_memory().available)
     blocks = {}
     for setting in SETTINGS:
         blocks[setting] = largest(size, setting, memory, host, args.most)
         say(f"{setting}: {blocks[setting]} blocks fit")
     if not blocks["nothing"]:
-        raise SystemExit(f"not even one block fits into {show_bytes(memory)}: give more --memory, or a smaller --hidden")
+        raise SystemExit(f"not even one block fits into {show_bytes(memory)}: give more --memory, or a "
+                         f"smaller --hidden")
     with tempfile.TemporaryDirectory(prefix="threed-bench-") as scratch:
-        comm = ProcessComm(make_mesh(config_of(size, 1, "nothing")), 0, device, 60.0, file_store(str(Path(scratch) / "store"), 1))
+        comm = ProcessComm(make_mesh(config_of(size, 1, "nothing")), 0, device, 60.0,
+                           file_store(str(Path(scratch) / "store"), 1))
         found: list[dict[str, Measured]] = [{}, {}]
-        for which, of in enumerate((lambda setting: blocks[setting], lambda setting: found[0]["nothing"].layers)):
+        for which, of in enumerate((lambda setting: blocks[setting],
+                                    lambda setting: found[0]["nothing"].layers)):
             for setting in SETTINGS:
                 found[which][setting] = attempt(size, of(setting), setting, comm, args)
-                say(f"{setting}, {found[which][setting].layers} blocks: {found[which][setting].tokens_per_s:.0f} tokens/s")
+                say(f"{setting}, {found[which][setting].layers} blocks: "
+                    f"{found[which][setting].tokens_per_s:.0f} tokens/s")
         comm.close()
     base = found[0]["nothing"]
-    most = [f"--most {args.most} ends the search of: " + "; ".join(name for name, n in blocks.items() if n == args.most), ""]
-    return ["## The largest that fits", "", *table(found[0], base), "", *(most if args.most in blocks.values() else []),
+    most = [f"--most {args.most} ends the search of: " + "; ".join(name for name,
+                                                                   n in blocks.items() if n == args.most), ""]
+    return ["## The largest that fits", "", *table(found[0], base), "",
+            *(most if args.most in blocks.values() else []),
             "## The largest that needs nothing, with each setting", "", *table(found[1], found[1]["nothing"])]
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n    python")[0],
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--memory", help="bytes that the device has (default: 95%% of what a GPU has free; 24MiB without one)")
+    parser.add_argument("--memory", help="bytes that the device has (default: 95%% of what a GPU has free; "
+                                         "24MiB without one)")
     parser.add_argument("--hidden", type=int, help="width (default: 4096 on a GPU, 128 without one)")
     parser.add_argument("--most", type=int, help="blocks at most (default: 1000 on a GPU, 48 without one)")
     parser.add_argument("--steps", type=int, default=3, help="steps of which the fastest counts (default: 3)")
-    parser.add_argument("--quick", action="store_true", help="the size that is used without a GPU, and one step")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables here too, and how they were made")
+    parser.add_argument("--quick", action="store_true",
+                        help="the size that is used without a GPU, and one step")
+    parser.add_argument("--markdown", type=Path, metavar="FILE",
+                        help="write the tables here too, and how they were made")
     args = parser.parse_args(argv)
     small = args.quick or not torch.cuda.is_available()
     args.size, args.steps = SMALL if small else LARGE, 1 if args.quick else args.steps
@@ -262,11 +280,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     busy = (after[0] - before[0]) / max(after[1] - before[1], 1e-9)
     text = "\n".join([
         "# Offload: the largest model", "",
-        f"`python bench/gpu_offload.py {' '.join(argv or sys.argv[1:])}`, {time.strftime('%Y-%m-%d')}. {name}; {machine()}; "
+        f"`python bench/gpu_offload.py {' '.join(argv or sys.argv[1:])}`, {time.strftime('%Y-%m-%d')}. "
+        f"{name}; {machine()}; "
         f"processors {busy:.0%} busy, this bench included.",
-        f"GPT of width {size.hidden} in {size.dtype}, {size.num_microbatches} micro-batches of {size.micro_batch} x "
+        f"GPT of width {size.hidden} in {size.dtype}, {size.num_microbatches} micro-batches of "
+        f"{size.micro_batch} x "
         f"{size.seq_len} tokens, {show_bytes(memory)} of device memory.",
-        *([] if device.type == "cuda" else ["Without a GPU memory is a limit that plans are held against, and copies are within "
+        *([] if device.type == "cuda"
+          else ["Without a GPU memory is a limit that plans are held against, and copies are within "
                                              "the host: the times say nothing of a GPU."]),
         "What the columns are is in [../README.md](../README.md).", "", *lines, ""])
     print(text)

@@ -1,7 +1,10 @@
-"""Measure offload: the optimizer's step on the host, files of the disk tier, and a whole offloaded training step.
+"""Measure offload: the optimizer's step on the host, files of the disk tier, and a whole offloaded training
+step.
 
-    adam   AdamW over fp32 weights and moments: threed's host step beside torch.optim.AdamW and DeepSpeedCPUAdam
-    disk   files as large as a unit's state, through the lanes `write` and `read`, beside fio and dd past the page cache
+    adam   AdamW over fp32 weights and moments: threed's host step beside torch.optim.AdamW and
+           DeepSpeedCPUAdam
+    disk   files as large as a unit's state, through the lanes `write` and `read`, beside fio and dd past the
+           page cache
     step   ZeRO-2 with the optimizer's state on the host, in bf16, on 2 ranks, beside DeepSpeed
 
 In each all sides take turns, in an order that is drawn anew every round, on the same memory, files or data.
@@ -65,7 +68,8 @@ class Work(NamedTuple):
     copy: bool  # a bf16 copy of the weights is wanted
 
     def __str__(self) -> str:
-        gradients = ("bf16" if self.narrow else "fp32") + (" gradients, scaled" if self.scale != 1.0 else " gradients")
+        gradients = ("bf16" if self.narrow else "fp32") + (" gradients, scaled" if self.scale != 1.0
+                                                           else " gradients")
         return gradients + (", bf16 copy of the weights" if self.copy else "")
 
 
@@ -79,8 +83,16 @@ class Memory:
         def units(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
             return torch.zeros(numel, dtype=dtype).split(UNIT)
 
-        self.weights, self.grads, self.narrow = units(torch.float32), units(torch.float32), units(torch.bfloat16)
-        self.copies, self.exp_avg, self.exp_avg_sq = units(torch.bfloat16), units(torch.float32), units(torch.float32)
+        self.weights, self.grads, self.narrow = (
+            units(torch.float32),
+            units(torch.float32),
+            units(torch.bfloat16),
+        )
+        self.copies, self.exp_avg, self.exp_avg_sq = (
+            units(torch.bfloat16),
+            units(torch.float32),
+            units(torch.float32),
+        )
         values = torch.randn(min(UNIT, numel)) * 1e-2
         for unit, weight in enumerate(self.weights):
             weight.copy_(values[:len(weight)])
@@ -103,7 +115,8 @@ def threed_side(memory: Memory, options: OptimizerConfig) -> Side:
         def job() -> None:
             for unit, weight in enumerate(memory.weights):
                 grad = memory.narrow[unit] if work.narrow else memory.grads[unit]
-                view = View(weight, grad, {"exp_avg": memory.exp_avg[unit], "exp_avg_sq": memory.exp_avg_sq[unit]})
+                view = View(weight, grad, {"exp_avg": memory.exp_avg[unit],
+                                           "exp_avg_sq": memory.exp_avg_sq[unit]})
                 threed_step(update, view, memory.copies[unit] if work.copy else None)
 
         lane.submit(job).wait()
@@ -112,13 +125,16 @@ def threed_side(memory: Memory, options: OptimizerConfig) -> Side:
 
 
 def peer_side(memory: Memory, options: OptimizerConfig, make: Callable[..., Any]) -> Side:
-    """An optimizer of torch's kind over the same memory; what it does not do comes before and after, unit by unit."""
+    """An optimizer of torch's kind over the same memory; what it does not do comes before and after, unit by
+    unit."""
     parameters = [torch.nn.Parameter(weight) for weight in memory.weights]
     beta1, beta2 = options.betas
-    optimizer = make(parameters, lr=options.lr, betas=(beta1, beta2), eps=options.eps, weight_decay=options.weight_decay)
+    optimizer = make(parameters, lr=options.lr, betas=(beta1, beta2), eps=options.eps,
+                     weight_decay=options.weight_decay)
     for unit, parameter in enumerate(parameters):
         count = 10 if "DeepSpeed" in type(optimizer).__name__ else torch.tensor(10.0)
-        optimizer.state[parameter] = {"step": count, "exp_avg": memory.exp_avg[unit], "exp_avg_sq": memory.exp_avg_sq[unit]}
+        optimizer.state[parameter] = {"step": count, "exp_avg": memory.exp_avg[unit],
+                                      "exp_avg_sq": memory.exp_avg_sq[unit]}
         parameter.grad = memory.grads[unit]
 
     @torch.no_grad()
@@ -140,7 +156,8 @@ def sides(memory: Memory, options: OptimizerConfig) -> dict[str, Side]:
     def adamw(**how: bool) -> Side:
         return peer_side(memory, options, lambda parameters, **rest: AdamW(parameters, **rest, **how))
 
-    found = {"threed": threed_side(memory, options), "torch, fused": adamw(fused=True), "torch, foreach": adamw(foreach=True),
+    found = {"threed": threed_side(memory, options), "torch, fused": adamw(fused=True),
+             "torch, foreach": adamw(foreach=True),
              "torch, for-loop": adamw(foreach=False)}
     if DEEPSPEED is not None:
         from deepspeed.ops.adam import DeepSpeedCPUAdam  # pyright: ignore[reportMissingImports]
@@ -154,8 +171,10 @@ def adam_body(numel: int, rounds: int, pipe: Any) -> None:
         memory, found = Memory(numel), {}
         everybody = sides(memory, OptimizerConfig())
         for work in WORKS:
-            names = [name for name in everybody if work == WORKS[0] or name not in ("torch, foreach", "torch, for-loop")]
-            found[work] = best_of(rounds, {name: lambda side=everybody[name], work=work: side(work) for name in names})
+            names = [name for name in everybody if work == WORKS[0]
+                     or name not in ("torch, foreach", "torch, for-loop")]
+            found[work] = best_of(rounds, {name: lambda side=everybody[name],
+                                           work=work: side(work) for name in names})
         pipe.send(found)
     except BaseException:
         pipe.send(traceback.format_exc())
@@ -172,7 +191,8 @@ def best_of(rounds: int, jobs: dict[str, Callable[[], None]]) -> dict[str, Took]
             jobs[name]()
             if number:
                 took[name].append(Took(time.monotonic() - begin, time.process_time() - used))
-    return {name: Took(min(t.seconds for t in each), min(t.cpu_s for t in each)) for name, each in took.items()}
+    return {name: Took(min(t.seconds for t in each), min(t.cpu_s for t in each)) for name,
+            each in took.items()}
 
 
 def measure_adam(args: argparse.Namespace, say: Callable[[str], None]) -> Section:
@@ -182,14 +202,17 @@ def measure_adam(args: argparse.Namespace, say: Callable[[str], None]) -> Sectio
             rounds = min(args.rounds, FEW_ROUNDS) if numel > LARGE else args.rounds
             say(f"AdamW, {show_count(numel)} parameters, {threads} thread{'s' * (threads > 1)}")
             for work, found in in_process(threads, numel, rounds).items():
-                lines += [f"{show_count(numel)} parameters, {threads} thread{'s' * (threads > 1)}, {work}", "",
+                lines += [f"{show_count(numel)} parameters, {threads} thread{'s' * (threads > 1)}, {work}",
+                          "",
                           "| side | ms | of threed | cpu of threed |", "|---|---:|---:|---:|"]
                 ours = found["threed"]
                 lines += [f"| {name} | {1e3 * took.seconds:.1f} | {took.seconds / ours.seconds:.3f} | "
                           f"{took.cpu_s / ours.cpu_s:.3f} |" for name, took in found.items()]
                 peer = min((name for name in found if name != "threed"), key=lambda name: found[name].seconds)
                 ratio, cpu = ours.seconds / found[peer].seconds, ours.cpu_s / found[peer].cpu_s
-                lines += ["", verdict(ratio <= NOISE, f"threed at most {NOISE:g} x the best, {peer}: {ratio:.3f} (processor time "
+                lines += ["", verdict(ratio <= NOISE,
+                                      f"threed at most {NOISE:g} x the best, {peer}: {ratio:.3f} (processor "
+                                      f"time "
                                       f"{cpu:.3f})"), ""]
     if DEEPSPEED is None:
         lines.append(f"DeepSpeed is not there: {DEEPSPEED_VERSION}")
@@ -231,22 +254,27 @@ def verdict(met: bool, text: str) -> str:
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n    python")[0],
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=("adam", "disk", "step"), default=["adam", "disk", "step"])
+    parser.add_argument("--only", nargs="+", choices=("adam", "disk", "step"),
+                        default=["adam", "disk", "step"])
     parser.add_argument("--parameters", type=float, nargs="+", default=[50e6, 500e6], metavar="N",
                         help="adam: sizes (default: 50e6 500e6, which takes 15 GiB)")
-    parser.add_argument("--folder", type=Path, default=Path.cwd(), help="disk: where files are made (default: here)")
-    parser.add_argument("--mib", type=int, default=96, help="disk: of a file (default: 96, the state of 8M parameters)")
+    parser.add_argument("--folder", type=Path, default=Path.cwd(),
+                        help="disk: where files are made (default: here)")
+    parser.add_argument("--mib", type=int, default=96,
+                        help="disk: of a file (default: 96, the state of 8M parameters)")
     parser.add_argument("--files", type=int, default=8, help="disk: files of a round (default: 8)")
     parser.add_argument("--layers", type=int, default=8, help="step: blocks (default: 8)")
     parser.add_argument("--hidden", type=int, default=512, help="step: width (default: 512)")
     parser.add_argument("--rounds", type=int, default=7, help="turns of every side that count (default: 7)")
     parser.add_argument("--quick", action="store_true", help="small sizes, two rounds")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the results here too, and how they were made")
+    parser.add_argument("--markdown", type=Path, metavar="FILE",
+                        help="write the results here too, and how they were made")
     args = parser.parse_args(argv)
     if args.quick:
         args.parameters, args.mib, args.files, args.layers, args.hidden, args.rounds = [5e6], 16, 2, 2, 256, 2
     args.parameters = [int(numel) for numel in args.parameters]
-    if min(*args.parameters, args.mib, args.files, args.layers, args.rounds) < 1 or args.hidden % 64 or args.hidden < 64:
+    if min(*args.parameters, args.mib, args.files, args.layers,
+           args.rounds) < 1 or args.hidden % 64 or args.hidden < 64:
         parser.error("sizes, --files, --layers and --rounds must be at least 1, --hidden a multiple of 64")
     return args
 
@@ -260,7 +288,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     measures = {"adam": measure_adam, "disk": lambda args, say: Section(*measure_disk(args, say)),
                 "step": lambda args, say: Section(*measure_step(args, say))}
     about = f"{machine()}" + (f", DeepSpeed {DEEPSPEED_VERSION}" if DEEPSPEED is not None else "")
-    text = (f"# Offload\n\n`python bench/offload.py {' '.join(argv or sys.argv[1:])}`, {time.strftime('%Y-%m-%d')}. {about}.\n"
+    text = (f"# Offload\n\n`python bench/offload.py {' '.join(argv or sys.argv[1:])}`, "
+            f"{time.strftime('%Y-%m-%d')}. {about}.\n"
             f"What the columns are is in [../README.md](../README.md).\n")
     for name in args.only:
         before, load = processors(), os.getloadavg()[0]
@@ -268,7 +297,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         gc.collect()
         after = processors()
         busy = (after[0] - before[0]) / max(after[1] - before[1], 1e-9)
-        text += (f"\n## {section.title}\n\nThe machine's processors were {busy:.0%} busy, this bench included; load average "
+        text += (f"\n## {section.title}\n\nThe machine's processors were {busy:.0%} busy, this bench "
+                 f"included; load average "
                  f"{load:.1f} at the start.\n\n" + "\n".join(section.lines).rstrip() + "\n")
         if args.markdown:  # as far as it is
             args.markdown.write_text(text)

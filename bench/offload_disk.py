@@ -1,4 +1,5 @@
-"""The disk tier beside fio and dd: the same bytes, in files as large, in the same folder, past the page cache."""
+"""The disk tier beside fio and dd: the same bytes, in files as large, in the same folder, past the page
+cache."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ class Files:
     def run(self, what: str) -> float:
         move = self.disk.write if what == "write" else self.disk.read
         begin = time.monotonic()
-        handles = [self.lanes[what].submit(lambda name=name, buffer=self.buffers[number % 2]: move(name, buffer))
+        handles = [self.lanes[what].submit(lambda name=name,
+                                           buffer=self.buffers[number % 2]: move(name, buffer))
                    for number, name in enumerate(self.names)]
         for handle in handles:
             handle.wait()
@@ -51,9 +53,11 @@ class Files:
 def fio(folder: Path, count: int, nbytes: int, what: str, block: int, depth: int) -> float:
     """Seconds; `depth` requests in flight."""
     engine = ["--ioengine=libaio", f"--iodepth={depth}"] if depth > 1 else ["--ioengine=psync"]
-    run = subprocess.run(["fio", "--name=unit", f"--directory={folder}", f"--nrfiles={count}", f"--size={count * nbytes}",
+    run = subprocess.run(["fio", "--name=unit", f"--directory={folder}", f"--nrfiles={count}",
+                          f"--size={count * nbytes}",
                           f"--rw={what}", f"--bs={block}", "--direct=1", "--fallocate=posix", "--overwrite=1",
-                          "--file_service_type=sequential", "--output-format=json", *engine], capture_output=True, text=True)
+                          "--file_service_type=sequential", "--output-format=json", *engine],
+                         capture_output=True, text=True)
     if run.returncode:
         raise SystemExit(f"fio failed: {run.stderr or run.stdout}")
     found = json.loads(run.stdout[run.stdout.index("{"):])["jobs"][0][what]
@@ -67,7 +71,8 @@ def dd(folder: Path, count: int, nbytes: int, what: str) -> float:
         file, size = folder / f"dd.{number}", [f"bs={BLOCK}", "count=" + str(-(-nbytes // BLOCK))]
         how = (["if=/dev/zero", f"of={file}", "oflag=direct", "conv=notrunc"] if what == "write"
                else [f"if={file}", "of=/dev/null", "iflag=direct"])
-        run = subprocess.run(["dd", *how, *size], capture_output=True, text=True, env={"LC_ALL": "C", "PATH": "/usr/bin:/bin"})
+        run = subprocess.run(["dd", *how, *size], capture_output=True, text=True,
+                             env={"LC_ALL": "C", "PATH": "/usr/bin:/bin"})
         found = re.search(r"copied, ([0-9.e-]+) s", run.stderr)
         if run.returncode or not found:
             raise SystemExit(f"dd failed: {run.stderr}")
@@ -82,11 +87,13 @@ def measure_disk(args: argparse.Namespace, say: Callable[[str], None]) -> tuple[
     with tempfile.TemporaryDirectory(dir=args.folder, prefix="threed-bench-") as scratch:
         folder = Path(scratch)
         files = Files(folder, args.files, nbytes)
-        sides: dict[str, Callable[[str], float]] = {"threed": files.run, "dd": lambda what: dd(folder, args.files, nbytes, what)}
+        sides: dict[str, Callable[[str], float]] = {"threed": files.run,
+                                                    "dd": lambda what: dd(folder, args.files, nbytes, what)}
         if shutil.which("fio"):
             sides["fio, as threed"] = lambda what: fio(folder, args.files, nbytes, what, BLOCK, 1)
             sides["fio, 1 MiB x 16"] = lambda what: fio(folder, args.files, nbytes, what, 1 << 20, 16)
-        took: dict[str, dict[str, list[float]]] = {what: {name: [] for name in sides} for what in ("write", "read")}
+        took: dict[str, dict[str, list[float]]] = {what: {name: [] for name in sides}
+                                                   for what in ("write", "read")}
         for number in range(args.rounds + 1):
             say(f"disk, round {number} of {args.rounds}")
             for what, found in took.items():
@@ -98,14 +105,18 @@ def measure_disk(args: argparse.Namespace, say: Callable[[str], None]) -> tuple[
     return "The disk tier", list(lines(args, nbytes, total, took))
 
 
-def lines(args: argparse.Namespace, nbytes: int, total: int, took: dict[str, dict[str, list[float]]]) -> list[str]:
+def lines(args: argparse.Namespace, nbytes: int, total: int,
+          took: dict[str, dict[str, list[float]]]) -> list[str]:
     out = [f"{args.files} files of {nbytes >> 20} MiB; the best of {args.rounds} rounds" +
-           ("" if shutil.which("fio") else "; fio is not installed"), "", "| side | write MB/s | read MB/s |", "|---|---:|---:|"]
+           ("" if shutil.which("fio") else "; fio is not installed"), "", "| side | write MB/s | read MB/s |",
+           "|---|---:|---:|"]
     speed = {what: {name: total / min(each) for name, each in found.items()} for what, found in took.items()}
-    out += [f"| {name} | {speed['write'][name] / 1e6:.0f} | {speed['read'][name] / 1e6:.0f} |" for name in speed["write"]]
+    out += [f"| {name} | {speed['write'][name] / 1e6:.0f} | {speed['read'][name] / 1e6:.0f} |"
+            for name in speed["write"]]
     out.append("")
     for what, found in speed.items():
         peer = max((name for name in found if name != "threed"), key=found.__getitem__)
         ratio = found["threed"] / found[peer]
-        out += [f"`{'met   ' if ratio >= TARGET else 'missed'}`  {what} at least {TARGET:g} x the best, {peer}: {ratio:.3f}", ""]
+        out += [f"`{'met   ' if ratio >= TARGET else 'missed'}`  {what} at least {TARGET:g} x the best, "
+                f"{peer}: {ratio:.3f}", ""]
     return out

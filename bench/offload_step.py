@@ -1,4 +1,5 @@
-"""A training step with the optimizer on the host: threed beside DeepSpeed, ZeRO-2 in bf16, in the same processes."""
+"""A training step with the optimizer on the host: threed beside DeepSpeed, ZeRO-2 in bf16, in the same
+processes."""
 
 from __future__ import annotations
 
@@ -60,7 +61,8 @@ def serve(rank: int, store: str, args: argparse.Namespace, pipe: Any) -> None:
         steps, order = executors(args, comm), random.Random(0)
         pipe.send({name: check(step, name, config, comm, 2) for name, step in steps.items()})
         for number in range(2, args.rounds + 3):
-            pipe.send({name: timed(steps[name], config, comm, number) for name in order.sample(list(steps), len(steps))})
+            pipe.send({name: timed(steps[name], config, comm, number)
+                       for name in order.sample(list(steps), len(steps))})
         comm.close()
     except BaseException:
         pipe.send(traceback.format_exc())
@@ -74,7 +76,9 @@ def measure_step(args: argparse.Namespace, say: Callable[[str], None]) -> tuple[
         try:
             for rank in range(RANKS):
                 ours, theirs = context.Pipe()
-                process = context.Process(target=serve, args=(rank, str(Path(scratch) / "store"), args, theirs), daemon=True)
+                process = context.Process(target=serve,
+                                          args=(rank, str(Path(scratch) / "store"), args, theirs),
+                                          daemon=True)
                 process.start()
                 processes.append(process)
                 theirs.close()
@@ -86,7 +90,8 @@ def measure_step(args: argparse.Namespace, say: Callable[[str], None]) -> tuple[
                 found = [answer(rank, pipe) for rank, pipe in enumerate(pipes)]
                 rounds.append({name: join([each[name] for each in found]) for name in found[0]})
                 say(f"step, round {number} of {args.rounds}: " + ", ".join(
-                    f"{name} {1e3 * (ran.end - ran.begin):.0f} ms" for name, ran in sorted(rounds[-1].items())))
+                    f"{name} {1e3 * (ran.end - ran.begin):.0f} ms" for name,
+                    ran in sorted(rounds[-1].items())))
         finally:
             for process in processes:
                 process.kill()
@@ -98,28 +103,33 @@ def agree(losses: dict[str, list[float]]) -> None:
     """Unless all train the same model, nothing is compared."""
     for name, found in losses.items():
         if any(abs(a - b) > TOLERANCE * b for a, b in zip(found, losses[BASE], strict=True)):
-            raise SystemExit(f"{name} does not train the model that {BASE} trains: losses {found}, not {losses[BASE]}")
+            raise SystemExit(f"{name} does not train the model that {BASE} trains: losses {found}, not "
+                             f"{losses[BASE]}")
 
 
 def lines(args: argparse.Namespace, rounds: list[dict[str, Any]]) -> list[str]:
     """Medians over the rounds; ratios within a round."""
     config = config_of(args)
     numel = sum(p.numel for layer in layers(config.model) for p in layer.own_parameters())
-    out = [f"{show_count(numel)} parameters, {config.train.micro_batch_size} x {config.model.seq_len} tokens a rank, {RANKS} "
+    out = [f"{show_count(numel)} parameters, {config.train.micro_batch_size} x {config.model.seq_len} tokens "
+           f"a rank, {RANKS} "
            "ranks", "", "| executor | ms | of threed | cpu of threed |", "|---|---:|---:|---:|"]
 
     def ratios(name: str, base: str) -> tuple[float, float]:
-        return (median((each[name].end - each[name].begin) / (each[base].end - each[base].begin) for each in rounds),
+        return (median((each[name].end - each[name].begin) / (each[base].end - each[base].begin)
+                       for each in rounds),
                 median(each[name].cpu_s / each[base].cpu_s for each in rounds))
 
     for name in sorted(rounds[0], reverse=True):
-        (ratio, cpu), step_s = ratios(name, BASE), median(each[name].end - each[name].begin for each in rounds)
+        (ratio, cpu), step_s = ratios(name, BASE), median(each[name].end - each[name].begin
+                                                          for each in rounds)
         out.append(f"| {name} | {1e3 * step_s:.0f} | {ratio:.3f} | {cpu:.3f} |")
     out.append("")
     if DEEPSPEED is None:
         return [*out, f"DeepSpeed is not there: {DEEPSPEED_VERSION}"]
     for name in (BASE, NARROW):
         ratio, cpu = ratios(name, PEER)
-        out += [f"`{'met   ' if ratio < 1 else 'missed'}`  {name} faster than {PEER}: {ratio:.3f} of its time (processor time "
+        out += [f"`{'met   ' if ratio < 1 else 'missed'}`  {name} faster than {PEER}: {ratio:.3f} of its "
+                f"time (processor time "
                 f"{cpu:.3f})", ""]
     return out

@@ -1,16 +1,19 @@
-"""Measure the executor alone: a pipeline whose stages sleep, run by threed and by torch.distributed.pipelining.
+"""Measure the executor alone: a pipeline whose stages sleep, run by threed and by
+torch.distributed.pipelining.
 
-Forward, backward-input and backward-weight of a stage sleep for given times, so that p processes on a few cores do not
-compete for them, and small tensors are really sent, over gloo. What a step takes longer than its simulation is then the
-executor's own: waits of the host, the transport, time between instructions.
+Forward, backward-input and backward-weight of a stage sleep for given times, so that p processes on a few
+cores do not compete for them, and small tensors are really sent, over gloo. What a step takes longer than its
+simulation is then the executor's own: waits of the host, the transport, time between instructions.
 
-    threed   a checked plan, the real engine; only the handlers of FORWARD and BACKWARD* are replaced, by sleeps. GATHER,
-             SEND, RECV, REDUCE, CLIP and STEP run as in training, and their time is part of the step.
-    torch    PipelineStage and its schedules, over a module that sleeps. It has no optimizer step, and sends over one
-             communicator, as it does by itself.
+    threed   a checked plan, the real engine; only the handlers of FORWARD and BACKWARD* are replaced, by
+             sleeps. GATHER, SEND, RECV, REDUCE, CLIP and STEP run as in training, and their time is part of
+             the step.
+    torch    PipelineStage and its schedules, over a module that sleeps. It has no optimizer step, and sends
+             over one communicator, as it does by itself.
 
-Both take turns, step by step, in the same processes, and are simulated by the same walk: threed's plan, and torch's order
-as it was executed, with the op times as measured in that run and the measured time of a message.
+Both take turns, step by step, in the same processes, and are simulated by the same walk: threed's plan, and
+torch's order as it was executed, with the op times as measured in that run and the measured time of a
+message.
 
     python bench/pipeline.py --help
 """
@@ -64,7 +67,8 @@ def serve(rank: int, store: str, cases: Sequence[Case], times: Times, repeat: in
     torch.set_num_threads(1)
     try:
         config, _ = make_case(cases[0])
-        comm = ProcessComm(make_mesh(config), rank, torch.device("cpu"), TIMEOUT_S, file_store(store, cases[0].p))
+        comm = ProcessComm(make_mesh(config), rank, torch.device("cpu"), TIMEOUT_S,
+                           file_store(store, cases[0].p))
         opened: set[tuple[int, int, str]] = set()
         for case in cases:
             pipe.send(measure(case, times, repeat, comm, opened))
@@ -73,9 +77,10 @@ def serve(rank: int, store: str, cases: Sequence[Case], times: Times, repeat: in
         pipe.send(traceback.format_exc())
 
 
-def measure(case: Case, times: Times, repeat: int, comm: ProcessComm, opened: set[tuple[int, int, str]]) -> Results:
-    """Steps of threed and of torch by turns, after one of each without sleeps, not counted, for what is set up at
-    first use."""
+def measure(case: Case, times: Times, repeat: int, comm: ProcessComm,
+            opened: set[tuple[int, int, str]]) -> Results:
+    """Steps of threed and of torch by turns, after one of each without sleeps, not counted, for what is set
+    up at first use."""
     used = time.process_time()
     ours = Threed(case, times, comm, opened)
     peers = Torch(case, times, comm.rank) if case.schedule in PEERS else None
@@ -98,8 +103,8 @@ def start_together(comm: ProcessComm) -> None:
 
 
 def ping_pong(comm: ProcessComm) -> list[float]:
-    """Seconds of a message between ranks 0 and 1, one way, as half a round trip. As in a pipeline, the receiver waits already,
-    and the sender has slept: the pauses are taken off."""
+    """Seconds of a message between ranks 0 and 1, one way, as half a round trip. As in a pipeline, the
+    receiver waits already, and the sender has slept: the pauses are taken off."""
     start_together(comm)
     there, back = (0, 1, "act"), (1, 0, "grad")
     value, found = torch.zeros(SHAPE), []
@@ -127,7 +132,8 @@ Seconds = dict[tuple[int, Instruction], float]  # (position, instruction) -> as 
 
 def simulate(programs: Sequence[Program], table: Table, seam: Callable[[int], set[Slot]], seconds: Seconds,
              transfer_s: float) -> float:
-    """Step time of programs whose instructions take these times. Sends take `transfer_s`; the rest of communication nothing."""
+    """Step time of programs whose instructions take these times. Sends take `transfer_s`; the rest of
+    communication nothing."""
     links = [link(program, table, position, seam(position)) for position, program in enumerate(programs)]
     return walk(programs, table, links, Mode.BUFFERED, lambda position, item:
                 transfer_s if item.op == Op.SEND else seconds.get((position, item), 0.0)).total_s
@@ -145,8 +151,10 @@ def simulate_threed(plan: Plan, ranks: Sequence[Ran], transfer_s: float) -> tupl
     """A step of threed from each instruction's own time, and from means by op."""
     programs = plan.programs["train"]
     seconds = {(position, item): took for position, ran in enumerate(ranks)
-               for item, took in zip(programs[position], ran.seconds, strict=True) if item.op in COMPUTE or item.op == Op.STEP}
-    own, means = (simulate(programs, plan.table, plan.table.seam, each, transfer_s) for each in (seconds, averaged(seconds)))
+               for item, took in zip(programs[position], ran.seconds, strict=True) if item.op in COMPUTE
+               or item.op == Op.STEP}
+    own, means = (simulate(programs, plan.table, plan.table.seam, each, transfer_s)
+                  for each in (seconds, averaged(seconds)))
     return own, means
 
 
@@ -155,8 +163,10 @@ def simulate_torch(case: Case, ranks: Sequence[Ran], transfer_s: float) -> tuple
     order: Order = [ran.tasks for ran in ranks]
     programs, table = bare_programs(order, SCHEDULES[case.schedule].place(case.p, case.v), case.m)
     seconds = {(position, item): took for position, ran in enumerate(ranks)
-               for item, took in zip([item for item in programs[position] if item.op in COMPUTE], ran.seconds, strict=True)}
-    own, means = (simulate(programs, table, lambda _: set(), each, transfer_s) for each in (seconds, averaged(seconds)))
+               for item, took in zip([item for item in programs[position] if item.op in COMPUTE], ran.seconds,
+                                     strict=True)}
+    own, means = (simulate(programs, table, lambda _: set(), each, transfer_s)
+                  for each in (seconds, averaged(seconds)))
     return own, means
 
 
@@ -188,7 +198,8 @@ def side(steps: Sequence[Sequence[Ran]], simulated: Callable[[Sequence[Ran]], tu
     took = [max(ran.end for ran in ranks) - min(ran.begin for ran in ranks) for ranks in steps]
     own, means = zip(*map(simulated, steps))
     ratios = [t / s for t, s in zip(took, own)]
-    return Side(median(took), median(own), median(ratios), min(ratios), median(t / s for t, s in zip(took, means)), took)
+    return Side(median(took), median(own), median(ratios), min(ratios),
+                median(t / s for t, s in zip(took, means)), took)
 
 
 def sum_up(case: Case, times: Times, ranks: Sequence[Results], busy: tuple[float, float]) -> Row:
@@ -196,12 +207,16 @@ def sum_up(case: Case, times: Times, ranks: Sequence[Results], busy: tuple[float
     transfer_s = median(ranks[0].transfers)
     _, plan = make_case(case)
     share = times.over(case.v * case.units)
-    nominal = {Op.FORWARD: share.forward, Op.BACKWARD: share.input + share.weight, Op.BACKWARD_INPUT: share.input,
+    nominal = {Op.FORWARD: share.forward, Op.BACKWARD: share.input + share.weight,
+               Op.BACKWARD_INPUT: share.input,
                Op.BACKWARD_WEIGHT: share.weight}
     programs = plan.programs["train"]
-    exact = {(position, item): nominal.get(item.op, 0.0) for position, program in enumerate(programs) for item in program}
-    ours = side(list(zip(*(rank.threed for rank in ranks))), lambda each: simulate_threed(plan, each, transfer_s))
-    peers = side(list(zip(*(rank.torch for rank in ranks))), lambda each: simulate_torch(case, each, transfer_s)) \
+    exact = {(position, item): nominal.get(item.op, 0.0) for position,
+             program in enumerate(programs) for item in program}
+    ours = side(list(zip(*(rank.threed for rank in ranks))),
+                lambda each: simulate_threed(plan, each, transfer_s))
+    peers = side(list(zip(*(rank.torch for rank in ranks))),
+                 lambda each: simulate_torch(case, each, transfer_s)) \
         if ranks[0].torch else None
     return Row(case, transfer_s, simulate(programs, plan.table, plan.table.seam, exact, 0.0), ours, peers,
                max(0.0, busy[0] - sum(rank.cpu_s for rank in ranks)) / max(busy[1], 1e-9))
@@ -216,7 +231,8 @@ def run(cases: Sequence[Case], times: Times, repeat: int) -> Iterator[Row]:
             for rank in range(cases[0].p):
                 ours, theirs = context.Pipe()
                 process = context.Process(target=serve, daemon=True,
-                                          args=(rank, str(Path(scratch) / "store"), cases, times, repeat, theirs))
+                                          args=(rank, str(Path(scratch) / "store"), cases, times, repeat,
+                                                theirs))
                 process.start()
                 theirs.close()
                 pipes.append(ours)
@@ -233,13 +249,15 @@ def run(cases: Sequence[Case], times: Times, repeat: int) -> Iterator[Row]:
 
 
 def processors() -> tuple[float, float]:
-    """Seconds since boot, over all processors: at work, and at work or idle. (0, 0) where the system does not say."""
+    """Seconds since boot, over all processors: at work, and at work or idle. (0, 0) where the system does not
+    say."""
     try:
         fields = [int(text) for text in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
     except (OSError, ValueError):
         return 0.0, 0.0
     tick = os.sysconf("SC_CLK_TCK")
-    return (sum(fields) - fields[3] - fields[4]) / tick, sum(fields) / tick  # the fourth and fifth are idle and iowait
+    # the fourth and fifth are idle and iowait
+    return (sum(fields) - fields[3] - fields[4]) / tick, sum(fields) / tick
 
 
 def _answer(rank: int, pipe: Any) -> Results:
@@ -254,16 +272,19 @@ def _answer(rank: int, pipe: Any) -> Results:
     return found
 
 
-HEAD = ("schedule", "p", "m", "ideal ms", "threed ms", "simulated ms", "ratio", "best", "torch ms", "torch's ratio", "best",
+HEAD = ("schedule", "p", "m", "ideal ms", "threed ms", "simulated ms", "ratio", "best", "torch ms",
+        "torch's ratio", "best",
         "threed / torch", "others")
 
 
 def cells(row: Row) -> list[str]:
     case, ours, peers = row.case, row.threed, row.torch
     name = f"{case.schedule} (v={case.v})" if case.v > 1 else case.schedule
-    theirs = [_ms(peers.step_s), f"{peers.ratio:.3f}", f"{peers.best_ratio:.3f}", f"{ours.step_s / peers.step_s:.3f}"] \
+    theirs = [_ms(peers.step_s), f"{peers.ratio:.3f}", f"{peers.best_ratio:.3f}",
+              f"{ours.step_s / peers.step_s:.3f}"] \
         if peers else ["-"] * 4
-    return [name, str(case.p), str(case.m), _ms(row.ideal_s), _ms(ours.step_s), _ms(ours.simulated_s), f"{ours.ratio:.3f}",
+    return [name, str(case.p), str(case.m), _ms(row.ideal_s), _ms(ours.step_s), _ms(ours.simulated_s),
+            f"{ours.ratio:.3f}",
             f"{ours.best_ratio:.3f}", *theirs, f"{row.others:.0%}"]
 
 
@@ -274,9 +295,11 @@ def _ms(seconds: float) -> str:
 def table_text(rows: Sequence[Row]) -> str:
     lines = [HEAD, *map(cells, rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(HEAD))]
-    texts = ["| " + " | ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths))) + " |"
+    texts = ["| " + " | ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i,
+                               (cell, w) in enumerate(zip(line, widths))) + " |"
              for line in lines]
-    rule = "|" + "|".join("-" * (w + 2) if i == 0 else "-" * (w + 1) + ":" for i, w in enumerate(widths)) + "|"
+    rule = "|" + "|".join("-" * (w + 2) if i == 0 else "-" * (w + 1) + ":" for i,
+                          w in enumerate(widths)) + "|"
     return "\n".join([texts[0], rule, *texts[1:]])
 
 
@@ -285,8 +308,10 @@ def verdict(rows: Sequence[Row], target: float) -> str:
     behind = [f"{row.case} ({row.threed.step_s / row.torch.step_s:.3f})" for row in rows
               if row.torch and row.threed.step_s >= row.torch.step_s]
     compared = sum(row.torch is not None for row in rows)
-    return "\n".join(f"{what}: {total - len(missed)} of {total}" + (f"; missed: {', '.join(missed)}" if missed else "")
-                     for what, total, missed in ((f"threed within {target} of its simulation", len(rows), slow),
+    return "\n".join(f"{what}: {total - len(missed)} of {total}"
+                     + (f"; missed: {', '.join(missed)}" if missed else "")
+                     for what, total,
+                     missed in ((f"threed within {target} of its simulation", len(rows), slow),
                                                  ("threed below torch", compared, behind)))
 
 
@@ -295,13 +320,16 @@ def to_json(rows: Sequence[Row], args: argparse.Namespace) -> dict[str, Any]:
     return {"machine": machine(), "settings": settings,
             "rows": [{**row.case._asdict(), "transfer_s": row.transfer_s, "ideal_s": row.ideal_s,
                       "others": row.others,
-                      "threed": row.threed._asdict(), "torch": row.torch._asdict() if row.torch else None} for row in rows]}
+                      "threed": row.threed._asdict(), "torch": row.torch._asdict() if row.torch else None}
+                     for row in rows]}
 
 
 def markdown_head(rows: Sequence[Row], argv: Sequence[str]) -> str:
     message_ms = 1e3 * median(row.transfer_s for row in rows)
-    return (f"# The executor alone\n\n`python bench/pipeline.py {' '.join(argv)}`, {time.strftime('%Y-%m-%d')}. {machine()}; "
-            f"a message took {message_ms:.2f} ms.\nWhat the columns are is in [../README.md](../README.md).\n")
+    return (f"# The executor alone\n\n`python bench/pipeline.py {' '.join(argv)}`, "
+            f"{time.strftime('%Y-%m-%d')}. {machine()}; "
+            f"a message took {message_ms:.2f} ms.\nWhat the columns are is in "
+            f"[../README.md](../README.md).\n")
 
 
 def machine() -> str:
@@ -312,23 +340,31 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n    python")[0],
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schedule", nargs="+", metavar="NAME", choices=SCHEDULES, default=list(PEERS),
-                        help=f"of {', '.join(SCHEDULES)}; those torch lacks are run without it (default: {' '.join(PEERS)})")
-    parser.add_argument("--p", type=int, nargs="+", default=[4, 8], help="pipeline positions, a process each (default: 4 8)")
+                        help=f"of {', '.join(SCHEDULES)}; those torch lacks are run without it (default: "
+                             f"{' '.join(PEERS)})")
+    parser.add_argument("--p", type=int, nargs="+", default=[4, 8],
+                        help="pipeline positions, a process each (default: 4 8)")
     parser.add_argument("--m", type=int, nargs="+", help="micro-batches (default: 2p and 4p)")
     parser.add_argument("--times", type=float, nargs=3, metavar=("F", "B", "W"), default=[20.0, 20.0, 20.0],
-                        help="ms of a position's forward, input and weight halves of backward (default: 20 20 20)")
-    parser.add_argument("--virtual-stages", type=int, default=2, metavar="V", help="stages a position of interleaved and "
+                        help="ms of a position's forward, input and weight halves of backward (default: 20 "
+                             "20 20)")
+    parser.add_argument("--virtual-stages", type=int, default=2, metavar="V",
+                        help="stages a position of interleaved and "
                         "breadth-first (default: 2)")
     parser.add_argument("--units", type=int, default=1, help="compute units a stage in threed (default: 1)")
-    parser.add_argument("--repeat", type=int, default=4, help="steps counted, after one that is not (default: 4)")
-    parser.add_argument("--target", type=float, default=1.03, help="most that step / simulated may be (default: 1.03)")
+    parser.add_argument("--repeat", type=int, default=4,
+                        help="steps counted, after one that is not (default: 4)")
+    parser.add_argument("--target", type=float, default=1.03,
+                        help="most that step / simulated may be (default: 1.03)")
     parser.add_argument("--quick", action="store_true", help="p=4, m=8, one step")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers here too")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table here too, and how it was made")
+    parser.add_argument("--markdown", type=Path, metavar="FILE",
+                        help="write the table here too, and how it was made")
     args = parser.parse_args(argv)
     if args.quick:
         args.p, args.m, args.repeat = [4], [8], 1
-    if min([*args.p, *(args.m or [1]), args.units, args.repeat]) < 1 or min(args.p) < 2 or min(args.times) < 0:
+    if min([*args.p, *(args.m or [1]), args.units,
+            args.repeat]) < 1 or min(args.p) < 2 or min(args.times) < 0:
         parser.error("--p must be at least 2, --m, --units and --repeat at least 1, and no time negative")
     return args
 
@@ -337,14 +373,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
     times = Times(*(ms / 1e3 for ms in args.times))
     begin, rows = time.monotonic(), []
-    print(f"{machine()}; forward, input, weight: {' '.join(f'{ms:g}' for ms in args.times)} ms", file=sys.stderr)
+    print(f"{machine()}; forward, input, weight: {' '.join(f'{ms:g}' for ms in args.times)} ms",
+          file=sys.stderr)
     for p in args.p:
         cases = [Case(name, p, m, SCHEDULES[name].virtual or args.virtual_stages, args.units)
                  for name in args.schedule for m in args.m or (2 * p, 4 * p)]
         for row in run(cases, times, args.repeat):
             rows.append(row)
             theirs = f", torch {_ms(row.torch.step_s)} ({row.torch.ratio:.3f})" if row.torch else ""
-            print(f"{time.monotonic() - begin:4.0f} s  {row.case}: {_ms(row.threed.step_s)} ms, {row.threed.ratio:.3f} of its "
+            print(f"{time.monotonic() - begin:4.0f} s  {row.case}: {_ms(row.threed.step_s)} ms, "
+                  f"{row.threed.ratio:.3f} of its "
                   f"simulation{theirs}; a message {1e3 * row.transfer_s:.2f} ms, others {row.others:.0%}",
                   file=sys.stderr, flush=True)
     text = f"{table_text(rows)}\n\n{verdict(rows, args.target)}\n"

@@ -1,4 +1,5 @@
-"""Pipelines that sleep: the same stages for threed's engine and for torch.distributed.pipelining, one rank of each.
+"""Pipelines that sleep: the same stages for threed's engine and for torch.distributed.pipelining, one rank of
+each.
 
 The forward, the input half and the weight half of backward sleep; small tensors are really sent.
 """
@@ -31,7 +32,8 @@ from threed.zero import plan as zero
 SHAPE = (16, 1, 32)  # of a message: sequence, micro-batch, hidden
 
 # threed's schedule -> torch's, for those that both have. zb-h1 is the one-stage form of torch's (ZB1P).
-PEERS: dict[str, Any] = {"gpipe": tp.ScheduleGPipe, "1f1b": tp.Schedule1F1B, "interleaved": tp.ScheduleInterleaved1F1B,
+PEERS: dict[str, Any] = {"gpipe": tp.ScheduleGPipe, "1f1b": tp.Schedule1F1B,
+                         "interleaved": tp.ScheduleInterleaved1F1B,
                          "zb-h1": tp.ScheduleInterleavedZeroBubble, "zb-v": tp.ScheduleZBVZeroBubble}
 
 
@@ -58,7 +60,8 @@ class Case(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """One step of one rank: its begin and end by the clock that all processes share, and the seconds of its ops, in order."""
+    """One step of one rank: its begin and end by the clock that all processes share, and the seconds of its
+    ops, in order."""
 
     begin: float
     end: float
@@ -83,17 +86,22 @@ nap = Naps()  # of this process
 
 
 def make_case(case: Case) -> tuple[Config, Plan]:
-    """A tiny model cut into `units` units a stage, which the planner believes to be equally long, as they are here."""
+    """A tiny model cut into `units` units a stage, which the planner believes to be equally long, as they are
+    here."""
     stages = case.p * case.v
     config = load(None, [
-        f"model.layers={stages * case.units - 2}", f"model.hidden={SHAPE[2]}", "model.heads=4", "model.vocab=64",
-        f"model.seq_len={SHAPE[0]}", "model.vocab_multiple=64", "model.tie_embeddings=false", f"train.global_batch_size={case.m}",
-        f"train.micro_batch_size={SHAPE[1]}", "parallel.dp=1", f"parallel.pp={case.p}", f"parallel.schedule={case.schedule}",
+        f"model.layers={stages * case.units - 2}", f"model.hidden={SHAPE[2]}", "model.heads=4",
+        "model.vocab=64",
+        f"model.seq_len={SHAPE[0]}", "model.vocab_multiple=64", "model.tie_embeddings=false",
+        f"train.global_batch_size={case.m}",
+        f"train.micro_batch_size={SHAPE[1]}", "parallel.dp=1", f"parallel.pp={case.p}",
+        f"parallel.schedule={case.schedule}",
         f"parallel.virtual_stages={case.v if SCHEDULES[case.schedule].virtual is None else 'null'}",
         f"parallel.stage_units={[case.units] * stages}"])
     order, place = make_pipeline(config)
     table = make_table(config, place)
-    table = dataclasses.replace(table, units=tuple(dataclasses.replace(unit, forward_flops=1000) for unit in table.units))
+    table = dataclasses.replace(table, units=tuple(dataclasses.replace(unit, forward_flops=1000)
+                                                   for unit in table.units))
     programs = zero.train(communicate(expand(order, table), table), table)
     plan = Plan(table, {"train": [tuple(program) for program in programs]})
     check(plan)
@@ -112,7 +120,8 @@ class Threed:
         self.table, self.times, self.value = plan.table, times, torch.zeros(SHAPE)
         self.share = times.over(case.v * case.units)
         self.engine = Engine(config, plan, comm)
-        self.engine.handlers |= {Op.FORWARD: self.forward, Op.BACKWARD: self.backward, Op.BACKWARD_INPUT: self.backward_input,
+        self.engine.handlers |= {Op.FORWARD: self.forward, Op.BACKWARD: self.backward,
+                                 Op.BACKWARD_INPUT: self.backward_input,
                                  Op.BACKWARD_WEIGHT: self.backward_weight}
 
     def step(self) -> Ran:
@@ -182,7 +191,8 @@ class SleepModule(nn.Module):
 
 
 class TimedStage(tp.PipelineStage):
-    """torch's stage, which notes what it computed and for how long. The weights' half sleeps in `dw_builder`'s runner."""
+    """torch's stage, which notes what it computed and for how long. The weights' half sleeps in
+    `dw_builder`'s runner."""
 
     def __init__(self, share: Times, stage: int, num_stages: int, ran: list[tuple[Task, float]]):
         super().__init__(SleepModule(share), stage, num_stages, torch.device("cpu"),
@@ -220,7 +230,8 @@ class Torch:
                   for stage, position in enumerate(place) if position == rank]
         make = PEERS[case.schedule]
         alone = issubclass(make, tp.schedules.PipelineScheduleSingle)
-        self.schedule = make(stages[0] if alone else stages, case.m, loss_fn=lambda output, target: output.sum(),
+        self.schedule = make(stages[0] if alone else stages, case.m, loss_fn=lambda output,
+                             target: output.sum(),
                              scale_grads=False)
         self.inputs = [torch.zeros(case.m * SHAPE[0], *SHAPE[1:])] if place[0] == rank else []
         self.target = torch.zeros(case.m) if place[-1] == rank else None
@@ -229,4 +240,5 @@ class Torch:
         self.ran.clear()
         begin = time.monotonic()
         self.schedule.step(*self.inputs, target=self.target, return_outputs=False)
-        return Ran(begin, time.monotonic(), [seconds for _, seconds in self.ran], [task for task, _ in self.ran])
+        return Ran(begin, time.monotonic(), [seconds for _, seconds in self.ran],
+                   [task for task, _ in self.ran])

@@ -1,8 +1,9 @@
 """Measure the steps of ZeRO beside DDP, ZeroRedundancyOptimizer, FSDP2 and DeepSpeed.
 
-One GPT in fp32 on n data-parallel ranks: over gloo on CPUs, over NCCL where there are n GPUs. All executors live in the
-same processes and take turns, step by step, in an order that is drawn anew every round, so that what else the machine does
-hits all of them. First all train the same few steps: where losses differ, nothing is compared.
+One GPT in fp32 on n data-parallel ranks: over gloo on CPUs, over NCCL where there are n GPUs. All executors
+live in the same processes and take turns, step by step, in an order that is drawn anew every round, so that
+what else the machine does hits all of them. First all train the same few steps: where losses differ, nothing
+is compared.
 
     threed n         ZeRO stage n, on the engine, from a checked plan; stage 3 gathers a unit at every use
     threed 3, step   stage 3, gathered once a step (zero.residency=step)
@@ -42,15 +43,16 @@ TIMEOUT_S = 300.0
 BASE = "DDP"
 # (threed's executor, the peer that it must not exceed, times how much)
 TARGETS = (("threed 0", BASE, 1.05), ("threed 1", BASE, 1.05), ("threed 2", "DeepSpeed 2", 1.0),
-           ("threed 3", "FSDP2, reshard", 1.0), ("threed 3, step", "FSDP2, keep", 1.0), ("threed 3", "DeepSpeed 3", 1.0))
+           ("threed 3", "FSDP2, reshard", 1.0), ("threed 3, step", "FSDP2, keep", 1.0),
+           ("threed 3", "DeepSpeed 3", 1.0))
 
 
 # ---------------------------------------------------------------- on every rank
 
 
 class Ran(NamedTuple):
-    """A step of one rank: its begin and end by the clock that all processes of a machine share, its processor time (of all
-    its threads), and the bytes that it sent."""
+    """A step of one rank: its begin and end by the clock that all processes of a machine share, its processor
+    time (of all its threads), and the bytes that it sent."""
 
     begin: float
     end: float
@@ -79,7 +81,8 @@ def serve(rank: int, store: str, config: Config, args: argparse.Namespace, pipe:
         for number in range(args.check, args.check + args.warmup + args.repeat):
             names = list(steps)
             order.shuffle(names)
-            pipe.send(Round({name: timed(steps[name], config, comm, number) for name in names}, time.process_time()))
+            pipe.send(Round({name: timed(steps[name], config, comm, number) for name in names},
+                            time.process_time()))
         comm.close()
     except BaseException:
         pipe.send(traceback.format_exc())
@@ -126,7 +129,8 @@ class Result(NamedTuple):
     others: float  # share of the machine's processors that was busy with other work
 
     def compare(self, name: str, peer: str) -> tuple[float, float] | None:
-        """The medians of the rounds' ratios, of time and of processor time; None where one of the two is not there."""
+        """The medians of the rounds' ratios, of time and of processor time; None where one of the two is not
+        there."""
         found = {row.name: row for row in self.rows}
         if name not in found or peer not in found:
             return None
@@ -175,7 +179,8 @@ def measure(ranks: int, pipes: Sequence[Any], args: argparse.Namespace, say: Cal
         together = {name: join([each.ran[name] for each in found]) for name in found[0].ran}
         rounds.append(together)
         seconds = {name: ran.end - ran.begin for name, ran in together.items()}
-        say(f"round {number} of {args.warmup + args.repeat}, DDP {1e3 * seconds[BASE]:.0f} ms; times that: " + ", ".join(
+        say(f"round {number} of {args.warmup + args.repeat}, DDP {1e3 * seconds[BASE]:.0f} ms; times that: "
+            f"" + ", ".join(
             f"{name} {took / seconds[BASE]:.2f}" for name, took in sorted(seconds.items()) if name != BASE))
     others = max(0.0, busy[-1][0] - busy[0][0] - cpu_s[-1] + cpu_s[0]) / max(busy[-1][1] - busy[0][1], 1e-9)
     return sum_up(ranks, rounds[args.warmup:], others)
@@ -183,17 +188,20 @@ def measure(ranks: int, pipes: Sequence[Any], args: argparse.Namespace, say: Cal
 
 def join(ranks: Sequence[Ran]) -> Ran:
     """From the first rank's begin to the last one's end; the processor time of all; the bytes of one."""
-    return Ran(min(ran.begin for ran in ranks), max(ran.end for ran in ranks), sum(ran.cpu_s for ran in ranks), ranks[0].sent)
+    return Ran(min(ran.begin for ran in ranks), max(ran.end for ran in ranks),
+               sum(ran.cpu_s for ran in ranks), ranks[0].sent)
 
 
 def agree(losses: dict[str, list[float]], say: Callable[[str], None]) -> None:
     """All losses to 1e-5, or nothing is compared."""
     base = losses[BASE]
     far = {name: max(abs(a - b) / abs(b) for a, b in zip(each, base)) for name, each in losses.items()}
-    say(f"losses {', '.join(f'{loss:.6f}' for loss in base)}; furthest from DDP: {max(far, key=far.__getitem__)}, by "
+    say(f"losses {', '.join(f'{loss:.6f}' for loss in base)}; furthest from DDP: "
+        f"{max(far, key=far.__getitem__)}, by "
         f"{max(far.values()):.1e}")
     if wrong := {name: losses[name] for name, distance in far.items() if not distance <= 1e-5}:
-        raise SystemExit(f"these do not train the model that DDP trains (losses {base}), so nothing is compared: {wrong}")
+        raise SystemExit(f"these do not train the model that DDP trains (losses {base}), so nothing is "
+                         f"compared: {wrong}")
 
 
 def sum_up(ranks: int, rounds: Sequence[dict[str, Ran]], others: float) -> Result:
@@ -203,7 +211,8 @@ def sum_up(ranks: int, rounds: Sequence[dict[str, Ran]], others: float) -> Resul
         took = [ran.end - ran.begin for ran in ours]
         ratio = median(a / (b.end - b.begin) for a, b in zip(took, base))
         cpu_ratio = median(a.cpu_s / b.cpu_s for a, b in zip(ours, base))
-        rows.append(Row(name, median(took), ratio, cpu_ratio, ours[0].sent, took, [ran.cpu_s for ran in ours]))
+        rows.append(Row(name, median(took), ratio, cpu_ratio, ours[0].sent, took,
+                        [ran.cpu_s for ran in ours]))
     return Result(ranks, rows, others)
 
 
@@ -226,9 +235,11 @@ def table_text(result: Result) -> str:
     lines = [HEAD, *((row.name, f"{1e3 * row.step_s:.0f}", f"{row.ratio:.3f}", f"{row.cpu_ratio:.3f}",
                       show_bytes(row.sent) if row.sent else "-") for row in result.rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(HEAD))]
-    texts = ["| " + " | ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths))) + " |"
+    texts = ["| " + " | ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i,
+                               (cell, w) in enumerate(zip(line, widths))) + " |"
              for line in lines]
-    rule = "|" + "|".join("-" * (w + 2) if i == 0 else "-" * (w + 1) + ":" for i, w in enumerate(widths)) + "|"
+    rule = "|" + "|".join("-" * (w + 2) if i == 0 else "-" * (w + 1) + ":" for i,
+                          w in enumerate(widths)) + "|"
     return "\n".join([texts[0], rule, *texts[1:]])
 
 
@@ -237,13 +248,15 @@ def verdicts(result: Result) -> str:
     for name, peer, limit in TARGETS:
         if found := result.compare(name, peer):
             ratio, cpu_ratio = found
-            lines.append(f"{'met   ' if ratio <= limit else 'missed'}  {name} at most {limit:g} x {peer}: {ratio:.3f} "
+            lines.append(f"{'met   ' if ratio <= limit else 'missed'}  {name} at most {limit:g} x {peer}: "
+                         f"{ratio:.3f} "
                          f"(processor time {cpu_ratio:.3f})")
     return "\n".join(lines)
 
 
 def report(result: Result) -> str:
-    return (f"{result.ranks} ranks; others {result.others:.0%}\n\n{table_text(result)}\n\n```\n{verdicts(result)}\n```\n")
+    head = f"{result.ranks} ranks; others {result.others:.0%}"
+    return f"{head}\n\n{table_text(result)}\n\n```\n{verdicts(result)}\n```\n"
 
 
 def about(args: argparse.Namespace) -> str:
@@ -252,37 +265,48 @@ def about(args: argparse.Namespace) -> str:
     lacks = "" if DEEPSPEED else f"; DeepSpeed {DEEPSPEED_VERSION} could not be imported"
     has = f", DeepSpeed {DEEPSPEED_VERSION}" if DEEPSPEED else ""
     return (f"{machine()}{has}; {show_count(parameters)} parameters, {size.num_microbatches} micro-batch"
-            f"{'es' if size.num_microbatches > 1 else ''} of {size.micro_batch} x {size.seq_len} tokens a rank{lacks}")
+            f"{'es' if size.num_microbatches > 1 else ''} of {size.micro_batch} x {size.seq_len} tokens a "
+            f"rank{lacks}")
 
 
 def markdown_head(args: argparse.Namespace, argv: Sequence[str]) -> str:
-    return (f"# ZeRO\n\n`python bench/zero.py {' '.join(argv)}`, {time.strftime('%Y-%m-%d')}. {about(args)}.\n"
+    return (f"# ZeRO\n\n`python bench/zero.py {' '.join(argv)}`, {time.strftime('%Y-%m-%d')}. "
+            f"{about(args)}.\n"
             f"What the columns are is in [../README.md](../README.md).\n")
 
 
 def sizes(args: argparse.Namespace) -> Sizes:
-    return Sizes(args.layers, args.hidden, args.heads, args.vocab, args.seq_len, args.micro_batch, args.micro_batches)
+    return Sizes(args.layers, args.hidden, args.heads, args.vocab, args.seq_len, args.micro_batch,
+                 args.micro_batches)
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n    python")[0],
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="processes (default: 2 4)")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="executors whose names begin so, and DDP (default: all)")
-    for name, value, text in (("layers", 8, "blocks"), ("hidden", 384, "width"), ("heads", 6, "attention heads"),
-                              ("vocab", 2048, "tokens of the vocabulary"), ("seq-len", 128, "tokens of a sequence"),
-                              ("micro-batch", 2, "sequences of a micro-batch"), ("micro-batches", 1, "a rank and step"),
-                              ("check", 4, "steps whose losses are compared"), ("warmup", 1, "rounds not counted"),
+    parser.add_argument("--only", nargs="+", metavar="NAME",
+                        help="executors whose names begin so, and DDP (default: all)")
+    for name, value, text in (("layers", 8, "blocks"), ("hidden", 384, "width"),
+                              ("heads", 6, "attention heads"),
+                              ("vocab", 2048, "tokens of the vocabulary"),
+                              ("seq-len", 128, "tokens of a sequence"),
+                              ("micro-batch", 2, "sequences of a micro-batch"),
+                              ("micro-batches", 1, "a rank and step"),
+                              ("check", 4, "steps whose losses are compared"),
+                              ("warmup", 1, "rounds not counted"),
                               ("repeat", 15, "rounds counted")):
-        parser.add_argument(f"--{name}", type=int, default=value, metavar="N", help=f"{text} (default: {value})")
+        parser.add_argument(f"--{name}", type=int, default=value, metavar="N",
+                            help=f"{text} (default: {value})")
     parser.add_argument("--quick", action="store_true", help="two steps checked, four rounds")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers here too")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables here too, and how they were made")
+    parser.add_argument("--markdown", type=Path, metavar="FILE",
+                        help="write the tables here too, and how they were made")
     args = parser.parse_args(argv)
     if args.quick:
         args.check, args.repeat = 2, 4
     if min(args.ranks) < 2 or min(args.check, args.repeat, args.micro_batches) < 1 or args.warmup < 0:
-        parser.error("--ranks must be at least 2, --check, --repeat and --micro-batches at least 1, --warmup not negative")
+        parser.error("--ranks must be at least 2, --check, --repeat and --micro-batches at least 1, --warmup "
+                     "not negative")
     return args
 
 
@@ -295,7 +319,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         results.append(run(ranks, args, begin))
         print(report(results[-1]), flush=True)
     if args.markdown:
-        args.markdown.write_text(f"{markdown_head(args, argv or sys.argv[1:])}\n" + "\n".join(map(report, results)))
+        args.markdown.write_text(f"{markdown_head(args, argv or sys.argv[1:])}\n"
+                                 + "\n".join(map(report, results)))
     if args.json:
         args.json.write_text(json.dumps({"about": about(args), "results": [
             {"ranks": result.ranks, "others": result.others, "rows": [row._asdict() for row in result.rows]}

@@ -1,7 +1,9 @@
-"""Data parallelism five ways: threed's engine, and torch's and DeepSpeed's over one plain module of the same layers.
+"""Data parallelism five ways: threed's engine, and torch's and DeepSpeed's over one plain module of the same
+layers.
 
-Each executor takes one optimizer step a call, on micro-batches that are made before, and returns the loss of this rank's
-tokens (a peer) or of all (threed). Loss is the mean over tokens; AdamW, fused, without clipping; decay on matrices only.
+Each executor takes one optimizer step a call, on micro-batches that are made before, and returns the loss of
+this rank's tokens (a peer) or of all (threed). Loss is the mean over tokens; AdamW, fused, without clipping;
+decay on matrices only.
 """
 
 from __future__ import annotations
@@ -66,7 +68,8 @@ class Sizes(NamedTuple):
 def make_config(sizes: Sizes, ranks: int, *more: str) -> Config:
     return load(None, [
         f"model.layers={sizes.layers}", f"model.hidden={sizes.hidden}", f"model.heads={sizes.heads}",
-        f"model.vocab={sizes.vocab}", f"model.seq_len={sizes.seq_len}", "model.position=learned", "model.tie_embeddings=false",
+        f"model.vocab={sizes.vocab}", f"model.seq_len={sizes.seq_len}", "model.position=learned",
+        "model.tie_embeddings=false",
         f"parallel.dp={ranks}", f"train.micro_batch_size={sizes.micro_batch}",
         f"train.global_batch_size={sizes.micro_batch * sizes.num_microbatches * ranks}", "optimizer.lr=1e-3",
         "optimizer.clip_grad=0", "optimizer.schedule=constant", f"precision.dtype={sizes.dtype}", *more])
@@ -76,13 +79,15 @@ def batches(config: Config, step: int, rank: int, device: torch.device) -> list[
     """The micro-batches of a rank: random tokens, the same for all executors."""
     model, micro = config.model, config.train.micro_batch_size
     generator = torch.Generator().manual_seed(1000 + step)
-    tokens = torch.randint(0, model.vocab, (config.train.global_batch_size, model.seq_len + 1), generator=generator).to(device)
+    tokens = torch.randint(0, model.vocab, (config.train.global_batch_size, model.seq_len + 1),
+                           generator=generator).to(device)
     found = []
     for number in range(config.num_microbatches):
         first = (number * config.dp + rank) * micro
         rows = slice(first, first + micro)
         samples = torch.arange(first, first + micro, device=device)
-        found.append(Batch(tokens[rows, :-1], tokens[rows, 1:], samples, config.train.seed, config.tokens_per_step))
+        found.append(Batch(tokens[rows, :-1], tokens[rows, 1:], samples, config.train.seed,
+                           config.tokens_per_step))
     return found
 
 
@@ -147,7 +152,8 @@ def local(batch: Batch, parts: int) -> Batch:
 
 
 def stepper(config: Config, module: nn.Module, optimizer: Any, quiet: Callable[[bool], Any]) -> Step:
-    """`quiet`: the context of a micro-batch, which says whether it is the last: the others need not send anything."""
+    """`quiet`: the context of a micro-batch, which says whether it is the last: the others need not send
+    anything."""
     def step(data: Sequence[Batch]) -> float:
         optimizer.zero_grad(set_to_none=True)
         total = torch.zeros((), device=data[0].tokens_BS.device)
@@ -166,11 +172,13 @@ def ddp(config: Config, comm: Comm, make: Callable[..., Any] = torch.optim.AdamW
     devices = [comm.device] if comm.device.type == "cuda" else None
     module = DistributedDataParallel(Gpt(config, comm), device_ids=devices, gradient_as_bucket_view=True)
     optimizer = adamw(config, module, make)
-    return stepper(config, module, optimizer, lambda last: contextlib.nullcontext() if last else module.no_sync())
+    return stepper(config, module, optimizer, lambda last: contextlib.nullcontext() if last
+                   else module.no_sync())
 
 
 def zero_redundancy(config: Config, comm: Comm) -> Step:
-    return ddp(config, comm, lambda groups, **options: ZeroRedundancyOptimizer(groups, torch.optim.AdamW, **options))
+    return ddp(config, comm, lambda groups,
+               **options: ZeroRedundancyOptimizer(groups, torch.optim.AdamW, **options))
 
 
 def fsdp2(config: Config, comm: Comm, reshard: bool) -> Step:
@@ -204,7 +212,8 @@ def deepspeed(config: Config, comm: Comm, stage: int) -> Step:
         zero |= {"offload_optimizer": {"device": "cpu", "pin_memory": comm.device.type == "cuda"}}
         make = cpu_adam
     with silent():
-        engine, *_ = DEEPSPEED.initialize(model=module, optimizer=adamw(config, module, make), dist_init_required=False, config={
+        engine, *_ = DEEPSPEED.initialize(model=module, optimizer=adamw(config, module, make),
+                                          dist_init_required=False, config={
             "train_micro_batch_size_per_gpu": config.train.micro_batch_size, "steps_per_print": 10**9,
             "gradient_accumulation_steps": config.num_microbatches, "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False, "gradient_clipping": 0.0, "zero_optimization": zero,
@@ -228,8 +237,10 @@ def executors() -> dict[str, Callable[[Config, Comm], Step]]:
         "DDP": ddp, "ZeroRedundancyOptimizer": zero_redundancy,
         "FSDP2, reshard": lambda config, comm: fsdp2(config, comm, True),
         "FSDP2, keep": lambda config, comm: fsdp2(config, comm, False),
-        **{f"threed {stage}": lambda config, comm, stage=stage: threed(config, comm, stage=stage) for stage in range(4)},
+        **{f"threed {stage}": lambda config, comm,
+           stage=stage: threed(config, comm, stage=stage) for stage in range(4)},
         "threed 3, step": lambda config, comm: threed(config, comm, stage=3, residency="step")}
     if DEEPSPEED is not None:
-        found |= {f"DeepSpeed {stage}": lambda config, comm, stage=stage: deepspeed(config, comm, stage) for stage in (1, 2, 3)}
+        found |= {f"DeepSpeed {stage}": lambda config, comm,
+                  stage=stage: deepspeed(config, comm, stage) for stage in (1, 2, 3)}
     return found

@@ -29,7 +29,8 @@ html_theme_options = {"navigation_with_keys": True}
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
-for _name in getattr(threed, "__all__", ()):  # what is resolved when it is asked for; a package that is a verb
+# what is resolved when it is asked for; a package that is a verb
+for _name in getattr(threed, "__all__", ()):
     _thing = getattr(threed, _name)
     if isinstance(_thing, ModuleType):
         _thing = getattr(import_module(f"threed.{threed._HOMES[_name]}"), _name)
@@ -37,7 +38,8 @@ for _name in getattr(threed, "__all__", ()):  # what is resolved when it is aske
 
 
 def _as_rest(app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
-    """Docstrings are plain text: `name` is code; an indented block, or one that begins with >>>, an example."""
+    """Docstrings are plain text: `name` is code; an indented block, or one that begins with >>>, an
+    example."""
     text, lines[:] = list(lines), []
     for before, line in zip(["", *text], text):
         if line.startswith("  ") and not before.strip():

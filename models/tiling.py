@@ -76,16 +76,21 @@ def cut_layers(config: Config) -> list[list[Layer]]:
 
 
 def _check(asked: str, limit: Limit, whole: Sequence[Layer]) -> None:
-    parts = {part.kind: part for layer in whole for part in layer.tileable() if not limit.count(part) or _tied(part)}
+    parts = {part.kind: part for layer in whole for part in layer.tileable() if not limit.count(part)
+             or _tied(part)}
     tied = next((part for part in parts.values() if _tied(part) and not limit.fits(part)), None)
     if tied is not None:
-        raise InputError(f"{asked} would cut the word embedding of {show_bytes(limit.size(tied))}, which embedding and "
+        raise InputError(f"{asked} would cut the word embedding of {show_bytes(limit.size(tied))}, which "
+                         f"embedding and "
                          "head share whole; set model.tie_embeddings=false, or raise it")
-    least = {kind: -(-limit.size(part) // limit.cells(part)) for kind, part in parts.items() if not limit.count(part)}
+    least = {kind: -(-limit.size(part) // limit.cells(part)) for kind,
+             part in parts.items() if not limit.count(part)}
     if least:
         worst = max(least, key=lambda kind: least[kind])
-        raise InputError(f"{asked}: {worst} has {show_bytes(limit.size(parts[worst]))} a rank, and its smallest tile, one "
-                         f"{parts[worst].cell}, has {least[worst]} bytes ({show_bytes(least[worst])}): raise it to that, "
+        raise InputError(f"{asked}: {worst} has {show_bytes(limit.size(parts[worst]))} a rank, and its "
+                         f"smallest tile, one "
+                         f"{parts[worst].cell}, has {least[worst]} bytes ({show_bytes(least[worst])}): raise "
+                         f"it to that, "
                          "or raise parallel.tp")
 
 

@@ -1,7 +1,8 @@
-"""Storages that a thread has made and that are still alive, whoever holds them: autograd's graph, a pool, a queue.
+"""Storages that a thread has made and that are still alive, whoever holds them: autograd's graph, a pool, a
+queue.
 
-Every operation of the thread is seen as it is dispatched. A storage is counted from the operation that made it until its last
-owner lets go of it, so nothing that the plan believes takes part.
+Every operation of the thread is seen as it is dispatched. A storage is counted from the operation that made
+it until its last owner lets go of it, so nothing that the plan believes takes part.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from torch.utils._pytree import tree_leaves
 class Alive(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
-        self._found: dict[int, tuple[StorageWeakRef, int, str]] = {}  # (a storage whose weak reference is held keeps its number)
+        # (a storage whose weak reference is held keeps its number)
+        self._found: dict[int, tuple[StorageWeakRef, int, str]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        before = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs))
+                  if isinstance(t, torch.Tensor)}
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":

@@ -59,7 +59,8 @@ def pytest_configure(config):
 
 
 def pytest_collection_finish():
-    """What was imported stays: Python's collector, here and in what is forked from here, need not look at it again and again."""
+    """What was imported stays: Python's collector, here and in what is forked from here, need not look at it
+    again and again."""
     gc.collect()
     gc.freeze()
 

@@ -39,16 +39,19 @@ def tiny(*overrides: str) -> Config:
 
 
 def schedule_config(name: str, p: int, tp: int, zero: int, count: str, *others: str) -> Config:
-    """A model with a unit for each stage (two a rank), and `count` micro-batches (a number, or p, p+1, 2p, 3p+1)."""
+    """A model with a unit for each stage (two a rank), and `count` micro-batches (a number, or p, p+1, 2p,
+    3p+1)."""
     m = {"p": p, "p+1": p + 1, "2p": 2 * p, "3p+1": 3 * p + 1}.get(count) or int(count)
     virtual = ["parallel.virtual_stages=2"] if name in ("interleaved", "breadth-first") else []
-    return tiny(f"model.layers={2 * p}", "model.hidden=16", "model.seq_len=8", f"parallel.pp={p}", f"parallel.tp={tp}",
-                f"parallel.schedule={name}", f"zero.stage={zero}", f"train.global_batch_size={m}", *virtual, *others)
+    return tiny(f"model.layers={2 * p}", "model.hidden=16", "model.seq_len=8", f"parallel.pp={p}",
+                f"parallel.tp={tp}",
+                f"parallel.schedule={name}", f"zero.stage={zero}", f"train.global_batch_size={m}", *virtual,
+                *others)
 
 
 FILES = f"offload.nvme_path={tempfile.gettempdir()}"
-# Overrides for each value of each axis of the contract. Two stages a rank where a schedule can have them: then on V-shaped and
-# interleaved ones a unit is a stage of its own.
+# Overrides for each value of each axis of the contract. Two stages a rank where a schedule can have them:
+# then on V-shaped and interleaved ones a unit is a stage of its own.
 SETTINGS: dict[str, dict[object, list[str]]] = {
     "schedule": {
         "interleaved": ["parallel.schedule=interleaved", "parallel.virtual_stages=2"],
@@ -81,12 +84,13 @@ SETTINGS: dict[str, dict[object, list[str]]] = {
     "tied": {False: ["model.tie_embeddings=false"], True: []},
     "shard_groups": {False: [], True: []},  # a matter of the mesh
 }
-MICROBATCHES = {"dualpipe-v": 4, "file": 2}  # what these need; the others take 3, or 2 on the larger mesh of shard groups
+# what these need; the others take 3, or 2 on the larger mesh of shard groups
+MICROBATCHES = {"dualpipe-v": 4, "file": 2}
 
 
 def cell_config(cell: Cell, ranks: int = 16) -> Config:
-    """A cell of the contract on a small mesh: pp=2, tp=2, and dp=2, or 4 in two shard groups (which on 8 ranks are of one rank
-    where tp has something to cut, else without tp). Raises what `load` raises."""
+    """A cell of the contract on a small mesh: pp=2, tp=2, and dp=2, or 4 in two shard groups (which on 8
+    ranks are of one rank where tp has something to cut, else without tp). Raises what `load` raises."""
     dp, size, tp = (4, 2, 2) if cell.shard_groups else (2, 2, 2)
     if cell.shard_groups and ranks < 16:
         dp, size, tp = (2, 1, 2) if cell.sequence_parallel or cell.activation == "partition" else (4, 2, 1)
@@ -94,16 +98,20 @@ def cell_config(cell: Cell, ranks: int = 16) -> Config:
     schedule = SETTINGS["schedule"].get(cell.schedule, [f"parallel.schedule={cell.schedule}"])
     chosen = [text for axis in AXES if axis != "schedule" for text in SETTINGS[axis][getattr(cell, axis)]]
     rest = ["model.layers=2", "model.hidden=16", "model.heads=4", "model.seq_len=8", "model.vocab=30",
-            "model.vocab_multiple=16", "parallel.pp=2", f"parallel.tp={tp}", f"parallel.dp={dp}", f"zero.shard_size={size}",
+            "model.vocab_multiple=16", "parallel.pp=2", f"parallel.tp={tp}", f"parallel.dp={dp}",
+            f"zero.shard_size={size}",
             f"train.global_batch_size={batch}", *schedule, *chosen]
     if cell.activation == "budget":
-        rest.append(f"activation.budget={least_budget(*(text for text in rest if text != 'activation.policy=budget'))}")
+        others = [text for text in rest if text != "activation.policy=budget"]
+        rest.append(f"activation.budget={least_budget(*others)}")
     return tiny(*rest)
 
 
 def least_budget(*overrides: str) -> int:
-    """Bytes of activations that a rank keeps with every unit recomputed: the least `activation.budget` that there can be."""
-    return max(row["activation_peak_bytes"] for row in stages(make_plan(tiny(*overrides, "activation.policy=full"))))
+    """Bytes of activations that a rank keeps with every unit recomputed: the least `activation.budget` that
+    there can be."""
+    return max(row["activation_peak_bytes"]
+               for row in stages(make_plan(tiny(*overrides, "activation.policy=full"))))
 
 
 @cache
@@ -111,11 +119,13 @@ def covering() -> list[Cell]:
     """Cells that work, few, in which every pair of values that works anywhere is met."""
     works = [cell for cell in cells() if refusal(cell) is None]
     starts = {cell[:count] for cell in works for count in range(len(cell) + 1)}
-    chosen = [Cell(*row) for row in AllPairs(list(AXES.values()), filter_func=lambda row: tuple(row) in starts)]
+    chosen = [Cell(*row) for row in AllPairs(list(AXES.values()),
+                                             filter_func=lambda row: tuple(row) in starts)]
     missing = pairs(works) - pairs(chosen)
     while missing:  # by rows that the library could not complete
         row, i, j = min(missing, key=str)
-        best = max((cell for cell in works if (cell[i], cell[j]) == row), key=lambda cell: len(missing & pairs([cell])))
+        best = max((cell for cell in works if (cell[i], cell[j]) == row),
+                   key=lambda cell: len(missing & pairs([cell])))
         chosen.append(best)
         missing -= pairs([best])
     return chosen
@@ -144,7 +154,8 @@ class Ranks:
     first_grads: dict[str, torch.Tensor]
     weights: dict[str, torch.Tensor]
     sent: list[dict[str, int]]
-    evaluated: float | None = None  # loss of the step after the last, forward only, where the plan has such a program
+    evaluated: float | None = None  # loss of the step after the last, forward only, where the plan has such a
+    # program
 
 
 def batches(config: Config, comm: Comm, step: int, train: bool = True) -> Callable[[int], Batch]:
@@ -171,9 +182,10 @@ def loopback(config: Config, steps: int = 5, plan: Plan | None = None) -> Ranks:
     return collect(config, run_loopback(config, plan, make_mesh(config), work))
 
 
-def drive(config: Config, engine: Engine, comm: Comm, steps: int, train_step: Callable[..., Any] | None = None):
-    """Train for some steps, then evaluate where the plan does; this rank's numbers and its parts of gradients and weights.
-    `train_step`: in place of the engine's."""
+def drive(config: Config, engine: Engine, comm: Comm, steps: int,
+          train_step: Callable[..., Any] | None = None):
+    """Train for some steps, then evaluate where the plan does; this rank's numbers and its parts of gradients
+    and weights. `train_step`: in place of the engine's."""
     train_step = train_step or engine.train_step
     losses, norms, grads, scale = [], [], {}, engine.zero.scaler.scale
 
@@ -215,7 +227,8 @@ def collect(config: Config, results: list) -> Ranks:
         for (unit, tp, pp), buffer in buffers[which].items():
             for placed in layouts[unit, tp, pp].placed:
                 value = buffer[placed.start:placed.stop].view(placed.shape)
-                into = whole[which].setdefault(placed.parameter.name, torch.full(placed.parameter.stored, torch.nan))
+                into = whole[which].setdefault(placed.parameter.name,
+                                               torch.full(placed.parameter.stored, torch.nan))
                 offset, shape = placed.parameter.part({"tp": config.parallel.tp}, {"tp": tp})
                 into[tuple(slice(at, at + size) for at, size in zip(offset, shape))] = value
     losses, norms, evaluated = results[0][0], results[0][1], results[0][7]
@@ -236,7 +249,8 @@ class Tolerance(NamedTuple):
 FP32, SIXTEEN = Tolerance(1e-5, 1e-4, 1e-5, 1e-4), Tolerance(1e-3, 5e-3, 5e-2, 1e-1)
 
 
-def assert_contract(config: Config, references, run: Callable[[Config, int], Ranks] = loopback, steps: int | None = None) -> None:
+def assert_contract(config: Config, references, run: Callable[[Config, int], Ranks] = loopback,
+                    steps: int | None = None) -> None:
     """The numerics contract of a config's precision, against the reference that uses the same casts."""
     usual, tolerance = (3, FP32) if config.precision.dtype == "fp32" else (4, SIXTEEN)
     steps = steps or usual
@@ -248,10 +262,12 @@ def assert_parity(ranks: Ranks, reference, tolerance: Tolerance = FP32) -> None:
     for got, want in zip(ranks.losses, reference.losses, strict=True):
         assert abs(got - want) <= loss * want, (ranks.losses, reference.losses)
     if ranks.evaluated is not None:
-        assert abs(ranks.evaluated - reference.evaluated) <= loss * reference.evaluated, (ranks.evaluated, reference.evaluated)
+        assert abs(ranks.evaluated - reference.evaluated) <= loss * reference.evaluated, (ranks.evaluated,
+                                                                                          reference.evaluated)
     for got, want in zip(ranks.norms, reference.norms, strict=True):
         assert abs(got - want) <= norm * want, (ranks.norms, reference.norms)
-    for all_got, all_want, most in ((ranks.first_grads, reference.first_grads, grad), (ranks.weights, reference.weights, weight)):
+    for all_got, all_want, most in ((ranks.first_grads, reference.first_grads, grad),
+                                    (ranks.weights, reference.weights, weight)):
         assert all_got.keys() == all_want.keys()
         for name, want in all_want.items():
             error, size = (all_got[name] - want).abs().max().item(), want.abs().max().item()

@@ -1,7 +1,8 @@
-"""The reference: the same model, global batch and seed in one process, one unsharded graph, a plain torch.optim.Optimizer.
+"""The reference: the same model, global batch and seed in one process, one unsharded graph, a plain
+torch.optim.Optimizer.
 
-It shares the layers of any family with threed (at tp=1, where they are plain products) and nothing else: no plan, no
-engine, no flat buffers.
+It shares the layers of any family with threed (at tp=1, where they are plain products) and nothing else: no
+plan, no engine, no flat buffers.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Lion(torch.optim.Optimizer):
-    """Lion, word by word from the paper's algorithm 2: beta1 for the direction, beta2 for the mean that is kept."""
+    """Lion, word by word from the paper's algorithm 2: beta1 for the direction, beta2 for the mean that is
+    kept."""
 
     def __init__(self, groups: list[dict], lr: float, betas: tuple[float, float]):
         super().__init__(groups, {"lr": lr, "betas": betas, "weight_decay": 0.0})
@@ -72,18 +74,24 @@ class Reference:
         context = Context(model, alone, False, self.dtype, WeightGrads())
         specs = parameters(model)
         self.masters = {p.name: initial_values(p, {}, {}, config.train.seed).requires_grad_() for p in specs}
-        self.live = {p.name: nn.Parameter(self.masters[p.name].detach().to(self.dtype).view(p.module_shape({})))
-                     for p in specs}
+        self.live = {
+            p.name: nn.Parameter(self.masters[p.name].detach().to(self.dtype).view(p.module_shape({})))
+            for p in specs
+        }
         self.layers = [layer.build(context, self.live) for layer in layers(model)]
         self.publish()
         groups = [{"params": [self.masters[p.name] for p in specs if p.decay == decay],
-                   "weight_decay": config.optimizer.weight_decay if decay else 0.0} for decay in (True, False)]
+                   "weight_decay": config.optimizer.weight_decay if decay else 0.0}
+                  for decay in (True, False)]
         beta1, beta2 = config.optimizer.betas
-        options = {"adamw": {"betas": (beta1, beta2), "eps": config.optimizer.eps}, "lion": {"betas": (beta1, beta2)}, "sgd": {}}
+        options = {"adamw": {"betas": (beta1, beta2), "eps": config.optimizer.eps},
+                   "lion": {"betas": (beta1, beta2)}, "sgd": {}}
         make = {"adamw": torch.optim.AdamW, "lion": Lion, "sgd": torch.optim.SGD}[config.optimizer.name]
         self.optimizer = make(groups, lr=1.0, **options[config.optimizer.name])
         # 16 bit: the same casts as threed's, micro-batch by micro-batch.
-        self.micro = config.train.global_batch_size if self.dtype == torch.float32 else config.train.micro_batch_size
+        self.micro = (
+            config.train.global_batch_size if self.dtype == torch.float32 else config.train.micro_batch_size
+        )
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -99,7 +107,8 @@ class Reference:
         for first in range(0, size, self.micro):
             samples = torch.arange(step * size + first, step * size + first + self.micro)
             part = tokens[first:first + self.micro]
-            batch = Batch(part[:, :-1], part[:, 1:], samples, self.config.train.seed, self.config.tokens_per_step, train)
+            batch = Batch(part[:, :-1], part[:, 1:], samples, self.config.train.seed,
+                          self.config.tokens_per_step, train)
             x, given, loss = None, {}, 0.0
             for layer in self.layers:
                 out = layer(x, batch, **{name: given[name] for name in layer.reads})
@@ -120,14 +129,17 @@ class Reference:
             for name, value in self.live.items():
                 grad, value.grad = value.grad, None
                 assert grad is not None
-                grads[name] = grads[name] + grad if name in grads else grad.to(DTYPES[self.precision.grad_dtype])
+                grads[name] = (
+                    grads[name] + grad if name in grads else grad.to(DTYPES[self.precision.grad_dtype])
+                )
         for name, value in self.masters.items():  # over dp each rank's part is rounded; here the sum
             value.grad = grads[name].to(DTYPES[self.precision.reduce_dtype]).float().view_as(value) / scale
         return total
 
     def run(self, steps: int) -> Result:
         config, offload, result = self.config.optimizer, self.config.offload, Result([], [], {}, {})
-        waiting: list[torch.Tensor | None] | None = None  # with delayed updates: the clipped gradients of the step before
+        waiting: list[torch.Tensor | None] | None = None  # with delayed updates: the clipped gradients of the
+        # step before
         updates = 0
         for step in range(steps):
             result.losses.append(self.backward(step))

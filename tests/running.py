@@ -1,4 +1,5 @@
-"""Run the command line as a user would, in a process forked from the tests' (which has imported everything)."""
+"""Run the command line as a user would, in a process forked from the tests' (which has imported
+everything)."""
 
 from __future__ import annotations
 
@@ -38,14 +39,17 @@ class Forked:
         """Return once `text` is in the output."""
         until = time.monotonic() + timeout_s
         while text not in self.output:
-            assert time.monotonic() < until and self.process.is_alive(), f"'{text}' did not appear:\n{self.output}"
+            assert time.monotonic() < until and self.process.is_alive(), (
+                f"'{text}' did not appear:\n{self.output}"
+            )
             time.sleep(0.01)
 
     def ranks(self) -> list[psutil.Process]:
         """The processes of the ranks, in order."""
         assert self.process.pid is not None
         children = psutil.Process(self.process.pid).children()
-        return sorted((c for c in children if "python" in c.name()), key=lambda child: (child.create_time(), child.pid))
+        return sorted((c for c in children if "python" in c.name()),
+                      key=lambda child: (child.create_time(), child.pid))
 
     def kill(self) -> None:
         if self.process.pid is not None and psutil.pid_exists(self.process.pid):

@@ -1,6 +1,7 @@
 """A local S3 server, in a process of its own: `python -m tests.s3_server [DEADLY]` prints its port.
 
-It keeps buckets in memory. Where DEADLY is given it dies of the first request to write an object whose name has that in it.
+It keeps buckets in memory. Where DEADLY is given it dies of the first request to write an object whose name
+has that in it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ class Server:
     """The process, seen from a test."""
 
     def __init__(self, deadly: str = ""):
-        self._process = subprocess.Popen([sys.executable, "-m", "tests.s3_server", deadly], stdout=subprocess.PIPE, text=True,
+        self._process = subprocess.Popen([sys.executable, "-m", "tests.s3_server", deadly],
+                                         stdout=subprocess.PIPE, text=True,
                                          cwd=Path(__file__).parents[1], env={**os.environ, **KEYS})
         assert self._process.stdout is not None
         self.port = int(self._process.stdout.readline())

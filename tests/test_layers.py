@@ -20,22 +20,25 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-# Module, or folder with a dot at its end -> layer. The longest match counts. Fractions: the order inside a layer.
+# Module, or folder with a dot at its end -> layer. The longest match counts. Fractions: the order inside a
+# layer.
 LAYERS = {
     "errors": 0, "models": 0, "quantity": 0.2, "address": 0.2,
     "schema": 0.5, "synonyms": 0.2, "native": 0.2, "mesh": 0.4, "contract": 0.6,
     "later": 0.2, "models.spec": 0.6, "models.layers.": 0.61, "models.families.": 0.62, "models.model": 0.63,
     "models.tiling": 0.65,
     "optimizers.": 0.6, "optimizers.registry": 0.65,
-    "validate": 0.7, "config": 0.8,
+    "values": 0.68, "validate": 0.7, "config": 0.8,
     "lanes": 1, "comm": 1.05, "store": 1, "pool": 1.1, "tensor.": 1.2, "data.": 1.2,
     "program.": 2, "slots": 2.5,
     "pipeline.": 3, "zero.": 3, "activation.": 3, "offload.": 3,
-    "planner.": 4.6, "planner": 4.7, "pipeline.run": 4, "zero.run": 4.2, "zero.state": 4.1, "zero.storage": 4.05,
-    "zero.snapshot": 4, "zero.optimizer": 4,
+    "planner.": 4.6, "planner": 4.7, "pipeline.run": 4, "zero.run": 4.2, "zero.state": 4.1,
+    "zero.storage": 4.05,
+    "zero.snapshot": 4, "zero.states": 4.15, "zero.optimizer": 4,
     "activation.run": 4,
     "offload.run": 4, "offload.tiers": 4,
-    "prediction.": 4.5, "prediction.memory": 4.8, "prediction.advise": 4.9, "engine.": 5, "checkpoint.": 5.1, "monitor.": 5,
+    "prediction.": 4.5, "prediction.memory": 4.8, "prediction.advise": 4.9, "engine.": 5, "checkpoint.": 5.1,
+    "monitor.": 5,
     "monitor.run": 5.2, "planned": 4.75, "prediction.verb": 4.8,
     "environment": 0.5, "early": 0.2, "rendezvous": 0.6, "head": 0.7, "checkpoints": 5.8,
     "requests": 0.3, "callback": 0.4, "nonfinite": 5.85, "trainer": 5.9, "callbacks": 5.95, "assemble": 6,
@@ -47,10 +50,12 @@ MAX_FILE, MAX_FUNCTION, MAX_ARGUMENTS = 420, 70, 7  # lines, lines, arguments be
 
 
 def paths() -> dict[str, Path]:
-    """Module (without `threed.`) -> file. The models are the files of models/, wherever a link leads to them."""
+    """Module (without `threed.`) -> file. The models are the files of models/, wherever a link leads to
+    them."""
     found = {}
     for path in sorted([*(ROOT / "threed").rglob("*.py"), *(ROOT / "models").rglob("*.py")]):
-        parts = path.relative_to(ROOT / "threed" if ROOT / "threed" in path.parents else ROOT).with_suffix("").parts
+        parts = path.relative_to(ROOT / "threed" if ROOT / "threed" in path.parents
+                                 else ROOT).with_suffix("").parts
         name = ".".join(part for part in parts if part != "__init__")
         if parts[0] not in ("configs", "__init__"):
             found[name] = path
@@ -80,13 +85,15 @@ def imports(module: str) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{module}: imports are absolute"
             base = node.module or ""
-            found |= {f"{base}.{alias.name}" if f"{base}.{alias.name}".removeprefix("threed.") in MODULES else base
+            found |= {f"{base}.{alias.name}" if f"{base}.{alias.name}".removeprefix("threed.") in MODULES
+                      else base
                       for alias in node.names}
     return found
 
 
 def ours(module: str) -> set[str]:
-    return {name.removeprefix("threed.") for name in imports(module) if name.startswith("threed.")} & set(MODULES)
+    return {name.removeprefix("threed.") for name in imports(module)
+            if name.startswith("threed.")} & set(MODULES)
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -96,12 +103,14 @@ def test_imports_point_down(module):
     near = {other for other in MODULES if folder not in ("", "models") and other.rpartition(".")[0] == folder}
     wrong = {other for other in ours(module) - near if layer(other) >= here}
     wrong |= {other for other in ours(module) & near if int(layer(other)) > int(here)}
-    assert not wrong, f"{module} (layer {here}) imports " + ", ".join(f"{o} (layer {layer(o)})" for o in sorted(wrong))
+    assert not wrong, f"{module} (layer {here}) imports " + ", ".join(f"{o} (layer {layer(o)})"
+                                                                      for o in sorted(wrong))
 
 
 def test_models_are_found_under_one_name():
     """Imported as `models` and as `threed.models`, a class exists twice and isinstance fails."""
-    wrong = [module for module in MODULES for name in imports(module) if name.split(".")[0] in ("models", "tests")]
+    wrong = [module for module in MODULES for name in imports(module)
+             if name.split(".")[0] in ("models", "tests")]
     assert not wrong
 
 
@@ -113,8 +122,10 @@ def users(package: str) -> set[str]:
             if any(f"{name}.".startswith(f"{package}.") for name in imports(module) | _attributes(module))}
 
 
-# Files that say what a plan needs to know, and hold methods that compute, which have torch imported when they are called.
-COMPUTE_LATER = {"optimizers.adamw", "later", *(module for module in MODULES if module.startswith("models.layers."))}
+# Files that say what a plan needs to know, and hold methods that compute, which have torch imported when they
+# are called.
+COMPUTE_LATER = {"optimizers.adamw", "later",
+                 *(module for module in MODULES if module.startswith("models.layers."))}
 
 
 def _attributes(module: str) -> set[str]:
@@ -138,7 +149,8 @@ def torch_free() -> list[str]:
 
 
 def test_planning_imports_no_torch():
-    """`threed check` of 4096 ranks on a laptop takes seconds; torch alone takes longer. Transitively, in a fresh Python."""
+    """`threed check` of 4096 ranks on a laptop takes seconds; torch alone takes longer. Transitively, in a
+    fresh Python."""
     assert set(torch_free()) & users("torch") <= COMPUTE_LATER
     code = ("import importlib, sys\n"
             f"for name in {torch_free()!r}:\n"

@@ -4,8 +4,8 @@
     make verify   what `make test` leaves out, but for `slow`; before a merge
     make matrix   everything, with the full products that are marked `slow`; when plans or numbers change
 
-A new test in another folder belongs to `make verify`. Mark it `core` if it guards what no core test guards, in
-a second or two. Tests marked `cluster` run in none of the three.
+A new test in another folder belongs to `make verify`. Mark it `core` if it guards what no core test guards,
+in a second or two. Tests marked `cluster` run in none of the three.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def over_budget(tier: str, elapsed_s: float, cores: int) -> tuple[str, bool]:
     budget_s = BUDGET_S[tier]
     if elapsed_s <= budget_s:
         return "", False
-    text = (f"make {tier} took {elapsed_s:.0f} s; its budget is {budget_s} s (tests/tiers.py). Make the slowest "
+    text = (f"make {tier} took {elapsed_s:.0f} s; its budget is {budget_s} s (tests/tiers.py). Make the "
+            f"slowest "
             "tests cheaper, or leave them to the next larger tier")
     if cores >= CORES:
         return text, True

@@ -1,4 +1,5 @@
-"""Worker processes for tests over gloo: forked once from a process that has imported everything, then reused."""
+"""Worker processes for tests over gloo: forked once from a process that has imported everything, then
+reused."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ TIMEOUT_S = 120.0
 
 
 class Workers:
-    """`run(work, n, *args)` calls work(rank, store_path, *args) on ranks 0 .. n-1 and returns their results."""
+    """`run(work, n, *args)` calls work(rank, store_path, *args) on ranks 0 .. n-1 and returns their
+    results."""
 
     def __init__(self, count: int):
         context = multiprocessing.get_context("fork")

@@ -1,10 +1,12 @@
-"""Addresses: where checkpoints lie besides run.dir: a folder, or PROTOCOL://PATH in a store that fsspec knows."""
+"""Addresses: where checkpoints lie besides run.dir: a folder, or PROTOCOL://PATH in a store that fsspec
+knows."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}  # protocol -> what `pip install 'threed[...]'` brings
+# protocol -> what `pip install 'threed[...]'` brings
+EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 
 
 def is_store(address: str) -> bool:
@@ -29,6 +31,10 @@ def problem(address: str) -> str | None:
     except ValueError:
         return f"no store is known by {protocol}://; write s3://BUCKET/RUN, gs://BUCKET/RUN or a folder"
     except ImportError as error:
-        extra = f"pip install 'threed[{EXTRAS[protocol]}]'" if protocol in EXTRAS else "install the package that it names"
+        extra = (
+            f"pip install 'threed[{EXTRAS[protocol]}]'"
+            if protocol in EXTRAS
+            else "install the package that it names"
+        )
         return f"{protocol}:// needs a package that is not here ({error}): {extra}"
     return None if rest.strip("/") else f"names no place in the store; write {protocol}://BUCKET/RUN"

@@ -44,7 +44,8 @@ def pick_device(config: Config, local_rank: int) -> torch.device:
     if not torch.cuda.is_available():
         raise InputError("run.device=cuda, but torch sees no GPU here; use run.device=auto or cpu")
     if local_rank >= torch.cuda.device_count():
-        raise InputError(f"local rank {local_rank} has no GPU: there are {torch.cuda.device_count()} on this machine; start "
+        raise InputError(f"local rank {local_rank} has no GPU: there are {torch.cuda.device_count()} on this "
+                         f"machine; start "
                          "fewer processes a node, or use run.device=cpu")
     return torch.device("cuda", local_rank)
 
@@ -71,7 +72,8 @@ def train(job: Job, local_rank: int, requests: Requests, watch: Watch, store: An
         comm = ProcessComm(mesh, rank, device, config.run.timeout_s, store)
     watch.comm = comm
     with watch.phase("agree on a plan", waits=False):
-        # Rank 0 plans: a search may round otherwise on another machine, and a file may be on one machine only.
+        # Rank 0 plans: a search may round otherwise on another machine, and a file may be on one machine
+        # only.
         pipeline = comm.exchange(make_pipeline(config) if rank == 0 else None)[0]
         plan = make_plan(config, pipeline)
         _agree(comm, config, plan.digest)
@@ -82,13 +84,15 @@ def train(job: Job, local_rank: int, requests: Requests, watch: Watch, store: An
     log = None
     try:
         watch.hosts = names = shared.hosts(comm)
-        made = prepare(config.data, config.model, partial(_progress, requests)) if rank == 0 and prepared is None else prepared
+        made = prepare(config.data, config.model,
+                       partial(_progress, requests)) if rank == 0 and prepared is None else prepared
         with watch.phase("prepare data"):
             prepared = comm.broadcast(made)
         assert prepared is not None
         with watch.phase("compare the prepared data", waits=False):
             shared.same_data(comm, prepared, names)
-        data = splits(prepared.prefix, config.model.seq_len, config.train.seed, config.data.validation_fraction,
+        data = splits(prepared.prefix, config.model.seq_len, config.train.seed,
+                      config.data.validation_fraction,
                       config.model.vocab)
         check_room(plan, comm)
         engine = Engine(config, plan, comm)
@@ -97,7 +101,8 @@ def train(job: Job, local_rank: int, requests: Requests, watch: Watch, store: An
             log = Log(config)  # takes the folder for this run
             closing.callback(lambda log=log: log.close(FAILED_S if watch.failed else CLOSE_S))
             tidy(config)
-            for line in [*validate.warnings(config), *_without_compiler(config, device), *save_config(config)]:
+            for line in [*validate.warnings(config), *_without_compiler(config, device),
+                         *save_config(config)]:
                 log.say(f"warning: {line}")
             log.say(f"{mesh.draw()}\n{len(plan)} instructions, plan {plan.digest}, {device.type}")
         with watch.phase("see that run.dir is shared", waits=False):
@@ -121,7 +126,8 @@ def train(job: Job, local_rank: int, requests: Requests, watch: Watch, store: An
 
 
 def _progress(requests: Requests, line: str) -> None:
-    """What rank 0 says while it prepares data, which takes long: it need not go on for a run that was asked to stop."""
+    """What rank 0 says while it prepares data, which takes long: it need not go on for a run that was asked
+    to stop."""
     print(line, flush=True)
     if requests.stop:
         raise Stopped("stopped on request before the first step, while the data were being prepared")
@@ -141,8 +147,10 @@ def _agree(comm: Comm, config: Config, digest: str) -> None:
             what = [f"plan or version ({', '.join(other[1])}; rank 0 has {', '.join(first[1])})"]
         if not what:
             without = 0 if other[2] else rank
-            what = [f"the AdamW of the host, which rank {without} has not compiled (install gcc and threed again there)"]
-        raise InputError(f"rank {rank} and rank 0 differ in {', '.join(what)}: every rank must be given the same config, "
+            what = [f"the AdamW of the host, which rank {without} has not compiled (install gcc and threed "
+                    f"again there)"]
+        raise InputError(f"rank {rank} and rank 0 differ in {', '.join(what)}: every rank must be given the "
+                         f"same config, "
                          "overrides and version of threed")
 
 
@@ -155,5 +163,6 @@ def _steps_on_host(config: Config, device: torch.device) -> bool:
 def _without_compiler(config: Config, device: torch.device) -> list[str]:
     if native.ADAMW is not None or not _steps_on_host(config, device):
         return []
-    return [f"AdamW on the host is torch's, and slower with 16 bits: {native.MISSING}. Install gcc, then threed again "
+    return [f"AdamW on the host is torch's, and slower with 16 bits: {native.MISSING}. Install gcc, then "
+            f"threed again "
             "(make -B install, or pip install)"]

@@ -69,7 +69,9 @@ class Tracing(Callback):
         if step.trace.name != "train":  # with delayed updates a few steps run other programs
             return
         every = trainer.config.monitor.trace_every
-        last = step.number == trainer.config.train.steps - trainer.plan.table.update.delayed or trainer.stopping
+        last = (
+            step.number == trainer.config.train.steps - trainer.plan.table.update.delayed or trainer.stopping
+        )
         if every and (last or step.number % every == 0):
             if problem := self.writer.write(step.number, step.trace, step.measured.costs):
                 print(f"threed: warning: {problem}", file=sys.stderr, flush=True)
@@ -88,7 +90,9 @@ class Timeline(Callback):
         if step.trace.name != "train":
             return
         with trainer.watch.phase(f"timeline of step {number}"):
-            traces = trainer.comm.exchange(step.trace if here.is_first(axis for axis in here.on if axis != "pp") else None)
+            traces = trainer.comm.exchange(step.trace
+                                           if here.is_first(axis for axis in here.on if axis != "pp")
+                                           else None)
         if trainer.log:
             row = [traces[rank] for rank in trainer.mesh.group("pp", 0)]
             title = f"{trainer.config.run.dir}, step {number}, measured on dp 0 tp 0"

@@ -1,4 +1,5 @@
-"""The checkpoints of a run: when one is saved, what a step has to do for it, and what is said of how it went."""
+"""The checkpoints of a run: when one is saved, what a step has to do for it, and what is said of how it
+went."""
 
 from __future__ import annotations
 
@@ -40,8 +41,10 @@ def check_room(plan: Plan, comm: Comm) -> None:
     wanted = sum(size for host, size in everywhere if host == here)
     free = psutil.virtual_memory().available
     if mine and wanted > free:
-        raise InputError(f"checkpoint.background=true: the ranks on {here} keep {show_bytes(wanted)} in its memory, a copy of "
-                         f"what a checkpoint holds, and {show_bytes(free)} are free; set checkpoint.background=false, or put "
+        raise InputError(f"checkpoint.background=true: the ranks on {here} keep {show_bytes(wanted)} in its "
+                         f"memory, a copy of "
+                         f"what a checkpoint holds, and {show_bytes(free)} are free; set "
+                         f"checkpoint.background=false, or put "
                          "fewer ranks on a host")
 
 
@@ -78,7 +81,8 @@ class Checkpoints:
         self._tell_copies()
         if self._saver.stage is Stage.IDLE:
             return
-        # What is under way when a program begins is a snapshot: its waits have no instruction as their source.
+        # What is under way when a program begins is a snapshot: its waits have no instruction as their
+        # source.
         self._blocked_s += sum(wait.wait_s for wait in trace.waits if wait.source < 0)
         begin = time.monotonic()
         with self.watch.phase("save a checkpoint", waits=False):
@@ -92,7 +96,8 @@ class Checkpoints:
         number = self._zero.step_number
         self.finish(PATIENCE_S)
         if self._saver.stage is not Stage.IDLE:
-            self._say(f"warning: no checkpoint of step {number}: that of step {self._saver.step} is still being written; raise "
+            self._say(f"warning: no checkpoint of step {number}: that of step {self._saver.step} is still "
+                      f"being written; raise "
                       "checkpoint.every, or write to a faster disk")
             return
         self._begin(counters)
@@ -111,12 +116,13 @@ class Checkpoints:
             if problem is None:
                 return
         on = f"The newest checkpoint is {self.newest}" if self.newest else "There is no checkpoint"
-        raise RunError(f"the run ends after step {number}, and its last checkpoint could not be saved: {problem}. {on}: make "
+        raise RunError(f"the run ends after step {number}, and its last checkpoint could not be saved: "
+                       f"{problem}. {on}: make "
                        "room in run.dir, or mend what is wrong with it, and start again")
 
     def finish_before_failing(self) -> None:
-        """Wait for the save under way, of a run that ends because its loss is not finite: it may hold the weights that made it
-        so, and pushes no other checkpoint out."""
+        """Wait for the save under way, of a run that ends because its loss is not finite: it may hold the
+        weights that made it so, and pushes no other checkpoint out."""
         self.finish(PATIENCE_S, prunes=False)
         if self._saver.stage is not Stage.IDLE:
             self._say(f"warning: the checkpoint of step {self._saver.step} was not finished")
@@ -128,10 +134,12 @@ class Checkpoints:
         begin, outcome = time.monotonic(), None
         with self.watch.phase("save a checkpoint", waits=False):
             outcome = self._saver.drain(min(most_s, SAY_EVERY_S), prunes)
-            while outcome is None and most_s > SAY_EVERY_S:  # all ranks alike: the limit is the same, and no clock is asked
+            # all ranks alike: the limit is the same, and no clock is asked
+            while outcome is None and most_s > SAY_EVERY_S:
                 so_far = show_seconds(time.monotonic() - begin)
                 ranks = ", ".join(map(str, self._saver.waits_for[:8]))
-                self._say(f"still writing the checkpoint of step {self._saver.step}: {so_far} so far, waiting for rank {ranks}")
+                self._say(f"still writing the checkpoint of step {self._saver.step}: {so_far} so far, "
+                          f"waiting for rank {ranks}")
                 outcome = self._saver.drain(SAY_EVERY_S, prunes)
         self._blocked_s += time.monotonic() - begin
         if outcome is None:
@@ -147,11 +155,13 @@ class Checkpoints:
 
     def _tell(self, outcome: Outcome) -> None:
         if outcome.problem:
-            self._say(f"warning: no checkpoint of step {self._saver.step} was saved: {outcome.problem}. Older checkpoints stand")
+            self._say(f"warning: no checkpoint of step {self._saver.step} was saved: {outcome.problem}. "
+                      f"Older checkpoints stand")
             return
         self.newest = outcome.path
         self._metrics |= {"checkpoint/blocked_s": self._blocked_s, "checkpoint/written_s": outcome.written_s}
-        self._say(f"saved {outcome.path} in {show_seconds(outcome.written_s)}, of which the run stood still for "
+        self._say(f"saved {outcome.path} in {show_seconds(outcome.written_s)}, of which the run stood still "
+                  f"for "
                   f"{show_seconds(self._blocked_s)}")
         self._copy(outcome.path)
         self._saved(outcome.path)
@@ -160,7 +170,8 @@ class Checkpoints:
 
     def _copy(self, path: Path) -> None:
         if self._copier is not None and (dropped := self._copier.offer(path)) is not None:
-            self._say(f"note: {dropped.name} is not copied: the copy of an older one still goes on, and {path.name} is next")
+            self._say(f"note: {dropped.name} is not copied: the copy of an older one still goes on, and "
+                      f"{path.name} is next")
 
     def _tell_copies(self) -> Copied | None:
         """Say what has been copied since the last call. The last of it, if that was not."""
@@ -174,13 +185,14 @@ class Checkpoints:
             if problem is not None:
                 what = f"{path.name} was not copied to {place}"
                 if size is not None:
-                    what = f"the copies at {place} could not be put in order after {path.name}, which is there whole"
+                    what = (f"the copies at {place} could not be put in order after {path.name}, which is "
+                            "there whole")
                 self._say(f"warning: {what}: {problem}")
         return last
 
     def close(self, hurried: Callable[[], bool]) -> None:
-        """The run ends: wait for its last copy, which is tried again like the checkpoint itself; once `hurried`, for
-        checkpoint.copy_wait_s. The checkpoint itself stands."""
+        """The run ends: wait for its last copy, which is tried again like the checkpoint itself; once
+        `hurried`, for checkpoint.copy_wait_s. The checkpoint itself stands."""
         if self._copier is None:
             return
         copier, until = self._copier, math.inf
@@ -193,21 +205,25 @@ class Checkpoints:
                 time.sleep(PAUSE_S)
                 self._copy(failed.path)
         if late:
-            self._say("warning: the run was asked to stop, and its copy takes longer than checkpoint.copy_wait_s="
+            self._say("warning: the run was asked to stop, and its copy takes longer than "
+                      "checkpoint.copy_wait_s="
                       f"{self.config.checkpoint.copy_wait_s:g}")
         if late or failed is not None:
-            self._say(f"warning: THE LAST CHECKPOINT IS NOT AT {copier.address}. Keep {self.newest}: the run copies it when it "
+            self._say(f"warning: THE LAST CHECKPOINT IS NOT AT {copier.address}. Keep {self.newest}: the run "
+                      f"copies it when it "
                       "is started again")
 
     def _await_copies(self, copier: Copier, hurried: Callable[[], bool], until: float) -> float:
-        """Wait for what is being copied, no longer than `until`: the time that is known once the run is hurried."""
+        """Wait for what is being copied, no longer than `until`: the time that is known once the run is
+        hurried."""
         said = time.monotonic()
         while not copier.wait(POLL_S) and (now := time.monotonic()) < until:
             if until == math.inf and hurried():
                 until = now + self.config.checkpoint.copy_wait_s
             if now - said > SAY_EVERY_S:
                 said = now
-                self._say(f"still copying to {copier.address}: {show_bytes(copier.moved)} of {show_bytes(copier.size)}")
+                self._say(f"still copying to {copier.address}: {show_bytes(copier.moved)} of "
+                          f"{show_bytes(copier.size)}")
         return until
 
     def _say(self, text: str) -> None:

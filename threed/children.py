@@ -27,7 +27,8 @@ KILL_S = 20.0  # a process that SIGKILL has not ended by then will not end
 
 @contextlib.contextmanager
 def signals_wait() -> Iterator[None]:
-    """For as long as processes are forked: a child must not run its launcher's handlers, which see no half of the children."""
+    """For as long as processes are forked: a child must not run its launcher's handlers, which see no half of
+    the children."""
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
@@ -43,14 +44,16 @@ def start(processes: Sequence[Any]) -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Ask the kernel to kill this process when its launcher ends, however that ends: no rank trains on unseen."""
+    """Ask the kernel to kill this process when its launcher ends, however that ends: no rank trains on
+    unseen."""
     ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:  # it ended before we asked
         os._exit(1)
 
 
 def be_child(parent: int) -> None:
-    """First thing in each: it ends with its launcher, and a terminal's Ctrl-C goes to the launcher, which passes it on once."""
+    """First thing in each: it ends with its launcher, and a terminal's Ctrl-C goes to the launcher, which
+    passes it on once."""
     os.setpgid(0, 0)
     die_with_parent(parent)
 
@@ -74,24 +77,28 @@ def pass_on(ranks: Sequence[Any], number: int) -> None:
 
 
 def first_failure(codes: Sequence[int | None]) -> tuple[int, int] | None:
-    """(index, exit code) of the one to blame: one that was killed before one that ended by itself. None: none has failed."""
+    """(index, exit code) of the one to blame: one that was killed before one that ended by itself. None: none
+    has failed."""
     failed = [(index, code) for index, code in enumerate(codes) if code]
     return next(((index, code) for index, code in failed if code < 0), failed[0] if failed else None)
 
 
 def ended_by(code: int) -> tuple[str, str | None, int]:
-    """What an exit code says: in words, as the cause of a `restart.Failure`, and as the exit status of the run."""
+    """What an exit code says: in words, as the cause of a `restart.Failure`, and as the exit status of the
+    run."""
     if code > 0:
         return f"ended with exit status {code} and did not say why", f"exit status {code}", code
     name = signal.Signals(-code).name
-    # Whoever sends SIGKILL (a person, a node that runs out of memory) is outside; SIGSEGV and its like are the run's own.
+    # Whoever sends SIGKILL (a person, a node that runs out of memory) is outside; SIGSEGV and its like are
+    # the run's own.
     return f"was killed by {name}", name if -code != signal.SIGKILL else None, 128 - code
 
 
 def end_all(ranks: Sequence[Any], limit_s: float = KILL_S, why: str = "") -> None:
-    """Kill them and return when all have ended. A process that does not end is stuck in the kernel: then this one ends, too, at
-    once and with status 1, and says `why` it was to."""
-    ranks = [process for process in ranks if process.pid is not None]  # where forking has failed, some were never started
+    """Kill them and return when all have ended. A process that does not end is stuck in the kernel: then this
+    one ends, too, at once and with status 1, and says `why` it was to."""
+    # where forking has failed, some were never started
+    ranks = [process for process in ranks if process.pid is not None]
     for process in ranks:
         if process.exitcode is None:
             process.kill()
@@ -100,7 +107,8 @@ def end_all(ranks: Sequence[Any], limit_s: float = KILL_S, why: str = "") -> Non
         process.join(max(0.0, until - time.monotonic()))
     if stuck := [process for process in ranks if process.exitcode is None]:
         named = ", ".join(f"{process.name} (process {process.pid})" for process in stuck)
-        say(f"{why + '; ' if why else ''}{named} cannot be killed: stuck in the kernel, as on a file system or a driver that "
+        say(f"{why + '; ' if why else ''}{named} cannot be killed: stuck in the kernel, as on a file system "
+            f"or a driver that "
             "does not answer. The run ends here; this machine needs a look")
         os._exit(1)
 
@@ -112,7 +120,8 @@ class Preparation:
         """`load` gives the config in that process. `cache`: a config with the same data.cache."""
         self._root = cache_root(cache.data)
         self._receive, self._send = CONTEXT.Pipe(duplex=False)
-        self._process = CONTEXT.Process(target=self._body, args=(load, os.getpid()), name="the preparation of the data")
+        self._process = CONTEXT.Process(target=self._body, args=(load, os.getpid()),
+                                        name="the preparation of the data")
 
     def start(self) -> None:
         """Begin. A handler of signals may `kill` it from here on."""
@@ -134,7 +143,8 @@ class Preparation:
         return self._receive.poll()
 
     def result(self) -> Prepared:
-        """Wait for it. InputError where the data or the config cannot be used, RunError where the process has died."""
+        """Wait for it. InputError where the data or the config cannot be used, RunError where the process has
+        died."""
         try:
             result = self._receive.recv()
         except EOFError:

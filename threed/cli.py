@@ -23,11 +23,14 @@ from threed.start import start
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
     help="Pretrain GPT-style models over data, tensor and pipeline parallelism, from one plan.\n\n"
-         "A run is one YAML file and dotted overrides: threed train configs/toy.yaml train.steps=20 parallel.pp=4. "
+         "A run is one YAML file and dotted overrides: threed train configs/toy.yaml train.steps=20 "
+         "parallel.pp=4. "
          "configs/reference.yaml lists every key with its default and meaning.",
 )
-ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file, or one that ships: configs/toy.yaml")]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="overrides, such as parallel.tp=4")]
+ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG",
+                                            help="YAML file, or one that ships: configs/toy.yaml")]
+Overrides = Annotated[list[str] | None,
+                      typer.Argument(metavar="[KEY=VALUE]...", help="overrides, such as parallel.tp=4")]
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="the run.dir of a run")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document on stdout and nothing else")]
 
@@ -46,11 +49,11 @@ def _root(version: Annotated[bool, typer.Option("--version", callback=_version, 
 
 @app.command(short_help="train a model, or go on from its newest checkpoint")
 def train(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Train. It starts all ranks on this machine; with NNODES, NODE_RANK and MASTER_ADDR in the environment, those of one of
-    several nodes (launch/torchrun.sh); under torchrun or srun it is one rank.
+    """Train. It starts all ranks on this machine; with NNODES, NODE_RANK and MASTER_ADDR in the environment,
+    those of one of several nodes (launch/torchrun.sh); under torchrun or srun it is one rank.
 
-    SIGTERM and Ctrl-C save a checkpoint and end; SIGUSR1 saves one and goes on. A run that is started again goes on
-    from its newest complete checkpoint (train.resume).
+    SIGTERM and Ctrl-C save a checkpoint and end; SIGUSR1 saves one and goes on. A run that is started again
+    goes on from its newest complete checkpoint (train.resume).
     """
     parent = os.getppid()
     path = configs.find_file(config)
@@ -62,8 +65,11 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
 
 @app.command(short_help="show what will run: mesh, units, schedule, programs")
 def show(config: ConfigPath, overrides: Overrides = None,
-         rank: Annotated[int | None, typer.Option(help="print this rank's program, an instruction a line")] = None,
-         program: Annotated[str, typer.Option(help="train, evaluate, snapshot, verify; delayed updates: plain, enter, drain")]
+         rank: Annotated[int | None,
+                         typer.Option(help="print this rank's program, an instruction a line")] = None,
+         program: Annotated[str,
+                            typer.Option(help="train, evaluate, snapshot, verify; delayed updates: plain, "
+                                              "enter, drain")]
          = "train",
          units: Annotated[str | None, typer.Option(metavar="u|p", help="list compute units (u), or "
                                                                        "parameter units (p)")] = None,
@@ -81,13 +87,17 @@ def show(config: ConfigPath, overrides: Overrides = None,
 
 @app.command(short_help="check a config for any mesh, and what each rank holds and sends")
 def check(config: ConfigPath, overrides: Overrides = None,
-          advise: Annotated[bool, typer.Option("--advise", help="compare other settings with this one")] = False,
-          memory: Annotated[str | None, typer.Option(metavar="BYTES", help="of a device: advise what fits")] = None,
-          hardware: Annotated[str, typer.Option(help="for --advise, as in predict")] = "", as_json: Json = False) -> None:
-    """Check that a config can run, on any number of ranks, without starting any: the plan is built and walked.
+          advise: Annotated[bool, typer.Option("--advise",
+                                               help="compare other settings with this one")] = False,
+          memory: Annotated[str | None, typer.Option(metavar="BYTES",
+                                                     help="of a device: advise what fits")] = None,
+          hardware: Annotated[str, typer.Option(help="for --advise, as in predict")] = "",
+          as_json: Json = False) -> None:
+    """Check that a config can run, on any number of ranks, without starting any: the plan is built and
+    walked.
 
-    Prints what a rank of each pipeline position holds and sends in a step; with --advise, other settings beside it. Exit status 2
-    where it cannot run.
+    Prints what a rank of each pipeline position holds and sends in a step; with --advise, other settings
+    beside it. Exit status 2 where it cannot run.
     """
     try:
         loaded = configs.load(config, overrides)
@@ -104,7 +114,8 @@ def check(config: ConfigPath, overrides: Overrides = None,
         from threed.prediction import advise as advising
         from threed.prediction.analytic import Hardware
 
-        advised = advising.advise(loaded, Hardware.parse(hardware), limit, lambda line: print(f"... {line}", file=sys.stderr))
+        advised = advising.advise(loaded, Hardware.parse(hardware), limit,
+                                  lambda line: print(f"... {line}", file=sys.stderr))
         advice = advising.show(advised, limit)
     if as_json:
         _print_json({**checked, **({"advice": advised} if advised else {})})
@@ -113,26 +124,38 @@ def check(config: ConfigPath, overrides: Overrides = None,
 
 
 @app.command(short_help="predict step time, bubble, memory and bytes")
-def predict(config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="YAML file; leave it out for a bare "
+def predict(config: Annotated[Path | None, typer.Argument(metavar="CONFIG",
+                                                          help="YAML file; leave it out for a bare "
                                                                                   "pipeline")] = None,
             overrides: Overrides = None,
-            costs: Annotated[Path | None, typer.Option(metavar="RUN|FILE", help="measured costs: a run's folder, or its "
+            costs: Annotated[Path | None, typer.Option(metavar="RUN|FILE",
+                                                       help="measured costs: a run's folder, or its "
                                                                                 "costs.json")] = None,
-            hardware: Annotated[str, typer.Option(help="for analytic costs, and for what --costs has none of (offload): "
+            hardware: Annotated[str,
+                                typer.Option(help="for analytic costs, and for what --costs has none of "
+                                                  "(offload): "
                                                     "tflops=989,efficiency=0.4,dp_gbps=400 ...")] = "",
-            schedule: Annotated[str | None, typer.Option(help="of a bare pipeline: 1f1b, zb-v, auto, file:PATH ...")] = None,
+            schedule: Annotated[str | None,
+                                typer.Option(help="of a bare pipeline: 1f1b, zb-v, auto, file:PATH "
+                                                  "...")] = None,
             pp: Annotated[int, typer.Option(min=1, help="its positions")] = 4,
             micro_batches: Annotated[int, typer.Option(min=1, help="its micro-batches")] = 8,
-            times: Annotated[str, typer.Option(help="seconds of a position's forward, backward's two halves, a message")]
+            times: Annotated[str,
+                             typer.Option(help="seconds of a position's forward, backward's two halves, a "
+                                               "message")]
             = "f=1,b=1,w=1,comm=0",
             virtual_stages: Annotated[int | None, typer.Option(min=1, help="stages a position")] = None,
-            activation_limit: Annotated[str | None, typer.Option(metavar="2x|BYTES", help="most that a position may keep")]
+            activation_limit: Annotated[str | None,
+                                        typer.Option(metavar="2x|BYTES",
+                                                     help="most that a position may keep")]
             = None,
             as_json: Json = False) -> None:
-    """Predict a step: time, bubble, memory and bytes of each pipeline position, by walking the plan with a clock.
+    """Predict a step: time, bubble, memory and bytes of each pipeline position, by walking the plan with a
+    clock.
 
-    With a CONFIG, costs are analytic, or measured by a run (--costs). Without one, a bare pipeline is walked: the bubble rate
-    is the zero-bubble paper's, (cost - m (f + b + w)) / cost, where cost is the longest span of a position.
+    With a CONFIG, costs are analytic, or measured by a run (--costs). Without one, a bare pipeline is walked:
+    the bubble rate is the zero-bubble paper's, (cost - m (f + b + w)) / cost, where cost is the longest span
+    of a position.
     """
     import gc
 
@@ -142,7 +165,8 @@ def predict(config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help
         from threed.prediction.bare import show as show_bare
 
         if schedule is None:
-            raise InputError("give a CONFIG, or --schedule NAME for a bare pipeline; threed predict --help shows both")
+            raise InputError("give a CONFIG, or --schedule NAME for a bare pipeline; threed predict --help "
+                             "shows both")
         limit = None
         if activation_limit is not None:
             limit = parse_limit_of_bare(activation_limit, pp, micro_batches)
@@ -155,21 +179,25 @@ def predict(config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help
 
 
 @app.command(short_help="bytes of parameters, gradients and optimizer state at each ZeRO stage")
-def memory(config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="YAML file; leave it out with --parameters")]
+def memory(config: Annotated[Path | None, typer.Argument(metavar="CONFIG",
+                                                         help="YAML file; leave it out with --parameters")]
            = None, overrides: Overrides = None,
-           parameters: Annotated[float | None, typer.Option(metavar="N", help="of the whole model, such as 7.5e9")] = None,
+           parameters: Annotated[float | None, typer.Option(metavar="N",
+                                                            help="of the whole model, such as 7.5e9")] = None,
            dp: Annotated[int, typer.Option(min=1, help="ranks that share a copy (or zero.shard_size)")] = 1,
            tp: Annotated[int, typer.Option(min=1)] = 1, pp: Annotated[int, typer.Option(min=1)] = 1,
-           dtype: Annotated[str, typer.Option(help="of parameters and gradients: bf16, fp16 or fp32")] = "bf16",
+           dtype: Annotated[str,
+                            typer.Option(help="of parameters and gradients: bf16, fp16 or fp32")] = "bf16",
            master: Annotated[str, typer.Option(help="of 16-bit weights: fp32 or none")] = "fp32",
            optimizer: Annotated[str, typer.Option(help="its name: adamw, lion or sgd")] = "adamw",
            as_json: Json = False) -> None:
-    """Bytes that a rank holds of a model's states at ZeRO stages 0 to 3: by the ZeRO paper's formulas for --parameters, or
-    exactly, from the plan of a CONFIG (the position that holds most)."""
+    """Bytes that a rank holds of a model's states at ZeRO stages 0 to 3: by the ZeRO paper's formulas for
+    --parameters, or exactly, from the plan of a CONFIG (the position that holds most)."""
     from threed.prediction import memory as memories
 
     if (config is None) == (parameters is None):
-        raise InputError("give a CONFIG or --parameters N, and not both; for example threed memory --parameters 7.5e9 --dp 64")
+        raise InputError("give a CONFIG or --parameters N, and not both; for example threed memory "
+                         "--parameters 7.5e9 --dp 64")
     if config is not None:
         values = memories.of_config(configs.load(config, overrides))
     else:
@@ -181,9 +209,11 @@ def memory(config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help=
 
 @app.command(short_help="which features work together, and why others do not")
 def matrix(as_json: Json = False,
-           refused: Annotated[bool, typer.Option("--refused", help="list every refused cell")] = False) -> None:
-    """The contract: every combination of schedule, ZeRO stage, offload, activation policy, precision, sequence parallelism, tied
-    weights and shard groups works and names its test, or is refused with the reason. `make matrix` runs the tests."""
+           refused: Annotated[bool, typer.Option("--refused",
+                                                 help="list every refused cell")] = False) -> None:
+    """The contract: every combination of schedule, ZeRO stage, offload, activation policy, precision,
+    sequence parallelism, tied weights and shard groups works and names its test, or is refused with the
+    reason. `make matrix` runs the tests."""
     from threed import contract
 
     if as_json:
@@ -194,7 +224,8 @@ def matrix(as_json: Json = False,
 
 @app.command(short_help="prepare the data ahead of a run")
 def data(config: ConfigPath, overrides: Overrides = None, as_json: Json = False) -> None:
-    """Prepare a config's data ahead of a run: read the source, train or load the tokenizer, tokenize, cache."""
+    """Prepare a config's data ahead of a run: read the source, train or load the tokenizer, tokenize,
+    cache."""
     loaded = configs.load(config, overrides)
     from threed.data.samples import splits
     from threed.data.tokens import prepare
@@ -202,7 +233,8 @@ def data(config: ConfigPath, overrides: Overrides = None, as_json: Json = False)
     made = prepare(loaded.data, loaded.model, lambda line: print(line, file=sys.stderr, flush=True))
     halves = splits(made.prefix, loaded.model.seq_len, loaded.train.seed, loaded.data.validation_fraction)
     values = {"prefix": str(made.prefix), "tokenizer": str(made.tokenizer) if made.tokenizer else None,
-              "documents": made.num_documents, "tokens": made.num_tokens, "vocab": made.vocab_size, "cached": made.cached,
+              "documents": made.num_documents, "tokens": made.num_tokens, "vocab": made.vocab_size,
+              "cached": made.cached,
               "train_samples": halves[0].num_windows, "validation_samples": halves[1].num_windows}
     if as_json:
         _print_json(values)
@@ -213,10 +245,14 @@ def data(config: ConfigPath, overrides: Overrides = None, as_json: Json = False)
 @app.command(short_help="merge a run's traces for Perfetto, or draw them")
 def trace(run: RunPath,
           output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE",
-                                                      help="trace events; RUN/trace.json where neither is given")] = None,
-          step: Annotated[int | None, typer.Option(help="this step; all that were traced where it is not given")] = None,
-          svg: Annotated[Path | None, typer.Option(metavar="FILE", help="draw the timeline of the step, or of the last "
-                                                                        "one that was traced, into FILE")] = None) -> None:
+                                                      help="trace events; RUN/trace.json where neither is "
+                                                           "given")] = None,
+          step: Annotated[int | None,
+                          typer.Option(help="this step; all that were traced where it is not given")] = None,
+          svg: Annotated[Path | None, typer.Option(metavar="FILE",
+                                                   help="draw the timeline of the step, or of the last "
+                                                                        "one that was traced, into "
+                                                                        "FILE")] = None) -> None:
     """Merge what a run's ranks traced for ui.perfetto.dev and chrome://tracing, or draw it."""
     from threed.monitor import timeline
 
@@ -231,7 +267,8 @@ def trace(run: RunPath,
         file = output or run / "trace.json"
         events = timeline.chrome(traced, chosen)
         _write("-o", file, json.dumps(events, separators=(",", ":")))
-        print(f"wrote {file}: {len(traced.ranks)} ranks, {len(chosen)} steps, {len(events['traceEvents'])} events")
+        print(f"wrote {file}: {len(traced.ranks)} ranks, {len(chosen)} steps, {len(events['traceEvents'])} "
+              f"events")
 
 
 @app.command(short_help="compare predicted and measured; where the time went")

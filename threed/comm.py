@@ -1,10 +1,12 @@
 """The one door to other ranks: groups made from a mesh, every collective and message, and their byte counts.
 
-Every call returns a `Handle`, which knows its axis, label and bytes, and adds them to `Comm.sent` when it is issued: what a
-rank sends by the ring formulas (all-gather and reduce-scatter of S bytes over n ranks: S (n-1)/n; all-reduce twice that), which
-is what gloo and NCCL put on the wire. Waiting for a handle blocks the host on CPU, and only the current stream on a GPU.
+Every call returns a `Handle`, which knows its axis, label and bytes, and adds them to `Comm.sent` when it is
+issued: what a rank sends by the ring formulas (all-gather and reduce-scatter of S bytes over n ranks: S
+(n-1)/n; all-reduce twice that), which is what gloo and NCCL put on the wire. Waiting for a handle blocks the
+host on CPU, and only the current stream on a GPU.
 
-`ProcessComm` runs over torch.distributed (gloo on CPU, NCCL on GPU). `engine.loopback` has another, over threads.
+`ProcessComm` runs over torch.distributed (gloo on CPU, NCCL on GPU). `engine.loopback` has another, over
+threads.
 """
 
 from __future__ import annotations
@@ -28,12 +30,14 @@ FEW_BYTES = 256  # what is all-reduced on CPU by sending it to everybody; counte
 
 
 class Group(ABC):
-    """Some ranks that talk together. `size()` and `rank()` are methods because megatron-core calls them so."""
+    """Some ranks that talk together. `size()` and `rank()` are methods because megatron-core calls them
+    so."""
 
     def __init__(self, name: str, ranks: Sequence[int], me: int, sent: Counter[str]):
         self.name, self.ranks, self._index, self._sent = name, tuple(ranks), tuple(ranks).index(me), sent
         self._axis = GROUPS[name].counts
-        self.tap: Callable[[torch.Tensor], None] | None = None  # is shown what this rank gives to a collective, to inspect it
+        # is shown what this rank gives to a collective, to inspect it
+        self.tap: Callable[[torch.Tensor], None] | None = None
 
     def size(self) -> int:
         return len(self.ranks)
@@ -60,7 +64,8 @@ class Group(ABC):
                        scratch: torch.Tensor | None = None) -> Handle:
         """Sum `tensor` over the group; each rank gets its part in `output`, or added to what is there.
 
-        `output` may be that part of `tensor`, or of another dtype. `scratch`, as large as `tensor`, saves an allocation.
+        `output` may be that part of `tensor`, or of another dtype. `scratch`, as large as `tensor`, saves an
+        allocation.
         """
         assert tensor.is_contiguous() and output.numel() * self.size() == tensor.numel()
         self._count(tensor, 1, tensor)
@@ -90,8 +95,8 @@ class Group(ABC):
 
 
 class Channel(ABC):
-    """Messages of one kind between two pipeline positions: both ends name the same tensors in the same order; there are no
-    tags."""
+    """Messages of one kind between two pipeline positions: both ends name the same tensors in the same order;
+    there are no tags."""
 
     def __init__(self, sent: Counter[str]):
         self._sent = sent
@@ -107,20 +112,23 @@ class Channel(ABC):
 
 
 class Comm(ABC):
-    """What one rank can reach: its groups, its channels to other pipeline positions, and small talk on the host."""
+    """What one rank can reach: its groups, its channels to other pipeline positions, and small talk on the
+    host."""
 
     def __init__(self, mesh: Mesh, rank: int, device: torch.device):
         self.mesh, self.rank, self.device = mesh, rank, device
         self.here = mesh.coordinate(rank)
         self.sent: Counter[str] = Counter()  # axis -> bytes since the start
-        self.waiting_since: float | None = None  # when this rank began to wait for all others, if it does so now
+        # when this rank began to wait for all others, if it does so now
+        self.waiting_since: float | None = None
         self.groups: dict[str, Group] = {}
         self.channels: dict[tuple[int, int, str], Channel] = {}  # (sender, receiver, kind)
         self._lanes: dict[str, Lane] = {}
 
     @property
     def is_first_copy(self) -> bool:
-        """Whether this rank is in the first of the shard groups, each of which holds all of what is sharded."""
+        """Whether this rank is in the first of the shard groups, each of which holds all of what is
+        sharded."""
         return self.mesh.group("replica", self.rank)[0] == self.rank
 
     @abstractmethod
@@ -137,7 +145,8 @@ class Comm(ABC):
         return self.exchange(value if self.rank == 0 else None)[0]
 
     def lane(self, name: str) -> Lane:
-        """A queue of work beside the computation. That of groups in which this rank is alone runs its jobs at once."""
+        """A queue of work beside the computation. That of groups in which this rank is alone runs its jobs at
+        once."""
         if name not in self._lanes:
             groups = [group for group, row in GROUPS.items() if row.lane == name]
             alone = bool(groups) and all(len(self.mesh.group(group, self.rank)) == 1 for group in groups)
@@ -165,10 +174,12 @@ class ProcessGroup(Group):
 
     def _all_reduce(self, tensor: torch.Tensor, op: str) -> Handle:
         if op == "sum" and not tensor.is_cuda and tensor.nbytes <= FEW_BYTES:
-            # Gloo's ring takes 2 (n - 1) hops, each a fraction of a millisecond however little it carries; this takes one.
+            # Gloo's ring takes 2 (n - 1) hops, each a fraction of a millisecond however little it carries;
+            # this takes one.
             parts = tensor.new_empty(self.size(), tensor.numel())
             copies = tensor.expand(self.size(), *tensor.shape).contiguous()
-            work = dist.all_to_all_single(parts, copies.view_as(parts), group=self.process_group, async_op=True)
+            work = dist.all_to_all_single(parts, copies.view_as(parts), group=self.process_group,
+                                          async_op=True)
 
             def add() -> None:
                 work.wait()  # pyright: ignore[reportOptionalMemberAccess]
@@ -193,9 +204,11 @@ class ProcessGroup(Group):
                 flat.add_(part) if add else flat.copy_(part)
 
             return Handle(add_part, (output, tensor, part))
-        # Gloo's reduce-scatter sends as much as an all-reduce; messages and a sum on arrival send half of that.
+        # Gloo's reduce-scatter sends as much as an all-reduce; messages and a sum on arrival send half of
+        # that.
         parts = tensor.view(self.size(), -1)
-        arrived = (torch.empty_like(tensor) if scratch is None else scratch.view(-1)[:tensor.numel()]).view_as(parts)
+        arrived = (torch.empty_like(tensor) if scratch is None
+                   else scratch.view(-1)[:tensor.numel()]).view_as(parts)
         handle = self._messages(parts, arrived)
 
         def finish() -> None:
@@ -209,11 +222,12 @@ class ProcessGroup(Group):
             work = _single("all_gather")(output, tensor, group=self.process_group, async_op=True)
             return _handle(work, output, tensor)
         # Messages: gloo's all-gather makes a copy of everything, and takes twice the time.
-        return self._messages(tensor.view(1, -1).expand(self.size(), -1), output.view(self.size(), -1), own=True)
+        return self._messages(tensor.view(1, -1).expand(self.size(), -1), output.view(self.size(), -1),
+                              own=True)
 
     def _messages(self, parts: torch.Tensor, arrived: torch.Tensor, own: bool = False) -> Handle:
-        """Send row i of `parts` to rank i of the group, whose message arrives in row i of `arrived`. `own`: there this rank's
-        row is wanted, too."""
+        """Send row i of `parts` to rank i of the group, whose message arrives in row i of `arrived`. `own`:
+        there this rank's row is wanted, too."""
         works: list[Any] = []
         for index in reversed(self.others()):
             works.append(dist.irecv(arrived[index], self.ranks[index], self.process_group))
@@ -226,8 +240,8 @@ class ProcessGroup(Group):
 
 
 def sum_parts(parts: Sequence[torch.Tensor], output: torch.Tensor, add: bool) -> None:
-    """The sum of two tensors or more, in fp32 where they are narrower, into `output` or on top of it. Only the first may be
-    (the same part of the same buffer as) `output`."""
+    """The sum of two tensors or more, in fp32 where they are narrower, into `output` or on top of it. Only
+    the first may be (the same part of the same buffer as) `output`."""
     wide = torch.promote_types(output.dtype, torch.float32)
     total = output if output.dtype == wide else torch.empty_like(output, dtype=wide)
     first, second, *rest = parts
@@ -244,7 +258,8 @@ def sum_parts(parts: Sequence[torch.Tensor], output: torch.Tensor, add: bool) ->
 
 
 def _single(name: str) -> Any:
-    """The collective over one tensor: torch 2.13 calls it `*_single`, earlier ones `*_tensor` and `*_into_tensor`."""
+    """The collective over one tensor: torch 2.13 calls it `*_single`, earlier ones `*_tensor` and
+    `*_into_tensor`."""
     older = {"reduce_scatter": "reduce_scatter_tensor", "all_gather": "all_gather_into_tensor"}
     return getattr(dist, f"{name}_single", None) or getattr(dist, older[name])
 
@@ -282,18 +297,20 @@ class ProcessComm(Comm):
         if device.type == "cuda":
             torch.cuda.set_device(device)
         dist.init_process_group(backend, store=store, rank=rank, world_size=mesh.size, timeout=timeout)
-        # Every rank names every group, in one order; only members connect. (torch's way for members to do it alone names
-        # groups by how many a rank has made so far, and ranks at the ends of a pipeline make fewer.)
+        # Every rank names every group, in one order; only members connect. (torch's way for members to do it
+        # alone names groups by how many a rank has made so far, and ranks at the ends of a pipeline make
+        # fewer.)
         for name, row in GROUPS.items():
             for ranks in mesh.groups(name) if row.lane and row.needed(mesh) else ():
                 whole = len(ranks) == mesh.size and row.axes is None
-                made = dist.group.WORLD if whole else dist.new_group(list(ranks), timeout) if len(ranks) > 1 else None
+                made = dist.group.WORLD if whole else dist.new_group(list(ranks),
+                                                                     timeout) if len(ranks) > 1 else None
                 if rank in ranks:
                     self.groups[name] = ProcessGroup(name, ranks, rank, self.sent, made)
 
     def open_channels(self, pairs: Sequence[tuple[int, int, str]]) -> None:
-        """Connect a plan's channels, given as (sender position, receiver position, kind): each its own communicator, so that
-        nothing waits behind a message of another kind."""
+        """Connect a plan's channels, given as (sender position, receiver position, kind): each its own
+        communicator, so that nothing waits behind a message of another kind."""
         for sender, receiver, kind in sorted(pairs):
             for pipeline in self.mesh.groups("pp"):
                 ends = pipeline[sender], pipeline[receiver]
@@ -322,7 +339,8 @@ class ProcessComm(Comm):
 
     @contextmanager
     def _talking(self) -> Iterator[None]:
-        """The watch sees that this rank waits for all others. (After a failure it goes on waiting, for the one who failed.)"""
+        """The watch sees that this rank waits for all others. (After a failure it goes on waiting, for the
+        one who failed.)"""
         self.waiting_since = time.monotonic()
         yield
         self.waiting_since = None

@@ -1,7 +1,8 @@
 """The config: one YAML file and dotted overrides.
 
-`load` reads a YAML file and `key=value` overrides into the dataclasses of `threed.schema` and has `threed.validate` check them.
-Unknown keys, wrong types and impossible combinations are all reported at once, as one `ConfigError`.
+`load` reads a YAML file and `key=value` overrides into the dataclasses of `threed.schema` and has
+`threed.validate` check them. Unknown keys, wrong types and impossible combinations are all reported at once,
+as one `ConfigError`.
 
 Batch sizes count sequences and mean what they mean in Megatron-LM:
 global_batch_size = micro_batch_size x dp x number of micro-batches.
@@ -22,10 +23,12 @@ from threed.errors import ConfigError, InputError
 from threed.models.families.registry import FAMILIES, family_of, sizes
 from threed.schema import Config, ModelConfig
 from threed.synonyms import ours
-from threed.validate import get, validate
+from threed.validate import validate
+from threed.values import get
 
 
-def load(path: str | Path | None, overrides: list[str] | None = None, world_size: int | None = None) -> Config:
+def load(path: str | Path | None, overrides: list[str] | None = None,
+         world_size: int | None = None) -> Config:
     """Read a YAML file (None: defaults) and dotted overrides into a validated Config.
 
     A path such as configs/toy.yaml is also found among the configs that ship with the package. `world_size`
@@ -70,7 +73,8 @@ def _read_yaml(path: str | Path) -> dict[str, Any]:
     except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
         raise InputError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
-        raise InputError(f"{path} must be a mapping of sections (model:, parallel:, ...), not a {type(values).__name__}")
+        raise InputError(f"{path} must be a mapping of sections (model:, parallel:, ...), not a "
+                         f"{type(values).__name__}")
     return values  # pyright: ignore[reportReturnType]
 
 
@@ -105,7 +109,8 @@ def known_keys(config: Config | None = None) -> list[str]:
 
 
 def _family(given: dict[str, Any]) -> tuple[ModelConfig, dict[str, Any], list[str]]:
-    """The defaults of the model's family, values of the size that `model.name` names, and what is wrong with the two."""
+    """The defaults of the model's family, values of the size that `model.name` names, and what is wrong with
+    the two."""
     problems, known = [], sizes()
     size, name = given.get("model.name", "custom"), str(given.get("model.family", ""))
     try:
@@ -116,10 +121,12 @@ def _family(given: dict[str, Any]) -> tuple[ModelConfig, dict[str, Any], list[st
     if size in family.sizes:
         return family.config(family=name or known[size]), dict(family.sizes[size]), problems
     if size in known and not problems:
-        problems.append(f"model.name={size} is a size of model.family={known[size]}, not of {name}; leave one of them out")
+        problems.append(f"model.name={size} is a size of model.family={known[size]}, not of {name}; leave "
+                        f"one of them out")
     elif size != "custom" and size not in known:
         near = difflib.get_close_matches(str(size), [*family.sizes, *known], 1, 0.0)[0]
-        problems.append(f"model.name={size}: no such size; did you mean {near}? There are {', '.join(known)}; leave it out "
+        problems.append(f"model.name={size}: no such size; did you mean {near}? There are "
+                        f"{', '.join(known)}; leave it out "
                         "to give the sizes yourself")
     return family.config(family=name or "gpt"), {}, problems
 
@@ -135,7 +142,8 @@ def _build(given: dict[str, Any]) -> tuple[Config, list[str]]:
             problems.append(f"{key}: unknown key{_nearest(key, keys)}")
             continue
         if isinstance(OmegaConf.select(schema, key), bool) and not isinstance(value, bool):
-            problems.append(f"{key}={value}: must be true or false")  # OmegaConf would take any number for one
+            # OmegaConf would take any number for one
+            problems.append(f"{key}={value}: must be true or false")
             continue
         try:
             OmegaConf.update(schema, key, value)

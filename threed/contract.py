@@ -1,8 +1,9 @@
-"""The contract: which features work together, and why the others do not. One table, from which come the refusals of a config,
-`threed matrix`, and the tests that run every cell.
+"""The contract: which features work together, and why the others do not. One table, from which come the
+refusals of a config, `threed matrix`, and the tests that run every cell.
 
-A **cell** is one choice on each axis. It works, and `tests/loopback/test_contract.py` compares it with the single-process
-reference under its name; or a rule refuses it and says why. A rule is a law of nature, or says what would lift it.
+A **cell** is one choice on each axis. It works, and `tests/loopback/test_contract.py` compares it with the
+single-process reference under its name; or a rule refuses it and says why. A rule is a law of nature, or says
+what would lift it.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ from typing import Any, NamedTuple
 
 from threed.schema import Config
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v", "breadth-first", "auto", "file")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v", "breadth-first", "auto",
+             "file")
 
 
 class Cell(NamedTuple):
     schedule: str
     stage: int  # of ZeRO
-    offload: str  # where the optimizer's state lives: none (the device), cpu, nvme; +parameters: they live there, too
+    offload: str  # where the optimizer's state lives: none (the device), cpu, nvme; +parameters: they live
+    # there, too
     activation: str  # activation policy, or where kept inputs go: partition (cut over tp), cpu
     precision: str
     sequence_parallel: bool
@@ -30,7 +33,8 @@ class Cell(NamedTuple):
     def id(self) -> str:
         """A name, in tests and in `threed matrix`."""
         words = [self.schedule, f"zero{self.stage}", self.offload, self.activation, self.precision]
-        return "-".join([*words, "sp" if self.sequence_parallel else "nosp", "tied" if self.tied else "untied",
+        return "-".join([*words, "sp" if self.sequence_parallel else "nosp",
+                         "tied" if self.tied else "untied",
                          "groups" if self.shard_groups else "nogroups"])
 
     @property
@@ -41,8 +45,15 @@ class Cell(NamedTuple):
     def of(cls, config: Config) -> Cell:
         """The cell of a config."""
         parallel, activation = config.parallel, config.activation
-        kept = "cpu" if activation.offload == "cpu" else "partition" if activation.partition else activation.policy
-        return cls("file" if parallel.schedule.startswith("file:") else parallel.schedule, config.zero.stage, _offload(config),
+        kept = (
+            "cpu"
+            if activation.offload == "cpu"
+            else "partition"
+            if activation.partition
+            else activation.policy
+        )
+        return cls("file" if parallel.schedule.startswith("file:") else parallel.schedule, config.zero.stage,
+                   _offload(config),
                    kept, config.precision.dtype, parallel.sequence_parallel,
                    config.model.tie_embeddings, config.shard_size < config.dp)
 
@@ -71,7 +82,8 @@ class Rule(NamedTuple):
 
 RULES = (
     Rule(lambda cell: cell.stage == 0 and cell.shard_groups,
-         "zero.shard_size below parallel.dp needs zero.stage of at least 1: at stage 0 nothing is sharded, whole copies are "
+         "zero.shard_size below parallel.dp needs zero.stage of at least 1: at stage 0 nothing is sharded, "
+         "whole copies are "
          "everywhere; leave zero.shard_size out"),
     Rule(lambda cell: cell.offload == "none+parameters",
          "offload.parameters needs offload.optimizer=cpu or nvme: what lives on the host is stepped there"),
@@ -92,24 +104,28 @@ def cells() -> Iterator[Cell]:
 
 
 def show(refused: bool = False) -> str:
-    """The contract as text: a table of ZeRO stages by schedule with how many cells work, and the rules that refuse."""
+    """The contract as text: a table of ZeRO stages by schedule with how many cells work, and the rules that
+    refuse."""
     every = list(cells())
     works = [cell for cell in every if refusal(cell) is None]
     lines = [f"{len(works)} of {len(every)} cells work, and {len(every) - len(works)} are refused",
              *(f"  {axis.ljust(18)} {_values(values)}" for axis, values in AXES.items()), "",
              "works".ljust(16) + "".join(f"zero{stage}".rjust(12) for stage in AXES["stage"])]
     for schedule in AXES["schedule"]:
-        counts = [(sum(cell.schedule == schedule and cell.stage == stage for cell in some) for some in (works, every))
+        counts = [(sum(cell.schedule == schedule and cell.stage == stage for cell in some)
+                   for some in (works, every))
                   for stage in AXES["stage"]]
         lines.append(str(schedule).ljust(16) + "".join("{}/{}".format(*count).rjust(12) for count in counts))
     for rule in RULES:
         listed = [cell for cell in every if rule.refuses(cell)]
-        lines += ["", f"{len(listed)} refused: {rule.reason}", *(f"  {cell.id}" for cell in listed if refused)]
+        lines += ["", f"{len(listed)} refused: {rule.reason}",
+                  *(f"  {cell.id}" for cell in listed if refused)]
     return "\n".join(lines)
 
 
 def _values(values: tuple[object, ...]) -> str:
-    return ", ".join({False: "no", True: "yes"}[value] if isinstance(value, bool) else str(value) for value in values)
+    return ", ".join({False: "no", True: "yes"}[value] if isinstance(value, bool) else str(value)
+                     for value in values)
 
 
 def document() -> dict[str, Any]:

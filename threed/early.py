@@ -20,8 +20,8 @@ def handle(numbers: Iterable[int], handler: Any) -> None:
 
 
 def begin() -> None:
-    """Install handlers for the seconds of importing: a request to stop ends the process with a word, a request to save is
-    ignored."""
+    """Install handlers for the seconds of importing: a request to stop ends the process with a word, a
+    request to save is ignored."""
     if sys.argv[1:2] == ["train"]:
         # Of a connection that breaks torch prints 40 lines of addresses for each try; threed says it once.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -1,11 +1,14 @@
-"""Where this process stands among the others of a run, as torchrun, Slurm, an operator's pods or a person say in the environment.
+"""Where this process stands among the others of a run, as torchrun, Slurm, an operator's pods or a person say
+in the environment.
 
     LOCAL_RANK, RANK, WORLD_SIZE          one rank: torchrun has started this process     -> Place
     SLURM_PROCID, SLURM_NTASKS, ...       one rank: a task of srun                        -> Place
     NNODES, NODE_RANK, GPUS_PER_NODE ...  the launcher of one of several nodes            -> Nodes
-    PET_NNODES, PET_NODE_RANK, ...        the same, in torchrun's names (PyTorchJob sets them, and RANK = the pod's number)
+    PET_NNODES, PET_NODE_RANK, ...        the same, in torchrun's names (PyTorchJob sets them, and RANK = the
+                                          pod's number)
 
-A value that stands there under two names must be the same under both: a pod must not train alone because a name was not read.
+A value that stands there under two names must be the same under both: a pod must not train alone because a
+name was not read.
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ class Place:
 
 @dataclass(frozen=True)
 class Nodes:
-    """One node among several, each with a launcher that starts `size` ranks. Between `least` and `most` of them make a run."""
+    """One node among several, each with a launcher that starts `size` ranks. Between `least` and `most` of
+    them make a run."""
 
     least: int
     most: int
@@ -40,44 +44,51 @@ class Nodes:
     size: int | None  # None: one rank a GPU
     address: str  # of node 0, as all nodes reach it
     port: int
-    local_address: str | None = None  # by which the others reach this node; None: the one that leads to `address`
+    local_address: str | None = None  # by which the others reach this node; None: the one that leads to
+    # `address`
     job: str = ""  # two runs with one MASTER_ADDR and MASTER_PORT must not meet
 
 
 def place_of_environment(env: Mapping[str, str] = os.environ) -> Place | Nodes | None:
-    """None: nobody else has been started, all ranks are started here. Under srun, RANK, WORLD_SIZE and MASTER_PORT, which torch
-    reads, are set as well."""
+    """None: nobody else has been started, all ranks are started here. Under srun, RANK, WORLD_SIZE and
+    MASTER_PORT, which torch reads, are set as well."""
     if "LOCAL_RANK" in env:
         return _rank(env)
     if "NNODES" in env or "PET_NNODES" in env or ("RANK" in env and "WORLD_SIZE" in env):
         return _nodes(env)
     if "SLURM_STEP_ID" in env and _number(env, "SLURM_NTASKS", 1) > 1:
         if "MASTER_ADDR" not in env:
-            raise InputError("under srun with several tasks MASTER_ADDR must name the first node; launch/slurm.sbatch does so")
+            raise InputError("under srun with several tasks MASTER_ADDR must name the first node; "
+                             "launch/slurm.sbatch does so")
         world = _number(env, "SLURM_NTASKS")
-        os.environ.update(RANK=env["SLURM_PROCID"], WORLD_SIZE=str(world), MASTER_PORT=env.get("MASTER_PORT", str(PORT)))
+        os.environ.update(RANK=env["SLURM_PROCID"], WORLD_SIZE=str(world),
+                          MASTER_PORT=env.get("MASTER_PORT", str(PORT)))
         return Place(_number(env, "SLURM_PROCID"), _number(env, "SLURM_LOCALID"),
                      _number(env, "SLURM_NTASKS_PER_NODE", world), world)
     return None
 
 
 def restarted() -> bool:
-    """Whether this start of the run follows a failed one by itself: the launcher, torchrun or Slurm says so."""
+    """Whether this start of the run follows a failed one by itself: the launcher, torchrun or Slurm says
+    so."""
     return any(_number(os.environ, name, 0) > 0 for name in RESTARTS)
 
 
 def launch() -> str:
     """What all restarts of one start of the run have in common; '' where nobody says so."""
-    return next((os.environ[name] for name in ("SLURM_JOB_ID", "THREED_LAUNCH", "TORCHELASTIC_RUN_ID") if name in os.environ), "")
+    return next((os.environ[name] for name in ("SLURM_JOB_ID", "THREED_LAUNCH", "TORCHELASTIC_RUN_ID")
+                 if name in os.environ), "")
 
 
 def _rank(env: Mapping[str, str]) -> Place:
     missing = [name for name in ("RANK", "WORLD_SIZE") if name not in env]
     if missing:
-        raise InputError(f"LOCAL_RANK={env['LOCAL_RANK']} is in the environment, but not {' and '.join(missing)}: torchrun sets "
+        raise InputError(f"LOCAL_RANK={env['LOCAL_RANK']} is in the environment, but not "
+                         f"{' and '.join(missing)}: torchrun sets "
                          "all three. Unset LOCAL_RANK to start all ranks here")
     world = _number(env, "WORLD_SIZE")
-    return Place(_number(env, "RANK"), _number(env, "LOCAL_RANK"), _number(env, "LOCAL_WORLD_SIZE", world), world)
+    return Place(_number(env, "RANK"), _number(env, "LOCAL_RANK"), _number(env, "LOCAL_WORLD_SIZE", world),
+                 world)
 
 
 def _nodes(env: Mapping[str, str]) -> Nodes:
@@ -92,10 +103,12 @@ def _nodes(env: Mapping[str, str]) -> Nodes:
     node = _whole(*given) if given else None
     size = _size(env)
     if "WORLD_SIZE" in env and few == many and _number(env, "WORLD_SIZE") not in (many, many * (size or 1)):
-        raise InputError(f"WORLD_SIZE={env['WORLD_SIZE']} and {name}={text} contradict each other: WORLD_SIZE is the number of "
+        raise InputError(f"WORLD_SIZE={env['WORLD_SIZE']} and {name}={text} contradict each other: "
+                         f"WORLD_SIZE is the number of "
                          f"nodes, or of all ranks ({many} x {size or 'ranks a node'}). Unset one of them")
     if node is not None and node >= many:
-        raise InputError(f"{given[0] if given else ''}={node} must be below the number of nodes, {name}={text}: the first is 0")
+        raise InputError(f"{given[0] if given else ''}={node} must be below the number of nodes, "
+                         f"{name}={text}: the first is 0")
     # An operator tells node 0 its own address in another way than the others.
     address = _one(env, "MASTER_ADDR", "PET_MASTER_ADDR", "the host of PET_RDZV_ENDPOINT", agree=node != 0)
     if many > 1 and address is None:
@@ -104,7 +117,8 @@ def _nodes(env: Mapping[str, str]) -> Nodes:
         raise InputError(f"{name}={text} needs NODE_RANK, the number of this node: 0 to {many - 1}")
     chosen = _one(env, "MASTER_PORT", "PET_MASTER_PORT", "the port of PET_RDZV_ENDPOINT")
     return Nodes(few, many, 0 if many == 1 else node, size, address[1] if address else "127.0.0.1",
-                 _port(*chosen) if chosen else PORT, env.get("LOCAL_ADDR") or None, env.get("SLURM_JOB_ID", ""))
+                 _port(*chosen) if chosen else PORT, env.get("LOCAL_ADDR") or None,
+                 env.get("SLURM_JOB_ID", ""))
 
 
 def _endpoint(text: str) -> tuple[str, str]:
@@ -133,11 +147,13 @@ def _size(env: Mapping[str, str]) -> int | None:
 
 
 def _one(env: Mapping[str, str], *names: str, agree: bool = True) -> tuple[str, str] | None:
-    """(name, value) of a value that may stand under several names. `agree`: it must then be the same under all."""
+    """(name, value) of a value that may stand under several names. `agree`: it must then be the same under
+    all."""
     found = [(name, env[name]) for name in names if env.get(name)]
     other = next((pair for pair in found if pair[1] != found[0][1]), None)
     if other is not None and agree:
-        raise InputError(f"{found[0][0]}={found[0][1]} and {other[0]}={other[1]} in the environment contradict each other: "
+        raise InputError(f"{found[0][0]}={found[0][1]} and {other[0]}={other[1]} in the environment "
+                         f"contradict each other: "
                          "unset one")
     return found[0] if found else None
 
@@ -151,5 +167,6 @@ def _number(env: Mapping[str, str], name: str, otherwise: int | None = None) -> 
 
 def _whole(name: str, text: str, shown: str | None = None) -> int:
     if not text.isdecimal():
-        raise InputError(f"{name}={shown or text} in the environment must be a whole number; unset it to start all ranks here")
+        raise InputError(f"{name}={shown or text} in the environment must be a whole number; unset it to "
+                         f"start all ranks here")
     return int(text)

@@ -1,14 +1,16 @@
 """The errors that people see.
 
-Every message says what is wrong, where, and what to do. The command line prints the message, never a traceback,
-and leaves with `status`: 2 when the input is at fault, 1 when the run is, 3 when a machine computes wrongly.
+Every message says what is wrong, where, and what to do. The command line prints the message, never a
+traceback, and leaves with `status`: 2 when the input is at fault, 1 when the run is, 3 when a machine
+computes wrongly.
 """
 
 from __future__ import annotations
 
 import errno
 
-_WRONG_FOLDER = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.EISDIR,
+_WRONG_FOLDER = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG,
+                 errno.EISDIR,
                  errno.EEXIST)
 
 
@@ -34,7 +36,8 @@ class ConfigError(InputError):
 
 
 class PlanError(ThreedError):
-    """A program that is not legal, complete or free of deadlock: rank, index, instruction, neighbours, reason."""
+    """A program that is not legal, complete or free of deadlock: rank, index, instruction, neighbours,
+    reason."""
 
 
 class RunError(ThreedError):
@@ -42,8 +45,8 @@ class RunError(ThreedError):
 
 
 def of_folder(text: str, error: OSError) -> ThreedError:
-    """What a folder's failure is: an input that is wrong (it is not there, or may not be written), or a disk that fails, after
-    which a run may start again."""
+    """What a folder's failure is: an input that is wrong (it is not there, or may not be written), or a disk
+    that fails, after which a run may start again."""
     return (InputError if error.errno in _WRONG_FOLDER else RunError)(text)
 
 

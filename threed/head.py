@@ -1,8 +1,9 @@
-"""The head of a run on several nodes: a process beside node 0's launcher that decides for all launchers. No torch.
+"""The head of a run on several nodes: a process beside node 0's launcher that decides for all launchers. No
+torch.
 
-It collects the nodes (GATHER), has node 0 prepare the data (PREPARE), says which ranks each node starts (RUN), and, when a rank
-or a node fails, has all others end their ranks (CLEAR), after which it begins again or ends the run. It waits for nodes no longer
-than `run.connect_timeout_s`. `rendezvous` lists the messages.
+It collects the nodes (GATHER), has node 0 prepare the data (PREPARE), says which ranks each node starts
+(RUN), and, when a rank or a node fails, has all others end their ranks (CLEAR), after which it begins again
+or ends the run. It waits for nodes no longer than `run.connect_timeout_s`. `rendezvous` lists the messages.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from threed.rendezvous import REPORT_S, Line, is_address, is_loopback, plain, re
 from threed.restart import Failure, Restarts
 
 CLEAR_S = 20.0  # a launcher that cannot end its ranks within this is given up
-SILENT_S = 5.0  # a node that is silent for longer may have been replaced: others say something every two seconds
-HELLO = {"version": str, "job": str, "nodes": list, "node": (int, type(None)), "host": str, "size": int, "attempt": int,
+# a node that is silent for longer may have been replaced: others say something every two seconds
+SILENT_S = 5.0
+HELLO = {"version": str, "job": str, "nodes": list, "node": (int, type(None)), "host": str, "size": int,
+         "attempt": int,
          "launch": str, "id": str, "fixed": bool, "from": str}
 
 
@@ -62,10 +65,11 @@ class Member:
 
 
 class Head:
-    """Decides for all launchers. `newest` names the newest checkpoint, since which restarts are counted; `open_store`: a
-    store for the ranks of one attempt."""
+    """Decides for all launchers. `newest` names the newest checkpoint, since which restarts are counted;
+    `open_store`: a store for the ranks of one attempt."""
 
-    def __init__(self, listener: socket.socket, nodes: Nodes, limit_s: float, restarts: Restarts, newest: Callable[[], str],
+    def __init__(self, listener: socket.socket, nodes: Nodes, limit_s: float, restarts: Restarts,
+                 newest: Callable[[], str],
                  version: str, open_store: Callable[[], Store]):
         self.version, self.wanted = version, _span(nodes.least, nodes.most)
         self.listener, self.nodes, self.limit_s, self.open_store = listener, nodes, limit_s, open_store
@@ -83,12 +87,18 @@ class Head:
         self.begin(State.GATHER)
 
     def begin(self, state: State) -> None:
-        self.state, self.since, self.report, self.changed = state, time.monotonic(), REPORT_S, time.monotonic()
+        self.state, self.since, self.report, self.changed = (
+            state,
+            time.monotonic(),
+            REPORT_S,
+            time.monotonic(),
+        )
 
     def run(self) -> None:
         """Until all have been told to end."""
         while self.state != State.OVER:
-            lines = [member.line for member in self.members.values()] + [line for line, _ in self.unidentified]
+            lines = [member.line for member in self.members.values()] + [line for line,
+                                                                         _ in self.unidentified]
             readable(self.listener, *(line for line in lines if line.lost is None), wait_s=0.25)
             self._admit()
             for member in list(self.members.values()):
@@ -115,7 +125,8 @@ class Head:
         for line, since in list(self.unidentified):
             hello = next(iter(line.receive()), None)
             if hello is not None and hello["op"] == "hello" and hello.get("version") != self.version:
-                line.send("refused", text=f"{hello.get('host')} has threed {hello.get('version')}, node 0 ({self.seen.get(0)}) "
+                line.send("refused", text=f"{hello.get('host')} has threed {hello.get('version')}, node 0 "
+                                          f"({self.seen.get(0)}) "
                                           f"{self.version}: install one everywhere")
                 line.close()
             elif hello is not None and hello["op"] == "hello" and _is_whole(hello):
@@ -139,9 +150,11 @@ class Head:
             return
         assert node is not None
         if other is not None:
-            other.line.send("end", text=f"another launcher has come as node {node}, on {hello['host']}: this one ends", status=1)
+            other.line.send("end", text=f"another launcher has come as node {node}, on {hello['host']}: this "
+                                        f"one ends", status=1)
             self._lose(other, "its launcher was started again")
-        self.members[node] = Member(line, node, hello["host"], hello["size"], plain(hello["from"]), hello["id"])
+        self.members[node] = Member(line, node, hello["host"], hello["size"], plain(hello["from"]),
+                                    hello["id"])
         self.seen[node] = hello["host"]
         # Node 0's launcher may be a new one in a run that goes on.
         if not self.launch or (hello["attempt"] > self.attempt and not self.running):
@@ -149,12 +162,14 @@ class Head:
         self.changed = time.monotonic()
         line.send("welcome", node=node)
         if self.state != State.GATHER:
-            line.send("wait", text=f"the run is under way with {len(self.running)} nodes; this one joins it at its next start")
+            line.send("wait", text=f"the run is under way with {len(self.running)} nodes; this one joins it "
+                                   f"at its next start")
 
     def _problem(self, hello: dict[str, Any], node: int | None) -> str | None:
         host = hello["host"]
         if hello["job"] != self.nodes.job:
-            return (f"node 0 at {self.nodes.address}:{self.nodes.port} is of job {self.nodes.job or '(none)'}, not of "
+            return (f"node 0 at {self.nodes.address}:{self.nodes.port} is of job "
+                    f"{self.nodes.job or '(none)'}, not of "
                     f"{hello['job'] or '(none)'}: two runs need different values of MASTER_PORT")
         if hello["nodes"] != [self.nodes.least, self.nodes.most]:
             return f"NNODES is {_span(*hello['nodes'])} on {host} and {self.wanted} on node 0"
@@ -177,10 +192,15 @@ class Head:
     def _hear(self, member: Member, message: dict[str, Any]) -> None:
         op = message["op"]
         if op == "stopped" and self.state != State.GATHER and member not in self.running:
-            member.line.send("end", text=f"stopped by {message['signal']}; the run goes on without it", status=message["status"])
+            member.line.send("end", text=f"stopped by {message['signal']}; the run goes on without it",
+                             status=message["status"])
             self._lose(member, "it was stopped")
         elif op == "stopped":
-            when = "before the first step" if self.attempt == 0 and self.state != State.CLEAR else "before it started again"
+            when = (
+                "before the first step"
+                if self.attempt == 0 and self.state != State.CLEAR
+                else "before it started again"
+            )
             self._end(f"stopped by {message['signal']} on {member.host} {when}", message["status"])
         elif op == "cleared":
             member.cleared, member.asked = True, message["asked"]
@@ -194,7 +214,8 @@ class Head:
                 self._end("", 0)
 
     def _judge(self, member: Member, message: dict[str, Any]) -> None:
-        """A rank, or what a launcher does before there are ranks, has failed: which was the first, and of what?"""
+        """A rank, or what a launcher does before there are ranks, has failed: which was the first, and of
+        what?"""
         rank = message["rank"]
         reason = self.store.reason() if self.store is not None and not message["certain"] else None
         if reason is not None and reason["rank"] is not None:
@@ -204,10 +225,12 @@ class Head:
             self._fail(failure, first, reason["hang"], text)
         else:
             text = message["text"] if rank is None else f"rank {rank} on {member.host} {message['text']}"
-            self._fail(Failure(text, message["cause"], message["step"], message["status"]), member if rank is None else None)
+            self._fail(Failure(text, message["cause"], message["step"], message["status"]),
+                       member if rank is None else None)
 
     def _fail(self, failure: Failure, said: Member | None, hang: bool = False, text: str = "") -> None:
-        """All others end their ranks. `said`: there somebody has said it already. `text`: all of what there is to say."""
+        """All others end their ranks. `said`: there somebody has said it already. `text`: all of what there
+        is to say."""
         text = text or failure.text
         if self.store is not None:
             self.store.fail(text, failure.status)
@@ -216,14 +239,16 @@ class Head:
             member.line.send("clear", text="" if member is said else text, hang=hang)
         self.failure, self.looked = failure, []
         # The disk of checkpoints may be what has failed, and not answer.
-        threading.Thread(target=lambda found: found.append(self.newest()), args=(self.looked,), daemon=True).start()
+        threading.Thread(target=lambda found: found.append(self.newest()), args=(self.looked,),
+                         daemon=True).start()
         self.begin(State.CLEAR)
 
     def _clear(self) -> None:
         """Until no rank of this attempt is left."""
         assert self.failure is not None
         late = time.monotonic() - self.since > CLEAR_S
-        for member in [member for member in self.running if self.members.get(member.node) is member and not member.cleared]:
+        for member in [member for member in self.running if self.members.get(member.node) is member
+                       and not member.cleared]:
             if not late:
                 return
             self._lose(member, "it does not end its ranks")
@@ -232,7 +257,8 @@ class Head:
             return
         if not self.looked and not late:
             return
-        wait_s, text = self.restarts.after(self.failure, self.looked[0] if self.looked else self.restarts.newest)
+        wait_s, text = self.restarts.after(self.failure,
+                                           self.looked[0] if self.looked else self.restarts.newest)
         if wait_s is None:
             self._end(text, self.failure.status)
             return
@@ -252,12 +278,15 @@ class Head:
         if there == self.nodes.most or (enough and settled and self.nodes.least < self.nodes.most):
             self._ready()
             return
-        missing = [f"node {node}" + (f" ({self.seen[node]})" if node in self.seen else "") for node in range(self.nodes.most)
+        missing = [f"node {node}" + (f" ({self.seen[node]})" if node in self.seen else "")
+                   for node in range(self.nodes.most)
                    if node not in self.members]
         few = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
         if waited > self.limit_s:
-            self._end(f"{there} of {self.wanted} nodes came within run.connect_timeout_s={self.limit_s:g}; missing: {few}. Are "
-                      f"they started, with MASTER_ADDR={self.nodes.address} and MASTER_PORT={self.nodes.port}, and do firewalls "
+            self._end(f"{there} of {self.wanted} nodes came within run.connect_timeout_s={self.limit_s:g}; "
+                      f"missing: {few}. Are "
+                      f"they started, with MASTER_ADDR={self.nodes.address} and "
+                      f"MASTER_PORT={self.nodes.port}, and do firewalls "
                       "let them reach node 0?", 1)
         elif waited > self.report:
             self.report += REPORT_S
@@ -281,11 +310,14 @@ class Head:
         near = plain(far[0].line.socket.getsockname()[0]) if far else "127.0.0.1"
         world, note = self.running[-1].ranks.stop, ""
         if len(self.running) < self.nodes.most:
-            note = f"going on with {len(self.running)} of {self.nodes.most} nodes: " + ", ".join(str(m) for m in self.running)
+            note = f"going on with {len(self.running)} of {self.nodes.most} nodes: " + ", ".join(
+                str(m) for m in self.running
+            )
         self.begin(State.RUN)
         for member in self.running:
             address = near if is_loopback(member.address) else member.address
-            member.line.send("start", first=member.ranks.start, world=world, port=self.store.port, address=address,
+            member.line.send("start", first=member.ranks.start, world=world, port=self.store.port,
+                             address=address,
                              attempt=self.attempt, launch=self.launch, note=note)
 
     def _end(self, text: str, status: int) -> None:
@@ -294,7 +326,8 @@ class Head:
 
 
 def _is_whole(hello: dict[str, Any]) -> bool:
-    return all(isinstance(hello.get(name), kind) for name, kind in HELLO.items()) and is_address(hello["from"]) and (
+    return all(isinstance(hello.get(name), kind) for name,
+               kind in HELLO.items()) and is_address(hello["from"]) and (
         len(hello["nodes"]) == 2 and all(isinstance(number, int) for number in hello["nodes"]))
 
 

@@ -31,13 +31,15 @@ class Handle:
 
 
 class Lane:
-    """A queue of work beside the computation: jobs run one after the other, in the order in which they were submitted.
+    """A queue of work beside the computation: jobs run one after the other, in the order in which they were
+    submitted.
 
     This one has nobody to wait for, and runs a job at once.
     """
 
     def submit(self, job: Callable[[], None]) -> Handle:
-        """Run a job, which may wait for communication, after those before it. It sees what was computed before this call."""
+        """Run a job, which may wait for communication, after those before it. It sees what was computed
+        before this call."""
         job()
         return Handle(None)
 
@@ -75,7 +77,8 @@ class ThreadLane(Lane):
 
 
 class StreamLane(Lane):
-    """A CUDA stream. A job is issued at once and runs when what was issued before it on the current stream has."""
+    """A CUDA stream. A job is issued at once and runs when what was issued before it on the current stream
+    has."""
 
     def __init__(self, device: torch.device):
         self._stream = torch.cuda.Stream(device)
@@ -107,7 +110,8 @@ class AfterDevice(Lane):
 
 
 def copy(into: torch.Tensor, of: torch.Tensor) -> None:
-    """A copy by the lane that runs this. The device's memory is not used for anything else before it is done."""
+    """A copy by the lane that runs this. The device's memory is not used for anything else before it is
+    done."""
     into.copy_(of, non_blocking=True)
     for tensor in (into, of):
         if tensor.is_cuda:

@@ -1,4 +1,5 @@
-"""torch, imported when it is first used: a file may say what planning must know, and hold what computes beside it."""
+"""torch, imported when it is first used: a file may say what planning must know, and hold what computes
+beside it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Launch: start the ranks of a run on this machine, and start them again after a failure.
 
-Libraries are imported once, then the process forks: eight ranks start in seconds. No GPU is touched before the fork.
+Libraries are imported once, then the process forks: eight ranks start in seconds. No GPU is touched before
+the fork.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ class LocalLauncher:
         pass_on(self.ranks, signal.SIGKILL if self.asked > 1 else number)
 
     def run(self) -> int:
-        """Start the ranks, and again after a failure, as long as that promises something. The exit status of the run."""
+        """Start the ranks, and again after a failure, as long as that promises something. The exit status of
+        the run."""
         self.preparing = Preparation(lambda: self.config, self.config)
         self.preparing.start()
         prepared = self.preparing.result()
@@ -92,7 +94,8 @@ class LocalLauncher:
     def start(self, prepared: Prepared, steps: Steps) -> Failure | None:
         """Start the ranks once and wait until all have ended; why, if one has failed."""
         size, parent = self.config.world_size, os.getpid()
-        meeting = os.memfd_create("threed-store")  # where ranks meet: it is gone with the last of them, however they end
+        # where ranks meet: it is gone with the last of them, however they end
+        meeting = os.memfd_create("threed-store")
         path = f"/proc/self/fd/{meeting}"
 
         def body(rank: int) -> int:
@@ -101,9 +104,11 @@ class LocalLauncher:
 
         try:
             with signals_wait():
-                self.ranks = [CONTEXT.Process(target=be_rank, args=(parent, partial(body, rank)), name=f"rank {rank}")
+                self.ranks = [CONTEXT.Process(target=be_rank, args=(parent, partial(body, rank)),
+                                              name=f"rank {rank}")
                               for rank in range(size)]
-                gc.freeze()  # what was imported stays: a rank's collector need not look at it, and its memory stays shared
+                # what was imported stays: a rank's collector need not look at it, and its memory stays shared
+                gc.freeze()
                 start(self.ranks)
             return _attend(self.ranks, file_store(path, size), steps)
         finally:
@@ -118,7 +123,8 @@ def run_local(config: Config, callbacks: Sequence[Callback] = ()) -> int:
 
 
 def _attend(ranks: list[Any], store: Any, steps: Steps) -> Failure | None:
-    """Wait for all ranks; once one has failed, for the others only a little longer. Why the first failed, if one has."""
+    """Wait for all ranks; once one has failed, for the others only a little longer. Why the first failed, if
+    one has."""
     failure, deadline = None, math.inf
     while True:
         codes = [process.exitcode for process in ranks]
@@ -133,25 +139,29 @@ def _attend(ranks: list[Any], store: Any, steps: Steps) -> Failure | None:
 
 
 def _why(codes: list[int | None], store: Any, steps: Steps) -> tuple[Failure, float]:
-    """Why the first rank has failed, and how long to wait for the others. Of a rank that could not say so itself, the others are
-    told here."""
+    """Why the first rank has failed, and how long to wait for the others. Of a rank that could not say so
+    itself, the others are told here."""
     failed = first_failure(codes)
     assert failed is not None
     rank, code = failed
     what, cause, status = ended_by(code)
     text = f"rank {rank} {what}"
-    note = tell(store, {"rank": None, "message": text, "status": status, "hang": False, "step": steps.at(rank), "cause": cause})
+    note = tell(store, {"rank": None, "message": text, "status": status, "hang": False,
+                        "step": steps.at(rank), "cause": cause})
     if code < 0 or note["rank"] is None:
         say(text)
     if code < 0:
         return Failure(text, cause, steps.at(rank), status), GRACE_S
     first = note["message"].splitlines()[0]
-    return Failure(first, note["cause"], note["step"], note["status"]), HANG_GRACE_S if note["hang"] else GRACE_S
+    return Failure(first, note["cause"], note["step"],
+                   note["status"]), HANG_GRACE_S if note["hang"] else GRACE_S
 
 
 def local_world_size(config_device: str) -> int | None:
-    """Processes to start where `parallel.dp: auto` leaves it open: one a GPU, or None on a machine without."""
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # ask the driver, do not start CUDA before the fork
+    """Processes to start where `parallel.dp: auto` leaves it open: one a GPU, or None on a machine
+    without."""
+    # ask the driver, do not start CUDA before the fork
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     if config_device == "cpu" or not torch.cuda.is_available():
         return None
     return torch.cuda.device_count()

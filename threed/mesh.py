@@ -1,10 +1,10 @@
 """The mesh: which rank sits where, and with whom it talks. Plain arithmetic, no torch.
 
-A rank has a coordinate on each axis. `order` names the axes outermost first, as in Megatron-LM's default pp-dp-tp:
-neighbours on the last axis are neighbouring ranks, so that tp groups stay inside a node.
+A rank has a coordinate on each axis. `order` names the axes outermost first, as in Megatron-LM's default
+pp-dp-tp: neighbours on the last axis are neighbouring ranks, so that tp groups stay inside a node.
 
-AXES and GROUPS are the tables that everything else reads: a new axis is a row in the first, and a row in the second for
-each group of ranks that it brings.
+AXES and GROUPS are the tables that everything else reads: a new axis is a row in the first, and a row in the
+second for each group of ranks that it brings.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from itertools import product
 from math import prod
 from typing import NamedTuple
 
-# Axis -> what ranks along it divide among them: stages of the model, samples of the batch, or parameters of a layer.
-# The order is that of text, from the outermost axis.
+# Axis -> what ranks along it divide among them: stages of the model, samples of the batch, or parameters of a
+# layer. The order is that of text, from the outermost axis.
 AXES: dict[str, str] = {"pp": "stages", "dp": "samples", "tp": "parameters"}
 
 
@@ -42,11 +42,14 @@ GROUPS: dict[str, GroupRow] = {
     # REDUCE and GATHER.
     "dp": GroupRow(("dp",), "dp", "dp"),
     # A run of `shard` members of dp: state is sharded within it,
-    "shard": GroupRow(("dp",), "dp", "dp", lambda mesh, at: range(at - at % mesh.shard_size, at - at % mesh.shard_size
-                                                                  + mesh.shard_size), lambda mesh: mesh.has_copies),
+    "shard": GroupRow(("dp",), "dp", "dp", lambda mesh,
+                      at: range(at - at % mesh.shard_size, at - at % mesh.shard_size
+                                                                  + mesh.shard_size),
+                      lambda mesh: mesh.has_copies),
     # and repeated across these, the peers in the other runs.
     "replica": GroupRow(("dp",), "dp", "dp", lambda mesh, at: range(at % mesh.shard_size, mesh.sizes["dp"],
-                                                                    mesh.shard_size), lambda mesh: mesh.has_copies),
+                                                                    mesh.shard_size),
+                        lambda mesh: mesh.has_copies),
     # SEND and RECV.
     "pp": GroupRow(("pp",), "pp"),
     # The first and the last position, which hold a tied embedding; the others are alone.
@@ -84,15 +87,16 @@ class Coordinate:
 class Mesh:
     """A mesh of ranks.
 
-    `order`: its axes, outermost first; empty: as in AXES. `shard`: ranks a shard group; None: all of dp. `sizes`: ranks along
-    each axis, 1 where an axis is not named. ValueError where they do not fit together.
+    `order`: its axes, outermost first; empty: as in AXES. `shard`: ranks a shard group; None: all of dp.
+    `sizes`: ranks along each axis, 1 where an axis is not named. ValueError where they do not fit together.
     """
 
     def __init__(self, order: tuple[str, ...] = (), shard: int | None = None, **sizes: int):
         self.order = order or tuple(AXES)
         self.sizes: dict[str, int] = {axis: sizes.pop(axis, 1) for axis in AXES}
         if sizes or sorted(self.order) != sorted(AXES):
-            raise ValueError(f"axis order {'-'.join((*self.order, *sizes))} must name {', '.join(AXES)} once each")
+            raise ValueError(f"axis order {'-'.join((*self.order, *sizes))} must name {', '.join(AXES)} once "
+                             f"each")
         if min(self.sizes.values()) < 1:
             raise ValueError(f"axes must have at least one rank: {self.text('=')}")
         self.shard_size = self.sizes["dp"] if shard is None else shard
@@ -139,7 +143,8 @@ class Mesh:
             raise ValueError(f"no group called {name}; there are {', '.join(GROUPS)}")
         row, here = GROUPS[name], self.coordinate(rank)
         axes = [axis for axis in self.order if row.axes is None or axis in row.axes]
-        along = [range(self.sizes[axis]) if row.members is None else row.members(self, here.on[axis]) for axis in axes]
+        along = [range(self.sizes[axis]) if row.members is None else row.members(self, here.on[axis])
+                 for axis in axes]
         return tuple(self.beside(here, **dict(zip(axes, at, strict=True))) for at in product(*along))
 
     def groups(self, name: str) -> list[tuple[int, ...]]:
@@ -151,7 +156,8 @@ class Mesh:
         return " x ".join(f"{axis}{joined}{size}" for axis, size in self.sizes.items())
 
     def draw(self, most: int = 64) -> str:
-        """Who sits where: a row for each coordinate on all axes but the last of AXES, a column for each on that."""
+        """Who sits where: a row for each coordinate on all axes but the last of AXES, a column for each on
+        that."""
         cells = {str(self.coordinate(rank)): f"r{rank}" for rank in range(self.size)}
         *others, last = AXES
         heads = [f"{last}{at}" for at in range(self.sizes[last])]

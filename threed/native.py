@@ -1,5 +1,5 @@
-"""Two loops over host memory, AdamW and a checksum: native.c, which is compiled when threed is installed, if there is a C
-compiler."""
+"""Two loops over host memory, AdamW and a checksum: native.c, which is compiled when threed is installed, if
+there is a C compiler."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ KINDS = {"": 0, "float32": 1, "bfloat16": 2, "float16": 3}  # enum kind
 class Numbers(ctypes.Structure):
     """`struct numbers`."""
 
-    _fields_ = [(name, ctypes.c_float) for name in ("scale", "beta1", "rest1", "beta2", "rest2", "keep", "size", "root", "eps")]
+    _fields_ = [(name, ctypes.c_float) for name in ("scale", "beta1", "rest1", "beta2", "rest2", "keep",
+                                                    "size", "root", "eps")]
 
 
 class Range(ctypes.Structure):

@@ -1,7 +1,9 @@
-"""Nodes: the launcher of one of several machines. It starts this node's ranks when the head of the run says so.
+"""Nodes: the launcher of one of several machines. It starts this node's ranks when the head of the run says
+so.
 
-Libraries are imported once, then the process forks, as on one machine. A rank dies with its launcher; a launcher that loses the
-head ends its ranks. A message that matters reaches every node's console, with the names of hosts.
+Libraries are imported once, then the process forks, as on one machine. A rank dies with its launcher; a
+launcher that loses the head ends its ranks. A message that matters reaches every node's console, with the
+names of hosts.
 """
 
 from __future__ import annotations
@@ -77,7 +79,8 @@ class RankStore:
 
     def fail(self, text: str, status: int) -> None:
         """Ranks that see it end without a word of their own."""
-        tell(self._store, {"rank": None, "message": text, "status": status, "hang": False, "step": 0, "cause": None})
+        tell(self._store, {"rank": None, "message": text, "status": status, "hang": False, "step": 0,
+                           "cause": None})
 
 
 class NodeLauncher:
@@ -103,7 +106,8 @@ class NodeLauncher:
         self.started = False  # whether this launcher has had a part in the run
         self.attempt = 0
         self.launch = uuid.uuid4().hex
-        self.reported: str | None = None  # what the head knows of this attempt's ranks: failed, done or cleared
+        # what the head knows of this attempt's ranks: failed, done or cleared
+        self.reported: str | None = None
         self.deadline: float | None = None  # when ranks that are to end are killed
         handle(SIGNALS, self.forward)
 
@@ -131,7 +135,8 @@ class NodeLauncher:
                     self._end_ranks(text)
                     losses += 1
                     if here or losses > self.config.run.restarts:
-                        raise RunError(f"{text}. The run ends here; started again on all nodes, it goes on from its newest "
+                        raise RunError(f"{text}. The run ends here; started again on all nodes, it goes on "
+                                       f"from its newest "
                                        "checkpoint") from None
                     if self.asked:
                         self.signal = self.last
@@ -176,7 +181,8 @@ class NodeLauncher:
 
     def _connect(self, here: bool) -> Line:
         number = 0 if here else self.number
-        hello = {"version": __version__, "job": self.nodes.job, "nodes": [self.nodes.least, self.nodes.most], "node": number,
+        hello = {"version": __version__, "job": self.nodes.job, "nodes": [self.nodes.least, self.nodes.most],
+                 "node": number,
                  "host": self.host, "size": self.size, "attempt": self.attempt, "launch": self.launch,
                  "id": self.id, "fixed": here or self.nodes.node is not None}
 
@@ -234,7 +240,12 @@ class NodeLauncher:
         line.send("failed", rank=None, text=text, cause=text, step=None, status=status, certain=True)
 
     def _start(self, line: Line, message: dict[str, Any]) -> None:
-        self.reported, self.deadline, self.attempt, self.first = None, None, message["attempt"], message["first"]
+        self.reported, self.deadline, self.attempt, self.first = (
+            None,
+            None,
+            message["attempt"],
+            message["first"],
+        )
         self.launch, self.started = message["launch"], True
         try:
             config = self.load(message["world"])
@@ -251,12 +262,15 @@ class NodeLauncher:
         body = partial(self._be_rank, config, variables, store)
         self.steps, parent = Steps(self.size), os.getpid()
         with signals_wait():
-            self.ranks = [CONTEXT.Process(target=be_rank, args=(parent, partial(body, local)), name=f"rank {self.first + local}")
+            self.ranks = [CONTEXT.Process(target=be_rank, args=(parent, partial(body, local)),
+                                          name=f"rank {self.first + local}")
                           for local in range(self.size)]
-            gc.freeze()  # what was imported stays: a rank's collector need not look at it, and its memory stays shared
+            # what was imported stays: a rank's collector need not look at it, and its memory stays shared
+            gc.freeze()
             start(self.ranks)
 
-    def _be_rank(self, config: Config, variables: dict[str, str], address: tuple[str, int], local: int) -> int:
+    def _be_rank(self, config: Config, variables: dict[str, str], address: tuple[str, int],
+                 local: int) -> int:
         os.environ.update(variables)
         try:
             store = tcp_store(*address, config.run.timeout_s)
@@ -290,9 +304,11 @@ class NodeLauncher:
         text, cause, status = ended_by(code)
         if code == UNREACHED:
             address = plain(line.socket.getpeername()[0])
-            text, cause, status = (f"does not reach the store of node 0 at {address}: do firewalls let the nodes reach each "
+            text, cause, status = (f"does not reach the store of node 0 at {address}: do firewalls let the "
+                                   f"nodes reach each "
                                    "other at any port?"), None, 1
-        line.send("failed", rank=self.first + local, text=text, cause=cause, step=self.steps.at(local), status=status,
+        line.send("failed", rank=self.first + local, text=text, cause=cause, step=self.steps.at(local),
+                  status=status,
                   certain=code < 0 or code == UNREACHED)
 
     def _clear(self, _: Line, message: dict[str, Any]) -> None:
@@ -313,5 +329,6 @@ class NodeLauncher:
 
 def run_node(nodes: Nodes, size: int, load: Callable[[int], Config],
              callbacks: Sequence[Callback] = ()) -> int:
-    """Be one node's launcher: start its ranks with those of the other nodes, and return the exit status of the run."""
+    """Be one node's launcher: start its ranks with those of the other nodes, and return the exit status of
+    the run."""
     return NodeLauncher(nodes, size, load, callbacks).run()

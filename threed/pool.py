@@ -12,13 +12,14 @@ from threed.quantity import ALIGNMENT
 
 
 class Pool:
-    """A fixed number of flat tensors of each size. Those of a size are one piece of memory. What is smaller is handed out as the
-    beginning of a buffer of the next larger size."""
+    """A fixed number of flat tensors of each size. Those of a size are one piece of memory. What is smaller
+    is handed out as the beginning of a buffer of the next larger size."""
 
     def __init__(self, counts: dict[int, int], dtype: torch.dtype, device: torch.device, pinned: bool = False,
                  for_disk: bool = False):
-        """`counts`: elements -> how many buffers of that size. `pinned`: host memory that a GPU copies from and to directly.
-        `for_disk`: host memory that begins at a multiple of ALIGNMENT, as do its buffers if their sizes are multiples, too."""
+        """`counts`: elements -> how many buffers of that size. `pinned`: host memory that a GPU copies from
+        and to directly. `for_disk`: host memory that begins at a multiple of ALIGNMENT, as do its buffers if
+        their sizes are multiples, too."""
         self._free: dict[int, deque[tuple[torch.Tensor, Handle]]] = {}
         for numel, count in counts.items():
             make = aligned if for_disk else torch.zeros
@@ -50,7 +51,9 @@ class Pool:
 
 
 def aligned(numel: int, dtype: torch.dtype, device: torch.device, pin_memory: bool) -> torch.Tensor:
-    """Flat zeros on the host that begin at a multiple of ALIGNMENT, so that a disk can be read into them directly."""
-    whole = torch.zeros(numel * dtype.itemsize + ALIGNMENT, dtype=torch.uint8, device=device, pin_memory=pin_memory)
+    """Flat zeros on the host that begin at a multiple of ALIGNMENT, so that a disk can be read into them
+    directly."""
+    whole = torch.zeros(numel * dtype.itemsize + ALIGNMENT, dtype=torch.uint8, device=device,
+                        pin_memory=pin_memory)
     start = -whole.data_ptr() % ALIGNMENT
     return whole[start:start + numel * dtype.itemsize].view(dtype)

@@ -1,4 +1,5 @@
-"""Rank: the life of one rank's process, from its first line to its exit status, and what it says when it fails."""
+"""Rank: the life of one rank's process, from its first line to its exit status, and what it says when it
+fails."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ def run_place(job: Job, place: Place, parent: int) -> int:
         meet(store, place.rank, place.world_size, (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
         status = run_rank(job, place, store)
     except ThreedError as error:  # of meet: nobody watches yet
-        note = {"rank": place.rank, "message": str(error), "status": error.status, "hang": False, "step": 0, "cause": str(error)}
+        note = {"rank": place.rank, "message": str(error), "status": error.status, "hang": False, "step": 0,
+                "cause": str(error)}
         with contextlib.suppress(RuntimeError):  # the store has gone with its rank
             note = tell(store, note)
         if note["rank"] == place.rank:
@@ -78,9 +80,19 @@ def _explain(error: BaseException, rank: int, watch: Watch | None) -> int:
     status = error.status if isinstance(error, ThreedError) else 1
     text = str(error) if ours else f"{type(error).__name__}: {error}"
     # What would be the same another time: not how long a rank has waited, nor what was alive.
-    cause = f"{type(error.__cause__).__name__}: {error.__cause__}" if error.__cause__ is not None else text.splitlines()[0]
+    cause = (
+        f"{type(error.__cause__).__name__}: {error.__cause__}"
+        if error.__cause__ is not None
+        else text.splitlines()[0]
+    )
     if lost:  # gloo's own words name an address and a line of its source
-        at = text.splitlines()[0] if ours else watch.where().splitlines()[0] if watch is not None else f"rank {rank}"
+        at = (
+            text.splitlines()[0]
+            if ours
+            else watch.where().splitlines()[0]
+            if watch is not None
+            else f"rank {rank}"
+        )
         text, cause = f"{at}: the connection to another rank is gone", None
     elif not ours and watch is not None:
         text = f"{watch.where()}: {text}"
@@ -93,7 +105,8 @@ def _explain(error: BaseException, rank: int, watch: Watch | None) -> int:
         reason, first = None, True
     if first or (reason is not None and reason["rank"] == rank):
         say(watch.with_hosts(text) if watch is not None else text)
-        if not ours and not lost and not (watch is not None and watch.comm is not None and watch.comm.waiting_since is not None):
+        if not ours and not lost and not (watch is not None and watch.comm is not None
+                                          and watch.comm.waiting_since is not None):
             traceback.print_exception(error)  # neither a person's mistake nor a peer that has gone: a bug
     elif reason is not None and reason["hang"] and watch is not None:
         watch.end(f"rank {reason['rank']} got no answer; {text}")

@@ -1,4 +1,5 @@
-"""Rendezvous: how the launchers of several nodes reach the head of the run (`head`), and over which addresses. No torch.
+"""Rendezvous: how the launchers of several nodes reach the head of the run (`head`), and over which
+addresses. No torch.
 
 Every launcher, node 0's too, keeps one connection to it, over which lines of JSON go both ways:
 
@@ -26,7 +27,8 @@ from threed.environment import Nodes
 from threed.errors import InputError, RunError
 
 ALIVE_S = 2.0  # between two words of a peer that has nothing to say
-SILENCE_S = 30.0  # a peer that is silent for longer has gone: a cable may be out for a moment, and TCP needs another to notice
+# a peer that is silent for longer has gone: a cable may be out for a moment, and TCP needs another to notice
+SILENCE_S = 30.0
 REPORT_S = 10.0  # between two lines of somebody who waits
 CONNECT_S = 5.0  # one attempt to connect
 _UNKNOWN = (OSError, UnicodeError)  # of a name that does not resolve, or cannot be one
@@ -75,7 +77,8 @@ class Line:
                 self._heard = time.monotonic()
                 *lines, self._text = (self._text + data).split(b"\n")
                 read = [json.loads(line) for line in lines]
-                if len(self._text) > 2**24 or not all(isinstance(message, dict) and "op" in message for message in read):
+                if len(self._text) > 2**24 or not all(isinstance(message, dict) and "op" in message
+                                                      for message in read):
                     raise ValueError
                 messages += read
         except OSError as error:
@@ -148,7 +151,8 @@ def interface(address: str) -> str:
         return own.get("127.0.0.1", "lo")
     if plain(address) not in own:
         listed = ", ".join(f"{a} ({name})" for a, name in own.items() if not is_loopback(a))
-        raise InputError(f"LOCAL_ADDR={address} is no address of {socket.gethostname()}, which has {listed or 'loopback alone'}")
+        raise InputError(f"LOCAL_ADDR={address} is no address of {socket.gethostname()}, which has "
+                         f"{listed or 'loopback alone'}")
     return own[plain(address)]
 
 
@@ -164,21 +168,22 @@ def route(address: str, port: int) -> str | None:
 
 
 def interface_variables(address: str) -> dict[str, str]:
-    """Gloo and NCCL take the address that the host's own name resolves to, or any: the environment variables of a rank that name
-    the interface to the other nodes. `address`: this host's own there."""
+    """Gloo and NCCL take the address that the host's own name resolves to, or any: the environment variables
+    of a rank that name the interface to the other nodes. `address`: this host's own there."""
     name, chosen = interface(address), {}
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         chosen[variable] = os.environ.get(variable, name)
         if chosen[variable] == "lo" and not is_loopback(address):
-            raise InputError(f"{variable}=lo on {socket.gethostname()} is loopback, and other nodes are on other hosts: unset "
+            raise InputError(f"{variable}=lo on {socket.gethostname()} is loopback, and other nodes are on "
+                             f"other hosts: unset "
                              f"it, or name the interface that leads to them ({name}, {address})")
     return chosen
 
 
 def meet(store: Any, rank: int, world_size: int, master: tuple[str, int]) -> None:
-    """Choose the interface of a rank that torchrun or srun has started: the one on the way to `master`; where that
-    is this host itself, the one on the way to a rank elsewhere. `store`: where the ranks tell each other their addresses.
-    RunError where one does not come."""
+    """Choose the interface of a rank that torchrun or srun has started: the one on the way to `master`; where
+    that is this host itself, the one on the way to a rank elsewhere. `store`: where the ranks tell each other
+    their addresses. RunError where one does not come."""
     host = socket.gethostname()
     own = os.environ.get("LOCAL_ADDR") or route(*master) or "127.0.0.1"
     store.set(f"threed/address/{rank}", json.dumps([host, own]))
@@ -187,7 +192,8 @@ def meet(store: Any, rank: int, world_size: int, master: tuple[str, int]) -> Non
         far = next((address for _, address in others if not is_loopback(address)), None)
         own = route(far, master[1]) or own if far is not None else own
         if is_loopback(own) and len({name for name, _ in others}) > 1:
-            raise InputError(f"MASTER_ADDR={master[0]} is loopback on {host}, and there are ranks on other hosts: set it to an "
+            raise InputError(f"MASTER_ADDR={master[0]} is loopback on {host}, and there are ranks on other "
+                             f"hosts: set it to an "
                              "address of node 0 that all others reach, or set LOCAL_ADDR to this host's own")
     os.environ.update(interface_variables(own))
 
@@ -201,9 +207,11 @@ def _addresses(store: Any, world_size: int) -> list[bytes]:
         try:
             missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
         except RuntimeError:
-            raise RunError(f"the store in which all ranks meet has gone: rank 0, or its host, has ended ({why})") from None
+            raise RunError(f"the store in which all ranks meet has gone: rank 0, or its host, has ended "
+                           f"({why})") from None
         named = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
-        raise RunError(f"of {world_size} ranks these did not come: {named or 'none is missing'} ({why}). Are all nodes "
+        raise RunError(f"of {world_size} ranks these did not come: {named or 'none is missing'} ({why}). Are "
+                       f"all nodes "
                        "started?") from None
 
 
@@ -227,9 +235,11 @@ def listen(port: int) -> socket.socket:
             return socket.create_server(("", port), backlog=1024)  # a machine without IPv6
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise InputError(f"MASTER_PORT={port} is taken by another program on {socket.gethostname()}: end it, or give all "
+            raise InputError(f"MASTER_PORT={port} is taken by another program on {socket.gethostname()}: end "
+                             f"it, or give all "
                              "nodes another port") from None
-        raise InputError(f"MASTER_PORT={port} cannot be used on {socket.gethostname()}: {error.strerror}") from None
+        raise InputError(f"MASTER_PORT={port} cannot be used on {socket.gethostname()}: "
+                         f"{error.strerror}") from None
 
 
 # ---------------------------------------------------------------- a launcher's way to the head
@@ -237,8 +247,8 @@ def listen(port: int) -> socket.socket:
 
 def connect(nodes: Nodes, here: bool, limit_s: float, hello: dict[str, Any], tick: Callable[[], None],
             say: Callable[[str], None]) -> tuple[Line, int]:
-    """Reach the head, however late it comes, within `limit_s`: the connection, and this node's number. `here`: it runs on this
-    machine. `tick` may raise to give up."""
+    """Reach the head, however late it comes, within `limit_s`: the connection, and this node's number.
+    `here`: it runs on this machine. `tick` may raise to give up."""
     begin = time.monotonic()
     report = begin + REPORT_S
     address = "127.0.0.1" if here else nodes.address
@@ -249,7 +259,8 @@ def connect(nodes: Nodes, here: bool, limit_s: float, hello: dict[str, Any], tic
             return line, node
         now = time.monotonic()
         if now - begin > limit_s:
-            raise RunError(f"node 0 did not answer within run.connect_timeout_s={limit_s:g}: {why}. {_hint(nodes)}")
+            raise RunError(f"node 0 did not answer within run.connect_timeout_s={limit_s:g}: {why}. "
+                           f"{_hint(nodes)}")
         if now > report:
             say(f"waiting for node 0 at {address}:{nodes.port} for {now - begin:.0f} s: {why}")
             report += REPORT_S
@@ -259,9 +270,11 @@ def connect(nodes: Nodes, here: bool, limit_s: float, hello: dict[str, Any], tic
 def _hint(nodes: Nodes) -> str:
     own = route(nodes.address, nodes.port)
     if own is not None and is_loopback(own):
-        return (f"MASTER_ADDR={nodes.address} leads back to {socket.gethostname()} itself: with several hosts it must be an "
+        return (f"MASTER_ADDR={nodes.address} leads back to {socket.gethostname()} itself: with several "
+                f"hosts it must be an "
                 "address of node 0 that all others reach, and only node 0 has NODE_RANK=0")
-    return (f"Is node 0 started, is MASTER_ADDR={nodes.address} its address, is MASTER_PORT={nodes.port} the same on all "
+    return (f"Is node 0 started, is MASTER_ADDR={nodes.address} its address, is MASTER_PORT={nodes.port} the "
+            f"same on all "
             "nodes, and do firewalls let nodes reach each other?")
 
 
@@ -286,4 +299,5 @@ def _attempt(address: str, port: int, hello: dict[str, Any]) -> tuple[Line | Non
         raise InputError(answer["text"])
     if answer is None and not line.foreign:
         return None, 0, f"something takes connections at {where} and does not answer as threed"
-    raise InputError(f"what answers at {where} is not threed: another program has this port. Give all nodes another MASTER_PORT")
+    raise InputError(f"what answers at {where} is not threed: another program has this port. Give all nodes "
+                     f"another MASTER_PORT")

@@ -1,8 +1,8 @@
 """Restart: whether the ranks of a run are started again after a failure, and how long to wait before.
 
-What is the machine's (a rank that was killed, a hang, a disk that is gone) passes, and the run goes on from its newest
-checkpoint. What is the run's (a mistake in the config, a loss that is not finite) comes again: it is met twice at the same
-step for the same reason, and the run ends.
+What is the machine's (a rank that was killed, a hang, a disk that is gone) passes, and the run goes on from
+its newest checkpoint. What is the run's (a mistake in the config, a loss that is not finite) comes again: it
+is met twice at the same step for the same reason, and the run ends.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Steps:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a run has ended. `cause`: two failures with the same one, at the same step, are the run's. None: it came from outside,
-    and says nothing about the run."""
+    """Why a run has ended. `cause`: two failures with the same one, at the same step, are the run's. None: it
+    came from outside, and says nothing about the run."""
 
     text: str
     cause: str | None
@@ -50,25 +50,41 @@ class Restarts:
         self._seen: set[tuple[int | None, str]] = set()
 
     def after(self, failure: Failure, newest: str) -> tuple[float | None, str]:
-        """Seconds to wait before the ranks are started again, or None, and what to say. `newest`: the newest checkpoint."""
+        """Seconds to wait before the ranks are started again, or None, and what to say. `newest`: the newest
+        checkpoint."""
         if failure.status == InputError.status or not self._most:
             return None, ""
         if failure.status == WrongResult.status:
-            return None, "not started again: the newest checkpoint may hold what a machine has computed wrongly"
+            return (
+                None,
+                "not started again: the newest checkpoint may hold what a machine has computed wrongly",
+            )
         if newest != self.newest:
             self.newest, self._count = newest, 0
-            # The run got on: what failed before the first step, or at no step that is known, need not be the same any more.
+            # The run got on: what failed before the first step, or at no step that is known, need not be the
+            # same any more.
             self._seen = {key for key in self._seen if key[0]}
-        where = "" if failure.step is None else f" at step {failure.step}" if failure.step else " before the first step"
+        where = (
+            ""
+            if failure.step is None
+            else f" at step {failure.step}"
+            if failure.step
+            else " before the first step"
+        )
         key = failure.step, failure.cause or ""
         if failure.cause is not None and key in self._seen:
-            return None, f"not started again: the same failed{where} before, so it is the run's and not the machine's"
+            return (
+                None,
+                f"not started again: the same failed{where} before, so it is the run's and not the machine's",
+            )
         self._seen.add(key)
         if self._count == self._most:
-            return None, (f"not started again: run.restarts={self._most} starts from the newest checkpoint have failed, the last"
+            return None, (f"not started again: run.restarts={self._most} starts from the newest checkpoint "
+                          f"have failed, the last"
                           f"{where}")
         wait_s = min(self._wait_s * 2**self._count, max(LONGEST_WAIT_S, self._wait_s))
         self._count += 1
         self.total += 1
-        return wait_s, (f"restart {self._count} of {self._most} since the newest checkpoint, in {wait_s:g} s: {failure.text}"
+        return wait_s, (f"restart {self._count} of {self._most} since the newest checkpoint, in {wait_s:g} "
+                        f"s: {failure.text}"
                         f"{where}")

@@ -15,10 +15,12 @@ V_SHAPED = ("zb-v", "dualpipe-v")  # schedules with two stages a rank, the secon
 
 @dataclass
 class ModelConfig:
-    """Sizes of the model. Values of a size that has a name (`name`, threed/models/families) are then the defaults."""
+    """Sizes of the model. Values of a size that has a name (`name`, threed/models/families) are then the
+    defaults."""
 
     family: str = "gpt"  # gpt | llama, or one of your own: package.module:name or file.py:name
-    name: str = "custom"  # custom, or a size: gpt2-small ... llama3-70b; other keys of the section win over it
+    name: str = "custom"  # custom, or a size: gpt2-small ... llama3-70b; other keys of the section win over
+    # it
     layers: int = 8  # transformer blocks
     hidden: int = 128  # width of the residual stream
     heads: int = 8  # attention heads
@@ -37,7 +39,8 @@ class ModelConfig:
     attention_dropout: float = 0.0  # on attention weights; above 0 attention runs unfused
     init_std: float = 0.02  # standard deviation of initial weights
     tie_embeddings: bool = True  # the head's output matrix is the word embedding
-    tile_linears: str | None = None  # most bytes of linear layers that a unit gathers, such as 64MiB: larger ones become tiles
+    tile_linears: str | None = None  # most bytes of linear layers that a unit gathers, such as 64MiB: larger
+    # ones become tiles
 
     @property
     def padded_vocab(self) -> int:
@@ -68,29 +71,38 @@ class ParallelConfig:
     dp: int | str = "auto"  # auto: world size / (tp x pp)
     tp: int = 1  # tensor-parallel ranks
     pp: int = 1  # pipeline positions
-    schedule: str = "1f1b"  # gpipe | 1f1b | interleaved | zb-h1 | zb-h2 | zb-v | dualpipe-v | breadth-first | auto | file:PATH
-    virtual_stages: int | None = None  # stages a rank; null: what the schedule has (2 in V shapes, else 1), or any for auto
-    activation_limit: str | None = None  # most that a rank may keep: 2x (times 1F1B's peak) or bytes such as 30GiB
+    schedule: str = "1f1b"  # gpipe | 1f1b | interleaved | zb-h1 | zb-h2 | zb-v | dualpipe-v | breadth-first |
+    # auto | file:PATH
+    virtual_stages: int | None = None  # stages a rank; null: what the schedule has (2 in V shapes, else 1),
+    # or any for auto
+    activation_limit: str | None = None  # most that a rank may keep: 2x (times 1F1B's peak) or bytes such as
+    # 30GiB
     sequence_parallel: bool = False  # outside tensor-parallel layers, activations are cut over tp by sequence
     axis_order: str = "pp-dp-tp"  # outermost first; neighbours on the last axis are neighbouring ranks
     layers_per_unit: int = 1  # transformer blocks a unit
-    costs: str | None = None  # measured costs, a run's folder: stages are balanced and auto searches by them; null: by FLOPs
+    costs: str | None = None  # measured costs, a run's folder: stages are balanced and auto searches by them;
+    # null: by FLOPs
     stage_units: list[int] | None = None  # units of each stage, first to last; null: balanced by cost
 
 
 @dataclass
 class ZeroConfig:
-    stage: int = 1  # 0: plain data parallelism; sharded over dp are 1: optimizer state; 2: gradients too; 3: parameters too
-    shard_size: int | None = None  # ranks that share one copy (stage 1 up); null: all of dp; fewer: copies between groups (HSDP)
+    stage: int = 1  # 0: plain data parallelism; sharded over dp are 1: optimizer state; 2: gradients too; 3:
+    # parameters too
+    shard_size: int | None = None  # ranks that share one copy (stage 1 up); null: all of dp; fewer: copies
+    # between groups (HSDP)
     reduce_every: int | str | None = None  # stage 2, 3: micro-batches between reductions, or step; null: 1
-    residency: int | str | None = None  # stage 3: units gathered at a time, or stage, or step (gathered once); null: 1
+    residency: int | str | None = None  # stage 3: units gathered at a time, or stage, or step (gathered
+    # once); null: 1
     prefetch: int | None = None  # stage 3: uses ahead of its own that a unit is gathered; null: 1
-    persist_below: int | None = None  # stage 3: parameters of fewer elements are gathered once a step and stay whole; null: 0
+    persist_below: int | None = None  # stage 3: parameters of fewer elements are gathered once a step and
+    # stay whole; null: 0
 
 
 @dataclass
 class ActivationConfig:
-    policy: str = "none"  # recompute in backward: none | full (units) | selective (pieces of blocks) | budget (fewest units)
+    policy: str = "none"  # recompute in backward: none | full (units) | selective (pieces of blocks) | budget
+    # (fewest units)
     every: int | None = None  # full: every so many units are recomputed; null: 1, all
     pieces: list[str] | None = None  # selective: of attention, norm, mlp_act; null: [norm, mlp_act]
     budget: str | None = None  # budget: most bytes of activations that a rank may keep, such as 8GiB
@@ -101,11 +113,15 @@ class ActivationConfig:
 
 @dataclass
 class OffloadConfig:
-    optimizer: str = "none"  # where Adam's moments and fp32 weights live and are stepped: none (the device) | cpu | nvme
-    ratio: float = 1.0  # share of the optimizer's state that is offloaded, by units; the device steps the rest meanwhile
-    parameters: str = "none"  # stage 3: where this rank's part of the parameters lives: none (the device) | cpu | nvme
+    optimizer: str = "none"  # where Adam's moments and fp32 weights live and are stepped: none (the device) |
+    # cpu | nvme
+    ratio: float = 1.0  # share of the optimizer's state that is offloaded, by units; the device steps the
+    # rest meanwhile
+    parameters: str = "none"  # stage 3: where this rank's part of the parameters lives: none (the device) |
+    # cpu | nvme
     nvme_path: str | None = None  # nvme: a folder on a fast disk of each machine
-    delayed_update: bool = False  # the host steps a step's gradients beside the step after it: weights are one update behind
+    delayed_update: bool = False  # the host steps a step's gradients beside the step after it: weights are
+    # one update behind
     warmup: int = 0  # delayed_update: steps before the first that is delayed
 
 
@@ -119,7 +135,8 @@ class PrecisionConfig:
     min_loss_scale: float = 1.0  # dynamic goes no lower
     grad_dtype: str = "fp32"  # gradients are accumulated in: fp32, or what dtype is
     reduce_dtype: str = "fp32"  # gradients travel over dp in: fp32, or what dtype is
-    master: str = "fp32"  # fp32: a 16-bit weight has an fp32 copy that the optimizer updates | none: it is updated itself
+    master: str = "fp32"  # fp32: a 16-bit weight has an fp32 copy that the optimizer updates | none: it is
+    # updated itself
 
 
 @dataclass
@@ -155,7 +172,8 @@ class TrainConfig:
     seed: int = 1234  # of initial weights, data order and dropout
     eval_every: int = 0  # 0: never
     eval_batches: int = 1  # global batches an evaluation
-    resume: str = "auto"  # auto: the newest complete checkpoint in run.dir | never | a checkpoint's folder or address (copy_to)
+    resume: str = "auto"  # auto: the newest complete checkpoint in run.dir | never | a checkpoint's folder or
+    # address (copy_to)
     on_nonfinite: str = "stop"  # stop: the run ends and says where | skip: the step is skipped and counted
     max_skipped: int = 10  # steps in a row that skip leaves out before the run ends; 0: no limit
 
@@ -165,19 +183,22 @@ class CheckpointConfig:
     every: int = 0  # steps; 0: only at the end
     keep: int = 2  # the newest ones kept; 0: all
     background: bool = True  # written from a copy on the host while the run goes on; false: the run waits
-    copy_to: str | None = None  # complete ones are copied to s3://BUCKET/RUN, gs://BUCKET/RUN or a folder; null: nowhere
+    copy_to: str | None = None  # complete ones are copied to s3://BUCKET/RUN, gs://BUCKET/RUN or a folder;
+    # null: nowhere
     copy_keep: int = 0  # the newest copies kept; 0: all
     copy_wait_s: float = 60.0  # that a run which is asked to stop stays for its last copy
 
 
 @dataclass
 class MonitorConfig:
-    wandb: str = "auto"  # auto: online if WANDB_MODE or WANDB_API_KEY says so, else offline | offline | online | disabled
+    wandb: str = "auto"  # auto: online if WANDB_MODE or WANDB_API_KEY says so, else offline | offline |
+    # online | disabled
     project: str = "threed"  # project in wandb
     name: str | None = None  # name of the run in wandb; null: wandb chooses
     peak_tflops: float | None = None  # of one device, for perf/mfu; null: looked up, null where not known
     console_every: int = 1  # steps between console lines
-    trace_every: int = 10  # steps between traced steps, in run.dir/trace; 0: none (otherwise the last step too)
+    trace_every: int = 10  # steps between traced steps, in run.dir/trace; 0: none (otherwise the last step
+    # too)
     timeline_every: int = 0  # steps between pictures of the measured timeline in wandb; 0: never
 
 
@@ -187,7 +208,8 @@ class RunConfig:
     timeout_s: float = 600.0  # a rank that waits this long for another ends the run and says for whom
     connect_timeout_s: float = 300.0  # with several nodes: how long they wait for each other to come
     device: str = "auto"  # auto | cpu | cuda
-    verify_every: int = 0  # steps between two that are computed twice and compared, to find a machine that errs; 0: never
+    verify_every: int = 0  # steps between two that are computed twice and compared, to find a machine that
+    # errs; 0: never
     restarts: int = 3  # of all ranks after a failure, from the newest checkpoint, until there is a newer one
     restart_wait_s: float = 5.0  # before the first of them; doubled each time, up to 300
 

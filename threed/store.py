@@ -1,4 +1,5 @@
-"""Stores of several machines: where ranks meet before they can talk, and what they tell each other beside their messages."""
+"""Stores of several machines: where ranks meet before they can talk, and what they tell each other beside
+their messages."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ def serve_store() -> Any:
 
 
 def tcp_store(address: str, port: int, timeout_s: float) -> Any:
-    """A client of the store that a process of node 0 keeps. RuntimeError where it is not reached; `timeout_s` is for answers."""
+    """A client of the store that a process of node 0 keeps. RuntimeError where it is not reached; `timeout_s`
+    is for answers."""
     store = dist.TCPStore(address, port, None, False, datetime.timedelta(seconds=min(REACH_S, timeout_s)))
     store.set_timeout(datetime.timedelta(seconds=timeout_s))
     return store
@@ -32,5 +34,6 @@ def environment_store(timeout_s: float) -> Any:
         return next(iter(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=timeout_s))))[0]
     except (RuntimeError, ValueError) as error:  # with pages of C++ frames
         where = f"MASTER_ADDR={os.environ.get('MASTER_ADDR')} MASTER_PORT={os.environ.get('MASTER_PORT')}"
-        raise RunError(f"rank {os.environ.get('RANK')} on {socket.gethostname()} cannot meet the others at {where} within "
+        raise RunError(f"rank {os.environ.get('RANK')} on {socket.gethostname()} cannot meet the others at "
+                       f"{where} within "
                        f"run.connect_timeout_s={timeout_s:g}: {str(error).splitlines()[0]}") from None

@@ -6,7 +6,8 @@ from __future__ import annotations
 _KEYS = {
     "train_batch_size": "train.global_batch_size",
     "train_micro_batch_size_per_gpu": "train.micro_batch_size",
-    "gradient_accumulation_steps": "train.global_batch_size (micro-batches are it / (train.micro_batch_size x parallel.dp))",
+    "gradient_accumulation_steps": "train.global_batch_size (micro-batches are it / (train.micro_batch_size "
+                                   "x parallel.dp))",
     "steps_per_print": "monitor.console_every",
     "gradient_clipping": "optimizer.clip_grad",
     "max_grad_norm": "optimizer.clip_grad",
@@ -25,8 +26,10 @@ _KEYS = {
     "fp16_master_weights_and_grads": "precision.master=none",
     "bf16_master_weights_and_grads": "precision.master=none",
     "zero_optimization.stage": "zero.stage",
-    "reduce_bucket_size": "no key: gradients are reduced unit by unit (parallel.layers_per_unit makes units larger)",
-    "allgather_bucket_size": "no key: parameters are gathered unit by unit (parallel.layers_per_unit makes units larger)",
+    "reduce_bucket_size": "no key: gradients are reduced unit by unit (parallel.layers_per_unit makes units "
+                          "larger)",
+    "allgather_bucket_size": "no key: parameters are gathered unit by unit (parallel.layers_per_unit makes "
+                             "units larger)",
     "contiguous_gradients": "no key: gradients always lie in one buffer a unit",
     "reduce_scatter": "no key: gradients are always reduced by reduce-scatter",
     "overlap_comm": "no key: it always overlaps; zero.prefetch says how far ahead parameters are gathered",
@@ -37,7 +40,8 @@ _KEYS = {
     "stage3_max_reuse_distance": "zero.residency (in units, not elements)",
     "mics_shard_size": "zero.shard_size",
     "zero_hpz_partition_size": "zero.shard_size",
-    "stage3_gather_16bit_weights_on_model_save": "no key: checkpoints hold whole fp32 parameters in parts, for any mesh",
+    "stage3_gather_16bit_weights_on_model_save": "no key: checkpoints hold whole fp32 parameters in parts, "
+                                                 "for any mesh",
     "elastic_checkpoint": "no key: any mesh loads any checkpoint",
     "offload_optimizer.device": "offload.optimizer",
     "offload_param.device": "offload.parameters",
@@ -53,7 +57,8 @@ _KEYS = {
     "partition_method": "parallel.stage_units",
 }
 _SECTIONS = {"zero_optimization": "zero", "fp16": "precision", "bf16": "precision", "bfloat16": "precision",
-             "activation_checkpointing": "activation", "pipeline": "parallel", "scheduler": "optimizer", "tensorboard": "monitor",
+             "activation_checkpointing": "activation", "pipeline": "parallel", "scheduler": "optimizer",
+             "tensorboard": "monitor",
              "wandb": "monitor", "flops_profiler": "monitor"}
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 from threed.address import is_store, local_path
 from threed.address import problem as address_problem
@@ -13,53 +12,17 @@ from threed.contract import Cell, refusal
 from threed.errors import InputError
 from threed.models.families.registry import family_of
 from threed.models.tiling import cut_layers, layers_of, share_of, together, unit_layers
-from threed.optimizers.registry import OPTIMIZERS
 from threed.quantity import parse_bytes
 from threed.schema import V_SHAPED, CheckpointConfig, Config, PrecisionConfig
-
-CHOICES = {
-    "model.position": ("rotary", "learned"),
-    "model.norm": ("layernorm", "rmsnorm"),
-    "model.activation": ("gelu", "swiglu"),
-    "parallel.schedule": ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v", "breadth-first", "auto"),
-    "precision.dtype": ("fp32", "bf16", "fp16"),
-    "precision.grad_dtype": ("fp32", "bf16", "fp16"),
-    "precision.reduce_dtype": ("fp32", "bf16", "fp16"),
-    "precision.master": ("fp32", "none"),
-    "optimizer.name": tuple(OPTIMIZERS),
-    "optimizer.schedule": ("constant", "linear", "cosine", "wsd"),
-    "train.on_nonfinite": ("stop", "skip"),
-    "monitor.wandb": ("auto", "offline", "online", "disabled"),
-    "run.device": ("auto", "cpu", "cuda"),
-    "zero.stage": (0, 1, 2, 3),
-    "activation.policy": ("none", "full", "selective", "budget"),
-    "activation.offload": ("none", "cpu"),
-    "offload.optimizer": ("none", "cpu", "nvme"),
-    "offload.parameters": ("none", "cpu", "nvme"),
-}
-_AT_LEAST = {  # key: least value
-    "model.layers": 1, "model.hidden": 1, "model.heads": 1, "model.kv_heads": 1, "model.ffn_hidden": 1,
-    "model.vocab": 2, "model.vocab_multiple": 1, "model.seq_len": 1, "model.init_std": 0, "model.dropout": 0,
-    "model.attention_dropout": 0, "parallel.tp": 1, "parallel.pp": 1, "parallel.layers_per_unit": 1,
-    "parallel.virtual_stages": 1,
-    "optimizer.lr": 0, "optimizer.eps": 0, "optimizer.weight_decay": 0, "optimizer.clip_grad": 0,
-    "optimizer.warmup_steps": 0, "optimizer.decay_steps": 1, "optimizer.wsd_decay_steps": 0, "optimizer.min_lr": 0,
-    "activation.every": 1, "train.steps": 0, "train.global_batch_size": 1, "train.micro_batch_size": 1, "train.seed": 0,
-    "train.eval_every": 0, "train.eval_batches": 1, "train.max_skipped": 0, "checkpoint.every": 0, "checkpoint.keep": 0,
-    "checkpoint.copy_keep": 0, "checkpoint.copy_wait_s": 0,
-    "monitor.console_every": 1, "monitor.trace_every": 0, "monitor.timeline_every": 0,
-    "run.timeout_s": 1, "run.connect_timeout_s": 1, "run.verify_every": 0, "run.restarts": 0, "run.restart_wait_s": 0,
-    "data.validation_fraction": 0, "zero.shard_size": 1, "zero.prefetch": 0, "zero.persist_below": 0,
-    "precision.loss_scale_window": 1, "precision.hysteresis": 1,
-}
-_ABOVE_ZERO = ("model.norm_eps", "model.rope_theta", "monitor.peak_tflops", "precision.initial_loss_scale",
-               "precision.min_loss_scale")
+from threed.values import check_values
 
 
 def validate(config: Config, world_size: int | None = None) -> list[str]:
-    """Every problem of a config, one line each; empty when it can run. `world_size`: what will really be there."""
-    problems = _check_values(config)
-    wrong = {problem.split(".")[0] for problem in problems}  # sections with values that arithmetic may trip over
+    """Every problem of a config, one line each; empty when it can run. `world_size`: what will really be
+    there."""
+    problems = check_values(config)
+    # sections with values that arithmetic may trip over
+    wrong = {problem.split(".")[0] for problem in problems}
     if not wrong & {"model", "parallel"}:
         of_model = _check_model(config) or _check_tiling(config)
         problems += [*of_model, *_check_parallel(config, world_size)]
@@ -75,53 +38,14 @@ def validate(config: Config, world_size: int | None = None) -> list[str]:
     return [*problems, reason] if reason else problems
 
 
-def get(config: Config, key: str) -> Any:
-    section, name = key.split(".")
-    return getattr(getattr(config, section), name)
-
-
-def _check_values(config: Config) -> list[str]:
-    problems = []
-    for key, choices in CHOICES.items():
-        value = get(config, key)
-        if key == "parallel.schedule" and str(value).startswith("file:"):
-            continue
-        if value not in choices:
-            problems.append(f"{key}={value}: must be one of {', '.join(map(str, choices))}")
-    for key, least in _AT_LEAST.items():
-        value = get(config, key)
-        if value is not None and not value >= least:  # `not >=`: NaN is refused too
-            problems.append(f"{key}={value}: must be at least {least}")
-        elif value == math.inf:
-            problems.append(f"{key}={value}: must be finite")
-    for key in _ABOVE_ZERO:
-        value = get(config, key)
-        if value is not None and not 0 < value < math.inf:
-            problems.append(f"{key}={value}: must be above 0 and finite")
-    dp = config.parallel.dp
-    if not isinstance(dp, int) or dp < 1:
-        problems.append(f"parallel.dp={dp}: must be 'auto' or an integer of at least 1")
-    for key in ("model.dropout", "model.attention_dropout", "data.validation_fraction"):
-        if get(config, key) >= 1:
-            problems.append(f"{key}={get(config, key)}: must be less than 1")
-    if not config.run.dir.strip():
-        problems.append("run.dir is empty: give a folder for checkpoints and metrics")
-    if sorted(config.parallel.axis_order.split("-")) != ["dp", "pp", "tp"]:
-        problems.append(f"parallel.axis_order={config.parallel.axis_order}: must name each axis once, outermost first, "
-                        "for example pp-dp-tp")
-    betas = config.optimizer.betas
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        problems.append(f"optimizer.betas={betas}: must be two numbers in [0, 1)")
-    return problems
-
-
 def _check_model(config: Config) -> list[str]:
     model, tp = config.model, config.parallel.tp
     problems = []
     if model.hidden % model.heads:
         problems.append(f"model.hidden={model.hidden} is not divisible by model.heads={model.heads}")
     elif model.position == "rotary" and model.head_dim % 2:
-        problems.append(f"model.position=rotary needs an even head size; model.hidden / model.heads = {model.head_dim}")
+        problems.append(f"model.position=rotary needs an even head size; model.hidden / model.heads = "
+                        f"{model.head_dim}")
     if model.heads % model.num_kv_heads:
         problems.append(f"model.heads={model.heads} is not divisible by model.kv_heads={model.kv_heads}")
     sizes = {"model.heads": model.heads, "model.kv_heads": model.num_kv_heads, "model.hidden": model.hidden,
@@ -131,9 +55,11 @@ def _check_model(config: Config) -> list[str]:
             problems.append(f"{name}={size} is not divisible by parallel.tp={tp}")
     if config.parallel.sequence_parallel:
         if tp == 1:
-            problems.append("parallel.sequence_parallel=true needs parallel.tp > 1: it splits the sequence over tp")
+            problems.append("parallel.sequence_parallel=true needs parallel.tp > 1: it splits the sequence "
+                            "over tp")
         elif model.seq_len % tp:
-            problems.append(f"parallel.sequence_parallel=true: model.seq_len={model.seq_len} is not divisible by "
+            problems.append(f"parallel.sequence_parallel=true: model.seq_len={model.seq_len} is not "
+                            f"divisible by "
                             f"parallel.tp={tp}")
     return problems + family_of(model.family).check(model, share_of(config).ranks)
 
@@ -143,7 +69,8 @@ def _check_tiling(config: Config) -> list[str]:
     if asked is None:
         return []
     if per_unit > 1:
-        return [f"model.tile_linears={asked} with parallel.layers_per_unit={per_unit}: one makes units smaller, the "
+        return [f"model.tile_linears={asked} with parallel.layers_per_unit={per_unit}: one makes units "
+                f"smaller, the "
                 "other larger; leave one of the two out"]
     try:
         cut_layers(config)
@@ -159,7 +86,8 @@ def _check_parallel(config: Config, world_size: int | None) -> list[str]:
     others = parallel.tp * parallel.pp
     if world_size is not None and config.world_size != world_size:
         divides = f", which tp x pp = {others} does not divide" if world_size % others else ""
-        problems.append(f"parallel.dp={config.dp} x tp={parallel.tp} x pp={parallel.pp} = {config.world_size} processes, "
+        problems.append(f"parallel.dp={config.dp} x tp={parallel.tp} x pp={parallel.pp} = "
+                        f"{config.world_size} processes, "
                         f"but the world size is {world_size}{divides}")
     return problems + _check_schedule_shape(config)
 
@@ -169,21 +97,27 @@ def _check_stages(config: Config) -> list[str]:
     parallel, problems, runs = config.parallel, [], stage_runs(config)
     units = sum(runs)
     if config.num_stages > len(runs):
-        what = (f"layers (embedding, {len(runs) - 2} of blocks, head), whose {units} tiles" if units > len(runs)
+        what = (f"layers (embedding, {len(runs) - 2} of blocks, head), whose {units} tiles"
+                if units > len(runs)
                 else f"units (embedding, {units - 2} of blocks, head)")
-        problems.append(f"parallel.pp={parallel.pp} makes {config.num_stages} stages, more than the model's {len(runs)} {what}"
+        problems.append(f"parallel.pp={parallel.pp} makes {config.num_stages} stages, more than the model's "
+                        f"{len(runs)} {what}"
                         f"{' stay on one stage each' if units > len(runs) else ''}")
     if parallel.stage_units is not None:
         listed = list(parallel.stage_units)
         if len(listed) != config.num_stages:
-            problems.append(f"parallel.stage_units={listed} has {len(listed)} stages, but there are {config.num_stages}")
+            problems.append(f"parallel.stage_units={listed} has {len(listed)} stages, but there are "
+                            f"{config.num_stages}")
         elif sum(listed) != units or min(listed) < 1:
-            problems.append(f"parallel.stage_units={listed} must be positive and add up to the model's {units} units")
+            problems.append(f"parallel.stage_units={listed} must be positive and add up to the model's "
+                            f"{units} units")
         elif not set(accumulate(listed)) <= (ends := set(accumulate(runs))):
             cut = min(set(accumulate(listed)) - ends)
             near = max(end for end in ends | {0} if end < cut), min(end for end in ends if end > cut)
-            problems.append(f"parallel.stage_units={listed} parts the tiles of a layer, units {near[0]} to {near[1] - 1}, which "
-                            f"must be on one stage: end a stage after {near[0]} or {near[1]} units, not after {cut}")
+            problems.append(f"parallel.stage_units={listed} parts the tiles of a layer, units {near[0]} to "
+                            f"{near[1] - 1}, which "
+                            f"must be on one stage: end a stage after {near[0]} or {near[1]} units, not "
+                            f"after {cut}")
     return problems
 
 
@@ -191,15 +125,19 @@ def _check_schedule_shape(config: Config) -> list[str]:
     parallel, problems = config.parallel, []
     name, virtual = parallel.schedule, parallel.virtual_stages
     if name in V_SHAPED and virtual not in (None, 2):
-        problems.append(f"parallel.schedule={name} has two stages a rank, not parallel.virtual_stages={virtual}")
+        problems.append(f"parallel.schedule={name} has two stages a rank, not "
+                        f"parallel.virtual_stages={virtual}")
     if name in ("interleaved", "breadth-first") and (virtual or 1) < 2:
-        problems.append(f"parallel.schedule={name} needs parallel.virtual_stages of at least 2: with one stage a rank it would "
+        problems.append(f"parallel.schedule={name} needs parallel.virtual_stages of at least 2: with one "
+                        f"stage a rank it would "
                         f"be {'1f1b' if name == 'interleaved' else 'gpipe'}")
     if name in ("gpipe", "1f1b", "zb-h1", "zb-h2") and (virtual or 1) != 1:
-        problems.append(f"parallel.schedule={name} has one stage a rank, not parallel.virtual_stages={virtual}; interleaved "
+        problems.append(f"parallel.schedule={name} has one stage a rank, not "
+                        f"parallel.virtual_stages={virtual}; interleaved "
                         "and breadth-first have more")
     if name == "auto" and virtual not in (None, 1, 2):
-        problems.append(f"parallel.schedule=auto searches 1 or 2 stages a rank, not parallel.virtual_stages={virtual}")
+        problems.append(f"parallel.schedule=auto searches 1 or 2 stages a rank, not "
+                        f"parallel.virtual_stages={virtual}")
     if parallel.activation_limit is not None:
         try:
             parse_limit(parallel.activation_limit)
@@ -227,21 +165,25 @@ def _check_zero(config: Config) -> list[str]:
     for key, least in (("reduce_every", 2), ("residency", 3), ("prefetch", 3), ("persist_below", 3)):
         value = getattr(zero, key)
         if value is not None and zero.stage < least:
-            problems.append(f"zero.{key}={value} needs zero.stage of at least {least}, and it is {zero.stage}: below, "
+            problems.append(f"zero.{key}={value} needs zero.stage of at least {least}, and it is "
+                            f"{zero.stage}: below, "
                             f"{_WHOLE[key]}; leave it out")
     for key, words in (("reduce_every", ("step",)), ("residency", ("stage", "step"))):
         value = getattr(zero, key)
         if value is not None and value not in words and not (isinstance(value, int) and value >= 1):
-            problems.append(f"zero.{key}={value}: must be a whole number of at least 1, or {' or '.join(words)}")
+            problems.append(f"zero.{key}={value}: must be a whole number of at least 1, or "
+                            f"{' or '.join(words)}")
     if zero.shard_size is not None and config.dp % zero.shard_size:
-        problems.append(f"zero.shard_size={zero.shard_size} does not divide parallel.dp={config.dp}: each group shares one copy, "
+        problems.append(f"zero.shard_size={zero.shard_size} does not divide parallel.dp={config.dp}: each "
+                        f"group shares one copy, "
                         "and all groups are of one size")
     return problems
 
 
 _WHOLE = {
     "reduce_every": "gradients are reduced once a step",
-    **dict.fromkeys(("residency", "prefetch", "persist_below"), "all parameters stay whole for the whole step"),
+    **dict.fromkeys(("residency", "prefetch", "persist_below"),
+                    "all parameters stay whole for the whole step"),
 }
 
 
@@ -250,13 +192,16 @@ def _check_activation(config: Config) -> list[str]:
     activation, problems = config.activation, []
     policy = activation.policy
     for key, policies in (("every", ("full",)), ("pieces", ("selective",)), ("budget", ("budget",)),
-                          ("partition", ("full", "budget")), ("offload", ("full", "budget")), ("contiguous", ("full", "budget"))):
+                          ("partition", ("full", "budget")), ("offload", ("full", "budget")),
+                          ("contiguous", ("full", "budget"))):
         value = getattr(activation, key)
         if value not in (None, False, "none") and policy not in policies:
-            problems.append(f"activation.{key}={value} needs activation.policy={' or '.join(policies)}, and it is {policy}: "
+            problems.append(f"activation.{key}={value} needs activation.policy={' or '.join(policies)}, and "
+                            f"it is {policy}: "
                             f"{_KEPT if len(policies) > 1 else 'leave it out'}")
     if activation.budget is None and policy == "budget":
-        problems.append("activation.policy=budget needs activation.budget, the most bytes of activations that a rank may keep, "
+        problems.append("activation.policy=budget needs activation.budget, the most bytes of activations "
+                        "that a rank may keep, "
                         "such as 8GiB")
     elif activation.budget is not None:
         try:
@@ -265,35 +210,46 @@ def _check_activation(config: Config) -> list[str]:
             problems.append(f"activation.budget: {error}")
     strange = [piece for piece in activation.pieces or () if piece not in PIECES]
     if strange or activation.pieces == []:
-        problems.append(f"activation.pieces={list(activation.pieces or ())}: must be some of {', '.join(PIECES)}")
+        problems.append(f"activation.pieces={list(activation.pieces or ())}: must be some of "
+                        f"{', '.join(PIECES)}")
     return problems
 
 
 def _check_offload(config: Config) -> list[str]:
     offload, problems = config.offload, []
     if not 0 < offload.ratio <= 1:
-        problems.append(f"offload.ratio={offload.ratio}: must be above 0 and at most 1; offload.optimizer=none offloads nothing")
+        problems.append(f"offload.ratio={offload.ratio}: must be above 0 and at most 1; "
+                        f"offload.optimizer=none offloads nothing")
     elif offload.ratio < 1 and offload.optimizer == "none":
-        problems.append(f"offload.ratio={offload.ratio} needs offload.optimizer=cpu or nvme: it is a share of what is offloaded")
+        problems.append(f"offload.ratio={offload.ratio} needs offload.optimizer=cpu or nvme: it is a share "
+                        f"of what is offloaded")
     if offload.warmup < 0 or (offload.warmup and not offload.delayed_update):
-        problems.append(f"offload.warmup={offload.warmup}: must be steps before the first that offload.delayed_update delays")
+        problems.append(f"offload.warmup={offload.warmup}: must be steps before the first that "
+                        f"offload.delayed_update delays")
     if offload.delayed_update and offload.optimizer == "none":
-        problems.append("offload.delayed_update=true needs offload.optimizer=cpu or nvme: what the device steps takes its turn "
+        problems.append("offload.delayed_update=true needs offload.optimizer=cpu or nvme: what the device "
+                        "steps takes its turn "
                         "anyway, so there is nothing to hide")
     elif offload.delayed_update and offload.ratio < 1:
-        problems.append(f"offload.delayed_update=true with offload.ratio={offload.ratio}: some weights would be an update behind "
+        problems.append(f"offload.delayed_update=true with offload.ratio={offload.ratio}: some weights would "
+                        f"be an update behind "
                         "and others not; set offload.ratio=1")
     if offload.delayed_update and offload.parameters != "none":
-        problems.append(f"offload.delayed_update=true with offload.parameters={offload.parameters}: the host would step weights "
-                        "that the step still reads there; set offload.parameters=none (a second copy there would lift this)")
+        problems.append(f"offload.delayed_update=true with offload.parameters={offload.parameters}: the host "
+                        f"would step weights "
+                        "that the step still reads there; set offload.parameters=none (a second copy there "
+                        "would lift this)")
     if offload.optimizer != "none" and config.precision.master == "none":
-        problems.append(f"offload.optimizer={offload.optimizer} with precision.master=none: the host steps fp32 weights of its "
+        problems.append(f"offload.optimizer={offload.optimizer} with precision.master=none: the host steps "
+                        f"fp32 weights of its "
                         "own; leave one of the two out")
     if "nvme" in (offload.optimizer, offload.parameters):
         if not offload.nvme_path:
-            problems.append("offload to nvme needs offload.nvme_path, a folder on a fast disk of each machine")
+            problems.append("offload to nvme needs offload.nvme_path, a folder on a fast disk of each "
+                            "machine")
     elif offload.nvme_path is not None:
-        problems.append(f"offload.nvme_path={offload.nvme_path} needs offload.optimizer or offload.parameters to be nvme")
+        problems.append(f"offload.nvme_path={offload.nvme_path} needs offload.optimizer or "
+                        f"offload.parameters to be nvme")
     return problems
 
 
@@ -308,10 +264,12 @@ def _check_copies(config: Config) -> list[str]:
             problems.append(f"{key}={address}: {problem}")
     if checkpoint.copy_to is None:
         problems += [f"checkpoint.{key}={getattr(checkpoint, key)} needs checkpoint.copy_to, where copies go"
-                     for key in ("copy_keep", "copy_wait_s") if getattr(checkpoint, key) != getattr(CheckpointConfig(), key)]
+                     for key in ("copy_keep", "copy_wait_s")
+                     if getattr(checkpoint, key) != getattr(CheckpointConfig(), key)]
     elif (folder := local_path(checkpoint.copy_to)) is not None:
         if folder.expanduser().resolve() == (Path(config.run.dir) / "checkpoints").resolve():
-            problems.append(f"checkpoint.copy_to={checkpoint.copy_to} is the folder of run.dir's checkpoints: copies would "
+            problems.append(f"checkpoint.copy_to={checkpoint.copy_to} is the folder of run.dir's "
+                            f"checkpoints: copies would "
                             "replace what they are made from; give another folder")
     return problems
 
@@ -325,9 +283,11 @@ def _check_precision(config: Config) -> list[str]:
     for key in ("grad_dtype", "reduce_dtype"):
         value = getattr(precision, key)
         if value not in ("fp32", precision.dtype):
-            problems.append(f"precision.{key}={value}: must be fp32, or what precision.dtype is ({precision.dtype})")
+            problems.append(f"precision.{key}={value}: must be fp32, or what precision.dtype is "
+                            f"({precision.dtype})")
     if precision.dtype == "fp32" and precision.master == "none":
-        problems.append("precision.master=none: fp32 weights have no other copy to leave out; it is for bf16 and fp16")
+        problems.append("precision.master=none: fp32 weights have no other copy to leave out; it is for bf16 "
+                        "and fp16")
     scale = precision.loss_scale
     try:
         scale_ok = scale in (None, "dynamic") or 0 < float(scale) < math.inf  # pyright: ignore[reportArgumentType]
@@ -341,18 +301,21 @@ def _check_precision(config: Config) -> list[str]:
                      for key in ("initial_loss_scale", "loss_scale_window", "hysteresis", "min_loss_scale")
                      if getattr(precision, key) != getattr(PrecisionConfig(), key)]
     if precision.min_loss_scale > precision.initial_loss_scale:
-        problems.append(f"precision.min_loss_scale={precision.min_loss_scale} is above precision.initial_loss_scale="
+        problems.append(f"precision.min_loss_scale={precision.min_loss_scale} is above "
+                        f"precision.initial_loss_scale="
                         f"{precision.initial_loss_scale}")
     return problems
 
 
 def num_units(config: Config) -> int:
-    """Compute units of the model: the embedding, runs of `layers_per_unit` blocks, the head; with tiling, the tiles of each."""
+    """Compute units of the model: the embedding, runs of `layers_per_unit` blocks, the head; with tiling, the
+    tiles of each."""
     return sum(stage_runs(config))
 
 
 def stage_runs(config: Config) -> list[int]:
-    """Lengths of the runs of units that are on one stage: tiles of one layer; otherwise each unit is one by itself."""
+    """Lengths of the runs of units that are on one stage: tiles of one layer; otherwise each unit is one by
+    itself."""
     found, runs = unit_layers(config)
     return together([found[first:stop] for first, stop in runs])
 
@@ -364,7 +327,8 @@ def _check_batch(config: Config) -> list[str]:
         problems.append(f"train.global_batch_size={train.global_batch_size} is not divisible by "
                         f"train.micro_batch_size={train.micro_batch_size} x parallel.dp={config.dp}")
     if train.eval_every and not config.data.validation_fraction:
-        problems.append(f"train.eval_every={train.eval_every} needs data.validation_fraction > 0: nothing is held out")
+        problems.append(f"train.eval_every={train.eval_every} needs data.validation_fraction > 0: nothing is "
+                        f"held out")
     return problems
 
 
@@ -375,7 +339,8 @@ def _check_schedule(config: Config) -> list[str]:
         problems.append(f"optimizer.wsd_decay_steps={config.optimizer.wsd_decay_steps} is longer than "
                         f"optimizer.decay_steps={decay}")
     if config.optimizer.min_lr > config.optimizer.lr:
-        problems.append(f"optimizer.min_lr={config.optimizer.min_lr} is above optimizer.lr={config.optimizer.lr}")
+        problems.append(f"optimizer.min_lr={config.optimizer.min_lr} is above "
+                        f"optimizer.lr={config.optimizer.lr}")
     return problems
 
 
@@ -387,7 +352,8 @@ def warnings(config: Config) -> list[str]:
         lines.append(f"optimizer.warmup_steps={optimizer.warmup_steps} is longer than train.steps={steps}: "
                      "the learning rate never reaches optimizer.lr")
     if config.num_microbatches < config.num_stages and config.parallel.pp > 1:
-        lines.append(f"{config.num_microbatches} micro-batches for {config.num_stages} pipeline stages: most of the step is "
+        lines.append(f"{config.num_microbatches} micro-batches for {config.num_stages} pipeline stages: most "
+                     f"of the step is "
                      "bubble; raise train.global_batch_size or lower train.micro_batch_size")
     if config.activation.partition and (config.parallel.sequence_parallel or config.parallel.tp == 1):
         why = ("sequence parallelism has cut kept inputs over tp already" if config.parallel.sequence_parallel
@@ -396,16 +362,21 @@ def warnings(config: Config) -> list[str]:
     if config.model.tile_linears is not None and all(len(cut) == 1 for cut in cut_layers(config)):
         lines.append(f"model.tile_linears={config.model.tile_linears} does nothing here: no layer is larger")
     elif "norm" in config.pieces and not any(
-            kept.piece == "norm" for layer in layers_of(config) for kept in layer.cost(share_of(config)).saved):
-        lines.append("activation.pieces: norm does nothing here: the tiles of a layer share its norm's output, which is kept")
+            kept.piece == "norm" for layer in layers_of(config)
+            for kept in layer.cost(share_of(config)).saved):
+        lines.append("activation.pieces: norm does nothing here: the tiles of a layer share its norm's "
+                     "output, which is kept")
     if config.offload.delayed_update and config.offload.warmup >= steps - 1:
-        lines.append(f"offload.delayed_update=true does nothing here: of train.steps={steps}, the first offload.warmup="
+        lines.append(f"offload.delayed_update=true does nothing here: of train.steps={steps}, the first "
+                     f"offload.warmup="
                      f"{config.offload.warmup} and the last are not delayed")
     kept, every = config.checkpoint.keep * config.checkpoint.every, config.run.verify_every
     if 0 < kept < every:
-        lines.append(f"run.verify_every={every} is longer than checkpoint.keep x checkpoint.every = {kept}: when a machine "
+        lines.append(f"run.verify_every={every} is longer than checkpoint.keep x checkpoint.every = {kept}: "
+                     f"when a machine "
                      "computes wrongly, no checkpoint is left from before it was last verified")
     if config.activation.contiguous and config.activation.offload == "cpu":
-        lines.append("activation.contiguous=true does nothing here: activation.offload=cpu has an arena of the host for kept "
+        lines.append("activation.contiguous=true does nothing here: activation.offload=cpu has an arena of "
+                     "the host for kept "
                      "inputs")
     return lines

@@ -2,9 +2,9 @@
 
     python docs/reference/generate.py
 
-A key's default and meaning are its field and its comment in threed/schema.py: what stands behind the field, and
-on the lines after it. A command's section is what --help prints. `make docs` runs this; tests/plan/test_docs.py
-compares the pages that are checked in with what it makes.
+A key's default and meaning are its field and its comment in threed/schema.py: what stands behind the field,
+and on the lines after it. A command's section is what --help prints. `make docs` runs this;
+tests/plan/test_docs.py compares the pages that are checked in with what it makes.
 """
 
 from __future__ import annotations

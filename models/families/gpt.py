@@ -29,7 +29,8 @@ def layers(model: ModelConfig) -> list[Layer]:
 def _size(layers: int, hidden: int, heads: int, seq_len: int, vocab: int = 50257) -> dict[str, Any]:
     return {
         "layers": layers, "hidden": hidden, "heads": heads, "seq_len": seq_len, "vocab": vocab,
-        "position": "learned", "norm": "layernorm", "activation": "gelu", "bias": True, "tie_embeddings": True,
+        "position": "learned", "norm": "layernorm", "activation": "gelu", "bias": True,
+        "tie_embeddings": True,
     }
 
 

@@ -1,4 +1,5 @@
-"""python -m tests.chaos --faults N --seed S: the campaign, its progress, its table, and the command that repeats what failed."""
+"""python -m tests.chaos --faults N --seed S: the campaign, its progress, its table, and the command that
+repeats what failed."""
 
 from __future__ import annotations
 
@@ -19,7 +20,14 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -32,19 +40,23 @@ LOST = ("lost", "wrong")
 def main(faults: Annotated[int, typer.Option(help="how many trials")] = 100,
          seed: Annotated[int, typer.Option(help="of everything that is drawn")] = 1,
          jobs: Annotated[int, typer.Option(help="trials at a time; 0: one for two cores")] = 0,
-         only: Annotated[str, typer.Option(help="kinds whose name has this in it; of --faults trials, those that are")] = "",
+         only: Annotated[str,
+                         typer.Option(help="kinds whose name has this in it; of --faults trials, those that "
+                                           "are")] = "",
          trial: Annotated[list[int] | None, typer.Option(help="these numbers alone")] = None,
          report: Annotated[Path | None, typer.Option(help="all results as JSON")] = None,
          sites: Annotated[bool, typer.Option(help="list each call of a save and what became of it")] = False,
          verbose: Annotated[bool, typer.Option(help="print what failed trials printed")] = False) -> None:
-    """Inject faults into small runs, one each, and see that nothing is lost. Exit status 1 where something is."""
+    """Inject faults into small runs, one each, and see that nothing is lost. Exit status 1 where something
+    is."""
     console = Console(highlight=False, soft_wrap=True)
     console.width = max(console.width, 180)  # tables are for a file, too
     with interposer.in_front(), tempfile.TemporaryDirectory(prefix="chaos-") as folder:
         base = Path(folder)
         from tests.chaos import campaign, sister
 
-        chosen = [(number, *pair) for number, pair in enumerate(itertools.islice(campaign.kinds(seed), faults))]
+        chosen = [(number, *pair) for number,
+                  pair in enumerate(itertools.islice(campaign.kinds(seed), faults))]
         chosen = [entry for entry in chosen if only in entry[1].name and (not trial or entry[0] in trial)]
         begin = time.monotonic()
         with _Pool(jobs or max(1, (os.cpu_count() or 2) // 2), base) as pool:
@@ -91,7 +103,8 @@ class _Pool:
                     self.results.put(self.sister.make_reference(task, self.base, self.data))
                 else:
                     seed, number, kind, index, references = task
-                    self.results.put(self.campaign.make(seed, number, KINDS[kind], index, references, self.base, self.data))
+                    self.results.put(self.campaign.make(seed, number, KINDS[kind], index, references,
+                                                        self.base, self.data))
             except BaseException:
                 self.results.put(traceback.format_exc())
 
@@ -119,7 +132,8 @@ class _Pool:
         made += [self._take() for _ in names[1:]]
         return {reference.name: reference for reference in made}
 
-    def trials(self, tasks: list[tuple[Any, ...]], references: dict[str, Any], console: Console, verbose: bool) -> list[Any]:
+    def trials(self, tasks: list[tuple[Any, ...]], references: dict[str, Any], console: Console,
+               verbose: bool) -> list[Any]:
         columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
                    TextColumn("{task.description}"))
         results, waiting = [], iter(tasks)
@@ -142,15 +156,18 @@ class _Pool:
 
 
 def _line(result: Any) -> str:
-    seen = "; ".join(f"{name}: {text.splitlines()[0] if text else ''}" for name, text in result.verdicts.items())
+    seen = "; ".join(f"{name}: {text.splitlines()[0] if text else ''}" for name,
+                     text in result.verdicts.items())
     return f"trial {result.number} ({result.kind}) {result.text}\n    {seen}".replace("[", r"\[")
 
 
 def _table(results: list[Any]) -> Table:
-    table = Table("fault", "tried", "survived", "lost", "hangs", "other", "recovered in", "steps repeated", "skipped")
+    table = Table("fault", "tried", "survived", "lost", "hangs", "other", "recovered in", "steps repeated",
+                  "skipped")
     for column in table.columns[1:]:
         column.justify = "right"
-    groups = {kind: [result for result in results if result.kind == kind] for kind in sorted({r.kind for r in results})}
+    groups = {kind: [result for result in results if result.kind == kind]
+              for kind in sorted({r.kind for r in results})}
     for kind, group in {**groups, "all": results}.items():
         made = [result for result in group if not result.skipped]
         lost = sum(any(name in result.verdicts for name in LOST) for result in made)
@@ -159,9 +176,11 @@ def _table(results: list[Any]) -> Table:
         times = [result.recovery_s for result in made if result.recovery_s is not None]
         if kind == "all":
             table.add_section()
-        table.add_row(kind, str(len(made)), str(sum(not result.verdicts for result in made)), str(lost), str(hangs),
+        table.add_row(kind, str(len(made)), str(sum(not result.verdicts for result in made)), str(lost),
+                      str(hangs),
                       ", ".join(f"{count} {name}" for name, count in other.items()) or "0",
-                      f"{statistics.median(times):.1f} s" if times else "", str(sum(result.repeated for result in made)),
+                      f"{statistics.median(times):.1f} s" if times else "",
+                      str(sum(result.repeated for result in made)),
                       str(len(group) - len(made) or ""))
     return table
 
@@ -172,7 +191,8 @@ def _sites(results: list[Any], sites: list[Any]) -> str:
     for site in sites:
         struck = [result for result in results if result.site == site and result.kind.startswith("save: ")]
         kinds = Counter(result.kind.removeprefix("save: ") for result in struck)
-        lines.append(f"{site!s:<100}  survived {sum(not result.verdicts for result in struck)} of {len(struck)}:  "
+        lines.append(f"{site!s:<100}  survived {sum(not result.verdicts for result in struck)} of "
+                     f"{len(struck)}:  "
                      + ", ".join(f"{count} x {kind}" for kind, count in sorted(kinds.items())))
     never = sum("survived 0 of 0" in line for line in lines)
     return "\n".join([f"\n{len(lines)} calls of a save, of which {never} were not struck:", *lines])
@@ -186,7 +206,8 @@ def _failures(results: list[Any], console: Console) -> None:
         return
     console.print(f"\n{len(failed)} trials were not as they must be. One of them again, with all it prints:")
     for result in failed:
-        console.print(f"  make chaos ARGS='--faults {result.number + 1} --seed {result.seed} --trial {result.number} --verbose'  "
+        console.print(f"  make chaos ARGS='--faults {result.number + 1} --seed {result.seed} --trial "
+                      f"{result.number} --verbose'  "
                       f"# {result.kind}: {', '.join(result.verdicts)}", markup=False)
 
 

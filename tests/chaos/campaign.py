@@ -1,4 +1,5 @@
-"""Which trial has which kind of fault, and one trial from its drawing to its result; what needs no terminal."""
+"""Which trial has which kind of fault, and one trial from its drawing to its result; what needs no
+terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ ATTEMPTS = 3
 
 
 def kinds(seed: int) -> Iterator[tuple[Kind, int]]:
-    """For trial 0, 1, ...: its kind, and how many of that kind came before. Each block of trials has each kind by its weight."""
+    """For trial 0, 1, ...: its kind, and how many of that kind came before. Each block of trials has each
+    kind by its weight."""
     block, count = [kind for kind in KINDS.values() for _ in range(kind.weight)], dict.fromkeys(KINDS, 0)
     number = 0
     while True:
@@ -28,7 +30,8 @@ def kinds(seed: int) -> Iterator[tuple[Kind, int]]:
 
 
 def draw(seed: int, number: int, kind: Kind, attempt: int = 1) -> tuple[random.Random, str]:
-    """What a trial draws from, and the sister that it is about, unless it walks through the calls of the first one's saves."""
+    """What a trial draws from, and the sister that it is about, unless it walks through the calls of the
+    first one's saves."""
     rng = random.Random(f"{seed}, {number}")
     name = rng.choice(list(kind.sisters))
     return (rng if attempt == 1 else random.Random(f"{seed}, {number}, {attempt}")), name
@@ -61,7 +64,9 @@ def _make(trial: Trial, kind: Kind, result: Result) -> Result:
             trial.planned = another_mesh(trial.rng, trial.reference.name)
         trial.run(fault)
         result.verdicts = verdicts.judge(trial, fault)
-        result.text = f"{trial.reference.name}{', restarts by itself' if trial.restarts else ''}: {fault.text}"
+        result.text = (
+            f"{trial.reference.name}{', restarts by itself' if trial.restarts else ''}: {fault.text}"
+        )
         result.starts = len(trial.runs)
         _measure(trial, fault, result)
     except Skip as reason:
@@ -81,4 +86,5 @@ def _measure(trial: Trial, fault: Fault, result: Result) -> None:
     moment, _, result.struck = trial.marker.read_text().strip().partition("\t")
     result.site = fault.site if trial.reference.name == FIRST else None
     before = max((step for at, step in steps if at <= float(moment)), default=0)
-    result.recovery_s = next((at - float(moment) for at, step in steps if at > float(moment) and step > before), None)
+    result.recovery_s = next((at - float(moment) for at,
+                              step in steps if at > float(moment) and step > before), None)

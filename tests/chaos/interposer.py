@@ -1,6 +1,7 @@
 """Compile interposer.c, start over with it preloaded, and arm it.
 
-A site is one call of a save: who makes it, what it does to which file, and how many such calls that process made before.
+A site is one call of a save: who makes it, what it does to which file, and how many such calls that process
+made before.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class Site:
 
     @property
     def changes(self) -> bool:
-        """Whether it changes the disk, so that a full or broken one makes it fail. (A folder that is there is not made again.)"""
+        """Whether it changes the disk, so that a full or broken one makes it fail. (A folder that is there is
+        not made again.)"""
         return self.op not in ("open", "read", "close") and (self.op, self.path) != ("mkdir", "checkpoints")
 
 
@@ -51,13 +53,15 @@ class Strike:
 
     def arm(self, run_dir: Path, marker: Path) -> None:
         """In the process that is to be struck."""
-        _library().chaos_arm(os.fsencode(run_dir), self.site.op.encode(), self.site.path.encode(), self.site.number,
+        _library().chaos_arm(os.fsencode(run_dir), self.site.op.encode(), self.site.path.encode(),
+                             self.site.number,
                              WHAT[self.what], self.amount, self.times, os.fsencode(marker))
 
 
 @contextlib.contextmanager
 def in_front() -> Iterator[None]:
-    """With the library in front of libc, where there is a compiler: this program starts over once, in the same process."""
+    """With the library in front of libc, where there is a compiler: this program starts over once, in the
+    same process."""
     if not preloaded():
         folder = Path(tempfile.mkdtemp(prefix="interposer-"))
         if library := compile_into(folder):
@@ -77,7 +81,8 @@ def compile_into(folder: Path) -> Path | None:
     if compiler is None:
         return None
     target = folder / "interposer.so"
-    subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-Wno-format-truncation", "-o", target, SOURCE], check=True)
+    subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-Wno-format-truncation", "-o", target, SOURCE],
+                   check=True)
     return target
 
 
@@ -108,7 +113,8 @@ def read_report(rank: int, file: Path) -> list[Site]:
 
 
 def pattern(path: str) -> str:
-    """A path without what is drawn by chance: safetensors' .tmpXXXXXX, and identifiers of eight or more hexadecimal digits."""
+    """A path without what is drawn by chance: safetensors' .tmpXXXXXX, and identifiers of eight or more
+    hexadecimal digits."""
     path = re.sub(r"\.[0-9a-f]{8}(?=\.tmp)", ".*", re.sub(r"/\.tmp\w{6}(?=$| )", "/.tmp*", path))
     return re.sub(r"(?<=[-.])(?=[0-9a-f]*[a-f])[0-9a-f]{8,}(?=[./]|$)", "*", path)
 

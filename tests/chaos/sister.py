@@ -1,4 +1,5 @@
-"""The toy's little sisters: models of a second or two, on meshes and with features of all kinds; and their undisturbed runs."""
+"""The toy's little sisters: models of a second or two, on meshes and with features of all kinds; and their
+undisturbed runs."""
 
 from __future__ import annotations
 
@@ -32,9 +33,12 @@ from threed.schema import RunConfig
 
 STEPS, EVERY, KEEP = 16, 4, 2
 PACE_S = 0.05  # that a step takes longer than it must: a save in the background is to end before the next
-TOY = ["train", "configs/toy.yaml", "model.layers=2", "model.hidden=32", "model.heads=4", "model.seq_len=16", "model.vocab=300",
-       "train.global_batch_size=4", "train.micro_batch_size=1", "train.eval_every=0", "monitor.wandb=disabled",
-       "monitor.trace_every=0", "optimizer.warmup_steps=0", f"train.steps={STEPS}", f"checkpoint.every={EVERY}",
+TOY = ["train", "configs/toy.yaml", "model.layers=2", "model.hidden=32", "model.heads=4", "model.seq_len=16",
+       "model.vocab=300",
+       "train.global_batch_size=4", "train.micro_batch_size=1", "train.eval_every=0",
+       "monitor.wandb=disabled",
+       "monitor.trace_every=0", "optimizer.warmup_steps=0", f"train.steps={STEPS}",
+       f"checkpoint.every={EVERY}",
        f"checkpoint.keep={KEEP}", "run.timeout_s=20"]
 
 
@@ -52,7 +56,8 @@ SISTERS = {
     "dp2 zero3 nvme": _mesh(2, 1, 1, "zero.stage=3", "offload.optimizer=nvme", "offload.parameters=nvme",
                             "offload.nvme_path={disk}"),
     "dp2 delayed": _mesh(2, 1, 1, "offload.optimizer=cpu", "offload.delayed_update=true"),
-    "dp2 fp16": _mesh(2, 1, 1, "precision.dtype=fp16", "precision.initial_loss_scale=4096", "precision.loss_scale_window=5"),
+    "dp2 fp16": _mesh(2, 1, 1, "precision.dtype=fp16", "precision.initial_loss_scale=4096",
+                      "precision.loss_scale_window=5"),
     "tp2": _mesh(1, 2),
     "pp2": _mesh(1, 1, 2),
     "pp2 zb-h1": _mesh(1, 1, 2, "parallel.schedule=zb-h1"),
@@ -63,17 +68,19 @@ SISTERS = {
 FIRST = "few tensors"  # the one whose saves are gone through call by call: they are the shortest
 ANY_MESH = ["dp2", "dp2 zero2", "dp2 zero3", "dp2 zero3 cpu", "dp2 zero3 nvme", "tp2", "pp2", "pp2 zb-h1",
             "dp2 pp2 zero2", "tp2 pp2"]
-RESTARTS = any(entry.name == "restarts" for entry in fields(RunConfig))  # whether a run starts its ranks again by itself
+# whether a run starts its ranks again by itself
+RESTARTS = any(entry.name == "restarts" for entry in fields(RunConfig))
 
 
 def ranks_of(name: str) -> int:
-    sizes = dict(word.split("=") for word in SISTERS[name] if word.startswith("parallel.") and not word.startswith("parallel.s"))
+    sizes = dict(word.split("=") for word in SISTERS[name] if word.startswith("parallel.")
+                 and not word.startswith("parallel.s"))
     return int(sizes["parallel.dp"]) * int(sizes["parallel.tp"]) * int(sizes["parallel.pp"])
 
 
 class Sister(running.Run):
-    """A run under way in `folder`: its run.dir is folder/run, its temporary files belong into folder/tmp. It has one launcher,
-    or one on each of some hosts, which `places` enter."""
+    """A run under way in `folder`: its run.dir is folder/run, its temporary files belong into folder/tmp. It
+    has one launcher, or one on each of some hosts, which `places` enter."""
 
     def __init__(self, folder: Path, argv: list[str], hooks: list[Callable[[], None]],
                  places: Sequence[Callable[[], None]] = (lambda: None,)):
@@ -154,7 +161,8 @@ def in_ranks(body: Callable[[int], None]) -> None:
 
 
 def write_steps(file: Path) -> None:
-    """A line for each step that is logged, with its time: what metrics.jsonl forgets when a step is run again."""
+    """A line for each step that is logged, with its time: what metrics.jsonl forgets when a step is run
+    again."""
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def step(self: Log, number: int, metrics: dict[str, Any]) -> None:
             original(self, number, metrics)
@@ -182,7 +190,8 @@ def read_steps(folder: Path) -> list[tuple[float, int]]:
     """(time, step) of all steps so far."""
     if not (folder / "steps").exists():
         return []
-    lines = [line.split() for line in (folder / "steps").read_text().splitlines(keepends=True) if line.endswith("\n")]
+    lines = [line.split() for line in (folder / "steps").read_text().splitlines(keepends=True)
+             if line.endswith("\n")]
     return [(float(moment), int(step)) for moment, step in lines]
 
 
@@ -205,7 +214,8 @@ class Reference:
     folder: Path  # of the last checkpoint
     losses: dict[int, tuple[float, float]]
     seconds: float
-    sites: list[Site] = field(default_factory=list)  # the calls of a save, in order, of all ranks: one that prunes
+    sites: list[Site] = field(default_factory=list)  # the calls of a save, in order, of all ranks: one that
+    # prunes
 
 
 def overrides(name: str, folder: Path) -> list[str]:
@@ -247,7 +257,8 @@ def _make_reference(name: str, folder: Path, data: list[str]) -> Reference:
 
 
 def calls_of_save(rank: int, file: Path) -> list[Site]:
-    """What a rank did from the first call of the third save to before the fourth's: one that also removes an older checkpoint."""
+    """What a rank did from the first call of the third save to before the fourth's: one that also removes an
+    older checkpoint."""
     third, fourth = (f"step-{EVERY * count:08d}" for count in (3, 4))
     calls = interposer.read_report(rank, file)
     begin = next((i for i, site in enumerate(calls) if third in site.path), len(calls))

@@ -8,14 +8,16 @@ from pathlib import Path
 
 import numpy as np
 
-DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16, "I64": np.int64, "I32": np.int32,
+DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16, "I64": np.int64,
+          "I32": np.int32,
           "U8": np.uint8}
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
     """Those that were published, oldest first."""
     found = (run_dir / "checkpoints").glob("step-*")
-    return sorted(path for path in found if re.fullmatch(r"step-\d{8}", path.name) and (path / "manifest.json").is_file())
+    return sorted(path for path in found if re.fullmatch(r"step-\d{8}", path.name)
+                  and (path / "manifest.json").is_file())
 
 
 def newest(run_dir: Path) -> Path | None:
@@ -27,8 +29,8 @@ def step_of(path: Path) -> int:
 
 
 def read(path: Path) -> dict[str, np.ndarray]:
-    """Whole tensors of a checkpoint by 'kind:NAME'. An element that is in several files must be equal in all; one that is in
-    none is not a number."""
+    """Whole tensors of a checkpoint by 'kind:NAME'. An element that is in several files must be equal in all;
+    one that is in none is not a number."""
     boxes: dict[str, list[tuple[tuple[int, ...], np.ndarray]]] = {}
     for file in sorted(path.glob("*.safetensors")):
         content = file.read_bytes()
@@ -44,11 +46,13 @@ def read(path: Path) -> dict[str, np.ndarray]:
 
 
 def _whole(name: str, parts: list[tuple[tuple[int, ...], np.ndarray]]) -> np.ndarray:
-    shape = [max(offset[axis] + values.shape[axis] for offset, values in parts) for axis in range(parts[0][1].ndim)]
+    shape = [max(offset[axis] + values.shape[axis] for offset, values in parts)
+             for axis in range(parts[0][1].ndim)]
     whole, there = np.full(shape, np.nan, parts[0][1].dtype), np.zeros(shape, bool)
     for offset, values in parts:
         where = tuple(slice(start, start + size) for start, size in zip(offset, values.shape))
-        assert np.array_equal(whole[where][there[where]], values[there[where]]), f"{name} is in two files with other values"
+        assert np.array_equal(whole[where][there[where]],
+                              values[there[where]]), f"{name} is in two files with other values"
         whole[where], there[where] = values, True
     return whole
 

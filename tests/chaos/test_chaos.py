@@ -1,4 +1,5 @@
-"""A small sample of the campaign, and the campaign's own instruments: the interposer, the reader, what is drawn."""
+"""A small sample of the campaign, and the campaign's own instruments: the interposer, the reader, what is
+drawn."""
 
 from __future__ import annotations
 
@@ -22,12 +23,14 @@ SEED, NUMBER = 29, 10
 def test_a_sample(tmp_path):
     """Ten faults. What failed is in the output, with the command that repeats it."""
     report = tmp_path / "report.json"
-    done = subprocess.run([sys.executable, "-m", "tests.chaos", "--faults", str(NUMBER), "--seed", str(SEED), "--jobs", "2",
+    done = subprocess.run([sys.executable, "-m", "tests.chaos", "--faults", str(NUMBER), "--seed", str(SEED),
+                           "--jobs", "2",
                            "--report", report],
                           cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads(report.read_text())
-    assert len(results) == NUMBER and sum(bool(result["struck"]) for result in results) >= NUMBER // 2, done.stdout
+    assert len(results) == NUMBER and sum(bool(result["struck"])
+                                          for result in results) >= NUMBER // 2, done.stdout
 
 
 def test_what_is_drawn():
@@ -37,7 +40,8 @@ def test_what_is_drawn():
     block = sum(kind.weight for kind in KINDS.values())
     first = [kind.name for kind, _ in itertools.islice(campaign.kinds(7), block)]
     assert all(first.count(kind.name) == kind.weight for kind in KINDS.values())
-    assert [index for kind, index in long if kind.walks and kind.name == "save: kill at a call"][:5] == [0, 1, 2, 3, 4]
+    assert [index for kind, index in long if kind.walks
+            and kind.name == "save: kill at a call"][:5] == [0, 1, 2, 3, 4]
 
 
 PROGRAM = """
@@ -71,7 +75,8 @@ def program(tmp_path_factory):
 
     def run(*what: str) -> tuple[int, str, Path]:
         folder = tmp_path_factory.mktemp("folder")
-        done = subprocess.run([sys.executable, "-c", PROGRAM, folder, *what], cwd=ROOT, capture_output=True, text=True,
+        done = subprocess.run([sys.executable, "-c", PROGRAM, folder, *what], cwd=ROOT, capture_output=True,
+                              text=True,
                               env={**os.environ, "LD_PRELOAD": str(library)}, check=False)
         return done.returncode, done.stdout + done.stderr, folder
 
@@ -83,11 +88,13 @@ def test_calls_are_seen(program):
     status, output, folder = program()
     assert status == 0, output
     assert [f"{site.op} {site.path}" for site in interposer.read_report(0, folder / "calls")] == [
-        "mkdir a", "create a/one", "write a/one", "fsync a/one", "close a/one", "rename a/one -> a/two", "open a", "unlink a/two",
+        "mkdir a", "create a/one", "write a/one", "fsync a/one", "close a/one", "rename a/one -> a/two",
+        "open a", "unlink a/two",
         "close a", "rmdir a"]
 
 
-@pytest.mark.parametrize(("op", "path", "left"), [("create", "a/one", ["a"]), ("rename", "a/one -> *", ["a", "a/one"]),
+@pytest.mark.parametrize(("op", "path", "left"), [("create", "a/one", ["a"]),
+                                                  ("rename", "a/one -> *", ["a", "a/one"]),
                                                   ("unlink", "a/t*", ["a", "a/two"]), ("rmdir", "a", ["a"])])
 def test_a_kill_at_a_call(op, path, left, program):
     """Before the call, after the one before it; once."""

@@ -45,7 +45,8 @@ class Fault:
     """What happens to the first run of a trial. All parts are optional."""
 
     text: str
-    says: str = ""  # words that must be in the output: a regular expression; none where nobody is left to say them
+    says: str = ""  # words that must be in the output: a regular expression; none where nobody is left to say
+    # them
     hook: Callable[[], None] = lambda: None  # in the launcher's process, before the command
     act: Callable[[Trial, Sister], None] = lambda trial, run: None  # beside the first run, from its start
     between: Callable[[Trial], None] = lambda trial: None  # once it has ended
@@ -125,7 +126,8 @@ class Trial:
 
     def wait(self, run: Sister, instant: Instant) -> bool:
         """Wait for an instant. Whether the run is still under way."""
-        return self.until_begun(run) and self.until_step(run, instant.step) and self.sleep(run, instant.seconds)
+        return self.until_begun(run) and self.until_step(run,
+                                                         instant.step) and self.sleep(run, instant.seconds)
 
     def sleep(self, run: Sister, seconds: float) -> bool:
         """Wait, or until the run has ended. Whether it is still under way."""
@@ -164,7 +166,8 @@ class Trial:
         found = []
         for pid in run.pids:
             with contextlib.suppress(psutil.NoSuchProcess):
-                found += [child for child in psutil.Process(pid).children(recursive=True) if child.status() != "zombie"]
+                found += [child for child in psutil.Process(pid).children(recursive=True)
+                          if child.status() != "zombie"]
         return found
 
     def kill_node(self, run: Sister) -> None:
@@ -198,7 +201,8 @@ class Trial:
         def place(number: int, host: Host) -> Callable[[], None]:
             def enter() -> None:
                 host.enter()
-                os.environ.update(NNODES="2", NODE_RANK=str(number), MASTER_ADDR=first.address, GPUS_PER_NODE=str(share))
+                os.environ.update(NNODES="2", NODE_RANK=str(number), MASTER_ADDR=first.address,
+                                  GPUS_PER_NODE=str(share))
 
             return enter
 
@@ -217,7 +221,8 @@ class Trial:
                     break
             if not self.done():
                 last = self.output.strip().splitlines()[-1:] or ["(no output)"]
-                self.verdicts.setdefault("lost", f"after {len(self.runs)} starts step {STEPS} is not saved: {last[0]}")
+                self.verdicts.setdefault("lost", f"after {len(self.runs)} starts step {STEPS} is not saved: "
+                                                 f"{last[0]}")
         finally:
             fault.end(self)
             for run in self.runs:
@@ -228,7 +233,8 @@ class Trial:
         return found is not None and tensors.step_of(found) == STEPS
 
     def too_late(self) -> bool:
-        """Whether the fault came when there was nothing left to disturb: the first start has ended as if nothing had been."""
+        """Whether the fault came when there was nothing left to disturb: the first start has ended as if
+        nothing had been."""
         struck = float(self.marker.read_text().split("\t")[0])
         before = [step for moment, step in read_steps(self.folder) if moment <= struck]
         return len(self.runs) == 1 and self.done() and max(before, default=0) >= STEPS - 1
@@ -266,7 +272,9 @@ class Trial:
                 known, since = steps, time.monotonic()
             if time.monotonic() - since > HANG_S:
                 left = len(self.family(run))
-                self.verdicts["hang"] = f"no step and no end for {HANG_S:g} s, {left} processes: {self._stacks(run)}"
+                self.verdicts["hang"] = (
+                    f"no step and no end for {HANG_S:g} s, {left} processes: {self._stacks(run)}"
+                )
                 run.kill()
             time.sleep(POLL_S)
         return run.join()
@@ -282,7 +290,9 @@ class Trial:
         until, begin = time.monotonic() + ORPHAN_S, time.monotonic()
         while left := self._left():
             if time.monotonic() > until:
-                self.verdicts["orphan"] = f"{len(left)} processes {time.monotonic() - begin:.0f} s after the end of the run"
+                self.verdicts["orphan"] = (
+                    f"{len(left)} processes {time.monotonic() - begin:.0f} s after the end of the run"
+                )
                 for process in left:
                     send(process.pid, signal.SIGCONT)
                     send(process.pid, signal.SIGKILL)
@@ -309,7 +319,9 @@ class Trial:
         stopped = re.findall(r"stopped on request after step (\d+)", run.output)
         wanted = int(stopped[-1]) if stopped else STEPS
         if self.statuses[-1] == 0 and step < wanted:
-            self.verdicts["status"] = f"exit status 0, but the newest checkpoint is of step {step}, not {wanted}"
+            self.verdicts["status"] = (
+                f"exit status 0, but the newest checkpoint is of step {step}, not {wanted}"
+            )
 
     def clean(self) -> None:
         if self.hosts is not None:

@@ -18,7 +18,8 @@ from tests.chaos import tensors
 from tests.chaos.sister import STEPS
 from tests.chaos.trial import Fault, Trial
 
-NOISE = (r"Traceback|terminate called|\[.*gloo.*\]|gloo/transport|Connection closed by peer|Exception raised from|frame #\d|"
+NOISE = (r"Traceback|terminate called|\[.*gloo.*\]|gloo/transport|Connection closed by peer|Exception raised "
+         r"from|frame #\d|"
          r"Fatal Python error|Segmentation fault|Exception in thread")
 TOLERANCE = 1e-5  # of losses on another mesh, relative
 
@@ -30,7 +31,8 @@ def judge(trial: Trial, fault: Fault) -> dict[str, str]:
         found |= _numbers(trial)
     if left := _leftovers(trial):
         found["leftover"] = ", ".join(left)
-    if fault.says and trial.marker.exists() and not trial.too_late() and not re.search(fault.says, trial.output):
+    if fault.says and trial.marker.exists() and not trial.too_late() and not re.search(fault.says,
+                                                                                       trial.output):
         found["silent"] = f"no message has /{fault.says}/"
     if noise := re.search(NOISE, trial.output):
         lines = trial.output[:noise.start()].count("\n")
@@ -58,7 +60,9 @@ def _numbers(trial: Trial) -> dict[str, str]:
     if steps != list(range(1, STEPS + 1)):
         twice = sorted({step for step in steps if steps.count(step) > 1})
         missing = sorted(set(range(1, STEPS + 1)) - set(steps))
-        found["steps"] = f"twice: {twice}, missing: {missing}" if twice or missing else f"in this order: {steps}"
+        found["steps"] = (
+            f"twice: {twice}, missing: {missing}" if twice or missing else f"in this order: {steps}"
+        )
     for row in rows:
         loss, norm = trial.reference.losses.get(row["step"], (math.nan, math.nan))
         if trial.other is None:

@@ -1,11 +1,12 @@
-"""Hosts on one machine: network namespaces with addresses, host names and /etc/hosts of their own, joined by a bridge.
+"""Hosts on one machine: network namespaces with addresses, host names and /etc/hosts of their own, joined by
+a bridge.
 
     host1 10.77.0.1 --veth--+
     host2 10.77.0.2 --veth--+-- bridge, in a namespace of its own
     host3 10.77.0.3 --veth--+
 
-Needs root and `ip` (iproute2). This machine's own network is not touched. What runs on a host is forked from the tests' process,
-which has imported everything, and is killed with the hosts, whatever happens.
+Needs root and `ip` (iproute2). This machine's own network is not touched. What runs on a host is forked from
+the tests' process, which has imported everything, and is killed with the hosts, whatever happens.
 """
 
 from __future__ import annotations
@@ -89,7 +90,10 @@ def inside(namespace: Path) -> list[psutil.Process]:
     found, wanted = [], os.stat(namespace).st_ino
     for process in psutil.process_iter():
         try:
-            if os.stat(f"/proc/{process.pid}/ns/net").st_ino == wanted and process.status() != psutil.STATUS_ZOMBIE:
+            if (
+                os.stat(f"/proc/{process.pid}/ns/net").st_ino == wanted
+                and process.status() != psutil.STATUS_ZOMBIE
+            ):
                 found.append(process)
         except (OSError, psutil.Error):
             continue
@@ -108,13 +112,15 @@ class Host:
         self.runs: list[HostRun] = []
         ip("netns", "add", self.namespace)
         ip("-n", self.namespace, "link", "set", "lo", "up")
-        ip("link", "add", "eth0", "netns", self.namespace, "type", "veth", "peer", "name", self.port, "netns", switch)
+        ip("link", "add", "eth0", "netns", self.namespace, "type", "veth", "peer", "name", self.port, "netns",
+           switch)
         ip("-n", switch, "link", "set", self.port, "master", "bridge", "up")
         ip("-n", self.namespace, "addr", "add", f"{self.address}/24", "dev", "eth0")
         ip("-n", self.namespace, "link", "set", "eth0", "up")
 
     def start(self, *argv: str, env: dict[str, str] | None = None, own: Path | None = None) -> HostRun:
-        """`threed ARGV ...`, or a program with a path, on this host. `own`: a folder that it does not share with the others."""
+        """`threed ARGV ...`, or a program with a path, on this host. `own`: a folder that it does not share
+        with the others."""
         run = HostRun(self, argv, env or {}, own)
         self.runs.append(run)
         return run
@@ -138,7 +144,8 @@ class Host:
     def slow(self, rate: str) -> None:
         """Its way out carries no more than this."""
         shape = ["tbf", "rate", rate, "burst", "16kb", "latency", "100ms"]
-        subprocess.run(["ip", "netns", "exec", self.namespace, "tc", "qdisc", "replace", "dev", "eth0", "root", *shape],
+        subprocess.run(["ip", "netns", "exec", self.namespace, "tc", "qdisc", "replace", "dev", "eth0",
+                        "root", *shape],
                        check=True, capture_output=True)
 
     def lossy(self, percent: int) -> None:
@@ -171,7 +178,8 @@ class HostRun(Run):
     def __init__(self, host: Host, argv: tuple[str, ...], env: dict[str, str], own: Path | None):
         self.host, self.log = host, host.folder / f"log-{host.name}-{time.monotonic_ns()}.txt"
         parent = os.getpid()
-        self.process = multiprocessing.get_context("fork").Process(target=self._be, args=(argv, env, own, parent))
+        self.process = multiprocessing.get_context("fork").Process(target=self._be,
+                                                                   args=(argv, env, own, parent))
         self.process.start()
 
     def _be(self, argv: tuple[str, ...], env: dict[str, str], own: Path | None, parent: int) -> None:
@@ -189,7 +197,8 @@ class HostRun(Run):
     def ranks(self) -> list[psutil.Process]:
         """The processes of this launcher's ranks, in order; each has its own process group."""
         assert self.process.pid is not None
-        children = [child for child in psutil.Process(self.process.pid).children() if os.getpgid(child.pid) == child.pid]
+        children = [child for child in psutil.Process(self.process.pid).children()
+                    if os.getpgid(child.pid) == child.pid]
         return sorted(children, key=lambda child: (child.create_time(), child.pid))
 
     def kill(self, number: int = signal.SIGKILL) -> None:

@@ -1,5 +1,5 @@
-"""Runs on two and three hosts (network namespaces): they find each other, a fault on one ends all with a message that names it,
-and nothing is left."""
+"""Runs on two and three hosts (network namespaces): they find each other, a fault on one ends all with a
+message that names it, and nothing is left."""
 
 from __future__ import annotations
 
@@ -43,12 +43,15 @@ class Cluster:
         self.hosts, self.folder, self.cache = hosts, folder, cache
         self.runs: list[HostRun] = []
 
-    def node(self, number: int, *overrides: str, env: dict[str, str] | None = None, own: Path | None = None) -> HostRun:
+    def node(self, number: int, *overrides: str, env: dict[str, str] | None = None,
+             own: Path | None = None) -> HostRun:
         """Start node `number` on its host."""
-        given = {"NNODES": str(len(self.hosts)), "NODE_RANK": str(number), "MASTER_ADDR": self.hosts[0].address,
+        given = {"NNODES": str(len(self.hosts)), "NODE_RANK": str(number),
+                 "MASTER_ADDR": self.hosts[0].address,
                  "GPUS_PER_NODE": "1", "OMP_NUM_THREADS": "1"}
         given = {name: value for name, value in (given | (env or {})).items() if value != ""}
-        run = self.hosts[number].start(*TINY, *self.cache, f"run.dir={self.folder / 'run'}", "run.restarts=0", *overrides,
+        run = self.hosts[number].start(*TINY, *self.cache, f"run.dir={self.folder / 'run'}", "run.restarts=0",
+                                       *overrides,
                                        env=given, own=own)
         self.runs.append(run)
         return run
@@ -106,25 +109,32 @@ def test_losses_are_those_of_one_host(two, alone, measured):
     for number, host in enumerate(two.hosts):
         env = {"NNODES": "2", "NODE_RANK": str(number), "MASTER_ADDR": "10.77.0.1", "GPUS_PER_NODE": "1",
                "PYTHON": sys.executable}
-        run = host.start("launch/torchrun.sh", *TINY[1:], *two.cache, f"run.dir={two.folder / 'run'}", "train.steps=12", env=env)
+        run = host.start("launch/torchrun.sh", *TINY[1:], *two.cache, f"run.dir={two.folder / 'run'}",
+                         "train.steps=12", env=env)
         host.runs.append(run)
         two.runs.append(run)
     assert two.end() == [0, 0], two.output
     assert losses(two.folder / "run") == alone[2]
-    measured("2 hosts, launch/torchrun.sh, names that do not resolve", "exit 0, losses equal to one host's", clock.seconds)
+    measured("2 hosts, launch/torchrun.sh, names that do not resolve", "exit 0, losses equal to one host's",
+             clock.seconds)
 
 
 @pytest.mark.parametrize("fault", ["none", "agent 0", "agent 1"])
 @pytest.mark.parametrize("names", ["unresolvable", "debian"])
 def test_torchrun_itself(names, fault, two, alone, measured):
-    """torchrun's agents instead of threed's launchers; when one is killed, its ranks end, and then the others."""
+    """torchrun's agents instead of threed's launchers; when one is killed, its ranks end, and then the
+    others."""
     for number, host in enumerate(two.hosts):
         if names == "debian":
-            host.etc_hosts += f"127.0.1.1 {host.name}\n{two.hosts[1 - number].address} {two.hosts[1 - number].name}\n"
+            host.etc_hosts += (
+                f"127.0.1.1 {host.name}\n{two.hosts[1 - number].address} {two.hosts[1 - number].name}\n"
+            )
         address = "host1" if names == "debian" else "10.77.0.1"
-        argv = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={number}", "--nproc-per-node=1",
+        argv = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={number}",
+                "--nproc-per-node=1",
                 f"--master-addr={address}", "--master-port=29500", "-m", "threed.cli", *TINY, *two.cache,
-                f"run.dir={two.folder / 'run'}", "train.steps=12" if fault == "none" else "train.steps=100000"]
+                f"run.dir={two.folder / 'run'}", "train.steps=12" if fault == "none"
+                else "train.steps=100000"]
         two.runs.append(host.start(*argv))
     if fault == "none":
         assert [run.wait(120) for run in two.runs] == [0, 0], two.output
@@ -134,14 +144,16 @@ def test_torchrun_itself(names, fault, two, alone, measured):
     clock = Clock()
     two.runs[int(fault[-1])].kill()
     two.gone(60)
-    measured(f"torchrun's agent on host {int(fault[-1]) + 1} killed (names: {names})", "all ranks end, no orphan", clock.seconds)
+    measured(f"torchrun's agent on host {int(fault[-1]) + 1} killed (names: {names})",
+             "all ranks end, no orphan", clock.seconds)
 
 
 @pytest.mark.parametrize("names", ["unresolvable", "debian", "resolvable"])
 def test_host_names(names, three, alone, measured):
     """Three hosts, started out of order. On Debian a host's own name is 127.0.1.1."""
     for host in three.hosts:
-        others = "".join(f"{other.address} {other.name}\n" for other in three.hosts if other is not host or names == "resolvable")
+        others = "".join(f"{other.address} {other.name}\n" for other in three.hosts if other is not host
+                         or names == "resolvable")
         if names == "debian":
             host.etc_hosts += f"127.0.1.1 {host.name}\n{others}"
         elif names == "resolvable":
@@ -153,7 +165,8 @@ def test_host_names(names, three, alone, measured):
         time.sleep(1.0)
     assert three.end() == [0, 0, 0], three.output
     assert losses(three.folder / "run") == alone[3]
-    measured(f"3 hosts started out of order, names: {names}", "exit 0, losses equal to one host's", clock.seconds)
+    measured(f"3 hosts started out of order, names: {names}", "exit 0, losses equal to one host's",
+             clock.seconds)
 
 
 def test_slow_link(two, alone, measured):
@@ -206,7 +219,8 @@ def test_a_rank_is_killed(two, measured):
     second.ranks()[0].kill()
     assert two.end() == [137, 137], two.output
     assert all("rank 1 on host2 was killed by SIGKILL" in run.output for run in (first, second)), two.output
-    measured("SIGKILL of a rank on host 2", "all end; `rank 1 on host2 was killed by SIGKILL` on both", clock.seconds)
+    measured("SIGKILL of a rank on host 2", "all end; `rank 1 on host2 was killed by SIGKILL` on both",
+             clock.seconds)
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -236,9 +250,14 @@ def test_a_host_is_off_or_cut_off(fault, number, two, measured):
     two.hosts[number].off() if fault == "off" else two.hosts[number].link(False)
     two.gone(60)
     seconds, other = clock.seconds, runs[1 - number]
-    words = "node 0 at 10.77.0.1 has gone: no sign of life" if number == 0 else "node 1 (host2) has gone: no sign of life"
+    words = (
+        "node 0 at 10.77.0.1 has gone: no sign of life"
+        if number == 0
+        else "node 1 (host2) has gone: no sign of life"
+    )
     assert other.wait(5) == 1 and words in other.output, two.output
-    measured(f"host {number + 1} {'off' if fault == 'off' else 'cut off for ever'}", f"all end; `{words} for 30 s`", seconds)
+    measured(f"host {number + 1} {'off' if fault == 'off' else 'cut off for ever'}",
+             f"all end; `{words} for 30 s`", seconds)
 
 
 def test_the_link_is_down_for_a_moment(two, alone, measured):
@@ -253,7 +272,8 @@ def test_the_link_is_down_for_a_moment(two, alone, measured):
     measured("link down for 5 s", "goes on; seconds until 20 further steps were done", clock.seconds)
     two.runs[0].process.terminate()
     assert two.end() == [0, 0], two.output
-    assert [losses(two.folder / "run")[step] for step in range(1, 13)] == [alone[2][step] for step in range(1, 13)]
+    assert [losses(two.folder / "run")[step] for step in range(1, 13)] == [alone[2][step]
+                                                                           for step in range(1, 13)]
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -276,7 +296,8 @@ def test_a_stop_before_the_first_step(two, measured):
     assert first.process.pid is not None
     os.kill(first.process.pid, signal.SIGTERM)
     assert two.end() == [143] and "stopped by SIGTERM on host1 before the first step" in two.output
-    measured("SIGTERM while nodes are awaited", "ends, `stopped by SIGTERM on host1 before the first step`", clock.seconds)
+    measured("SIGTERM while nodes are awaited", "ends, `stopped by SIGTERM on host1 before the first step`",
+             clock.seconds)
 
 
 # ---------------------------------------------------------------- starting again
@@ -284,7 +305,8 @@ def test_a_stop_before_the_first_step(two, measured):
 
 @pytest.mark.parametrize("fault", ["rank", "launcher of host2", "launcher of host1", "host2"])
 def test_restarts(fault, two, alone, measured):
-    """All ranks start again from the newest checkpoint; a launcher or host that was killed is started again by somebody."""
+    """All ranks start again from the newest checkpoint; a launcher or host that was killed is started again
+    by somebody."""
     settings = ("train.steps=12", "checkpoint.every=2", "run.restarts=2", "run.connect_timeout_s=60")
     runs = two.start(*settings)
     two.steps(5)
@@ -316,11 +338,13 @@ def test_fewer_nodes(two, alone, measured):
     assert "was saved by 2 ranks (pp 1 x dp 2 x tp 1), and goes on on 1 ranks" in first.output, two.output
     for step, (loss, _) in losses_of_last(two.folder / "run").items():
         assert loss == pytest.approx(alone[2][step][0], rel=1e-5)
-    measured("NNODES=1:2, host 2 off", "host 1 goes on alone to the end, dp 2 -> 1, equal losses", clock.seconds)
+    measured("NNODES=1:2, host 2 off", "host 1 goes on alone to the end, dp 2 -> 1, equal losses",
+             clock.seconds)
 
 
 def test_a_node_that_joins(two, measured):
-    """NNODES=1:2, begun alone, with loopback for an interface; the second joins at the next start, over the network."""
+    """NNODES=1:2, begun alone, with loopback for an interface; the second joins at the next start, over the
+    network."""
     settings = (*FOR_EVER, "checkpoint.every=20", "run.restarts=2", "run.connect_timeout_s=40")
     first = two.node(0, *settings, env={"NNODES": "1:2"})
     two.steps(20)
@@ -352,18 +376,22 @@ def test_a_node_never_comes(two, measured):
     assert two.end() == [1]
     assert "1 of 2 nodes after 10 s, waiting for node 1" in run.output
     assert "1 of 2 nodes came within run.connect_timeout_s=12; missing: node 1" in run.output
-    measured("a node never comes (limit 12 s)", "`1 of 2 nodes after 10 s, waiting for node 1`, then ends", clock.seconds)
+    measured("a node never comes (limit 12 s)", "`1 of 2 nodes after 10 s, waiting for node 1`, then ends",
+             clock.seconds)
 
 
 @pytest.mark.parametrize(("address", "words"), [
-    ("10.77.0.1", "connection refused"), ("10.77.0.99", "10.77.0.99:29500"), ("192.0.2.1", "network is unreachable"),
+    ("10.77.0.1", "connection refused"), ("10.77.0.99", "10.77.0.99:29500"),
+    ("192.0.2.1", "network is unreachable"),
     ("no-such-host", "the name no-such-host does not resolve"), ("127.0.0.1", "leads back to host2 itself")])
 def test_node_0_never_comes(address, words, two, measured):
     """Or MASTER_ADDR is wrong: nobody has it, there is no way to it, it does not resolve, it is this host."""
     clock = Clock()
     run = two.node(1, "run.connect_timeout_s=12", env={"MASTER_ADDR": address})
     assert two.end() == [1]
-    assert "node 0 did not answer within run.connect_timeout_s=12" in run.output and words in run.output, run.output
+    assert "node 0 did not answer within run.connect_timeout_s=12" in run.output and words in run.output, (
+        run.output
+    )
     measured(f"node 0 never comes, MASTER_ADDR={address} (limit 12 s)", f"ends; `{words}`", clock.seconds)
 
 
@@ -420,7 +448,8 @@ def test_prepared_data_is_not_shared(two, measured, tmp_path):
     two.node(1, "train.steps=3", own=tmp_path / "cache")
     assert two.end() == [2, 2], two.output
     assert "on host2 it is missing" in two.output
-    measured("prepared data not shared", "ends with status 2 before step 1; `on host2 it is missing`", clock.seconds)
+    measured("prepared data not shared", "ends with status 2 before step 1; `on host2 it is missing`",
+             clock.seconds)
 
 
 def test_another_config_on_a_host(two, measured):
@@ -449,4 +478,5 @@ def test_loopback_is_refused(two, measured):
     two.node(1)
     assert two.end() == [2, 2], two.output
     assert "GLOO_SOCKET_IFNAME=lo on host1 is loopback" in two.output
-    measured("GLOO_SOCKET_IFNAME=lo with two hosts", "refused with status 2, and the right interface", clock.seconds)
+    measured("GLOO_SOCKET_IFNAME=lo with two hosts", "refused with status 2, and the right interface",
+             clock.seconds)

@@ -1,4 +1,5 @@
-"""A real Slurm of two nodes, each a network namespace with a name of its own: sbatch launch/slurm.sbatch with threed itself."""
+"""A real Slurm of two nodes, each a network namespace with a name of its own: sbatch launch/slurm.sbatch with
+threed itself."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from tests.running import Run, losses
 from threed.children import die_with_parent
 
 TOOLS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol")
-REASON = missing() or next((f"{tool} is missing: make cluster" for tool in TOOLS if shutil.which(tool) is None), None)
+REASON = missing() or next((f"{tool} is missing: make cluster" for tool in TOOLS
+                            if shutil.which(tool) is None), None)
 pytestmark = [pytest.mark.cluster, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
 
 CONFIG = """
@@ -58,7 +60,8 @@ class Slurm:
 
     def __init__(self, hosts: list[Host], folder: Path):
         self.hosts, self.folder = hosts, folder
-        self.env = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf"), "PYTHON": sys.executable, "GPUS_PER_NODE": "1",
+        self.env = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf"), "PYTHON": sys.executable,
+                    "GPUS_PER_NODE": "1",
                     "OMP_NUM_THREADS": "1"}
         (folder / "state").mkdir(parents=True)
         (folder / "slurm.conf").write_text(CONFIG.format(folder=folder))
@@ -90,7 +93,8 @@ class Slurm:
         return self.command("scontrol", *words)
 
     def submit(self, *options: str, overrides: list[str]) -> str:
-        out = self.command("sbatch", "--nodes=2", "--cpus-per-task=1", f"--output={self.folder}/job-%j.log", *options,
+        out = self.command("sbatch", "--nodes=2", "--cpus-per-task=1", f"--output={self.folder}/job-%j.log",
+                           *options,
                            "launch/slurm.sbatch", *overrides)
         found = re.search(r"Submitted batch job (\d+)", out)
         assert found, out
@@ -106,7 +110,8 @@ class Slurm:
     def wait_for(self, condition, timeout_s: float = 120.0, job: str = "") -> None:
         until = time.monotonic() + timeout_s
         while not condition():
-            assert time.monotonic() < until, (self.log(job), self.control("show", "job"), self.control("show", "node"))
+            assert time.monotonic() < until, (self.log(job), self.control("show", "job"),
+                                              self.control("show", "node"))
             time.sleep(0.5)
 
     def end(self, job: str, timeout_s: float = 200.0) -> str:
@@ -136,9 +141,11 @@ def test_a_run_and_a_node_that_fails(slurm, tmp_path, cache, alone, measured):
     clock = Clock()
     job = slurm.submit(overrides=settings)
     assert slurm.end(job) == "COMPLETED" and losses(tmp_path / "run") == alone, slurm.log(job)
-    measured("Slurm, 2 nodes, sbatch launch/slurm.sbatch", "COMPLETED, losses equal to one host's", clock.seconds)
+    measured("Slurm, 2 nodes, sbatch launch/slurm.sbatch", "COMPLETED, losses equal to one host's",
+             clock.seconds)
 
-    settings = [*settings, f"run.dir={tmp_path / 'other'}", "train.steps=600", "checkpoint.every=50", "monitor.console_every=50"]
+    settings = [*settings, f"run.dir={tmp_path / 'other'}", "train.steps=600", "checkpoint.every=50",
+                "monitor.console_every=50"]
     job = slurm.submit(overrides=settings)
     slurm.wait_for(lambda: "step 100/600" in slurm.log(job), job=job)
     second = slurm.hosts[1]
@@ -158,17 +165,20 @@ def test_a_run_and_a_node_that_fails(slurm, tmp_path, cache, alone, measured):
 
 def test_time_limit_and_singleton(slurm, tmp_path, cache, measured):
     """SIGTERM ahead of the time limit saves; the job is COMPLETED, and the next of the chain goes on."""
-    settings = [*TINY[1:], *cache, f"run.dir={tmp_path / 'run'}", "train.steps=1000000", "monitor.console_every=20"]
+    settings = [*TINY[1:], *cache, f"run.dir={tmp_path / 'run'}", "train.steps=1000000",
+                "monitor.console_every=20"]
     options = ("--job-name=chain", "--dependency=singleton", "--time=2", "--signal=TERM@60")
     first, second = (slurm.submit(*options, overrides=settings) for _ in range(2))
     clock = Clock()
     assert slurm.end(first, 240) == "COMPLETED", slurm.log(first)
     assert "stopped on request after step" in slurm.log(first) and "Traceback" not in slurm.log(first)
-    measured("Slurm, time limit of 2 minutes, --signal=TERM@60; since it was submitted", "saved, COMPLETED", clock.seconds)
+    measured("Slurm, time limit of 2 minutes, --signal=TERM@60; since it was submitted", "saved, COMPLETED",
+             clock.seconds)
     slurm.wait_for(lambda: "resumed from" in slurm.log(second), job=second)
     slurm.wait_for(lambda: slurm.log(second).count("step ") > 3, job=second)
     clock = Clock()
     slurm.command("scancel", "--signal=TERM", second)
     assert slurm.end(second) == "COMPLETED", slurm.log(second)
     assert "stopped on request after step" in slurm.log(second) and "Traceback" not in slurm.log(second)
-    measured("Slurm, the next job of the chain; scancel --signal=TERM", "resumes; saved, COMPLETED", clock.seconds)
+    measured("Slurm, the next job of the chain; scancel --signal=TERM", "resumes; saved, COMPLETED",
+             clock.seconds)

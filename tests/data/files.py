@@ -11,7 +11,8 @@ from tokenizers import decoders, models, pre_tokenizers
 
 
 def write(prefix: Path, documents: list[list[int]], dtype: type = np.uint16) -> Path:
-    """A Megatron pair, spelled out byte by byte (test_tokens compares the reader with Megatron's own writer)."""
+    """A Megatron pair, spelled out byte by byte (test_tokens compares the reader with Megatron's own
+    writer)."""
     code = {np.uint16: 8, np.int32: 4}[dtype]
     lengths = [len(document) for document in documents]
     np.concatenate([np.array(document, dtype) for document in documents]).tofile(f"{prefix}.bin")
@@ -24,7 +25,8 @@ def write(prefix: Path, documents: list[list[int]], dtype: type = np.uint16) -> 
 
 
 def word_level(path: Path, *words: str) -> Path:
-    inner = tokenizers.Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0]))
+    inner = tokenizers.Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)},
+                                                  unk_token=words[0]))
     inner.pre_tokenizer = pre_tokenizers.Whitespace()  # pyright: ignore
     inner.decoder = decoders.Fuse()  # pyright: ignore
     inner.enable_padding(length=64)

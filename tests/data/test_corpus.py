@@ -18,7 +18,8 @@ def read(source, text_key="text"):
 
 
 def test_stdlib_filter(tmp_path, monkeypatch):
-    for name in ("b.py", "a/x.py", "a/test/t.py", "tests/t.py", "site-packages/p.py", "lib/idle_test/i.py", "c.txt"):
+    for name in ("b.py", "a/x.py", "a/test/t.py", "tests/t.py", "site-packages/p.py", "lib/idle_test/i.py",
+                 "c.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
     (tmp_path / "latin.py").write_bytes(b"# \xe9\xff")
@@ -76,15 +77,18 @@ def test_fingerprint_of_jsonl_depends_on_the_field(tmp_path):
     line = json.dumps({"text": "a", "body": "b"})
     (tmp_path / "a.jsonl").write_text(line)
     (tmp_path / "a.txt").write_text(line)
-    prints = {fingerprint(str(tmp_path / name), key) for name, key in (("a.jsonl", "text"), ("a.jsonl", "body"),
+    prints = {fingerprint(str(tmp_path / name), key) for name,
+              key in (("a.jsonl", "text"), ("a.jsonl", "body"),
                                                                        ("a.txt", "text"))}
     assert len(prints) == 3
 
 
 @pytest.mark.parametrize("name, says", [
     ("missing", "does not exist"), ("missing.txt", "does not exist"), ("missing.bin", "does not exist"),
-    ("*.txt", "matches no file"), ("empty", "no file with one of the suffixes"), ("odd", "no file with one of"),
-    ("blank.md", "holds no text; give"), ("latin.md", "1 file of .* not UTF-8"), ("data.json", "name it .jsonl"),
+    ("*.txt", "matches no file"), ("empty", "no file with one of the suffixes"),
+    ("odd", "no file with one of"),
+    ("blank.md", "holds no text; give"), ("latin.md", "1 file of .* not UTF-8"),
+    ("data.json", "name it .jsonl"),
 ])
 def test_no_text(tmp_path, name, says):
     (tmp_path / "empty").mkdir()
@@ -107,9 +111,12 @@ def test_not_utf8_is_counted(tmp_path):
 
 
 @pytest.mark.parametrize("line, says", [
-    (b'{"text": ', "not a line of JSON"), (b'{"text": "caf\xe9"}', "not a line of JSON"), (b'["text"]', "holds a list"),
-    (b"[" * 100_000, "not a line of JSON"), (b'{"body": "b", "id": 2}', "no field 'text'.*body, id.*data.text_key"),
-    (b"{}", "none"), (b'{"text": 3}', "is a int, not a string"), (b'{"text": "\\ud800"}', "not valid Unicode"),
+    (b'{"text": ', "not a line of JSON"), (b'{"text": "caf\xe9"}', "not a line of JSON"),
+    (b'["text"]', "holds a list"),
+    (b"[" * 100_000, "not a line of JSON"),
+    (b'{"body": "b", "id": 2}', "no field 'text'.*body, id.*data.text_key"),
+    (b"{}", "none"), (b'{"text": 3}', "is a int, not a string"),
+    (b'{"text": "\\ud800"}', "not valid Unicode"),
 ])
 def test_bad_jsonl_names_file_and_line(tmp_path, line, says):
     path = tmp_path / "a.jsonl"

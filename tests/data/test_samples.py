@@ -28,7 +28,8 @@ def test_permutation_mixes_well():
     size, keys = 64, 4000
     first = np.bincount([permute(0, size, mix(key)) for key in range(keys)], minlength=size)
     expected = keys / size
-    assert ((first - expected) ** 2 / expected).sum() < 110  # chi-square, 63 degrees of freedom: 1e-4 lies at 112
+    # chi-square, 63 degrees of freedom: 1e-4 lies at 112
+    assert ((first - expected) ** 2 / expected).sum() < 110
     order = [permute(place, 10_000, mix(1)) for place in range(10_000)]
     assert abs(np.corrcoef(order, np.arange(10_000))[0, 1]) < 0.05
     assert abs(np.corrcoef(order[1:], order[:-1])[0, 1]) < 0.05
@@ -67,7 +68,8 @@ def test_order_is_pure_and_keyed_by_seed_and_epoch(prefix):
     train, _ = splits(prefix, 8, 1, 0.1)
     assert whole == [int(train.window(i)[0]) for i in reversed(range(2 * n))][::-1]
     assert whole[:n] != whole[n:]
-    assert whole[:n] != order(2, 0, n) and whole[n:] != order(2, 0, n)  # not a shift of seed against epoch either
+    # not a shift of seed against epoch either
+    assert whole[:n] != order(2, 0, n) and whole[n:] != order(2, 0, n)
     assert whole[:5] == [112, 1328, 1648, 560, 1664]  # pinned: a resumed run must meet the same samples
 
 
@@ -100,7 +102,8 @@ def test_cut_inside_a_document_that_is_too_long(tmp_path, lengths):
 
 
 @pytest.mark.parametrize("seq_len, fraction, says", [
-    (2000, 0.0, "2000 of 2000 tokens are for training.*seq_len \\+ 1 = 2001.*data.source.*model.seq_len=2000$"),
+    (2000, 0.0,
+     "2000 of 2000 tokens are for training.*seq_len \\+ 1 = 2001.*data.source.*model.seq_len=2000$"),
     (1800, 0.1, "1800 of 2000 tokens are for training.*lower data.validation_fraction"),
     (200, 0.1, "200 of 2000 tokens are for validation.*raise data.validation_fraction"),
     (8, 1e-9, "0 of 2000 tokens are for validation"),
@@ -128,15 +131,18 @@ def test_half_a_pair(prefix, gone, says):
     (lambda idx: b"PK" + idx[2:], "p.idx is not a Megatron index"),
     (lambda idx: b"", "p.idx is not a Megatron index"),
     (lambda idx: idx[:20], "p.idx is cut short: its header needs 34 bytes, and the file has 20"),
-    (lambda idx: idx[:-1], "p.idx is cut short: 40 sequences in 40 documents need 842 bytes, and the file has 841"),
+    (lambda idx: idx[:-1],
+     "p.idx is cut short: 40 sequences in 40 documents need 842 bytes, and the file has 841"),
     (lambda idx: idx[:18] + struct.pack("<Q", 2**60) + idx[26:], "p.idx is cut short"),
     (lambda idx: idx[:9] + b"\2" + idx[10:], "version 2"),
     (lambda idx: idx[:17] + b"\7" + idx[18:], "dtype code 7"),
     (lambda idx: idx[:34] + struct.pack("<i", -5) + idx[38:], "p.idx is damaged"),
     (lambda idx: idx[:-8] + struct.pack("<q", 39), "p.idx is damaged"),
     (lambda idx: idx[:-16] + struct.pack("<q", 77) + idx[-8:], "p.idx is damaged"),
-    (lambda idx: idx[:34] + struct.pack("<i", 51) + idx[38:], "p.bin is cut short: .*2001 tok.*4002 bytes.*has 4000"),
-    (lambda idx: idx[:34] + struct.pack("<i", 49) + idx[38:], "p.bin is too long .*1999 tok.*3998 bytes.*has 4000"),
+    (lambda idx: idx[:34] + struct.pack("<i", 51) + idx[38:],
+     "p.bin is cut short: .*2001 tok.*4002 bytes.*has 4000"),
+    (lambda idx: idx[:34] + struct.pack("<i", 49) + idx[38:],
+     "p.bin is too long .*1999 tok.*3998 bytes.*has 4000"),
 ])
 def test_damaged_index(prefix, change, says):
     idx = Path(f"{prefix}.idx")

@@ -16,7 +16,8 @@ from threed.data import tokenizer as subject
 from threed.data.tokenizer import EOD, PIECE_CHARS, load, pieces, train
 from threed.errors import InputError
 
-TEXTS = [f"def function_{i}(argument):\n    return argument * {i}  # ünïcode 日本 🙂\n" * 5 for i in range(40)]
+TEXTS = [f"def function_{i}(argument):\n    return argument * {i}  # ünïcode 日本 🙂\n" * 5
+         for i in range(40)]
 
 
 def test_train_and_load(tmp_path):

@@ -48,7 +48,9 @@ def texts_of(prepared) -> list[str]:
 
 
 def test_importing_is_cheap():
-    code = "import sys, threed.data.tokens; sys.exit(any(name in sys.modules for name in ('torch', 'megatron')))"
+    code = (
+        "import sys, threed.data.tokens; sys.exit(any(name in sys.modules for name in ('torch', 'megatron')))"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(subject.__file__).parents[2])
 
 
@@ -97,7 +99,8 @@ def test_cache_follows_content_and_settings(source, tmp_path):
 
 
 def test_equal_bytes_in_another_cache(source, tmp_path):
-    one, two = (prepare(DataConfig(source=str(source), cache=str(tmp_path / name)), MODEL).prefix for name in "ab")
+    one, two = (prepare(DataConfig(source=str(source), cache=str(tmp_path / name)), MODEL).prefix
+                for name in "ab")
     for name in ("tokens.bin", "tokens.idx", "tokenizer.json", "meta.json"):
         assert (one.parent / name).read_bytes() == (two.parent / name).read_bytes()
 
@@ -175,7 +178,8 @@ def test_cache_that_cannot_be_made(source, tmp_path):
         prepare(config(source, tmp_path), MODEL)
 
 
-@pytest.mark.parametrize("name, change", [("tokens.bin", lambda path: path.write_bytes(path.read_bytes()[:-2])),
+@pytest.mark.parametrize("name, change",
+                         [("tokens.bin", lambda path: path.write_bytes(path.read_bytes()[:-2])),
                                           ("meta.json", lambda path: path.write_text("{")),
                                           ("tokenizer.json", lambda path: path.unlink())])
 def test_damaged_cache(source, tmp_path, name, change):
@@ -213,7 +217,8 @@ def test_a_changed_number(source, tmp_path):
 
 
 def test_long_streams_are_checked_as_they_are_read(source, tmp_path, monkeypatch):
-    """A stream too long to be read at each start: a damaged block is refused when a sample comes from it, and only then."""
+    """A stream too long to be read at each start: a damaged block is refused when a sample comes from it, and
+    only then."""
     from threed.data import samples
 
     monkeypatch.setattr(samples, "BLOCK_BYTES", 64)
@@ -235,12 +240,14 @@ def test_long_streams_are_checked_as_they_are_read(source, tmp_path, monkeypatch
 
 
 def test_an_id_out_of_range(tmp_path):
-    """Of Megatron's data only a sample is looked at before the run: later the file and the place are named."""
+    """Of Megatron's data only a sample is looked at before the run: later the file and the place are
+    named."""
     from threed.data.samples import splits
 
     prefix = write(tmp_path / "m", [[1] * 40, [1] * 15 + [500] + [1] * 4])
     split, _ = splits(prefix, 8, 1, 0, vocab=300)
-    with pytest.raises(InputError, match=r"m.bin holds token 500 at position 55, in sample \d, but .* allows 0 to 299"):
+    with pytest.raises(InputError,
+                       match=r"m.bin holds token 500 at position 55, in sample \d, but .* allows 0 to 299"):
         [split.window(index) for index in range(split.num_windows)]
 
 
@@ -256,8 +263,8 @@ def begin(data: DataConfig, note: str) -> None:
 
 @pytest.mark.parametrize("note", ["training", "encoded"])
 def test_a_killed_build_is_removed(source, tmp_path, note):
-    """SIGKILL leaves a folder, which the next start removes; not one that is being built now, nor a folder without a lock that
-    may have been made this moment."""
+    """SIGKILL leaves a folder, which the next start removes; not one that is being built now, nor a folder
+    without a lock that may have been made this moment."""
     data = config(source, tmp_path)
     context = multiprocessing.get_context("fork")
     builders = [context.Process(target=begin, args=(data, note)) for _ in range(2)]
@@ -289,7 +296,8 @@ def test_bad_source_and_tokenizer(source, tmp_path):
     no_eod = word_level(tmp_path / "t.json", "a", "b", "c")
     says("does not exist", source=tmp_path / "none")
     says("cannot be read as a tokenizer", tokenizer=str(tmp_path / "none.json"))
-    says("has 3 tokens, more than model.vocab=2; set model.vocab=3", ModelConfig(vocab=2), tokenizer=str(no_eod))
+    says("has 3 tokens, more than model.vocab=2; set model.vocab=3", ModelConfig(vocab=2),
+         tokenizer=str(no_eod))
     says("append_eod=true, but .* has none of .*set data.append_eod=false", tokenizer=str(no_eod))
     says("model.vocab=100 is too small", ModelConfig(vocab=100))
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{')
@@ -315,10 +323,12 @@ def test_bad_megatron_prefix(tmp_path):
         with pytest.raises(InputError, match=match):
             prepare(config(source, tmp_path, **values), MODEL)
 
-    says("m.bin holds token 300, but model.vocab=300 allows 0 to 299.* at least 301", write(tmp_path / "m", [[300, 1]]))
+    says("m.bin holds token 300, but model.vocab=300 allows 0 to 299.* at least 301",
+         write(tmp_path / "m", [[300, 1]]))
     says("holds token -1", write(tmp_path / "n", [[-1, 400]], np.int32))
     words = str(word_level(tmp_path / "t.json", "a", "b", "c"))
-    says("holds token 3, but data.tokenizer=.* has only 3 tokens", write(tmp_path / "o", [[3, 1]]), tokenizer=words)
+    says("holds token 3, but data.tokenizer=.* has only 3 tokens", write(tmp_path / "o", [[3, 1]]),
+         tokenizer=words)
     assert prepare(config(write(tmp_path / "o", [[2, 1]]), tmp_path, tokenizer=words), MODEL).vocab_size == 3
     for gone, kept in (("bin", "idx"), ("idx", "bin")):
         prefix = write(tmp_path / f"no_{gone}", [[1, 2]])

@@ -43,10 +43,12 @@ def mount(tmp_path):
 
 @pytest.fixture
 def begin(tmp_path, cache):
-    """begin(arguments, *overrides) -> a run in tmp_path/run, or in another folder; what still runs at the end is killed."""
+    """begin(arguments, *overrides) -> a run in tmp_path/run, or in another folder; what still runs at the end
+    is killed."""
     runs = []
 
-    def run(arguments: list[str], *overrides: str, name: str = "run", env: dict[str, str] | None = None) -> Run:
+    def run(arguments: list[str], *overrides: str, name: str = "run",
+            env: dict[str, str] | None = None) -> Run:
         runs.append(Run(tmp_path, *arguments, *cache, f"run.dir={tmp_path / name}", *overrides, env=env))
         return runs[-1]
 

@@ -1,4 +1,5 @@
-"""Processes that a launcher forks: signals that come early, ranks that cannot be killed, hang-ups that nohup ignores."""
+"""Processes that a launcher forks: signals that come early, ranks that cannot be killed, hang-ups that nohup
+ignores."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ class Stuck:
 
 def test_what_was_never_started():
     """Forking has failed for some."""
-    ranks = [children.CONTEXT.Process(target=children.be_rank, args=(os.getpid(), lambda: time.sleep(60))) for _ in range(2)]
+    ranks = [children.CONTEXT.Process(target=children.be_rank, args=(os.getpid(), lambda: time.sleep(60)))
+             for _ in range(2)]
     with children.signals_wait():
         children.start(ranks[:1])
     children.end_all(ranks)
@@ -67,14 +69,17 @@ def test_a_rank_that_cannot_be_killed(monkeypatch, capfd):
     with pytest.raises(SystemExit) as ended:
         children.end_all([Stuck()], limit_s=0.0, why="node 0 has gone")
     assert ended.value.code == 1
-    assert "node 0 has gone; rank 3 (process 77) cannot be killed: stuck in the kernel" in capfd.readouterr().err
+    assert (
+        "node 0 has gone; rank 3 (process 77) cannot be killed: stuck in the kernel" in capfd.readouterr().err
+    )
 
 
 def test_whom_to_blame():
     """Who was killed, before who ended of it."""
     assert children.first_failure([None, 0, 1, -11]) == (3, -11) and children.first_failure([0, None]) is None
     assert children.ended_by(-11) == ("was killed by SIGSEGV", "SIGSEGV", 139)
-    assert children.ended_by(-9) == ("was killed by SIGKILL", None, 137), "from outside: it says nothing about the run"
+    assert children.ended_by(-9) == ("was killed by SIGKILL", None,
+                                     137), "from outside: it says nothing about the run"
     assert children.ended_by(3)[1:] == ("exit status 3", 3)
 
 

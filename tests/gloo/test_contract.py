@@ -1,4 +1,5 @@
-"""Cells of the contract over real processes: few, in which every pair of values is met (`make matrix`), or every value."""
+"""Cells of the contract over real processes: few, in which every pair of values is met (`make matrix`), or
+every value."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ QUICK = each_value(covering())
 @pytest.mark.parametrize("cell", [
     pytest.param(cell, id=cell.id, marks=[pytest.mark.slow] * (cell not in QUICK)) for cell in covering()])
 def test_cell(cell, workers, references):
-    """What loopback cannot show: that messages and collectives of gloo, and its lanes, give the same numbers."""
+    """What loopback cannot show: that messages and collectives of gloo, and its lanes, give the same
+    numbers."""
 
     def run(config: Config, steps: int) -> Ranks:
         return collect(config, workers.run(over_gloo, config.world_size, config, steps))

@@ -1,4 +1,5 @@
-"""Two nodes on this machine over loopback, and two hosts where one is root: in short what `make cluster` does at length."""
+"""Two nodes on this machine over loopback, and two hosts where one is root: in short what `make cluster` does
+at length."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ def node(tmp_path, cache):
     port, runs = str(free_port()), []
 
     def start(number: int, *overrides: str) -> Run:
-        env = {"NNODES": "2", "NODE_RANK": str(number), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GPUS_PER_NODE": "1"}
+        env = {"NNODES": "2", "NODE_RANK": str(number), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+               "GPUS_PER_NODE": "1"}
         runs.append(Run(tmp_path, *settings(tmp_path, cache), *overrides, env=env))
         return runs[-1]
 
@@ -52,7 +54,10 @@ def test_a_stop_and_a_kill(node, tmp_path):
 def test_a_node_that_does_not_fit(node):
     """Another NNODES, or what no node says: refused, and the first goes on waiting until its limit."""
     first = node(0, "run.connect_timeout_s=8")
-    assert first.wait(40) == 1 and "1 of 2 nodes came within run.connect_timeout_s=8; missing: node 1" in first.output
+    assert (
+        first.wait(40) == 1
+        and "1 of 2 nodes came within run.connect_timeout_s=8; missing: node 1" in first.output
+    )
 
 
 @pytest.mark.skipif(missing() is not None, reason=str(missing()))

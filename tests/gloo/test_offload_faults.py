@@ -1,4 +1,5 @@
-"""What a disk does to a run, from the command line: one message that names the place and what to do, and the last checkpoint."""
+"""What a disk does to a run, from the command line: one message that names the place and what to do, and the
+last checkpoint."""
 
 from __future__ import annotations
 
@@ -20,10 +21,14 @@ from threed.errors import InputError, RunError
 from threed.offload.tiers import Disk
 from threed.pool import aligned
 
-SMALL = ["train", "configs/toy.yaml", "model.layers=2", "model.hidden=32", "model.seq_len=32", "model.vocab=300",
-         "train.global_batch_size=4", "train.micro_batch_size=1", "train.eval_every=0", "monitor.wandb=disabled",
-         "monitor.trace_every=0", "optimizer.warmup_steps=0", "optimizer.decay_steps=12", "parallel.tp=1", "parallel.pp=1",
-         "parallel.dp=2", "run.timeout_s=60", "zero.stage=3", "offload.optimizer=nvme", "offload.parameters=nvme"]
+SMALL = ["train", "configs/toy.yaml", "model.layers=2", "model.hidden=32", "model.seq_len=32",
+         "model.vocab=300",
+         "train.global_batch_size=4", "train.micro_batch_size=1", "train.eval_every=0",
+         "monitor.wandb=disabled",
+         "monitor.trace_every=0", "optimizer.warmup_steps=0", "optimizer.decay_steps=12", "parallel.tp=1",
+         "parallel.pp=1",
+         "parallel.dp=2", "run.timeout_s=60", "zero.stage=3", "offload.optimizer=nvme",
+         "offload.parameters=nvme"]
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +36,8 @@ def unbroken(tmp_path_factory, cache):
     """A run of 12 steps that nothing happens to, with a checkpoint after 4."""
     folder = tmp_path_factory.mktemp("unbroken")
     (folder / "disk").mkdir()
-    run = Run(folder, *SMALL, *cache, f"run.dir={folder / 'run'}", f"offload.nvme_path={folder / 'disk'}", "train.steps=12",
+    run = Run(folder, *SMALL, *cache, f"run.dir={folder / 'run'}", f"offload.nvme_path={folder / 'disk'}",
+              "train.steps=12",
               "checkpoint.every=4", "checkpoint.keep=0")
     assert run.wait() == 0, run.output
     return folder / "run"
@@ -45,11 +51,13 @@ def disk(tmp_path):
 
 @pytest.fixture
 def start(tmp_path, cache, disk):
-    """start(*overrides) -> a run in tmp_path/run with its files in `disk`; what still runs at the end is killed."""
+    """start(*overrides) -> a run in tmp_path/run with its files in `disk`; what still runs at the end is
+    killed."""
     runs = []
 
     def begin(*overrides: str, name: str = "run") -> Run:
-        run = Run(tmp_path, *SMALL, *cache, f"run.dir={tmp_path / name}", f"offload.nvme_path={disk}", *overrides)
+        run = Run(tmp_path, *SMALL, *cache, f"run.dir={tmp_path / name}", f"offload.nvme_path={disk}",
+                  *overrides)
         runs.append(run)
         return run
 
@@ -72,7 +80,8 @@ def files_of(run: Run) -> list[Path]:
     found = []
     for rank in run.ranks():
         for link in Path(f"/proc/{rank.pid}/fd").iterdir():
-            with contextlib.suppress(FileNotFoundError):  # one that was closed after it was listed is not open
+            # one that was closed after it was listed is not open
+            with contextlib.suppress(FileNotFoundError):
                 if "/disk/" in os.readlink(link):
                     found.append(link)
     return found
@@ -83,7 +92,8 @@ def resumes(start, tmp_path: Path, unbroken: Path) -> None:
     again = start("train.steps=12")
     assert again.wait() == 0, again.output
     assert "resumed from" in again.output
-    rows = {row["step"]: (row["train/loss"], row["train/grad_norm"]) for row in metrics(tmp_path / "run")}  # the last of each
+    # the last of each
+    rows = {row["step"]: (row["train/loss"], row["train/grad_norm"]) for row in metrics(tmp_path / "run")}
     assert rows == losses(unbroken)
 
 
@@ -103,17 +113,20 @@ def test_a_file(start, tmp_path):
 
 def test_a_folder_without_files(start):
     """Where even root can make none."""
-    said_once(start("train.steps=2", "offload.nvme_path=/proc/self"), 2, "offload.nvme_path=/proc/self cannot be used")
+    said_once(start("train.steps=2", "offload.nvme_path=/proc/self"), 2,
+              "offload.nvme_path=/proc/self cannot be used")
 
 
 def test_read_only(start, mount):
-    said_once(start("train.steps=2", f"offload.nvme_path={mount('ro')}"), 2, "cannot be used: Read-only file system")
+    said_once(start("train.steps=2", f"offload.nvme_path={mount('ro')}"), 2,
+              "cannot be used: Read-only file system")
 
 
 def test_too_small(start, mount):
     """Said before the first step, not hours into it; and what was taken is given back."""
     small = mount("size=200k")
-    said_once(start("train.steps=2", f"offload.nvme_path={small}"), 2, f"offload.nvme_path={small} has no room for", "of rank",
+    said_once(start("train.steps=2", f"offload.nvme_path={small}"), 2,
+              f"offload.nvme_path={small} has no room for", "of rank",
               "No space left on device", "free some, give a folder on a larger disk, or offload less")
     assert shutil.disk_usage(small).used == 0 and not list(small.iterdir())
 
@@ -186,7 +199,8 @@ def test_the_folder_goes(start, disk, tmp_path, unbroken):
 
 @pytest.mark.parametrize("how", ["end", "SIGTERM", "one rank", "SIGKILL"])
 def test_nothing_is_left(how, start, disk):
-    """Files of a run that ended, or was killed, fill the disk: they are in no folder, and go with the process."""
+    """Files of a run that ended, or was killed, fill the disk: they are in no folder, and go with the
+    process."""
     run = start("train.steps=100000" if how != "end" else "train.steps=8")
     run.wait_for("step      3/100000" if how != "end" else "step 3/8")
     assert len(files_of(run)) > 4 or how == "end"
@@ -202,7 +216,8 @@ def test_nothing_is_left(how, start, disk):
 
 
 def test_two_runs_in_one_folder(start, tmp_path, unbroken):
-    """A second run that removes or overwrites the files of the first: both train on, with each other's state."""
+    """A second run that removes or overwrites the files of the first: both train on, with each other's
+    state."""
     runs = [start("train.steps=12", "checkpoint.every=4", name=name) for name in ("one", "two")]
     for run, name in zip(runs, ("one", "two")):
         assert run.wait() == 0, run.output
@@ -236,7 +251,8 @@ def test_in_pieces(disk, monkeypatch):
     files.make("a", 4 * 4096)
     for call in ("preadv", "pwritev"):
         original = getattr(os, call)
-        monkeypatch.setattr(os, call, lambda number, parts, at, original=original: original(number, [parts[0][:4096]], at))
+        monkeypatch.setattr(os, call, lambda number, parts, at,
+                            original=original: original(number, [parts[0][:4096]], at))
     buffer, again = memory(4096), memory(4096)
     files.write("a", buffer.copy_(value).view(torch.uint8))
     files.read("a", again.view(torch.uint8))
@@ -257,7 +273,8 @@ def test_messages(disk):
     files = Disk(str(disk), 3)
     files.make("p1.state", 8192)
     os.truncate(f"/proc/self/fd/{files._files['p1.state'].fileno()}", 4096)
-    with pytest.raises(RunError, match=rf"nvme_path={disk}: p1.state of rank 3 could be read up to byte 4096 of 8192 only"):
+    with pytest.raises(RunError, match=rf"nvme_path={disk}: p1.state of rank 3 could be read up to byte 4096 "
+                                       rf"of 8192 only"):
         files.read("p1.state", memory(2048).view(torch.uint8))
     with pytest.raises(RunError, match=rf"nvme_path={disk}: p1.state of rank 3 was cut short"):
         files.map("p1.state", 2048, torch.float32)

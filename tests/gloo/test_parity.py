@@ -6,7 +6,8 @@ import pytest
 
 from tests.harness import assert_parity, collect, loopback, over_gloo, schedule_config, tiny
 
-# Together these meet every pair of: axis used or not, schedule, ZeRO stage, sp, tied, uneven stages, clipping.
+# Together these meet every pair of: axis used or not, schedule, ZeRO stage, sp, tied, uneven stages,
+# clipping.
 CASES = {
     "alone": [],
     "dp": ["parallel.dp=4", "zero.stage=0"],
@@ -20,15 +21,20 @@ CASES = {
     "3d": ["parallel.dp=2", "parallel.tp=2", "parallel.pp=2"],
     "3d-gpipe-sp": ["parallel.dp=2", "parallel.tp=2", "parallel.pp=2", "parallel.schedule=gpipe",
                     "parallel.sequence_parallel=true", "optimizer.clip_grad=1.0"],
-    "3d-untied-zero-0": ["parallel.dp=2", "parallel.tp=2", "parallel.pp=2", "zero.stage=0", "model.tie_embeddings=false",
+    "3d-untied-zero-0": ["parallel.dp=2", "parallel.tp=2", "parallel.pp=2", "zero.stage=0",
+                         "model.tie_embeddings=false",
                          "parallel.sequence_parallel=true", "parallel.axis_order=dp-pp-tp"],
     "3d-dropout": ["parallel.dp=2", "parallel.tp=2", "parallel.pp=2", "model.dropout=0.1"],
 }
 
-# Meets every pair of schedule, pp, tp, ZeRO stage and count of micro-batches that 8 processes allow, in few runs.
-PAIRS = [("gpipe", 2, 2, 0, "1"), ("1f1b", 4, 1, 1, "p+1"), ("interleaved", 4, 2, 0, "3p+1"), ("interleaved", 2, 1, 1, "2"),
-         ("zb-h1", 4, 2, 1, "p"), ("zb-h1", 2, 1, 0, "3p+1"), ("zb-h2", 8, 1, 1, "2p"), ("zb-h2", 2, 2, 0, "p+1"),
-         ("zb-v", 4, 1, 0, "1"), ("zb-v", 2, 2, 1, "3p+1"), ("zb-v", 8, 1, 0, "p"), ("dualpipe-v", 4, 2, 1, "2p"),
+# Meets every pair of schedule, pp, tp, ZeRO stage and count of micro-batches that 8 processes allow, in few
+# runs.
+PAIRS = [("gpipe", 2, 2, 0, "1"), ("1f1b", 4, 1, 1, "p+1"), ("interleaved", 4, 2, 0, "3p+1"),
+         ("interleaved", 2, 1, 1, "2"),
+         ("zb-h1", 4, 2, 1, "p"), ("zb-h1", 2, 1, 0, "3p+1"), ("zb-h2", 8, 1, 1, "2p"),
+         ("zb-h2", 2, 2, 0, "p+1"),
+         ("zb-v", 4, 1, 0, "1"), ("zb-v", 2, 2, 1, "3p+1"), ("zb-v", 8, 1, 0, "p"),
+         ("dualpipe-v", 4, 2, 1, "2p"),
          ("dualpipe-v", 2, 1, 0, "3p+1"), ("breadth-first", 8, 1, 1, "2"), ("breadth-first", 4, 2, 0, "2p"),
          ("auto", 4, 1, 1, "2p"), ("auto", 2, 2, 0, "2")]
 

@@ -1,4 +1,5 @@
-"""A model is built in parts: no rank ever holds more than its own shards, the buffers that units share, and one parameter."""
+"""A model is built in parts: no rank ever holds more than its own shards, the buffers that units share, and
+one parameter."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ from threed.schema import Config
 from threed.tensor.random import draw, initial_values
 from threed.zero.state import UnitState
 
-SLACK = 56 << 20  # what else a process takes while it trains: activations, stacks of threads, what the allocator keeps
+# what else a process takes while it trains: activations, stacks of threads, what the allocator keeps
+SLACK = 56 << 20
 
 
 class Most(Alive):
@@ -41,14 +43,18 @@ class Most(Alive):
 
 @pytest.mark.parametrize("others", [
     ["zero.stage=3", "parallel.dp=4"], ["zero.stage=3", "precision.dtype=bf16", "parallel.dp=2"],
-    ["zero.stage=3", "parallel.dp=2", "offload.optimizer=cpu", "offload.parameters=cpu"], ["zero.stage=1", "parallel.tp=2"],
-    ["parallel.dp=2", "parallel.pp=2"], []], ids=lambda others: "-".join(text.split(".")[1] for text in others) or "alone")
+    ["zero.stage=3", "parallel.dp=2", "offload.optimizer=cpu", "offload.parameters=cpu"],
+    ["zero.stage=1", "parallel.tp=2"],
+    ["parallel.dp=2", "parallel.pp=2"], []],
+                         ids=lambda others: "-".join(text.split(".")[1] for text in others) or "alone")
 def test_one_parameter_at_a_time(others, monkeypatch):
-    """Initial values of a whole unit, or of a stacked parameter and of its parts at once; a module with weights of its own."""
+    """Initial values of a whole unit, or of a stacked parameter and of its parts at once; a module with
+    weights of its own."""
     config = tiny("model.hidden=512", "model.layers=2", "train.global_batch_size=4", *others)
     plan, mesh = make_plan(config), make_mesh(config)
     rows, fill = stages(plan), UnitState.fill
-    largest = 4 * max(placed.parameter.numel for layout in layouts(config).values() for placed in layout.placed)
+    largest = 4 * max(placed.parameter.numel for layout in layouts(config).values()
+                      for placed in layout.placed)
 
     def watched(state: UnitState, *args) -> None:
         with Most() as alive:
@@ -71,7 +77,8 @@ def test_one_parameter_at_a_time(others, monkeypatch):
 ROWS, COLUMNS = (Cut(0, "tp"),), (Cut(1, "tp"),)
 PARAMETERS = [
     Parameter("plain", (300, 520), std=0.02), Parameter("rows", (512, 300), ROWS, 0.02),
-    Parameter("columns", (300, 512), COLUMNS, 0.02), Parameter("runs", (3 * 512, 70), (Cut(0, "tp", 3),), 0.02),
+    Parameter("columns", (300, 512), COLUMNS, 0.02),
+    Parameter("runs", (3 * 512, 70), (Cut(0, "tp", 3),), 0.02),
     Parameter("padded", (600, 64), ROWS, 0.1, unpadded=290), Parameter("flat", (1000,), std=0.1),
     Parameter("cut-flat", (1000,), ROWS, 0.1), Parameter("ones", (3 * 30,), (Cut(0, "tp", 3),), fill=1.0),
     Parameter("experts", (4, 300, 70), (Cut(0, "ep"), Cut(1, "tp")), 0.02),
@@ -80,10 +87,11 @@ PARAMETERS = [
 
 @pytest.mark.parametrize("parameter", PARAMETERS, ids=lambda each: each.name)
 def test_a_part_is_a_part_of_the_whole(parameter):
-    """A range that begins or ends inside a row, a tile, or a run; a rank's part drawn as if it were all, or for another
-    place."""
+    """A range that begins or ends inside a row, a tile, or a run; a rank's part drawn as if it were all, or
+    for another place."""
     whole, rng = initial_values(parameter, {}, {}, 7), random.Random(0)
-    assert whole.shape == parameter.stored and (parameter.std == 0 or whole[-1].std() == 0 or whole.unique().numel() > 900)
+    assert whole.shape == parameter.stored and (parameter.std == 0 or whole[-1].std() == 0
+                                                or whole.unique().numel() > 900)
     ranks = {axis: 2 for axis in parameter.axes}
     for index in itertools.product((0, 1), repeat=len(ranks)):
         place = dict(zip(ranks, index, strict=True))
@@ -101,10 +109,12 @@ def test_a_part_is_a_part_of_the_whole(parameter):
 def build(rank: int, store: str, config: Config, allowed: int) -> float:
     """Make an engine with `allowed` bytes more than the process has, and train one step: its loss."""
     plan = make_plan(config)
-    comm = ProcessComm(make_mesh(config), rank, torch.device("cpu"), TIMEOUT_S, dist.FileStore(store, config.world_size))
+    comm = ProcessComm(make_mesh(config), rank, torch.device("cpu"), TIMEOUT_S,
+                       dist.FileStore(store, config.world_size))
     comm.exchange(None)  # everybody is connected
     ctypes.CDLL(None).malloc_trim(0)  # what was freed before gives no room
-    used = next(int(line.split()[1]) << 10 for line in Path("/proc/self/status").read_text().splitlines() if "VmData" in line)
+    used = next(int(line.split()[1]) << 10 for line in Path("/proc/self/status").read_text().splitlines()
+                if "VmData" in line)
     before = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (used + allowed, before[1]))
     try:
@@ -117,7 +127,8 @@ def build(rank: int, store: str, config: Config, allowed: int) -> float:
 
 
 def test_more_than_a_process_may_hold():
-    """The whole model somewhere on the way to its shards. Processes of their own: a limit may leave one without memory."""
+    """The whole model somewhere on the way to its shards. Processes of their own: a limit may leave one
+    without memory."""
     model = ["model.layers=64", "model.seq_len=8", "model.hidden=256", "model.heads=4", "zero.stage=3"]
     config, alone = tiny(*model, "parallel.dp=8"), tiny(*model)
     row = stages(make_plan(config))[0]

@@ -1,4 +1,5 @@
-"""A run that fails is started again by itself, where that promises something; and nothing of a failure is left behind."""
+"""A run that fails is started again by itself, where that promises something; and nothing of a failure is
+left behind."""
 
 from __future__ import annotations
 
@@ -18,9 +19,12 @@ import threed.launcher  # noqa: F401  (imported before the runs fork)
 from tests.running import Run, losses, metrics
 from threed.errors import InputError
 
-SMALL = ["train", "configs/toy.yaml", "model.layers=2", "model.hidden=32", "model.seq_len=32", "model.vocab=300",
-         "train.global_batch_size=8", "train.micro_batch_size=1", "train.eval_every=0", "monitor.wandb=disabled",
-         "optimizer.warmup_steps=0", "parallel.dp=2", "parallel.tp=1", "parallel.pp=2", "monitor.trace_every=2"]
+SMALL = ["train", "configs/toy.yaml", "model.layers=2", "model.hidden=32", "model.seq_len=32",
+         "model.vocab=300",
+         "train.global_batch_size=8", "train.micro_batch_size=1", "train.eval_every=0",
+         "monitor.wandb=disabled",
+         "optimizer.warmup_steps=0", "parallel.dp=2", "parallel.tp=1", "parallel.pp=2",
+         "monitor.trace_every=2"]
 AGAIN = ["run.restarts=2", "run.restart_wait_s=0.1"]
 
 
@@ -40,7 +44,8 @@ def unbroken(tmp_path_factory, cache):
 
 @pytest.fixture
 def fail_at(monkeypatch):
-    """fail_at(step, rank, what): before its step `step`, a rank calls `what` with the number of restarts so far."""
+    """fail_at(step, rank, what): before its step `step`, a rank calls `what` with the number of restarts so
+    far."""
     from threed.engine.engine import Engine
 
     original = Engine.train_step
@@ -68,20 +73,23 @@ def said(run: Run) -> list[str]:
 
 @pytest.mark.parametrize("every", [0, 4])
 def test_a_killed_rank(every, start, fail_at, tmp_path, unbroken):
-    """The run goes on by itself, from the newest checkpoint or from the start: one line says why, no echo of other ranks follows,
-    and each step stands once in metrics.jsonl and in the traces, with the numbers of a run that nothing happened to."""
+    """The run goes on by itself, from the newest checkpoint or from the start: one line says why, no echo of
+    other ranks follows, and each step stands once in metrics.jsonl and in the traces, with the numbers of a
+    run that nothing happened to."""
     fail_at(7, 1, kill_once)
     run = start("train.steps=12", f"checkpoint.every={every}", *AGAIN)
     assert run.wait() == 0, run.output
     assert said(run) == ["threed: rank 1 was killed by SIGKILL",
-                         "threed: restart 1 of 2 since the newest checkpoint, in 0.1 s: rank 1 was killed by SIGKILL at step 7"]
+                         "threed: restart 1 of 2 since the newest checkpoint, in 0.1 s: rank 1 was killed by "
+                         "SIGKILL at step 7"]
     assert "Traceback" not in run.output and "gloo" not in run.output
     assert (f"after step {every}" in run.output) == bool(every)
     assert losses(tmp_path / "run") == unbroken
     undone = (tmp_path / "run" / "metrics.undone.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in undone] == list(range(every + 1, 7))
     for rank in range(4):
-        lines = [json.loads(line) for line in (tmp_path / "run" / "trace" / f"rank-{rank:05d}.jsonl").read_text().splitlines()]
+        lines = [json.loads(line)
+                 for line in (tmp_path / "run" / "trace" / f"rank-{rank:05d}.jsonl").read_text().splitlines()]
         assert [line["step"] for line in lines if "step" in line] == [2, 4, 6, 8, 10, 12]
 
 
@@ -113,7 +121,8 @@ def test_all_ranks_killed_again_and_again(start, fail_at, tmp_path, unbroken):
 
 
 def test_the_same_again(start, fail_at):
-    """What fails twice at one step for one reason is the run's: it ends with the status and the words of the failure."""
+    """What fails twice at one step for one reason is the run's: it ends with the status and the words of the
+    failure."""
     def fail(_: int) -> None:
         raise RuntimeError("the seventh seal")
 
@@ -123,14 +132,18 @@ def test_the_same_again(start, fail_at):
     lines = said(run)
     assert "RuntimeError: the seventh seal" in run.output and "restart 1 of 5" in lines[1]
     assert lines[1].endswith("RuntimeError: the seventh seal at step 3")
-    assert lines[-1] == ("threed: not started again: the same failed at step 3 before, so it is the run's and not the machine's")
+    assert lines[-1] == ("threed: not started again: the same failed at step 3 before, so it is the run's "
+                         "and not the machine's")
     assert "restart 2" not in run.output
 
 
 def test_a_loss_that_is_not_finite_again(start):
-    run = start("train.steps=40", "optimizer.lr=1e30", "optimizer.clip_grad=0", "optimizer.weight_decay=0", *AGAIN)
+    run = start("train.steps=40", "optimizer.lr=1e30", "optimizer.clip_grad=0", "optimizer.weight_decay=0",
+                *AGAIN)
     assert run.wait() == 1, run.output
-    assert run.output.count("threed: step") == 2 and "not started again: the same failed at step" in run.output
+    assert (
+        run.output.count("threed: step") == 2 and "not started again: the same failed at step" in run.output
+    )
 
 
 def test_a_mistake_is_not_repeated(start, fail_at):
@@ -150,7 +163,8 @@ def test_it_gives_up(start, fail_at):
     assert run.wait() == 128 + 9, run.output
     assert "restart 1 of 2 since the newest checkpoint, in 0.1 s" in run.output
     assert "restart 2 of 2 since the newest checkpoint, in 0.2 s" in run.output
-    assert said(run)[-1].startswith("threed: not started again: run.restarts=2 starts from the newest checkpoint have failed")
+    assert said(run)[-1].startswith("threed: not started again: run.restarts=2 starts from the newest "
+                                    "checkpoint have failed")
 
 
 def test_a_rank_that_hangs(start, fail_at, tmp_path, unbroken):
@@ -158,7 +172,9 @@ def test_a_rank_that_hangs(start, fail_at, tmp_path, unbroken):
     fail_at(5, 3, lambda restarts: os.kill(os.getpid(), signal.SIGSTOP) if not restarts else None)
     run = start("train.steps=12", "checkpoint.every=2", "run.timeout_s=8", *AGAIN)
     assert run.wait() == 0, run.output
-    assert "restart 1 of 2 since the newest checkpoint, in 0.1 s: no answer within run.timeout_s=8" in run.output
+    assert (
+        "restart 1 of 2 since the newest checkpoint, in 0.1 s: no answer within run.timeout_s=8" in run.output
+    )
     assert losses(tmp_path / "run") == unbroken
 
 
@@ -228,7 +244,8 @@ def endless(monkeypatch):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL])
 def test_stopped_while_data_are_prepared(number, start, endless, tmp_path):
-    """No process goes on and no half-made folder stays; after SIGKILL, no longer than until the next start."""
+    """No process goes on and no half-made folder stays; after SIGKILL, no longer than until the next
+    start."""
     folder = tmp_path / "cache"
     run = start("train.steps=2", f"data.cache={folder}", env={"TMPDIR": str(tmp_path)})
     until = time.monotonic() + 30
@@ -285,7 +302,8 @@ main()
 def test_signals_while_libraries_are_imported(number, rank):
     """SIGUSR1 is let be, a request to stop is answered with one line a run, as the launcher and as a rank."""
     place = {"RANK": rank, "WORLD_SIZE": "8", "LOCAL_RANK": rank} if rank else {}
-    done = subprocess.run([sys.executable, "-c", EARLY.format(number=int(number))], env={**os.environ, **place}, timeout=60,
+    done = subprocess.run([sys.executable, "-c", EARLY.format(number=int(number))],
+                          env={**os.environ, **place}, timeout=60,
                           capture_output=True, text=True, check=False)
     assert done.returncode == 128 + number and not done.stdout
     line = f"threed: stopped by {number.name} before the first step\n"

@@ -1,5 +1,5 @@
-"""Runs with ZeRO and 16-bit precision from the command line: stopped and resumed they go on to the bit; a checkpoint of one stage
-and mesh goes on at another; what a dynamic loss scale skips."""
+"""Runs with ZeRO and 16-bit precision from the command line: stopped and resumed they go on to the bit; a
+checkpoint of one stage and mesh goes on at another; what a dynamic loss scale skips."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import pytest
 import threed.launcher  # noqa: F401  (imported before the runs fork)
 from tests.running import Run, metrics
 
-SMALL = ["train", "configs/toy.yaml", "model.layers=4", "model.hidden=32", "model.seq_len=32", "model.vocab=300",
-         "train.global_batch_size=8", "train.micro_batch_size=1", "train.eval_every=0", "monitor.wandb=disabled",
+SMALL = ["train", "configs/toy.yaml", "model.layers=4", "model.hidden=32", "model.seq_len=32",
+         "model.vocab=300",
+         "train.global_batch_size=8", "train.micro_batch_size=1", "train.eval_every=0",
+         "monitor.wandb=disabled",
          "monitor.trace_every=0", "optimizer.warmup_steps=3", "optimizer.decay_steps=12", "parallel.tp=1"]
 STEPS, STOP = 8, 4
 KEYS = ("train/loss", "train/lr", "train/grad_norm", "train/skipped_steps", "train/loss_scale")
@@ -50,10 +52,12 @@ RUNS = {
     "zero-2": [*PP, "zero.stage=2"],
     "zero-2-fp16-groups": [*DP4, *FP16, "zero.stage=2", "zero.shard_size=2", "precision.reduce_dtype=fp16"],
     "zero-3-persist": [*PP, "zero.stage=3", "zero.persist_below=100", "zero.residency=stage"],
-    "zero-3-fp16-groups": [*DP4, *FP16, "zero.stage=3", "zero.shard_size=2", "zero.reduce_every=step", "precision.hysteresis=6"],
+    "zero-3-fp16-groups": [*DP4, *FP16, "zero.stage=3", "zero.shard_size=2", "zero.reduce_every=step",
+                           "precision.hysteresis=6"],
     "zero-2-fp16-up": [*PP, "zero.stage=2", "precision.dtype=fp16", f"precision.initial_loss_scale={2**21}",
                        "precision.hysteresis=1", "precision.loss_scale_window=3"],
-    "zero-3-bf16-no-master": [*PP, "zero.stage=3", "precision.dtype=bf16", "precision.grad_dtype=bf16", "precision.master=none",
+    "zero-3-bf16-no-master": [*PP, "zero.stage=3", "precision.dtype=bf16", "precision.grad_dtype=bf16",
+                              "precision.master=none",
                               "parallel.schedule=zb-h1"],
     "zero-2-cpu": [*PP, *CPU, "zero.stage=2", "offload.ratio=0.5"],
     "zero-1-nvme": [*PP, *NVME, "zero.stage=1", "precision.dtype=bf16"],
@@ -63,16 +67,17 @@ RUNS = {
 
 @pytest.mark.parametrize("name", RUNS)
 def test_resumed_to_the_bit(name, start, tmp_path):
-    """Something that a step needs and a checkpoint does not keep: a shard, a moment, the scale, its counts of good steps and
-    overflows, the skip count, the position in the data. fp16 runs are stopped while the scale is on its way down, or while good
-    steps count towards its next doubling."""
+    """Something that a step needs and a checkpoint does not keep: a shard, a moment, the scale, its counts of
+    good steps and overflows, the skip count, the position in the data. fp16 runs are stopped while the scale
+    is on its way down, or while good steps count towards its next doubling."""
     fp16 = "fp16" in name
     start("unbroken", f"train.steps={STEPS}", *RUNS[name])
     start("run", f"train.steps={STOP}", *RUNS[name])
     again = start("run", f"train.steps={STEPS}", *RUNS[name])
     assert f"after step {STOP}" in again.output and rows(tmp_path / "run") == rows(tmp_path / "unbroken")
     wanted, found = (manifest(tmp_path / which, STEPS) for which in ("unbroken", "run"))
-    for key in ("step", "updates", "samples", "skipped", "loss_scaler", "parameters"):  # weights and moments, to the bit
+    # weights and moments, to the bit
+    for key in ("step", "updates", "samples", "skipped", "loss_scaler", "parameters"):
         assert found[key] == wanted[key], key
     at_stop = manifest(tmp_path / "run", STOP)
     assert at_stop["samples"] == 8 * STOP and found["updates"] == STEPS - found["skipped"]
@@ -90,8 +95,8 @@ DELAYED_RUNS = {
 
 @pytest.mark.parametrize("name", DELAYED_RUNS)
 def test_delayed_updates_are_resumed_to_the_bit(name, start, tmp_path):
-    """From a checkpoint before the first delayed step, after it, and in between: what waits to be applied is in it, with the
-    scale that it must be applied with."""
+    """From a checkpoint before the first delayed step, after it, and in between: what waits to be applied is
+    in it, with the scale that it must be applied with."""
     start("unbroken", f"train.steps={STEPS}", *DELAYED_RUNS[name])
     wanted = manifest(tmp_path / "unbroken", STEPS)
     assert wanted["waiting"] is None and manifest(tmp_path / "unbroken", STOP)["waiting"]
@@ -109,44 +114,57 @@ def test_what_waits_goes_to_another_mesh_and_nowhere_else(start, tmp_path):
     start("first", "train.steps=5", *DELAYED, *CPU, "zero.stage=2")
     at = f"train.resume={tmp_path / 'first' / 'checkpoints' / 'step-00000003'}"
     dropped = start("dropped", "train.steps=5", *PP, *CPU, "zero.stage=2", at, status=2)
-    assert "holds gradients that its next step was to apply; go on with offload.delayed_update=true" in dropped.output
+    assert (
+        "holds gradients that its next step was to apply; go on with offload.delayed_update=true"
+        in dropped.output
+    )
     start("other", "train.steps=5", *DELAYED, *NVME, "zero.stage=3", at, "parallel.dp=1", "parallel.pp=4")
     wanted, found = ([row["train/loss"] for row in metrics(tmp_path / name)] for name in ("first", "other"))
     assert found == pytest.approx(wanted[3:], rel=1e-5)
 
 
 def test_a_skipped_step(start, tmp_path):
-    """What the metrics and the log say: data goes on, the learning rate does not, and the run does not end, though it would for
-    a loss that is not finite."""
+    """What the metrics and the log say: data goes on, the learning rate does not, and the run does not end,
+    though it would for a loss that is not finite."""
     run = start("run", "train.steps=5", *PP, *FP16, "zero.stage=2", "train.on_nonfinite=stop")
     seen = rows(tmp_path / "run")
     scale, halved = 2**24, 2**23
-    assert [row["train/loss_scale"] for row in seen[:4]] == [scale, scale, halved, halved // 2]  # hysteresis 2
-    assert [row["train/skipped_steps"] for row in seen[:3]] == [1, 2, 3] and {row["train/lr"] for row in seen[:4]} == {1e-3}
+    # hysteresis 2
+    assert [row["train/loss_scale"] for row in seen[:4]] == [scale, scale, halved, halved // 2]
+    assert [row["train/skipped_steps"] for row in seen[:3]] == [1, 2,
+                                                                3] and {row["train/lr"]
+                                                                        for row in seen[:4]} == {1e-3}
     assert [row["train/grad_norm"] in ("inf", "nan") for row in seen[:3]] == [True] * 3
     for step, before, after in ((1, scale, scale), (2, scale, halved), (3, halved, halved // 2)):
-        assert (f"step {step}: gradients overflowed at loss scale {before}: the step is skipped, {step} so far; "
+        assert (f"step {step}: gradients overflowed at loss scale {before}: the step is skipped, {step} so "
+                f"far; "
                 f"the scale is now {after}") in run.output
     assert len({row["train/loss"] for row in seen[:3]}) == 3, "the same data again"
 
 
 @pytest.mark.parametrize("lower, overrides", [
     ("precision.loss_scale", [f"precision.loss_scale={2**24}"]),
-    ("precision.min_loss_scale", [f"precision.initial_loss_scale={2**24}", f"precision.min_loss_scale={2**24}"]),
+    ("precision.min_loss_scale", [f"precision.initial_loss_scale={2**24}",
+                                  f"precision.min_loss_scale={2**24}"]),
 ])
 def test_an_overflow_that_no_scale_helps(lower, overrides, start, tmp_path):
-    """It follows train.on_nonfinite; a run that skipped such steps for ever would train nothing and say nothing."""
+    """It follows train.on_nonfinite; a run that skipped such steps for ever would train nothing and say
+    nothing."""
     common = ["train.steps=3", *PP, "precision.dtype=fp16", "zero.stage=2", *overrides]
     stop = start("stop", *common, status=1)
     assert "step 1: not finite (loss " in stop.output and "first in the gradient of u" in stop.output
     assert f"Lower {lower}, or set train.on_nonfinite=skip" in stop.output
     skip = start("skip", *common, "train.on_nonfinite=skip")
-    assert skip.output.count("not finite (loss") == 3 and rows(tmp_path / "skip")[-1]["train/skipped_steps"] == 3
+    assert (
+        skip.output.count("not finite (loss") == 3 and rows(tmp_path / "skip")[-1]["train/skipped_steps"] == 3
+    )
 
 
 def test_a_loss_that_is_not_finite(start):
-    """Under a dynamic scale too it ends the run: no scale helps, and the scale would be driven to its minimum."""
-    run = start("run", "train.steps=30", *PP, "precision.dtype=bf16", "precision.loss_scale=dynamic", "optimizer.lr=1e30",
+    """Under a dynamic scale too it ends the run: no scale helps, and the scale would be driven to its
+    minimum."""
+    run = start("run", "train.steps=30", *PP, "precision.dtype=bf16", "precision.loss_scale=dynamic",
+                "optimizer.lr=1e30",
                 "optimizer.clip_grad=0", "optimizer.warmup_steps=0", "zero.stage=3", status=1)
     assert "not finite (loss " in run.output and run.output.count("threed: step") == 1
     assert "Lower optimizer.lr" in run.output
@@ -156,7 +174,8 @@ def test_a_loss_that_is_not_finite(start):
 def source(tmp_path_factory, cache):
     """8 steps of ZeRO-1 on dp=2 x pp=2, with a checkpoint after 4."""
     folder = tmp_path_factory.mktemp("source")
-    run = Run(folder, *SMALL, *cache, f"run.dir={folder / 'run'}", f"train.steps={STEPS}", f"checkpoint.every={STOP}",
+    run = Run(folder, *SMALL, *cache, f"run.dir={folder / 'run'}", f"train.steps={STEPS}",
+              f"checkpoint.every={STOP}",
               "checkpoint.keep=0", "zero.stage=1", *PP)
     assert run.wait() == 0, run.output
     return folder / "run"
@@ -168,20 +187,24 @@ ELSEWHERE = {
     "stage-3": (["zero.stage=3", "zero.reduce_every=step", "zero.residency=2"], 0.0),
     "stage-2-often": (["zero.stage=2"], 1e-5),
     "stage-3-groups": (["zero.stage=3", "parallel.pp=1", "parallel.dp=4", "zero.shard_size=2"], 1e-5),
-    "stage-3-tp-persist": (["zero.stage=3", "parallel.tp=2", "parallel.pp=1", "zero.persist_below=100"], 1e-5),
+    "stage-3-tp-persist": (["zero.stage=3", "parallel.tp=2", "parallel.pp=1", "zero.persist_below=100"],
+                           1e-5),
     "stage-2-v": (["zero.stage=2", "parallel.dp=1", "parallel.schedule=zb-v"], 1e-5),
     "cpu": ([*CPU, "zero.stage=0", "offload.ratio=0.5"], 0.0),
     "nvme": ([*NVME, "zero.stage=1"], 0.0),
     "nvme-both": ([*NVME, "offload.parameters=nvme", "zero.stage=3", "zero.reduce_every=step"], 0.0),
-    "nvme-elsewhere": ([*NVME, "offload.parameters=cpu", "zero.stage=3", "parallel.pp=1", "parallel.tp=2"], 1e-5),
+    "nvme-elsewhere": ([*NVME, "offload.parameters=cpu", "zero.stage=3", "parallel.pp=1", "parallel.tp=2"],
+                       1e-5),
 }
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)
 def test_from_zero_1_to_elsewhere(name, start, tmp_path, source):
-    """A checkpoint that knows its stage, shards, units or tiers: it goes on anywhere, and there it can be read again."""
+    """A checkpoint that knows its stage, shards, units or tiers: it goes on anywhere, and there it can be
+    read again."""
     overrides, tolerance = ELSEWHERE[name]
-    start("run", f"train.steps={STEPS - 2}", *PP, *overrides, f"train.resume={source / 'checkpoints' / f'step-{STOP:08d}'}")
+    start("run", f"train.steps={STEPS - 2}", *PP, *overrides,
+          f"train.resume={source / 'checkpoints' / f'step-{STOP:08d}'}")
     start("back", f"train.steps={STEPS}", *PP, "zero.stage=1",
           f"train.resume={tmp_path / 'run' / 'checkpoints' / f'step-{STEPS - 2:08d}'}")
     found = {row["step"]: row for which in ("run", "back") for row in rows(tmp_path / which)}
@@ -201,4 +224,7 @@ def test_a_scale_goes_to_another_mesh(start, tmp_path):
           f"train.resume={tmp_path / 'run' / 'checkpoints' / f'step-{STOP:08d}'}")
     (row,) = rows(tmp_path / "other")
     assert row["train/loss_scale"] == saved["loss_scaler"]["scale"] < 2**24 and saved["skipped"] >= 3
-    assert row["train/skipped_steps"] >= saved["skipped"] and row["train/lr"] == rows(tmp_path / "run")[0]["train/lr"]
+    assert (
+        row["train/skipped_steps"] >= saved["skipped"]
+        and row["train/lr"] == rows(tmp_path / "run")[0]["train/lr"]
+    )

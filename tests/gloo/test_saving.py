@@ -13,8 +13,10 @@ import pytest
 import threed.launcher  # noqa: F401  (imported before the runs fork)
 from tests.running import metrics
 
-TOY = ["train", "configs/toy.yaml", "model.layers=4", "model.hidden=32", "model.seq_len=32", "model.vocab=300", "parallel.dp=2",
-       "parallel.tp=1", "parallel.pp=1", "train.global_batch_size=4", "train.micro_batch_size=2", "train.eval_every=0",
+TOY = ["train", "configs/toy.yaml", "model.layers=4", "model.hidden=32", "model.seq_len=32",
+       "model.vocab=300", "parallel.dp=2",
+       "parallel.tp=1", "parallel.pp=1", "train.global_batch_size=4", "train.micro_batch_size=2",
+       "train.eval_every=0",
        "monitor.wandb=disabled", "monitor.trace_every=0", "optimizer.warmup_steps=0"]
 
 
@@ -34,8 +36,8 @@ def fill(folder, leave: int = 0) -> None:
 
 
 def test_a_request_to_stop_on_a_full_disk(start, mount):
-    """It is not said that the run goes on from where it stops, and the status is not 0; once there is room, it goes on from
-    what was saved before."""
+    """It is not said that the run goes on from where it stops, and the status is not 0; once there is room,
+    it goes on from what was saved before."""
     small = mount("size=4m")
     run = start(f"run.dir={small}", "train.steps=100000", "checkpoint.every=5")
     run.wait_for("saved ")
@@ -60,7 +62,9 @@ def test_a_disk_for_two(start, mount):
     kept = sorted(path.name for path in (small / "checkpoints").glob("step-*"))
     assert kept[-1] == "step-00000012" and len(kept) == 2, (kept, run.output)
     size = sum(file.stat().st_size for file in (small / "checkpoints" / kept[0]).iterdir())
-    assert 2 * size < 1800 << 10 < 3 * size, f"a checkpoint has {size} bytes: the test's disk has another size than it should"
+    assert 2 * size < 1800 << 10 < 3 * size, (
+        f"a checkpoint has {size} bytes: the test's disk has another size than it should"
+    )
 
 
 def test_a_read_only_disk(start, mount):
@@ -81,10 +85,14 @@ def test_a_read_only_disk(start, mount):
 
 def test_steps_that_are_left_out(start, tmp_path):
     """A run that learns nothing ends, and does not push good checkpoints out."""
-    run = start(f"run.dir={tmp_path / 'run'}", "train.steps=40", "checkpoint.every=2", "train.on_nonfinite=skip",
-                "train.max_skipped=5", "optimizer.lr=1e30", "optimizer.clip_grad=0", "optimizer.weight_decay=0")
+    run = start(f"run.dir={tmp_path / 'run'}", "train.steps=40", "checkpoint.every=2",
+                "train.on_nonfinite=skip",
+                "train.max_skipped=5", "optimizer.lr=1e30", "optimizer.clip_grad=0",
+                "optimizer.weight_decay=0")
     assert run.wait() == 1, run.output
-    assert "5 steps in a row were left out (train.max_skipped)" in run.output and "Traceback" not in run.output
+    assert (
+        "5 steps in a row were left out (train.max_skipped)" in run.output and "Traceback" not in run.output
+    )
     assert "no checkpoint of step" in run.output and "steps in a row were not finite" in run.output
     for path in (tmp_path / "run" / "checkpoints").glob("step-*"):
         assert json.loads((path / "manifest.json").read_text())["skipped"] == 0

@@ -1,4 +1,5 @@
-"""Traces of real runs: their files, `threed trace`, `threed compare`, costs.json, and the picture in wandb."""
+"""Traces of real runs: their files, `threed trace`, `threed compare`, costs.json, and the picture in
+wandb."""
 
 from __future__ import annotations
 
@@ -23,8 +24,10 @@ from threed.prediction.cost import load_costs, read_costs
 from threed.program.effects import effects
 from threed.program.instruction import Op
 
-TOY = ["train", "configs/toy.yaml", "model.layers=2", "model.hidden=32", "model.seq_len=32", "model.vocab=300",
-       "train.global_batch_size=8", "train.micro_batch_size=1", "train.eval_every=0", "monitor.wandb=disabled",
+TOY = ["train", "configs/toy.yaml", "model.layers=2", "model.hidden=32", "model.seq_len=32",
+       "model.vocab=300",
+       "train.global_batch_size=8", "train.micro_batch_size=1", "train.eval_every=0",
+       "monitor.wandb=disabled",
        "optimizer.warmup_steps=0", "train.steps=9"]
 
 
@@ -32,7 +35,8 @@ TOY = ["train", "configs/toy.yaml", "model.layers=2", "model.hidden=32", "model.
 def traced(tmp_path_factory, cache):
     """8 ranks, 9 steps, every second one traced, a picture of step 4."""
     folder = tmp_path_factory.mktemp("traced")
-    run = Run(folder, *TOY, *cache, f"run.dir={folder / 'run'}", "monitor.trace_every=2", "monitor.timeline_every=4",
+    run = Run(folder, *TOY, *cache, f"run.dir={folder / 'run'}", "monitor.trace_every=2",
+              "monitor.timeline_every=4",
               "monitor.wandb=offline")
     assert run.wait() == 0, run.output
     return folder / "run"
@@ -55,16 +59,20 @@ def command(*argv: object) -> str:
 
 
 def test_files(traced):
-    """A file a rank that explains itself: every instruction of its program, its times in order, of the steps asked for."""
+    """A file a rank that explains itself: every instruction of its program, its times in order, of the steps
+    asked for."""
     plan = make_plan(load_config(traced))
-    assert sorted(path.name for path in (traced / "trace").iterdir()) == [f"rank-{rank:05d}.jsonl" for rank in range(8)]
+    assert sorted(path.name for path in (traced / "trace").iterdir()) == [f"rank-{rank:05d}.jsonl"
+                                                                          for rank in range(8)]
     for rank in range(8):
-        header, *lines = map(json.loads, (traced / "trace" / f"rank-{rank:05d}.jsonl").read_text().splitlines())
+        header, *lines = map(json.loads,
+                             (traced / "trace" / f"rank-{rank:05d}.jsonl").read_text().splitlines())
         position, program = header["pp"], plan.programs["train"][header["pp"]]
         assert (header["rank"], header["world_size"], header["digest"]) == (rank, 8, plan.digest)
         assert tuple(header["columns"]) == COLUMNS
         assert [row[0] for row in header["train"]] == [str(item) for item in program]
-        assert [row[1] for row in header["train"]] == [effects(item, plan.table, position).lane for item in program]
+        assert [row[1] for row in header["train"]] == [effects(item, plan.table, position).lane
+                                                       for item in program]
         assert [line["step"] for line in lines] == [2, 4, 6, 8, 9]
         for line in lines:
             before = 0.0
@@ -96,21 +104,27 @@ def test_merged_trace(traced, tmp_path):
     assert names[5] == "rank 5 pp1 dp0 tp1" and len(names) == 8
     complete = [event for event in events if event["ph"] == "X"]
     assert min(event["ts"] for event in complete) == 0 and min(event["dur"] for event in complete) >= 0
-    lanes = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    lanes = {(event["pid"], event["tid"]): event["args"]["name"] for event in events
+             if event["name"] == "thread_name"}
     for rank in range(8):
         position = rank // 4
         for step in (2, 4, 6, 8, 9):
             mine = [event for event in complete if event["pid"] == rank and event["args"]["step"] == step]
-            ran = sorted((event for event in mine if event["cat"] != "wait"), key=lambda event: event["args"]["index"])
-            assert [event["name"] for event in ran] == [str(item) for item in plan.programs["train"][position]]
+            ran = sorted((event for event in mine if event["cat"] != "wait"),
+                         key=lambda event: event["args"]["index"])
+            assert [event["name"] for event in ran] == [str(item)
+                                                        for item in plan.programs["train"][position]]
             assert [lanes[rank, event["tid"]] for event in ran] == [
                 effects(item, plan.table, position).lane for item in plan.programs["train"][position]]
-            assert any(event["name"].startswith("wait RECV act" if position else "wait RECV grad") for event in mine)
-    ends = {(event["args"]["step"], round(event["ts"] + event["dur"], 0)) for event in complete if event["name"] == "CLIP"}
+            assert any(event["name"].startswith("wait RECV act" if position else "wait RECV grad")
+                       for event in mine)
+    ends = {(event["args"]["step"], round(event["ts"] + event["dur"], 0)) for event in complete
+            if event["name"] == "CLIP"}
     assert len(ends) <= 2 * 5  # one moment a step, to a microsecond's rounding
     one = tmp_path / "one.json"
     command("trace", traced, "-o", one, "--step", 6)
-    assert {event["args"]["step"] for event in json.loads(one.read_text())["traceEvents"] if event["ph"] == "X"} == {6}
+    assert {event["args"]["step"] for event in json.loads(one.read_text())["traceEvents"]
+            if event["ph"] == "X"} == {6}
 
 
 def test_picture_of_a_step(traced, tmp_path):
@@ -124,7 +138,8 @@ def test_picture_of_a_step(traced, tmp_path):
     for program in plan.programs["train"]:
         for item in program:
             if item.op in (Op.FORWARD, Op.BACKWARD):
-                drawn = rf"<title>{item.op} u\d+ m{item.microbatch}( to u\d+)?</title>"  # neighbouring units are one block
+                # neighbouring units are one block
+                drawn = rf"<title>{item.op} u\d+ m{item.microbatch}( to u\d+)?</title>"
                 assert re.search(drawn, text), item
     assert "pp0" in text and "pp1" in text
 
@@ -134,7 +149,8 @@ def test_compare(traced):
     found = json.loads(command("compare", traced, "--json"))
     assert set(found) >= {"digest", "steps", "step", "stages", "ranks", "ops", "lanes", "units"}
     assert set(found["steps"]) < {2, 4, 6, 8, 9} and len(found["steps"]) == 3
-    rows = [*found["ranks"], *(stage[kind] for stage in found["stages"] for kind in ("predicted", "measured"))]
+    rows = [*found["ranks"],
+            *(stage[kind] for stage in found["stages"] for kind in ("predicted", "measured"))]
     for row in rows:
         assert sum(row[cause] for cause in CAUSES) == pytest.approx(row["step"], rel=0.01)
         assert min(row[cause] for cause in CAUSES) >= -1e-6
@@ -145,18 +161,21 @@ def test_compare(traced):
     assert {"compute", "dp", "recv act", "recv grad", "send act", "send grad", "tie"} == set(found["lanes"])
     assert found["units"].keys() == {"u0", "u1", "u2", "u3", "p1", "p2", "p3", "p4"}
     text = command("compare", traced)
-    for words in ("where the time of a rank went", "p2p wait", "rank 7 pp1 dp1 tp1", "BACKWARD", "recv act", "blocks.1"):
+    for words in ("where the time of a rank went", "p2p wait", "rank 7 pp1 dp1 tp1", "BACKWARD", "recv act",
+                  "blocks.1"):
         assert words in text
 
 
 def test_metrics_and_wandb(traced):
-    """The attribution of each stage is logged at each step; wandb holds the picture of step 4 and of step 8."""
+    """The attribution of each stage is logged at each step; wandb holds the picture of step 4 and of step
+    8."""
     rows = metrics(traced)
     assert len(rows) == 9
     for row in rows[1:]:  # ranks begin the first step at times of their own
         for stage in (0, 1):
             parts = [row[f"time/{cause}/{stage}"] for cause in CAUSES]
-            assert min(parts) >= 0 and 0 < sum(parts) <= 1.001 * row["perf/step_s"]  # which is the slowest rank's
+            # which is the slowest rank's
+            assert min(parts) >= 0 and 0 < sum(parts) <= 1.001 * row["perf/step_s"]
     pictures = list((traced / "wandb").glob("offline-run-*/files/media/html/timeline_*.html"))
     assert len(pictures) == 2
     assert all("<svg" in path.read_text() and "FORWARD u0 m0" in path.read_text() for path in pictures)
@@ -164,7 +183,8 @@ def test_metrics_and_wandb(traced):
 
 def test_resume_appends(cache, tmp_path):
     """Steps after a resume come after those before it; half a line is cut; other steps' costs are kept."""
-    overrides = [*TOY, *cache, f"run.dir={tmp_path / 'run'}", "parallel.dp=1", "parallel.tp=1", "optimizer.decay_steps=9"]
+    overrides = [*TOY, *cache, f"run.dir={tmp_path / 'run'}", "parallel.dp=1", "parallel.tp=1",
+                 "optimizer.decay_steps=9"]
     run = Run(tmp_path, *overrides, "train.steps=3", "monitor.trace_every=1")
     assert run.wait() == 0, run.output
     with (tmp_path / "run" / "trace" / "rank-00001.jsonl").open("a") as file:
@@ -181,7 +201,8 @@ def test_resume_appends(cache, tmp_path):
 
 
 def test_none_is_none(cache, tmp_path):
-    run = Run(tmp_path, *TOY, *cache, f"run.dir={tmp_path / 'run'}", "parallel.dp=1", "parallel.tp=1", "train.steps=2",
+    run = Run(tmp_path, *TOY, *cache, f"run.dir={tmp_path / 'run'}", "parallel.dp=1", "parallel.tp=1",
+              "train.steps=2",
               "monitor.trace_every=0")
     assert run.wait() == 0, run.output
     assert not (tmp_path / "run" / "trace").exists() and not (tmp_path / "run" / "costs.json").exists()
@@ -208,7 +229,8 @@ def test_damaged_traces(damage, words, copy, tmp_path):
     elif damage == "line":
         file.write_text("".join([*lines[:2], lines[2][:200] + "\n", *lines[3:]]))
     elif damage == "times":
-        file.write_text("".join([*lines[:2], re.sub(r'"ended":\[[\d.e-]+,', '"ended":[', lines[2]), *lines[3:]]))
+        file.write_text("".join([*lines[:2], re.sub(r'"ended":\[[\d.e-]+,', '"ended":[', lines[2]),
+                                 *lines[3:]]))
     elif damage == "empty":
         (folder / "rank-00000.jsonl").write_text("")
     else:
@@ -219,7 +241,8 @@ def test_damaged_traces(damage, words, copy, tmp_path):
 
 
 @pytest.mark.parametrize(("damage", "words"), [
-    ("none", "config.json: there is none"), ("torn", "config.json cannot be read"), ("key", "config.json cannot be read"),
+    ("none", "config.json: there is none"), ("torn", "config.json cannot be read"),
+    ("key", "config.json cannot be read"),
     ("value", "model.heads=7"), ("other", "makes plan")])
 def test_bad_config(damage, words, copy):
     """The plan is made again from the run's config, or the reason is said."""

@@ -21,8 +21,10 @@ import pytest
 import threed.launcher  # noqa: F401  (imported before the runs fork)
 from tests.running import Run, losses, metrics
 
-TOY = ["train", "configs/toy.yaml", "model.layers=6", "model.hidden=32", "model.seq_len=32", "model.vocab=300",
-       "train.global_batch_size=8", "train.micro_batch_size=1", "train.eval_every=0", "monitor.wandb=disabled",
+TOY = ["train", "configs/toy.yaml", "model.layers=6", "model.hidden=32", "model.seq_len=32",
+       "model.vocab=300",
+       "train.global_batch_size=8", "train.micro_batch_size=1", "train.eval_every=0",
+       "monitor.wandb=disabled",
        "optimizer.warmup_steps=0"]
 
 
@@ -35,7 +37,8 @@ def start(begin):
 def unbroken(tmp_path_factory, cache):
     """A run of 12 steps that nothing happens to."""
     folder = tmp_path_factory.mktemp("unbroken")
-    run = Run(folder, *TOY, *cache, f"run.dir={folder / 'run'}", "train.steps=12", "checkpoint.every=4", "checkpoint.keep=0",
+    run = Run(folder, *TOY, *cache, f"run.dir={folder / 'run'}", "train.steps=12", "checkpoint.every=4",
+              "checkpoint.keep=0",
               "train.eval_every=6", "monitor.wandb=offline")
     assert run.wait() == 0, run.output
     return folder / "run", run.output
@@ -47,10 +50,13 @@ def test_metrics_and_summary(unbroken):
     folder, output = unbroken
     rows = metrics(folder)
     assert [row["step"] for row in rows] == list(range(1, 13))
-    keys = {"train/loss", "train/lr", "train/grad_norm", "perf/step_s", "perf/tokens_per_s", "perf/tokens_per_s_per_device",
-            "perf/model_tflops_per_device", "perf/mfu", "pipeline/bubble_measured", "pipeline/bubble_predicted",
+    keys = {"train/loss", "train/lr", "train/grad_norm", "perf/step_s", "perf/tokens_per_s",
+            "perf/tokens_per_s_per_device",
+            "perf/model_tflops_per_device", "perf/mfu", "pipeline/bubble_measured",
+            "pipeline/bubble_predicted",
             "pipeline/bubble_measured/0", "pipeline/bubble_measured/1", "pipeline/bubble_predicted/0",
-            "pipeline/bubble_predicted/1", "comm/bytes_dp", "comm/bytes_tp", "comm/bytes_pp", "memory/peak_bytes"}
+            "pipeline/bubble_predicted/1", "comm/bytes_dp", "comm/bytes_tp", "comm/bytes_pp",
+            "memory/peak_bytes"}
     for row in rows:
         assert keys <= row.keys()
         assert ("val/loss" in row) == (row["step"] % 6 == 0)
@@ -68,7 +74,8 @@ def test_wandb_holds_the_same(unbroken):
     text = subprocess.run([sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(path)], check=True,
                           capture_output=True, text=True).stdout
     items = [json.loads(line) for line in text.splitlines()]
-    history = {item["history"]["item"]["_step"]: item["history"]["item"] for item in items if item.get("type") == "history"}
+    history = {item["history"]["item"]["_step"]: item["history"]["item"] for item in items
+               if item.get("type") == "history"}
     for row in metrics(folder):
         logged = history[row["step"]]
         assert {key: value for key, value in row.items() if key != "step" and value is not None} == {
@@ -79,19 +86,22 @@ def test_wandb_holds_the_same(unbroken):
 def test_same_numbers_on_every_mesh(mesh, start, tmp_path, unbroken):
     """Loss to 1e-5 and norm to 1e-4 against dp=2 x tp=2 x pp=2, validation loss included."""
     dp, tp, pp = mesh
-    run = start("train.steps=6", "optimizer.decay_steps=12", f"parallel.dp={dp}", f"parallel.tp={tp}", f"parallel.pp={pp}",
+    run = start("train.steps=6", "optimizer.decay_steps=12", f"parallel.dp={dp}", f"parallel.tp={tp}",
+                f"parallel.pp={pp}",
                 "train.eval_every=6")
     assert run.wait() == 0, run.output
     want, got = losses(unbroken[0]), losses(tmp_path / "run")
     for step in range(1, 7):
         assert got[step][0] == pytest.approx(want[step][0], rel=1e-5)
         assert got[step][1] == pytest.approx(want[step][1], rel=1e-4)
-    assert metrics(tmp_path / "run")[5]["val/loss"] == pytest.approx(metrics(unbroken[0])[5]["val/loss"], rel=1e-5)
+    assert metrics(tmp_path / "run")[5]["val/loss"] == pytest.approx(metrics(unbroken[0])[5]["val/loss"],
+                                                                     rel=1e-5)
 
 
 @pytest.mark.parametrize("victims", ["one", "all"])
 def test_killed_and_resumed(victims, start, tmp_path, unbroken):
-    """SIGKILL at some step; the run ends soon; resumed, its losses are equal to the bit to the run never stopped."""
+    """SIGKILL at some step; the run ends soon; resumed, its losses are equal to the bit to the run never
+    stopped."""
     run = start("train.steps=12", "checkpoint.every=4")
     run.wait_for("step  7/12")
     ranks = run.ranks()
@@ -112,7 +122,9 @@ def test_killed_in_the_middle_of_a_save(start, tmp_path, unbroken):
     """A checkpoint that was being written is not taken for one; the one before is."""
     run = start("train.steps=12", "checkpoint.every=4")
     until = time.monotonic() + 60
-    while not list((tmp_path / "run" / "checkpoints").glob("step-00000008.*.tmp")) and time.monotonic() < until:
+    while (
+        not list((tmp_path / "run" / "checkpoints").glob("step-00000008.*.tmp")) and time.monotonic() < until
+    ):
         time.sleep(0.0005)
     for process in run.ranks():
         process.kill()
@@ -130,7 +142,8 @@ def test_resume_on_another_mesh(start, tmp_path, unbroken):
     source = unbroken[0] / "checkpoints" / "step-00000004"
     for dp, tp, pp in ((1, 4, 2), (4, 1, 1), (1, 1, 3)):
         name = f"run-{dp}{tp}{pp}"
-        run = start("train.steps=8", "optimizer.decay_steps=12", f"train.resume={source}", f"parallel.dp={dp}",
+        run = start("train.steps=8", "optimizer.decay_steps=12", f"train.resume={source}",
+                    f"parallel.dp={dp}",
                     f"parallel.tp={tp}", f"parallel.pp={pp}", name=name)
         assert run.wait() == 0, run.output
         got = losses(tmp_path / name)
@@ -239,7 +252,8 @@ def test_a_rank_that_raises(start, monkeypatch):
 
 
 def test_a_rank_that_stops_answering(start):
-    """SIGSTOP: within run.timeout_s every other rank says which op, unit, micro-batch and peer it waits for."""
+    """SIGSTOP: within run.timeout_s every other rank says which op, unit, micro-batch and peer it waits
+    for."""
     run = start("train.steps=10000", "run.timeout_s=8", "monitor.console_every=1000000")
     until = time.monotonic() + 60
     while not (Path(run.log.parent) / "run" / "metrics.jsonl").exists() and time.monotonic() < until:
@@ -249,7 +263,8 @@ def test_a_rank_that_stops_answering(start):
     os.kill(ranks[5].pid, signal.SIGSTOP)
     stopped = time.monotonic()
     assert run.wait(30) != 0
-    assert time.monotonic() - stopped < 8 + 6, run.output  # the launcher's grace for the last to end comes on top
+    # the launcher's grace for the last to end comes on top
+    assert time.monotonic() - stopped < 8 + 6, run.output
     for rank in (0, 1, 2, 3, 4, 6, 7):
         assert f"rank {rank} (pp" in run.output or f"rank {rank} for" in run.output, run.output
     assert run.output.count(" at '") == 7, run.output
@@ -270,10 +285,12 @@ def test_a_loss_that_is_not_finite(start, tmp_path, unbroken):
 
 
 def test_full_disk(start, mount):
-    """A save that finds no room says so, leaves the older checkpoint valid and nothing half-written; the run goes on. It does not
-    end with status 0: its last checkpoint is missing. With checkpoint.keep older ones make room."""
+    """A save that finds no room says so, leaves the older checkpoint valid and nothing half-written; the run
+    goes on. It does not end with status 0: its last checkpoint is missing. With checkpoint.keep older ones
+    make room."""
     small = mount("size=3m")
-    run = start("train.steps=12", "checkpoint.every=2", "checkpoint.keep=0", f"run.dir={small}", "monitor.trace_every=0")
+    run = start("train.steps=12", "checkpoint.every=2", "checkpoint.keep=0", f"run.dir={small}",
+                "monitor.trace_every=0")
     status = run.wait()
     assert status == 1, run.output
     assert "no checkpoint of step" in run.output and "No space left" in run.output
@@ -287,8 +304,10 @@ def test_full_disk(start, mount):
 
 
 @pytest.mark.parametrize(("damage", "words"), [
-    ("truncate", "is damaged: rank-00003.safetensors has"), ("remove", "is incomplete: rank-00003.safetensors cannot be read"),
-    ("manifest", "manifest.json cannot be read"), ("model", "is of another model: model.hidden=32 there, 64 here"),
+    ("truncate", "is damaged: rank-00003.safetensors has"),
+    ("remove", "is incomplete: rank-00003.safetensors cannot be read"),
+    ("manifest", "manifest.json cannot be read"),
+    ("model", "is of another model: model.hidden=32 there, 64 here"),
     ("nothing", "there is no checkpoint here"), ("flip", "is damaged")])
 def test_bad_checkpoints(damage, words, start, tmp_path, unbroken):
     """One clear message, exit status 2, no traceback."""
@@ -307,14 +326,16 @@ def test_bad_checkpoints(damage, words, start, tmp_path, unbroken):
         content = bytearray(file.read_bytes())
         content[4:12] = b"\xff" * 8
         file.write_bytes(content)
-    run = start("train.steps=12", f"train.resume={source}", *(["model.hidden=64"] if damage == "model" else []))
+    run = start("train.steps=12", f"train.resume={source}",
+                *(["model.hidden=64"] if damage == "model" else []))
     assert run.wait() == 2, run.output
     assert words in run.output and "Traceback" not in run.output
     assert run.output.count("threed: ") == 1, run.output
 
 
 @pytest.mark.parametrize(("overrides", "words"), [
-    (["data.source=/nowhere/at/all"], "/nowhere/at/all"), (["data.tokenizer=/nowhere/tokenizer.json"], "tokenizer.json"),
+    (["data.source=/nowhere/at/all"], "/nowhere/at/all"),
+    (["data.tokenizer=/nowhere/tokenizer.json"], "tokenizer.json"),
     (["model.seq_len=100000000"], "model.seq_len"), (["model.heads=7"], "not divisible by model.heads=7"),
     (["train.stepz=3"], "did you mean train.steps?")])
 def test_bad_input(overrides, words, start, tmp_path):
@@ -325,7 +346,8 @@ def test_bad_input(overrides, words, start, tmp_path):
 
 
 def free_port() -> int:
-    """A port below those that the system hands out: between this and its use nobody else gets it by chance."""
+    """A port below those that the system hands out: between this and its use nobody else gets it by
+    chance."""
     for port in random.sample(range(20000, 30000), 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
@@ -337,11 +359,13 @@ def test_two_nodes(tmp_path, cache, unbroken):
     """launch/torchrun.sh twice on this machine, four ranks each: the same numbers as one launcher's."""
     port, processes = str(free_port()), []
     for node in range(2):
-        env = {**os.environ, "NNODES": "2", "NODE_RANK": str(node), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+        env = {**os.environ, "NNODES": "2", "NODE_RANK": str(node), "MASTER_ADDR": "127.0.0.1",
+               "MASTER_PORT": port,
                "GPUS_PER_NODE": "4", "PYTHON": sys.executable}
         argv = ["launch/torchrun.sh", *TOY[1:], *cache, f"run.dir={tmp_path / 'run'}", "train.steps=3",
                 "optimizer.decay_steps=12"]
-        processes.append(subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+        processes.append(subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                                          text=True))
     outputs = [process.communicate(timeout=180)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], "\n----\n".join(outputs)
     assert losses(tmp_path / "run") == {step: pair for step, pair in losses(unbroken[0]).items() if step <= 3}
@@ -349,8 +373,10 @@ def test_two_nodes(tmp_path, cache, unbroken):
 
 def test_torchrun(tmp_path, cache, unbroken):
     """torchrun itself: one agent, two ranks that it starts as processes of their own."""
-    argv = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=2", "--master-addr=127.0.0.1",
-            f"--master-port={free_port()}", "-m", "threed.cli", *TOY, *cache, f"run.dir={tmp_path / 'run'}", "train.steps=3",
+    argv = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=2",
+            "--master-addr=127.0.0.1",
+            f"--master-port={free_port()}", "-m", "threed.cli", *TOY, *cache, f"run.dir={tmp_path / 'run'}",
+            "train.steps=3",
             "optimizer.decay_steps=12", "parallel.dp=1", "parallel.tp=2", "parallel.pp=1"]
     done = subprocess.run(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=180)
     assert done.returncode == 0, done.stdout
@@ -360,7 +386,8 @@ def test_torchrun(tmp_path, cache, unbroken):
 
 def test_no_rank_outlives_torchrun(tmp_path, cache):
     """Its agent is killed: so are the ranks that it has started."""
-    argv = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=2", "--master-addr=127.0.0.1",
+    argv = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=2",
+            "--master-addr=127.0.0.1",
             f"--master-port={free_port()}", "-m", "threed.cli", *TOY, *cache, f"run.dir={tmp_path / 'run'}",
             "train.steps=100000", "parallel.dp=1", "parallel.tp=2", "parallel.pp=1"]
     agent = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

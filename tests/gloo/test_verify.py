@@ -1,4 +1,5 @@
-"""Whole runs that compute some steps twice: the same numbers; and one message where a machine computes wrongly."""
+"""Whole runs that compute some steps twice: the same numbers; and one message where a machine computes
+wrongly."""
 
 from __future__ import annotations
 
@@ -12,8 +13,10 @@ from tests.running import Run, losses, metrics
 from threed.pipeline.run import PipelineRun
 from threed.program.instruction import Slot
 
-TOY = ["train", "configs/toy.yaml", "model.layers=4", "model.hidden=32", "model.seq_len=32", "model.vocab=300",
-       "train.global_batch_size=4", "train.micro_batch_size=1", "train.eval_every=3", "monitor.wandb=disabled", "parallel.dp=1",
+TOY = ["train", "configs/toy.yaml", "model.layers=4", "model.hidden=32", "model.seq_len=32",
+       "model.vocab=300",
+       "train.global_batch_size=4", "train.micro_batch_size=1", "train.eval_every=3",
+       "monitor.wandb=disabled", "parallel.dp=1",
        "train.steps=5", "checkpoint.every=2", "zero.stage=2"]
 
 
@@ -46,8 +49,8 @@ def test_the_same_numbers(start, tmp_path):
 
 
 def test_a_rank_that_computes_wrongly(start, tmp_path, monkeypatch):
-    """One bit in one output of one rank, in step 4: the run ends with one message, and does not start again; its checkpoint
-    stands."""
+    """One bit in one output of one rank, in step 4: the run ends with one message, and does not start again;
+    its checkpoint stands."""
     def wrong(self, instruction, slots):
         original(self, instruction, slots)
         self.ran = getattr(self, "ran", 0) + (instruction[1:3] == (4, 2) and instruction.keep != "none")
@@ -57,11 +60,18 @@ def test_a_rank_that_computes_wrongly(start, tmp_path, monkeypatch):
     original = PipelineRun.forward
     monkeypatch.setattr(PipelineRun, "forward", wrong)
     run = start("run", "run.verify_every=2", "parallel.stage_units=[3,3]", "run.restarts=2")
-    assert run.wait() == 3 and "not started again: the newest checkpoint may hold what a machine" in run.output, run.output
+    assert (
+        run.wait() == 3 and "not started again: the newest checkpoint may hold what a machine" in run.output
+    ), run.output
     assert run.output.count("was computed twice") == 1 and "Traceback" not in run.output, run.output
-    assert ("step 4 was computed twice, with two results: first in the output of u4 (blocks.3), micro-batch 2, FORWARD, on rank "
-            f"3 (pp1 dp0 tp1) on host {socket.gethostname()}: at least 1 of 1024 elements differ") in run.output, run.output
-    assert "The last step that was verified is 2: later ones are in doubt, so go on from a checkpoint" in run.output
+    assert ("step 4 was computed twice, with two results: first in the output of u4 (blocks.3), micro-batch "
+            "2, FORWARD, on rank "
+            f"3 (pp1 dp0 tp1) on host {socket.gethostname()}: at least 1 of 1024 elements "
+            f"differ") in run.output, run.output
+    assert (
+        "The last step that was verified is 2: later ones are in doubt, so go on from a checkpoint"
+        in run.output
+    )
     assert (tmp_path / "run" / "checkpoints" / "latest").read_text().startswith("step-00000002")
     monkeypatch.undo()
     again = start("run", "run.verify_every=2", "parallel.stage_units=[3,3]")

@@ -1,4 +1,5 @@
-"""Failures are seen by all ranks at any moment, also while they connect; slow ranks are named; communicators connect in order."""
+"""Failures are seen by all ranks at any moment, also while they connect; slow ranks are named; communicators
+connect in order."""
 
 from __future__ import annotations
 
@@ -18,8 +19,10 @@ from threed.comm import ProcessComm, file_store
 from threed.engine.connect import warm
 from threed.engine.watch import Watch
 
-SMALL = ["train", "configs/toy.yaml", "model.layers=2", "model.hidden=32", "model.seq_len=32", "model.vocab=300",
-         "train.global_batch_size=8", "train.micro_batch_size=1", "train.eval_every=0", "monitor.wandb=disabled",
+SMALL = ["train", "configs/toy.yaml", "model.layers=2", "model.hidden=32", "model.seq_len=32",
+         "model.vocab=300",
+         "train.global_batch_size=8", "train.micro_batch_size=1", "train.eval_every=0",
+         "monitor.wandb=disabled",
          "optimizer.warmup_steps=0", "run.timeout_s=100"]
 
 
@@ -34,8 +37,10 @@ def as_ranks(start):
 
     def begin(count: int, *overrides: str) -> list[Run]:
         port = str(free_port())
-        place = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        return [start(*overrides, env={**place, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(count)]
+        place = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1",
+                 "MASTER_PORT": port}
+        return [start(*overrides, env={**place, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+                for rank in range(count)]
 
     return begin
 
@@ -48,7 +53,8 @@ def leave(how: str) -> None:
 
 @pytest.fixture
 def never_connects(monkeypatch):
-    """never_connects(rank, how): this rank ends while others wait for it, each in a call that locks its client of the store."""
+    """never_connects(rank, how): this rank ends while others wait for it, each in a call that locks its
+    client of the store."""
     original = ProcessComm.__init__
 
     def set_up(rank, how):
@@ -65,27 +71,32 @@ def never_connects(monkeypatch):
 
 @pytest.mark.parametrize("how", ["raises", "is killed"])
 def test_a_failure_while_ranks_connect(how, start, never_connects):
-    """Over files, from the launcher: the others end with the run, long before run.timeout_s, and say nothing."""
+    """Over files, from the launcher: the others end with the run, long before run.timeout_s, and say
+    nothing."""
     never_connects(2, how)
     run = start("train.steps=2", "parallel.dp=2", "parallel.tp=1", "parallel.pp=2")
     assert run.wait(40) == (1 if how == "raises" else 128 + 9), run.output
     lines = [line for line in run.output.splitlines() if line.startswith("threed: ")]
-    assert len(lines) == 1 and ("no such network" if how == "raises" else "rank 2 was killed by SIGKILL") in lines[0], run.output
+    assert len(lines) == 1 and ("no such network" if how == "raises"
+                                else "rank 2 was killed by SIGKILL") in lines[0], run.output
     assert "transport" not in run.output
 
 
 def test_a_failure_while_ranks_connect_over_tcp(as_ranks, never_connects):
-    """As under torchrun: each by itself sees it in the store, although it waits for another answer from there."""
+    """As under torchrun: each by itself sees it in the store, although it waits for another answer from
+    there."""
     never_connects(2, "raises")
     runs = as_ranks(4, "train.steps=2", "parallel.dp=2", "parallel.tp=1", "parallel.pp=2")
     assert [run.wait(40) for run in runs] == [1] * 4, [run.output for run in runs]
-    assert ["no such network" in run.output for run in runs] == [False, False, True, False], [run.output for run in runs]
+    assert ["no such network" in run.output for run in runs] == [False, False, True,
+                                                                 False], [run.output for run in runs]
     assert sum(run.output.count("threed: ") for run in runs) == 1, [run.output for run in runs]
 
 
 @pytest.mark.parametrize("victim", [1, 3])
 def test_the_echo_of_a_killed_rank(victim, as_ranks):
-    """Nobody has a launcher that says why: the first whose connection breaks says that, in one line and without gloo's words."""
+    """Nobody has a launcher that says why: the first whose connection breaks says that, in one line and
+    without gloo's words."""
     runs = as_ranks(4, "train.steps=100000", "parallel.dp=2", "parallel.tp=1", "parallel.pp=2")
     runs[0].wait_for("step      3/100000")
     runs[victim].process.kill()
@@ -111,13 +122,16 @@ def test_a_slow_rank(start, monkeypatch, tmp_path):
     run = start("train.steps=12", "parallel.dp=4", "parallel.tp=1", "parallel.pp=1")
     assert run.wait() == 0, run.output
     rows = metrics(tmp_path / "run")[1:]
-    assert [row["straggler/rank"] for row in rows] == [2] * 11 and min(row["straggler/slower"] for row in rows) > 1.5
-    assert run.output.count("warning: rank 2 (pp0 dp2) is slow for 10 steps now") == 1 and "most of it in compute" in run.output
+    assert [row["straggler/rank"] for row in rows] == [2] * 11 and min(row["straggler/slower"]
+                                                                       for row in rows) > 1.5
+    assert run.output.count("warning: rank 2 (pp0 dp2) is slow for 10 steps "
+                            "now") == 1 and "most of it in compute" in run.output
 
 
 def warmed(rank: int, path: str, config):
     """Connect as on a GPU, and exchange something, which shows that all calls have met."""
-    comm = ProcessComm(make_mesh(config), rank, torch.device("cpu"), 30.0, file_store(path, config.world_size))
+    comm = ProcessComm(make_mesh(config), rank, torch.device("cpu"), 30.0,
+                       file_store(path, config.world_size))
     try:
         comm.open_channels(channel_pairs(make_plan(config)))
         warm(comm)
@@ -127,16 +141,20 @@ def warmed(rank: int, path: str, config):
 
 
 @pytest.mark.parametrize("overrides", [["parallel.dp=2", "parallel.tp=2", "parallel.pp=2"],
-                                       ["parallel.dp=4", "parallel.pp=2", "zero.shard_size=2", "parallel.schedule=zb-v"],
+                                       ["parallel.dp=4", "parallel.pp=2", "zero.shard_size=2",
+                                        "parallel.schedule=zb-v"],
                                        ["parallel.pp=8", "parallel.schedule=zb-h1"]])
 def test_communicators_connect_in_one_order(overrides, workers):
-    """The first calls on all communicators, each of which waits for its peers: no rank waits for one that is at another."""
+    """The first calls on all communicators, each of which waits for its peers: no rank waits for one that is
+    at another."""
     config = tiny("train.global_batch_size=16", *overrides)
-    assert workers.run(warmed, config.world_size, config) == [list(range(config.world_size))] * config.world_size
+    assert workers.run(warmed, config.world_size,
+                       config) == [list(range(config.world_size))] * config.world_size
 
 
 def test_hosts_in_messages(tmp_path):
-    """Beside each rank that a message names, where there are several hosts; another library's ranks stay as they are."""
+    """Beside each rank that a message names, where there are several hosts; another library's ranks stay as
+    they are."""
     watch = Watch(0, file_store(str(tmp_path / "store"), 1), 60.0)
     watch.hosts = ["a", "b"]
     assert watch.with_hosts("rank 1: a tensor of rank 4") == "rank 1 on b: a tensor of rank 4"

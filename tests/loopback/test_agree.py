@@ -18,7 +18,8 @@ pytestmark = pytest.mark.core
 
 @pytest.mark.parametrize("settings", [
     [], ["offload.optimizer=cpu", "precision.dtype=bf16"], ["optimizer.name=sgd"], ["precision.dtype=bf16"],
-    ["precision.dtype=bf16", "precision.master=none"], ["precision.dtype=fp16", "offload.optimizer=cpu", "zero.stage=3"]])
+    ["precision.dtype=bf16", "precision.master=none"],
+    ["precision.dtype=fp16", "offload.optimizer=cpu", "zero.stage=3"]])
 def test_who_takes_the_compiled_step(settings, monkeypatch):
     """The config says of a run on a CPU whether it does."""
     calls = []
@@ -36,7 +37,8 @@ def test_it_is_said_that_there_is_none(settings, said, monkeypatch):
     monkeypatch.setattr(native, "ADAMW", None)
     monkeypatch.setattr(native, "MISSING", "because")
     lines = train._without_compiler(load(None, settings), torch.device("cpu"))
-    assert len(lines) == said and all("AdamW on the host is torch's" in line and "because" in line for line in lines)
+    assert len(lines) == said and all("AdamW on the host is torch's" in line and "because" in line
+                                      for line in lines)
 
 
 class Two:
@@ -54,7 +56,8 @@ class Two:
     ("cpu", ["optimizer.name=sgd"], True),
     ("cpu", ["precision.dtype=bf16", "precision.master=none"], True)])
 def test_ranks_round_alike(device, settings, fine, monkeypatch):
-    """A rank without the compiled step would drift from those that hold the same weights: refused where it would take it."""
+    """A rank without the compiled step would drift from those that hold the same weights: refused where it
+    would take it."""
     config = load(None, settings)
     here = []
     monkeypatch.setattr(native, "ADAMW", None)
@@ -67,13 +70,15 @@ def test_ranks_round_alike(device, settings, fine, monkeypatch):
     if fine:
         run()
     else:
-        with pytest.raises(InputError, match="rank 1 and rank 0 differ in the AdamW of the host, which rank 1 has not compiled"):
+        with pytest.raises(InputError, match="rank 1 and rank 0 differ in the AdamW of the host, which rank "
+                                             "1 has not compiled"):
             run()
 
 
 def test_ranks_have_one_config():
     config, other = load(None, []), load(None, ["train.seed=5"])
-    with pytest.raises(InputError, match=r"rank 1 and rank 0 differ in train\.seed: every rank must be given the same config"):
+    with pytest.raises(InputError, match=r"rank 1 and rank 0 differ in train\.seed: every rank must be given "
+                                         r"the same config"):
         train._agree(Two("cpu", lambda mine: (other.to_dict(), *mine[1:])), config, "a")  # pyright: ignore[reportArgumentType]
     with pytest.raises(InputError, match=r"differ in plan or version \(b, 1; rank 0 has a, "):
         train._agree(Two("cpu", lambda mine: (mine[0], ("b", "1"), mine[2])), config, "a")  # pyright: ignore[reportArgumentType]

@@ -1,4 +1,5 @@
-"""Checkpoints in loopback: what is saved while the run goes on, what is damaged and is noticed, what goes to another mesh."""
+"""Checkpoints in loopback: what is saved while the run goes on, what is damaged and is noticed, what goes to
+another mesh."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ from threed.planner import make_mesh, make_plan
 from threed.schema import Config
 
 COUNTERS = {"samples": 0, "skipped": 0, "wandb_id": None}
-SMALL = ["model.layers=2", "model.hidden=16", "model.heads=4", "model.seq_len=8", "model.vocab=30", "model.vocab_multiple=16",
+SMALL = ["model.layers=2", "model.hidden=16", "model.heads=4", "model.seq_len=8", "model.vocab=30",
+         "model.vocab_multiple=16",
          "train.global_batch_size=4", "train.steps=8", "checkpoint.every=1"]
 PP, TP, DP = ["parallel.pp=2"], ["parallel.tp=2"], ["parallel.dp=2"]
 DELAYED = ["offload.optimizer=cpu", "offload.delayed_update=true", "offload.warmup=1"]
@@ -82,7 +84,8 @@ def manifest(path: Path) -> dict[str, Any]:
 # ---------------------------------------------------------------- in the background
 
 WAYS = {
-    "zero-0": [*DP, *PP], "zero-1": [*DP, *TP], "zero-2": [*DP, "zero.stage=2"], "zero-3": [*DP, *PP, "zero.stage=3"],
+    "zero-0": [*DP, *PP], "zero-1": [*DP, *TP], "zero-2": [*DP, "zero.stage=2"],
+    "zero-3": [*DP, *PP, "zero.stage=3"],
     "groups": ["parallel.dp=4", "zero.stage=3", "zero.shard_size=2"], "tied-pp": [*PP, *TP],
     "bf16": [*DP, "precision.dtype=bf16"],
     "no-master": [*DP, "zero.stage=1", "precision.dtype=bf16", "precision.master=none"],
@@ -94,8 +97,8 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_copy_of_one_moment(way, tmp_path, monkeypatch):
-    """A checkpoint that is written while two more steps are taken has the bits of one for which the run waited. The
-    writer is held until the steps are over, and each unit's copy until the step has begun."""
+    """A checkpoint that is written while two more steps are taken has the bits of one for which the run
+    waited. The writer is held until the steps are over, and each unit's copy until the step has begun."""
     waited = saved_after(at(tmp_path / "waited", *WAYS[way], "checkpoint.background=false"), 2)
     hold = threading.Event()
     original = Saver._write
@@ -124,11 +127,13 @@ def test_a_copy_of_one_moment(way, tmp_path, monkeypatch):
             mine, theirs = ({name: entry["sums"] for name, entry in each.items()} for each in (mine, theirs))
         assert mine == theirs, key
     assert losses == on_ranks(replace(config, checkpoint=replace(config.checkpoint, background=False)),
-                              lambda engine, comm: step(engine, comm, 4))[0][2:], "the copy has changed the run"
+                              lambda engine, comm: step(engine, comm,
+                                                        4))[0][2:], "the copy has changed the run"
 
 
 def test_a_step_waits_for_its_copy(tmp_path):
-    """Without the wait the copy has parts of the next step's weights: the same test, without the plan's dependency, must fail."""
+    """Without the wait the copy has parts of the next step's weights: the same test, without the plan's
+    dependency, must fail."""
     def work(engine: Engine, comm: Comm, obeys: bool) -> bool:
         step(engine, comm, 1)
         before = {unit: state.weights.clone() for unit, state in engine.states.items()}
@@ -243,7 +248,9 @@ def test_a_flipped_bit_in_memory(kind, mesh, source, tmp_path, monkeypatch):
         def flip(values: dict, zero: Any, rounded: dict, victim: int = victim) -> str | None:
             if zero.comm.rank == victim:
                 state = next(iter(zero.states.values()))
-                state.kept(False)[kind].view(torch.int32)[random.randrange(state.layout.placed[0].stop // 8)] ^= 1 << 7
+                state.kept(False)[kind].view(torch.int32)[
+                    random.randrange(state.layout.placed[0].stop // 8)
+                ] ^= 1 << 7
             return original(values, zero, rounded)
 
         monkeypatch.setattr(loading, "_prove", flip)
@@ -251,9 +258,10 @@ def test_a_flipped_bit_in_memory(kind, mesh, source, tmp_path, monkeypatch):
 
 
 def test_every_copy_is_looked_at(tmp_path):
-    """A wrong element in a copy that is not the one that was written: of another shard group, of the other end of a tie, of
-    a norm on another tp rank."""
-    for others, pick in ((["parallel.dp=4", "zero.shard_size=2", "zero.stage=1"], lambda comm: comm.here.replica == 3),
+    """A wrong element in a copy that is not the one that was written: of another shard group, of the other
+    end of a tie, of a norm on another tp rank."""
+    for others, pick in ((["parallel.dp=4", "zero.shard_size=2", "zero.stage=1"],
+                          lambda comm: comm.here.replica == 3),
                          ([*PP, *TP], lambda comm: comm.here.position == 1 and comm.here.on["tp"] == 1)):
         path = saved_after(at(tmp_path / "source", *others), 1)
         config = named(at(tmp_path / "run", *others), path)
@@ -269,8 +277,10 @@ def test_every_copy_is_looked_at(tmp_path):
         shutil.rmtree(tmp_path / "source")
 
 
-@pytest.mark.parametrize(("key", "value"), [("samples", 113), ("updates", 3), ("step", 1000), ("skipped", 1), ("format", 3),
-                                            ("lineage", ["x", []]), ("loss_scaler", {"scale": 2.0, "good": 0, "left": 0})])
+@pytest.mark.parametrize(("key", "value"), [("samples", 113), ("updates", 3), ("step", 1000), ("skipped", 1),
+                                            ("format", 3),
+                                            ("lineage", ["x", []]),
+                                            ("loss_scaler", {"scale": 2.0, "good": 0, "left": 0})])
 def test_an_edited_manifest(key, value, source, tmp_path):
     """One digit of a counter would train on other data, or not at all."""
     copy = tmp_path / "copy"
@@ -280,7 +290,8 @@ def test_an_edited_manifest(key, value, source, tmp_path):
     refused(named(at(tmp_path / "run"), copy), "does not have its own checksum")
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", "7", '"x"', '{"format": 2}', "\x00" * 50, "[" * 100_000])
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "7", '"x"', '{"format": 2}', "\x00" * 50,
+                                  "[" * 100_000])
 def test_a_broken_manifest(text, source, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(source, copy)
@@ -293,7 +304,8 @@ def test_an_older_format(source, tmp_path):
     shutil.copytree(source, copy)
     values = {key: value for key, value in manifest(copy).items() if key != "checksum"}
     (copy / "manifest.json").write_text(json.dumps({**values, "format": 1}))
-    refused(named(at(tmp_path / "run"), copy), "has format 1; this version of threed reads format 2: go on with the version")
+    refused(named(at(tmp_path / "run"), copy),
+            "has format 1; this version of threed reads format 2: go on with the version")
 
 
 # ---------------------------------------------------------------- which one is taken
@@ -306,20 +318,25 @@ def take(config: Config) -> tuple[str | None, list[str]]:
 
 
 def test_the_one_before_is_taken(tmp_path):
-    """A damaged newest checkpoint does not stop an unattended restart; it is named with its reason. Where none can be used,
-    nothing begins anew by itself."""
+    """A damaged newest checkpoint does not stop an unattended restart; it is named with its reason. Where
+    none can be used, nothing begins anew by itself."""
     config = at(tmp_path, *DP, "checkpoint.keep=0")
     for steps in (1, 2, 3):
         saved_after(config, steps)
     folder = tmp_path / "checkpoints"
     (folder / "step-00000003" / "rank-00001.safetensors").write_bytes(b"short")
     found, notes = take(config)
-    assert found == "step-00000002" and "step-00000003 is damaged: rank-00001.safetensors has 5 bytes" in notes[0]
+    assert (
+        found == "step-00000002"
+        and "step-00000003 is damaged: rank-00001.safetensors has 5 bytes" in notes[0]
+    )
     content = bytearray((folder / "step-00000002" / "rank-00001.safetensors").read_bytes())
     content[-3] ^= 4  # noticed by the rank that reads it, not by rank 0
     (folder / "step-00000002" / "rank-00001.safetensors").write_bytes(content)
     found, notes = take(config)
-    assert found == "step-00000001" and len(notes) == 2 and "does not have the checksum of the index" in notes[1]
+    assert (
+        found == "step-00000001" and len(notes) == 2 and "does not have the checksum of the index" in notes[1]
+    )
     refused(named(config, folder / "step-00000002"), "resume from another one with train.resume=PATH")
     shutil.rmtree(folder / "step-00000001")
     refused(config, "none of the checkpoints can be used")
@@ -349,8 +366,8 @@ def test_killed_between_the_rename_and_latest(tmp_path):
 
 
 def test_an_abandoned_checkpoint(tmp_path, monkeypatch):
-    """A start from step 1 by name, and a crash before its first save: `auto` does not go on from step 3, which was left behind.
-    And a restart of that start goes on from what it has saved itself."""
+    """A start from step 1 by name, and a crash before its first save: `auto` does not go on from step 3,
+    which was left behind. And a restart of that start goes on from what it has saved itself."""
     from threed.checkpoint.choose import begin_lineage
 
     config = at(tmp_path, "checkpoint.keep=0")
@@ -376,7 +393,8 @@ def test_an_abandoned_checkpoint(tmp_path, monkeypatch):
 
 
 def test_a_stale_view(tmp_path, monkeypatch):
-    """A rank whose file system does not show what rank 0 has chosen: nobody trains on mixed weights; it is said who and why."""
+    """A rank whose file system does not show what rank 0 has chosen: nobody trains on mixed weights; it is
+    said who and why."""
     config = at(tmp_path / "run", *DP)
     for steps in (1, 2):
         saved_after(config, steps)
@@ -417,14 +435,16 @@ def test_what_a_crash_leaves(tmp_path):
 LAYOUTS = {
     "one": [], "dp2": DP, "tp2": TP, "pp2": PP, "dp4": ["parallel.dp=4", "zero.stage=1"],
     "zero-2": [*DP, *PP, "zero.stage=2"], "zero-3": [*DP, *TP, "zero.stage=3"],
-    "groups": ["parallel.dp=4", "zero.stage=3", "zero.shard_size=2"], "sp": [*TP, "parallel.sequence_parallel=true"],
+    "groups": ["parallel.dp=4", "zero.stage=3", "zero.shard_size=2"],
+    "sp": [*TP, "parallel.sequence_parallel=true"],
     "tp4": ["parallel.tp=4"], "zb-v": [*PP, "parallel.schedule=zb-v"],
     "interleaved": [*PP, "parallel.schedule=interleaved", "parallel.virtual_stages=2"],
     "cpu": [*DP, "zero.stage=2", "offload.optimizer=cpu"], "nvme": [*TP, "offload.optimizer=nvme", FILES],
     "nvme-all": [*DP, "zero.stage=3", "offload.optimizer=nvme", "offload.parameters=nvme", FILES],
     "tiles": [*DP, "zero.stage=3", "model.tile_linears=1KiB"], "tiles-tp": [*TP, "model.tile_linears=2KiB"],
     "persist": [*DP, "zero.stage=3", "zero.persist_below=100"], "bf16": [*DP, "precision.dtype=bf16"],
-    "fp16": ["precision.dtype=fp16", "precision.loss_scale=1024", *TP], "full": [*PP, "activation.policy=full"],
+    "fp16": ["precision.dtype=fp16", "precision.loss_scale=1024", *TP],
+    "full": [*PP, "activation.policy=full"],
     "cpu-parameters": [*DP, "zero.stage=3", "offload.optimizer=cpu", "offload.parameters=cpu"],
 }
 PAIRS = [(a, b) for a, b in itertools.product(LAYOUTS, LAYOUTS) if a != b]
@@ -434,8 +454,8 @@ SAMPLE = random.Random(7).sample(PAIRS, 24)
 @pytest.mark.parametrize(("before", "after"), [
     pytest.param(*pair, marks=[] if pair in SAMPLE else [pytest.mark.slow]) for pair in PAIRS])
 def test_any_to_any(before, after, tmp_path, references):
-    """Two steps on one layout and two on another, optimizer state included: the reference's curve. Saved again without a step,
-    the whole tensors have the bits that they had."""
+    """Two steps on one layout and two on another, optimizer state included: the reference's curve. Saved
+    again without a step, the whole tensors have the bits that they had."""
     untied = ["model.tie_embeddings=false", "checkpoint.every=0"]
     first, second = (at(tmp_path / name, *untied, *LAYOUTS[name]) for name in (before, after))
 
@@ -481,10 +501,12 @@ def test_any_bit_of_latest(tmp_path):
 
 
 @pytest.mark.parametrize("change", [
-    {"samples": -5}, {"step": "x"}, {"mesh": {}}, {"config": {}}, {"loss_scaler": {"scale": 2}}, {"waiting": {"loss": 1}},
+    {"samples": -5}, {"step": "x"}, {"mesh": {}}, {"config": {}}, {"loss_scaler": {"scale": 2}},
+    {"waiting": {"loss": 1}},
     {"files": {"a": 1}}, {"files": {"rank-00000.safetensors": []}}, {"files": {"../x": [1, 1, 1]}},
     {"files": {"/etc/passwd": [1, 1, 1]}}, {"files": {"rank-000000.safetensors": [1, 1, 1]}}, {"lineage": []},
-    {"lineage": ["x", [1]]}, {"parameters": {}}, {"parameters": {"x": {}}}, {"mesh": {"pp": "1", "dp": 1, "tp": 1}},
+    {"lineage": ["x", [1]]}, {"parameters": {}}, {"parameters": {"x": {}}},
+    {"mesh": {"pp": "1", "dp": 1, "tp": 1}},
     {"config": {"model": {}, "train": 3}}], ids=str)
 def test_a_manifest_of_somebody_else(change, source, tmp_path):
     """Its checksum is right and its content is not: one message, no traceback."""
@@ -515,8 +537,8 @@ def test_a_manifest_that_is_no_file(source, tmp_path):
 
 
 def test_another_runs_checkpoints_are_left_alone(tmp_path):
-    """A start with `never` in a folder that has some: where its own newest is damaged it does not go on from the others', and
-    its own are counted by themselves when older ones are removed."""
+    """A start with `never` in a folder that has some: where its own newest is damaged it does not go on from
+    the others', and its own are counted by themselves when older ones are removed."""
     from threed.checkpoint.choose import begin_lineage
 
     config = at(tmp_path, *DP)

@@ -1,4 +1,5 @@
-"""Loading of checkpoints in loopback: what takes long on one rank, what cannot be read, which one is chosen and what stays."""
+"""Loading of checkpoints in loopback: what takes long on one rank, what cannot be read, which one is chosen
+and what stays."""
 
 from __future__ import annotations
 
@@ -15,7 +16,17 @@ from typing import Any
 import pytest
 import torch
 
-from tests.loopback.test_checkpoint import COUNTERS, DP, at, manifest, named, on_ranks, saved_after, step, take
+from tests.loopback.test_checkpoint import (
+    COUNTERS,
+    DP,
+    at,
+    manifest,
+    named,
+    on_ranks,
+    saved_after,
+    step,
+    take,
+)
 from tests.loopback.test_checkpoint_mishaps import go_on
 from threed.checkpoint import format as formats
 from threed.checkpoint.choose import begin_lineage, candidates
@@ -92,7 +103,8 @@ def test_a_weight_that_is_no_number(tmp_path):
 
 
 def test_nobody_waits_for_what_is_read(tmp_path, monkeypatch):
-    """A rank that waits for an answer for run.timeout_s ends the run; another may read for longer than that."""
+    """A rank that waits for an answer for run.timeout_s ends the run; another may read for longer than
+    that."""
     config = at(tmp_path, *DP)
     saved_after(config, 1)
     often, read, readers = threading.Event(), Reader.read, []
@@ -137,14 +149,17 @@ def test_the_others_stop(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Reader, "read", slow)
     found, notes = take(config)
-    assert found == "step-00000001" and "does not have the checksum of the index" in notes[0] and len(boxes) == 1
+    assert (
+        found == "step-00000001" and "does not have the checksum of the index" in notes[0] and len(boxes) == 1
+    )
 
 
 # ---------------------------------------------------------------- what a file system does
 
 
 def test_one_that_cannot_be_looked_into(tmp_path, monkeypatch):
-    """It is tried, and refused with its reason; where the folder of all cannot be listed, nothing begins anew."""
+    """It is tried, and refused with its reason; where the folder of all cannot be listed, nothing begins
+    anew."""
     config = at(tmp_path)
     for steps in (1, 2):
         saved_after(config, steps)
@@ -207,9 +222,11 @@ def test_an_index_of_somebody_else(tmp_path):
     path, lines, parameters, place = tmp_path / "checkpoints" / "step-00000002", [], {}, 0
     for text in (path / "index.jsonl").read_text().splitlines():
         values = json.loads(text)
-        values["boxes"] = [[rank, offset[:1], shape[:1], pieces] for rank, offset, shape, pieces in values["boxes"]]
+        values["boxes"] = [[rank, offset[:1], shape[:1], pieces] for rank, offset, shape,
+                           pieces in values["boxes"]]
         lines.append(json.dumps(values).encode() + b"\n")
-        parameters[values["name"]] = {**manifest(path)["parameters"][values["name"]], "at": place, "size": len(lines[-1]),
+        parameters[values["name"]] = {**manifest(path)["parameters"][values["name"]], "at": place,
+                                      "size": len(lines[-1]),
                                       "crc": zlib.crc32(lines[-1])}
         place += len(lines[-1])
     (path / "index.jsonl").write_bytes(b"".join(lines))
@@ -222,8 +239,8 @@ def test_an_index_of_somebody_else(tmp_path):
 
 
 def test_one_that_was_passed_over_does_not_come_back(tmp_path):
-    """Step 5 cannot be read for a moment, and the run goes on from step 3: what it saves then is its newest, and 5 is left
-    behind. What is older is removed in time, 5 is not."""
+    """Step 5 cannot be read for a moment, and the run goes on from step 3: what it saves then is its newest,
+    and 5 is left behind. What is older is removed in time, 5 is not."""
     config = at(tmp_path, "checkpoint.keep=2")
     for steps in (1, 3, 5):
         saved_after(config, steps)
@@ -252,8 +269,8 @@ def test_nothing_was_saved_after_it_was_passed_over(tmp_path):
 
 
 def test_the_named_one_comes_before_its_ancestors(tmp_path):
-    """train.resume names one elsewhere, whose ancestors are in the folder, and the run crashes before its first save; killed
-    between a rename and `latest`, its own comes first."""
+    """train.resume names one elsewhere, whose ancestors are in the folder, and the run crashes before its
+    first save; killed between a rename and `latest`, its own comes first."""
     config = at(tmp_path / "run", "checkpoint.keep=0")
     for steps in (1, 2, 3):
         saved_after(config, steps)
@@ -294,7 +311,8 @@ def make_unknown(path: Path, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["format 1", "format 3", "no file"])
 def test_what_may_be_anothers_stays(how, tmp_path):
-    """A checkpoint whose manifest cannot be read, or is of another version, is not removed as an older one of the run."""
+    """A checkpoint whose manifest cannot be read, or is of another version, is not removed as an older one of
+    the run."""
     config = at(tmp_path, "checkpoint.keep=1")
     make_unknown(saved_after(config, 1), how)
     never = replace(config, train=replace(config.train, resume="never"))

@@ -1,4 +1,5 @@
-"""Checkpoints in loopback: what must not be lost, or be called saved, when several things go wrong at a time."""
+"""Checkpoints in loopback: what must not be lost, or be called saved, when several things go wrong at a
+time."""
 
 from __future__ import annotations
 
@@ -52,8 +53,8 @@ def no_room(*_: Any) -> None:
 
 @pytest.mark.parametrize("latest", ["of the damaged one", ""])
 def test_room_is_not_made_of_the_last_good_one(latest, tmp_path, monkeypatch):
-    """The newest is damaged, the run goes on from the one before it, and the disk is full: that one stays, whatever `latest`
-    says."""
+    """The newest is damaged, the run goes on from the one before it, and the disk is full: that one stays,
+    whatever `latest` says."""
     config = at(tmp_path, *DP)
     for steps in (1, 2, 3):
         saved_after(config, steps)
@@ -82,7 +83,8 @@ def test_room_is_not_made_in_vain(tmp_path, monkeypatch):
         patch.setattr(saving, "write", fail)
         _, outcome = go_on(config)
     assert outcome.problem is not None
-    assert {path.name for path in (tmp_path / "checkpoints").glob("step-*")} == {"step-00000001", "step-00000002"}
+    assert {path.name for path in (tmp_path / "checkpoints").glob("step-*")} == {"step-00000001",
+                                                                                 "step-00000002"}
 
 
 def names(path: Path) -> set[str]:
@@ -90,8 +92,8 @@ def names(path: Path) -> set[str]:
 
 
 def test_room_is_not_made_of_anothers(tmp_path, monkeypatch):
-    """A start from a checkpoint that was named leaves newer ones behind on purpose: they are not its own to remove. The one that
-    is being copied stays, too."""
+    """A start from a checkpoint that was named leaves newer ones behind on purpose: they are not its own to
+    remove. The one that is being copied stays, too."""
     config = at(tmp_path, "checkpoint.keep=4")
     for steps in (1, 2, 5, 6):
         saved_after(config, steps)
@@ -104,11 +106,13 @@ def test_room_is_not_made_of_anothers(tmp_path, monkeypatch):
         found, outcome = go_on(begun, being_copied=lambda: copied, say=said.append)
     assert found == "step-00000003" and "No space left" in str(outcome.problem)
     assert names(tmp_path) == {f"step-{step:08d}" for step in (2, 3, 5, 6)}
-    assert [line.rpartition(": ")[2] for line in said] == ["step-00000001 make room for the checkpoint of step 4"]
+    assert [line.rpartition(": ")[2]
+            for line in said] == ["step-00000001 make room for the checkpoint of step 4"]
 
 
 def test_room_is_not_made_for_the_doubtful(tmp_path, monkeypatch):
-    """The save of a run that fails may hold the weights that made it fail: it pushes out nothing, on a full disk neither."""
+    """The save of a run that fails may hold the weights that made it fail: it pushes out nothing, on a full
+    disk neither."""
     config = at(tmp_path)
     for steps in (1, 2):
         saved_after(config, steps)
@@ -120,8 +124,8 @@ def test_room_is_not_made_for_the_doubtful(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("older", [0, 2])
 def test_a_second_attempt_is_said(older, tmp_path, monkeypatch):
-    """Whatever made it needful, with its own words: also where another rank has made the folder meanwhile, and where there is
-    nothing older to make room."""
+    """Whatever made it needful, with its own words: also where another rank has made the folder meanwhile,
+    and where there is nothing older to make room."""
     config, said, fails, original = at(tmp_path, *DP), [], [True], os.mkdir
     for steps in range(1, older + 1):
         saved_after(config, steps)
@@ -133,9 +137,11 @@ def test_a_second_attempt_is_said(older, tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "mkdir", mkdir)
     _, outcome = go_on(config, say=said.append)
-    assert outcome.problem is None and names(tmp_path) == {f"step-{step:08d}" for step in {older, older + 1} - {0}}
+    assert outcome.problem is None and names(tmp_path) == {f"step-{step:08d}"
+                                                           for step in {older, older + 1} - {0}}
     (line,) = said
-    assert "Disk quota exceeded" in line and ("step-00000001 make room" if older else "it is tried once more") in line
+    assert "Disk quota exceeded" in line and ("step-00000001 make room" if older
+                                              else "it is tried once more") in line
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), OSError(5, "Input/output error")])
@@ -160,7 +166,8 @@ def test_what_fails_after_the_rename(error, tmp_path, monkeypatch):
 
 def test_what_is_not_removed_at_once_is_said(tmp_path, monkeypatch):
     """One call failed; all that could go has gone."""
-    config, said, original = replace(at(tmp_path, *DP), checkpoint=replace(at(tmp_path).checkpoint, keep=1)), [], shutil.rmtree
+    config, said, original = replace(at(tmp_path, *DP),
+                                     checkpoint=replace(at(tmp_path).checkpoint, keep=1)), [], shutil.rmtree
     saved_after(config, 1)
 
     def once(path: Path, ignore_errors: bool = False) -> None:
@@ -184,7 +191,9 @@ def test_what_cannot_be_read_is_left_alone(tmp_path):
     (tmp_path / "checkpoints" / "step-00000001" / "manifest.json").write_text("{")
     _, outcome = go_on(config, say=said.append)
     assert outcome.problem is None and names(tmp_path) == {"step-00000001", "step-00000003"}
-    assert len(said) == 1 and "step-00000001 is left alone, whatever checkpoint.keep says: checkpoint" in said[0]
+    assert (
+        len(said) == 1 and "step-00000001 is left alone, whatever checkpoint.keep says: checkpoint" in said[0]
+    )
 
 
 def test_a_file_that_cannot_be_replaced(tmp_path, monkeypatch):
@@ -196,22 +205,24 @@ def test_a_file_that_cannot_be_replaced(tmp_path, monkeypatch):
     monkeypatch.setattr(formats, "sync", full)
     with pytest.raises(OSError, match="No space left"):
         formats.replace_text(tmp_path / "latest", "new")
-    assert [path.name for path in tmp_path.iterdir()] == ["latest"] and (tmp_path / "latest").read_text() == "old"
+    assert [path.name
+            for path in tmp_path.iterdir()] == ["latest"] and (tmp_path / "latest").read_text() == "old"
 
 
 def test_a_failed_save_is_removed_on_a_thread(tmp_path, monkeypatch):
     """The file system may not answer: no rank waits for that with its clock running."""
     threads: list[str] = []
     original = saving.tidy
-    monkeypatch.setattr(saving, "tidy", lambda config: (threads.append(threading.current_thread().name), original(config)))
+    monkeypatch.setattr(saving, "tidy",
+                        lambda config: (threads.append(threading.current_thread().name), original(config)))
     monkeypatch.setattr(saving, "write", lambda *_: 1 / 0)
     _, outcome = go_on(at(tmp_path, *DP))
     assert threads == ["save"] and "ZeroDivisionError" in str(outcome.problem) and names(tmp_path) == set()
 
 
 def test_what_was_replaced_is_swept(tmp_path):
-    """It could not be removed at once, as on NFS while somebody reads it: the next save does. One whose successor has not come
-    stays, to be brought back."""
+    """It could not be removed at once, as on NFS while somebody reads it: the next save does. One whose
+    successor has not come stays, to be brought back."""
     config = at(tmp_path)
     path = saved_after(config, 1)
     for name in ("step-00000001.replaced.tmp", "step-00000007.replaced.tmp"):
@@ -221,7 +232,8 @@ def test_what_was_replaced_is_swept(tmp_path):
 
 
 def test_a_restart_whose_origin_was_removed(tmp_path, monkeypatch):
-    """train.resume names a checkpoint of the folder, which the run removes in time (checkpoint.keep): a restart goes on."""
+    """train.resume names a checkpoint of the folder, which the run removes in time (checkpoint.keep): a
+    restart goes on."""
     config = at(tmp_path, "checkpoint.keep=1")
     again = named(config, saved_after(config, 1))
     go_on(again)
@@ -243,7 +255,8 @@ def test_a_checkpoint_under_another_name(tmp_path):
 
 
 def test_a_save_after_one_that_failed(tmp_path, monkeypatch):
-    """Of the same step, while rank 0 still removes what the first has left: nothing that the second writes is removed."""
+    """Of the same step, while rank 0 still removes what the first has left: nothing that the second writes is
+    removed."""
     original, slow = saving.write, shutil.rmtree
     fails = [True]
 
@@ -264,7 +277,9 @@ def test_a_save_after_one_that_failed(tmp_path, monkeypatch):
         return saver.drain()
 
     outcome = on_ranks(at(tmp_path, *DP), work)[0]
-    assert outcome is not None and outcome.problem is None and (outcome.path / "rank-00001.safetensors").exists()
+    assert (
+        outcome is not None and outcome.problem is None and (outcome.path / "rank-00001.safetensors").exists()
+    )
     assert take(at(tmp_path))[0] == outcome.path.name
 
 
@@ -313,15 +328,17 @@ def test_few_files_at_a_time(tmp_path, monkeypatch):
 
 
 def test_the_newest_is_gone(tmp_path):
-    """Or its manifest, or a stale listing does not show it: `latest` says that it was there, and that is not passed over
-    without a word. Where all are gone, nothing begins anew by itself."""
+    """Or its manifest, or a stale listing does not show it: `latest` says that it was there, and that is not
+    passed over without a word. Where all are gone, nothing begins anew by itself."""
     config = at(tmp_path, "checkpoint.keep=0")
     for steps in (1, 2, 3):
         saved_after(config, steps)
     folder = tmp_path / "checkpoints"
     (folder / "step-00000003" / "manifest.json").unlink()
     found, notes = take(config)
-    assert found == "step-00000002" and "step-00000003 cannot be used: manifest.json cannot be read" in notes[0]
+    assert (
+        found == "step-00000002" and "step-00000003 cannot be used: manifest.json cannot be read" in notes[0]
+    )
     shutil.rmtree(folder / "step-00000003")
     found, notes = take(config)
     assert found == "step-00000002" and "step-00000003 cannot be used" in notes[0]
@@ -334,11 +351,13 @@ def test_the_newest_is_gone(tmp_path):
 NARROW = ["precision.dtype=bf16", "precision.master=none"]
 
 
-@pytest.mark.parametrize("before", [[], NARROW, ["precision.dtype=bf16"], ["precision.dtype=fp16", "precision.loss_scale=64"]])
+@pytest.mark.parametrize("before", [[], NARROW, ["precision.dtype=bf16"],
+                                    ["precision.dtype=fp16", "precision.loss_scale=64"]])
 def test_weights_without_a_master(before, tmp_path, monkeypatch):
-    """fp32 weights are rounded when a run goes on without a master: they are proved as they were read, and a bit that flips
-    afterwards is found."""
-    config = named(at(tmp_path / "narrow", *DP, "zero.stage=1", *NARROW), saved_after(at(tmp_path / "wide", *TP, *before), 2))
+    """fp32 weights are rounded when a run goes on without a master: they are proved as they were read, and a
+    bit that flips afterwards is found."""
+    config = named(at(tmp_path / "narrow", *DP, "zero.stage=1", *NARROW),
+                   saved_after(at(tmp_path / "wide", *TP, *before), 2))
     take(config)
     original = loading._prove
 

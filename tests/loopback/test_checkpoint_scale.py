@@ -1,4 +1,5 @@
-"""What a load costs a rank does not grow with the ranks that wrote: index, files and bytes, for 1,024 and 10,240 ranks."""
+"""What a load costs a rank does not grow with the ranks that wrote: index, files and bytes, for 1,024 and
+10,240 ranks."""
 
 from __future__ import annotations
 
@@ -20,8 +21,10 @@ from threed.zero.shard import Layout
 
 KINDS = ("param", "exp_avg", "exp_avg_sq")
 # 405 B parameters, as Llama 3 has them, on 16,384 hidden; a unit a layer.
-LARGE = ["model.layers=126", "model.hidden=16384", "model.heads=128", "model.kv_heads=8", "model.ffn_hidden=53248",
-         "model.vocab=128256", "model.seq_len=8192", "model.activation=swiglu", "model.norm=rmsnorm", "model.position=rotary",
+LARGE = ["model.layers=126", "model.hidden=16384", "model.heads=128", "model.kv_heads=8",
+         "model.ffn_hidden=53248",
+         "model.vocab=128256", "model.seq_len=8192", "model.activation=swiglu", "model.norm=rmsnorm",
+         "model.position=rotary",
          "model.tie_embeddings=false", "zero.stage=3", "precision.dtype=bf16"]
 
 
@@ -39,7 +42,8 @@ def held(config: Config, position: int, laid: dict[int, Layout]) -> dict[int, La
 
 
 def items(config: Config, laid: dict[int, Layout], position: int, dp: int, tp: int) -> list[Item]:
-    return [Item(kind, box, lambda: torch.empty(0)) for layout in held(config, position, laid).values() for kind in KINDS
+    return [Item(kind, box, lambda: torch.empty(0)) for layout in held(config, position, laid).values()
+            for kind in KINDS
             for box in boxes(layout, {"tp": tp}, *layout.shard(dp)) if tp == 0 or box.axes]
 
 
@@ -60,12 +64,15 @@ def written(request, tmp_path_factory):
     begin = time.process_time()
     index, parameters = index_of(reports)
     (path / "index.jsonl").write_bytes(index)
-    files = {file_name(rank): [report.size, *report.header] for rank, report in enumerate(reports) if report.size}
-    others = {"step": 1, "updates": 1, "samples": 1, "skipped": 0, "loss_scaler": {}, "waiting": None, "lineage": ["test-0", []],
+    files = {file_name(rank): [report.size, *report.header] for rank,
+             report in enumerate(reports) if report.size}
+    others = {"step": 1, "updates": 1, "samples": 1, "skipped": 0, "loss_scaler": {}, "waiting": None,
+              "lineage": ["test-0", []],
               "mesh": {"pp": 16, "dp": mesh.sizes["dp"], "tp": 8}, "config": config.to_dict()}
     text = seal({"format": 2, **others, "parameters": parameters, "files": files})
     (path / "manifest.json").write_text(text)
-    said = (f"{mesh.size} ranks: index {len(index) / 2**20:.1f} MiB, manifest {len(text) / 2**20:.2f} MiB, put together by "
+    said = (f"{mesh.size} ranks: index {len(index) / 2**20:.1f} MiB, manifest {len(text) / 2**20:.2f} MiB, "
+            f"put together by "
             f"rank 0 in {time.process_time() - begin:.1f} s of one processor")
     return config, laid, path, said
 
@@ -74,7 +81,8 @@ def written(request, tmp_path_factory):
 def test_what_a_rank_reads(goes_on, written, capsys):
     config, laid, path, said = written
     here = {"same": config, "smaller": mesh_of(config.world_size * 3 // 4 // 128 * 128),
-            "other": load(None, [*LARGE, "parallel.pp=8", "parallel.tp=4", f"parallel.dp={config.world_size // 32}",
+            "other": load(None, [*LARGE, "parallel.pp=8", "parallel.tp=4",
+                                 f"parallel.dp={config.world_size // 32}",
                                  f"train.global_batch_size={16 * config.world_size // 32}"])}[goes_on]
     mine = laid if goes_on == "same" else layouts(here)
     begin = time.process_time()
@@ -90,8 +98,10 @@ def test_what_a_rank_reads(goes_on, written, capsys):
             names.add(box.name)
     lines = sum(unseal(path)["parameters"][name]["size"] for name in names)
     with capsys.disabled():
-        print(f"\n{said}; on {here.world_size} ranks ({goes_on}) one opens {len(files)} files, reads {lines / 2**20:.2f} MiB "
-              f"of the index and {num_bytes / 2**20:.1f} MiB for {wanted / 2**20:.1f} MiB of state, planned in "
+        print(f"\n{said}; on {here.world_size} ranks ({goes_on}) one opens {len(files)} files, reads "
+              f"{lines / 2**20:.2f} MiB "
+              f"of the index and {num_bytes / 2**20:.1f} MiB for {wanted / 2**20:.1f} MiB of state, planned "
+              f"in "
               f"{time.process_time() - begin:.2f} s of one processor")
     assert len(files) <= {"same": 1, "smaller": 4, "other": 12}[goes_on]
     assert num_bytes <= {"same": 1.0, "smaller": 1.0, "other": 1.5}[goes_on] * wanted

@@ -1,4 +1,5 @@
-"""Every cell of the contract, under the name that `threed matrix` gives its test: where it works it agrees with the reference."""
+"""Every cell of the contract, under the name that `threed matrix` gives its test: where it works it agrees
+with the reference."""
 
 from __future__ import annotations
 
@@ -27,14 +28,15 @@ def pytest_generate_tests(metafunc):
 
 
 def test_cell(cell, references):
-    """A cell that works only in the table, or is refused there and runs (or is refused for another reason)."""
+    """A cell that works only in the table, or is refused there and runs (or is refused for another
+    reason)."""
     reason = refusal(cell)
     if reason is not None:
         with pytest.raises(ConfigError, match=re.escape(reason)):
             cell_config(cell)
         return
-    # Thousands of cells: those that are not in the sample run on half as many ranks, and two steps, of which the second needs
-    # all that the first leaves behind.
+    # Thousands of cells: those that are not in the sample run on half as many ranks, and two steps, of which
+    # the second needs all that the first leaves behind.
     config = cell_config(cell, ranks=16 if cell in SAMPLE else 8)
     assert Cell.of(config) == cell
     assert_contract(config, references, steps=None if cell in SAMPLE else 2)
@@ -48,7 +50,8 @@ def test_sample_covers_all_pairs():
 
 @pytest.mark.core
 def test_sixteen_bits_notice_a_fault(references):
-    """The comparison itself: a bias's gradient that is a tenth too large moves neither loss nor norm, and is seen."""
+    """The comparison itself: a bias's gradient that is a tenth too large moves neither loss nor norm, and is
+    seen."""
     config = cell_config(Cell("1f1b", 2, "none", "none", "bf16", True, True, False))
     name = "blocks.0.mlp.up.bias"
 

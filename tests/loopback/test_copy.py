@@ -1,4 +1,5 @@
-"""Copies of checkpoints elsewhere: what is complete there and what is kept, what is damaged, what a run goes on from."""
+"""Copies of checkpoints elsewhere: what is complete there and what is kept, what is damaged, what a run goes
+on from."""
 
 from __future__ import annotations
 
@@ -21,10 +22,11 @@ from fsspec.implementations.local import LocalFileSystem
 from tests.harness import batches, tiny
 from threed import checkpoints as running
 from threed.checkpoint.choose import Candidate, begin_lineage, candidates
-from threed.checkpoint.copy import Copied, Copier, Store, fetch
+from threed.checkpoint.copy import Copied, Copier, fetch
 from threed.checkpoint.format import checkpoints, folder, name_of, unseal
 from threed.checkpoint.lineage import Lineage, parse_latest, read_latest
 from threed.checkpoint.load import Resumed, _on_first, resume
+from threed.checkpoint.place import Store
 from threed.checkpoint.save import Saver
 from threed.checkpoints import Checkpoints
 from threed.comm import Comm
@@ -35,7 +37,8 @@ from threed.errors import ConfigError, InputError
 from threed.planner import make_mesh, make_plan
 from threed.schema import Config
 
-SMALL = ["model.layers=2", "model.hidden=16", "model.heads=4", "model.seq_len=8", "model.vocab=30", "model.vocab_multiple=16",
+SMALL = ["model.layers=2", "model.hidden=16", "model.heads=4", "model.seq_len=8", "model.vocab=30",
+         "model.vocab_multiple=16",
          "train.global_batch_size=4", "train.steps=8", "checkpoint.every=1", "checkpoint.keep=0"]
 NEW = Lineage("new-1")
 
@@ -119,7 +122,8 @@ def test_a_copy_is_equal(saved, place):
 
 
 def test_the_manifest_is_last(saved, place, monkeypatch):
-    """Killed before it, the copy is none: it is neither listed nor fetched, and the next copy clears it away."""
+    """Killed before it, the copy is none: it is neither listed nor fetched, and the next copy clears it
+    away."""
     def put(self, source, *others):
         order.append(source.name)
         if source.name == "manifest.json":
@@ -139,7 +143,8 @@ def test_the_manifest_is_last(saved, place, monkeypatch):
 
 
 def test_kept_by_a_rule_of_their_own(saved, place, tmp_path):
-    """The newest so many of the run's own; those of a higher step, or of another lineage, are not counted, as in run.dir."""
+    """The newest so many of the run's own; those of a higher step, or of another lineage, are not counted, as
+    in run.dir."""
     other = train(at(tmp_path / "other"), 1, Lineage("other-2"))
     copied(place, saved[3], *other)
     copied(place, *saved[1:3], keep=1)
@@ -148,7 +153,8 @@ def test_kept_by_a_rule_of_their_own(saved, place, tmp_path):
 
 
 def test_the_newest_is_next(saved, tmp_path, monkeypatch):
-    """While one is copied, of those that come the newest waits; what is held stays, though others are pruned."""
+    """While one is copied, of those that come the newest waits; what is held stays, though others are
+    pruned."""
     go, begun = threading.Event(), threading.Event()
     original = Store.put
     monkeypatch.setattr(Store, "put", lambda *args: (begun.set(), go.wait(60), original(*args))[2])
@@ -195,7 +201,8 @@ def test_damaged_on_the_way(broken, how, saved, tmp_path, monkeypatch):
         original(self, source, target, **others)
         if Path(source).name == broken:
             data = Path(target).read_bytes()
-            Path(target).write_bytes({"flipped": flipped(data, 0.7), "short": data[:-1], "long": data + b" "}[how])
+            Path(target).write_bytes({"flipped": flipped(data, 0.7), "short": data[:-1],
+                                      "long": data + b" "}[how])
 
     original = LocalFileSystem.put_file
     monkeypatch.setattr(LocalFileSystem, "put_file", put_file)
@@ -234,13 +241,16 @@ def test_older_copies_that_stay(saved, place, monkeypatch):
     """The newest copy is whole all the same."""
     copied(place, saved[0])
     original = Store.remove
-    monkeypatch.setattr(Store, "remove", lambda self, name: original(self, name) if name.startswith("step-00000002") else 1 / 0)
+    monkeypatch.setattr(Store, "remove", lambda self,
+                        name: original(self, name) if name.startswith("step-00000002") else 1 / 0)
     (end,) = copied(place, saved[1], keep=1)
-    assert end.size and end.problem is not None and list(Store(place).newest()) == ["step-00000002", "step-00000001"]
+    assert end.size and end.problem is not None and list(Store(place).newest()) == ["step-00000002",
+                                                                                    "step-00000001"]
 
 
 def test_a_copy_of_which_nobody_knows(saved, place, monkeypatch):
-    """An error is not the answer that a file is not there: what may be complete stays, and nothing begins anew."""
+    """An error is not the answer that a file is not there: what may be complete stays, and nothing begins
+    anew."""
     copied(place, *saved[:2])
     system, _ = url_to_fs(place)
     original = type(system).info
@@ -261,7 +271,8 @@ def test_a_copy_of_which_nobody_knows(saved, place, monkeypatch):
 
 
 def test_a_copy_of_nobody(saved, place):
-    """One whose manifest cannot be read, or is of another version, may be another run's: it stays, and is not counted."""
+    """One whose manifest cannot be read, or is of another version, may be another run's: it stays, and is not
+    counted."""
     copied(place, *saved[:3])
     overwrite(place, "step-00000001/manifest.json", lambda data: b"{")
     overwrite(place, "step-00000002/manifest.json", lambda data: b'{"format": 1}')
@@ -326,9 +337,11 @@ def test_another_of_that_name(saved, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Store, "put", put)
         (end,) = copied(place, saved[0])
-    assert end.size is None and files(place, other.name) == before and Store(place).names() == ([other.name], [])
+    assert end.size is None and files(place, other.name) == before and Store(place).names() == ([other.name],
+                                                                                                [])
     (end,) = copied(place, saved[0])
-    assert end.size and files(place, other.name) == {path.name: path.read_bytes() for path in saved[0].iterdir()}
+    assert end.size and files(place, other.name) == {path.name: path.read_bytes()
+                                                     for path in saved[0].iterdir()}
     assert Store(place).names() == ([other.name], [])
 
 
@@ -353,7 +366,12 @@ def test_latest_is_replaced(saved, tmp_path):
 @pytest.mark.parametrize("failures", [2, 3])
 def test_the_last_copy_is_tried_again(failures, tmp_path, monkeypatch):
     """As the last checkpoint is; once it cannot be had, that is said."""
-    config, said, left, original = at(tmp_path / "run", f"checkpoint.copy_to={tmp_path / 'copies'}"), [], [failures], Copier._copy
+    config, said, left, original = (
+        at(tmp_path / "run", f"checkpoint.copy_to={tmp_path / 'copies'}"),
+        [],
+        [failures],
+        Copier._copy,
+    )
     (path,) = train(config, 1)
 
     def fails(self: Copier, *others: Any) -> int:
@@ -366,7 +384,8 @@ def test_the_last_copy_is_tried_again(failures, tmp_path, monkeypatch):
     monkeypatch.setattr(running, "PAUSE_S", 0.0)
 
     def work(engine: Engine, comm: Comm) -> None:
-        log, watch = SimpleNamespace(say=said.append, sync=lambda: None), SimpleNamespace(phase=lambda *a, **b: nullcontext())
+        log, watch = SimpleNamespace(say=said.append,
+                                     sync=lambda: None), SimpleNamespace(phase=lambda *a, **b: nullcontext())
         mine: Any = Checkpoints(config, engine, watch, log, Resumed(path, {}, NEW, []))  # pyright: ignore[reportArgumentType]
         mine.close(lambda: False)
 
@@ -388,7 +407,8 @@ def test_a_run_goes_on_from_an_address(mesh, saved, tmp_path):
                  for name, where in (("near", saved[1]), ("far", f"{place}/step-00000002")))
 
     def sums(path: Path) -> Any:
-        return {name: entry["sums"] for name, entry in json.loads((path / "manifest.json").read_text())["parameters"].items()}
+        return {name: entry["sums"] for name,
+                entry in json.loads((path / "manifest.json").read_text())["parameters"].items()}
 
     assert sums(train(near, 3)[-1]) == sums(train(far, 3)[-1])
     fetched = folder(far) / "step-00000002"
@@ -419,8 +439,11 @@ def test_a_flipped_bit_in_a_copy(broken, where, saved, tmp_path, place):
     assert not (tmp_path / "into").exists() or not list((tmp_path / "into").iterdir())
     said = []
     fetched = fetch(place, tmp_path / "into", said.append)
-    assert fetched is not None and fetched.name == "step-00000001" and [path.name for path in fetched.parent.iterdir()] == [
-        "step-00000001"]
+    assert (
+        fetched is not None
+        and fetched.name == "step-00000001"
+        and [path.name for path in fetched.parent.iterdir()] == ["step-00000001"]
+    )
     assert "step-00000002 is damaged" in said[0] or "step-00000002 is damaged" in said[1]
 
 
@@ -437,8 +460,10 @@ def test_half_a_copy(gone, saved, tmp_path, place):
 
 
 def test_nothing_there(tmp_path, place):
-    """An address that holds nothing: refused where it was named, and the run begins where it was only the last resort."""
-    named = at(tmp_path / "run", f"train.resume={place}" if "://" in place else f"train.resume=file://{place}")
+    """An address that holds nothing: refused where it was named, and the run begins where it was only the
+    last resort."""
+    named = at(tmp_path / "run", f"train.resume={place}" if "://" in place
+               else f"train.resume=file://{place}")
     with pytest.raises(InputError, match="there is no complete checkpoint"):
         taken(named)
     said: list[str] = []
@@ -459,7 +484,8 @@ def test_after_the_loss_of_a_disk(saved, tmp_path, place):
 
 
 def test_a_restart_does_not_fetch_again(saved, tmp_path, place, monkeypatch):
-    """It goes on from what the run has saved since; without a restart the address is taken again, and is there already."""
+    """It goes on from what the run has saved since; without a restart the address is taken again, and is
+    there already."""
     copied(place, saved[0])
     address = f"{place}/step-00000001" if "://" in place else f"file://{place}/step-00000001"
     config = at(tmp_path / "run", f"train.resume={address}")
@@ -484,7 +510,8 @@ def test_another_checkpoint_of_that_step(saved, tmp_path, place):
 
 
 def test_nobody_waits_for_what_is_fetched(tmp_path):
-    """A rank that waits for an answer for run.timeout_s ends the run; a large checkpoint may take longer than that to fetch."""
+    """A rank that waits for an answer for run.timeout_s ends the run; a large checkpoint may take longer than
+    that to fetch."""
     often = threading.Event()
 
     def work(engine: Engine, comm: Comm) -> str:
@@ -512,7 +539,8 @@ def test_nobody_waits_for_what_is_fetched(tmp_path):
     ("checkpoint.copy_to=''", "is empty"),
     ("checkpoint.copy_to=runs/default/checkpoints", "is the folder of run.dir's checkpoints"),
     ("checkpoint.copy_to=file://runs/../runs/default/checkpoints/", "is the folder of run.dir's checkpoints"),
-    ("checkpoint.copy_keep=3", "needs checkpoint.copy_to"), ("checkpoint.copy_wait_s=-1", "must be at least 0")])
+    ("checkpoint.copy_keep=3", "needs checkpoint.copy_to"),
+    ("checkpoint.copy_wait_s=-1", "must be at least 0")])
 def test_refused_before_anything_starts(override, text):
     """An address that cannot be one, and settings without it."""
     with pytest.raises(ConfigError) as caught:

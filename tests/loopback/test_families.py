@@ -1,4 +1,5 @@
-"""Families of one's own: a parallel block in one file; layers that hand on several tensors and add to the loss."""
+"""Families of one's own: a parallel block in one file; layers that hand on several tensors and add to the
+loss."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ PARALLEL = {
     "selective": ["activation.policy=selective", "activation.pieces=[attention,norm,mlp_act]", *SP],
     "tiles": ["model.tile_linears=1KiB", "zero.stage=3", *ZB], "tiles-sp": ["model.tile_linears=1KiB", *SP],
     "offload-tied": ["zero.stage=2", "offload.optimizer=cpu", "model.tie_embeddings=true", "parallel.pp=2"],
-    "interleaved": ["parallel.pp=2", "parallel.schedule=interleaved", "parallel.virtual_stages=2", "zero.stage=1"],
+    "interleaved": ["parallel.pp=2", "parallel.schedule=interleaved", "parallel.virtual_stages=2",
+                    "zero.stage=1"],
 }
 
 
@@ -32,7 +34,8 @@ def test_parallel_block(name, references):
 
 HANDING = {
     "alone": [], "full": ["activation.policy=full", "zero.stage=3"], "zb-h1-sp": [*ZB, *SP],
-    "one-unit": ["parallel.layers_per_unit=4"], "evaluate": ["parallel.pp=2", "train.eval_every=1", "zero.stage=2"],
+    "one-unit": ["parallel.layers_per_unit=4"],
+    "evaluate": ["parallel.pp=2", "train.eval_every=1", "zero.stage=2"],
 }
 
 
@@ -51,7 +54,8 @@ def test_hands_on_two_tensors_and_adds_to_the_loss(name, references):
 BAD = {
     "gtp": "there are gpt, llama", "nowhere/family.py:X": "there is no file nowhere/family.py",
     "tests/families/parallel_block.py:NOTHING": "has no such name",
-    "tests/families/parallel_block.py:block": "has a function there", "no_such_package:X": "cannot be imported",
+    "tests/families/parallel_block.py:block": "has a function there",
+    "no_such_package:X": "cannot be imported",
 }
 
 
@@ -63,7 +67,10 @@ def test_bad_families(family):
 
 
 def test_sizes_imply_their_family():
-    assert tiny("model.name=llama3-8b").model.family == "llama" and tiny("model.name=gpt2-small").model.family == "gpt"
+    assert (
+        tiny("model.name=llama3-8b").model.family == "llama"
+        and tiny("model.name=gpt2-small").model.family == "gpt"
+    )
     with pytest.raises(ThreedError, match=r"is a size of model.family=llama, not of gpt"):
         tiny("model.name=llama3-8b", "model.family=gpt")
     assert tiny("model.family=llama").model.norm == "rmsnorm"

@@ -1,4 +1,5 @@
-"""fp16 with a dynamic loss scale: an overflow anywhere skips the step everywhere, and costs a step and nothing else."""
+"""fp16 with a dynamic loss scale: an overflow anywhere skips the step everywhere, and costs a step and
+nothing else."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ def poison(engine: Engine, steps: dict[int, int], value: float) -> None:
 
 
 def run(config: Config, steps: int, rank: int = -1, at: dict[int, int] | None = None) -> list[list[Seen]]:
-    """What each rank sees, by rank and step; on one rank gradients overflow in the steps `at` (step -> micro-batch)."""
+    """What each rank sees, by rank and step; on one rank gradients overflow in the steps `at` (step ->
+    micro-batch)."""
     plan = make_plan(config)
     torch.set_num_threads(1)
 
@@ -75,11 +77,13 @@ def run(config: Config, steps: int, rank: int = -1, at: dict[int, int] | None = 
 
 MESH = ["parallel.dp=2", "parallel.tp=2", "parallel.pp=2"]
 CASES = {
-    "stage-0": [*MESH, "zero.stage=0"], "stage-1": [*MESH, "zero.stage=1"], "stage-2": [*MESH, "zero.stage=2"],
+    "stage-0": [*MESH, "zero.stage=0"], "stage-1": [*MESH, "zero.stage=1"],
+    "stage-2": [*MESH, "zero.stage=2"],
     "stage-3": [*MESH, "zero.stage=3"],
     "sequence-parallel": [*MESH, "parallel.sequence_parallel=true", "zero.stage=3"],
     "split-backward": [*MESH, "parallel.schedule=zb-v", "zero.stage=2"],
-    "groups": ["parallel.dp=4", "parallel.pp=2", "zero.shard_size=2", "zero.stage=2", "precision.grad_dtype=fp16"],
+    "groups": ["parallel.dp=4", "parallel.pp=2", "zero.shard_size=2", "zero.stage=2",
+               "precision.grad_dtype=fp16"],
     "travels-in-fp16": [*MESH, "zero.stage=3", "precision.reduce_dtype=fp16"],
 }
 
@@ -87,9 +91,9 @@ CASES = {
 @pytest.mark.parametrize("rank", [1, 6])
 @pytest.mark.parametrize("name", CASES)
 def test_an_overflow_on_one_rank(name, rank):
-    """Gradients overflow on one stage of one rank, in one micro-batch: every rank skips the step, or shards of one model are at
-    different steps. With hysteresis 2 the second overflow halves the scale. Weights, moments, Adam's count and the learning rate
-    stay where they were; the step goes on."""
+    """Gradients overflow on one stage of one rank, in one micro-batch: every rank skips the step, or shards
+    of one model are at different steps. With hysteresis 2 the second overflow halves the scale. Weights,
+    moments, Adam's count and the learning rate stay where they were; the step goes on."""
     config = tiny(*FP16, *CASES[name], "optimizer.warmup_steps=10", "optimizer.clip_grad=1")
     assert config.num_microbatches > 1
     for seen in run(config, 5, rank, {1: 0, 3: config.num_microbatches - 1}):
@@ -103,12 +107,13 @@ def test_an_overflow_on_one_rank(name, rank):
 
 @pytest.mark.parametrize("rank, unit, others", [
     (3, 1, MESH),  # what tp rank 0 counts for all: a bias
-    (7, 1, ["parallel.dp=8", "zero.shard_size=2", "zero.stage=3"]),  # what the first shard group counts for all
+    # what the first shard group counts for all
+    (7, 1, ["parallel.dp=8", "zero.shard_size=2", "zero.stage=3"]),
     (3, 4, MESH[:1] + MESH[2:]),  # what the first position counts for both: the tied embedding
 ])
 def test_an_overflow_in_one_copy(rank, unit, others):
-    """Copies that should be equal and are not (atomics on a GPU round as they please): one whose overflow is not counted steps
-    with it, and its rank alone has other weights from then on."""
+    """Copies that should be equal and are not (atomics on a GPU round as they please): one whose overflow is
+    not counted steps with it, and its rank alone has other weights from then on."""
     config = tiny(*FP16, *others)
     plan = make_plan(config)
 
@@ -131,8 +136,8 @@ def test_an_overflow_in_one_copy(rank, unit, others):
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_comes_after_a_skipped_step(name):
-    """A skipped step that leaves something behind (a sum that the next adds to, half an update) makes the next ones differ from
-    those of a run that never saw that step's data."""
+    """A skipped step that leaves something behind (a sum that the next adds to, half an update) makes the
+    next ones differ from those of a run that never saw that step's data."""
     config = tiny(*FP16, *CASES[name])
     plan = make_plan(config)
 
@@ -143,25 +148,30 @@ def test_what_comes_after_a_skipped_step(name):
         return [(clipped.loss, clipped.grad_norm) for step in order
                 for clipped in [engine.train_step(batches(config, comm, step))[0]] if clipped.finite]
 
-    runs = [run_loopback(config, plan, make_mesh(config), lambda comm, order=order, spoilt=spoilt: work(comm, order, spoilt))[0]
+    runs = [run_loopback(config, plan, make_mesh(config), lambda comm, order=order,
+                         spoilt=spoilt: work(comm, order, spoilt))[0]
             for order, spoilt in (((0, 9, 1, 2), 1), ((0, 1, 2), -1))]
     assert runs[0] == runs[1] and len(runs[0]) == 3
 
 
 def test_a_huge_scale_finds_its_level():
-    """No injection: with a scale of 2^28 every fp16 gradient overflows until it is halved often enough; the loss does not, and is
-    the same whatever the scale."""
-    config = tiny(*FP16, *MESH, "zero.stage=2", f"precision.initial_loss_scale={2**28}", "precision.hysteresis=1")
+    """No injection: with a scale of 2^28 every fp16 gradient overflows until it is halved often enough; the
+    loss does not, and is the same whatever the scale."""
+    config = tiny(*FP16, *MESH, "zero.stage=2", f"precision.initial_loss_scale={2**28}",
+                  "precision.hysteresis=1")
     seen = run(config, 20)[0]
     skipped = sum(not step.clipped.finite for step in seen)
     assert 2 < skipped < 18 and seen[-1].scale == 2.0 ** (28 - skipped) and seen[-1].updates == 20 - skipped
-    assert not any(step.clipped.finite for step in seen[:3]) and sum(step.clipped.finite for step in seen[-6:]) > 3
+    assert not any(step.clipped.finite for step in seen[:3]) and sum(step.clipped.finite
+                                                                     for step in seen[-6:]) > 3
     assert all(torch.isfinite(torch.tensor(step.clipped.loss)) for step in seen)
 
 
 def test_the_scale_is_in_no_number():
-    """A scale that reaches the norm, the clipping or the update. fp32 is exact under powers of two: equal to the bit."""
-    runs = [run(tiny("model.layers=2", *MESH, f"precision.loss_scale={scale}", "optimizer.clip_grad=0.5"), 3)[0]
+    """A scale that reaches the norm, the clipping or the update. fp32 is exact under powers of two: equal to
+    the bit."""
+    runs = [run(tiny("model.layers=2", *MESH, f"precision.loss_scale={scale}", "optimizer.clip_grad=0.5"),
+                3)[0]
             for scale in (1, 1024)]
     assert [step.clipped.loss for step in runs[0]] == [step.clipped.loss for step in runs[1]]
     assert [step.clipped.grad_norm for step in runs[0]] == [step.clipped.grad_norm for step in runs[1]]
@@ -171,18 +181,22 @@ def test_the_scale_is_in_no_number():
 def test_small_gradients_survive():
     """What the scale is for: with weights so small that fp16 gradients vanish, only the scaled run learns."""
     def norm(*overrides: str) -> float:
-        return run(tiny("model.layers=2", "model.init_std=1e-4", "model.seq_len=64", *overrides), 1)[0][0].clipped.grad_norm
+        return run(tiny("model.layers=2", "model.init_std=1e-4", "model.seq_len=64", *overrides),
+                   1)[0][0].clipped.grad_norm
 
     fp16 = "precision.dtype=fp16"
-    exact, scaled, plain = norm(), norm(fp16, "precision.loss_scale=4096"), norm(fp16, "precision.loss_scale=1")
+    exact, scaled, plain = norm(), norm(fp16, "precision.loss_scale=4096"), norm(fp16,
+                                                                                 "precision.loss_scale=1")
     assert scaled == pytest.approx(exact, rel=5e-3) and abs(plain - exact) > 10 * abs(scaled - exact)
 
 
-@pytest.mark.parametrize("schedule, op", [("1f1b", Op.BACKWARD), ("zb-h1", Op.BACKWARD_INPUT), ("zb-h1", Op.BACKWARD_WEIGHT)])
+@pytest.mark.parametrize("schedule, op", [("1f1b", Op.BACKWARD), ("zb-h1", Op.BACKWARD_INPUT),
+                                          ("zb-h1", Op.BACKWARD_WEIGHT)])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_diagnosis_finds_either_half(schedule, op, stage):
     """A gradient that is first not finite in a half of a backward was blamed on the hardware."""
-    config = tiny("model.layers=4", "parallel.dp=2", "parallel.pp=2", f"parallel.schedule={schedule}", f"zero.stage={stage}")
+    config = tiny("model.layers=4", "parallel.dp=2", "parallel.pp=2", f"parallel.schedule={schedule}",
+                  f"zero.stage={stage}")
     plan, place = make_plan(config), (2, 1)  # unit, micro-batch
 
     def work(comm: Comm) -> str:
@@ -193,7 +207,8 @@ def test_the_diagnosis_finds_either_half(schedule, op, stage):
             handler(instruction, slots)
             if (instruction.unit, instruction.microbatch) == place and comm.rank == 1:
                 if op == Op.BACKWARD_INPUT:
-                    slots.get(next(slot for slot in slots.alive() if slot.kind == "grad" and slot[1:] == (1, 1)))[:] = torch.nan
+                    slots.get(next(slot for slot in slots.alive() if slot.kind == "grad"
+                                   and slot[1:] == (1, 1)))[:] = torch.nan
                 else:
                     grad = engine.states[2].grad
                     assert grad is not None
@@ -210,7 +225,8 @@ def test_the_diagnosis_finds_either_half(schedule, op, stage):
 
 
 def test_the_diagnosis_finds_sums():
-    """Gradients that are finite on every rank and overflow on their way (fp16 holds 65504) were blamed on the hardware."""
+    """Gradients that are finite on every rank and overflow on their way (fp16 holds 65504) were blamed on the
+    hardware."""
     config = tiny("model.layers=2", "parallel.dp=2", "precision.dtype=fp16", "precision.reduce_dtype=fp16",
                   "precision.loss_scale=1")
     plan = make_plan(config)

@@ -22,10 +22,12 @@ from threed.tensor.measure import Measured
 SIZES = ["model.layers=1", "model.hidden=64", "model.heads=4", "model.seq_len=32", "model.vocab=120",
          "model.vocab_multiple=64", "train.global_batch_size=2", "train.micro_batch_size=2"]
 FAMILIES = {
-    "gpt": ["model.position=learned"], "gpt-rotary": [], "gpt-untied": ["model.tie_embeddings=false", "model.bias=false"],
+    "gpt": ["model.position=learned"], "gpt-rotary": [],
+    "gpt-untied": ["model.tie_embeddings=false", "model.bias=false"],
     "llama": ["model.family=llama", "model.kv_heads=2", "model.ffn_hidden=96"],
     "dropout": ["model.dropout=0.1", "model.attention_dropout=0.1"],
-    "dropout-grouped": ["model.family=llama", "model.kv_heads=2", "model.dropout=0.1", "model.attention_dropout=0.1"],
+    "dropout-grouped": ["model.family=llama", "model.kv_heads=2", "model.dropout=0.1",
+                        "model.attention_dropout=0.1"],
     "parallel": ["model.family=tests/families/parallel_block.py:PARALLEL"],
 }
 MESHES = {"alone": [], "tp": ["parallel.tp=2"], "sp": ["parallel.tp=2", "parallel.sequence_parallel=true"]}

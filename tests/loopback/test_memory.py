@@ -1,6 +1,8 @@
-"""Bytes that are really there: storages found alive in the process, and the C library's count. No slot or table is asked.
+"""Bytes that are really there: storages found alive in the process, and the C library's count. No slot or
+table is asked.
 
-Loopback has all ranks in one process: what belongs to a rank is what can be reached from its engine. Nothing may be left over.
+Loopback has all ranks in one process: what belongs to a rank is what can be reached from its engine. Nothing
+may be left over.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ def tensors(things: Iterable[Any]) -> list[torch.Tensor]:
 
 
 def reach(root: Any) -> Storages:
-    """Storages of all tensors to which references lead from an object; not by way of other ranks, the plan or modules."""
+    """Storages of all tensors to which references lead from an object; not by way of other ranks, the plan or
+    modules."""
     seen: dict[int, Any] = {}
     todo = [root]
     while todo:
@@ -78,7 +81,8 @@ CASES = {  # stage, dp, others
 
 
 def formula(config: Config, psi: int) -> float:
-    """Bytes of a rank's parameters, gradients and optimizer state (Rajbhandari et al. 2020, section 3), of `psi` parameters."""
+    """Bytes of a rank's parameters, gradients and optimizer state (Rajbhandari et al. 2020, section 3), of
+    `psi` parameters."""
     precision, n = config.precision, config.shard_size
     param = 4 if precision.dtype == "fp32" else 2
     grad = 4 if precision.grad_dtype == "fp32" else 2
@@ -89,10 +93,11 @@ def formula(config: Config, psi: int) -> float:
 
 @pytest.mark.parametrize("name", CASES)
 def test_bytes_alive(name):
-    """State that is held whole, or twice, where the stage says that it is sharded; within 2% for each rank. Buffers that units
-    share are what the plan says to the byte. What no engine leads to leaks."""
+    """State that is held whole, or twice, where the stage says that it is sharded; within 2% for each rank.
+    Buffers that units share are what the plan says to the byte. What no engine leads to leaks."""
     stage, dp, others = CASES[name]
-    config = tiny("model.layers=4", "model.hidden=64", "model.position=learned", f"parallel.dp={dp}", f"zero.stage={stage}",
+    config = tiny("model.layers=4", "model.hidden=64", "model.position=learned", f"parallel.dp={dp}",
+                  f"zero.stage={stage}",
                   *others)
     plan, mesh = make_plan(config), make_mesh(config)
     torch.set_num_threads(1)
@@ -116,7 +121,8 @@ def test_bytes_alive(name):
         assert sum(shared.values()) == buffers(plan, mesh.coordinate(rank).position).bytes(plan.table)
         own = {address: size for address, size in reach(engine).items() if address not in shared}
         modules = [layer for layers in engine.pipeline.layers.values() for layer in layers]
-        psi = sum({id(p): p.numel() for layer in modules for module in layer.modules() for p in module.parameters()}.values())
+        psi = sum({id(p): p.numel() for layer in modules for module in layer.modules()
+                   for p in module.parameters()}.values())
         assert sum(own.values()) == pytest.approx(formula(config, psi), rel=0.02), (rank, psi)
         for address, size in (shared | own).items():
             assert left.pop(address) == size, "two ranks share memory"
@@ -126,11 +132,13 @@ def test_bytes_alive(name):
 # ---------------------------------------------------------------- over many steps
 
 COUNTED = (20, 200)  # steps after which what is alive is counted
-PROFILED = (10, 201)  # steps whose allocations are recorded: not between the others, since the profiler keeps memory of its own
+# steps whose allocations are recorded: not between the others, since the profiler keeps memory of its own
+PROFILED = (10, 201)
 
 
 class Mallinfo(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks",
+    _fields_ = [(name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd",
+                                                     "usmblks", "fsmblks",
                                                      "uordblks", "fordblks", "keepcost")]
 
 
@@ -154,11 +162,13 @@ def peak_of(prof: profile) -> int:
 
 @pytest.mark.parametrize("stage, schedule", [(0, "1f1b"), (1, "zb-h1"), (2, "zb-h1"), (3, "1f1b")])
 def test_flat_over_200_steps(stage, schedule):
-    """What grows from step to step: activations in a cycle that only the garbage collector would find (it is off here), sends or
-    handles that are kept, a pool that makes new buffers. Live storages and the allocator's peak are equal at steps 20 and 200."""
+    """What grows from step to step: activations in a cycle that only the garbage collector would find (it is
+    off here), sends or handles that are kept, a pool that makes new buffers. Live storages and the
+    allocator's peak are equal at steps 20 and 200."""
     if not hasattr(ctypes.CDLL(None), "mallinfo2"):
         pytest.skip("needs glibc 2.33")
-    config = tiny("model.layers=2", "parallel.dp=2", "parallel.pp=2", f"parallel.schedule={schedule}", f"zero.stage={stage}",
+    config = tiny("model.layers=2", "parallel.dp=2", "parallel.pp=2", f"parallel.schedule={schedule}",
+                  f"zero.stage={stage}",
                   "train.global_batch_size=6")
     plan = make_plan(config)
     torch.set_num_threads(1)
@@ -187,13 +197,16 @@ def test_flat_over_200_steps(stage, schedule):
     finally:
         gc.enable()
     assert peaks[0] == peaks[1] > 0 and early[:2] == late[:2]
-    # One activation a step, the least that could leak, would be 2 KiB x 180. The C library keeps some of what was freed.
+    # One activation a step, the least that could leak, would be 2 KiB x 180. The C library keeps some of what
+    # was freed.
     assert late[2] - early[2] < 128 * 1024
 
 
 def test_an_engine_is_freed():
-    """A ring that Python cannot see through would keep every engine of a process, with all of its buffers, for ever."""
-    config = tiny("model.layers=2", "parallel.dp=2", "zero.stage=3", "activation.policy=full", "activation.offload=cpu",
+    """A ring that Python cannot see through would keep every engine of a process, with all of its buffers,
+    for ever."""
+    config = tiny("model.layers=2", "parallel.dp=2", "zero.stage=3", "activation.policy=full",
+                  "activation.offload=cpu",
                   "offload.optimizer=cpu")
     plan = make_plan(config)
 

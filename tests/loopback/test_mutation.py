@@ -1,8 +1,9 @@
 """Random edits of programs: `check` refuses each one, or it trains exactly as the plan that was not edited.
 
-This is what makes the checker worth having: none may be accepted and wrong, and none accepted may hang or fail.
-A communication may end when it is issued or only when somebody waits for it. Loopback always does the latter, which
-hides faults; here each does one or the other at random. What runs beside the computation runs at once, beside it, or late.
+This is what makes the checker worth having: none may be accepted and wrong, and none accepted may hang or
+fail. A communication may end when it is issued or only when somebody waits for it. Loopback always does the
+latter, which hides faults; here each does one or the other at random. What runs beside the computation runs
+at once, beside it, or late.
 """
 
 from __future__ import annotations
@@ -47,9 +48,12 @@ class Case(NamedTuple):
 
     def config(self, path: Path | None = None) -> Config:
         """Files go to `path`, where there are any."""
-        files = [f"offload.nvme_path={path or '/disk'}"] if any(text.endswith("=nvme") for text in self.others) else []
-        return tiny(*SMALL, *files, f"model.layers={self.layers}", f"parallel.pp={self.pp}", f"parallel.dp={self.dp}",
-                    f"parallel.tp={self.tp}", f"train.global_batch_size={self.dp * self.microbatches}", *self.others)
+        files = [f"offload.nvme_path={path or '/disk'}"] if any(text.endswith("=nvme")
+                                                                for text in self.others) else []
+        return tiny(*SMALL, *files, f"model.layers={self.layers}", f"parallel.pp={self.pp}",
+                    f"parallel.dp={self.dp}",
+                    f"parallel.tp={self.tp}", f"train.global_batch_size={self.dp * self.microbatches}",
+                    *self.others)
 
 
 UNTIED, GPIPE, SP = "model.tie_embeddings=false", "parallel.schedule=gpipe", "parallel.sequence_parallel=true"
@@ -78,13 +82,15 @@ CASES = {
     "one-unit-stages": Case(300, 4, 4, others=(UNTIED, ZERO_0)),
     "sequence-parallel": Case(180, 2, 2, tp=2, others=(SP,)),
     "interleaved": Case(150, 2, 3, others=INTERLEAVED),
-    "breadth-first": Case(120, 2, 2, others=("parallel.schedule=breadth-first", "parallel.virtual_stages=2", UNTIED)),
+    "breadth-first": Case(120, 2, 2, others=("parallel.schedule=breadth-first", "parallel.virtual_stages=2",
+                                             UNTIED)),
     "zb-h1": Case(200, 2, 3, others=("parallel.schedule=zb-h1",)),
     "zb-h2": Case(150, 2, 4, others=("parallel.schedule=zb-h2", UNTIED)),
     "zb-v": Case(200, 2, 3, others=("parallel.schedule=zb-v",)),
     "zb-v-sequence-parallel": Case(100, 2, 2, tp=2, others=("parallel.schedule=zb-v", SP)),
     "dualpipe-v": Case(150, 2, 4, others=("parallel.schedule=dualpipe-v",)),
-    "file": Case(150, 2, 2, others=(f"parallel.schedule=file:{Path(__file__).with_name('order.csv')}", UNTIED)),
+    "file": Case(150, 2, 2, others=(f"parallel.schedule=file:{Path(__file__).with_name('order.csv')}",
+                                    UNTIED)),
     "auto": Case(150, 2, 4, others=("parallel.schedule=auto", "parallel.activation_limit=1.5x")),
     "zero2": Case(80, 2, 3, dp=2, others=(ZERO_2,)),
     "zero2-accumulate": Case(80, 1, 4, dp=2, others=(ZERO_2, UNTIED, "zero.reduce_every=2")),
@@ -95,22 +101,26 @@ CASES = {
     "zero3-stage": Case(60, 2, 3, dp=2, others=(ZERO_3, ahead(1), STAGE, GPIPE, UNTIED)),
     "zero3-persist": Case(60, 2, 2, dp=2, others=(ZERO_3, ahead(1), "zero.persist_below=100")),
     "zero3-zb-v": Case(60, 2, 3, dp=2, others=(ZERO_3, "parallel.schedule=zb-v")),
-    "zero3-zb-v-untied": Case(60, 2, 3, dp=2, others=(ZERO_3, "parallel.schedule=zb-v", UNTIED, "zero.reduce_every=2")),
+    "zero3-zb-v-untied": Case(60, 2, 3, dp=2, others=(ZERO_3, "parallel.schedule=zb-v", UNTIED,
+                                                      "zero.reduce_every=2")),
     "zero3-zb-h1": Case(60, 2, 3, dp=2, others=(ZERO_3, "parallel.schedule=zb-h1", "zero.residency=2")),
-    "zero3-zb-h1-sequence-parallel": Case(60, 2, 2, dp=2, tp=2, others=(ZERO_3, "parallel.schedule=zb-h1", UNTIED, SP)),
+    "zero3-zb-h1-sequence-parallel": Case(60, 2, 2, dp=2, tp=2,
+                                          others=(ZERO_3, "parallel.schedule=zb-h1", UNTIED, SP)),
     "zero3-interleaved": Case(60, 2, 3, dp=2, others=(ZERO_3, *INTERLEAVED, STAGE)),
     "zero3-interleaved-untied": Case(60, 2, 2, dp=2, others=(ZERO_3, *INTERLEAVED, UNTIED, ahead(2))),
     "full": Case(80, 2, 3, others=FULL),
     "full-zb-h1": Case(80, 2, 3, others=(*FULL, "parallel.schedule=zb-h1")),
     "full-zero3": Case(60, 2, 3, dp=2, others=(*FULL, ZERO_3, ahead(1))),
     "partition": Case(60, 2, 3, tp=2, others=(*FULL, PARTITION)),
-    "partition-zb-h1-zero3": Case(60, 2, 2, dp=2, tp=2, others=(*FULL, PARTITION, "parallel.schedule=zb-h1", ZERO_3)),
+    "partition-zb-h1-zero3": Case(60, 2, 2, dp=2, tp=2,
+                                  others=(*FULL, PARTITION, "parallel.schedule=zb-h1", ZERO_3)),
     "partition-cpu": Case(60, 1, 3, tp=2, others=(*FULL, PARTITION, KEPT_CPU, UNTIED)),
     "cpu": Case(80, 2, 3, others=(*FULL, KEPT_CPU)),
     "cpu-zb-h1-zero3": Case(60, 2, 3, dp=2, others=(*FULL, KEPT_CPU, "parallel.schedule=zb-h1", ZERO_3)),
     "arena": Case(60, 2, 3, others=(*FULL, "activation.contiguous=true", GPIPE)),
     "tiles": Case(100, 2, 2, layers=1, others=(*TILES, UNTIED)),
-    "tiles-tied-full-zb-h1": Case(100, 2, 2, layers=1, others=("model.tile_linears=512", *FULL, "parallel.schedule=zb-h1")),
+    "tiles-tied-full-zb-h1": Case(100, 2, 2, layers=1,
+                                  others=("model.tile_linears=512", *FULL, "parallel.schedule=zb-h1")),
     "tiles-full-zero3": Case(100, 1, 2, layers=1, dp=2, others=(*TILES, *FULL, ZERO_3, UNTIED)),
     "groups-zero1": Case(60, 2, 2, dp=4, others=(ZERO_1, GROUPS)),
     "groups-zero2": Case(60, 2, 2, dp=4, others=(ZERO_2, GROUPS)),
@@ -119,20 +129,24 @@ CASES = {
     "cpu-zero1": Case(150, 1, 3, dp=2, others=(ZERO_1, CPU, UNTIED)),
     "cpu-zero2-tied": Case(100, 2, 3, dp=2, others=(ZERO_2, CPU)),
     "cpu-half-zero2": Case(80, 1, 3, dp=2, others=(ZERO_2, CPU, UNTIED, "offload.ratio=0.5")),
-    "cpu-zero3-zb-h1": Case(100, 2, 3, dp=2, others=(ZERO_3, CPU, "offload.parameters=cpu", "parallel.schedule=zb-h1")),
-    "cpu-zero3-recompute": Case(80, 2, 2, dp=2, others=(ZERO_3, CPU, "offload.parameters=cpu", UNTIED, ahead(2),
+    "cpu-zero3-zb-h1": Case(100, 2, 3, dp=2, others=(ZERO_3, CPU, "offload.parameters=cpu",
+                                                     "parallel.schedule=zb-h1")),
+    "cpu-zero3-recompute": Case(80, 2, 2, dp=2, others=(ZERO_3, CPU, "offload.parameters=cpu", UNTIED,
+                                                        ahead(2),
                                                          "activation.policy=full", "activation.offload=cpu")),
     "nvme-zero1": Case(100, 2, 2, dp=2, others=(ZERO_1, NVME, UNTIED)),
     "nvme-zero3": Case(100, 1, 3, dp=2, others=(ZERO_3, NVME, "offload.parameters=nvme", UNTIED)),
     "delayed-zero1": Case(100, 1, 2, dp=2, others=(ZERO_1, CPU, UNTIED, *DELAYED)),
     "delayed-zero0-tied": Case(80, 2, 2, others=(ZERO_0, CPU, *DELAYED)),
     "delayed-nvme-zero3": Case(80, 1, 3, dp=2, others=(ZERO_3, NVME, UNTIED, *DELAYED)),
-    "nvme-zero3-tied": Case(80, 2, 2, dp=2, others=(ZERO_3, NVME, "offload.parameters=nvme", "zero.residency=2")),
+    "nvme-zero3-tied": Case(80, 2, 2, dp=2, others=(ZERO_3, NVME, "offload.parameters=nvme",
+                                                    "zero.residency=2")),
 }
 
 
 # Moves more often than the rest: most of what is accepted is another order.
-KINDS = ("delete", "duplicate", "swap", "move", "move", "nudge", "nudge", "nudge", "unit", "microbatch", "peer",
+KINDS = ("delete", "duplicate", "swap", "move", "move", "nudge", "nudge", "nudge", "unit", "microbatch",
+         "peer",
          "word", "word", "op", "more", "more")
 ZERO = (Op.GATHER, Op.RELEASE, Op.REDUCE, Op.CLIP, Op.STEP, *MOVES)
 WORDS = {**instruction.WORDS, "tier": tuple(Tier), "group": ("", *mesh.GROUPS),
@@ -140,8 +154,8 @@ WORDS = {**instruction.WORDS, "tier": tuple(Tier), "group": ("", *mesh.GROUPS),
 
 
 def change(program: list[Instruction], rng: random.Random) -> None:
-    """One edit in place, of ZeRO's instructions and those for activations as often as of all the others, anywhere or where its
-    unit is used."""
+    """One edit in place, of ZeRO's instructions and those for activations as often as of all the others,
+    anywhere or where its unit is used."""
     kind = rng.choice(KINDS)
     i, j = rng.randrange(len(program)), rng.randrange(len(program))
     oftener = [index for index, item in enumerate(program) if item.op in (*ZERO, Op.RECOMPUTE, *MOVES)]
@@ -172,17 +186,20 @@ def change(program: list[Instruction], rng: random.Random) -> None:
 
 
 def more(program: list[Instruction], i: int, j: int, rng: random.Random) -> None:
-    """Another GATHER and RELEASE of a unit, or RELEASE and GATHER, around some instructions or none; or what reduces a unit's
-    gradient once more, and takes it down; or a way to another tier and back: edits that take several of the others, and may well
-    be right."""
+    """Another GATHER and RELEASE of a unit, or RELEASE and GATHER, around some instructions or none; or what
+    reduces a unit's gradient once more, and takes it down; or a way to another tier and back: edits that take
+    several of the others, and may well be right."""
     item = program[i]
     if item.op == Op.REDUCE:
-        groups = list(dict.fromkeys(other.group for other in program if (other.op, other.unit) == (item.op, item.unit)))
+        groups = list(dict.fromkeys(other.group for other in program
+                                    if (other.op, other.unit) == (item.op, item.unit)))
         down = [other for other in program if other == Instruction(Op.OFFLOAD, item.unit, kind="gshard")][:1]
-        program[j:j] = [*(item._replace(group=group) for group in groups[:groups.index(item.group) + 1]), *down]
+        program[j:j] = [*(item._replace(group=group) for group in groups[:groups.index(item.group) + 1]),
+                        *down]
     elif item.op in MOVES:
         pairs = ((Op.OFFLOAD, Op.FETCH), (Op.SPLIT, Op.JOIN))
-        first, then = rng.sample([item._replace(op=op) for pair in pairs if item.op in pair for op in pair], 2)
+        first, then = rng.sample([item._replace(op=op) for pair in pairs if item.op in pair for op in pair],
+                                 2)
         program.insert(j, first)
         program.insert(rng.choice((j + 1, rng.randint(j + 1, len(program)))), then)
     elif item.op in (Op.GATHER, Op.RELEASE):
@@ -198,7 +215,8 @@ def more(program: list[Instruction], i: int, j: int, rng: random.Random) -> None
 def edited(plan: Plan, rng: random.Random) -> tuple[str, list[tuple[Instruction, ...]]]:
     """A program of the plan with one to three edits in one position's part."""
     trains = [name for name in plan.programs if name not in ("plain", "evaluate")]
-    name = rng.choice((*trains, *trains, *trains, "evaluate") if len(trains) == 1 else (*trains, *trains, "evaluate"))
+    name = rng.choice((*trains, *trains, *trains, "evaluate") if len(trains) == 1
+                      else (*trains, *trains, "evaluate"))
     programs = list(plan.programs[name])
     position = rng.randrange(len(programs))
     program = list(programs[position])
@@ -249,7 +267,13 @@ class Haste:
         monkeypatch.setattr(comm, "ThreadLane", self.lane)
 
     def lane(self, name: str) -> Lane:
-        return Lane() if self.lanes == "at once" else LateLane(name, self.pause) if self.lanes == "late" else ThreadLane(name)
+        return (
+            Lane()
+            if self.lanes == "at once"
+            else LateLane(name, self.pause)
+            if self.lanes == "late"
+            else ThreadLane(name)
+        )
 
     def any_time(self, call: Callable[..., Handle]) -> Callable[..., Handle]:
         def issue(*arguments) -> Handle:
@@ -296,7 +320,8 @@ def hunt(case: Case, seed: int, haste: Haste, path: Path, tell: Callable[[str], 
 
 def difference(before: list[tuple[Instruction, ...]], after: list[tuple[Instruction, ...]]) -> str:
     position = next(p for p, (a, b) in enumerate(zip(before, after)) if a != b)
-    lines = difflib.unified_diff(list(map(str, before[position])), list(map(str, after[position])), f"pp{position}",
+    lines = difflib.unified_diff(list(map(str, before[position])), list(map(str, after[position])),
+                                 f"pp{position}",
                                  "edited", lineterm="")
     return "\n".join(lines)
 
@@ -318,7 +343,8 @@ FEW = 36  # edits of a case in `make test`
 @pytest.mark.core
 @pytest.mark.parametrize("name", CASES)
 def test_no_edit_is_accepted_and_wrong(name, monkeypatch, tmp_path):
-    """An edit that gets past `check` and then gives other numbers, raises or hangs: a rule is missing in `effects`."""
+    """An edit that gets past `check` and then gives other numbers, raises or hangs: a rule is missing in
+    `effects`."""
     check(CASES[name]._replace(edits=FEW), 2, tmp_path, monkeypatch)
 
 
@@ -354,7 +380,8 @@ def refusal(case: Case, edit: Callable[[list[Instruction]], None]) -> str:
 
 @pytest.mark.core
 def test_nothing_is_added_to_a_sum_over_tp():
-    """It lies in the gradient's buffer until it is reduced over dp: a backward in between would be summed over tp never."""
+    """It lies in the gradient's buffer until it is reduced over dp: a backward in between would be summed
+    over tp never."""
 
     def edit(program: list[Instruction]) -> None:
         reduce = program.index(Instruction(Op.REDUCE, 1, group="dp"))
@@ -371,18 +398,21 @@ def test_no_copy_is_there_while_its_shard_is_stepped():
 
     def edit(program: list[Instruction]) -> None:
         step = program.index(Instruction(Op.STEP, 1))
-        program[step:step + 1] = [Instruction(Op.GATHER, 1, group="dp"), program[step], Instruction(Op.RELEASE, 1)]
+        program[step:step + 1] = [Instruction(Op.GATHER, 1, group="dp"), program[step],
+                                  Instruction(Op.RELEASE, 1)]
 
     assert "updates 'pshard p1' while 'param p1'" in refusal(Case(0, 1, 2, dp=2, others=(UNTIED,)), edit)
 
 
 @pytest.mark.core
 def test_a_gradient_goes_down_once():
-    """Below ZeRO-2 it lies in the whole gradient's buffer, which the next backward would write while it goes down."""
+    """Below ZeRO-2 it lies in the whole gradient's buffer, which the next backward would write while it goes
+    down."""
 
     def edit(program: list[Instruction]) -> None:
         backward = program.index(Instruction(Op.BACKWARD, 1, 0))
-        program[backward + 1:backward + 1] = [Instruction(Op.REDUCE, 1, group="dp"), Instruction(Op.OFFLOAD, 1, kind="gshard")]
+        program[backward + 1:backward + 1] = [Instruction(Op.REDUCE, 1, group="dp"),
+                                              Instruction(Op.OFFLOAD, 1, kind="gshard")]
 
     case = Case(0, 1, 3, dp=2, others=(ZERO_1, CPU, UNTIED))
     assert "writes 'host_gshard p1', which is already there" in refusal(case, edit)

@@ -1,4 +1,5 @@
-"""The compiled AdamW: against its formula in double precision, torch's conversions, and itself in other pieces."""
+"""The compiled AdamW: against its formula in double precision, torch's conversions, and itself in other
+pieces."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from threed.zero import optimizer
 pytestmark = pytest.mark.core
 
 NARROW = [torch.float32, torch.bfloat16, torch.float16]
-pytestmark = pytest.mark.skipif(native.ADAMW is None and shutil.which("cc") is None, reason="no C compiler: nothing was compiled")
+pytestmark = pytest.mark.skipif(native.ADAMW is None and shutil.which("cc") is None,
+                                reason="no C compiler: nothing was compiled")
 
 
 def test_it_was_compiled():
@@ -47,13 +49,15 @@ def update(scale: float = 1.0, decay: bool = True, lr: float = 0.1, betas: tuple
 @pytest.mark.parametrize(("grad_dtype", "copy_dtype", "decay", "scale"), [*itertools.product(
     NARROW, [None, *NARROW], [True, False], [1.0, 0.37])])
 def test_its_formula(grad_dtype, copy_dtype, decay, scale):
-    """On a piece in the middle: 5000 elements, no multiple of a block, that are not aligned; what is beside them stays."""
+    """On a piece in the middle: 5000 elements, no multiple of a block, that are not aligned; what is beside
+    them stays."""
     made = weight, grad, first, second = tensors(6001, grad_dtype)
     copy = torch.full((6001,), 7.0, dtype=copy_dtype) if copy_dtype is not None else None
     everything = [*made, *([copy] if copy is not None else [])]
     before = [tensor.clone() for tensor in everything]
     piece = slice(501, 5501)
-    optimizer.step(update(scale, decay), view(*(tensor[piece] for tensor in made)), copy[piece] if copy is not None else None)
+    optimizer.step(update(scale, decay), view(*(tensor[piece] for tensor in made)),
+                   copy[piece] if copy is not None else None)
     for tensor, old in zip(everything, before, strict=True):
         assert torch.equal(tensor[:501], old[:501]) and torch.equal(tensor[5501:], old[5501:])
     w, g, m, v = (tensor[piece].double() for tensor in before[:4])
@@ -83,15 +87,19 @@ def test_every_16_bit_gradient(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_copies_are_rounded_as_torch_does(dtype):
-    """A million floats of any bits, all that lie between or on 16-bit numbers near their limits; with lr=0 weights stay."""
+    """A million floats of any bits, all that lie between or on 16-bit numbers near their limits; with lr=0
+    weights stay."""
     generator = torch.Generator().manual_seed(0)
-    anything = torch.randint(-(1 << 31), 1 << 31, (1 << 20,), generator=generator).to(torch.int32).view(torch.float32)
+    anything = torch.randint(-(1 << 31), 1 << 31, (1 << 20,),
+                             generator=generator).to(torch.int32).view(torch.float32)
     numbers = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype).float()
     middle = (numbers.double() + numbers.roll(1).double()).div(2).float()  # ties
     above, below = (torch.nextafter(middle, torch.tensor(way)) for way in (torch.inf, -torch.inf))
     limits = torch.tensor([65519.99, 65520.0, -65520.0, 2**-25, 2**-24 * 1.5])
     weight = torch.cat([anything, numbers, middle, above, below, limits])
-    before, copy, zeros = weight.clone(), torch.empty(len(weight), dtype=dtype), [torch.zeros(len(weight)) for _ in range(3)]
+    before, copy, zeros = weight.clone(), torch.empty(len(weight),
+                                                      dtype=dtype), [torch.zeros(len(weight))
+                                                                     for _ in range(3)]
     optimizer.step(update(lr=0.0), view(weight, *zeros), copy)
     assert same(weight, before)
     assert same(copy.float(), before.to(dtype).float())
@@ -100,7 +108,8 @@ def test_copies_are_rounded_as_torch_does(dtype):
 def test_pieces_and_threads_give_the_same_bits():
     """What ranks share out, and in which threads, is not seen in the numbers."""
     def in_thread(edges: list[int], threads: int) -> list[torch.Tensor]:
-        """In a thread of its own: OpenMP's others belong to it, and would be missing in what later tests fork."""
+        """In a thread of its own: OpenMP's others belong to it, and would be missing in what later tests
+        fork."""
         with ThreadPoolExecutor(1) as pool:
             return pool.submit(run, edges, threads).result()
 
@@ -117,8 +126,10 @@ def test_pieces_and_threads_give_the_same_bits():
         return [weight, first, second, copy]
 
     whole = in_thread([0, 400_001], 1)
-    for edges, threads in (([0, 400_001], 3), ([0, 1, 7, 33_000, 33_000, 399_999, 400_001], 1), ([0, 140_003, 400_001], 2)):
-        assert all(torch.equal(one, other) for one, other in zip(whole, in_thread(edges, threads), strict=True))
+    for edges, threads in (([0, 400_001], 3), ([0, 1, 7, 33_000, 33_000, 399_999, 400_001], 1),
+                           ([0, 140_003, 400_001], 2)):
+        assert all(torch.equal(one, other) for one,
+                   other in zip(whole, in_thread(edges, threads), strict=True))
 
 
 def test_it_is_torchs_to_rounding(monkeypatch):
@@ -133,7 +144,8 @@ def test_it_is_torchs_to_rounding(monkeypatch):
 def test_why_there_is_none(monkeypatch, tmp_path: Path):
     """No compiler; a library that does not load, or that an older native.c made."""
     def found(path: Path | None):
-        spec = importlib.machinery.ModuleSpec("threed._native", None, origin=str(path)) if path is not None else None
+        spec = importlib.machinery.ModuleSpec("threed._native", None,
+                                              origin=str(path)) if path is not None else None
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
         return native._load()
 

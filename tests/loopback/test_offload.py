@@ -1,4 +1,5 @@
-"""Optimizer state and parameters on the host and on disk: against the reference, and against the device, to the bit."""
+"""Optimizer state and parameters on the host and on disk: against the reference, and against the device, to
+the bit."""
 
 from __future__ import annotations
 
@@ -22,13 +23,15 @@ from threed.program.instruction import COMPUTE, Instruction, Op
 from threed.program.show import timeline
 from threed.schema import Config
 
-SMALL = ["model.layers=4", "model.hidden=16", "model.heads=4", "model.seq_len=8", "model.vocab=30", "model.vocab_multiple=16",
+SMALL = ["model.layers=4", "model.hidden=16", "model.heads=4", "model.seq_len=8", "model.vocab=30",
+         "model.vocab_multiple=16",
          "train.eval_every=1"]
 TP, SP = ["parallel.tp=2"], ["parallel.tp=2", "parallel.sequence_parallel=true"]
 CPU, NVME = ["offload.optimizer=cpu"], ["offload.optimizer=nvme"]
 CPU_BOTH, NVME_BOTH = [*CPU, "offload.parameters=cpu"], [*NVME, "offload.parameters=nvme"]
 TIERS = {"cpu": CPU, "nvme": NVME, "cpu-both": CPU_BOTH, "nvme-both": NVME_BOTH,
-         "state-on-disk": [*NVME, "offload.parameters=cpu"], "weights-on-disk": [*CPU, "offload.parameters=nvme"]}
+         "state-on-disk": [*NVME, "offload.parameters=cpu"],
+         "weights-on-disk": [*CPU, "offload.parameters=nvme"]}
 BF16, FP16 = ["precision.dtype=bf16"], ["precision.dtype=fp16", "precision.loss_scale=1024"]
 
 
@@ -53,20 +56,24 @@ AXES: dict[str, list] = {
 }
 MESHES = {"plain": (2, []), "tp": (2, TP), "sp": (2, SP), "groups": (4, ["zero.shard_size=2"])}
 PRECISIONS = {"fp32": [], "bf16": BF16, "fp16": FP16}
-ACTIVATIONS = {"none": [], "full": ["activation.policy=full"], "cpu": ["activation.policy=full", "activation.offload=cpu"]}
+ACTIVATIONS = {"none": [], "full": ["activation.policy=full"],
+               "cpu": ["activation.policy=full", "activation.offload=cpu"]}
 
 
 def works(row: list) -> bool:
     """What the contract does not refuse."""
     parameters = len(row) > 0 and any("parameters" in text for text in TIERS[row[0]])
-    return not (len(row) > 1 and parameters and row[1] < 3) and not (len(row) > 4 and row[1] == 0 and row[4] == "groups")
+    return not (len(row) > 1 and parameters and row[1] < 3) and not (len(row) > 4 and row[1] == 0
+                                                                     and row[4] == "groups")
 
 
-def composed(path: Path, tier: str, stage: int, ratio: float, schedule: str, mesh: str, tied: bool, precision: str,
+def composed(path: Path, tier: str, stage: int, ratio: float, schedule: str, mesh: str, tied: bool,
+             precision: str,
              activation: str) -> Config:
     dp, over = MESHES[mesh]
     virtual = ["parallel.virtual_stages=2"] if schedule in ("interleaved", "breadth-first") else []
-    return small(path, stage, *TIERS[tier], f"offload.ratio={ratio}", f"parallel.schedule={schedule}", *virtual, *over,
+    return small(path, stage, *TIERS[tier], f"offload.ratio={ratio}", f"parallel.schedule={schedule}",
+                 *virtual, *over,
                  f"model.tie_embeddings={tied}", *PRECISIONS[precision], *ACTIVATIONS[activation], dp=dp,
                  micro_batches=4 if schedule == "dualpipe-v" else 3)
 
@@ -80,15 +87,18 @@ def test_pairs(row, references, tmp_path):
     assert_contract(composed(tmp_path, *row), references)
 
 
-PRODUCT = [row for row in itertools.product(*(AXES[axis] for axis in ("tier", "stage", "ratio", "schedule"))) if works(list(row))]
+PRODUCT = [row for row in itertools.product(*(AXES[axis] for axis in ("tier", "stage", "ratio", "schedule")))
+           if works(list(row))]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "row"), list(enumerate(PRODUCT)), ids=["-".join(map(str, row)) for row in PRODUCT])
+@pytest.mark.parametrize(("number", "row"), list(enumerate(PRODUCT)),
+                         ids=["-".join(map(str, row)) for row in PRODUCT])
 def test_product(number, row, references, tmp_path):
     """The same, every tier, stage, ratio and schedule; with other values of the other axes each time."""
     rng = random.Random(number)
-    mesh, tied, precision, activation = (rng.choice(AXES[axis]) for axis in ("mesh", "tied", "precision", "activation"))
+    mesh, tied, precision, activation = (rng.choice(AXES[axis])
+                                         for axis in ("mesh", "tied", "precision", "activation"))
     tier, stage, ratio, schedule = row
     mesh = "plain" if stage == 0 and mesh == "groups" else mesh
     config = composed(tmp_path, tier, stage, ratio, schedule, mesh, tied, precision, activation)
@@ -121,7 +131,8 @@ VARIANTS = {
 @pytest.mark.parametrize("pp", [1, 2])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variant(name, pp, references, tmp_path):
-    """A part of a gradient that comes down twice or never; a unit that is up when its GATHER is not there, or the other way."""
+    """A part of a gradient that comes down twice or never; a unit that is up when its GATHER is not there, or
+    the other way."""
     stage, others = VARIANTS[name]
     for tier in ("cpu", "nvme") if stage < 3 else ("cpu-both", "nvme-both"):
         assert_contract(small(tmp_path, stage, *TIERS[tier], *others, pp=pp, micro_batches=4), references)
@@ -131,7 +142,8 @@ def test_variant(name, pp, references, tmp_path):
 def test_one_rank(ratio, references, tmp_path):
     """dp = tp = pp = 1: lanes with nobody to talk to."""
     for stage, tier in itertools.product((0, 3), ("cpu", "nvme")):
-        assert_contract(small(tmp_path, stage, *TIERS[tier], f"offload.ratio={ratio}", dp=1, pp=1), references)
+        assert_contract(small(tmp_path, stage, *TIERS[tier], f"offload.ratio={ratio}", dp=1, pp=1),
+                        references)
 
 
 # ---------------------------------------------------------------- to the bit
@@ -155,26 +167,30 @@ def test_equal_to_the_device(name, precision, tmp_path):
 
     def run(*settings: str) -> Ranks:
         mine = [text for text in others if settings or "ratio" not in text]
-        return loopback(small(tmp_path, stage, "model.layers=2", "optimizer.clip_grad=1.0", *PRECISIONS[precision], *mine,
+        return loopback(small(tmp_path, stage, "model.layers=2", "optimizer.clip_grad=1.0",
+                              *PRECISIONS[precision], *mine,
                               *settings, dp=4 if name == "groups" else 2, micro_batches=2), 5)
 
     same_bits([run(), run(*CPU), run(*NVME), *([run(*CPU_BOTH), run(*NVME_BOTH)] if stage == 3 else [])])
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("others", [[], ["zero.reduce_every=2", "offload.ratio=0.5"], ["model.tie_embeddings=false", *SP]],
+@pytest.mark.parametrize("others", [[], ["zero.reduce_every=2", "offload.ratio=0.5"],
+                                    ["model.tie_embeddings=false", *SP]],
                          ids=["", "often", "sp"])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_disk_is_equal_to_the_host(stage, others, precision, tmp_path):
     """Bytes that are lost on the way to the disk or back, or come from the unit before."""
     tiers = ("cpu", "nvme") if stage < 3 else ("cpu", "nvme-both", "weights-on-disk")
-    same_bits([loopback(small(tmp_path, stage, "model.layers=2", "optimizer.clip_grad=1.0", *PRECISIONS[precision], *others,
+    same_bits([loopback(small(tmp_path, stage, "model.layers=2", "optimizer.clip_grad=1.0",
+                              *PRECISIONS[precision], *others,
                               *TIERS[tier]), 10) for tier in tiers])
 
 
 @pytest.mark.parametrize("tier", TIERS)
 def test_evaluation_in_between(tier, tmp_path):
-    """An evaluation that reads parameters before they are up from the step, or leaves something behind for the next one."""
+    """An evaluation that reads parameters before they are up from the step, or leaves something behind for
+    the next one."""
 
     def run(*settings: str) -> list[list[float]]:
         config = small(tmp_path, 3, "zero.reduce_every=step", *settings)
@@ -183,7 +199,8 @@ def test_evaluation_in_between(tier, tmp_path):
         def work(comm: Comm) -> list[float]:
             engine, losses = Engine(config, plan, comm), []
             for step in range(4):
-                losses += [engine.run("evaluate", batches(config, comm, 9, train=False))[0].loss for _ in range(2)]
+                losses += [engine.run("evaluate", batches(config, comm, 9, train=False))[0].loss
+                           for _ in range(2)]
                 losses.append(engine.train_step(batches(config, comm, step))[0].loss)
             engine.close()
             return losses
@@ -196,8 +213,10 @@ def test_evaluation_in_between(tier, tmp_path):
 
 @pytest.mark.parametrize("tier", TIERS)
 def test_a_skipped_step_changes_nothing(tier, tmp_path):
-    """An overflow: the host must leave weights and moments alone, on disk, too, and what comes up must be the old weights."""
-    config = small(tmp_path, 3, "precision.dtype=fp16", f"precision.initial_loss_scale={2.0**40}", *TIERS[tier])
+    """An overflow: the host must leave weights and moments alone, on disk, too, and what comes up must be the
+    old weights."""
+    config = small(tmp_path, 3, "precision.dtype=fp16", f"precision.initial_loss_scale={2.0**40}",
+                   *TIERS[tier])
     plan = make_plan(config)
 
     def work(comm: Comm) -> None:
@@ -217,9 +236,11 @@ def test_a_skipped_step_changes_nothing(tier, tmp_path):
     run_loopback(config, plan, make_mesh(config), work)
 
 
-@pytest.mark.parametrize("others", [[*CPU, "offload.delayed_update=true"], NVME_BOTH, ["zero.shard_size=2"]], ids=str)
+@pytest.mark.parametrize("others", [[*CPU, "offload.delayed_update=true"], NVME_BOTH, ["zero.shard_size=2"]],
+                         ids=str)
 def test_for_whom_a_rank_waits(others, tmp_path):
-    """A report of a failure or a hang that fails itself: each instruction has its peers or none, and so has what it needs."""
+    """A report of a failure or a hang that fails itself: each instruction has its peers or none, and so has
+    what it needs."""
     config = small(tmp_path, 3, *TP, "activation.policy=full", "activation.partition=true", *others, dp=4)
     plan = make_plan(config)
 
@@ -252,11 +273,14 @@ DELAYED_AXES: dict[str, list] = {
 }
 
 
-@pytest.mark.parametrize("row", [tuple(row) for row in AllPairs(list(DELAYED_AXES.values()), filter_func=lambda row: not (
+@pytest.mark.parametrize("row",
+                         [tuple(row) for row in AllPairs(list(DELAYED_AXES.values()),
+                                                         filter_func=lambda row: not (
     len(row) > 5 and row[1] == 0 and row[5] == "groups"))], ids=lambda row: "-".join(map(str, row)))
 def test_delayed_pairs(row, references, tmp_path):
-    """A gradient that is stepped twice, late, or never; weights that change inside a step. The reference is a plain model that
-    applies each gradient a step later, from the first step that is delayed to the last of the run, which applies two."""
+    """A gradient that is stepped twice, late, or never; weights that change inside a step. The reference is a
+    plain model that applies each gradient a step later, from the first step that is delayed to the last of
+    the run, which applies two."""
     tier, stage, warmup, end, schedule, mesh, tied, precision, activation = row
     config = composed(tmp_path, tier, stage, 1, schedule, mesh, tied, precision, activation)
     config.offload.delayed_update, config.offload.warmup = True, warmup
@@ -270,9 +294,11 @@ def test_delayed_pairs(row, references, tmp_path):
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
 def test_delayed_tiers_and_stages_are_equal_to_the_bit(schedule, precision, tmp_path):
     """Over 8 steps, all programs among them."""
-    over = [f"parallel.schedule={schedule}", "offload.delayed_update=true", "offload.warmup=2", "train.steps=8",
+    over = [f"parallel.schedule={schedule}", "offload.delayed_update=true", "offload.warmup=2",
+            "train.steps=8",
             "optimizer.clip_grad=1.0", "zero.reduce_every=step", *PRECISIONS[precision]]
-    runs = [loopback(small(tmp_path, stage, *TIERS[tier], *(text for text in over if stage >= 2 or "reduce" not in text)), 8)
+    runs = [loopback(small(tmp_path, stage, *TIERS[tier],
+                           *(text for text in over if stage >= 2 or "reduce" not in text)), 8)
             for stage, tier in ((0, "cpu"), (1, "cpu"), (2, "nvme"), (3, "cpu"), (3, "nvme"))]
     same_bits(runs)
 
@@ -280,7 +306,9 @@ def test_delayed_tiers_and_stages_are_equal_to_the_bit(schedule, precision, tmp_
 def test_a_delayed_step_hides_the_host(tmp_path):
     """The point of it: with a slow host, predicted, the step is as long as without it."""
     config = small(tmp_path, 2, *CPU)
-    plain, late = (make_plan(dataclasses.replace(config, offload=dataclasses.replace(config.offload, delayed_update=delayed)))
+    plain, late = (make_plan(dataclasses.replace(config,
+                                                 offload=dataclasses.replace(config.offload,
+                                                                             delayed_update=delayed)))
                    for delayed in (False, True))
 
     def cost(_: int, instruction: Instruction) -> float:
@@ -292,8 +320,10 @@ def test_a_delayed_step_hides_the_host(tmp_path):
 
 
 def test_a_skipped_delayed_step(tmp_path):
-    """Two overflows and then none: each is applied a step late, as nothing. The updates' count follows what is applied."""
-    config = small(tmp_path, 2, "precision.dtype=fp16", f"precision.initial_loss_scale={2.0**24}", "precision.hysteresis=1",
+    """Two overflows and then none: each is applied a step late, as nothing. The updates' count follows what
+    is applied."""
+    config = small(tmp_path, 2, "precision.dtype=fp16", f"precision.initial_loss_scale={2.0**24}",
+                   "precision.hysteresis=1",
                    *CPU, "offload.delayed_update=true", "train.steps=20")
     plan = make_plan(config)
 
@@ -302,7 +332,8 @@ def test_a_skipped_delayed_step(tmp_path):
         for step in range(20):
             before = [torch.clone(state.weights) for state in engine.states.values()]
             clipped, _ = engine.train_step(batches(config, comm, step))
-            moved = any(not a.equal(state.weights) for a, state in zip(before, engine.states.values(), strict=True))
+            moved = any(not a.equal(state.weights) for a,
+                        state in zip(before, engine.states.values(), strict=True))
             seen.append((clipped.finite, moved, engine.zero.updates))
         return seen
 
@@ -331,7 +362,8 @@ HOSTILE = {
 
 @pytest.fixture
 def late_lanes(monkeypatch):
-    """Jobs beside the computation begin up to 3 ms late: whoever does not wait for one that it needs is there before it."""
+    """Jobs beside the computation begin up to 3 ms late: whoever does not wait for one that it needs is there
+    before it."""
     rng, submit, names = random.Random(3), ThreadLane.submit, {}
     start = ThreadLane.__init__
 
@@ -354,8 +386,8 @@ def late_lanes(monkeypatch):
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_late_lanes(name, late_lanes, references, tmp_path):
-    """A wait that is missing: a gradient that is overwritten before it is down, a weight that is gathered before it is up, a
-    buffer that is used again before it is on disk."""
+    """A wait that is missing: a gradient that is overwritten before it is down, a weight that is gathered
+    before it is up, a buffer that is used again before it is on disk."""
     stage, tier, others = HOSTILE[name]
     assert_contract(small(tmp_path, stage, *tier, *others), references)
 

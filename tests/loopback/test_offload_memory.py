@@ -1,4 +1,5 @@
-"""Bytes that are really there, by tier: storages found alive in the process, and files of the process. No slot is asked.
+"""Bytes that are really there, by tier: storages found alive in the process, and files of the process. No
+slot is asked.
 
 On a CPU device and host are the same memory, but separate tensors: what holds one says which it is.
 """
@@ -40,7 +41,8 @@ CASES = {
     "parameters-cpu": ["zero.stage=3", CPU, ONES],
     "parameters-cpu-pp": ["zero.stage=3", CPU, ONES, BF16, "parallel.pp=2", "parallel.schedule=zb-h1"],
     "parameters-nvme": ["zero.stage=3", NVME, "offload.parameters=nvme", BF16],
-    "parameters-nvme-pp": ["zero.stage=3", NVME, "offload.parameters=nvme", "parallel.pp=2", "zero.residency=2"],
+    "parameters-nvme-pp": ["zero.stage=3", NVME, "offload.parameters=nvme", "parallel.pp=2",
+                           "zero.residency=2"],
     "weights-on-disk": ["zero.stage=3", CPU, "offload.parameters=nvme", BF16, "offload.ratio=0.5"],
     "recompute": ["zero.stage=3", CPU, ONES, "activation.policy=full", "activation.offload=cpu"],
 }
@@ -82,8 +84,9 @@ def kept(engine: Engine):
 
 @pytest.mark.parametrize("name", CASES)
 def test_bytes_alive(name, tmp_path):
-    """State that is still on the device when it should be away, or on the host when it should be on disk; a pool that the plan
-    does not know; a file that is larger than was said. Within 2% for each rank, tier and kind, and nothing left over."""
+    """State that is still on the device when it should be away, or on the host when it should be on disk; a
+    pool that the plan does not know; a file that is larger than was said. Within 2% for each rank, tier and
+    kind, and nothing left over."""
     files = [f"offload.nvme_path={tmp_path}"] if "nvme" in "".join(CASES[name]) else []
     config = tiny(*MODEL, *CASES[name], *files)
     plan, mesh = make_plan(config), make_mesh(config)
@@ -106,13 +109,15 @@ def test_bytes_alive(name, tmp_path):
     for rank, engine in enumerate(engines):
         row = rows[mesh.coordinate(rank).position]
         for kind, found in zip(KINDS, map(by_tier(engine).__getitem__, KINDS), strict=True):
-            assert sum(found.values()) == pytest.approx(row[kind], rel=0.02, abs=4096 * len(found)), (rank, kind)
+            assert sum(found.values()) == pytest.approx(row[kind], rel=0.02,
+                                                        abs=4096 * len(found)), (rank, kind)
             for address, size in found.items():
                 assert left.pop(address) == size, f"{kind} of rank {rank} is in memory that counts as another"
         disk = engine.storage.disk
         on_disk = [os.fstat(file.fileno()) for file in disk._files.values()] if disk is not None else []
         assert sum(file.st_size for file in on_disk) == pytest.approx(row["disk_bytes"], rel=0.02)
-        assert sum(file.st_blocks * 512 for file in on_disk) == pytest.approx(row["disk_bytes"], rel=0.02), "not allocated"
+        assert sum(file.st_blocks * 512 for file in on_disk) == pytest.approx(row["disk_bytes"],
+                                                                              rel=0.02), "not allocated"
         for state in engine.states.values():  # a file that is looked at is no memory
             if state.unit.state_home == "disk":
                 assert state.state_buffer is None
@@ -126,7 +131,8 @@ def test_bytes_alive(name, tmp_path):
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_away_is_saved(name):
-    """Offload that saves nothing: on the device a unit whose state is away keeps none, nor its parameters where they are away."""
+    """Offload that saves nothing: on the device a unit whose state is away keeps none, nor its parameters
+    where they are away."""
     path = ["offload.nvme_path=/disk"] if "nvme" in "".join(CASES[name]) else []
     rows = stages(make_plan(tiny(*MODEL, *CASES[name], *path)))
     none = stages(make_plan(tiny(*MODEL, *(text for text in CASES[name] if not text.startswith("offload.")))))

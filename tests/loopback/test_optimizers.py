@@ -1,5 +1,5 @@
-"""Optimizers beside AdamW: what they keep is all that is kept, on every tier and in checkpoints; and their numbers are the
-reference's under every ZeRO stage."""
+"""Optimizers beside AdamW: what they keep is all that is kept, on every tier and in checkpoints; and their
+numbers are the reference's under every ZeRO stage."""
 
 from __future__ import annotations
 
@@ -8,7 +8,17 @@ import re
 import pytest
 
 from tests.harness import assert_contract, loopback, same_bits, tiny
-from tests.loopback.test_checkpoint import DELAYED, DP, FILES, at, manifest, named, on_ranks, saved_after, step
+from tests.loopback.test_checkpoint import (
+    DELAYED,
+    DP,
+    FILES,
+    at,
+    manifest,
+    named,
+    on_ranks,
+    saved_after,
+    step,
+)
 from threed.checkpoint.load import resume
 from threed.comm import Comm
 from threed.engine.engine import Engine
@@ -36,7 +46,8 @@ OTHERS = [name for name in OPTIMIZERS if name != "adamw"]
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", OTHERS)
 def test_the_reference(name, way, references):
-    # Lion moves every weight by lr: a sign that rounding turns is seen only where it is a large part of the weights.
+    # Lion moves every weight by lr: a sign that rounding turns is seen only where it is a large part of the
+    # weights.
     overrides = ["optimizer.lr=1e-4"] if name == "lion" else []
     assert_contract(tiny(*WAYS[way], f"optimizer.name={name}", *overrides), references)
 
@@ -45,7 +56,8 @@ def test_the_reference(name, way, references):
 def test_stages_have_the_same_bits(name):
     """Where all sum in one order."""
     once = {2: ["zero.reduce_every=step"], 3: ["zero.reduce_every=step"]}
-    same_bits([loopback(tiny(*WAYS[f"zero-{stage}"], *once.get(stage, []), f"optimizer.name={name}"), 3) for stage in range(4)])
+    same_bits([loopback(tiny(*WAYS[f"zero-{stage}"], *once.get(stage, []), f"optimizer.name={name}"), 3)
+               for stage in range(4)])
 
 
 @pytest.mark.parametrize("way", ["zero-2", "cpu", "disk"])
@@ -90,7 +102,8 @@ def test_another_optimizer_wants_less(tmp_path):
 
 @pytest.mark.parametrize(("name", "device", "host"), [("adamw", 8, 12), ("lion", 4, 8), ("sgd", 0, 4)])
 def test_bytes(name, device, host):
-    """Of an element: on the device without a master, on the host and the disk with one; in formulas and in the plan."""
+    """Of an element: on the device without a master, on the host and the disk with one; in formulas and in
+    the plan."""
     assert model_states(1.0, 1, "fp32", False, name)["bytes_per_parameter"]["optimizer"] == device
     assert model_states(1.0, 1, "bf16", True, name)["bytes_per_parameter"]["optimizer"] == host
     for overrides, tier, each in (([], Tier.DEVICE, device), (["offload.optimizer=cpu"], Tier.HOST, host),

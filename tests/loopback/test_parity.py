@@ -1,4 +1,5 @@
-"""Every composition against the single-process reference, all ranks in one process (tp included: ranks as threads)."""
+"""Every composition against the single-process reference, all ranks in one process (tp included: ranks as
+threads)."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ def test_variant(name, zero, references):
 @pytest.mark.parametrize("variant", [[], ["model.tie_embeddings=false"], ["parallel.sequence_parallel=true"]])
 @pytest.mark.parametrize("zero", [0, 1])
 def test_bf16(zero, variant, references):
-    """bf16 with fp32 master weights: 1e-3 on the loss and 5e-3 on the norm over 4 steps, same casts as the reference."""
+    """bf16 with fp32 master weights: 1e-3 on the loss and 5e-3 on the norm over 4 steps, same casts as the
+    reference."""
     config = tiny(*mesh(2, 2, 2), f"zero.stage={zero}", "precision.dtype=bf16", *variant)
     reference = references(config, 4)
     ranks = loopback(config, 4)

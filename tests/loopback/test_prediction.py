@@ -1,6 +1,7 @@
 """The sleeping model: compute that takes given times and no core, so that ranks as threads do not compete.
 
-What is left is the executor: its step must take as long as the walk of the plan says, from the op costs of that step.
+What is left is the executor: its step must take as long as the walk of the plan says, from the op costs of
+that step.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from threed.prediction.simulate import predict
 from threed.program.effects import effects
 from threed.program.instruction import COMPUTE, Op
 
-TIMES = {Op.FORWARD: 0.006, Op.BACKWARD: 0.010, Op.BACKWARD_INPUT: 0.006, Op.BACKWARD_WEIGHT: 0.004}  # of a unit
+# of a unit
+TIMES = {Op.FORWARD: 0.006, Op.BACKWARD: 0.010, Op.BACKWARD_INPUT: 0.006, Op.BACKWARD_WEIGHT: 0.004}
 
 
 def put_to_sleep(engine: Engine) -> None:
@@ -65,7 +67,8 @@ def test_step_time_is_the_predicted_one(schedule):
             causes = attribute(row, step.clip_s, row["step_s"])
             assert tuple(causes) == CAUSES and min(causes.values()) >= 0
             assert sum(causes.values()) == pytest.approx(row["step_s"], rel=0.01)
-    # Work is the same at each position, and nobody has a dp peer: the bubble is waiting for messages, and the drain.
+    # Work is the same at each position, and nobody has a dp peer: the bubble is waiting for messages, and the
+    # drain.
     last = steps[-1]
     for position, row in enumerate(last.rows):
         causes = attribute(row, last.clip_s, row["step_s"])

@@ -1,7 +1,8 @@
-"""What is kept of a forward until its backward, in storages that are really alive: no slot and no table is asked for it.
+"""What is kept of a forward until its backward, in storages that are really alive: no slot and no table is
+asked for it.
 
-A storage counts from the operation that makes it until nobody holds it (tests/alive.py). Each rank is looked at before each
-instruction, when all that the one before it frees is gone.
+A storage counts from the operation that makes it until nobody holds it (tests/alive.py). Each rank is looked
+at before each instruction, when all that the one before it frees is gone.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from threed.schema import Config
 from threed.tensor.context import Batch
 from threed.tensor.layers import rms_norm
 
-SIZES = ["model.layers=1", "model.hidden=256", "model.seq_len=128", "model.vocab=1000", "model.vocab_multiple=128",
+SIZES = ["model.layers=1", "model.hidden=256", "model.seq_len=128", "model.vocab=1000",
+         "model.vocab_multiple=128",
          "train.global_batch_size=2", "train.micro_batch_size=2"]
 SPLIT = ["parallel.schedule=zb-h1"]  # the two halves of backward
 
@@ -65,7 +67,8 @@ def watch(config: Config, plan: Plan) -> list[Seen]:
     def work(comm: Comm) -> Seen:
         engine = Engine(config, plan, comm)
         pools = engine.handlers[Op.SPLIT].__self__.arena, engine.handlers[Op.OFFLOAD].__self__.kept  # pyright: ignore
-        seen = Seen([], [], *(sum(first.untyped_storage().nbytes() for first in pool.first.values()) for pool in pools))
+        seen = Seen([], [], *(sum(first.untyped_storage().nbytes() for first in pool.first.values())
+                              for pool in pools))
         with Alive() as alive:
             engine.train_step(lambda _: fresh(config))
             gc.collect()
@@ -89,27 +92,33 @@ def watch(config: Config, plan: Plan) -> list[Seen]:
 
 def fresh(config: Config) -> Batch:
     """A micro-batch of its own memory."""
-    tokens, labels = (torch.randint(0, config.model.vocab, (config.train.micro_batch_size, config.model.seq_len))
+    tokens, labels = (torch.randint(0, config.model.vocab,
+                                    (config.train.micro_batch_size, config.model.seq_len))
                       for _ in range(2))
     return Batch(tokens, labels, torch.arange(config.train.micro_batch_size), 0, config.tokens_per_step)
 
 
 LLAMA = ["model.norm=rmsnorm", "model.activation=swiglu", "model.kv_heads=2", "model.bias=false"]
 TP, SP = ["parallel.tp=2"], ["parallel.tp=2", "parallel.sequence_parallel=true"]
-TILES = ["model.tile_linears=256KiB", "model.tie_embeddings=false"]  # 4 of an embedding, 4 of attention, 8 of an MLP, in fp32
+# 4 of an embedding, 4 of attention, 8 of an MLP, in fp32
+TILES = ["model.tile_linears=256KiB", "model.tie_embeddings=false"]
 BF16, LEARNED, UNFUSED = ["precision.dtype=bf16"], ["model.position=learned"], ["model.attention_dropout=0.1"]
 CASES = {
-    "fp32": [], "bf16": BF16, "tp": TP, "sp": SP, "untied-bf16-tp": ["model.tie_embeddings=false", *BF16, *TP],
+    "fp32": [], "bf16": BF16, "tp": TP, "sp": SP,
+    "untied-bf16-tp": ["model.tie_embeddings=false", *BF16, *TP],
     "learned": LEARNED, "learned-bf16-sp": [*LEARNED, *BF16, *SP], "grouped": ["model.kv_heads=2"],
     "grouped-learned": ["model.kv_heads=2", *LEARNED], "rmsnorm": ["model.norm=rmsnorm"],
-    "llama": LLAMA, "llama-bf16": [*LLAMA, *BF16], "llama-tp": [*LLAMA, *TP], "llama-bf16-sp": [*LLAMA, *BF16, *SP],
+    "llama": LLAMA, "llama-bf16": [*LLAMA, *BF16], "llama-tp": [*LLAMA, *TP],
+    "llama-bf16-sp": [*LLAMA, *BF16, *SP],
     "dropout": ["model.dropout=0.1"], "dropout-bf16-sp": ["model.dropout=0.1", *BF16, *SP],
     "unfused": UNFUSED, "unfused-bf16": [*UNFUSED, *BF16], "unfused-learned": [*UNFUSED, *LEARNED],
-    "unfused-grouped-learned": [*UNFUSED, *LEARNED, "model.kv_heads=2"], "unfused-llama-tp": [*UNFUSED, *LLAMA, *TP],
+    "unfused-grouped-learned": [*UNFUSED, *LEARNED, "model.kv_heads=2"],
+    "unfused-llama-tp": [*UNFUSED, *LLAMA, *TP],
     "blocks-of-two": ["model.layers=2", "parallel.layers_per_unit=2"], "zero-3": ["zero.stage=3"],
     "zero-3-llama-bf16": ["zero.stage=3", *LLAMA, *BF16],
     "tiles": TILES, "tiles-sp": [*TILES, *SP], "tiles-llama-bf16-tp": [*TILES, *LLAMA, *BF16, *TP],
-    "tiles-dropout-bf16-sp": [*TILES, "model.dropout=0.1", *LEARNED, *BF16, *SP], "tiles-unfused": [*TILES, *UNFUSED],
+    "tiles-dropout-bf16-sp": [*TILES, "model.dropout=0.1", *LEARNED, *BF16, *SP],
+    "tiles-unfused": [*TILES, *UNFUSED],
 }
 PIECES = ("attention", "norm", "mlp_act", "attention,norm,mlp_act")
 
@@ -119,7 +128,8 @@ def selective(pieces: str) -> list[str]:
 
 
 def measured(config: Config) -> tuple[Plan, dict[tuple[str, int], float]]:
-    """(saved or operands, unit) -> bytes: what an instruction of the only micro-batch makes, and what it lets go of."""
+    """(saved or operands, unit) -> bytes: what an instruction of the only micro-batch makes, and what it lets
+    go of."""
     plan = make_plan(config)
     table, found, alive = plan.table, {}, set()
     before = watch(config, plan)[0].before
@@ -130,60 +140,72 @@ def measured(config: Config) -> tuple[Plan, dict[tuple[str, int], float]]:
         kind = {Op.FORWARD: "saved", Op.BACKWARD_INPUT: "operands"}.get(item.op)
         if kind:  # whatever else is made or freed is a stream, or what tiles share, in full
             others = sum(8 if slot.kind == "loss" else table.size(slot) for slot in made if slot.kind != kind)
-            freed = sum(found["saved", item.unit] if slot.kind == "saved" else table.size(slot) for slot in effect.frees)
+            freed = sum(found["saved", item.unit] if slot.kind == "saved" else table.size(slot)
+                        for slot in effect.frees)
             found[kind, item.unit] = before[index + 1] - before[index] - others + freed
     return plan, found
 
 
-@pytest.mark.parametrize("name", [*CASES, *(f"{case} but {pieces}" for case in ("fp32", "llama-bf16", "unfused", "sp")
+@pytest.mark.parametrize("name",
+                         [*CASES, *(f"{case} but {pieces}" for case in ("fp32", "llama-bf16", "unfused", "sp")
                                             for pieces in PIECES)])
 def test_kept_by_a_forward(name):
-    """A tensor that the table of a layer forgets, or that is kept although nobody needs it (an fp32 copy, a graph with the unit's
-    input in it): of FORWARD, and of BACKWARD_INPUT for BACKWARD_WEIGHT. Within 2%, or a few bytes a token (ids)."""
+    """A tensor that the table of a layer forgets, or that is kept although nobody needs it (an fp32 copy, a
+    graph with the unit's input in it): of FORWARD, and of BACKWARD_INPUT for BACKWARD_WEIGHT. Within 2%, or a
+    few bytes a token (ids)."""
     case, _, pieces = name.partition(" but ")
     plan, found = measured(tiny(*SIZES, *SPLIT, *CASES[case], *(selective(pieces) if pieces else ())))
     assert len(found) == 2 * len(plan.table.units)
     for (kind, unit), size in found.items():
         expected = plan.table.size(Slot(kind, unit))
-        assert size == pytest.approx(expected, rel=0.02, abs=0.02 * plan.table.act_bytes), (kind, plan.table.units[unit].name)
+        assert size == pytest.approx(expected, rel=0.02,
+                                     abs=0.02 * plan.table.act_bytes), (kind, plan.table.units[unit].name)
 
 
-@pytest.mark.parametrize("case", ["fp32", "llama-bf16", "unfused", "unfused-learned", "unfused-llama-tp", "llama-bf16-sp"])
+@pytest.mark.parametrize("case", ["fp32", "llama-bf16", "unfused", "unfused-learned", "unfused-llama-tp",
+                                  "llama-bf16-sp"])
 def test_saved_by_each_piece(case):
     """A piece that saves less than advice says, or nothing."""
-    kept = [measured(tiny(*SIZES, *SPLIT, *CASES[case], *more))[1]["saved", 1] for more in ([], *map(selective, PIECES))]
+    kept = [measured(tiny(*SIZES, *SPLIT, *CASES[case], *more))[1]["saved", 1]
+            for more in ([], *map(selective, PIECES))]
     saves = saved_by_piece(tiny(*SIZES, *CASES[case]))
     for pieces, size in zip(PIECES, kept[1:]):
         expected = sum(saves[piece] for piece in pieces.split(","))
-        assert kept[0] - size == pytest.approx(expected, rel=0.02, abs=0.005 * kept[0]) and expected > 0, pieces
+        assert kept[0] - size == pytest.approx(expected, rel=0.02,
+                                               abs=0.005 * kept[0]) and expected > 0, pieces
 
 
 # ---------------------------------------------------------------- whole programs
 
-PP = ["model.layers=4", "model.hidden=128", "model.seq_len=64", "model.vocab=120", "parallel.pp=2", "train.micro_batch_size=1",
+PP = ["model.layers=4", "model.hidden=128", "model.seq_len=64", "model.vocab=120", "parallel.pp=2",
+      "train.micro_batch_size=1",
       "train.global_batch_size=16", "model.tie_embeddings=false"]
 FULL = ["activation.policy=full"]
 PROGRAMS = {
     **{f"{schedule}-{policy}": [f"parallel.schedule={schedule}", f"activation.policy={policy}"]
        for schedule in ("1f1b", "gpipe") for policy in ("none", "full", "selective")},
-    "interleaved-every-2": ["parallel.schedule=interleaved", "parallel.virtual_stages=2", *FULL, "activation.every=2"],
+    "interleaved-every-2": ["parallel.schedule=interleaved", "parallel.virtual_stages=2", *FULL,
+                            "activation.every=2"],
     "gpipe-partition": ["parallel.schedule=gpipe", *TP, *FULL, "activation.partition=true"],
     "1f1b-partition": [*TP, *FULL, "activation.partition=true"],
     "gpipe-cpu": ["parallel.schedule=gpipe", *FULL, "activation.offload=cpu"],
-    "gpipe-partition-cpu": ["parallel.schedule=gpipe", *TP, *FULL, "activation.partition=true", "activation.offload=cpu"],
+    "gpipe-partition-cpu": ["parallel.schedule=gpipe", *TP, *FULL, "activation.partition=true",
+                            "activation.offload=cpu"],
     "gpipe-contiguous": ["parallel.schedule=gpipe", *FULL, "activation.contiguous=true"],
     **{f"tiles-{name}": ["model.tile_linears=64KiB", *others] for name, others in {
         "1f1b": [], "full": FULL, "full-gpipe": [*FULL, "parallel.schedule=gpipe"],
-        "cpu": [*FULL, "activation.offload=cpu"], "partition": [*TP, *FULL, "activation.partition=true"]}.items()},
+        "cpu": [*FULL, "activation.offload=cpu"],
+        "partition": [*TP, *FULL, "activation.partition=true"]}.items()},
     "zero-3-full": ["parallel.dp=2", "zero.stage=3", "train.global_batch_size=32", *FULL],
 }
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_peak(name):
-    """An activation that is held longer than its slot lives, or one that no slot stands for: over a step, of every rank. The
-    plan counts what BACKWARD makes beside all that it uses: one gradient more than is there before or after an instruction.
-    What waits on the host, and what lies in the arena, was made once and is counted by its pool."""
+    """An activation that is held longer than its slot lives, or one that no slot stands for: over a step, of
+    every rank. The plan counts what BACKWARD makes beside all that it uses: one gradient more than is there
+    before or after an instruction. What waits on the host, and what lies in the arena, was made once and is
+    counted by its pool."""
     config = tiny(*SIZES, *PP, *PROGRAMS[name])
     plan, mesh = make_plan(config), make_mesh(config)
     act_bytes = plan.table.act_bytes
@@ -194,18 +216,23 @@ def test_peak(name):
         assert seen.host == alive_bytes(plan, position).peak("host_kept", "host_kpart")
         kept = sum(numel * count for numel, count in buffers(plan, position).kept.items())
         assert seen.arena == kept * plan.table.elements.param
-        # An input that leaves the arena for RECOMPUTE: its place there stays. One that is still on its way to the host.
+        # An input that leaves the arena for RECOMPUTE: its place there stays. One that is still on its way to
+        # the host.
         again = act_bytes * bool(seen.arena or seen.host)
-        assert peak - act_bytes <= found <= peak - act_bytes + again + 0.02 * peak, (rank, (found - peak) / act_bytes)
+        assert peak - act_bytes <= found <= peak - act_bytes + again + 0.02 * peak, (
+            rank,
+            (found - peak) / act_bytes,
+        )
 
 
 @pytest.mark.parametrize("others", [[], ["activation.contiguous=true"]])
 def test_partition_cuts_kept_inputs_by_tp(others):
-    """A part that is a view of the whole, and so keeps all of it: when the first backward begins, each kept input has shrunk to
-    1/tp, to the byte."""
+    """A part that is a view of the whole, and so keeps all of it: when the first backward begins, each kept
+    input has shrunk to 1/tp, to the byte."""
     alive, plans = [], []
     for partition in ("false", "true"):
-        config = tiny(*SIZES, *PP, *TP, *FULL, "parallel.schedule=gpipe", f"activation.partition={partition}", *others)
+        config = tiny(*SIZES, *PP, *TP, *FULL, "parallel.schedule=gpipe", f"activation.partition={partition}",
+                      *others)
         plan = make_plan(config)
         seen, turns = watch(config, plan), []
         for position, program in enumerate(plan.programs["train"]):
@@ -222,9 +249,11 @@ def test_partition_cuts_kept_inputs_by_tp(others):
 def test_rms_norm(dtype):
     """Ours, which keeps less, against torch's: output and both gradients."""
     generator = torch.Generator().manual_seed(0)
-    x, weight, grad = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((6, 2, 32), (32,), (6, 2, 32)))
+    x, weight, grad = (torch.randn(*shape, generator=generator).to(dtype)
+                       for shape in ((6, 2, 32), (32,), (6, 2, 32)))
     results = []
-    for function in (lambda x, weight: rms_norm(x, weight, 1e-5), lambda x, weight: F.rms_norm(x, (32,), weight, 1e-5)):
+    for function in (lambda x, weight: rms_norm(x, weight, 1e-5), lambda x,
+                     weight: F.rms_norm(x, (32,), weight, 1e-5)):
         leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
         out = function(*leaves)
         out.backward(grad)

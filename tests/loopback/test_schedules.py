@@ -23,7 +23,8 @@ def check(case: tuple[str, int, int, int, str], references) -> None:
     name, p, tp, zero, count = case
     config = schedule_config(name, p, tp, zero, count)
     if name == "dualpipe-v" and config.num_microbatches < 2 * p:
-        with pytest.raises(InputError, match=f"dualpipe-v needs {2 * p} micro-batches"):  # here the refusal is the test
+        # here the refusal is the test
+        with pytest.raises(InputError, match=f"dualpipe-v needs {2 * p} micro-batches"):
             loopback(config)
         return
     assert_parity(loopback(config, 3), references(config, 3))
@@ -55,8 +56,10 @@ SPLIT = {
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
 @pytest.mark.parametrize("name", SPLIT)
 def test_split_backward(name, schedule, references):
-    """BACKWARD_INPUT and BACKWARD_WEIGHT give the fused backward's gradients: norms, biases and embeddings included."""
-    config = schedule_config(schedule, 2, 2, 1, "2p", "parallel.dp=2", "train.global_batch_size=8", *SPLIT[name])
+    """BACKWARD_INPUT and BACKWARD_WEIGHT give the fused backward's gradients: norms, biases and embeddings
+    included."""
+    config = schedule_config(schedule, 2, 2, 1, "2p", "parallel.dp=2", "train.global_batch_size=8",
+                             *SPLIT[name])
     assert_parity(loopback(config, 3), references(config, 3))
 
 
@@ -77,14 +80,16 @@ def test_same_bits():
 
 @pytest.mark.core
 def test_file(tmp_path, references):
-    """An order written by a user: CSV and YAML, checked like any other, and refused with the place of what is wrong."""
+    """An order written by a user: CSV and YAML, checked like any other, and refused with the place of what is
+    wrong."""
     rows = [["F0.0", "F0.1", "I0.0", "W0.0", "B0.1"], ["F1.0", "B1.0", "F1.1", "I1.1", "W1.1"]]
     (tmp_path / "order.csv").write_text("\n".join(",".join(row) for row in rows))
     (tmp_path / "order.yaml").write_text("\n".join(f"- [{', '.join(row)}]" for row in rows))
     for suffix in ("csv", "yaml"):
         config = schedule_config(f"file:{tmp_path / 'order'}.{suffix}", 2, 1, 1, "2")
         assert_parity(loopback(config, 3), references(config, 3))
-    for change, words in ((("B0.1", "B0.7"), "B0.7|runs 0 times|never run"), (("W0.0", "X0.0"), "'X0.0' is not a task"),
+    for change, words in ((("B0.1", "B0.7"), "B0.7|runs 0 times|never run"),
+                          (("W0.0", "X0.0"), "'X0.0' is not a task"),
                           (("F0.1", "F1.0"), "stage 1 is already on row 1|stage 1")):
         broken = [[change[1] if cell == change[0] else cell for cell in row] for row in rows]
         (tmp_path / "broken.csv").write_text("\n".join(",".join(row) for row in broken))
@@ -122,7 +127,8 @@ def test_random_files(seed, tmp_path, references):
 
 @pytest.mark.core
 def test_tied_embeddings_in_a_file(tmp_path):
-    """The two ends of a tied embedding meet in a group of the first and the last position: elsewhere it is refused."""
+    """The two ends of a tied embedding meet in a group of the first and the last position: elsewhere it is
+    refused."""
     (tmp_path / "order.csv").write_text("F1.0,B1.0\nF0.0,B0.0\n")
     with pytest.raises(InputError, match="embedding on position 1 and the head on 0; tied embeddings need"):
         loopback(schedule_config(f"file:{tmp_path / 'order.csv'}", 2, 1, 1, "1"))
@@ -131,7 +137,8 @@ def test_tied_embeddings_in_a_file(tmp_path):
 @pytest.mark.core
 def test_measured_costs(tmp_path):
     """Stages are balanced by a run's measured costs where it is given: here the first blocks are slow."""
-    costs = {(0, op, unit): 10.0 if unit < 3 else 1.0 for unit in range(8) for op in (Op.FORWARD, Op.BACKWARD)}
+    costs = {(0, op, unit): 10.0 if unit < 3 else 1.0 for unit in range(8)
+             for op in (Op.FORWARD, Op.BACKWARD)}
     save_costs(tmp_path / "costs.json", costs, "any", 1)
     by_flops, measured = (make_table(tiny("parallel.pp=2", *others), (0, 1))
                           for others in ((), (f"parallel.costs={tmp_path}",)))

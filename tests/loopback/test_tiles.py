@@ -1,4 +1,5 @@
-"""Layers cut into tiles against the reference, which is never cut; tiles and whole layers read each other's checkpoints."""
+"""Layers cut into tiles against the reference, which is never cut; tiles and whole layers read each other's
+checkpoints."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from threed.program.buffers import buffers
 from threed.schema import Config
 from threed.tensor.random import initial_values
 
-# Embedding and head of 4 tiles, attention of 4, MLPs of 8 (fewer where tp or 16 bit make a rank's part smaller).
+# Embedding and head of 4 tiles, attention of 4, MLPs of 8 (fewer where tp or 16 bit make a rank's part
+# smaller).
 SMALL = ["model.layers=2", "model.tie_embeddings=false"]
 TILED = [*SMALL, "model.tile_linears=4KiB"]
 TP, SP = ["parallel.tp=2"], ["parallel.tp=2", "parallel.sequence_parallel=true"]
@@ -34,38 +36,48 @@ OFFLOAD = ["offload.optimizer=cpu", "offload.parameters=cpu"]
 
 CASES = {
     "alone": [], "tp": ["model.tile_linears=2KiB", *TP], "sp": ["model.tile_linears=2KiB", *SP],
-    "1f1b": ["parallel.pp=2", "train.eval_every=1"], "zb-h1-sp": [*ZB, *SP], "interleaved": [*INTERLEAVED, *ZERO_3],
+    "1f1b": ["parallel.pp=2", "train.eval_every=1"], "zb-h1-sp": [*ZB, *SP],
+    "interleaved": [*INTERLEAVED, *ZERO_3],
     "zero-0": ["parallel.dp=2", "zero.stage=0"], "zero-1": ["parallel.dp=2", "zero.stage=1"],
     "zero-2-zb-h1": ["parallel.dp=2", "zero.stage=2", *ZB], "zero-3-full": [*ZERO_3, *FULL],
     "zero-3-window": [*ZERO_3, "zero.residency=3", "zero.prefetch=2", "zero.persist_below=100"],
-    "full-zb-h1": [*FULL, *ZB], "every-2": [*FULL, "activation.every=2"], "selective": ["activation.policy=selective"],
-    "partition": [*FULL, *TP, "activation.partition=true"], "kept-on-cpu": [*FULL, *INTERLEAVED, "activation.offload=cpu"],
+    "full-zb-h1": [*FULL, *ZB], "every-2": [*FULL, "activation.every=2"],
+    "selective": ["activation.policy=selective"],
+    "partition": [*FULL, *TP, "activation.partition=true"],
+    "kept-on-cpu": [*FULL, *INTERLEAVED, "activation.offload=cpu"],
     "arena": [*FULL, "activation.contiguous=true", "parallel.pp=2"], "offload": [*ZERO_3, *OFFLOAD],
-    "llama": [*LLAMA, *TP], "llama-zb-h1-sp": [*LLAMA, *ZB, *SP], "learned": ["model.position=learned", *ZB, *SP],
+    "llama": [*LLAMA, *TP], "llama-zb-h1-sp": [*LLAMA, *ZB, *SP],
+    "learned": ["model.position=learned", *ZB, *SP],
     "dropout": ["model.dropout=0.1", "model.attention_dropout=0.1", *TP, *ZB],
     "bf16": [*BF16, *ZERO_3], "bf16-zb-h1-sp": [*BF16, *ZB, *SP], "bf16-full": [*BF16, *FULL, *TP],
     "fp16": ["precision.dtype=fp16", "precision.loss_scale=1024", "parallel.dp=2"],
-    "padding": ["model.vocab=30", "model.vocab_multiple=128", "model.tile_linears=4KiB", *TP],  # most tiles hold no token at all
-    "tied": ["model.tie_embeddings=true", "model.tile_linears=16KiB", "parallel.pp=2"],  # its blocks alone are cut
+    # most tiles hold no token at all
+    "padding": ["model.vocab=30", "model.vocab_multiple=128", "model.tile_linears=4KiB", *TP],
+    # its blocks alone are cut
+    "tied": ["model.tie_embeddings=true", "model.tile_linears=16KiB", "parallel.pp=2"],
     "branches": ["model.tile_linears=32KiB"],  # blocks are cut in two, and no further
 }
-SLOW = {"1f1b", "zero-0", "zero-1", "zero-3-window", "every-2", "selective", "arena", "offload", "learned", "bf16-full", "fp16",
+SLOW = {"1f1b", "zero-0", "zero-1", "zero-3-window", "every-2", "selective", "arena", "offload", "learned",
+        "bf16-full", "fp16",
         "llama", "branches", "interleaved", "bf16"}
 
 
 def compare(overrides: list[str], references) -> None:
     config = tiny(*TILED, *overrides)
     steps, tolerance = (3, FP32) if config.precision.dtype == "fp32" else (4, SIXTEEN)
-    assert_parity(loopback(config, steps), references(tiny(*TILED, *overrides, "model.tile_linears=null"), steps), tolerance)
+    assert_parity(loopback(config, steps),
+                  references(tiny(*TILED, *overrides, "model.tile_linears=null"), steps), tolerance)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in CASES])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else [])
+                                  for name in CASES])
 def test_parity(name, references):
     """A part of a layer that no tile has, or two have: loss, norm, every gradient and the weights."""
     compare(CASES[name], references)
 
 
-PRODUCT = list(itertools.product(("1f1b", "zb-h1", "zb-v", "interleaved"), range(4), ("none", "full"), ("", "tp", "sp")))
+PRODUCT = list(itertools.product(("1f1b", "zb-h1", "zb-v", "interleaved"), range(4), ("none", "full"),
+                                 ("", "tp", "sp")))
 
 
 @pytest.mark.slow
@@ -80,7 +92,8 @@ def test_product(schedule, stage, policy, cut, references):
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("others", [[], LLAMA])
 def test_initial_values(others, tp):
-    """Tiles whose weights are drawn anew, or for another place: put together they are the whole parameter, to the bit."""
+    """Tiles whose weights are drawn anew, or for another place: put together they are the whole parameter, to
+    the bit."""
     whole, cut = (layers_of(tiny(*SMALL, *others, f"parallel.tp={tp}", *tiled))
                   for tiled in ([], ["model.tile_linears=4KiB"]))
     assert any(layer.tile.count > 1 for layer in cut)
@@ -101,7 +114,8 @@ def test_initial_values(others, tp):
 
 # ---------------------------------------------------------------- memory
 
-LARGE = ["model.layers=4", "model.hidden=64", "model.vocab=1000", "model.tie_embeddings=false", "zero.stage=3", "parallel.dp=2"]
+LARGE = ["model.layers=4", "model.hidden=64", "model.vocab=1000", "model.tie_embeddings=false",
+         "zero.stage=3", "parallel.dp=2"]
 
 
 def gathered(config: Config) -> int:
@@ -113,13 +127,14 @@ def gathered(config: Config) -> int:
         return sum(first.untyped_storage().nbytes() for first in params.first.values())
 
     found = set(run_loopback(config, plan, make_mesh(config), work))
-    assert found == {sum(numel * count for numel, count in buffers(plan, 0).params.items()) * plan.table.elements.param}
+    assert found == {sum(numel * count for numel,
+                         count in buffers(plan, 0).params.items()) * plan.table.elements.param}
     return found.pop()
 
 
 def test_no_more_than_tiles_is_gathered():
-    """Under ZeRO-3 with one unit resident and the next on its way, two tiles are whole, not two blocks and a head; and no
-    buffers of another size are made for the tiles that have a norm or a bias besides."""
+    """Under ZeRO-3 with one unit resident and the next on its way, two tiles are whole, not two blocks and a
+    head; and no buffers of another size are made for the tiles that have a norm or a bias besides."""
     limit = 16 * 1024
     rest = 4 * 4 * 64  # a tile's norm, bias and padding come on top
     whole, tiled = (gathered(tiny(*LARGE, *others)) for others in ([], [f"model.tile_linears={limit}"]))
@@ -152,14 +167,16 @@ def go_on(config: Config, steps: int, path: Path | None = None) -> tuple[Ranks, 
         state = {unit: torch.clone(each.weights) for unit, each in engine.states.items()}
         places = {unit: (each.owned, each.layout) for unit, each in engine.states.items()}
         moments = {unit: torch.clone(each.buffers["exp_avg"]) for unit, each in engine.states.items()}
-        return [c.loss for c in done], [c.grad_norm for c in done], moments, state, places, comm.here, {}, outcome.path
+        return [c.loss for c in done], [c.grad_norm
+                                        for c in done], moments, state, places, comm.here, {}, outcome.path
 
     results = run_loopback(config, plan, make_mesh(config), work)
     return collect(config, results), results[0][-1]
 
 
 def test_checkpoints_know_no_tiles(tmp_path, references):
-    """Tiles -> whole layers -> other tiles, each on another mesh: weights and moments to the bit, then as without a stop."""
+    """Tiles -> whole layers -> other tiles, each on another mesh: weights and moments to the bit, then as
+    without a stop."""
     def at(name: str, *others: str) -> Config:
         return tiny(*SMALL, f"run.dir={tmp_path / name}", *others)
 
@@ -177,7 +194,9 @@ def test_checkpoints_know_no_tiles(tmp_path, references):
 @pytest.mark.core
 def test_fewest_tiles():
     """More tiles than needed, or unequal ones: heads and the vocabulary divide."""
-    for limit, counts in (("4KiB", (4, 4, 8, 4)), ("6KiB", (4, 4, 8, 4)), ("8KiB", (2, 2, 4, 2)), ("16KiB", (1, 1, 2, 1))):
+    for limit, counts in (("4KiB", (4, 4, 8, 4)), ("6KiB", (4, 4, 8, 4)), ("8KiB", (2, 2, 4, 2)),
+                          ("16KiB", (1, 1, 2, 1))):
         embedding, block, _, head = cut_layers(tiny(*SMALL, f"model.tile_linears={limit}"))
-        tiles = [sum(".attention" in layer.name for layer in block), sum(".mlp" in layer.name for layer in block)]
+        tiles = [sum(".attention" in layer.name for layer in block),
+                 sum(".mlp" in layer.name for layer in block)]
         assert (len(embedding), *tiles, len(head)) == counts

@@ -28,8 +28,10 @@ pytestmark = pytest.mark.core
 
 SMALL = ["model.layers=3", "model.hidden=16", "model.heads=4", "model.seq_len=8"]
 SHARDED = {
-    "stage-1": ["zero.stage=1"], "stage-2": ["zero.stage=2"], "stage-2-every-2": ["zero.stage=2", "zero.reduce_every=2"],
-    "stage-3": ["zero.stage=3"], "stage-3-step": ["zero.stage=3", "zero.residency=step", "zero.reduce_every=step"],
+    "stage-1": ["zero.stage=1"], "stage-2": ["zero.stage=2"],
+    "stage-2-every-2": ["zero.stage=2", "zero.reduce_every=2"],
+    "stage-3": ["zero.stage=3"],
+    "stage-3-step": ["zero.stage=3", "zero.residency=step", "zero.reduce_every=step"],
     "groups": ["zero.stage=3", "zero.shard_size=2", "parallel.dp=4"],
 }
 
@@ -46,7 +48,8 @@ ENDS = {
 @pytest.mark.parametrize("ends", ENDS)
 @pytest.mark.parametrize("sharded", SHARDED)
 def test_tied_embeddings_with_sharded_gradients(sharded, ends, references):
-    """The embedding's and the head's halves of a gradient that is already in shards: half of it lost, or counted twice."""
+    """The embedding's and the head's halves of a gradient that is already in shards: half of it lost, or
+    counted twice."""
     config = tiny(*SMALL, "parallel.dp=2", *ENDS[ends], *SHARDED[sharded])
     ranks, reference = loopback(config, 3), references(config, 3)
     assert_parity(ranks, reference)
@@ -97,8 +100,10 @@ def last(program: list[Instruction], unit: int) -> Instruction:
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 @pytest.mark.parametrize("sharded", ["stage-1", "stage-2", "stage-3", "groups"])
 def test_a_stage_that_holds_only_the_embedding(sharded, schedule, tied, references):
-    """No unit of its own to gather or reduce when it is tied, nothing to send a gradient to: a rank that waits for ever."""
-    config = tiny(*SMALL, "parallel.dp=2", "parallel.pp=3", "parallel.stage_units=[1,3,1]", f"parallel.schedule={schedule}",
+    """No unit of its own to gather or reduce when it is tied, nothing to send a gradient to: a rank that
+    waits for ever."""
+    config = tiny(*SMALL, "parallel.dp=2", "parallel.pp=3", "parallel.stage_units=[1,3,1]",
+                  f"parallel.schedule={schedule}",
                   f"model.tie_embeddings={tied}", *SHARDED[sharded])
     assert make_plan(config).table.units_of(0) == [0]
     assert_parity(loopback(config, 2), references(config, 2))
@@ -111,10 +116,13 @@ def test_a_stage_that_holds_only_the_embedding(sharded, schedule, tied, referenc
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_messages_have_the_dtype_of_compute(dtype, schedule, sp):
-    """An fp32 buffer for a 16-bit message: over gloo and NCCL the receiver waits for bytes that never come, or reads noise."""
-    config = tiny(*SMALL, "parallel.pp=2", "parallel.tp=2", f"parallel.schedule={schedule}", f"precision.dtype={dtype}",
+    """An fp32 buffer for a 16-bit message: over gloo and NCCL the receiver waits for bytes that never come,
+    or reads noise."""
+    config = tiny(*SMALL, "parallel.pp=2", "parallel.tp=2", f"parallel.schedule={schedule}",
+                  f"precision.dtype={dtype}",
                   "train.eval_every=1", f"parallel.sequence_parallel={sp}")
-    plan, wanted = make_plan(config), {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    plan, wanted = make_plan(config), {"fp32": torch.float32, "bf16": torch.bfloat16,
+                                       "fp16": torch.float16}[dtype]
 
     def work(comm: Comm) -> tuple[set, int]:
         engine, seen, received = Engine(config, plan, comm), set(), 0
@@ -133,11 +141,14 @@ def test_messages_have_the_dtype_of_compute(dtype, schedule, sp):
 
     shape = (8 // (2 if sp else 1), 1, 16)
     for seen, received in run_loopback(config, plan, make_mesh(config), work):
-        assert seen == {(wanted, shape, math.prod(shape) * wanted.itemsize)} == {(wanted, shape, plan.table.act_bytes)}
+        assert seen == {(wanted, shape, math.prod(shape) * wanted.itemsize)} == {(wanted, shape,
+                                                                                  plan.table.act_bytes)}
         assert received >= config.num_microbatches
 
 
-# ---------------------------------------------------------------- norms that count what is held t times, t times
+# ---------------------------------------------------------------- norms that count what is held t times, t
+# times
+
 
 
 def squares(config: Config, gradients: dict[str, torch.Tensor]) -> tuple[float, float, float]:
@@ -150,13 +161,16 @@ def squares(config: Config, gradients: dict[str, torch.Tensor]) -> tuple[float, 
 
 @pytest.mark.parametrize("overrides", [
     ["parallel.tp=4", "zero.stage=0"], ["parallel.tp=4", "parallel.sequence_parallel=true", "zero.stage=2"],
-    ["parallel.tp=2", "parallel.dp=2", "zero.stage=3"], ["parallel.dp=4", "zero.shard_size=2", "zero.stage=1"],
-    ["parallel.dp=4", "zero.shard_size=1", "zero.stage=3"], ["parallel.pp=2", "parallel.tp=2", "zero.stage=1"],
-    ["parallel.pp=2", "parallel.dp=4", "zero.shard_size=2", "zero.stage=2"], ["parallel.tp=2", "parallel.dp=2", "zero.stage=0"],
+    ["parallel.tp=2", "parallel.dp=2", "zero.stage=3"],
+    ["parallel.dp=4", "zero.shard_size=2", "zero.stage=1"],
+    ["parallel.dp=4", "zero.shard_size=1", "zero.stage=3"],
+    ["parallel.pp=2", "parallel.tp=2", "zero.stage=1"],
+    ["parallel.pp=2", "parallel.dp=4", "zero.shard_size=2", "zero.stage=2"],
+    ["parallel.tp=2", "parallel.dp=2", "zero.stage=0"],
 ], ids=lambda overrides: "-".join(text.split(".")[1] for text in overrides))
 def test_the_norm_counts_each_parameter_once(overrides, references):
-    """Parameters replicated over tp counted t times, shards of several groups once a group, a tied embedding twice. Each would
-    be seen: their share is far above the tolerance."""
+    """Parameters replicated over tp counted t times, shards of several groups once a group, a tied embedding
+    twice. Each would be seen: their share is far above the tolerance."""
     config = tiny(*SMALL, "model.position=learned", "optimizer.clip_grad=0.5", *overrides)
     reference, ranks = references(config, 2), loopback(config, 2)
     every, replicated, tied = squares(config, reference.first_grads)
@@ -171,14 +185,17 @@ def test_the_norm_counts_each_parameter_once(overrides, references):
 @pytest.mark.parametrize("position", [0, 1, 2])
 @pytest.mark.parametrize("sharded", ["stage-1", "stage-2", "stage-3", "groups"])
 def test_an_overflow_seen_by_one_stage_only(sharded, position):
-    """Other stages take the step that one skips: the model is of two steps at once, and their loss scales part for good."""
-    config = tiny(*SMALL, "parallel.dp=2", "parallel.pp=3", "precision.dtype=fp16", "precision.initial_loss_scale=64",
+    """Other stages take the step that one skips: the model is of two steps at once, and their loss scales
+    part for good."""
+    config = tiny(*SMALL, "parallel.dp=2", "parallel.pp=3", "precision.dtype=fp16",
+                  "precision.initial_loss_scale=64",
                   "precision.hysteresis=1", *SHARDED[sharded])
     plan, mesh = make_plan(config), make_mesh(config)
 
     def work(comm: Comm) -> tuple[bool, float, bool]:
         engine = Engine(config, plan, comm)
-        backward, before = engine.handlers[Op.BACKWARD], {p: state.weights.clone() for p, state in engine.states.items()}
+        backward, before = engine.handlers[Op.BACKWARD], {p: state.weights.clone() for p,
+                                                          state in engine.states.items()}
 
         def handle(instruction, slots):
             backward(instruction, slots)
@@ -225,7 +242,8 @@ KEYS: dict[str, tuple[list[str], Any, str]] = {  # key -> (where it matters, ano
 
 
 def observed(config: Config) -> dict[str, Any]:
-    """What a change of a key may change: the plan; the bytes of the shared buffers; numbers, traffic and memory of a run."""
+    """What a change of a key may change: the plan; the bytes of the shared buffers; numbers, traffic and
+    memory of a run."""
     plan = make_plan(config)
 
     def work(comm: Comm) -> tuple[Any, int]:
@@ -234,34 +252,41 @@ def observed(config: Config) -> dict[str, Any]:
         for step in range(3):
             clipped, _ = engine.train_step(batches(config, comm, step))
             numbers.append((clipped.loss, str(clipped.grad_norm), clipped.loss_scale, clipped.finite))
-        owned = [t for s in states for t in (s.pshard, s.gradient, s.weights, s.buffers["exp_avg"], s.buffers["exp_avg_sq"])
+        owned = [t for s in states for t in (s.pshard, s.gradient, s.weights, s.buffers["exp_avg"],
+                                             s.buffers["exp_avg_sq"])
                  if t is not None]
         held = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in owned}.values())
         storage = next(iter(states)).storage
-        shared = sum(t.nbytes for pool in (storage.params, storage.grads) for free in pool._free.values() for t, _ in free)
+        shared = sum(t.nbytes for pool in (storage.params, storage.grads) for free in pool._free.values()
+                     for t, _ in free)
         return (numbers, dict(comm.sent), held), shared
 
     results = run_loopback(config, plan, make_mesh(config), work)
-    return {"plan": plan.digest, "run": [run for run, _ in results], "buffers": [shared for _, shared in results]}
+    return {"plan": plan.digest, "run": [run for run, _ in results],
+            "buffers": [shared for _, shared in results]}
 
 
 @pytest.mark.parametrize("key", KEYS)
 def test_a_key_that_has_no_effect(key):
     """A setting that is taken and does nothing is a lie about what was run."""
     where, value, parts = KEYS[key]
-    before, after = (observed(tiny("model.layers=4", "parallel.dp=4", *where, *change)) for change in ([], [f"{key}={value}"]))
-    assert {part: before[part] != after[part] for part in parts.split(", ")} == dict.fromkeys(parts.split(", "), True)
+    before, after = (observed(tiny("model.layers=4", "parallel.dp=4", *where, *change))
+                     for change in ([], [f"{key}={value}"]))
+    assert {part: before[part] != after[part]
+            for part in parts.split(", ")} == dict.fromkeys(parts.split(", "), True)
 
 
 def test_every_key_is_among_them():
-    """A new key of zero, precision or offload that nobody has shown to matter. (A folder that is not there is an error: see
-    gloo/test_offload_faults.py.)"""
+    """A new key of zero, precision or offload that nobody has shown to matter. (A folder that is not there is
+    an error: see gloo/test_offload_faults.py.)"""
     sections = {"zero": ZeroConfig, "precision": PrecisionConfig, "offload": OffloadConfig}
-    every = {f"{name}.{leaf.name}" for name, section in sections.items() for leaf in dataclasses.fields(section)}
+    every = {f"{name}.{leaf.name}" for name, section in sections.items()
+             for leaf in dataclasses.fields(section)}
     assert {*KEYS, "offload.nvme_path"} == every
 
 
-@pytest.mark.parametrize("stage, key, value", [(1, "shard_size", 4), (2, "reduce_every", 1), (3, "residency", 1),
+@pytest.mark.parametrize("stage, key, value", [(1, "shard_size", 4), (2, "reduce_every", 1),
+                                               (3, "residency", 1),
                                                (3, "prefetch", 1), (3, "persist_below", 0)])
 def test_null_means_what_the_schema_says(stage, key, value):
     """A default that is documented as one thing and done as another."""

@@ -1,4 +1,5 @@
-"""Steps that are computed twice: the run is as without, to the bit, and a rank that computes wrongly once is named."""
+"""Steps that are computed twice: the run is as without, to the bit, and a rank that computes wrongly once is
+named."""
 
 from __future__ import annotations
 
@@ -10,7 +11,18 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.harness import FILES, Ranks, batches, cell_config, collect, covering, drive, loopback, same_bits, tiny
+from tests.harness import (
+    FILES,
+    Ranks,
+    batches,
+    cell_config,
+    collect,
+    covering,
+    drive,
+    loopback,
+    same_bits,
+    tiny,
+)
 from threed.comm import Comm
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
@@ -58,7 +70,8 @@ def twice(config: Config) -> Config:
 @pytest.mark.parametrize("cell", [pytest.param(cell, marks=[pytest.mark.slow] * (number % 4 > 0), id=cell.id)
                                   for number, cell in enumerate(covering())])
 def test_a_rehearsal_leaves_nothing_behind(cell):
-    """A gradient that is counted twice, a buffer that is not given back, a moment that has moved: in any combination."""
+    """A gradient that is counted twice, a buffer that is not given back, a moment that has moved: in any
+    combination."""
     config = cell_config(cell, ranks=8)
     same_bits([loopback(config, 2), verified(twice(config), 2)])
 
@@ -78,8 +91,10 @@ def test_delayed_updates(overrides):
 @pytest.mark.parametrize("stage", [0, 2])
 def test_a_dynamic_loss_scale(stage):
     """A scale that is halved or doubled by the rehearsal, too. It begins so high that steps overflow."""
-    config = tiny(*SMALL[:-1], "parallel.dp=2", "parallel.tp=2", f"zero.stage={stage}", "precision.dtype=fp16",
-                  f"precision.initial_loss_scale={2**24}", "precision.hysteresis=1", "precision.loss_scale_window=1")
+    config = tiny(*SMALL[:-1], "parallel.dp=2", "parallel.tp=2", f"zero.stage={stage}",
+                  "precision.dtype=fp16",
+                  f"precision.initial_loss_scale={2**24}", "precision.hysteresis=1",
+                  "precision.loss_scale_window=1")
 
     def run(verify: bool) -> list:
         plan = make_plan(twice(config) if verify else config)
@@ -91,7 +106,8 @@ def test_a_dynamic_loss_scale(stage):
                 if verify:
                     verifier.rehearse(batches(config, comm, step))
                 clipped, _ = (verifier.step if verify else engine.train_step)(batches(config, comm, step))
-                numbers.append((clipped.loss, str(clipped.grad_norm), clipped.finite, engine.zero.scaler.scale,
+                numbers.append((clipped.loss, str(clipped.grad_norm), clipped.finite,
+                                engine.zero.scaler.scale,
                                 engine.zero.updates))
             return numbers, {unit: state.weights.tolist() for unit, state in engine.states.items()}
 
@@ -99,7 +115,8 @@ def test_a_dynamic_loss_scale(stage):
 
     usual, found = run(False), run(True)
     assert usual == found
-    assert len({scale for _, _, _, scale, _ in usual[0][0]}) > 2 and {finite for _, _, finite, *_ in usual[0][0]} == {True, False}
+    assert len({scale for _, _, _, scale, _ in usual[0][0]}) > 2 and {finite for _, _, finite,
+                                                                      *_ in usual[0][0]} == {True, False}
 
 
 def test_within_tolerance():
@@ -180,15 +197,19 @@ def weight_grad(engine: Engine, instruction: Instruction) -> None:
     ids=["forward", "backward", "weight-gradient"])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_one_bit_of_one_rank(stage, op, do, what, time):
-    """In one of two runs of one instruction. Everybody's losses and gradients differ then; the one whose fault it is is named."""
+    """In one of two runs of one instruction. Everybody's losses and gradients differ then; the one whose
+    fault it is is named."""
     config = tiny(*SMALL, *MESH, f"zero.stage={stage}", "parallel.stage_units=[2,3]")
     said = message(config, after(op, 3, 1, do, time))
-    assert re.match(rf"step {1 + time // 2} was computed twice, with two results: first in the {what} of u3 \(blocks.2\), "
-                    rf"micro-batch 1, {op}, on rank {RANK} \(pp1 dp0 tp1\) on host {socket.gethostname()}: at least 1 of \d+ "
+    assert re.match(rf"step {1 + time // 2} was computed twice, with two results: first in the {what} of u3 "
+                    rf"\(blocks.2\), "
+                    rf"micro-batch 1, {op}, on rank {RANK} \(pp1 dp0 tp1\) on host {socket.gethostname()}: "
+                    rf"at least 1 of \d+ "
                     "elements differ. .* take it out\\. The last step that was verified", said), said
 
 
-@pytest.mark.parametrize("rank, unit, op", [(0, 1, "FORWARD"), (1, 1, "BACKWARD"), (4, 3, "FORWARD"), (7, 2, "BACKWARD")])
+@pytest.mark.parametrize("rank, unit, op", [(0, 1, "FORWARD"), (1, 1, "BACKWARD"), (4, 3, "FORWARD"),
+                                            (7, 2, "BACKWARD")])
 @pytest.mark.parametrize("sp", [False, True])
 def test_a_wrong_part_of_a_sum_over_tp(sp, rank, unit, op):
     """All tp ranks have the same wrong sum: whose part of it was wrong?"""
@@ -226,7 +247,10 @@ def test_a_backward_in_two_halves(schedule):
         flip(next(iter(engine.states[tied].written())))
 
     said = message(config, after(Op.BACKWARD_WEIGHT, 0, 0, wrong, rank=1))
-    assert "first in the gradient of u0 (embedding), micro-batch 0, BACKWARD_WEIGHT, on rank 1 (pp0 dp1 tp0)" in said, said
+    assert (
+        "first in the gradient of u0 (embedding), micro-batch 0, BACKWARD_WEIGHT, on rank 1 (pp0 dp1 tp0)"
+        in said
+    ), said
     said = message(config, after(Op.BACKWARD_INPUT, 2, 3, grad, rank=make_plan(config).table.position(2) * 2))
     assert "first in the gradient of u2 (blocks.1), micro-batch 3, BACKWARD_INPUT" in said, said
 
@@ -246,12 +270,16 @@ def test_a_message_that_comes_wrong():
 
         engine.handlers[Op.FORWARD] = handle
 
-    assert "first in the input, received from pp0, of u2 (blocks.1), micro-batch 0, FORWARD, on rank 1" in message(config, broken)
+    assert (
+        "first in the input, received from pp0, of u2 (blocks.1), micro-batch 0, FORWARD, on rank 1"
+        in message(config, broken)
+    )
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_wrong_sum_of_gradients(stage):
-    """All gradients were right, and one rank has added them up to something else. At stage 0 all get its part."""
+    """All gradients were right, and one rank has added them up to something else. At stage 0 all get its
+    part."""
     config = tiny(*SMALL, "parallel.dp=4", f"zero.stage={stage}")
 
     def broken(engine: Engine) -> None:
@@ -269,10 +297,13 @@ def test_a_wrong_sum_of_gradients(stage):
         engine.handlers[Op.CLIP] = handle
 
     said = message(config, broken)
-    assert "first in the sum over ranks of the gradient of p2 (blocks.1), on rank 3 (pp0 dp3 tp0)" in said, said
+    assert "first in the sum over ranks of the gradient of p2 (blocks.1), on rank 3 (pp0 dp3 tp0)" in said, (
+        said
+    )
 
 
-@pytest.mark.parametrize("overrides", [[], ["offload.optimizer=cpu"], ["offload.optimizer=cpu", "offload.delayed_update=true"]],
+@pytest.mark.parametrize("overrides", [[], ["offload.optimizer=cpu"],
+                                       ["offload.optimizer=cpu", "offload.delayed_update=true"]],
                          ids=["device", "host", "delayed"])
 def test_a_wrong_update(overrides, monkeypatch):
     """Forward and backward are right, and the optimizer's arithmetic is wrong, once."""
@@ -289,7 +320,8 @@ def test_a_wrong_update(overrides, monkeypatch):
 
     monkeypatch.setattr(optimizer, "step", step)
     said = message(config, lambda _: None)
-    assert re.search(r"first in the update of p\d+ \(.*\), STEP, on rank [01] \(.*: 1 numbers of weights", said), said
+    assert re.search(r"first in the update of p\d+ \(.*\), STEP, on rank [01] \(.*: 1 numbers of weights",
+                     said), said
 
 
 @pytest.mark.parametrize("bit, seen", [(0, False), (30, True)])

@@ -23,7 +23,8 @@ from threed.quantity import show_bytes
 from threed.schema import Config
 from threed.validate import warnings
 
-TOY = ["model.layers=6", "model.hidden=64", "model.heads=4", "model.seq_len=32", "model.vocab=128", "train.global_batch_size=8",
+TOY = ["model.layers=6", "model.hidden=64", "model.heads=4", "model.seq_len=32", "model.vocab=128",
+       "train.global_batch_size=8",
        "train.micro_batch_size=1", "parallel.pp=2"]
 FULL = ["activation.policy=full"]
 
@@ -39,7 +40,8 @@ def plan_of(*others: str) -> Plan:
 SCHEDULES = ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v", "breadth-first"]
 WAYS = {
     "all": [], "every-2": ["activation.every=2"], "every-3": ["activation.every=3"],
-    "partition": ["activation.partition=true"], "cpu": ["activation.offload=cpu"], "contiguous": ["activation.contiguous=true"],
+    "partition": ["activation.partition=true"], "cpu": ["activation.offload=cpu"],
+    "contiguous": ["activation.contiguous=true"],
     "partition-cpu": ["activation.partition=true", "activation.offload=cpu"],
     "partition-contiguous": ["activation.partition=true", "activation.contiguous=true"],
 }
@@ -48,24 +50,27 @@ CELLS = list(itertools.product(SCHEDULES, WAYS, (1, 3)))
 
 def full(schedule: str, way: str, zero: int) -> list[str]:
     virtual = ["parallel.virtual_stages=2"] if schedule in ("interleaved", "breadth-first") else []
-    return [f"parallel.schedule={schedule}", *virtual, "parallel.tp=2", f"zero.stage={zero}", *FULL, *WAYS[way]]
+    return [f"parallel.schedule={schedule}", *virtual, "parallel.tp=2", f"zero.stage={zero}", *FULL,
+            *WAYS[way]]
 
 
 @pytest.mark.parametrize("schedule, way, zero", CELLS, ids=lambda value: str(value))
 def test_passes(schedule, way, zero):
-    """A RECOMPUTE too many or too few, or before the wrong half of backward; a SPLIT without its JOIN; an input fetched that was
-    never sent away, or later than its use."""
+    """A RECOMPUTE too many or too few, or before the wrong half of backward; a SPLIT without its JOIN; an
+    input fetched that was never sent away, or later than its use."""
     plan = plan_of(*full(schedule, way, zero))
     table = plan.table
     for program in plan.programs["train"]:
         at = {item[:3]: index for index, item in enumerate(program)}
         count = Counter((item.op, item.kind) for item in program)
         kept = {item[1:3] for item in program if item.keep == "input"}
-        assert kept == {item[1:3] for item in program if item.op == Op.RECOMPUTE} and len(kept) == count[Op.RECOMPUTE, ""]
+        assert kept == {item[1:3] for item in program
+                        if item.op == Op.RECOMPUTE} and len(kept) == count[Op.RECOMPUTE, ""]
         assert kept and all(table.units[u].recompute for u, _ in kept)
         inner = {key for key in kept if key[0] > 0}
         parts = {item[1:3] for item in program if item.op == Op.SPLIT}
-        assert parts == {item[1:3] for item in program if item.op == Op.JOIN} == (inner if "partition" in way else set())
+        assert parts == {item[1:3] for item in program
+                         if item.op == Op.JOIN} == (inner if "partition" in way else set())
         kind = "kpart" if "partition" in way else "kept"
         away = {item[1:3] for item in program if item.op == Op.OFFLOAD}
         assert away == {item[1:3] for item in program if item.op == Op.FETCH} and away <= inner
@@ -73,7 +78,8 @@ def test_passes(schedule, way, zero):
         for u, m in kept:
             first = at.get((Op.BACKWARD, u, m), at.get((Op.BACKWARD_INPUT, u, m)))
             order = [at[Op.FORWARD, u, m], *(at[op, u, m] for op, those in (
-                (Op.SPLIT, parts), (Op.OFFLOAD, away), (Op.FETCH, away), (Op.JOIN, parts)) if (u, m) in those),
+                (Op.SPLIT, parts), (Op.OFFLOAD, away), (Op.FETCH, away),
+                (Op.JOIN, parts)) if (u, m) in those),
                 at[Op.RECOMPUTE, u, m], first]
             assert order == sorted(order), (u, m)
         ahead = [(u, m) for op, u, m, *_ in program if op == Op.RECOMPUTE and u > 0]
@@ -83,7 +89,8 @@ def test_passes(schedule, way, zero):
 
 
 def test_not_where_backward_follows_at_once():
-    """A unit whose forward is followed by its own backward keeps all: the last unit of 1F1B is marked, and never recomputed."""
+    """A unit whose forward is followed by its own backward keeps all: the last unit of 1F1B is marked, and
+    never recomputed."""
     plan = plan_of(*FULL)
     last = plan.table.last
     assert plan.table.units[last].recompute
@@ -122,7 +129,8 @@ def most_taken(plan: Plan, position: int, name: str) -> Counter[int]:
 
 @pytest.mark.parametrize("schedule, way", list(itertools.product(SCHEDULES, WAYS)))
 def test_pools_are_as_large_as_needed(schedule, way):
-    """An arena or a host's pool that would run out in the middle of a step, or one larger than is ever used."""
+    """An arena or a host's pool that would run out in the middle of a step, or one larger than is ever
+    used."""
     plan = plan_of(*full(schedule, way, 1))
     for position in range(2):
         found = buffers(plan, position)
@@ -136,11 +144,13 @@ def test_pools_are_as_large_as_needed(schedule, way):
 def peak_and_cost(config: Config, units: set[int]) -> tuple[int, float]:
     pipeline = make_pipeline(config)
     plan = run_passes(config, pipeline, activation.mark(make_table(config, pipeline.place), units))
-    return max(row["activation_peak_bytes"] for row in stages(plan)), sum(unit_costs(config)[u][0] for u in units)
+    return max(row["activation_peak_bytes"] for row in stages(plan)), sum(unit_costs(config)[u][0]
+                                                                          for u in units)
 
 
 BUDGETS = {
-    "1f1b": ["parallel.schedule=1f1b"], "gpipe": ["parallel.schedule=gpipe"], "zb-h1": ["parallel.schedule=zb-h1"],
+    "1f1b": ["parallel.schedule=1f1b"], "gpipe": ["parallel.schedule=gpipe"],
+    "zb-h1": ["parallel.schedule=zb-h1"],
     "alone": ["parallel.pp=1"], "interleaved": ["parallel.schedule=interleaved", "parallel.virtual_stages=2"],
     "uneven": ["parallel.stage_units=[2,6]"], "dropout": ["model.dropout=0.1", "parallel.schedule=gpipe"],
     "partition": ["parallel.tp=2", "activation.partition=true"],
@@ -150,9 +160,11 @@ BUDGETS = {
 @pytest.mark.parametrize("name", BUDGETS)
 def test_budget(name):
     """A choice above the budget, or dearer than it needs to be: against all subsets of units."""
-    config = config_of("activation.policy=budget", "activation.budget=1TiB", "train.global_batch_size=4", *BUDGETS[name])
+    config = config_of("activation.policy=budget", "activation.budget=1TiB", "train.global_batch_size=4",
+                       *BUDGETS[name])
     units = activation.worthwhile(make_table(config, make_pipeline(config).place))
-    every = [peak_and_cost(config, set(some)) for n in range(len(units) + 1) for some in itertools.combinations(units, n)]
+    every = [peak_and_cost(config, set(some)) for n in range(len(units) + 1)
+             for some in itertools.combinations(units, n)]
     least, most = min(peak for peak, _ in every), every[0][0]
     assert least < most
     for budget in (most, most - 1, *sorted(random.Random(3).sample(range(least, most), 6)), least):
@@ -176,7 +188,8 @@ def test_budget_above_everything_changes_nothing():
 # ---------------------------------------------------------------- prices
 
 def test_prices():
-    """RECOMPUTE that is predicted to be free: it costs a forward, in time and in traffic; JOIN an all-gather of the input."""
+    """RECOMPUTE that is predicted to be free: it costs a forward, in time and in traffic; JOIN an all-gather
+    of the input."""
     plan = plan_of(*FULL, "activation.partition=true", "parallel.tp=2")
     cost, table = Hardware().cost(plan.table), plan.table
     for item in plan.programs["train"][0]:
@@ -195,13 +208,15 @@ def test_prices():
     (["activation.policy=most"], "must be one of none, full, selective, budget"),
     (["activation.offload=nvme", *FULL], "must be one of none, cpu"),
     (["activation.every=2"], "needs activation.policy=full, and it is none"),
-    (["activation.policy=budget", "activation.budget=1GiB", "activation.every=2"], "needs activation.policy=full"),
+    (["activation.policy=budget", "activation.budget=1GiB", "activation.every=2"],
+     "needs activation.policy=full"),
     ([*FULL, "activation.every=0"], "activation.every=0: must be at least 1"),
     (["activation.policy=full", "activation.every=1.5"], "activation.every"),
     (["activation.pieces=[norm]"], "needs activation.policy=selective, and it is none"),
     ([*FULL, "activation.pieces=[norm]"], "needs activation.policy=selective, and it is full"),
     (["activation.policy=selective", "activation.pieces=[]"], "must be some of attention, norm, mlp_act"),
-    (["activation.policy=selective", "activation.pieces=[norm,softmax]"], "must be some of attention, norm, mlp_act"),
+    (["activation.policy=selective", "activation.pieces=[norm,softmax]"],
+     "must be some of attention, norm, mlp_act"),
     (["activation.budget=1GiB"], "needs activation.policy=budget, and it is none"),
     ([*FULL, "activation.budget=1GiB"], "needs activation.policy=budget, and it is full"),
     (["activation.policy=budget"], "needs activation.budget"),
@@ -215,7 +230,8 @@ def test_prices():
     (["activation.recompute=true"], "activation.recompute"),
 ])
 def test_refusals(overrides, said):
-    """A setting that means nothing under the policy, or a value that is none: refused alone, with the reason."""
+    """A setting that means nothing under the policy, or a value that is none: refused alone, with the
+    reason."""
     with pytest.raises(ConfigError) as error:
         config_of("parallel.tp=2", *overrides)
     assert said in str(error.value) and len(error.value.problems) == 1
@@ -226,13 +242,16 @@ def test_refusals(overrides, said):
     (["parallel.tp=2", "parallel.sequence_parallel=true"], "cut kept inputs over tp already"),
 ])
 def test_partition_without_effect(others, said):
-    """Partitioned activations with sequence parallelism, or alone: a warning, and a plan without SPLIT and JOIN."""
+    """Partitioned activations with sequence parallelism, or alone: a warning, and a plan without SPLIT and
+    JOIN."""
     config = config_of(*FULL, "activation.partition=true", *others)
-    assert any("activation.partition=true does nothing here" in line and said in line for line in warnings(config))
+    assert any("activation.partition=true does nothing here" in line and said in line
+               for line in warnings(config))
     plan = make_plan(config)
     assert not any(item.op in (Op.SPLIT, Op.JOIN) for program in plan.programs["train"] for item in program)
     check(plan)
-    assert not any("partition" in line for line in warnings(config_of(*FULL, "activation.partition=true", "parallel.tp=2")))
+    assert not any("partition" in line
+                   for line in warnings(config_of(*FULL, "activation.partition=true", "parallel.tp=2")))
 
 
 def test_contiguous_without_effect():

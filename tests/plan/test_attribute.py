@@ -18,8 +18,10 @@ F, B = 1.0, 1.0  # seconds of a stage
 
 
 def walked(pp: int, microbatches: int, *overrides: str):
-    """(attribution of each position, step_s) of a plan whose every stage takes F and B, and CLIP and STEP nothing."""
-    config = load(None, ["model.layers=6", f"parallel.pp={pp}", f"train.global_batch_size={microbatches}", *overrides])
+    """(attribution of each position, step_s) of a plan whose every stage takes F and B, and CLIP and STEP
+    nothing."""
+    config = load(None, ["model.layers=6", f"parallel.pp={pp}", f"train.global_batch_size={microbatches}",
+                         *overrides])
     plan = make_plan(config)
     table = plan.table
     costs = {(p, op, unit): seconds / len(table.units_of(p)) for p in range(pp) for unit in table.units_of(p)
@@ -36,7 +38,8 @@ def walked(pp: int, microbatches: int, *overrides: str):
 @pytest.mark.parametrize(("pp", "microbatches"), [(1, 4), (2, 4), (4, 4), (4, 8)])
 @pytest.mark.parametrize("tied", ["true", "false"])
 def test_bubble_of_1f1b(pp, microbatches, tied):
-    """(p-1)/(m+p-1) of the step, all of it waiting: for messages (a tied embedding's other half included), or for CLIP."""
+    """(p-1)/(m+p-1) of the step, all of it waiting: for messages (a tied embedding's other half included), or
+    for CLIP."""
     found, step_s = walked(pp, microbatches, f"model.tie_embeddings={tied}")
     for position, causes in enumerate(found):
         assert tuple(causes) == CAUSES
@@ -50,14 +53,17 @@ def test_bubble_of_1f1b(pp, microbatches, tied):
 
 def test_each_moment_counts_once():
     """A trace by hand: every kind of instruction, every kind of wait."""
-    program = [Instruction(Op.GATHER, 0, group="dp"), Instruction(Op.RECV, 0, 0, "act", peer=0), Instruction(Op.FORWARD, 1, 0),
-               Instruction(Op.REDUCE, 1, group="dp"), Instruction(Op.REDUCE, 2, group="tie"), Instruction(Op.CLIP),
+    program = [Instruction(Op.GATHER, 0, group="dp"), Instruction(Op.RECV, 0, 0, "act", peer=0),
+               Instruction(Op.FORWARD, 1, 0),
+               Instruction(Op.REDUCE, 1, group="dp"), Instruction(Op.REDUCE, 2, group="tie"),
+               Instruction(Op.CLIP),
                Instruction(Op.STEP, 1), Instruction(Op.FETCH, 1, kind="pshard")]
     trace = Trace("train", issued=[0, 1, 3, 12, 14, 16, 30, 33], started=[0, 1, 8, 12, 14, 22, 30, 33],
                   ended=[1, 2, 12, 13, 15, 29, 33, 34],
                   waits=[Wait(2, 0, 2.0), Wait(2, 1, 3.0), Wait(5, 3, 2.0), Wait(5, 4, 4.0)], total_s=35)
     found = attribute(parts(trace, program), 3.0, 40.0)
-    assert found == {"compute": 4, "p2p_wait": 1 + 3 + 1 + 4 + 1, "dp_wait": 1 + 2 + 1 + 2 + 3, "optimizer": 3, "offload": 1,
+    assert found == {"compute": 4, "p2p_wait": 1 + 3 + 1 + 4 + 1, "dp_wait": 1 + 2 + 1 + 2 + 3,
+                     "optimizer": 3, "offload": 1,
                      "idle": 13}
 
 
@@ -71,7 +77,8 @@ def test_costs_file(tmp_path):
 
 
 @pytest.mark.parametrize("text", [
-    None, "", "[]", '{"costs": [', '{"costs": [{"position": 0}]}', '{"digest": "a", "steps": "1", "costs": []}',
+    None, "", "[]", '{"costs": [', '{"costs": [{"position": 0}]}',
+    '{"digest": "a", "steps": "1", "costs": []}',
     '{"digest": "a", "steps": 1, "costs": [{"position": 0, "op": "FLY", "unit": 0, "seconds": 1}]}',
     '{"digest": "a", "steps": 1, "costs": [{"position": 0, "op": "STEP", "unit": 0, "seconds": -1}]}',
     '{"digest": "a", "steps": 1, "costs": [{"position": 0, "op": "STEP", "unit": 0, "seconds": NaN}]}',

@@ -23,7 +23,8 @@ F, B, S, R = Op.FORWARD, Op.BACKWARD, Op.SEND, Op.RECV
 @cache
 def plan_of(*overrides: str) -> Plan:
     """Two positions of three units, three micro-batches, tied embeddings, ZeRO-1."""
-    return make_plan(load(None, ["model.layers=4", "parallel.pp=2", "parallel.dp=2", "train.global_batch_size=6",
+    return make_plan(load(None, ["model.layers=4", "parallel.pp=2", "parallel.dp=2",
+                                 "train.global_batch_size=6",
                                  "parallel.stage_units=[3,3]", "train.eval_every=1", *overrides]))
 
 
@@ -86,7 +87,8 @@ def test_the_plan_itself_passes():
     ("STEP p1", 0, "STEP p6", "leaves 'gshard p1' behind"),
 ])
 def test_missing(text, position, at, reason):
-    """Anything that is left out: a backward, a message, a gather, a reduction, the other half of a tie, a step."""
+    """Anything that is left out: a backward, a message, a gather, a reduction, the other half of a tie, a
+    step."""
     expect(without(text, position), position, at, reason)
 
 
@@ -99,11 +101,13 @@ def test_missing(text, position, at, reason):
     ("FORWARD u5 m2", "STEP p6", 1, "BACKWARD u5 m2", "reads 'saved u5 m2', which is not there"),
     ("GATHER p2 (dp)", "FORWARD u2 m0", 0, "FORWARD u2 m0", "reads 'param p2', which is not there"),
     ("GATHER p2 (dp)", "STEP p2", 0, "FORWARD u2 m0", "reads 'param p2', which is not there"),
-    ("BACKWARD u3 m0", "SEND grad u2 m0 -> pp0", 1, "SEND grad u2 m0 -> pp0", "reads 'grad u2 m0', which is not"),
+    ("BACKWARD u3 m0", "SEND grad u2 m0 -> pp0", 1, "SEND grad u2 m0 -> pp0",
+     "reads 'grad u2 m0', which is not"),
     ("RECV act u2 m0 <- pp0", "FORWARD u3 m0", 1, "FORWARD u3 m0", "reads 'act u2 m0', which is not there"),
 ])
 def test_out_of_order(text, behind, position, at, reason):
-    """REDUCE after CLIP or before the last gradient, STEP before CLIP, FORWARD after STEP, use before arrival."""
+    """REDUCE after CLIP or before the last gradient, STEP before CLIP, FORWARD after STEP, use before
+    arrival."""
     expect(moved(text, behind, position), position, at, reason)
 
 
@@ -112,8 +116,10 @@ def test_out_of_order(text, behind, position, at, reason):
     ("GATHER p1 (dp)", "STEP p1", 0, "STEP p6", "leaves 'param p1' behind"),
     ("FORWARD u0 m0", "FORWARD u0 m0", 0, "FORWARD u0 m0", "writes 'act u0 m0', which is already there"),
     ("BACKWARD u4 m1", "BACKWARD u4 m1", 1, "BACKWARD u4 m1", "reads 'saved u4 m1', which is not there"),
-    ("SEND act u2 m0 -> pp1", "SEND act u2 m0 -> pp1", 0, "SEND act u2 m0 -> pp1", "reads 'act u2 m0', which is not"),
-    ("RECV act u2 m0 <- pp0", "RECV act u2 m0 <- pp0", 1, "RECV act u2 m0 <- pp0", "writes 'act u2 m0', which is al"),
+    ("SEND act u2 m0 -> pp1", "SEND act u2 m0 -> pp1", 0, "SEND act u2 m0 -> pp1",
+     "reads 'act u2 m0', which is not"),
+    ("RECV act u2 m0 <- pp0", "RECV act u2 m0 <- pp0", 1, "RECV act u2 m0 <- pp0",
+     "writes 'act u2 m0', which is al"),
     ("REDUCE p1 (dp)", "BACKWARD u1 m1", 0, "REDUCE p1 (dp)", "writes 'gshard p1', which is already there"),
     ("CLIP", "CLIP", 0, "CLIP", "writes 'scale', which is already there"),
     ("STEP p1", "STEP p1", 0, "STEP p1", "reads 'gshard p1', which is not there"),
@@ -128,7 +134,8 @@ def test_twice(text, where, position, at, reason):
 
 
 def test_unit_runs_too_often_or_not_at_all():
-    """Slots alone would accept an untied last unit that runs forward and backward twice: completeness does not."""
+    """Slots alone would accept an untied last unit that runs forward and backward twice: completeness does
+    not."""
     plan = plan_of("parallel.pp=1", "parallel.stage_units=[6]")
     program = [item for item in plan.programs["train"][0] if item.microbatch != 1]
     expect(fault([program], plan), 0, "STEP p6", "'FORWARD u0 m1' runs 0 times here, not 1")
@@ -185,17 +192,20 @@ def swap(program: list[Instruction], first: str, second: str) -> None:
 
 
 def test_swapped_receives():
-    """There are no tags: a receive that comes in another order gets another micro-batch's values, without any error."""
+    """There are no tags: a receive that comes in another order gets another micro-batch's values, without any
+    error."""
     plan = plan_of("parallel.schedule=gpipe")
     programs = [list(program) for program in plan.programs["train"]]
     for program in programs[1:]:  # all receives first, in the wrong order
         receives = [item for item in program if item.op == R]
         program[:] = [receives[1], receives[0], *receives[2:], *(item for item in program if item.op != R)]
-    expect(fault(programs, plan), 1, "RECV act u2 m1 <- pp0", "message 0 of act from pp0 is 'SEND act u2 m0 -> pp1'")
+    expect(fault(programs, plan), 1, "RECV act u2 m1 <- pp0",
+           "message 0 of act from pp0 is 'SEND act u2 m0 -> pp1'")
 
 
 def test_a_message_that_only_one_end_knows():
-    """A receive that nobody answers hangs the run; a message that nobody takes is refused too, whichever end it is."""
+    """A receive that nobody answers hangs the run; a message that nobody takes is refused too, whichever end
+    it is."""
     plan = plan_of()
     programs = [list(program) for program in plan.programs["train"]]
     send = parse("SEND grad u2 m2 -> pp0", programs[1])
@@ -206,7 +216,8 @@ def test_a_message_that_only_one_end_knows():
     programs = [list(program) for program in plan.programs["evaluate"]]
     mine = parse("SEND act u2 m1 -> pp1", programs[0])
     programs[0][mine] = Instruction(S, 2, 1, "grad", peer=1)
-    expect(fault(programs, plan, "evaluate"), 0, "SEND grad u2 m1 -> pp1", "reads 'grad u2 m1', which is not there")
+    expect(fault(programs, plan, "evaluate"), 0, "SEND grad u2 m1 -> pp1",
+           "reads 'grad u2 m1', which is not there")
 
 
 def stuck(programs: Sequence[Sequence[Instruction]], plan: Plan) -> list[bool]:
@@ -220,8 +231,9 @@ def stuck(programs: Sequence[Sequence[Instruction]], plan: Plan) -> list[bool]:
     (1, "RECV act u2 m2 <- pp0", "SEND grad u2 m1 -> pp0", (False, True, True)),
     (0, "SEND act u2 m2 -> pp1", "RECV grad u2 m1 <- pp1", (False, False, True))])
 def test_deadlock_in_some_modes_only(position, first, second, modes):
-    """Where pp0 sends an activation and pp1 a gradient. Both SEND first: fine while sends are buffered, a hang as soon
-    as a message is large. Both RECV first: fine while receives are posted ahead, a hang where every call blocks."""
+    """Where pp0 sends an activation and pp1 a gradient. Both SEND first: fine while sends are buffered, a
+    hang as soon as a message is large. Both RECV first: fine while receives are posted ahead, a hang where
+    every call blocks."""
     plan = plan_of()
     programs = [list(program) for program in plan.programs["train"]]
     swap(programs[position], first, second)
@@ -234,7 +246,8 @@ def test_deadlock_in_some_modes_only(position, first, second, modes):
 
 
 def test_cycle_in_the_order():
-    """pp0 wants the gradient of m0 before it runs m1, pp1 wants m1 before it gives that gradient: never, in any mode."""
+    """pp0 wants the gradient of m0 before it runs m1, pp1 wants m1 before it gives that gradient: never, in
+    any mode."""
     plan = plan_of("parallel.schedule=gpipe")
     programs = [list(program) for program in plan.programs["train"]]
     program = programs[0]
@@ -243,15 +256,19 @@ def test_cycle_in_the_order():
     programs[0] = [*gathers, *early, *(item for item in program if item not in early and item not in gathers)]
     assert stuck(programs, plan) == [True, True, True]
     message = fault(programs, plan)
-    assert message.startswith("deadlock (buffered)") and "position pp0" in message and "position pp1" in message
+    assert (
+        message.startswith("deadlock (buffered)") and "position pp0" in message and "position pp1" in message
+    )
 
 
 def test_collectives_of_positions_meet():
-    """CLIP and the tie's REDUCE are one call of several positions: in another order on each, they wait for ever."""
+    """CLIP and the tie's REDUCE are one call of several positions: in another order on each, they wait for
+    ever."""
     plan = plan_of()
     programs = [list(program) for program in plan.programs["evaluate"]]
     program = programs[0]
-    program.insert(0, program.pop(parse("CLIP gradients=none", program)))  # pp0 has no loss: for its slots any place will do
+    # pp0 has no loss: for its slots any place will do
+    program.insert(0, program.pop(parse("CLIP gradients=none", program)))
     message = fault(programs, plan, "evaluate")
     assert message.startswith("deadlock (buffered)") and "CLIP gradients=none" in message
 
@@ -291,7 +308,8 @@ def test_evaluate_does_something_else():
         programs[1] = [item._replace(keep="all") if item.op == F else item for item in programs[1]]
 
     def clips(programs):
-        programs[0] = [item._replace(gradients="step") if item.op == Op.CLIP else item for item in programs[0]]
+        programs[0] = [item._replace(gradients="step") if item.op == Op.CLIP else item
+                       for item in programs[0]]
 
     assert "leaves 'saved u3 m0' behind" in evaluating(keeps)
     assert "reads 'gshard" in evaluating(clips)
@@ -301,7 +319,8 @@ def test_evaluate_does_something_else():
 
 
 def test_a_step_that_is_never_taken():
-    """ZeRO-0 keeps its gradient whole and its parameters resident: a STEP that is missing must show all the same."""
+    """ZeRO-0 keeps its gradient whole and its parameters resident: a STEP that is missing must show all the
+    same."""
     plan = plan_of("zero.stage=0")
     expect(without("STEP p2", 0, plan), 0, "STEP p6", "leaves 'gshard p2' behind")
     programs = [list(program) for program in plan.programs["train"]]
@@ -329,7 +348,8 @@ def test_split_backward_is_complete_or_refused():
 
 
 def test_describe_at_the_ends():
-    """A message about the first or the last instruction, or about an empty program, has the neighbours that exist."""
+    """A message about the first or the last instruction, or about an empty program, has the neighbours that
+    exist."""
     program = plan_of().programs["train"][0]
     assert len(describe("train", [program], 0, 0, "x").splitlines()) == 4
     assert len(describe("train", [program], 0, len(program) - 1, "x").splitlines()) == 4

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from threed import validate as subject
+from threed import values
 from threed.config import known_keys, load
 from threed.errors import ConfigError, InputError
 from threed.models.families.registry import sizes
@@ -43,7 +44,8 @@ def test_unknown_key(key, nearest):
 
 @pytest.mark.parametrize("override", [
     "model.layers=abc", "model.layers=2.5", "model.layers=true", "model.layers=null", "model.layers=[1]",
-    "optimizer.lr=abc", "optimizer.lr=true", "optimizer.betas=0.9", "optimizer.betas=[0.9,x]", "model.bias=maybe",
+    "optimizer.lr=abc", "optimizer.lr=true", "optimizer.betas=0.9", "optimizer.betas=[0.9,x]",
+    "model.bias=maybe",
     "model.bias=3", "parallel.dp=2.5", "parallel.dp=true", "parallel.dp=some", "parallel.stage_units=[1,x]",
     "parallel.stage_units=3", "run.dir=null", "model=3"])
 def test_wrong_type(override):
@@ -52,19 +54,26 @@ def test_wrong_type(override):
 
 
 @pytest.mark.parametrize("override", [
-    "optimizer.lr=nan", "optimizer.lr=-1", "optimizer.clip_grad=nan", "optimizer.eps=-1e-8", "optimizer.betas=[0.9]",
-    "optimizer.betas=[nan,0.9]", "optimizer.betas=[0.9,1.0]", "optimizer.weight_decay=-0.1", "optimizer.min_lr=1",
-    "model.dropout=nan", "model.dropout=1", "model.init_std=-1", "model.layers=0", "model.vocab=1", "train.steps=-1",
-    "train.micro_batch_size=0", "run.timeout_s=nan", "run.timeout_s=0", "data.validation_fraction=1", "parallel.tp=0",
-    "parallel.dp=0", "parallel.dp=-2", "parallel.pp=-1", "parallel.axis_order=tp-dp", "parallel.axis_order=pp-dp-dp",
-    "model.norm=batchnorm", "optimizer.name=adagrad", "precision.dtype=fp8", "zero.stage=7", "run.device=tpu"])
+    "optimizer.lr=nan", "optimizer.lr=-1", "optimizer.clip_grad=nan", "optimizer.eps=-1e-8",
+    "optimizer.betas=[0.9]",
+    "optimizer.betas=[nan,0.9]", "optimizer.betas=[0.9,1.0]", "optimizer.weight_decay=-0.1",
+    "optimizer.min_lr=1",
+    "model.dropout=nan", "model.dropout=1", "model.init_std=-1", "model.layers=0", "model.vocab=1",
+    "train.steps=-1",
+    "train.micro_batch_size=0", "run.timeout_s=nan", "run.timeout_s=0", "data.validation_fraction=1",
+    "parallel.tp=0",
+    "parallel.dp=0", "parallel.dp=-2", "parallel.pp=-1", "parallel.axis_order=tp-dp",
+    "parallel.axis_order=pp-dp-dp",
+    "model.norm=batchnorm", "optimizer.name=adagrad", "precision.dtype=fp8", "zero.stage=7",
+    "run.device=tpu"])
 def test_impossible_value(override):
     """A value with which the run would fail, or worse, not fail."""
     assert override.split("=")[0] in one(override)
 
 
 @pytest.mark.parametrize("override", [
-    "model.norm_eps=-1", "model.norm_eps=nan", "model.rope_theta=0", "model.rope_theta=nan", "monitor.peak_tflops=-5",
+    "model.norm_eps=-1", "model.norm_eps=nan", "model.rope_theta=0", "model.rope_theta=nan",
+    "monitor.peak_tflops=-5",
     "optimizer.lr=inf", "model.init_std=inf"])
 def test_value_that_makes_nan(override):
     """A model that is NaN from the first step, or a utilisation below zero."""
@@ -74,9 +83,12 @@ def test_value_that_makes_nan(override):
 def test_world_size():
     """Degrees that do not multiply to the processes that are there would hang at the first collective."""
     problem = one("parallel.dp=2", "parallel.tp=2", "parallel.pp=2", world_size=6)
-    assert problem == "parallel.dp=2 x tp=2 x pp=2 = 8 processes, but the world size is 6, which tp x pp = 4 does not divide"
-    assert "= 6 processes, but the world size is 8" in one("parallel.tp=3", "parallel.dp=auto", "model.heads=6",
-                                                            "model.hidden=96", "model.vocab_multiple=96", world_size=8)
+    assert problem == ("parallel.dp=2 x tp=2 x pp=2 = 8 processes, but the world size is 6, which tp x pp = "
+                       "4 does not divide")
+    assert "= 6 processes, but the world size is 8" in one("parallel.tp=3", "parallel.dp=auto",
+                                                           "model.heads=6",
+                                                            "model.hidden=96", "model.vocab_multiple=96",
+                                                           world_size=8)
 
 
 @pytest.mark.parametrize("world_size, dp", [(16, 4), (4, 1), (None, 1)])
@@ -89,7 +101,8 @@ def test_dp_auto(world_size, dp):
 
 @pytest.mark.parametrize("tp, overrides, named", [
     (16, (), "model.heads=8"), (2, ("model.heads=4", "model.kv_heads=1"), "model.kv_heads=1"),
-    (4, ("model.ffn_hidden=130",), "model.ffn_hidden=130"), (2, ("model.vocab=63", "model.vocab_multiple=9"), "63"),
+    (4, ("model.ffn_hidden=130",), "model.ffn_hidden=130"),
+    (2, ("model.vocab=63", "model.vocab_multiple=9"), "63"),
     (3, ("model.hidden=128", "model.heads=8"), "model.heads=8")])
 def test_tp_divides(tp, overrides, named):
     """A tensor cut into unequal parts."""
@@ -102,7 +115,8 @@ def test_tp_divides(tp, overrides, named):
     (("model.kv_heads=3",), "model.heads=8 is not divisible by model.kv_heads=3"),
     (("model.heads=128",), "needs an even head size"),
     (("parallel.sequence_parallel=true",), "needs parallel.tp > 1"),
-    (("parallel.sequence_parallel=true", "parallel.tp=2", "model.seq_len=99"), "model.seq_len=99 is not divisible"),
+    (("parallel.sequence_parallel=true", "parallel.tp=2", "model.seq_len=99"),
+     "model.seq_len=99 is not divisible"),
     (("train.eval_every=1", "data.validation_fraction=0"), "nothing is held out"),
     (("optimizer.schedule=wsd", "optimizer.wsd_decay_steps=101"), "longer than optimizer.decay_steps=100"),
 ])
@@ -131,8 +145,10 @@ UNTIED = "model.tie_embeddings=false"
     (("model.tile_linears=4KiB",), "would cut the word embedding of 512.0 KiB"),
     (("model.tile_linears=1MiB", "parallel.layers_per_unit=2"), "one makes units smaller, the other larger"),
     (("model.tile_linears=64KiB", UNTIED, "parallel.pp=2", "parallel.stage_units=[3,109]"),
-     "parts the tiles of a layer, units 0 to 7, which must be on one stage: end a stage after 0 or 8 units, not after 3"),
-    (("model.tile_linears=64KiB", UNTIED, "model.layers=1", "parallel.pp=5"), "5 stages, more than the model's 4 layers"),
+     "parts the tiles of a layer, units 0 to 7, which must be on one stage: end a stage after 0 or 8 units, "
+     "not after 3"),
+    (("model.tile_linears=64KiB", UNTIED, "model.layers=1", "parallel.pp=5"),
+     "5 stages, more than the model's 4 layers"),
 ])
 def test_bad_tiles(overrides, text):
     """Nonsense, tiles of what is shared whole, tiles on two stages."""
@@ -143,14 +159,19 @@ def test_bad_tiles(overrides, text):
 def test_too_small_tiles(limit):
     """The smallest limit that works is said, and works."""
     problem = one(f"model.tile_linears={limit}", UNTIED)
-    assert "attention has 256.0 KiB a rank, and its smallest tile, one kv head with its queries, has 32768 bytes" in problem
+    assert (
+        "attention has 256.0 KiB a rank, and its smallest tile, one kv head with its queries, has 32768 bytes"
+        in problem
+    )
     config = load(None, ["model.tile_linears=32768", UNTIED])
-    assert [len(cut) for cut in cut_layers(config)] == [16, *[8 + 16] * 8, 16] and num_units(config) == 8 * (8 + 16) + 2 * 16
+    assert [len(cut) for cut in cut_layers(config)] == [16, *[8 + 16] * 8,
+                                                        16] and num_units(config) == 8 * (8 + 16) + 2 * 16
 
 
 def test_idle_tiles():
     """A limit, or a piece to recompute, that changes nothing is said to."""
-    assert any("tile_linears=1GiB does nothing" in line for line in warnings(load(None, ["model.tile_linears=1GiB"])))
+    assert any("tile_linears=1GiB does nothing" in line
+               for line in warnings(load(None, ["model.tile_linears=1GiB"])))
     tiled = load(None, ["model.tile_linears=64KiB", UNTIED, "activation.policy=selective"])
     assert any("norm does nothing here" in line for line in warnings(tiled))
     assert not any("tile" in line for line in warnings(load(None, ["activation.policy=selective"])))
@@ -159,7 +180,8 @@ def test_idle_tiles():
 def test_idle_delay():
     """Delayed updates that begin after the run are said to do nothing."""
     late = ["offload.optimizer=cpu", "offload.delayed_update=true", "train.steps=10"]
-    assert any("delayed_update=true does nothing" in line for line in warnings(load(None, [*late, "offload.warmup=9"])))
+    assert any("delayed_update=true does nothing" in line
+               for line in warnings(load(None, [*late, "offload.warmup=9"])))
     assert not any("delayed_update" in line for line in warnings(load(None, [*late, "offload.warmup=8"])))
 
 
@@ -173,7 +195,8 @@ def test_batch_divides():
 
 def test_all_problems_at_once():
     """One problem at a time makes five attempts of one."""
-    assert len(refused("modle.layers=3", "train.steps=x", "optimizer.lr=-1", "zero.stage=4", "model.norm=none")) == 5
+    assert len(refused("modle.layers=3", "train.steps=x", "optimizer.lr=-1", "zero.stage=4",
+                       "model.norm=none")) == 5
     assert len(refused("model.heads=6", "parallel.pp=12", "train.global_batch_size=7", "parallel.dp=2")) == 3
     mixed = refused("optimizer.lr=-1", "model.heads=6", "train.global_batch_size=7", "parallel.dp=2")
     assert len(mixed) == 3, f"a bad value hides what is wrong elsewhere: {mixed}"
@@ -182,8 +205,13 @@ def test_all_problems_at_once():
 def test_warnings():
     """What may run but is hardly meant is said, and no more than that."""
     assert warnings(load(None)) == []
-    lines = warnings(load(None, ["optimizer.warmup_steps=500", "train.steps=10", "parallel.pp=4", "parallel.dp=8"]))
-    assert len(lines) == 2 and "warmup_steps=500 is longer than train.steps=10" in lines[0] and "bubble" in lines[1]
+    lines = warnings(load(None, ["optimizer.warmup_steps=500", "train.steps=10", "parallel.pp=4",
+                                 "parallel.dp=8"]))
+    assert (
+        len(lines) == 2
+        and "warmup_steps=500 is longer than train.steps=10" in lines[0]
+        and "bubble" in lines[1]
+    )
 
 
 def test_registry_name_with_override(tmp_path):
@@ -201,7 +229,8 @@ def test_registry_name_with_override(tmp_path):
 
 @pytest.mark.parametrize("text, message", [
     ("model: [1, 2", "cannot be read as YAML"), ("model:\n  layers: 1\n layers: 2", "cannot be read as YAML"),
-    ("model: {layers: 1}\nmodel: {layers: 2}", "cannot be read as YAML"), ("a: \x00", "cannot be read as YAML"),
+    ("model: {layers: 1}\nmodel: {layers: 2}", "cannot be read as YAML"),
+    ("a: \x00", "cannot be read as YAML"),
     ("model: {layers: '${nothing}'}", "cannot be read as YAML"), ("- 1\n- 2", "must be a mapping"),
     ("just words", None), ("modle:", None)])
 def test_bad_yaml(tmp_path, text, message):
@@ -243,32 +272,33 @@ def test_overrides_win_and_the_last_wins(tmp_path):
 
 def test_every_key_of_the_checks_exists():
     """A check of a key that was renamed checks nothing."""
-    checked = {*subject.CHOICES, *subject._AT_LEAST}
+    checked = {*values.CHOICES, *values.AT_LEAST}
     assert checked <= set(known_keys())
 
 
 def test_every_key_is_read():
     """A key that is accepted and read by nobody has no effect: the defect that a config exists to prevent.
 
-    Keys that can only have one value yet are honoured by being refused; model.name is read where a config is built.
+    Keys that can only have one value yet are honoured by being refused; model.name is read where a config is
+    built.
     """
     paths = [*(ROOT / "threed").rglob("*.py"), *(ROOT / "models").rglob("*.py")]
     read = {pair for path in paths for pair in _reads(path)}
-    exempt = {key for key, choices in subject.CHOICES.items() if len(choices) == 1} | {"model.name"}
+    exempt = {key for key, choices in values.CHOICES.items() if len(choices) == 1} | {"model.name"}
     unread = [key for key in known_keys() if key not in exempt
               and not any((base, key.split(".")[1]) in read for base in (key.split(".")[0], "config"))]
     assert not unread
 
 
 def _reads(path: Path) -> set[tuple[str, str]]:
-    """(section, key) for each `section.key` that a module reads. In config.py and validate.py only the properties of a
-    section count (`self.key`), since checking a value is not using it."""
+    """(section, key) for each `section.key` that a module reads. In config.py and validate.py only the
+    properties of a section count (`self.key`), since checking a value is not using it."""
     tree = ast.parse(path.read_text())
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
             base = node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", "")
-            if path.name not in ("config.py", "validate.py", "schema.py"):
+            if path.name not in ("config.py", "validate.py", "values.py", "schema.py"):
                 found.add((base, node.attr))
             elif base == "self":
                 found.add(("config", node.attr))

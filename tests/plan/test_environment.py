@@ -19,7 +19,8 @@ POD = {"MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456", "RANK": "1"}
     ({"WORLD_SIZE": "4"}, None),
     ({"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, Place(5, 1, 4, 8)),
     ({"NNODES": "1", "GPUS_PER_NODE": "4"}, Nodes(1, 1, 0, 4, "127.0.0.1", 29500)),
-    ({"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "a", "GPUS_PER_NODE": "4", "MASTER_PORT": "7", "LOCAL_ADDR": "b"},
+    ({"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "a", "GPUS_PER_NODE": "4", "MASTER_PORT": "7",
+      "LOCAL_ADDR": "b"},
      Nodes(2, 2, 1, 4, "a", 7, "b")),
     ({"NNODES": "2:4", "NODE_RANK": "3", "MASTER_ADDR": "a"}, Nodes(2, 4, 3, None, "a", 29500)),
     # PyTorchJob: WORLD_SIZE is the number of all ranks since v1.7, of pods before; RANK is the pod's number
@@ -30,7 +31,8 @@ POD = {"MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456", "RANK": "1"}
     ({**POD, "WORLD_SIZE": "2"}, Nodes(2, 2, 1, None, "job-master-0", 23456)),
     ({"PET_RDZV_ENDPOINT": "job-worker-0:23456", "PET_NNODES": "1:3", "PET_NPROC_PER_NODE": "2"},
      Nodes(1, 3, None, 2, "job-worker-0", 23456)),
-    ({"SLURM_STEP_ID": "0", "SLURM_NTASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NTASKS_PER_NODE": "2",
+    ({"SLURM_STEP_ID": "0", "SLURM_NTASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1",
+      "SLURM_NTASKS_PER_NODE": "2",
       "MASTER_ADDR": "a"}, Place(3, 1, 2, 4)),
 ])
 def test_places(env, place, monkeypatch):
@@ -42,7 +44,8 @@ def test_places(env, place, monkeypatch):
 @pytest.mark.parametrize(("env", "words"), [
     ({**POD, "WORLD_SIZE": "2", "NNODES": "1"}, "WORLD_SIZE=2 and NNODES=1 contradict"),
     ({"NNODES": "1", "PET_NNODES": "2"}, "NNODES=1 and PET_NNODES=2 in the environment contradict"),
-    ({**POD, "WORLD_SIZE": "2", "PET_NODE_RANK": "0"}, "PET_NODE_RANK=0 and RANK=1 in the environment contradict"),
+    ({**POD, "WORLD_SIZE": "2", "PET_NODE_RANK": "0"},
+     "PET_NODE_RANK=0 and RANK=1 in the environment contradict"),
     ({"NNODES": "2", "NODE_RANK": "1"}, "NNODES=2 needs MASTER_ADDR"),
     ({"NNODES": "2", "MASTER_ADDR": "a"}, "NNODES=2 needs NODE_RANK"),
     ({"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "a"}, "NODE_RANK=2 must be below the number of nodes"),
@@ -59,16 +62,19 @@ def test_contradictions(env, words):
         place_of_environment(env)
 
 
-# The part of PyTorchJob's schema (kubeflow.org/v1) and of a pod's that the file uses. A dict: the keys that may be there; a set:
-# the values; a list: what each item is. A key with * is required.
+# The part of PyTorchJob's schema (kubeflow.org/v1) and of a pod's that the file uses. A dict: the keys that
+# may be there; a set: the values; a list: what each item is. A key with * is required.
 CONTAINER = {"*name": {"pytorch"}, "*image": str, "workingDir": str, "command": [str], "args": [str],
              "env": [{"*name": str, "*value": str}], "ports": [{"name": str, "*containerPort": int}],
-             "resources": {"limits": {"nvidia.com/gpu": int}}, "volumeMounts": [{"*name": str, "*mountPath": str}]}
+             "resources": {"limits": {"nvidia.com/gpu": int}},
+             "volumeMounts": [{"*name": str, "*mountPath": str}]}
 VOLUME = {"*name": str, "persistentVolumeClaim": {"*claimName": str}, "emptyDir": {"medium": {"Memory"}}}
 REPLICAS = {"replicas": int, "restartPolicy": {"Always", "OnFailure", "Never", "ExitCode"},
-            "template": {"spec": {"terminationGracePeriodSeconds": int, "*containers": [CONTAINER], "volumes": [VOLUME]}}}
+            "template": {"spec": {"terminationGracePeriodSeconds": int, "*containers": [CONTAINER],
+                                  "volumes": [VOLUME]}}}
 JOB = {"*apiVersion": {"kubeflow.org/v1"}, "*kind": {"PyTorchJob"}, "*metadata": {"*name": str},
-       "*spec": {"nprocPerNode": str, "runPolicy": {"cleanPodPolicy": {"None", "All", "Running"}, "backoffLimit": int},
+       "*spec": {"nprocPerNode": str,
+                 "runPolicy": {"cleanPodPolicy": {"None", "All", "Running"}, "backoffLimit": int},
                  "*pytorchReplicaSpecs": {"Master": REPLICAS, "Worker": REPLICAS}}}
 
 
@@ -77,9 +83,11 @@ def problems(value, schema, where="") -> list[str]:
         known = {key.lstrip("*"): inner for key, inner in schema.items()}
         found = [f"{where}.{key} is missing" for key in schema if key[0] == "*" and key[1:] not in value]
         return found + [problem for key, inner in value.items() for problem in
-                        (problems(inner, known[key], f"{where}.{key}") if key in known else [f"{where}.{key} is not known"])]
+                        (problems(inner, known[key], f"{where}.{key}") if key in known
+                         else [f"{where}.{key} is not known"])]
     if isinstance(schema, list):
-        return [problem for n, item in enumerate(value) for problem in problems(item, schema[0], f"{where}[{n}]")]
+        return [problem for n, item in enumerate(value)
+                for problem in problems(item, schema[0], f"{where}[{n}]")]
     fits = value in schema if isinstance(schema, set) else isinstance(value, schema)
     return [] if fits else [f"{where} is {value!r}"]
 
@@ -93,12 +101,14 @@ def test_kubernetes():
         container = spec["template"]["spec"]["containers"][0]
         script, config = container["command"]
         assert (ROOT / script).is_file() and (ROOT / config).is_file()
-        assert not {"NNODES", "NODE_RANK", "MASTER_ADDR"} & {variable["name"] for variable in container["env"]}
+        assert not {"NNODES", "NODE_RANK", "MASTER_ADDR"} & {variable["name"]
+                                                             for variable in container["env"]}
     assert problems({**job, "kind": "Job", "sepc": {}}, JOB) == [".kind is 'Job'", ".sepc is not known"]
 
 
 @pytest.mark.parametrize(("text", "host", "port"), [
-    ("job-master-0:23456", "job-master-0", 23456), ("[fd00::1]:29400", "fd00::1", 29400), ("[fd00::1]", "fd00::1", 29500),
+    ("job-master-0:23456", "job-master-0", 23456), ("[fd00::1]:29400", "fd00::1", 29400),
+    ("[fd00::1]", "fd00::1", 29500),
     ("fd00::1", "fd00::1", 29500), ("host", "host", 29500)])
 def test_endpoints(text, host, port):
     nodes = place_of_environment({"PET_NNODES": "2", "PET_RDZV_ENDPOINT": text})

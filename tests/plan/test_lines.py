@@ -1,4 +1,5 @@
-"""Files of a line a step: each step stands once, half lines go, and lines outlive a full disk and a removed folder."""
+"""Files of a line a step: each step stands once, half lines go, and lines outlive a full disk and a removed
+folder."""
 
 from __future__ import annotations
 
@@ -79,14 +80,15 @@ def at_most(size: int):
 
 
 def test_a_full_disk(tmp_path, monkeypatch):
-    """Lines wait, one warning is given, no half line is left; with room again all are there. More than fit in memory are
-    missing, and that is said."""
+    """Lines wait, one warning is given, no half line is left; with room again all are there. More than fit in
+    memory are missing, and that is said."""
     file = StepLines(tmp_path / "a.jsonl")
     assert file.add(1, line(1)) is None
     with at_most(100):
         assert "cannot be written (File too large)" in (file.add(2, line(2, 80)) or "")
         assert file.add(3, line(3, 80)) is None and steps(file.path) == [1]
-    assert (file.add(4, line(4)) or "").endswith("is written again, with all steps") and file.add(5, line(5)) is None
+    assert (file.add(4, line(4))
+            or "").endswith("is written again, with all steps") and file.add(5, line(5)) is None
     assert steps(file.path) == [1, 2, 3, 4, 5]
     monkeypatch.setattr(subject, "_MOST_KEPT", 2)
     small = StepLines(tmp_path / "b.jsonl")
@@ -94,7 +96,8 @@ def test_a_full_disk(tmp_path, monkeypatch):
     with at_most(0):
         for step in range(1, 5):
             small.add(step, line(step))
-    assert (small.add(5, line(5)) or "").endswith("but 3 steps from 1 on are missing") and steps(small.path) == [4, 5]
+    assert (small.add(5, line(5))
+            or "").endswith("but 3 steps from 1 on are missing") and steps(small.path) == [4, 5]
 
 
 def test_a_folder_that_is_removed(tmp_path):
@@ -116,7 +119,8 @@ def test_a_folder_that_is_removed(tmp_path):
 
 
 def test_a_log_that_cannot_be_closed(tmp_path, monkeypatch, capsys):
-    """A disk or a server that does not answer keeps a run for a while, and an error there is a warning: all is done."""
+    """A disk or a server that does not answer keeps a run for a while, and an error there is a warning: all
+    is done."""
     log = Log(load("configs/toy.yaml", [f"run.dir={tmp_path}", "monitor.wandb=disabled"]))
     monkeypatch.setattr(Log, "_close", lambda self: time.sleep(60))
     log.close(0.1)
@@ -126,7 +130,8 @@ def test_a_log_that_cannot_be_closed(tmp_path, monkeypatch, capsys):
     assert "not closed as it should be: ZeroDivisionError" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("number", "status"), [(errno.EACCES, 2), (errno.EROFS, 2), (errno.EIO, 1), (errno.ENOSPC, 1),
+@pytest.mark.parametrize(("number", "status"), [(errno.EACCES, 2), (errno.EROFS, 2), (errno.EIO, 1),
+                                                (errno.ENOSPC, 1),
                                                 (errno.ESTALE, 1)])
 def test_whose_a_folder_s_failure_is(number, status):
     """The person's, after which nothing starts again; or the disk's."""

@@ -45,7 +45,8 @@ def test_hysteresis_and_window(hysteresis, steps, expected):
 
 def test_never_below_the_minimum():
     """A scale that goes to zero, and gradients with it; and when an overflow can no longer be helped."""
-    subject = scaler("precision.initial_loss_scale=16", "precision.min_loss_scale=3", "precision.hysteresis=1")
+    subject = scaler("precision.initial_loss_scale=16", "precision.min_loss_scale=3",
+                     "precision.hysteresis=1")
     states = [(subject.scale, subject.exhausted)]
     for _ in range(4):
         subject.update(True)
@@ -60,7 +61,8 @@ def test_finite_however_long():
     assert math.isfinite(subject.scale * 2.0**31)  # a bound on gradients times scale that fp32 holds
 
 
-@pytest.mark.parametrize("overrides", [["precision.loss_scale=64"], ["precision.dtype=bf16"], ["precision.dtype=fp32"]])
+@pytest.mark.parametrize("overrides", [["precision.loss_scale=64"], ["precision.dtype=bf16"],
+                                       ["precision.dtype=fp32"]])
 def test_fixed(overrides):
     """A fixed scale that moves; or an overflow under it that is taken for one that will pass."""
     subject = scaler(*overrides)
@@ -87,7 +89,8 @@ def test_goes_on_where_it_was(seed):
 
 
 def test_what_a_checkpoint_does_not_change():
-    """A fixed scale is the config's, whatever was saved; and a checkpoint from before there was a scale says nothing."""
+    """A fixed scale is the config's, whatever was saved; and a checkpoint from before there was a scale says
+    nothing."""
     saved = {"scale": 4.0, "good": 2, "left": 1}
     fixed, dynamic = scaler("precision.loss_scale=64"), scaler()
     fixed.restore(saved)
@@ -98,7 +101,8 @@ def test_what_a_checkpoint_does_not_change():
 
 
 def test_from_a_fixed_scale_to_a_dynamic_one():
-    """A bf16 run that goes on in fp16 began with a scale of 1, and lost its small gradients for thousands of steps."""
+    """A bf16 run that goes on in fp16 began with a scale of 1, and lost its small gradients for thousands of
+    steps."""
     subject = scaler()
     subject.restore(scaler("precision.dtype=bf16").state())
     assert subject == scaler()

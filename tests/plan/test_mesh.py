@@ -50,11 +50,13 @@ def test_tie_joins_first_and_last_position():
         for rank in range(mesh.size):
             here = mesh.coordinate(rank)
             ends = {mesh.beside(here, pp=0), mesh.beside(here, pp=mesh.positions - 1)}
-            assert set(mesh.group("tie", rank)) == (ends if here.position in (0, mesh.positions - 1) else {rank})
+            assert set(mesh.group("tie", rank)) == (ends if here.position in (0, mesh.positions - 1)
+                                                    else {rank})
 
 
 def test_shard_and_replica_cut_dp():
-    """State that is sharded within one sub-group of dp and repeated across the other: together they are dp."""
+    """State that is sharded within one sub-group of dp and repeated across the other: together they are
+    dp."""
     mesh = Mesh(pp=2, dp=6, tp=2, shard=3)
     rank, here = mesh.rank(pp=1, dp=4, tp=1), mesh.coordinate(mesh.rank(pp=1, dp=4, tp=1))
     assert mesh.group("shard", rank) == tuple(mesh.beside(here, dp=dp) for dp in (3, 4, 5))

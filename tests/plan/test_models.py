@@ -13,7 +13,8 @@ from threed.models.model import layers, model_flops, parameter_count, tied_param
 # Counted from the published checkpoints' shapes, or for GPT-3 and the 1T model by the papers' formulas.
 SIZES = sizes()
 PUBLISHED = {
-    "gpt2-small": 124_439_808, "gpt2-medium": 354_823_168, "gpt2-large": 774_030_080, "gpt2-xl": 1_557_611_200,
+    "gpt2-small": 124_439_808, "gpt2-medium": 354_823_168, "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
     "gpt3-175b": 174_604_259_328, "megatron-1t": 1_008_038_758_400, "llama2-7b": 6_738_415_616,
     "llama3-8b": 8_030_261_248, "llama3-70b": 70_553_706_496,
 }
@@ -33,7 +34,8 @@ def test_published_counts(name):
 def test_gpt_formula(name):
     """12 l h^2 + 13 l h for the blocks, (V + s) h for the embeddings, 2 h for the last norm."""
     m = model_of(name)
-    blocks, ends = 12 * m.layers * m.hidden**2 + 13 * m.layers * m.hidden, (m.vocab + m.seq_len + 2) * m.hidden
+    blocks, ends = 12 * m.layers * m.hidden**2 + 13 * m.layers * m.hidden, (m.vocab + m.seq_len
+                                                                            + 2) * m.hidden
     assert parameter_count(m) == blocks + ends
     assert parameter_count(m, padded=True) == blocks + ends + (m.padded_vocab - m.vocab) * m.hidden
 
@@ -41,8 +43,12 @@ def test_gpt_formula(name):
 def test_untied_and_swiglu():
     """An output projection that is counted twice or never; a swiglu MLP without its gate."""
     m = model_of("gpt2-small", "model.tie_embeddings=false")
-    assert parameter_count(m) == PUBLISHED["gpt2-small"] + m.vocab * m.hidden and tied_parameter(layers(m)) is None
-    m = load(None, ["model.activation=swiglu", "model.bias=false", "model.norm=rmsnorm", "model.kv_heads=2"]).model
+    assert (
+        parameter_count(m) == PUBLISHED["gpt2-small"] + m.vocab * m.hidden
+        and tied_parameter(layers(m)) is None
+    )
+    m = load(None, ["model.activation=swiglu", "model.bias=false", "model.norm=rmsnorm",
+                    "model.kv_heads=2"]).model
     h, kv, ffn = m.hidden, 2 * m.head_dim, m.num_ffn_hidden
     assert ffn == 384 and (h, kv) == (128, 32)  # 8/3 x 128 = 341.3, up to a multiple of 64
     assert parameter_count(m) == m.layers * (2 * h * h + 2 * h * kv + 3 * h * ffn + 2 * h) + h + m.vocab * h
@@ -59,18 +65,22 @@ def test_names_are_unique():
 
 @pytest.mark.parametrize("name", [name for name in SIZES if name.startswith(("gpt", "megatron"))])
 def test_flops_formula(name):
-    """Narayanan et al. 2021 without recomputation: 72 B s l h^2 (1 + s/(6h) + V/(12 l h)), V padded; exact."""
+    """Narayanan et al. 2021 without recomputation: 72 B s l h^2 (1 + s/(6h) + V/(12 l h)), V padded;
+    exact."""
     m, batch = model_of(name), 3
     s, n, h, v = m.seq_len, m.layers, m.hidden, m.padded_vocab
-    assert model_flops(m, batch) == 72 * batch * s * n * h**2 + 12 * batch * s**2 * n * h + 6 * batch * s * h * v
+    assert model_flops(m,
+                       batch) == 72 * batch * s * n * h**2 + 12 * batch * s**2 * n * h + 6 * batch * s * h * v
     factor = 1 + s / (6 * h) + v / (12 * n * h)
     assert model_flops(m, batch) == pytest.approx(72 * batch * s * n * h**2 * factor, 1e-12)
 
 
 def test_flops_of_grouped_queries_and_swiglu():
-    """6 FLOPs a weight of a matrix and token, and 12 l h s a token for attention, whatever the matrices' shapes."""
+    """6 FLOPs a weight of a matrix and token, and 12 l h s a token for attention, whatever the matrices'
+    shapes."""
     m = model_of("llama3-8b", "model.seq_len=1024")
-    matrices = sum(p.numel for layer in layers(m) for p in layer.own_parameters() if p.decay and "embedding" not in p.name)
+    matrices = sum(p.numel for layer in layers(m) for p in layer.own_parameters() if p.decay
+                   and "embedding" not in p.name)
     assert model_flops(m, 1) == 6 * 1024 * matrices + 12 * m.layers * m.hidden * 1024**2
 
 

@@ -1,4 +1,5 @@
-"""Offload as a pass: what lives where, what is on its way at a time, the buffers for it, and the bytes that move."""
+"""Offload as a pass: what lives where, what is on its way at a time, the buffers for it, and the bytes that
+move."""
 
 from __future__ import annotations
 
@@ -19,10 +20,19 @@ from threed.program.instruction import Instruction, Op, Tier
 from threed.program.summary import stages
 from threed.program.table import Plan, Table
 from threed.quantity import ALIGNMENT, round_up
-from threed.schema import Config, ModelConfig, OffloadConfig, ParallelConfig, PrecisionConfig, TrainConfig, ZeroConfig
+from threed.schema import (
+    Config,
+    ModelConfig,
+    OffloadConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    TrainConfig,
+    ZeroConfig,
+)
 from threed.validate import validate
 
-BASE = ["model.layers=6", "model.hidden=16", "model.heads=4", "model.vocab=64", "model.vocab_multiple=32", "model.seq_len=8"]
+BASE = ["model.layers=6", "model.hidden=16", "model.heads=4", "model.vocab=64", "model.vocab_multiple=32",
+        "model.seq_len=8"]
 CPU, NVME = ["offload.optimizer=cpu"], ["offload.optimizer=nvme", "offload.nvme_path=/disk"]
 
 
@@ -42,25 +52,30 @@ def test_ratio(sizes, ratio):
     there = sum(size for unit, size in units.items() if found[unit] == "host")
     goal = ratio * sum(sizes)
     assert abs(there - goal) <= max(sizes) / 2
-    assert all(abs(there + size - goal) >= abs(there - goal) for unit, size in units.items() if found[unit] == "device")
+    assert all(abs(there + size - goal) >= abs(there - goal) for unit,
+               size in units.items() if found[unit] == "device")
 
 
 def test_ratio_of_equal_units():
     for count in range(1, 9):
         for away in range(1, count + 1):
-            assert list(homes(dict.fromkeys(range(count), 7), away / count, Tier.DISK).values()).count(Tier.DISK) == away
+            assert list(homes(dict.fromkeys(range(count), 7), away / count,
+                              Tier.DISK).values()).count(Tier.DISK) == away
 
 
 @pytest.mark.parametrize("ratio", [0.3, 0.5, 1])
 def test_ratio_of_a_model(ratio):
-    """A position that offloads nothing because the others do; ends of a tied embedding that live apart; parameters that are
-    offloaded although their state is not, or that stay whole."""
-    table = plan_of(*CPU, f"offload.ratio={ratio}", "offload.parameters=cpu", "parallel.pp=2", "parallel.dp=2", "zero.stage=3",
+    """A position that offloads nothing because the others do; ends of a tied embedding that live apart;
+    parameters that are offloaded although their state is not, or that stay whole."""
+    table = plan_of(*CPU, f"offload.ratio={ratio}", "offload.parameters=cpu", "parallel.pp=2",
+                    "parallel.dp=2", "zero.stage=3",
                     "train.global_batch_size=4", "zero.persist_below=20").table
     for position in (0, 1):
         mine = {p: unit for p, unit in table.parameters.items() if unit.positions[0] == position}
         away = sum(unit.numel for unit in mine.values() if unit.state_home == "host")
-        assert abs(away - ratio * sum(unit.numel for unit in mine.values())) <= max(unit.numel for unit in mine.values()) / 2
+        assert abs(away - ratio * sum(unit.numel
+                                      for unit in mine.values())) <= max(unit.numel
+                                                                         for unit in mine.values()) / 2
         for unit in mine.values():
             assert unit.weight_home == ("device" if unit.whole else unit.state_home)
     assert any(unit.whole for unit in table.parameters.values())
@@ -74,7 +89,8 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v", "bre
 def draw(rng: random.Random) -> Config:
     """A random valid config with offload."""
     while True:
-        stage, dp, tp, pp, schedule = (rng.choice((0, 1, 2, 3, 3, 3)), rng.choice((1, 2, 4)), rng.choice((1, 2)),
+        stage, dp, tp, pp, schedule = (rng.choice((0, 1, 2, 3, 3, 3)), rng.choice((1, 2, 4)),
+                                       rng.choice((1, 2)),
                                        rng.choice((1, 2, 3)), rng.choice(SCHEDULES))
         zero = ZeroConfig(stage, rng.choice((1, 2, dp)) if stage else None)
         if stage >= 2:
@@ -87,7 +103,8 @@ def draw(rng: random.Random) -> Config:
         if "nvme" in (offload.optimizer, offload.parameters):
             offload.nvme_path = "/disk"
         config = Config(
-            ModelConfig(layers=6, hidden=16, heads=4, vocab=64, vocab_multiple=32, seq_len=8, tie_embeddings=rng.random() < 0.5),
+            ModelConfig(layers=6, hidden=16, heads=4, vocab=64, vocab_multiple=32, seq_len=8,
+                        tie_embeddings=rng.random() < 0.5),
             ParallelConfig(dp, tp, pp, schedule, 2 if schedule in ("interleaved", "breadth-first") else None,
                            sequence_parallel=tp > 1 and rng.random() < 0.5), zero, offload=offload,
             precision=PrecisionConfig(rng.choice(("fp32", "bf16"))),
@@ -103,8 +120,8 @@ def drawn() -> list[tuple[Config, Plan]]:
 
 
 class Tiers:
-    """A program played by its instructions alone: which units' state and weights are off their home, or up, and what the
-    handlers take from the pools and give back."""
+    """A program played by its instructions alone: which units' state and weights are off their home, or up,
+    and what the handlers take from the pools and give back."""
 
     def __init__(self, table: Table):
         self.table = table
@@ -116,7 +133,11 @@ class Tiers:
 
     def play(self, item: Instruction) -> None:
         unit = self.table.parameters.get(item.unit)
-        if item.op == Op.REDUCE and self.table.streams(item.unit) and item.group == self.table.parameters[item.unit].shard_group:
+        if (
+            item.op == Op.REDUCE
+            and self.table.streams(item.unit)
+            and item.group == self.table.parameters[item.unit].shard_group
+        ):
             add(self.gradients, item.unit)
         elif item.op == Op.STEP and unit is not None and unit.state_home != "device":
             assert item.unit in self.down and (unit.state_home == "host" or item.unit in self.states)
@@ -154,7 +175,8 @@ def add(units: set[int], unit: int) -> None:
 
 
 def test_everything_comes_home(drawn):
-    """A FETCH without its OFFLOAD, or twice; a step without its gradient or its state; weights that are not brought up."""
+    """A FETCH without its OFFLOAD, or twice; a step without its gradient or its state; weights that are not
+    brought up."""
     for _, plan in drawn:
         for program in (program for programs in plan.programs.values() for program in programs):
             tiers = Tiers(plan.table)
@@ -178,15 +200,18 @@ def test_few_units_are_on_their_way(drawn):
 
 
 def test_steps_of_disk_and_device_overlap():
-    """While one unit is stepped the next is read: in a program where each waits for the one before nothing overlaps."""
+    """While one unit is stepped the next is read: in a program where each waits for the one before nothing
+    overlaps."""
     for program in plan_of(*NVME).programs["train"]:
         steps = [item for item in program if item.op == Op.STEP]
         for before, step in zip(steps, steps[1:]):
-            assert program.index(Instruction(Op.FETCH, step.unit, kind="state", tier=Tier.HOST)) < program.index(before)
+            assert program.index(Instruction(Op.FETCH, step.unit, kind="state",
+                                             tier=Tier.HOST)) < program.index(before)
 
 
 def rooms_of(table: Table) -> dict[str, Callable[[int], int]]:
-    """Of a buffer for a unit, as its pool counts: elements, or bytes; whole blocks where a file is read into it."""
+    """Of a buffer for a unit, as its pool counts: elements, or bytes; whole blocks where a file is read into
+    it."""
     part, itemsize = table.shard_numel, table.elements.param
     return {"states": lambda p: round_up(part(p) * 12, ALIGNMENT), "up": part, "gradients": part,
             "weights": lambda p: round_up(part(p) * itemsize, ALIGNMENT) // itemsize}
@@ -207,9 +232,11 @@ def test_buffers_are_enough_and_no_more(drawn):
                         most[name] |= Counter(map(room, getattr(tiers, name)))
             found = buffers(plan, position)
             of_size = Counter(map(table.shard_numel, table.held(position)))
-            for name, pool in (("states", found.host_states), ("weights", found.host_weights), ("up", found.pshards)):
+            for name, pool in (("states", found.host_states), ("weights", found.host_weights),
+                               ("up", found.pshards)):
                 assert pool == most[name], name
-            assert found.gshards == {numel: min(count + 1, of_size[numel]) for numel, count in most["gradients"].items()}
+            assert found.gshards == {numel: min(count + 1, of_size[numel]) for numel,
+                                     count in most["gradients"].items()}
 
 
 # ---------------------------------------------------------------- bytes
@@ -234,12 +261,14 @@ SHAPE = ["parallel.pp=2", "parallel.dp=2", "train.global_batch_size=8"]
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])
 def test_bytes_of_a_step(tier, stage, dtype, weight):
-    """4 bytes an element of the shard down, weights up; from and to disk 12 each. What comes down more often costs that."""
+    """4 bytes an element of the shard down, weights up; from and to disk 12 each. What comes down more often
+    costs that."""
     once = ["zero.reduce_every=step"] if stage >= 2 else []
     common = [*SHAPE, *(CPU if tier == "cpu" else NVME), f"zero.stage={stage}", f"precision.dtype={dtype}"]
     disk = 12 * (tier == "nvme")
     for lanes, numel in moved(plan_of(*common, *once)):
-        expected = Counter({"d2h": 4 * numel, "h2d": weight * numel, "read": disk * numel, "write": disk * numel})
+        expected = Counter({"d2h": 4 * numel, "h2d": weight * numel, "read": disk * numel,
+                            "write": disk * numel})
         assert +lanes == +expected
     for lanes, numel in moved(plan_of(*common, "model.tie_embeddings=false")):
         assert lanes["d2h"] == 4 * numel * (4 if stage >= 2 else 1)  # of 4 micro-batches
@@ -249,7 +278,8 @@ def test_bytes_of_a_step(tier, stage, dtype, weight):
 def test_bytes_of_parameters(where):
     """With the parameters away, too, a part comes up for each GATHER and not after the step."""
     files = ["offload.nvme_path=/disk"] if where == "nvme" else []
-    plan = plan_of(*SHAPE, *CPU, *files, f"offload.parameters={where}", "zero.stage=3", "precision.dtype=bf16",
+    plan = plan_of(*SHAPE, *CPU, *files, f"offload.parameters={where}", "zero.stage=3",
+                   "precision.dtype=bf16",
                    "zero.reduce_every=step")
     for (lanes, numel), program in zip(moved(plan), plan.programs["train"], strict=True):
         up = sum(2 * plan.table.shard_numel(item.unit) for item in program if item.op == Op.GATHER)
@@ -261,27 +291,35 @@ def test_bytes_of_parameters(where):
 
 
 @pytest.mark.parametrize("overrides, words", [
-    (["offload.parameters=cpu", *CPU, "zero.stage=2"], "offload.parameters needs zero.stage=3: below it every device"),
-    (["offload.parameters=cpu", "zero.stage=3"], "offload.parameters needs offload.optimizer=cpu or nvme: what lives on"),
+    (["offload.parameters=cpu", *CPU, "zero.stage=2"],
+     "offload.parameters needs zero.stage=3: below it every device"),
+    (["offload.parameters=cpu", "zero.stage=3"],
+     "offload.parameters needs offload.optimizer=cpu or nvme: what lives on"),
     (["offload.optimizer=nvme"], "needs offload.nvme_path, a folder on a fast disk"),
     (["offload.optimizer=nvme", "offload.nvme_path="], "needs offload.nvme_path, a folder on a fast disk"),
     ([*CPU, "offload.parameters=nvme", "zero.stage=3"], "needs offload.nvme_path, a folder on a fast disk"),
-    ([*CPU, "offload.nvme_path=/disk"], "offload.nvme_path=/disk needs offload.optimizer or offload.parameters to be nvme"),
-    (["offload.nvme_path=/disk"], "offload.nvme_path=/disk needs offload.optimizer or offload.parameters to be nvme"),
+    ([*CPU, "offload.nvme_path=/disk"],
+     "offload.nvme_path=/disk needs offload.optimizer or offload.parameters to be nvme"),
+    (["offload.nvme_path=/disk"],
+     "offload.nvme_path=/disk needs offload.optimizer or offload.parameters to be nvme"),
     (["offload.delayed_update=true"], "offload.delayed_update=true needs offload.optimizer=cpu or nvme"),
     ([*CPU, "offload.delayed_update=true", "offload.ratio=0.5"], "some weights would be an update behind"),
-    ([*CPU, "offload.delayed_update=true", "offload.parameters=cpu", "zero.stage=3"], "set offload.parameters=none"),
+    ([*CPU, "offload.delayed_update=true", "offload.parameters=cpu", "zero.stage=3"],
+     "set offload.parameters=none"),
     ([*CPU, "offload.delayed_update=perhaps"], "offload.delayed_update"),
-    ([*CPU, "offload.delayed_update=true", "offload.warmup=-1"], "offload.warmup=-1: must be steps before the first"),
+    ([*CPU, "offload.delayed_update=true", "offload.warmup=-1"],
+     "offload.warmup=-1: must be steps before the first"),
     ([*CPU, "offload.warmup=10"], "offload.warmup=10: must be steps before the first"),
     ([*CPU, "offload.ratio=0"], "offload.ratio=0.0: must be above 0 and at most 1"),
     ([*CPU, "offload.ratio=2"], "offload.ratio=2.0: must be above 0 and at most 1"),
     ([*CPU, "offload.ratio=-0.5"], "offload.ratio=-0.5: must be above 0 and at most 1"),
     ([*CPU, "offload.ratio=.nan"], "offload.ratio=nan: must be above 0 and at most 1"),
     (["offload.ratio=0.5"], "offload.ratio=0.5 needs offload.optimizer=cpu or nvme"),
-    ([*CPU, "precision.dtype=bf16", "precision.master=none"], "with precision.master=none: the host steps fp32 weights"),
+    ([*CPU, "precision.dtype=bf16", "precision.master=none"],
+     "with precision.master=none: the host steps fp32 weights"),
     (["offload.optimizer=gpu"], "offload.optimizer=gpu: must be one of none, cpu, nvme"),
-    ([*CPU, "offload.parameters=disk", "zero.stage=3"], "offload.parameters=disk: must be one of none, cpu, nvme"),
+    ([*CPU, "offload.parameters=disk", "zero.stage=3"],
+     "offload.parameters=disk: must be one of none, cpu, nvme"),
 ])
 def test_refused(overrides, words):
     """A setting that would do nothing, or something else than it says; once, with the reason."""

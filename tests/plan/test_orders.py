@@ -24,7 +24,8 @@ UNIT = {"f": 1.0, "b": 1.0, "w": 1.0, "comm": 0.0}
 GOLDEN = Path(__file__).parents[1] / "golden"
 SIZES = [(1, 1), (1, 3), (2, 1), (2, 4), (3, 4), (4, 2), (4, 8), (8, 5), (8, 16), (4, 13)]
 PLAIN = ("gpipe", "1f1b")
-CASES = [(name, v) for name, schedule in SCHEDULES.items() for v in ([schedule.virtual] if schedule.virtual else [2, 3])]
+CASES = [(name, v) for name, schedule in SCHEDULES.items()
+         for v in ([schedule.virtual] if schedule.virtual else [2, 3])]
 
 
 def make(name: str, p: int, m: int, v: int):
@@ -36,14 +37,16 @@ def make(name: str, p: int, m: int, v: int):
 
 def plan_of(schedule: str, p: int, m: int, *others: str):
     """Stages of equal cost: four units each, so that a quarter of a stage is exact in binary."""
-    return make_plan(load(None, [f"model.layers={4 * p - 2}", f"parallel.pp={p}", f"parallel.schedule={schedule}",
+    return make_plan(load(None, [f"model.layers={4 * p - 2}", f"parallel.pp={p}",
+                                 f"parallel.schedule={schedule}",
                                  f"train.global_batch_size={m}", f"parallel.stage_units={[4] * p}", *others]))
 
 
 @pytest.mark.parametrize("name, v", CASES)
 @pytest.mark.parametrize("p, m", SIZES)
 def test_every_task_once(name, v, p, m):
-    """A micro-batch that is left out, comes twice, goes backward before forward, or on another position than its stage's."""
+    """A micro-batch that is left out, comes twice, goes backward before forward, or on another position than
+    its stage's."""
     order, place = make(name, p, m, v)
     seen = Counter(task for tasks in order for task in tasks)
     assert max(seen.values()) == 1 and can_run(order)
@@ -56,24 +59,33 @@ def test_every_task_once(name, v, p, m):
 
 def test_refused_counts():
     """The one schedule that refuses a count says which count it needs."""
-    with pytest.raises(InputError, match=r"dualpipe-v needs 8 micro-batches for parallel\.pp=4, and there are 7"):
-        make_plan(load(None, ["model.layers=8", "parallel.pp=4", "parallel.schedule=dualpipe-v", "train.global_batch_size=7"]))
+    with pytest.raises(InputError,
+                       match=r"dualpipe-v needs 8 micro-batches for parallel\.pp=4, and there are 7"):
+        make_plan(load(None, ["model.layers=8", "parallel.pp=4", "parallel.schedule=dualpipe-v",
+                              "train.global_batch_size=7"]))
 
 
 def test_shapes():
     """GPipe: all forward, then all backward. 1F1B: p - rank - 1 ahead, then by turns, then what is left."""
     assert ["".join(task.kind for task in tasks) for tasks in gpipe(2, 3)] == ["FFFBBB"] * 2
-    assert ["".join(task.kind for task in tasks) for tasks in one_f_one_b(3, 4)] == ["FFFBFBBB", "FFBFBFBB", "FBFBFBFB"]
-    assert ["".join(task.kind for task in tasks) for tasks in one_f_one_b(4, 2)] == ["FFBB", "FFBB", "FFBB", "FBFB"]
+    assert ["".join(task.kind for task in tasks) for tasks in one_f_one_b(3, 4)] == ["FFFBFBBB", "FFBFBFBB",
+                                                                                     "FBFBFBFB"]
+    assert ["".join(task.kind for task in tasks) for tasks in one_f_one_b(4, 2)] == ["FFBB", "FFBB", "FFBB",
+                                                                                     "FBFB"]
 
 
 @pytest.mark.parametrize("p, m", [(2, 4), (4, 8), (4, 13), (8, 16), (8, 24)])
 def test_peak_activations(p, m):
     """What a schedule keeps on the fullest position, in micro-batches of its whole share."""
     def peak(name: str, v: int = 1) -> float:
-        return max(stage["peak_activations"] for stage in predict_bare(name, p, m, UNIT, v if v > 1 else None)["stages"])
+        return max(stage["peak_activations"] for stage in predict_bare(name, p, m, UNIT,
+                                                                       v if v > 1 else None)["stages"])
 
-    assert peak("gpipe") == m and peak("1f1b") == peak("zb-h1") == peak("zb-v") == p and peak("zb-h2") == min(m, 2 * p - 1)
+    assert (
+        peak("gpipe") == m
+        and peak("1f1b") == peak("zb-h1") == peak("zb-v") == p
+        and peak("zb-h2") == min(m, 2 * p - 1)
+    )
     assert peak("breadth-first", 2) == m
     if m % p == 0 and m > p:
         assert peak("interleaved", 2) == pytest.approx(p * (1 + (p - 1) / (2 * p)))  # Korthikanti et al. 2022
@@ -95,10 +107,12 @@ def test_alive_micro_batches(schedule, p, m):
 @pytest.mark.parametrize("p, m", SIZES)
 @pytest.mark.parametrize("backward", [1, 2])
 def test_bubble(schedule, p, m, backward):
-    """With equal stages and free messages the idle share is exactly (p - 1) / (m + p - 1), on every position."""
+    """With equal stages and free messages the idle share is exactly (p - 1) / (m + p - 1), on every
+    position."""
     plan = plan_of(schedule, p, m)
     programs, table = plan.programs["train"], plan.table
-    links = [link(program, table, position, table.seam(position)) for position, program in enumerate(programs)]
+    links = [link(program, table, position, table.seam(position)) for position,
+             program in enumerate(programs)]
     whole = unit_cost(table)
 
     def cost(position, instruction):
@@ -132,7 +146,8 @@ PAPER = [  # Qi et al. 2024, tables 5 and 6: p, m, times, bubble rates of 1F1B, 
 
 @pytest.mark.parametrize("p, m, times, plain, h1, h2, searched", PAPER)
 def test_zero_bubble_paper(p, m, times, plain, h1, h2, searched):
-    """The paper's rates to four places; `auto` no worse than its search at 2x the memory, nor than ZB-H1 at 1x."""
+    """The paper's rates to four places; `auto` no worse than its search at 2x the memory, nor than ZB-H1 at
+    1x."""
     def rate(name: str, limit: float | None = None) -> float:
         found = predict_bare(name, p, m, parse_times(times), None, limit and limit * p)
         assert limit is None or max(stage["peak_activations"] for stage in found["stages"]) <= limit * p
@@ -143,11 +158,13 @@ def test_zero_bubble_paper(p, m, times, plain, h1, h2, searched):
 
 
 def test_auto_is_the_best():
-    """At least as good as every named schedule that fits, for uneven times and any limit; the same plan each time."""
+    """At least as good as every named schedule that fits, for uneven times and any limit; the same plan each
+    time."""
     rng = random.Random(3)
     for _ in range(25):
         p, m, limit = rng.choice((2, 3, 4)), rng.randrange(1, 11), rng.choice((None, 1.0, 1.5, 2.0, 3.0))
-        whole = {"f": rng.uniform(1, 3), "b": rng.uniform(1, 3), "w": rng.uniform(0.5, 3), "comm": rng.choice((0.0, 0.3))}
+        whole = {"f": rng.uniform(1, 3), "b": rng.uniform(1, 3), "w": rng.uniform(0.5, 3),
+                 "comm": rng.choice((0.0, 0.3))}
         room = None if limit is None else limit * min(p, m)
         found = predict_bare("auto", p, m, whole, None, room)
         assert found == predict_bare("auto", p, m, whole, None, room)
@@ -162,21 +179,27 @@ def test_auto_is_the_best():
 
 
 def test_auto_in_a_plan():
-    """`auto` keeps to its limit, in micro-batches and in bytes, on a real table; a named schedule above it is refused."""
+    """`auto` keeps to its limit, in micro-batches and in bytes, on a real table; a named schedule above it is
+    refused."""
     base = ["model.layers=14", "parallel.pp=4", "train.global_batch_size=12"]
     for limit in ("1x", "2x", "2MiB", "6MiB"):
-        make_plan(load(None, [*base, "parallel.schedule=auto", f"parallel.activation_limit={limit}", "model.hidden=16"]))
-    with pytest.raises(InputError, match=r"keeps 12 micro-batches a rank at its peak, above parallel\.activation_limit=2x"):
+        make_plan(load(None, [*base, "parallel.schedule=auto", f"parallel.activation_limit={limit}",
+                              "model.hidden=16"]))
+    with pytest.raises(InputError, match=r"keeps 12 micro-batches a rank at its peak, above "
+                                         r"parallel\.activation_limit=2x"):
         make_plan(load(None, [*base, "parallel.schedule=gpipe", "parallel.activation_limit=2x"]))
-    with pytest.raises(InputError, match=r"of activations at its peak, above parallel\.activation_limit=1KiB"):
+    with pytest.raises(InputError,
+                       match=r"of activations at its peak, above parallel\.activation_limit=1KiB"):
         make_plan(load(None, [*base, "parallel.activation_limit=1KiB"]))
 
 
 def test_messages_overlap_with_compute():
-    """A host that waits for each message would show here: BLOCKING takes longer than BUFFERED, and both end."""
+    """A host that waits for each message would show here: BLOCKING takes longer than BUFFERED, and both
+    end."""
     plan = plan_of("1f1b", 4, 8)
     programs, table = plan.programs["train"], plan.table
-    links = [link(program, table, position, table.seam(position)) for position, program in enumerate(programs)]
+    links = [link(program, table, position, table.seam(position)) for position,
+             program in enumerate(programs)]
     times = [walk(programs, table, links, mode, unit_cost(table)).total_s for mode in Mode]
     assert times == sorted(times) and times[0] == 3 * (8 + 4 - 1)
 

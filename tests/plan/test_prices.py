@@ -29,7 +29,8 @@ def printed(*arguments: str) -> dict:
 
 
 @pytest.mark.parametrize("parameters, dp, expected", [  # ZeRO paper, Table 1: GB, last printed place
-    (7.5e9, 64, (120, 31.4, 16.6, 1.88)), (7.5e9, 1024, (120, 30.1, 15.1, 0.12)), (128e9, 64, (2048, 536, 284, 32)),
+    (7.5e9, 64, (120, 31.4, 16.6, 1.88)), (7.5e9, 1024, (120, 30.1, 15.1, 0.12)),
+    (128e9, 64, (2048, 536, 284, 32)),
     (1e12, 1024, (16000, 4011, 2013, 15.6))])
 def test_paper(parameters, dp, expected):
     """Formulas that leave the master weights out, or unsharded (both are about)."""
@@ -50,7 +51,8 @@ def test_memory_over_the_mesh():
 
 def test_memory_of_a_config():
     """From the plan: the formula, but for padding, where every position is alike."""
-    config = load("configs/gpt2-small.yaml", ["parallel.pp=1", "parallel.tp=1", "parallel.dp=8", "precision.dtype=bf16",
+    config = load("configs/gpt2-small.yaml", ["parallel.pp=1", "parallel.tp=1", "parallel.dp=8",
+                                              "precision.dtype=bf16",
                                               "precision.grad_dtype=bf16", "train.global_batch_size=64",
                                               "parallel.sequence_parallel=false"])
     found = of_config(config)
@@ -59,7 +61,8 @@ def test_memory_of_a_config():
         assert found[f"stage_{stage}"] == pytest.approx(formula, rel=1e-3), stage
 
 
-@pytest.mark.parametrize("arguments", [[], ["configs/toy.yaml", "--parameters", "1e9"], ["--parameters", "-1"],
+@pytest.mark.parametrize("arguments", [[], ["configs/toy.yaml", "--parameters", "1e9"],
+                                       ["--parameters", "-1"],
                                        ["--parameters", "nan"], ["--parameters", "1e9", "--dtype", "int8"]])
 def test_memory_refuses(arguments):
     with pytest.raises(InputError):
@@ -67,8 +70,10 @@ def test_memory_refuses(arguments):
 
 
 def test_advice():
-    """What each setting saves and costs is what its own plan says; what fits a memory comes first, the fastest first."""
-    config = load("configs/gpt2-small.yaml", ["parallel.dp=4", "parallel.pp=1", "parallel.tp=1", "train.global_batch_size=64",
+    """What each setting saves and costs is what its own plan says; what fits a memory comes first, the
+    fastest first."""
+    config = load("configs/gpt2-small.yaml", ["parallel.dp=4", "parallel.pp=1", "parallel.tp=1",
+                                              "train.global_batch_size=64",
                                               "parallel.sequence_parallel=false"])
     rows = {row["setting"]: row for row in advise(config, Hardware())}
     here = rows.pop("as configured")
@@ -76,8 +81,10 @@ def test_advice():
     assert "zero.stage=1" not in rows, "it is the config itself"
     assert rows["zero.stage=0"]["fixed_bytes"] > here["fixed_bytes"]
     assert rows["zero.stage=3"]["fixed_bytes"] < rows["zero.stage=2"]["fixed_bytes"] < here["fixed_bytes"]
-    assert rows["zero.stage=2"]["dp_bytes"] > here["dp_bytes"] == rows["zero.stage=2 zero.reduce_every=step"]["dp_bytes"]
-    plans = [tuple(sorted((k, v) for k, v in row.items() if k.endswith("bytes") or k == "step_s")) for row in rows.values()]
+    assert rows["zero.stage=2"]["dp_bytes"] > here["dp_bytes"] == rows["zero.stage=2 "
+                                                                       "zero.reduce_every=step"]["dp_bytes"]
+    plans = [tuple(sorted((k, v) for k, v in row.items() if k.endswith("bytes") or k == "step_s"))
+             for row in rows.values()]
     assert len(rows) >= 8 and len(set(plans)) >= 7, "one setting is listed under several names"
     memory = sorted(row["peak_bytes"] for row in rows.values())[3]
     listed = advise(config, Hardware(), memory)[1:]
@@ -88,7 +95,8 @@ def test_advice():
 
 
 def test_advice_to_those_who_offload():
-    """The other tier, none at all, or the same without its delay: whatever keys of the tier that is left would be refused."""
+    """The other tier, none at all, or the same without its delay: whatever keys of the tier that is left
+    would be refused."""
     over = ["offload.optimizer=nvme", "offload.nvme_path=disk", "offload.delayed_update=true"]
     rows = {row["setting"]: row for row in advise(load("configs/toy.yaml", over), Hardware())}
     assert {"offload.optimizer=none", "offload.optimizer=cpu", "offload.optimizer=nvme",
@@ -96,22 +104,26 @@ def test_advice_to_those_who_offload():
     assert rows["offload.optimizer=none"]["fixed_bytes"] > rows["offload.optimizer=cpu"]["fixed_bytes"]
 
 
-@pytest.mark.parametrize("over", [["offload.optimizer=cpu"], ["offload.optimizer=nvme", "offload.nvme_path=disk"]])
+@pytest.mark.parametrize("over", [["offload.optimizer=cpu"],
+                                  ["offload.optimizer=nvme", "offload.nvme_path=disk"]])
 def test_measured_costs_leave_moves_their_price(over):
     """A run measures how long it takes to hand a move or a host's step over, not how long that takes."""
     plan = make_plan(load("configs/toy.yaml", over))
-    measured = {(position, op, unit): 1e-6 for position in range(2) for unit in range(20) for op in (*COMPUTE, Op.STEP)}
+    measured = {(position, op, unit): 1e-6 for position in range(2) for unit in range(20)
+                for op in (*COMPUTE, Op.STEP)}
     slow, fast = (report(plan, hardware.cost(plan.table, measured), "a run")["step_time"]
                   for hardware in (Hardware(link_gbps=1, host_gbps=1, read_gbps=1, write_gbps=1), Hardware()))
     assert slow > 2 * fast
     of_device = make_plan(load("configs/toy.yaml"))
-    assert report(of_device, Hardware().cost(of_device.table, measured), "a run")["step_time"] == pytest.approx(
+    assert report(of_device, Hardware().cost(of_device.table, measured),
+                  "a run")["step_time"] == pytest.approx(
         predict(of_device, measured).step_s), "what the device computes costs what was measured"
 
 
 def test_advice_is_printed():
     """The sentence that says what a setting saves and costs."""
-    arguments = ["check", "configs/toy.yaml", "parallel.dp=4", "train.global_batch_size=32", "--memory", "26MiB"]
+    arguments = ["check", "configs/toy.yaml", "parallel.dp=4", "train.global_batch_size=32", "--memory",
+                 "26MiB"]
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert result.exit_code == 0 and "zero.stage=2" in result.stdout
     assert "of traffic a step" in result.stdout and "fits" in result.stdout and "saves" in result.stdout
@@ -131,7 +143,8 @@ def test_matrix():
 def test_configs_are_refused_by_the_contract():
     """A rule of the contract is a refusal of the config, word for word."""
     with pytest.raises(ConfigError) as error:
-        load("configs/toy.yaml", ["parallel.dp=4", "train.global_batch_size=32", "zero.stage=0", "zero.shard_size=2"])
+        load("configs/toy.yaml", ["parallel.dp=4", "train.global_batch_size=32", "zero.stage=0",
+                                  "zero.shard_size=2"])
     assert error.value.problems == [contract.RULES[0].reason]
 
 
@@ -146,15 +159,20 @@ def test_configs_are_refused_by_the_contract():
     (["zero.stage=3", "zero.residency=true"], "residency"),
     (["zero.shard_size=3"], "does not divide parallel.dp=2"),
     (["precision.grad_dtype=bf16"], "must be fp32, or what precision.dtype is (fp32)"),
-    (["precision.dtype=bf16", "precision.reduce_dtype=fp16"], "must be fp32, or what precision.dtype is (bf16)"),
+    (["precision.dtype=bf16", "precision.reduce_dtype=fp16"],
+     "must be fp32, or what precision.dtype is (bf16)"),
     (["precision.master=none"], "fp32 weights have no other copy"),
-    (["precision.loss_scale=big"], "dynamic or a number above 0"), (["precision.loss_scale=0"], "dynamic or a number above 0"),
-    (["precision.loss_scale=.nan"], "dynamic or a number above 0"), (["precision.hysteresis=0"], "at least 1"),
+    (["precision.loss_scale=big"], "dynamic or a number above 0"),
+    (["precision.loss_scale=0"], "dynamic or a number above 0"),
+    (["precision.loss_scale=.nan"], "dynamic or a number above 0"),
+    (["precision.hysteresis=0"], "at least 1"),
     (["precision.dtype=fp16", "precision.min_loss_scale=131072"], "is above precision.initial_loss_scale"),
     (["precision.hysteresis=3"], "is for a dynamic loss scale"),
-    (["precision.dtype=fp16", "precision.loss_scale=64", "precision.initial_loss_scale=32"], "is for a dynamic loss scale"),
+    (["precision.dtype=fp16", "precision.loss_scale=64", "precision.initial_loss_scale=32"],
+     "is for a dynamic loss scale"),
     (["zero_optimization.stage3_param_persistence_threshold=5"], "use zero.persist_below"),
-    (["gradient_accumulation_steps=5"], "use train.global_batch_size"), (["bf16.enabled=true"], "use precision.dtype=bf16"),
+    (["gradient_accumulation_steps=5"], "use train.global_batch_size"),
+    (["bf16.enabled=true"], "use precision.dtype=bf16"),
 ])
 def test_refusals(overrides, said):
     """A setting that would have no effect, a value that means nothing, a name of another framework."""

@@ -1,4 +1,5 @@
-"""Thousands of configurations: each gives a plan that is legal, complete and free of deadlock, and one digest."""
+"""Thousands of configurations: each gives a plan that is legal, complete and free of deadlock, and one
+digest."""
 
 from __future__ import annotations
 
@@ -17,7 +18,15 @@ from threed.program.check import check
 from threed.program.instruction import COMPUTE, Op
 from threed.program.table import Plan
 from threed.program.walk import Mode, walk
-from threed.schema import Config, DataConfig, ModelConfig, ParallelConfig, PrecisionConfig, TrainConfig, ZeroConfig
+from threed.schema import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    TrainConfig,
+    ZeroConfig,
+)
 from threed.validate import num_units, validate
 
 NUM_CONFIGS = 2400
@@ -31,13 +40,17 @@ def draw(rng: random.Random) -> Config:
         heads = tp * rng.choice((1, 2))
         model = ModelConfig(
             layers=rng.randint(1, 8), heads=heads, hidden=heads * 8, seq_len=16, vocab=100, vocab_multiple=32,
-            kv_heads=rng.choice((None, tp)), position=rng.choice(("rotary", "learned")), bias=rng.random() < 0.5,
-            norm=rng.choice(("layernorm", "rmsnorm")), activation=rng.choice(("gelu", "swiglu")), ffn_hidden=64,
+            kv_heads=rng.choice((None, tp)), position=rng.choice(("rotary", "learned")),
+            bias=rng.random() < 0.5,
+            norm=rng.choice(("layernorm", "rmsnorm")), activation=rng.choice(("gelu", "swiglu")),
+            ffn_hidden=64,
             tie_embeddings=rng.random() < 0.5)
         config = Config(
-            model, ParallelConfig(dp, tp, pp, rng.choice(("gpipe", "1f1b")), sequence_parallel=tp > 1 and rng.random() < 0.5,
+            model, ParallelConfig(dp, tp, pp, rng.choice(("gpipe", "1f1b")),
+                                  sequence_parallel=tp > 1 and rng.random() < 0.5,
                                   layers_per_unit=rng.choice((1, 1, 2, 3))),
-            ZeroConfig(rng.choice((0, 1))), precision=PrecisionConfig(rng.choice(("fp32", "bf16"))), data=DataConfig(),
+            ZeroConfig(rng.choice((0, 1))), precision=PrecisionConfig(rng.choice(("fp32", "bf16"))),
+            data=DataConfig(),
             train=TrainConfig(global_batch_size=micro * dp * count, micro_batch_size=micro,
                               eval_every=rng.choice((0, 5))))
         units = num_units(config)
@@ -80,17 +93,21 @@ def test_nothing_is_stuck_in_any_mode():
 
 
 def test_digest():
-    """Two builds that differ, or two configs that do not: ranks would run different plans, or refuse to run equal ones."""
+    """Two builds that differ, or two configs that do not: ranks would run different plans, or refuse to run
+    equal ones."""
     rng = random.Random(9)
     for _ in range(50):
         config = draw(rng)
         assert make_plan(config).digest == make_plan(config).digest
     base = ["model.layers=4", "parallel.pp=2", "train.global_batch_size=4", "model.vocab=100"]
-    changes = ["parallel.schedule=gpipe", "zero.stage=0", "parallel.dp=2", "parallel.tp=2", "model.tie_embeddings=false",
-               "model.layers=5", "train.global_batch_size=8", "train.micro_batch_size=2", "train.eval_every=1",
+    changes = ["parallel.schedule=gpipe", "zero.stage=0", "parallel.dp=2", "parallel.tp=2",
+               "model.tie_embeddings=false",
+               "model.layers=5", "train.global_batch_size=8", "train.micro_batch_size=2",
+               "train.eval_every=1",
                "parallel.stage_units=[1,5]", "precision.dtype=bf16", "model.seq_len=64", "model.hidden=256",
                "parallel.layers_per_unit=2", "model.position=learned", "model.bias=false"]
-    digests = [make_plan(load(None, [*base, *extra])).digest for extra in [[], *([change] for change in changes)]]
+    digests = [make_plan(load(None, [*base, *extra])).digest
+               for extra in [[], *([change] for change in changes)]]
     assert len(set(digests)) == len(digests)
 
 
@@ -105,8 +122,10 @@ def test_digest_does_not_depend_on_the_process():
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("tied", [True, False])
 def test_each_pass_puts_in_what_it_should(stage, tied):
-    """Too few collectives train wrongly, too many cost bandwidth: one GATHER and one REDUCE a unit and group a step."""
-    plan = make_plan(load(None, ["parallel.pp=2", "parallel.dp=2", "parallel.tp=2", "parallel.sequence_parallel=true",
+    """Too few collectives train wrongly, too many cost bandwidth: one GATHER and one REDUCE a unit and group
+    a step."""
+    plan = make_plan(load(None, ["parallel.pp=2", "parallel.dp=2", "parallel.tp=2",
+                                 "parallel.sequence_parallel=true",
                                  "train.global_batch_size=8", f"zero.stage={stage}", "train.eval_every=1",
                                  f"model.tie_embeddings={tied}"]))
     for position, program in enumerate(plan.programs["train"]):
@@ -120,13 +139,15 @@ def test_each_pass_puts_in_what_it_should(stage, tied):
         assert len(ties) == int(tied)
     for program in plan.programs["evaluate"]:
         assert not {item.op for item in program} & {Op.BACKWARD, Op.REDUCE, Op.STEP}
-        assert all("none" in (item.keep, item.gradients) for item in program if item.op in (Op.FORWARD, Op.CLIP))
+        assert all("none" in (item.keep, item.gradients) for item in program
+                   if item.op in (Op.FORWARD, Op.CLIP))
         assert sum(item.op == Op.RELEASE for item in program) == sum(item.op == Op.GATHER for item in program)
 
 
 def test_units_of_a_position_run_there_only():
     """A unit that runs where its parameters are not."""
-    plan = make_plan(load(None, ["parallel.pp=3", "parallel.stage_units=[1,8,1]", "train.global_batch_size=4"]))
+    plan = make_plan(load(None, ["parallel.pp=3", "parallel.stage_units=[1,8,1]",
+                                 "train.global_batch_size=4"]))
     for position, program in enumerate(plan.programs["train"]):
         assert {item.unit for item in program if item.op in COMPUTE} == set(plan.table.units_of(position))
 
@@ -149,7 +170,8 @@ def test_large_mesh_without_torch():
 
 def run(code: str, **environment: str) -> str:
     """What a fresh Python prints."""
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False,
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True,
+                          check=False,
                           cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()

@@ -1,4 +1,5 @@
-"""The head of a run on several nodes, with launchers that are only connections: who is let in, and what follows a failure."""
+"""The head of a run on several nodes, with launchers that are only connections: who is let in, and what
+follows a failure."""
 
 from __future__ import annotations
 
@@ -14,7 +15,17 @@ from threed.children import ended_by
 from threed.environment import Nodes
 from threed.errors import InputError, RunError
 from threed.head import Head
-from threed.rendezvous import Line, connect, interface, interface_variables, is_here, is_loopback, listen, plain, route
+from threed.rendezvous import (
+    Line,
+    connect,
+    interface,
+    interface_variables,
+    is_here,
+    is_loopback,
+    listen,
+    plain,
+    route,
+)
 from threed.restart import Restarts
 
 
@@ -82,7 +93,8 @@ def test_a_run():
     meeting = Meeting(2, 2)
     second, first = meeting.join(1), meeting.join(0)
     starts = start(first, second)
-    assert [(each["first"], each["world"], each["address"]) for each in starts] == [(0, 4, "127.0.0.1"), (2, 4, "127.0.0.1")]
+    assert [(each["first"], each["world"], each["address"])
+            for each in starts] == [(0, 4, "127.0.0.1"), (2, 4, "127.0.0.1")]
     assert {each["launch"] for each in starts} == {"launch of 1"}, "of whoever came first"
     for line in (first, second):
         line.send("done")
@@ -90,8 +102,10 @@ def test_a_run():
 
 
 @pytest.mark.parametrize(("hello", "words"), [
-    ({"version": "2"}, "has threed 2, node 0 .* 1"), ({"job": "77"}, "two runs need different values of MASTER_PORT"),
-    ({"nodes": [3, 3]}, "NNODES is 3 on host1 and 2 on node 0"), ({"host": "other"}, "NODE_RANK=1 on both host1 and other"),
+    ({"version": "2"}, "has threed 2, node 0 .* 1"),
+    ({"job": "77"}, "two runs need different values of MASTER_PORT"),
+    ({"nodes": [3, 3]}, "NNODES is 3 on host1 and 2 on node 0"),
+    ({"host": "other"}, "NODE_RANK=1 on both host1 and other"),
     ({"node": None, "host": "more"}, "more is one node too many")])
 def test_who_is_refused(hello, words):
     meeting = Meeting(2, 2)
@@ -112,7 +126,8 @@ def test_failures(failure, restarts):
         second.close()
     else:
         fail(second, -9 if failure == "killed" else 2)
-    words = {"killed": "rank 3 on host1 was killed by SIGKILL", "gone": "node 1 (host1) has gone: the connection was closed",
+    words = {"killed": "rank 3 on host1 was killed by SIGKILL",
+             "gone": "node 1 (host1) has gone: the connection was closed",
              "mistake": "rank 3 on host1 ended with exit status 2 and did not say why"}[failure]
     assert hear(first, "clear")["text"] == words and meeting.stores[0].note is not None
     first.send("cleared", asked=False)
@@ -133,7 +148,8 @@ def test_what_a_rank_has_said_is_not_said_twice():
     start(first, second)
     meeting.stores[0].note = {"rank": 2, "message": "the seventh seal", "status": 1, "hang": False}
     fail(second, 1)
-    assert hear(first, "clear")["text"] == "rank 2 on host1: the seventh seal" and hear(second, "clear")["text"] == ""
+    assert hear(first, "clear")["text"] == "rank 2 on host1: the seventh seal" and hear(second,
+                                                                                        "clear")["text"] == ""
 
 
 def test_fewer_nodes_and_more():
@@ -141,7 +157,10 @@ def test_fewer_nodes_and_more():
     meeting = Meeting(2, 3, restarts=1)
     first, second = meeting.join(0), meeting.join(2)
     starts = start(first, second)
-    assert [each["world"] for each in starts] == [4, 4] and "2 of 3 nodes: node 0 (host0), node 2 (host2)" in starts[0]["note"]
+    assert [each["world"] for each in starts] == [
+        4,
+        4,
+    ] and "2 of 3 nodes: node 0 (host0), node 2 (host2)" in starts[0]["note"]
     third = meeting.join(1)
     assert "joins it at its next start" in hear(third, "wait")["text"]
     second.close()
@@ -152,9 +171,11 @@ def test_fewer_nodes_and_more():
 
 def test_nobody_waits_for_ever():
     meeting = Meeting(2, 2, limit_s=0.5)
-    assert "1 of 2 nodes came within run.connect_timeout_s=0.5; missing: node 1" in hear(meeting.join(0), "end")["text"]
+    assert "1 of 2 nodes came within run.connect_timeout_s=0.5; missing: node 1" in hear(meeting.join(0),
+                                                                                         "end")["text"]
     nodes = dataclasses.replace(meeting.nodes, port=1)
-    with pytest.raises(RunError, match=r"node 0 did not answer within run\.connect_timeout_s=0\.2: .* connection refused"):
+    with pytest.raises(RunError, match=r"node 0 did not answer within run\.connect_timeout_s=0\.2: .* "
+                                       r"connection refused"):
         connect(nodes, False, 0.2, {}, lambda: None, lambda line: None)
 
 
@@ -249,7 +270,8 @@ def test_who_was_asked_to_stop_does_not_start_again():
 
 
 def test_a_launcher_that_was_replaced(monkeypatch):
-    """It is told, and ends; on another host it is replaced once it is silent. A node keeps the number that it was given."""
+    """It is told, and ends; on another host it is replaced once it is silent. A node keeps the number that it
+    was given."""
     meeting = Meeting(2, 3)
     meeting.join(0)
     old = meeting.join(None, "host1")

@@ -11,14 +11,16 @@ from threed.models.model import layers, tied_parameter
 from threed.planner import layouts
 from threed.zero.shard import ALIGNMENT, layout
 
-MODELS = [["model.name=gpt2-small"], ["model.name=llama3-8b"], ["model.position=learned", "model.tie_embeddings=false"]]
+MODELS = [["model.name=gpt2-small"], ["model.name=llama3-8b"],
+          ["model.position=learned", "model.tie_embeddings=false"]]
 
 
 def all_layouts():
     for overrides, tp, shards in product(MODELS, (1, 2, 4), (1, 2, 3, 8)):
         model = load(None, overrides).model
         tied = tied_parameter(layers(model))
-        for parameters in [*(layer.own_parameters() for layer in layers(model)), *([(tied,)] if tied else [])]:
+        for parameters in [*(layer.own_parameters() for layer in layers(model)),
+                           *([(tied,)] if tied else [])]:
             if parameters:
                 yield parameters, tp, layout(parameters, {"tp": tp}, shards)
 
@@ -26,12 +28,15 @@ def all_layouts():
 def test_every_parameter_in_one_place():
     """Two parameters that overlap, a hole between them, or one that is not there."""
     for parameters, tp, found in all_layouts():
-        assert {placed.parameter for placed in found.placed} == set(parameters) and len(found.placed) == len(parameters)
+        assert {placed.parameter
+                for placed in found.placed} == set(parameters) and len(found.placed) == len(parameters)
         stop = 0
         for placed in found.placed:
             assert placed.start == stop
             stop, count = placed.stop, placed.parameter.numel // (tp if placed.parameter.axes else 1)
-            assert placed.stop - placed.start == count and placed.shape == placed.parameter.local_shape({"tp": tp})
+            assert placed.stop - placed.start == count and placed.shape == placed.parameter.local_shape(
+                {"tp": tp}
+            )
         assert 0 <= found.padding == found.numel - stop < found.num_shards * ALIGNMENT
 
 
@@ -52,8 +57,10 @@ def test_shards_cover_the_buffer():
     """Shards that are unequal (a reduce-scatter needs equal ones), overlap, or begin off the alignment."""
     for _, _, found in all_layouts():
         ends = [found.shard(index) for index in range(found.num_shards)]
-        assert ends[0][0] == 0 and ends[-1][1] == found.numel and all(a[1] == b[0] for a, b in zip(ends, ends[1:]))
-        assert len({stop - start for start, stop in ends}) == 1 and all(start % ALIGNMENT == 0 for start, _ in ends)
+        assert ends[0][0] == 0 and ends[-1][1] == found.numel and all(a[1] == b[0] for a,
+                                                                      b in zip(ends, ends[1:]))
+        assert len({stop - start for start, stop in ends}) == 1 and all(start % ALIGNMENT == 0 for start,
+                                                                        _ in ends)
 
 
 def test_segments_of_shards_are_the_segments():
@@ -75,6 +82,7 @@ def test_segments_of_shards_are_the_segments():
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_stages_share_the_partition(stage):
-    """The gradient norm is summed over the same shards whatever the ZeRO stage, so that it is equal to the bit."""
+    """The gradient norm is summed over the same shards whatever the ZeRO stage, so that it is equal to the
+    bit."""
     given = ["parallel.dp=4", "train.global_batch_size=4"]
     assert layouts(load(None, [*given, f"zero.stage={stage}"])) == layouts(load(None, given))

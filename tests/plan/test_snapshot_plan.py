@@ -1,4 +1,5 @@
-"""The program that copies what a checkpoint keeps: what is in it, what it costs, and that edits of it are refused."""
+"""The program that copies what a checkpoint keeps: what is in it, what it costs, and that edits of it are
+refused."""
 
 from __future__ import annotations
 
@@ -17,11 +18,14 @@ from threed.program.instruction import Instruction, Op, Slot, Tier
 from threed.program.summary import stages
 from threed.program.table import SNAPSHOT, WAITING, Plan
 
-TINY = ["model.layers=4", "model.hidden=32", "model.heads=8", "model.vocab=120", "model.vocab_multiple=64", "model.seq_len=16",
+TINY = ["model.layers=4", "model.hidden=32", "model.heads=8", "model.vocab=120", "model.vocab_multiple=64",
+        "model.seq_len=16",
         "train.global_batch_size=8", "checkpoint.every=10"]
 MESHES = {
-    "pp": ["parallel.pp=2"], "zero-0": ["parallel.dp=2", "zero.stage=0"], "zero-3": ["parallel.dp=4", "zero.stage=3"],
-    "groups": ["parallel.dp=4", "zero.stage=2", "zero.shard_size=2"], "v": ["parallel.pp=2", "parallel.schedule=zb-v"],
+    "pp": ["parallel.pp=2"], "zero-0": ["parallel.dp=2", "zero.stage=0"],
+    "zero-3": ["parallel.dp=4", "zero.stage=3"],
+    "groups": ["parallel.dp=4", "zero.stage=2", "zero.shard_size=2"],
+    "v": ["parallel.pp=2", "parallel.schedule=zb-v"],
     "cpu": ["parallel.dp=2", "zero.stage=3", "offload.optimizer=cpu", "offload.parameters=cpu"],
     "delayed": ["parallel.pp=2", "offload.optimizer=cpu", "offload.delayed_update=true"],
     "bf16": ["parallel.tp=2", "precision.dtype=bf16"],
@@ -36,7 +40,8 @@ def plan_of(*others: str) -> Plan:
 def test_every_unit_is_copied_once(mesh):
     """On the position that writes it; a tied embedding is written by the first of its two."""
     plan = plan_of(*MESHES[mesh])
-    copied = [(position, item.unit) for position, program in enumerate(plan.programs[SNAPSHOT]) for item in program]
+    copied = [(position, item.unit) for position,
+              program in enumerate(plan.programs[SNAPSHOT]) for item in program]
     assert sorted(unit for _, unit in copied) == sorted(plan.table.parameters)
     assert all(plan.table.parameters[unit].positions[0] == position for position, unit in copied)
     assert (WAITING in plan.programs) == plan.table.update.delayed
@@ -58,7 +63,8 @@ def test_a_step_waits_for_its_copy(mesh):
     for position, program in enumerate(plan.programs["train"]):
         for item in program:
             if item.op == Op.STEP:
-                waits = Slot("snapshot", item.unit, tier=Tier.HOST) in effects(item, plan.table, position).reads
+                waits = Slot("snapshot", item.unit,
+                             tier=Tier.HOST) in effects(item, plan.table, position).reads
                 assert waits == plan.table.saves(position, item.unit)
 
 
@@ -95,13 +101,15 @@ def test_a_copy_in_the_step_is_refused():
 
 
 @pytest.mark.parametrize(("others", "kinds", "share"), [([], 3, 1), (["parallel.dp=4", "zero.stage=0"], 3, 4),
-                                                        (["parallel.dp=4", "zero.stage=2", "zero.shard_size=2"], 3, 2),
+                                                        (["parallel.dp=4", "zero.stage=2",
+                                                          "zero.shard_size=2"], 3, 2),
                                                         (MESHES["delayed"][1:], 4, 1)])
 def test_bytes(others, kinds, share):
     """fp32 of weights and two moments, and of gradients that wait, of this rank's shard."""
     plan = plan_of(*others)
     (row,) = stages(plan)
-    assert row["snapshot_bytes"] == sum(unit.numel for unit in plan.table.parameters.values()) // share * 4 * kinds
+    assert row["snapshot_bytes"] == sum(unit.numel
+                                        for unit in plan.table.parameters.values()) // share * 4 * kinds
 
 
 def test_what_it_costs():
@@ -113,4 +121,5 @@ def test_what_it_costs():
         assert saved["bytes"] == max(row["snapshot_bytes"] for row in values["stages"])
         assert saved["copy_s"] > 0 and (saved["blocked_s"] > 0.01 * saved["copy_s"]) == blocked
         assert "a checkpoint copies" in show(values)
-    assert report(plan_of("checkpoint.every=0"), Hardware().cost(plan.table), "analytic")["checkpoint"] is None
+    assert report(plan_of("checkpoint.every=0"), Hardware().cost(plan.table),
+                  "analytic")["checkpoint"] is None

@@ -50,7 +50,8 @@ def test_tiles_stay_together():
     rng = random.Random(5)
     for _ in range(100):
         together = [rng.randint(1, 3) for _ in range(rng.randint(1, 6))]
-        costs, stages = [float(rng.randint(0, 9)) for _ in range(sum(together))], rng.randint(1, len(together))
+        costs, stages = [float(rng.randint(0, 9))
+                         for _ in range(sum(together))], rng.randint(1, len(together))
         ends = list(accumulate(split_stages(costs, together, stages)))
         assert len(ends) == stages and ends[-1] == len(costs) and set(ends) <= set(accumulate(together))
 
@@ -63,7 +64,8 @@ def test_split_units_refuses():
 
 
 def test_stages_of_the_table():
-    """Units that do not stay in order, or `stage_units` that is not followed: uneven, and one with only an end."""
+    """Units that do not stay in order, or `stage_units` that is not followed: uneven, and one with only an
+    end."""
     def stages(*overrides):
         return [unit.stage for unit in make_table(load(None, ["parallel.pp=3", *overrides]), (0, 1, 2)).units]
 

@@ -11,10 +11,12 @@ MESH = Mesh(pp=2, dp=3, tp=2)
 
 
 def rows(slow: dict[int, float], what: str = "compute", mesh: Mesh = MESH) -> list[dict[str, float]]:
-    """Every rank computes 1 s, at position 1 twice as long; the slow ones so many times that. Others wait for them."""
+    """Every rank computes 1 s, at position 1 twice as long; the slow ones so many times that. Others wait for
+    them."""
     made = []
     for rank in range(mesh.size):
-        row = {"compute": 1.0 + mesh.coordinate(rank).position, "optimizer": 0.2, "offload": 0.1, "p2p_wait": 5.0, "dp_wait": 9.0}
+        row = {"compute": 1.0 + mesh.coordinate(rank).position, "optimizer": 0.2, "offload": 0.1,
+               "p2p_wait": 5.0, "dp_wait": 9.0}
         row[what] *= slow.get(rank, 1.0)
         made.append(row)
     return made
@@ -29,7 +31,8 @@ def test_evenly_fast():
 
 @pytest.mark.parametrize("what, times", [("compute", 3.0), ("optimizer", 30.0), ("offload", 90.0)])
 def test_it_persists(what, times):
-    """Named in each step's metrics; with a line at the tenth step, at no other, and with one when it is over."""
+    """Named in each step's metrics; with a line at the tenth step, at no other, and with one when it is
+    over."""
     watch = Stragglers(MESH)
     rank = MESH.rank(pp=1, dp=2)
     for step in range(1, 3 * STEPS):
@@ -44,7 +47,8 @@ def test_it_persists(what, times):
 
 
 def test_tp_peers_take_turns():
-    """tp peers wait for each other inside compute: which of them is measured slower changes, and they are slow all the same."""
+    """tp peers wait for each other inside compute: which of them is measured slower changes, and they are
+    slow all the same."""
     watch, said = Stragglers(MESH), []
     for step in range(STEPS):
         watch.look(rows({0: 3.0 + step % 2, 1: 4.0 - step % 2}))
@@ -63,6 +67,7 @@ def test_now_and_then():
 def test_two_and_one():
     """Of two ranks the faster one is as it should be; one alone is not compared."""
     two = Mesh(pp=1, dp=2, tp=1)
-    assert Stragglers(two).look(rows({1: 2.0}, mesh=two)) == {"straggler/rank": 1.0, "straggler/slower": pytest.approx(2.3 / 1.3)}
+    assert Stragglers(two).look(rows({1: 2.0}, mesh=two)) == {"straggler/rank": 1.0,
+                                                              "straggler/slower": pytest.approx(2.3 / 1.3)}
     one = Mesh(pp=2, dp=1, tp=1)
     assert Stragglers(one).look(rows({1: 9.0}, mesh=one))["straggler/slower"] == 1.0

@@ -16,7 +16,8 @@ from threed.program.instruction import COMPUTE, Instruction, Op
 from threed.program.table import Plan
 from threed.validate import warnings
 
-BASE = ["model.layers=4", "parallel.pp=2", "parallel.dp=2", "train.global_batch_size=6", "parallel.stage_units=[3,3]"]
+BASE = ["model.layers=4", "parallel.pp=2", "parallel.dp=2", "train.global_batch_size=6",
+        "parallel.stage_units=[3,3]"]
 NVME = ["offload.optimizer=nvme", f"offload.nvme_path={tempfile.gettempdir()}"]
 DELAYED = ["offload.optimizer=cpu", "offload.delayed_update=true"]
 WORK = {*COMPUTE, Op.SEND, Op.RECV, Op.REDUCE, Op.SPLIT, Op.JOIN}
@@ -54,24 +55,28 @@ def test_what_is_refused(overrides):
     plan = plan_of(*overrides)
     def fault(name: str, change) -> str:
         with pytest.raises(PlanError) as caught:
-            check_programs(name, [tuple(change(list(program))) for program in plan.programs[name]], plan.table)
+            check_programs(name, [tuple(change(list(program))) for program in plan.programs[name]],
+                           plan.table)
         return str(caught.value)
 
     def keep(how: str):
-        return lambda program: [item._replace(gradients=how) if item.op == Op.CLIP else item for item in program]
+        return lambda program: [item._replace(gradients=how) if item.op == Op.CLIP else item
+                                for item in program]
 
     assert "gshard" in fault("verify", keep("step"))
     assert "behind" in fault("verify", keep("wait"))
     assert "is not there" in fault("plain" if overrides else "train", keep("drop"))
     assert "wgrad" in fault("verify", lambda program: [item for item in program if item.op != Op.BACKWARD])
     stepped = fault("verify", lambda program: [*program[:-1], Instruction(Op.CLIP), *(
-        Instruction(Op.STEP, unit) for unit in sorted({item.unit for item in program if item.op == Op.REDUCE}))])
+        Instruction(Op.STEP, unit)
+        for unit in sorted({item.unit for item in program if item.op == Op.REDUCE}))])
     assert "STEP runs for" in stepped or "behind" in stepped
 
 
 def test_show_and_predict(capsys):
     """It is printed and priced like the others."""
-    app(["show", "configs/toy.yaml", "run.verify_every=10", "--program", "verify", "--rank", "0"], standalone_mode=False)
+    app(["show", "configs/toy.yaml", "run.verify_every=10", "--program", "verify", "--rank", "0"],
+        standalone_mode=False)
     assert capsys.readouterr().out.rstrip().endswith("CLIP gradients=drop")
     app(["predict", "configs/toy.yaml", "run.verify_every=10", "--json"], standalone_mode=False)
     found = json.loads(capsys.readouterr().out)
@@ -90,4 +95,5 @@ def test_checkpoints_that_are_too_few():
         return "".join(warnings(load(None, ["checkpoint.every=10", "checkpoint.keep=2", *overrides])))
 
     assert "no checkpoint is left from before it was last verified" in words("run.verify_every=21")
-    assert "verify" not in words("run.verify_every=20") + words() + words("run.verify_every=99", "checkpoint.keep=0")
+    assert "verify" not in words("run.verify_every=20") + words() + words("run.verify_every=99",
+                                                                          "checkpoint.keep=0")

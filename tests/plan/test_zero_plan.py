@@ -1,4 +1,5 @@
-"""ZeRO as a pass: the window of resident parameters, the reductions, the buffers, and the traffic that comes of them."""
+"""ZeRO as a pass: the window of resident parameters, the reductions, the buffers, and the traffic that comes
+of them."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from threed.schema import Config, ModelConfig, ParallelConfig, TrainConfig, Zero
 from threed.validate import validate
 from threed.zero.plan import _window
 
-BASE = ["model.layers=6", "model.hidden=16", "model.heads=4", "model.vocab=64", "model.vocab_multiple=32", "model.seq_len=8"]
+BASE = ["model.layers=6", "model.hidden=16", "model.heads=4", "model.vocab=64", "model.vocab_multiple=32",
+        "model.seq_len=8"]
 
 
 def plan_of(*overrides: str) -> Plan:
@@ -49,7 +51,8 @@ def fewest(uses: Uses, capacity: int) -> int:
             return 0
         needed = frozenset(uses[use][1])
         room = max(0, capacity - len(needed))
-        kept = [frozenset(some) for count in range(room + 1) for some in combinations(sorted(resident - needed), count)]
+        kept = [frozenset(some) for count in range(room + 1)
+                for some in combinations(sorted(resident - needed), count)]
         return len(needed - resident) + min(from_here(use + 1, needed | some) for some in kept)
 
     return from_here(0, frozenset())
@@ -81,7 +84,8 @@ def sequences(draw: st.DrawFn, longest: int, most: int = 4) -> Uses:
 @settings(max_examples=300, deadline=None, derandomize=True, database=None)
 @given(sequences(40, 9), st.integers(1, 6), st.integers(0, 5))
 def test_window_is_legal(uses, capacity, prefetch):
-    """A use of what is not there, a unit gathered twice, one that is never released, or more memory than was asked for."""
+    """A use of what is not there, a unit gathered twice, one that is never released, or more memory than was
+    asked for."""
     gathers, releases = window(uses, capacity, prefetch)
     needed = dict(uses)
     widest = max(map(len, needed.values()))
@@ -100,7 +104,8 @@ def test_window_is_legal(uses, capacity, prefetch):
 @settings(max_examples=300, deadline=None, derandomize=True, database=None)
 @given(sequences(10), st.integers(1, 4))
 def test_no_window_gathers_less(uses, capacity):
-    """What makes room is not what is used last: traffic that another choice would have saved. Compared with all choices."""
+    """What makes room is not what is used last: traffic that another choice would have saved. Compared with
+    all choices."""
     gathers, _ = window(uses, capacity, 0)
     assert sum(map(len, gathers.values())) == fewest(uses, capacity)
 
@@ -110,7 +115,8 @@ def test_no_window_gathers_less(uses, capacity):
 def test_prefetch_moves_gathers_and_adds_none(uses, capacity, prefetch):
     """A gather ahead of its use that costs traffic, or one that comes later than without."""
     plain, early = (window(uses, capacity, ahead)[0] for ahead in (0, prefetch))
-    when = [{unit: sorted(index for index, units in found.items() for u in units if u == unit) for unit in range(7)}
+    when = [{unit: sorted(index for index, units in found.items() for u in units if u == unit)
+             for unit in range(7)}
             for found in (plain, early)]
     for unit in range(7):
         assert len(when[0][unit]) == len(when[1][unit])
@@ -119,7 +125,8 @@ def test_prefetch_moves_gathers_and_adds_none(uses, capacity, prefetch):
 
 # ---------------------------------------------------------------- gathers of whole plans
 
-FOUR_STAGES = ["model.layers=30", "model.tie_embeddings=false", "model.position=learned", "parallel.pp=4", "parallel.dp=2",
+FOUR_STAGES = ["model.layers=30", "model.tie_embeddings=false", "model.position=learned", "parallel.pp=4",
+               "parallel.dp=2",
                "train.global_batch_size=32", "zero.stage=3"]
 
 
@@ -132,27 +139,33 @@ def gathers(*overrides: str) -> int:
 
 @pytest.mark.parametrize("residency, count", [("1", 231), ("2", 198), ("stage", 8), ("step", 8)])
 def test_gathers_of_1f1b(residency, count):
-    """256 uses. A unit that was used last is used first when a forward turns into a backward or back, 25 times: 231. With two
-    units 206 if the least recently used makes room, 198 if what is used last does; once each if all may stay."""
+    """256 uses. A unit that was used last is used first when a forward turns into a backward or back, 25
+    times: 231. With two units 206 if the least recently used makes room, 198 if what is used last does; once
+    each if all may stay."""
     assert gathers("parallel.stage_units=[8,8,8,8]", f"zero.residency={residency}") == count
     program = plan_of(*FOUR_STAGES, "parallel.stage_units=[8,8,8,8]").programs["train"][0]
     uses = [(index, [item.unit]) for index, item in enumerate(program) if item.op in COMPUTE]
     assert least_recently_used(uses, 1) == 231 and least_recently_used(uses, 2) == 206
 
 
-@pytest.mark.parametrize("virtual, residency, count", [(8, "1", 15), (8, "2", 14), (4, "2", 14), (8, "step", 8)])
+@pytest.mark.parametrize("virtual, residency, count",
+                         [(8, "1", 15), (8, "2", 14), (4, "2", 14), (8, "step", 8)])
 def test_gathers_of_breadth_first(virtual, residency, count):
-    """All micro-batches pass a stage before the next is needed: each unit is gathered once forward and once backward, but for
-    those at the turn. So with stages of one unit, or of as many as may be resident."""
+    """All micro-batches pass a stage before the next is needed: each unit is gathered once forward and once
+    backward, but for those at the turn. So with stages of one unit, or of as many as may be resident."""
     size = 8 // virtual
-    assert gathers("parallel.schedule=breadth-first", f"parallel.virtual_stages={virtual}", f"zero.residency={residency}",
+    assert gathers("parallel.schedule=breadth-first", f"parallel.virtual_stages={virtual}",
+                   f"zero.residency={residency}",
                    f"parallel.stage_units=[{','.join([str(size)] * 4 * virtual)}]") == count
 
 
 def test_stage_residency_counts_what_comes_and_goes():
-    """Small parameters that stay whole took the places of large ones: twice as many units as a stage has were resident."""
-    plan = plan_of(*FOUR_STAGES, "parallel.schedule=interleaved", "parallel.virtual_stages=2", "zero.residency=stage",
-                   "zero.prefetch=0", "zero.persist_below=100", f"parallel.stage_units={[4] * 8}".replace(" ", ""))
+    """Small parameters that stay whole took the places of large ones: twice as many units as a stage has were
+    resident."""
+    plan = plan_of(*FOUR_STAGES, "parallel.schedule=interleaved", "parallel.virtual_stages=2",
+                   "zero.residency=stage",
+                   "zero.prefetch=0", "zero.persist_below=100",
+                   f"parallel.stage_units={[4] * 8}".replace(" ", ""))
     assert any(unit.name.endswith(", small") and unit.whole for unit in plan.table.parameters.values())
     for program in plan.programs["train"]:
         assert max(len(resident) for _, resident in residents(program, plan.table)) == 4
@@ -188,10 +201,12 @@ def draw(rng: random.Random) -> Config:
             zero.residency, zero.prefetch = rng.choice((1, 2, 3, "stage", "step")), rng.choice((0, 1, 2, 4))
             zero.persist_below = rng.choice((0, 0, 100))
         config = Config(
-            ModelConfig(layers=6, hidden=16, heads=4, vocab=64, vocab_multiple=32, seq_len=8, tie_embeddings=rng.random() < 0.5),
+            ModelConfig(layers=6, hidden=16, heads=4, vocab=64, vocab_multiple=32, seq_len=8,
+                        tie_embeddings=rng.random() < 0.5),
             ParallelConfig(dp, tp, pp, schedule, 2 if schedule in ("interleaved", "breadth-first") else None,
                            sequence_parallel=tp > 1 and rng.random() < 0.5), zero,
-            train=TrainConfig(global_batch_size=dp * rng.choice((1, 2, 5, 8, 9)), eval_every=rng.choice((0, 1))))
+            train=TrainConfig(global_batch_size=dp * rng.choice((1, 2, 5, 8, 9)),
+                              eval_every=rng.choice((0, 1))))
         if not validate(config) and (schedule != "dualpipe-v" or config.num_microbatches >= 2 * pp):
             return config
 
@@ -203,9 +218,11 @@ def drawn() -> list[tuple[Config, Plan]]:
 
 
 def test_every_use_has_its_gather(drawn):
-    """A unit read where it is not, gathered where it is, or left at the end; by the instructions alone, not by `effects`."""
+    """A unit read where it is not, gathered where it is, or left at the end; by the instructions alone, not
+    by `effects`."""
     for _, plan in drawn:
-        for position, program in ((p, each) for programs in plan.programs.values() for p, each in enumerate(programs)):
+        for position, program in ((p, each) for programs in plan.programs.values() for p,
+                                  each in enumerate(programs)):
             table, there = plan.table, set()
             for item in program:
                 if item.op == Op.GATHER:
@@ -239,14 +256,17 @@ def test_no_more_units_than_asked_for(drawn):
 
 
 def test_the_weights_half_needs_no_parameter():
-    """A split backward that keeps or gathers a unit for its second half, which multiplies activations by gradients alone."""
-    plan = plan_of("parallel.schedule=zb-h1", "parallel.pp=2", "parallel.dp=2", "train.global_batch_size=8", "zero.stage=3",
+    """A split backward that keeps or gathers a unit for its second half, which multiplies activations by
+    gradients alone."""
+    plan = plan_of("parallel.schedule=zb-h1", "parallel.pp=2", "parallel.dp=2", "train.global_batch_size=8",
+                   "zero.stage=3",
                    "zero.prefetch=0")
     absent = 0
     for position, program in enumerate(plan.programs["train"]):
         for item, resident in residents(program, plan.table):
             if item.op == Op.BACKWARD_WEIGHT:
-                assert not [slot for slot in effects(item, plan.table, position).reads if slot.kind == "param"]
+                assert not [slot for slot in effects(item, plan.table, position).reads
+                            if slot.kind == "param"]
                 absent += not resident & set(plan.table.units[item.unit].parameters)
     assert absent > 5
 
@@ -255,8 +275,10 @@ def test_the_weights_half_needs_no_parameter():
 
 OFTEN = [(m, k) for m, k in product((1, 3, 4, 8), (1, 2, 3, 7, "step"))]
 PLACES = {
-    "pp": ["parallel.pp=2"], "pp1-tied": ["parallel.pp=1"], "split": ["parallel.pp=2", "parallel.schedule=zb-h1"],
-    "v-tied": ["parallel.pp=2", "parallel.schedule=zb-v"], "groups": ["parallel.pp=2", "parallel.dp=4", "zero.shard_size=2"],
+    "pp": ["parallel.pp=2"], "pp1-tied": ["parallel.pp=1"],
+    "split": ["parallel.pp=2", "parallel.schedule=zb-h1"],
+    "v-tied": ["parallel.pp=2", "parallel.schedule=zb-v"],
+    "groups": ["parallel.pp=2", "parallel.dp=4", "zero.shard_size=2"],
     "sp": ["parallel.pp=2", "parallel.tp=2", "parallel.sequence_parallel=true"],
 }
 
@@ -264,9 +286,11 @@ PLACES = {
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("place", PLACES)
 def test_number_of_reductions(place, stage):
-    """ceil(m / k) over the ranks that share a unit, for any k and m, and once what then remains: copies of other groups, the
-    other end of a tied embedding. A tied embedding on one position gets two gradients a micro-batch and is reduced as often."""
-    config = load(None, [*BASE, "model.layers=4", "parallel.dp=2", "train.global_batch_size=4", f"zero.stage={stage}",
+    """ceil(m / k) over the ranks that share a unit, for any k and m, and once what then remains: copies of
+    other groups, the other end of a tied embedding. A tied embedding on one position gets two gradients a
+    micro-batch and is reduced as often."""
+    config = load(None, [*BASE, "model.layers=4", "parallel.dp=2", "train.global_batch_size=4",
+                         f"zero.stage={stage}",
                          *PLACES[place]])
     for m, k in OFTEN:
         config.train.global_batch_size, config.zero.reduce_every = m * config.dp, k
@@ -277,11 +301,13 @@ def test_number_of_reductions(place, stage):
             found = Counter((item.unit, item.group) for item in program if item.op == Op.REDUCE)
             often = ("tp", "dp", "shard")
             assert found == Counter({(p, step.group): times if step.group in often else 1
-                                     for p in plan.table.held(position) for step in plan.table.reductions(p)}), (m, k)
+                                     for p in plan.table.held(position)
+                                     for step in plan.table.reductions(p)}), (m, k)
 
 
 def test_no_reduction_waits_longer_than_it_should(drawn):
-    """Gradients of more than k micro-batches in one reduction: whole gradients that live longer than asked for."""
+    """Gradients of more than k micro-batches in one reduction: whole gradients that live longer than asked
+    for."""
     for config, plan in drawn:
         for position, program in enumerate(plan.programs["train"]):
             added: dict[int, int] = Counter()
@@ -289,14 +315,16 @@ def test_no_reduction_waits_longer_than_it_should(drawn):
                 if item.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT):
                     added.update(plan.table.units[item.unit].parameters)
                 elif item.op == Op.REDUCE and item.group == plan.table.parameters[item.unit].shard_group:
-                    users = sum(item.unit in plan.table.units[u].parameters for u in plan.table.units_of(position))
+                    users = sum(item.unit in plan.table.units[u].parameters
+                                for u in plan.table.units_of(position))
                     assert 0 < added.pop(item.unit) <= config.reduce_every * users
             assert not added
 
 
 @pytest.mark.parametrize("m, k", [(1, 1), (4, 1), (4, 2), (4, 4), (5, 2), (8, 3)])
 def test_traffic_of_zero_2(m, k):
-    """(m/k + 1) Psi (N-1)/N elements a step, and at stage 1 twice Psi (N-1)/N: what ZeRO-2 costs with accumulation."""
+    """(m/k + 1) Psi (N-1)/N elements a step, and at stage 1 twice Psi (N-1)/N: what ZeRO-2 costs with
+    accumulation."""
     for stage, times in ((1, 1), (2, -(-m // k))):
         often = [f"zero.reduce_every={k}"] if stage == 2 else []
         plan = plan_of("parallel.dp=4", f"train.global_batch_size={4 * m}", f"zero.stage={stage}", *often)
@@ -309,9 +337,9 @@ def test_traffic_of_zero_2(m, k):
 
 
 def test_buffers_are_enough_and_no_more(drawn):
-    """A pool that runs dry in the middle of a step, or one with buffers that nobody ever takes. Played from the instructions,
-    as the handlers take and give: a GATHER takes and a RELEASE gives; a gradient is taken when the first is added and given
-    when its reduction is issued."""
+    """A pool that runs dry in the middle of a step, or one with buffers that nobody ever takes. Played from
+    the instructions, as the handlers take and give: a GATHER takes and a RELEASE gives; a gradient is taken
+    when the first is added and given when its reduction is issued."""
     for config, plan in drawn:
         table = plan.table
         for position in range(config.parallel.pp):
@@ -335,18 +363,22 @@ def test_buffers_are_enough_and_no_more(drawn):
                 ends, separate = sorted(sizes), Counter()
                 for taken in times[kind]:
                     separate |= Counter(taken)
-                for below, end in zip([0, *ends], ends, strict=False):  # a buffer is for sizes above the next smaller one's
+                # a buffer is for sizes above the next smaller one's
+                for below, end in zip([0, *ends], ends, strict=False):
                     most = max(sum(below < size <= end for size in taken) for taken in times[kind])
-                    assert sizes[end] == min(most + spare, sum(below < size <= end for size in numel.values())) > 0
+                    assert sizes[end] == min(most + spare,
+                                             sum(below < size <= end for size in numel.values())) > 0
                 assert max(separate, default=0) == max(ends, default=0)
-                own = sum(size * min(count + spare, Counter(numel.values())[size]) for size, count in separate.items())
+                own = sum(size * min(count + spare, Counter(numel.values())[size]) for size,
+                          count in separate.items())
                 assert sum(size * count for size, count in sizes.items()) <= own
             times = 2 if config.precision.reduce_dtype != config.precision.grad_dtype else 1
             assert found.staging == max(numel.values(), default=0) * 4 * times
 
 
 def test_bytes_by_stage():
-    """Slots whose sizes do not go down with the stage: full gradients or parameters that are held and not said so."""
+    """Slots whose sizes do not go down with the stage: full gradients or parameters that are held and not
+    said so."""
     sizes = {}
     for stage in range(4):
         table = plan_of("parallel.dp=4", f"zero.stage={stage}", "train.global_batch_size=4").table

@@ -1,12 +1,13 @@
-"""What is kept of a forward until its backward: everything, or its input alone; whole, cut over tp, or on the host. No torch.
+"""What is kept of a forward until its backward: everything, or its input alone; whole, cut over tp, or on the
+host. No torch.
 
     keep all      FORWARD ... BACKWARD
     keep input    FORWARD keep=input ... RECOMPUTE BACKWARD
     partitioned   FORWARD keep=input  SPLIT ... JOIN  RECOMPUTE BACKWARD
     on the host   FORWARD keep=input  OFFLOAD ... FETCH ... RECOMPUTE BACKWARD
 
-RECOMPUTE comes before the half of backward that reads what it makes, and waits for no message: while the gradient is on its
-way it is done already. FETCH comes one RECOMPUTE ahead of its own.
+RECOMPUTE comes before the half of backward that reads what it makes, and waits for no message: while the
+gradient is on its way it is done already. FETCH comes one RECOMPUTE ahead of its own.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ Program = list[Instruction]
 
 def mark(table: Table, units: Collection[int]) -> Table:
     """The table with these units recomputed, and no others."""
-    return replace(table, units=tuple(replace(unit, recompute=u in units) for u, unit in enumerate(table.units)))
+    return replace(table, units=tuple(replace(unit, recompute=u in units) for u,
+                                      unit in enumerate(table.units)))
 
 
 def worthwhile(table: Table) -> list[int]:
@@ -31,15 +33,18 @@ def worthwhile(table: Table) -> list[int]:
     return [u for u, unit in enumerate(table.units) if unit.saved_bytes > table.size(Slot("kept", u))]
 
 
-def choose(table: Table, costs: Sequence[float], peaks: Callable[[Collection[int]], list[int]], budget: int) -> set[int] | None:
-    """The cheapest units to recompute, so that no position keeps more than `budget` bytes; None where all are not enough.
+def choose(table: Table, costs: Sequence[float], peaks: Callable[[Collection[int]], list[int]],
+           budget: int) -> set[int] | None:
+    """The cheapest units to recompute, so that no position keeps more than `budget` bytes; None where all are
+    not enough.
 
-    `costs`: of a forward of each unit. `peaks`: units -> bytes that each position keeps. Greedy: while a position keeps too much,
-    the unit that saves most for its cost is added; then whatever was not needed is taken out, the costliest first. Exact where
-    the units of a position are alike, as blocks are.
+    `costs`: of a forward of each unit. `peaks`: units -> bytes that each position keeps. Greedy: while a
+    position keeps too much, the unit that saves most for its cost is added; then whatever was not needed is
+    taken out, the costliest first. Exact where the units of a position are alike, as blocks are.
     """
     chosen: set[int] = set()
-    gain = {u: (table.units[u].saved_bytes - table.size(Slot("kept", u))) / costs[u] for u in worthwhile(table)}
+    gain = {u: (table.units[u].saved_bytes - table.size(Slot("kept", u))) / costs[u]
+            for u in worthwhile(table)}
     while over := [position for position, peak in enumerate(peaks(chosen)) if peak > budget]:
         for position in over:
             left = [u for u in gain if u not in chosen and table.position(u) == position]
@@ -53,7 +58,8 @@ def choose(table: Table, costs: Sequence[float], peaks: Callable[[Collection[int
 
 
 def recompute(programs: Programs, table: Table) -> Programs:
-    """Keep the input alone where the table says so; but not where backward follows at once, which would gain nothing."""
+    """Keep the input alone where the table says so; but not where backward follows at once, which would gain
+    nothing."""
     result = []
     for program in programs:
         out: Program = []
@@ -89,13 +95,16 @@ def partition(programs: Programs, table: Table) -> Programs:
 
 
 def offload(programs: Programs, table: Table) -> Programs:
-    """Kept inputs go to the host and come back one RECOMPUTE ahead. One that would come back at once stays."""
+    """Kept inputs go to the host and come back one RECOMPUTE ahead. One that would come back at once
+    stays."""
     if not table.activation.offload:
         return programs
-    kind, made, used = ("kpart", Op.SPLIT, Op.JOIN) if table.activation.partition else ("kept", Op.FORWARD, Op.RECOMPUTE)
+    kind, made, used = ("kpart", Op.SPLIT, Op.JOIN) if table.activation.partition else ("kept", Op.FORWARD,
+                                                                                        Op.RECOMPUTE)
     result = []
     for program in programs:
-        uses = [index for index, item in enumerate(program) if item.op == used and table.keeps_stream(item.unit)]
+        uses = [index for index, item in enumerate(program) if item.op == used
+                and table.keeps_stream(item.unit)]
         use_of = {program[index].turn: use for use, index in enumerate(uses)}
         after: dict[int, Program] = defaultdict(list)
         before: dict[int, Program] = defaultdict(list)
@@ -109,5 +118,6 @@ def offload(programs: Programs, table: Table) -> Programs:
                     before[fetch].append(Instruction(Op.FETCH, item.unit, item.microbatch, kind=kind))
         for fetches in before.values():  # on one lane: the first that is used comes first
             fetches.sort(key=lambda fetch: use_of[fetch.turn])
-        result.append([each for index, item in enumerate(program) for each in (*before[index], item, *after[index])])
+        result.append([each for index, item in enumerate(program)
+                       for each in (*before[index], item, *after[index])])
     return result

@@ -19,14 +19,17 @@ class ActivationRun:
         self.comm, self.table = comm, table
         self.arena = Pool(buffers.kept, dtype, comm.device)
         self.in_arena = bool(buffers.kept)
-        self.handlers: dict[Op, Callable[[Instruction, Slots], None]] = {Op.SPLIT: self.split, Op.JOIN: self.join}
+        self.handlers: dict[Op, Callable[[Instruction, Slots], None]] = {Op.SPLIT: self.split,
+                                                                         Op.JOIN: self.join}
 
     def keep(self, x: torch.Tensor) -> torch.Tensor:
-        """A unit's input, where it will be until RECOMPUTE. (What comes from it is all of the forward's memory that stays.)"""
+        """A unit's input, where it will be until RECOMPUTE. (What comes from it is all of the forward's
+        memory that stays.)"""
         return self._store(x) if self.in_arena and not self.table.activation.partition else x
 
     def give_back(self, x: torch.Tensor) -> torch.Tensor:
-        """A kept input for RECOMPUTE: outside of the arena, since its unit's graph now has it until BACKWARD."""
+        """A kept input for RECOMPUTE: outside of the arena, since its unit's graph now has it until
+        BACKWARD."""
         return self._withdraw(x) if self.in_arena and not self.table.activation.partition else x
 
     def split(self, instruction: Instruction, slots: Slots) -> None:
@@ -34,7 +37,8 @@ class ActivationRun:
         group = self.comm.groups[self.table.activation.partition]
         whole = slots.get(instruction.slot)
         part = whole.reshape(group.size(), -1)[group.rank()]
-        slots.put(Slot("kpart", instruction.unit, instruction.microbatch), self._store(part) if self.in_arena else part.clone())
+        slots.put(Slot("kpart", instruction.unit, instruction.microbatch),
+                  self._store(part) if self.in_arena else part.clone())
 
     def join(self, instruction: Instruction, slots: Slots) -> None:
         """The parts of all ranks, put together."""

@@ -29,7 +29,8 @@ class Box:
         return self.start + math.prod(self.shape)
 
 
-def rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def rectangles(shape: tuple[int, ...], start: int,
+               stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """(offset, shape) of the rectangles that make up elements [start, stop) of a row-major array, in
     order."""
     if stop <= start:

@@ -1,8 +1,8 @@
 """Choose: which checkpoint a run goes on from, by `train.resume`, and what is said of it.
 
-`auto` takes the newest of the run's own lineage. Where a start named a checkpoint, or newer ones were passed over, what came
-after it in an older lineage is left behind. A checkpoint in a store is fetched into run.dir first; so is the newest of
-checkpoint.copy_to where run.dir has nothing at all, as after the loss of its disk.
+`auto` takes the newest of the run's own lineage. Where a start named a checkpoint, or newer ones were passed
+over, what came after it in an older lineage is left behind. A checkpoint in a store is fetched into run.dir
+first; so is the newest of checkpoint.copy_to where run.dir has nothing at all, as after the loss of its disk.
 """
 
 from __future__ import annotations
@@ -40,10 +40,12 @@ def candidates(config: Config, say: Callable[[str], None]) -> Iterator[Candidate
         if lineage is None:
             yield from (Candidate(path, None, may_fall_back=True) for path in _complete(config))
         else:
-            yield from (Candidate(path, lineage, may_fall_back=True) for path in _of_lineage(config, newest, lineage))
+            yield from (Candidate(path, lineage, may_fall_back=True)
+                        for path in _of_lineage(config, newest, lineage))
     elif is_store(resume):
         if (path := fetch(resume, folder(config), say)) is None:
-            raise InputError(f"train.resume={resume}: there is no complete checkpoint; give a folder of copies, or one of them, "
+            raise InputError(f"train.resume={resume}: there is no complete checkpoint; give a folder of "
+                             f"copies, or one of them, "
                              "such as s3://BUCKET/RUN/step-00000100")
         yield Candidate(path, None, may_fall_back=False)
     elif resume != "never":
@@ -54,8 +56,9 @@ def candidates(config: Config, say: Callable[[str], None]) -> Iterator[Candidate
 
 
 def _of_lineage(config: Config, newest: str, lineage: Lineage) -> list[Path]:
-    """Its own checkpoints, the newest first; then the one elsewhere from which it began, if `latest` still names that as the
-    `newest`; then its ancestors'. One whose lineage cannot be read is among them by its step."""
+    """Its own checkpoints, the newest first; then the one elsewhere from which it began, if `latest` still
+    names that as the `newest`; then its ancestors'. One whose lineage cannot be read is among them by its
+    step."""
     paths = [path for path in _complete(config) if lineage.may_have(owner(path), step_of(path))]
     if is_name(newest) and folder(config) / newest not in paths:  # it was there: that it is not is said
         paths = sorted([*paths, folder(config) / newest], key=step_of, reverse=True)
@@ -70,7 +73,8 @@ def _complete(config: Config) -> list[Path]:
     try:
         return checkpoints(config)
     except OSError as error:
-        raise RunError(f"{folder(config)} cannot be listed: {error.strerror}; start again when that is mended, or begin anew "
+        raise RunError(f"{folder(config)} cannot be listed: {error.strerror}; start again when that is "
+                       f"mended, or begin anew "
                        "with train.resume=never") from None
 
 
@@ -81,7 +85,8 @@ def _as_in_folder(config: Config, path: Path) -> Path:
 
 
 def begin_lineage(config: Config, path: Path | None, lineage: Lineage) -> None:
-    """On rank 0, before the first step: a start that was asked for by name leaves newer checkpoints of the folder behind."""
+    """On rank 0, before the first step: a start that was asked for by name leaves newer checkpoints of the
+    folder behind."""
     if read_latest(config)[1] == lineage:
         return
     own = path is not None and is_name(path.name) and path.parent == folder(config)
@@ -89,14 +94,16 @@ def begin_lineage(config: Config, path: Path | None, lineage: Lineage) -> None:
     try:
         write_latest(config, name, lineage)
     except OSError as error:
-        raise RunError(f"run.dir={config.run.dir} cannot be written: {error}; checkpoints would have no place") from None
+        raise RunError(f"run.dir={config.run.dir} cannot be written: {error}; checkpoints would have no "
+                       f"place") from None
 
 
 def read_manifest(path: Path, config: Config) -> dict[str, Any]:
     """The manifest, once all files are there whole and the model is the config's."""
     manifest = unseal(path)
     sizes = {name: size for name, (size, *_) in manifest["files"].items()}
-    for name, size in {**sizes, INDEX: sum(entry["size"] for entry in manifest["parameters"].values())}.items():
+    for name, size in {**sizes,
+                       INDEX: sum(entry["size"] for entry in manifest["parameters"].values())}.items():
         try:
             there = (path / name).stat().st_size
         except OSError as error:
@@ -105,21 +112,26 @@ def read_manifest(path: Path, config: Config) -> dict[str, Any]:
             raise Unusable(path, f"is damaged: {name} has {there} bytes, not {size}")
     if manifest["waiting"] and not config.offload.delayed_update:
         raise InputError(f"checkpoint {path} holds gradients that its next step was to apply; go on with "
-                         "offload.delayed_update=true as it was made, or resume from one that was saved before the first delayed "
+                         "offload.delayed_update=true as it was made, or resume from one that was saved "
+                         "before the first delayed "
                          "step, or after the last")
     mine, model = config.to_dict()["model"], manifest["config"]["model"]
-    free = {"name", "dropout", "attention_dropout", "init_std", "tile_linears"}  # do not change what the weights mean
+    # do not change what the weights mean
+    free = {"name", "dropout", "attention_dropout", "init_std", "tile_linears"}
     given = {"family": mine["family"], **model}  # checkpoints from before there were families name none
     different = [f"model.{key}={given.get(key)} there, {mine[key]} here" for key in mine
                  if key not in free and given.get(key) != mine[key]]
     if different:
         raise InputError(f"checkpoint {path} is of another model: {'; '.join(different)}")
     saved = {kind for entry in manifest["parameters"].values() for kind in entry["sums"]}
-    missing = [buffer.name for buffer in OPTIMIZERS[config.optimizer.name].buffers if buffer.name not in saved]
+    missing = [buffer.name for buffer in OPTIMIZERS[config.optimizer.name].buffers
+               if buffer.name not in saved]
     theirs = manifest["config"].get("optimizer", {}).get("name")
     if missing and theirs != config.optimizer.name:
-        raise InputError(f"checkpoint {path} was saved with optimizer.name={theirs}, and has no {' and '.join(missing)}, which "
-                         f"{config.optimizer.name} needs: go on with {theirs}, or begin anew with train.resume=never")
+        raise InputError(f"checkpoint {path} was saved with optimizer.name={theirs}, and has no "
+                         f"{' and '.join(missing)}, which "
+                         f"{config.optimizer.name} needs: go on with {theirs}, or begin anew with "
+                         f"train.resume=never")
     return manifest
 
 
@@ -135,7 +147,8 @@ def notes(path: Path, manifest: dict[str, Any], config: Config) -> list[str]:
             lines.append(f"{key} was {before} in {path.name} and is {mine[section][name]} from here on")
     before, now = manifest["mesh"], config.axis_sizes
     if any(before.get(axis, 1) != size for axis, size in now.items()):
-        lines.append(f"{path.name} was saved by {_mesh(before)}, and goes on on {_mesh(now)}; the global batch is "
+        lines.append(f"{path.name} was saved by {_mesh(before)}, and goes on on {_mesh(now)}; the global "
+                     f"batch is "
                      f"{config.train.global_batch_size} sequences")
     return lines
 

@@ -2,15 +2,18 @@
 
     run.dir/checkpoints/
         step-00000100/              made aside as step-00000100.ATTEMPT.tmp, then renamed
-            manifest.json           step, counters, mesh, config; of each file the size and the checksum of its header; of each
-                                    parameter its line of the index and the checksums of its whole tensors; its own checksum
+            manifest.json           step, counters, mesh, config; of each file the size and the checksum of
+                                    its header; of each parameter its line of the index and the checksums of
+                                    its whole tensors; its own checksum
             index.jsonl             a line a parameter: which box of it is in which file, at which byte
-            rank-00000.safetensors  tensors 'param:NAME@ROW,COLUMN', and so for each buffer of the optimizer, all fp32
+            rank-00000.safetensors  tensors 'param:NAME@ROW,COLUMN', and so for each buffer of the optimizer,
+                                    all fp32
         latest                      name of the newest, and of its lineage (lineage.py); written last
 
-`param` is the fp32 master weight; 'waiting:...' are gradients that the next step applies (offload.delayed_update). Where several
-ranks hold the same values, one writes them. A rank that loads reads the manifest, the lines of its own parameters, and from the
-files the bytes of the boxes that it needs: what it reads does not grow with the number of ranks that wrote.
+`param` is the fp32 master weight; 'waiting:...' are gradients that the next step applies
+(offload.delayed_update). Where several ranks hold the same values, one writes them. A rank that loads reads
+the manifest, the lines of its own parameters, and from the files the bytes of the boxes that it needs: what
+it reads does not grow with the number of ranks that wrote.
 """
 
 from __future__ import annotations
@@ -65,7 +68,8 @@ class Report:
     header: tuple[int, int] = (0, 0)  # bytes, and their CRC-32
     boxes: dict[str, list[str]] = field(default_factory=dict)  # by parameter
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of whole parameters
-    sums: dict[str, dict[str, int]] = field(default_factory=dict)  # parameter -> kind -> checksum of these boxes
+    sums: dict[str, dict[str, int]] = field(default_factory=dict)  # parameter -> kind -> checksum of these
+    # boxes
 
 
 def folder(config: Config) -> Path:
@@ -95,13 +99,15 @@ def rank_of(name: str) -> int:
 
 
 def checkpoints(config: Config) -> list[Path]:
-    """Folders that look like complete checkpoints, the newest first. One that the file system fails to look into is among them:
-    it is refused with its reason when it is read. OSError where the folder of all of them cannot be listed."""
+    """Folders that look like complete checkpoints, the newest first. One that the file system fails to look
+    into is among them: it is refused with its reason when it is read. OSError where the folder of all of them
+    cannot be listed."""
     try:
         names = os.listdir(folder(config))
     except FileNotFoundError:
         return []
-    return sorted((path for path in (folder(config) / name for name in names if is_name(name)) if _has_manifest(path)),
+    return sorted((path for path in (folder(config) / name for name in names if is_name(name))
+                   if _has_manifest(path)),
                   key=step_of, reverse=True)
 
 
@@ -116,7 +122,8 @@ def _has_manifest(path: Path) -> bool:
 
 
 def patiently(read: Callable[[], T]) -> T:
-    """What `read` gives of what rank 0 has seen, and this host's view of a network file system may show only after a while."""
+    """What `read` gives of what rank 0 has seen, and this host's view of a network file system may show only
+    after a while."""
     until = time.monotonic() + PATIENCE_S
     while True:
         try:
@@ -132,7 +139,8 @@ def patiently(read: Callable[[], T]) -> T:
 
 
 def index_of(reports: list[Report]) -> tuple[bytes, dict[str, Any]]:
-    """The index's content, and of each parameter what the manifest says: its line, the line's CRC-32, and checksums by kind."""
+    """The index's content, and of each parameter what the manifest says: its line, the line's CRC-32, and
+    checksums by kind."""
     shapes: dict[str, tuple[int, ...]] = {}
     boxes: dict[str, list[str]] = {}
     sums: dict[str, dict[str, int]] = {}
@@ -146,7 +154,9 @@ def index_of(reports: list[Report]) -> tuple[bytes, dict[str, Any]]:
                 total[kind] = (total.get(kind, 0) + value) % 2**64
     lines, parameters, at = [], {}, 0
     for name in sorted(boxes):
-        line = f'{{"name": {json.dumps(name)}, "shape": {list(shapes[name])}, "boxes": [{", ".join(boxes[name])}]}}\n'.encode()
+        parts = ", ".join(boxes[name])
+        text = f'"name": {json.dumps(name)}, "shape": {list(shapes[name])}, "boxes": [{parts}]'
+        line = f"{{{text}}}\n".encode()
         parameters[name] = {"at": at, "size": len(line), "crc": zlib.crc32(line),
                             "sums": {kind: f"{value:016x}" for kind, value in sorted(sums[name].items())}}
         lines.append(line)
@@ -165,7 +175,8 @@ def read_line(path: Path, manifest: dict[str, Any], name: str) -> list[Stored]:
     except OSError as error:
         raise Unusable(path, f"cannot be read: {INDEX}: {error.strerror}") from None
     if zlib.crc32(line) != where["crc"]:
-        raise Unusable(path, f"is damaged: {INDEX}, the line of {name}, does not have the checksum of its manifest")
+        raise Unusable(path,
+                       f"is damaged: {INDEX}, the line of {name}, does not have the checksum of its manifest")
     return [Stored(rank, tuple(offset), tuple(shape), {kind: (at, crc) for kind, (at, crc) in pieces.items()})
             for rank, offset, shape, pieces in json.loads(line)["boxes"]]
 
@@ -176,7 +187,8 @@ def seal(manifest: dict[str, Any]) -> str:
 
 
 def unseal(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint, as it was written. Unusable where it was not; InputError for another format."""
+    """The manifest of a checkpoint, as it was written. Unusable where it was not; InputError for another
+    format."""
     try:
         data = _regular(path / MANIFEST).read_bytes()
     except OSError as error:
@@ -195,12 +207,15 @@ def unseal_data(path: Path | str, data: bytes) -> dict[str, Any]:
         raise Unusable(path, f"is damaged: {MANIFEST} cannot be read ({error})") from None
     whole = checksum == _digest(manifest)
     if manifest.get("format") != FORMAT and (whole or checksum is None):  # format 1 had no checksum
-        raise InputError(f"checkpoint {path} has format {manifest.get('format')}; this version of threed reads format {FORMAT}: "
+        raise InputError(f"checkpoint {path} has format {manifest.get('format')}; this version of threed "
+                         f"reads format {FORMAT}: "
                          "go on with the version that wrote it")
     if not whole:
-        raise Unusable(path, f"is damaged: {MANIFEST} does not have its own checksum: it has been changed since it was written")
+        raise Unusable(path, f"is damaged: {MANIFEST} does not have its own checksum: it has been changed "
+                             f"since it was written")
     if strange := [key for key, fits in _KEYS.items() if not fits(manifest.get(key))]:
-        raise Unusable(path, f"cannot be used: {MANIFEST} has no {', '.join(strange)} that this version knows")
+        raise Unusable(path,
+                       f"cannot be used: {MANIFEST} has no {', '.join(strange)} that this version knows")
     return {**manifest, "checksum": checksum}
 
 
@@ -218,22 +233,27 @@ def _object(value: Any) -> bool:
 
 def _has(**fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
     """An object that has at least these keys, with values that fit."""
-    return lambda value: isinstance(value, dict) and all(key in value and each(value[key]) for key, each in fits.items())
+    return lambda value: isinstance(value, dict) and all(key in value and each(value[key]) for key,
+                                                         each in fits.items())
 
 
-def _each(fits: Callable[[Any], bool], named: Callable[[str], bool] = lambda name: True) -> Callable[[Any], bool]:
+def _each(fits: Callable[[Any], bool],
+          named: Callable[[str], bool] = lambda name: True) -> Callable[[Any], bool]:
     """An object whose values fit, and their names."""
-    return lambda value: isinstance(value, dict) and all(named(key) and fits(each) for key, each in value.items())
+    return lambda value: isinstance(value, dict) and all(named(key) and fits(each) for key,
+                                                         each in value.items())
 
 
 def _lineage(value: Any) -> bool:
     return (isinstance(value, list) and [type(each) for each in value] == [str, list]
-            and all(isinstance(each, list) and [type(part) for part in each] == [str, int] for each in value[1]))
+            and all(isinstance(each, list) and [type(part) for part in each] == [str, int]
+                    for each in value[1]))
 
 
 _WAITING = _has(loss=_number, grad_norm=_number, scale=_number, finite=_number, loss_scale=_number)
 
-# What a manifest must hold, whoever has written it. A file has a rank's name, and so lies in the checkpoint's folder.
+# What a manifest must hold, whoever has written it. A file has a rank's name, and so lies in the checkpoint's
+# folder.
 _KEYS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("step", "updates", "samples", "skipped"), _count),
     "loss_scaler": lambda value: value == {} or _has(scale=_number, good=_number, left=_number)(value),

@@ -1,7 +1,9 @@
-"""Lineage: a run as its owner sees it, a start from nothing or from a checkpoint that was named, and all that went on from there
-by itself. A folder may hold checkpoints of others, with higher steps; `latest` says which is the run's.
+"""Lineage: a run as its owner sees it, a start from nothing or from a checkpoint that was named, and all that
+went on from there by itself. A folder may hold checkpoints of others, with higher steps; `latest` says which
+is the run's.
 
-    latest      step-00000012 new-0-5f2c7a10         the newest checkpoint (or its address elsewhere, or `none`), its lineage
+    latest      step-00000012 new-0-5f2c7a10         the newest checkpoint (or its address elsewhere, or
+                                                     `none`), its lineage
                 8 new-0-91d0e3b7                     an ancestor: that lineage, up to step 8
                 2b7c01fe                             CRC-32 of the lines above
 """
@@ -28,9 +30,10 @@ class Lineage(NamedTuple):
     ancestors: tuple[tuple[str, int], ...] = ()  # from which it went on, and after which of their steps
 
     def has(self, name: str | None, step: int) -> bool:
-        """Whether a checkpoint of that lineage and step is of this run's past. Where the name is not known it is not: what may be
-        another's is never removed."""
-        return name == self.name or any(name == ancestor and step <= last for ancestor, last in self.ancestors)
+        """Whether a checkpoint of that lineage and step is of this run's past. Where the name is not known it
+        is not: what may be another's is never removed."""
+        return name == self.name or any(name == ancestor and step <= last for ancestor,
+                                        last in self.ancestors)
 
     def may_have(self, name: str | None, step: int) -> bool:
         """The same, where one is chosen: what may be the run's is tried, and refused with its reason."""
@@ -69,8 +72,8 @@ def _short(text: str) -> str:
 
 
 def read_latest(config: Config) -> tuple[str, Lineage | None]:
-    """(name or absolute path of the newest checkpoint, or 'none'; its lineage), as the file `latest` says; '' and None where that
-    has no meaning."""
+    """(name or absolute path of the newest checkpoint, or 'none'; its lineage), as the file `latest` says; ''
+    and None where that has no meaning."""
     try:
         with (folder(config) / LATEST).open("rb") as file:
             return parse_latest(file.read(1 << 16))
@@ -114,9 +117,10 @@ def owner(path: Path) -> str | None:
         return None
 
 
-def own(config: Config, lineage: Lineage, last: int, unknown: Callable[[Path, str], None] = lambda path, why: None) -> list[Path]:
-    """The lineage's checkpoints of the folder up to step `last`, the newest first: what may be removed. One whose manifest cannot
-    be read, or is of another format, is not among them: `unknown` is told why."""
+def own(config: Config, lineage: Lineage, last: int, unknown: Callable[[Path, str], None] = lambda path,
+        why: None) -> list[Path]:
+    """The lineage's checkpoints of the folder up to step `last`, the newest first: what may be removed. One
+    whose manifest cannot be read, or is of another format, is not among them: `unknown` is told why."""
     found = []
     for path in checkpoints(config):
         try:

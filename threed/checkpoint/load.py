@@ -1,14 +1,15 @@
-"""Load: all ranks take the checkpoint that rank 0 has chosen, read the boxes that they need, and prove what they have.
+"""Load: all ranks take the checkpoint that rank 0 has chosen, read the boxes that they need, and prove what
+they have.
 
     rank 0      choose: the newest that is whole and of this run's lineage          choose.py     
     all ranks   see the same manifest, by its checksum                              `_confirm`
     all ranks   read                                                                read.py 
     all ranks   checksums of whole tensors, from what lies in memory now            `_prove`
 
-Where one of that fails on any rank, all ranks take the checkpoint before it, if `train.resume` leaves the choice: a new lineage
-begins there, and what was passed over does not come back. All of it may take long, and longer on one rank than on another, so it
-is done on threads (`_together`). Nothing in a checkpoint is run: a manifest is JSON, tensors are safetensors. Any mesh can read
-what any mesh wrote.
+Where one of that fails on any rank, all ranks take the checkpoint before it, if `train.resume` leaves the
+choice: a new lineage begins there, and what was passed over does not come back. All of it may take long, and
+longer on one rank than on another, so it is done on threads (`_together`). Nothing in a checkpoint is run: a
+manifest is JSON, tensors are safetensors. Any mesh can read what any mesh wrote.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ from threed.schema import Config
 from threed.zero.run import Clipped, ZeroRun
 
 T = TypeVar("T")
-# What the use of a manifest or an index raises that threed has not written: its checksum can be right all the same.
+# What the use of a manifest or an index raises that threed has not written: its checksum can be right all the
+# same.
 _MALFORMED = (KeyError, IndexError, ValueError, TypeError, AttributeError, OverflowError, MemoryError)
 POLL_S = 0.1  # between two exchanges of ranks of which some still work
 
@@ -50,7 +52,8 @@ class Resumed(NamedTuple):
 
 
 def resume(config: Config, zero: ZeroRun, say: Callable[[str], None] = lambda line: None) -> Resumed:
-    """Bring this rank to where `train.resume` says. All ranks call it together, and all resume from the same checkpoint.
+    """Bring this rank to where `train.resume` says. All ranks call it together, and all resume from the same
+    checkpoint.
 
     `say` is given a line before what may take long. InputError where the named checkpoint cannot be used, or
     none of those that are there.
@@ -72,14 +75,17 @@ def resume(config: Config, zero: ZeroRun, say: Callable[[str], None] = lambda li
             raise InputError(f"checkpoint {path} {problem}; resume from another one with train.resume=PATH")
         said.append(f"checkpoint {path} {problem}: going on from the one before it")
     if said:
-        raise InputError("none of the checkpoints can be used:\n  " + "\n  ".join(said) + "\nrepair one, name one with "
-                         "train.resume=PATH, or begin anew in another run.dir, or here with train.resume=never")
+        raise InputError("none of the checkpoints can be used:\n  "
+                         "" + "\n  ".join(said) + "\nrepair one, name one with "
+                         "train.resume=PATH, or begin anew in another run.dir, or here with "
+                         "train.resume=never")
     return Resumed(None, {}, comm.broadcast(Lineage.new(config)), said)
 
 
 def _together(comm: Comm, work: Callable[[], T], stop: threading.Event | None = None) -> T:
-    """Do some work on a thread; what it has made, once the work of all ranks is done. They meet often meanwhile: a rank that
-    waits long for an answer ends the run. Once `stop` is set on one rank, it is set on all: none need go on."""
+    """Do some work on a thread; what it has made, once the work of all ranks is done. They meet often
+    meanwhile: a rank that waits long for an answer ends the run. Once `stop` is set on one rank, it is set on
+    all: none need go on."""
     future, stop = Future[T](), stop or threading.Event()
 
     def body() -> None:
@@ -110,7 +116,8 @@ def _first(problems: list[str | None]) -> str | None:
 
 
 def _read_manifest(path: Path, config: Config, comm: Comm) -> tuple[dict[str, Any], str | None]:
-    """The manifest on all ranks, which rank 0 has read first; or why it cannot be used, the same on all ranks."""
+    """The manifest on all ranks, which rank 0 has read first; or why it cannot be used, the same on all
+    ranks."""
     def choose() -> tuple[dict[str, Any], str | None]:
         try:
             return (read_manifest(path, config) if comm.rank == 0 else {}), None
@@ -119,14 +126,18 @@ def _read_manifest(path: Path, config: Config, comm: Comm) -> tuple[dict[str, An
         except InputError:  # no other checkpoint would do
             raise
         except _MALFORMED as error:
-            return {}, f"cannot be used: its manifest is not as threed writes it ({type(error).__name__}: {error})"
+            return (
+                {},
+                f"cannot be used: its manifest is not as threed writes it ({type(error).__name__}: {error})",
+            )
 
     manifest, problem = _together(comm, choose)
     checksum_, problem = comm.broadcast((manifest.get("checksum"), problem))
     if problem is not None:
         return {}, problem
     manifest, blind = _together(comm, lambda: _confirm(path, checksum_) if comm.rank else (manifest, None))
-    if blind := _first(comm.exchange(blind)):  # an older checkpoint would not help: the ranks do not share their folder
+    # an older checkpoint would not help: the ranks do not share their folder
+    if blind := _first(comm.exchange(blind)):
         raise RunError(blind)
     return manifest, None
 
@@ -142,7 +153,8 @@ def _confirm(path: Path, checksum_: str) -> tuple[dict[str, Any], str | None]:
     try:
         return patiently(same), None
     except InputError as error:
-        return {}, (f"{socket.gethostname()} does not see {path} as rank 0 does ({error}): run.dir must be on a file system "
+        return {}, (f"{socket.gethostname()} does not see {path} as rank 0 does ({error}): run.dir must be "
+                    f"on a file system "
                     "that all hosts share")
 
 
@@ -158,7 +170,8 @@ def _load(path: Path, manifest: dict[str, Any], zero: ZeroRun) -> str | None:
 
 
 def _read(reader: Reader, manifest: dict[str, Any], zero: ZeroRun) -> str | None:
-    """This rank's part of it. Why it cannot be used, if this rank is among the first to see that: then the others stop."""
+    """This rank's part of it. Why it cannot be used, if this rank is among the first to see that: then the
+    others stop."""
     problem, place = None, zero.comm.here.on
     try:
         zero.waiting = Clipped(**manifest["waiting"]) if manifest["waiting"] else None
@@ -181,9 +194,10 @@ def _read(reader: Reader, manifest: dict[str, Any], zero: ZeroRun) -> str | None
 
 
 def _prove(manifest: dict[str, Any], zero: ZeroRun, rounded: dict[tuple[str, str], int]) -> str | None:
-    """Checksums of whole tensors from what lies in memory now, summed over the ranks that share each; what differs from the
-    manifest's. Every copy is looked at: those of other shard groups, of other tp ranks, of both ends of a tie.
-    `rounded`: by how much checksums of 16-bit weights are smaller than those of the fp32 values that were read."""
+    """Checksums of whole tensors from what lies in memory now, summed over the ranks that share each; what
+    differs from the manifest's. Every copy is looked at: those of other shard groups, of other tp ranks, of
+    both ends of a tie. `rounded`: by how much checksums of 16-bit weights are smaller than those of the fp32
+    values that were read."""
     comm, table = zero.comm, zero.table
     kinds = "param", *(buffer.name for buffer in table.update.buffers), "waiting"
     sums, problem = _together(comm, lambda: _sums(zero, rounded))
@@ -192,7 +206,8 @@ def _prove(manifest: dict[str, Any], zero: ZeroRun, rounded: dict[tuple[str, str
     everything = [placed.parameter for state in zero.states.values() for placed in state.layout.placed]
     names = sorted({parameter.name for parameter in everything})
     cut = {parameter.name for parameter in everything if "tp" in parameter.axes}
-    total = torch.tensor([[_signed(sums.get((name, kind), 0)) for kind in kinds] for name in names], dtype=torch.int64,
+    total = torch.tensor([[_signed(sums.get((name, kind), 0)) for kind in kinds] for name in names],
+                         dtype=torch.int64,
                          device=comm.device).view(-1)
     if table.sharded:
         for group in sorted({table.parameters[unit].shard_group for unit in zero.states}):
@@ -204,18 +219,23 @@ def _prove(manifest: dict[str, Any], zero: ZeroRun, rounded: dict[tuple[str, str
         for kind, value in zip(kinds, together if name in cut else alone, strict=True):
             want = manifest["parameters"][name]["sums"].get(kind)
             if kind in kept and f"{value & MASK:016x}" != want:
-                return (f"is damaged: {kind} {name}, as rank {comm.rank} on {socket.gethostname()} and those who share it "
+                return (f"is damaged: {kind} {name}, as rank {comm.rank} on {socket.gethostname()} and those "
+                        f"who share it "
                         "have it in memory, does not have the checksum of its manifest")
     return problem
 
 
-def _sums(zero: ZeroRun, rounded: dict[tuple[str, str], int]) -> tuple[dict[tuple[str, str], int], str | None]:
-    """By parameter and kind, the checksum of what this rank has of it; and what is wrong with what it computes with."""
+def _sums(zero: ZeroRun, rounded: dict[tuple[str, str], int]) -> tuple[dict[tuple[str, str], int],
+                                                                       str | None]:
+    """By parameter and kind, the checksum of what this rank has of it; and what is wrong with what it
+    computes with."""
     comm, sums, problem = zero.comm, dict(rounded), None
     for unit, state in zero.states.items():
         if not state.is_published():
-            problem = (f"was read, but the weights of {zero.table.parameters[unit].name} that rank {comm.rank} on "
-                       f"{socket.gethostname()} computes with are not those that were read: look at its memory")
+            problem = (f"was read, but the weights of {zero.table.parameters[unit].name} that rank "
+                       f"{comm.rank} on "
+                       f"{socket.gethostname()} computes with are not those that were read: look at its "
+                       f"memory")
         for box in boxes(state.layout, comm.here.on, *state.owned):
             where = slice(box.start - state.owned[0], box.stop - state.owned[0])
             for kind, whole in state.kept(zero.waiting is not None).items():

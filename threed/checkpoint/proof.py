@@ -2,9 +2,9 @@
 
     S(T) = sum over elements i of (bits(T[i]) + 1) * w(i)  mod 2^64,   w(i) = splitmix64(i) | 1
 
-`i` is the element's flat index in the whole tensor, `bits` its fp32 bits. The sum adds up over boxes, so the ranks that wrote a
-tensor and those that load it get the same number on any two meshes. One wrong element always changes it, since w is odd; several
-leave it as it was with a chance of about 2^-64.
+`i` is the element's flat index in the whole tensor, `bits` its fp32 bits. The sum adds up over boxes, so the
+ranks that wrote a tensor and those that load it get the same number on any two meshes. One wrong element
+always changes it, since w is odd; several leave it as it was with a chance of about 2^-64.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def _narrow(values: torch.Tensor, columns: int, first: int, stride: int) -> int:
         rows = max(1, _CHUNK // columns) if width == columns else 1
         for row in range(0, len(values) // columns, rows):
             start = row * columns + column
-            piece = values[start:start + (rows * columns if width == columns else min(width, columns - column))]
+            piece = values[start:start + (rows * columns if width == columns
+                                          else min(width, columns - column))]
             piece = piece.detach().float().cpu()
             wide = min(width, len(piece))
             total += _sum(piece, len(piece) // wide, wide, first + row * stride + column, stride)
@@ -52,8 +53,8 @@ def _narrow(values: torch.Tensor, columns: int, first: int, stride: int) -> int:
 
 
 def _lines(box: Box) -> tuple[int, int, Iterator[int], int]:
-    """A box as blocks of rows x columns elements: rows, columns, the flat index at which each block begins, and the distance of
-    two rows. Dims that are whole are part of the columns."""
+    """A box as blocks of rows x columns elements: rows, columns, the flat index at which each block begins,
+    and the distance of two rows. Dims that are whole are part of the columns."""
     shape, whole, offset = list(box.shape), list(box.whole), list(box.offset)
     strides = [math.prod(whole[dim + 1:]) for dim in range(len(whole))]
     dim = len(shape) - 1
@@ -64,7 +65,8 @@ def _lines(box: Box) -> tuple[int, int, Iterator[int], int]:
         return 1, columns, iter([offset[0] * strides[0]]), 0
     begin = sum(at * stride for at, stride in zip(offset, strides, strict=True))
     outer = shape[:dim - 1]
-    starts = (begin + sum(at * stride for at, stride in zip(index, strides, strict=False)) for index in np.ndindex(*outer))
+    starts = (begin + sum(at * stride for at, stride in zip(index, strides, strict=False))
+              for index in np.ndindex(*outer))
     return shape[dim - 1], columns, starts, strides[dim - 1]
 
 

@@ -40,11 +40,13 @@ class Part(NamedTuple):
 
 
 class Reader:
-    """Reads boxes: of the index the lines of this rank's parameters, and of files the bytes that are needed."""
+    """Reads boxes: of the index the lines of this rank's parameters, and of files the bytes that are
+    needed."""
 
     def __init__(self, path: Path, manifest: dict[str, Any]):
         self._path, self._manifest = path, manifest
-        self.stop = threading.Event()  # once it is set, whatever is read is Unusable: nobody needs it any more
+        # once it is set, whatever is read is Unusable: nobody needs it any more
+        self.stop = threading.Event()
         self._lines: dict[str, list[Stored]] = {}
         self._files: dict[int, int] = {}  # rank -> descriptor
         # (parameter, kind) -> what rounding to 16 bits has taken from its checksum, where they are kept so
@@ -72,9 +74,11 @@ class Reader:
             else:  # short ones: all rows of the first dim are read, and cut in memory
                 row = math.prod(stored.shape[1:])
                 span = source[0].start * row, lengths[0] * row
-                parts.append(Part(stored, target, [span], (lengths[0], *stored.shape[1:]), (slice(None), *source[1:])))
+                parts.append(Part(stored, target, [span], (lengths[0], *stored.shape[1:]),
+                                  (slice(None), *source[1:])))
         if missing:
-            raise Unusable(self._path, f"is incomplete: {missing} elements of {kind} {box.name} are in no file")
+            raise Unusable(self._path,
+                           f"is incomplete: {missing} elements of {kind} {box.name} are in no file")
         return parts
 
     def read(self, kind: str, box: Box, into: torch.Tensor) -> None:
@@ -90,8 +94,8 @@ class Reader:
                 self.rounded[key] = (self.rounded.get(key, 0) + lost) & MASK
 
     def _read(self, kind: str, name: str, part: Part) -> torch.Tensor:
-        """The elements of all spans. A stored box that is read whole is compared with its checksum; a part of one is proved with
-        the whole tensor."""
+        """The elements of all spans. A stored box that is read whole is compared with its checksum; a part of
+        one is proved with the whole tensor."""
         rank, (at, want) = part.stored.rank, part.stored.pieces[kind]
         values = torch.empty(part.num_bytes // 4, dtype=torch.float32)
         data, done, crc = values.numpy().data.cast("B"), 0, 0
@@ -105,9 +109,11 @@ class Reader:
                     done += len(piece)
                     crc = zlib.crc32(piece, crc) if part.is_whole else want
         except OSError as error:
-            raise Unusable(self._path, f"cannot be read: {file_name(rank)}: {error.strerror or error}") from None
+            raise Unusable(self._path,
+                           f"cannot be read: {file_name(rank)}: {error.strerror or error}") from None
         if crc != want:
-            raise Unusable(self._path, f"is damaged: {kind} {name} in {file_name(rank)} does not have the checksum of the index")
+            raise Unusable(self._path, f"is damaged: {kind} {name} in {file_name(rank)} does not have the "
+                                       f"checksum of the index")
         return values
 
     def _open(self, rank: int) -> int:
@@ -118,12 +124,14 @@ class Reader:
             self._files[rank] = patiently(lambda: os.open(self._path / name, os.O_RDONLY))
             _, size, crc = self._manifest["files"][name]
             if zlib.crc32(b"".join(read(self._files[rank], 0, size))) != crc:
-                raise Unusable(self._path, f"is damaged: the head of {name} does not have the checksum of its manifest")
+                raise Unusable(self._path,
+                               f"is damaged: the head of {name} does not have the checksum of its manifest")
         return self._files[rank]
 
 
 def _runs(shape: tuple[int, ...], source: tuple[slice, ...]) -> list[tuple[int, int]] | None:
-    """(first element, elements) of each contiguous run of a part of a row-major array; None where they are short."""
+    """(first element, elements) of each contiguous run of a part of a row-major array; None where they are
+    short."""
     dim = len(shape) - 1
     while dim > 0 and source[dim].stop - source[dim].start == shape[dim]:
         dim -= 1

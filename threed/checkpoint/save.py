@@ -1,4 +1,5 @@
-"""Save: every rank writes what it owns while the run goes on; the checkpoint becomes visible only when it is whole.
+"""Save: every rank writes what it owns while the run goes on; the checkpoint becomes visible only when it is
+whole.
 
     begin       [snapshot of weights and optimizer state, beside the next forward]      all ranks
     WRITING     tensors -> rank-NNNNN.safetensors, checksummed, to the disk, read back  a thread of each rank
@@ -6,9 +7,9 @@
     PUBLISHING  index, manifest, rename: it is saved. `latest`; older ones are removed  a thread of rank 0
     UNDOING     something failed: what there is of the checkpoint is removed            a thread of rank 0
 
-Ranks tell each other how far they are with the numbers of each step (`status`), so all of them go from stage to stage after the
-same step (`advance`), and no thread talks to another rank. Where a disk is full, older checkpoints of the run make room, all but
-the newest. What goes wrong after the rename is a warning.
+Ranks tell each other how far they are with the numbers of each step (`status`), so all of them go from stage
+to stage after the same step (`advance`), and no thread talks to another rank. Where a disk is full, older
+checkpoints of the run make room, all but the newest. What goes wrong after the rename is a warning.
 """
 
 from __future__ import annotations
@@ -78,17 +79,20 @@ class Outcome(NamedTuple):
 class Saver:
     """One rank's part in the run's checkpoints. All ranks call `begin` and `advance` after the same steps."""
 
-    def __init__(self, engine: Engine, lineage: Lineage, synced: Callable[[], None], proved: Path | None = None,
-                 being_copied: Callable[[], Path | None] = lambda: None, say: Callable[[str], None] = lambda line: None):
-        """`synced` is called on rank 0 before a checkpoint becomes visible: what else must be on the disk then. `proved`: the
-        checkpoint that the run goes on from. `being_copied` says which one stays until its copy is over; `say` is told on rank 0
-        what is done with older ones."""
+    def __init__(self, engine: Engine, lineage: Lineage, synced: Callable[[], None],
+                 proved: Path | None = None,
+                 being_copied: Callable[[], Path | None] = lambda: None,
+                 say: Callable[[str], None] = lambda line: None):
+        """`synced` is called on rank 0 before a checkpoint becomes visible: what else must be on the disk
+        then. `proved`: the checkpoint that the run goes on from. `being_copied` says which one stays until
+        its copy is over; `say` is told on rank 0 what is done with older ones."""
         self._engine, self._comm, self._config = engine, engine.comm, engine.config
         self._lineage, self._synced, self._being_copied, self._say = lineage, synced, being_copied, say
         self._proved = proved  # the newest that this run has read, or read back, whole
         self._prunes = True  # whether older checkpoints may go
         self._warned: set[str] = set()
-        self._attempt = self._comm.broadcast(uuid.uuid4().hex[:8])  # nobody else writes into a folder of this name
+        # nobody else writes into a folder of this name
+        self._attempt = self._comm.broadcast(uuid.uuid4().hex[:8])
         self.stage = Stage.IDLE
         self.waits_for: list[int] = []  # ranks that are not done with the stage
         self._thread: threading.Thread | None = None
@@ -119,8 +123,10 @@ class Saver:
         self._begun_s, self._cleared, self._prunes = time.monotonic(), False, True
         zero, mesh = self._engine.zero, self._comm.mesh
         self._manifest = {
-            "format": FORMAT, "step": zero.step_number, "updates": zero.updates, "loss_scaler": zero.scaler.state(),
-            "waiting": asdict(zero.waiting) if zero.waiting else None, **counters, "plan": self._engine.plan.digest,
+            "format": FORMAT, "step": zero.step_number, "updates": zero.updates,
+            "loss_scaler": zero.scaler.state(),
+            "waiting": asdict(zero.waiting) if zero.waiting else None, **counters,
+            "plan": self._engine.plan.digest,
             "lineage": self._lineage, "mesh": {**mesh.sizes, "order": list(mesh.order)},
             "torch": torch.__version__, "config": zero.config.to_dict(),
         }
@@ -172,8 +178,8 @@ class Saver:
         return None
 
     def drain(self, most_s: float = math.inf, prunes: bool = True) -> Outcome | None:
-        """Do nothing else until the save under way has ended, or for about so many seconds: then None. `prunes`: whether older
-        checkpoints may go for it from now on."""
+        """Do nothing else until the save under way has ended, or for about so many seconds: then None.
+        `prunes`: whether older checkpoints may go for it from now on."""
         assert self.stage is not Stage.IDLE
         self._prunes, polls = prunes, 0
         while polls * POLL_S < most_s:  # a count, on which ranks agree, not a clock
@@ -188,7 +194,8 @@ class Saver:
     # ---- the stages' work
 
     def _start(self, stage: Stage, work: Callable[[], Any], only_first: bool = False) -> None:
-        """Enter a stage. The work runs on a thread: a disk may be slow, and a rank that stops answering is noticed."""
+        """Enter a stage. The work runs on a thread: a disk may be slow, and a rank that stops answering is
+        noticed."""
         self.stage, self._result, self._status, self._thread = stage, None, DONE, None
         if only_first and self._comm.rank != 0:
             return
@@ -206,7 +213,8 @@ class Saver:
 
     def _write(self) -> Report:
         self._aside.parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileExistsError):  # `exist_ok` hides other failures, too, where another rank was faster
+        # `exist_ok` hides other failures, too, where another rank was faster
+        with contextlib.suppress(FileExistsError):
             self._aside.mkdir()
         if self._comm.rank == 0:
             self._sweep()
@@ -216,15 +224,18 @@ class Saver:
         return write(self._aside / file_name(self._comm.rank), self._comm.rank, self._items)
 
     def _clear(self) -> None:
-        """Older checkpoints of the lineage make room, all but the newest: the one that this run has read, or read back. `latest`
-        may name a damaged one."""
+        """Older checkpoints of the lineage make room, all but the newest: the one that this run has read, or
+        read back. `latest` may name a damaged one."""
         mine = self._own()
-        proved = [path for path in mine if self._proved is not None and path.resolve() == self._proved.resolve()]
+        proved = [path for path in mine if self._proved is not None
+                  and path.resolve() == self._proved.resolve()]
         stays = [*(proved or mine[:1]), self._being_copied()]
         older = [path for path in mine if path not in stays]
         names = ", ".join(path.name for path in older)
-        self._say(f"warning: {self._problem}: " + (f"{names} make room for the checkpoint of step {self.step}" if older else
-                                                   "no older checkpoint can make room; it is tried once more"))
+        self._say(f"warning: {self._problem}: " + (f"{names} make room for the checkpoint of step {self.step}"
+                                                   if older else
+                                                   "no older checkpoint can make room; it is tried once "
+                                                   "more"))
         self._remove(older)
 
     def _publish(self, reports: list[Report]) -> None:
@@ -232,7 +243,8 @@ class Saver:
         index, parameters = index_of(reports)
         (aside / INDEX).write_bytes(index)
         sync(aside / INDEX)
-        files = {file_name(rank): [report.size, *report.header] for rank, report in enumerate(reports) if report.size}
+        files = {file_name(rank): [report.size, *report.header] for rank,
+                 report in enumerate(reports) if report.size}
         replace_text(aside / MANIFEST, seal({**self._manifest, "parameters": parameters, "files": files}))
         for name, (size, *_) in files.items():
             if (aside / name).stat().st_size != size:
@@ -248,7 +260,8 @@ class Saver:
         os.replace(aside, final)
         sync(final.parent)
         self._proved = final  # it is saved, whatever fails from here on
-        with self._warns(f"{final.parent / LATEST} does not name {final.name}, which is saved, and which a resume takes"):
+        with self._warns(f"{final.parent / LATEST} does not name {final.name}, which is saved, and which a "
+                         f"resume takes"):
             write_latest(self._config, final.name, self._lineage)
         with self._warns(f"older checkpoints in {final.parent} stay beyond checkpoint.keep"):
             keep = self._config.checkpoint.keep
@@ -256,9 +269,11 @@ class Saver:
         self._sweep()
 
     def _own(self) -> list[Path]:
-        """The run's checkpoints, the newest first. Of others nothing is known that would allow to remove them."""
+        """The run's checkpoints, the newest first. Of others nothing is known that would allow to remove
+        them."""
         return own(self._config, self._lineage, self.step,
-                   lambda path, why: self._warn(f"{path.name} is left alone, whatever checkpoint.keep says", why))
+                   lambda path, why: self._warn(f"{path.name} is left alone, whatever checkpoint.keep says",
+                                                why))
 
     def _remove(self, older: list[Path]) -> None:
         """Where one cannot be removed, the new one is there all the same, and the next save tries again."""
@@ -268,10 +283,12 @@ class Saver:
                     remove(path)
 
     def _sweep(self) -> None:
-        """What could not be removed when it was to go: of failed saves of this start, and of older checkpoints."""
+        """What could not be removed when it was to go: of failed saves of this start, and of older
+        checkpoints."""
         here = folder(self._config)
         with self._warns(f"what is to go from {here} is still there"):
-            for aside in [*here.glob(f"*.{self._attempt}.tmp"), *here.glob(f"*{REMOVED}"), *here.glob(f"*{REPLACED}")]:
+            for aside in [*here.glob(f"*.{self._attempt}.tmp"), *here.glob(f"*{REMOVED}"),
+                          *here.glob(f"*{REPLACED}")]:
                 replaced = aside.name.endswith(REPLACED)
                 if aside != self._aside and not (replaced and not _whole(aside).exists()):
                     _remove_all(aside)
@@ -316,7 +333,8 @@ def _whole(replaced: Path) -> Path:
 
 
 def remove(path: Path) -> None:
-    """Under another name first: what is killed in the middle of it leaves nothing that looks like a checkpoint."""
+    """Under another name first: what is killed in the middle of it leaves nothing that looks like a
+    checkpoint."""
     aside = path.with_suffix(REMOVED)
     shutil.rmtree(aside, ignore_errors=True)
     os.replace(path, aside)
@@ -335,7 +353,8 @@ def _remove_all(path: Path) -> None:
 
 
 def tidy(config: Config) -> None:
-    """Remove what a killed run has left half made or half removed; bring back what it was about to replace."""
+    """Remove what a killed run has left half made or half removed; bring back what it was about to
+    replace."""
     for aside in folder(config).glob("*.tmp"):
         if aside.name.endswith(REPLACED) and not _whole(aside).exists():
             os.replace(aside, _whole(aside))

@@ -1,6 +1,7 @@
 """Write: one rank's tensors into one safetensors file, checksummed on the way and read back from the disk.
 
-The safetensors library would copy all tensors before it writes the first; here a piece at a time is checksummed and written.
+The safetensors library would copy all tensors before it writes the first; here a piece at a time is
+checksummed and written.
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ def report_of(rank: int, head: bytes, items: list[Item], places: list[Place]) ->
 
 
 def header(items: list[Item]) -> bytes:
-    """The format's head: its length in 8 bytes, then JSON that names each tensor and its bytes after the head."""
+    """The format's head: its length in 8 bytes, then JSON that names each tensor and its bytes after the
+    head."""
     entries, at = {}, 0
     for item in items:
         size = 4 * (item.box.stop - item.box.start)
@@ -100,8 +102,8 @@ def _write(descriptor: int, data: bytes | memoryview) -> None:
 
 
 def check(path: Path, parts: Parts) -> None:
-    """OSError where a file's bytes are not what they must be. What the disk has, as far as the system lets one ask, not what the
-    system still remembers of it."""
+    """OSError where a file's bytes are not what they must be. What the disk has, as far as the system lets
+    one ask, not what the system still remembers of it."""
     with path.open("rb", buffering=0) as file:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

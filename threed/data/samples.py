@@ -1,12 +1,13 @@
 """Training samples: windows over a token stream, in an order that depends on the seed alone.
 
                  train                           validation
-    |---w0---|---w1---|---w2---|-- ... --|.|---w0---|---w1---|..|     w: seq_len tokens, and one more as last label
+    |---w0---|---w1---|---w2---|-- ... --|.|---w0---|---w1---|..|     w: seq_len tokens, and one more as last
+                                                                      label
     0                                      cut                  num_tokens
 
-Sample i of the training split lies in epoch i // num_windows; inside an epoch, the windows come in a permutation keyed
-by (seed, epoch). So sample i is a function of (seed, i): no mesh, batch size or number of steps can move it, a resumed
-run needs no state but i, and nothing is stored, however long the stream.
+Sample i of the training split lies in epoch i // num_windows; inside an epoch, the windows come in a
+permutation keyed by (seed, epoch). So sample i is a function of (seed, i): no mesh, batch size or number of
+steps can move it, a resumed run needs no state but i, and nothing is stored, however long the stream.
 """
 
 from __future__ import annotations
@@ -23,15 +24,17 @@ _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document bounds
 _DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}  # Megatron's codes
 _MASK = 2**64 - 1
-BLOCK_BYTES = 2**16  # of a stream that has a checksum: what a disk reads at once, so that checking reads no more
+# of a stream that has a checksum: what a disk reads at once, so that checking reads no more
+BLOCK_BYTES = 2**16
 
 
 class Tokens:
     """A Megatron `.bin/.idx` pair, memory-mapped.
 
-    `stream`: all tokens, [num_tokens]. `document_ends`: int64 [num_documents], ascending; document d ends before token
-    `document_ends[d]`. Raises InputError when a file is missing, damaged, or not of the other's size. A `.crc32` beside them
-    holds the checksums of the stream's blocks, which `check` compares; Megatron's own data have none.
+    `stream`: all tokens, [num_tokens]. `document_ends`: int64 [num_documents], ascending; document d ends
+    before token `document_ends[d]`. Raises InputError when a file is missing, damaged, or not of the other's
+    size. A `.crc32` beside them holds the checksums of the stream's blocks, which `check` compares;
+    Megatron's own data have none.
     """
 
     def __init__(self, prefix: str | Path):
@@ -39,14 +42,16 @@ class Tokens:
         for path, other in ((idx, bin_), (bin_, idx)):
             if not path.is_file():
                 there = f"{other} is there, but " if other.is_file() else ""
-                raise InputError(f"{there}{path} is missing; a prefix of Megatron data needs both .bin and .idx")
+                raise InputError(f"{there}{path} is missing; a prefix of Megatron data needs both .bin and "
+                                 f".idx")
         try:
             dtype, self.document_ends = _read_index(idx)
             num_tokens = int(self.document_ends[-1]) if len(self.document_ends) else 0
             want_bytes, have_bytes = num_tokens * dtype.itemsize, bin_.stat().st_size
             if want_bytes != have_bytes:
                 how = "cut short" if have_bytes < want_bytes else "too long for its .idx"
-                raise InputError(f"{bin_} is {how}: {idx} tells of {num_tokens} tokens of {dtype}, {want_bytes} bytes, "
+                raise InputError(f"{bin_} is {how}: {idx} tells of {num_tokens} tokens of {dtype}, "
+                                 f"{want_bytes} bytes, "
                                  f"and the file has {have_bytes}; prepare the data again")
             if not num_tokens:
                 raise InputError(f"{bin_} holds no tokens; give other data")
@@ -57,15 +62,18 @@ class Tokens:
             raise InputError(f"{prefix}.bin/.idx cannot be read: {error.strerror or error}") from None
 
     def check(self, start: int, stop: int) -> None:
-        """Compare the blocks with tokens [start, stop) with their checksums, each once. InputError: one is damaged."""
+        """Compare the blocks with tokens [start, stop) with their checksums, each once. InputError: one is
+        damaged."""
         if self._checksums is None:
             return
         size = self.stream.itemsize
         for block in range(start * size // BLOCK_BYTES, -(-stop * size // BLOCK_BYTES)):
             if not self._checked[block]:
-                first, last = block * BLOCK_BYTES // size, min((block + 1) * BLOCK_BYTES // size, self.num_tokens)
+                first, last = block * BLOCK_BYTES // size, min((block + 1) * BLOCK_BYTES // size,
+                                                               self.num_tokens)
                 if zlib.crc32(self.stream[first:last].data) != self._checksums[block]:
-                    raise InputError(f"{self.path}: tokens {first} to {last - 1} do not have the checksum that they were written "
+                    raise InputError(f"{self.path}: tokens {first} to {last - 1} do not have the checksum "
+                                     f"that they were written "
                                      f"with; delete the folder {self.path.parent} and start again")
                 self._checked[block] = True
 
@@ -84,15 +92,16 @@ def _read_checksums(path: Path, size: int) -> np.ndarray | None:
         return None
     found, wanted = path.stat().st_size // 4, -(-size // BLOCK_BYTES)
     if found != wanted:
-        raise InputError(f"{path} holds {found} checksums, and the stream has {wanted} blocks; prepare the data again")
+        raise InputError(f"{path} holds {found} checksums, and the stream has {wanted} blocks; prepare the "
+                         f"data again")
     return np.memmap(path, "<u4", "r")
 
 
 def _read_index(path: Path) -> tuple[np.dtype, np.ndarray]:
     """Token dtype, and the token at which each document ends (int64 [documents]).
 
-    Layout: header; int32 length of each sequence; int64 byte offset of each; int64 document bounds, from 0 up to the
-    number of sequences. The offsets only repeat the lengths.
+    Layout: header; int32 length of each sequence; int64 byte offset of each; int64 document bounds, from 0 up
+    to the number of sequences. The offsets only repeat the lengths.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -100,40 +109,58 @@ def _read_index(path: Path) -> tuple[np.dtype, np.ndarray]:
         if not header.startswith(_MAGIC):
             raise InputError(f"{path} is not a Megatron index: it starts with {header[:9]!r}, not {_MAGIC!r}")
         if len(header) < _HEADER.size:
-            raise InputError(f"{path} is cut short: its header needs {_HEADER.size} bytes, and the file has {size}")
+            raise InputError(f"{path} is cut short: its header needs {_HEADER.size} bytes, and the file has "
+                             f"{size}")
         _, version, code, sequences, bounds = _HEADER.unpack(header)
         if version != 1 or code not in _DTYPES:
-            raise InputError(f"{path} is an index of version {version} and dtype code {code}; threed reads version 1 "
+            raise InputError(f"{path} is an index of version {version} and dtype code {code}; threed reads "
+                             f"version 1 "
                              f"and integer tokens, codes {', '.join(map(str, _DTYPES))}")
         needed = _HEADER.size + sequences * (4 + 8) + bounds * 8
         if size < needed:
-            raise InputError(f"{path} is cut short: {sequences} sequences in {max(0, bounds - 1)} documents need "
+            raise InputError(f"{path} is cut short: {sequences} sequences in {max(0, bounds - 1)} documents "
+                             f"need "
                              f"{needed} bytes, and the file has {size}; prepare the data again")
         lengths = np.fromfile(file, np.int32, sequences)
         file.seek(sequences * 8, 1)
         edges = np.fromfile(file, np.int64, bounds)
-    if (lengths < 0).any() or bounds < 1 or edges[0] != 0 or edges[-1] != sequences or (np.diff(edges) < 0).any():
-        raise InputError(f"{path} is damaged: its sequence lengths or document bounds are impossible; prepare the data "
+    if (
+        (lengths < 0).any()
+        or bounds < 1
+        or edges[0] != 0
+        or edges[-1] != sequences
+        or (np.diff(edges) < 0).any()
+    ):
+        raise InputError(f"{path} is damaged: its sequence lengths or document bounds are impossible; "
+                         f"prepare the data "
                          "again")
-    token_at = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])  # first token of each sequence, and the end
+    # first token of each sequence, and the end
+    token_at = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     return np.dtype(_DTYPES[code]), token_at[edges[1:]]
 
 
 class Split:
     """Tokens [start, stop) of a stream, as consecutive windows that do not overlap.
 
-    `seed` None: windows in order (validation). Otherwise in a permutation of their own each epoch (training). `vocab`: all
-    tokens must be below it.
+    `seed` None: windows in order (validation). Otherwise in a permutation of their own each epoch (training).
+    `vocab`: all tokens must be below it.
     """
 
-    def __init__(self, tokens: Tokens, start: int, stop: int, seq_len: int, seed: int | None, vocab: int | None = None):
+    def __init__(self, tokens: Tokens, start: int, stop: int, seq_len: int, seed: int | None,
+                 vocab: int | None = None):
         self.num_tokens = stop - start
         self.num_windows = max(0, (self.num_tokens - 1) // seq_len)  # a window's last label is a token too
-        self._tokens, self._start, self._seq_len, self._seed, self._vocab = tokens, start, seq_len, seed, vocab
+        self._tokens, self._start, self._seq_len, self._seed, self._vocab = (
+            tokens,
+            start,
+            seq_len,
+            seed,
+            vocab,
+        )
 
     def window(self, index: int) -> np.ndarray:
-        """Sample `index` >= 0, any size: int64 [seq_len + 1], inputs [:-1] and labels [1:]. InputError: what is there is not what
-        was written, or no token of the model's."""
+        """Sample `index` >= 0, any size: int64 [seq_len + 1], inputs [:-1] and labels [1:]. InputError: what
+        is there is not what was written, or no token of the model's."""
         assert self.num_windows, "this split holds no window"
         assert index >= 0, index
         epoch, place = divmod(index, self.num_windows)
@@ -144,19 +171,22 @@ class Split:
         window = self._tokens.stream[first:first + self._seq_len + 1].astype(np.int64)
         if self._vocab is not None and (window.min() < 0 or window.max() >= self._vocab):
             at = int(((window < 0) | (window >= self._vocab)).argmax())
-            raise InputError(f"{self._tokens.path} holds token {window[at]} at position {first + at}, in sample {index}, but "
-                             f"model.vocab={self._vocab} allows 0 to {self._vocab - 1}: the data are damaged, or of another "
+            raise InputError(f"{self._tokens.path} holds token {window[at]} at position {first + at}, in "
+                             f"sample {index}, but "
+                             f"model.vocab={self._vocab} allows 0 to {self._vocab - 1}: the data are "
+                             f"damaged, or of another "
                              "tokenizer")
         return window
 
 
 def splits(prefix: str | Path, seq_len: int, seed: int, validation_fraction: float, vocab: int | None = None
            ) -> tuple[Split, Split]:
-    """Training and validation split of a Megatron prefix. Validation is the tail, about `validation_fraction` of it.
+    """Training and validation split of a Megatron prefix. Validation is the tail, about `validation_fraction`
+    of it.
 
-    The cut is at the end of a document, unless documents are so long that the tail would come out at less than half or
-    more than twice its share; then it is inside one. With fraction 0 validation has no windows. Raises InputError when
-    either split is too short for one window.
+    The cut is at the end of a document, unless documents are so long that the tail would come out at less
+    than half or more than twice its share; then it is inside one. With fraction 0 validation has no windows.
+    Raises InputError when either split is too short for one window.
     """
     tokens = Tokens(prefix)
     total = tokens.num_tokens
@@ -166,8 +196,11 @@ def splits(prefix: str | Path, seq_len: int, seed: int, validation_fraction: flo
     wanted = ((train, "training", "lower"), (validation, "validation", "raise"))
     for split, name, change in wanted[:2 if validation_fraction else 1]:
         if not split.num_windows:
-            fraction = f" or {change} data.validation_fraction={validation_fraction}" if validation_fraction else ""
-            raise InputError(f"{prefix}: {split.num_tokens} of {total} tokens are for {name}, fewer than one window of "
+            fraction = (
+                f" or {change} data.validation_fraction={validation_fraction}" if validation_fraction else ""
+            )
+            raise InputError(f"{prefix}: {split.num_tokens} of {total} tokens are for {name}, fewer than one "
+                             f"window of "
                              f"model.seq_len + 1 = {seq_len + 1}; give more text in data.source, lower "
                              f"model.seq_len={seq_len}{fraction}")
     return train, validation
@@ -187,7 +220,8 @@ def _cut(document_ends: np.ndarray, total: int, fraction: float) -> int:
 
 
 def mix(value):
-    """splitmix64's finalizer: 64 bits to 64 well-mixed bits. Takes an int >= 0, or a uint64 array (which wraps)."""
+    """splitmix64's finalizer: 64 bits to 64 well-mixed bits. Takes an int >= 0, or a uint64 array (which
+    wraps)."""
     value = (value + 0x9E3779B97F4A7C15) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -197,8 +231,8 @@ def mix(value):
 def permute(place: int, size: int, key: int) -> int:
     """Where a permutation of range(size), chosen by `key`, puts `place`.
 
-    A Feistel network permutes the least range of 4^n that holds `size`; where it leads out of range(size) it is walked
-    on, until it is back in it. That is at most 4 walks on average.
+    A Feistel network permutes the least range of 4^n that holds `size`; where it leads out of range(size) it
+    is walked on, until it is back in it. That is at most 4 walks on average.
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     low = 2**half - 1

@@ -24,7 +24,8 @@ class Tokenizer:
     """
 
     def __init__(self, inner: tokenizers.Tokenizer):
-        # A file may ask to pad or to cut, and "<|endoftext|>" inside a text would become the token: not in a corpus.
+        # A file may ask to pad or to cut, and "<|endoftext|>" inside a text would become the token: not in a
+        # corpus.
         inner.no_padding()
         inner.no_truncation()
         inner.encode_special_tokens = True
@@ -48,22 +49,27 @@ def load(path: str | Path) -> Tokenizer:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise InputError(f"{path} cannot be read as a tokenizer: {reason}; give a tokenizer.json of the Hugging Face "
+        raise InputError(f"{path} cannot be read as a tokenizer: {reason}; give a tokenizer.json of the "
+                         f"Hugging Face "
                          "tokenizers library, or data.tokenizer=bpe") from None
     try:
         return Tokenizer(tokenizers.Tokenizer.from_str(text))
     except Exception as error:  # the library raises plain Exception
-        raise InputError(f"{path} is not a tokenizer.json of the Hugging Face tokenizers library: {error}") from None
+        raise InputError(f"{path} is not a tokenizer.json of the Hugging Face tokenizers library: "
+                         f"{error}") from None
 
 
 def train(documents: Iterable[str], vocab: int, path: str | Path) -> Tokenizer:
-    """Train a byte-level BPE of at most `vocab` tokens and write it to `path`; the end-of-text token has id 0.
+    """Train a byte-level BPE of at most `vocab` tokens and write it to `path`; the end-of-text token has id
+    0.
 
-    The same documents give the same file, byte for byte. A corpus of more than SAMPLE_CHARS characters is represented
-    by a sample of that size at most: every second, fourth, eighth ... piece of it, so that the sample spans all of it.
+    The same documents give the same file, byte for byte. A corpus of more than SAMPLE_CHARS characters is
+    represented by a sample of that size at most: every second, fourth, eighth ... piece of it, so that the
+    sample spans all of it.
     """
     if vocab < MIN_VOCAB:
-        raise InputError(f"model.vocab={vocab} is too small for data.tokenizer=bpe, which needs 256 bytes and "
+        raise InputError(f"model.vocab={vocab} is too small for data.tokenizer=bpe, which needs 256 bytes "
+                         f"and "
                          f"{EOD}: at least {MIN_VOCAB}; raise model.vocab")
     inner = tokenizers.Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore
@@ -90,7 +96,8 @@ def pieces(text: str) -> Iterator[str]:
 
 
 def _sample(documents: Iterable[str], limit: int) -> list[str]:
-    """Pieces 0, stride, 2 stride, ... for the least power of two that keeps them within `limit` characters."""
+    """Pieces 0, stride, 2 stride, ... for the least power of two that keeps them within `limit`
+    characters."""
     kept: list[str] = []
     size, stride = 0, 1
     for number, piece in enumerate(piece for text in documents for piece in pieces(text)):

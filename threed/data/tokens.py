@@ -5,12 +5,13 @@
                 tokenizer.json
                 meta.json                what Prepared says; CRC-32 of the three above, and of itself
 
-<key> is a hash of the content, the tokenizer and the settings, so a folder that is there is right. It is built beside
-its place, under a name of its own, and renamed when complete: a killed build leaves at most a folder `*.tmp` that
-nobody reads, and whose file `lock` nobody holds; the next start removes it. Of two processes that build the same, the
-first one's is kept.
+<key> is a hash of the content, the tokenizer and the settings, so a folder that is there is right. It is
+built beside its place, under a name of its own, and renamed when complete: a killed build leaves at most a
+folder `*.tmp` that nobody reads, and whose file `lock` nobody holds; the next start removes it. Of two
+processes that build the same, the first one's is kept.
 
-A stream of up to _CHECK_BYTES is compared with its checksums at every start; of any, each block when it is first read.
+A stream of up to _CHECK_BYTES is compared with its checksums at every start; of any, each block when it is
+first read.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ _OLD_S = 3600.0  # of a folder without a lock: it is not just being made
 class Prepared:
     """Tokens ready to train on. `prefix`: path of the .bin/.idx pair without the suffix.
 
-    `tokenizer` and `eod` are None where not known: Megatron data bring no tokenizer. `vocab_size`: all ids are below
-    it. `cached`: nothing had to be built.
+    `tokenizer` and `eod` are None where not known: Megatron data bring no tokenizer. `vocab_size`: all ids
+    are below it. `cached`: nothing had to be built.
     """
 
     prefix: Path
@@ -64,12 +65,14 @@ class Prepared:
     cached: bool
 
 
-def prepare(data: DataConfig, model: ModelConfig, progress: Callable[[str], None] = lambda line: None) -> Prepared:
-    """Tokenize `data.source` into the cache, or find it there; a Megatron prefix is checked and used in place.
+def prepare(data: DataConfig, model: ModelConfig,
+            progress: Callable[[str], None] = lambda line: None) -> Prepared:
+    """Tokenize `data.source` into the cache, or find it there; a Megatron prefix is checked and used in
+    place.
 
-    `progress` is given a line at each stage, and one about every second while encoding. The documents are shuffled,
-    with the content as the seed, so that the end of the stream is a fair sample to hold out. Raises InputError for bad
-    input, a vocabulary above `model.vocab`, and a cache that cannot be written.
+    `progress` is given a line at each stage, and one about every second while encoding. The documents are
+    shuffled, with the content as the seed, so that the end of the stream is a fair sample to hold out. Raises
+    InputError for bad input, a vocabulary above `model.vocab`, and a cache that cannot be written.
     """
     prefix = _megatron_prefix(data.source)
     if prefix is not None:
@@ -82,7 +85,8 @@ def prepare(data: DataConfig, model: ModelConfig, progress: Callable[[str], None
         eod = _load_tokenizer(path, model.vocab).eod
         _check_eod(path, eod, data.append_eod)
         name = hashlib.blake2b(path.read_bytes()).hexdigest()
-    key = hashlib.blake2b(repr((_FORMAT, content, name, data.append_eod)).encode(), digest_size=10).hexdigest()
+    key = hashlib.blake2b(repr((_FORMAT, content, name, data.append_eod)).encode(),
+                          digest_size=10).hexdigest()
     root = cache_root(data)
     folder = root / key
     remove_stale(root)
@@ -91,7 +95,8 @@ def prepare(data: DataConfig, model: ModelConfig, progress: Callable[[str], None
         if not cached:
             _build(folder, content, path, data, model, progress)
     except OSError as error:  # those of reading the source are InputErrors by now
-        raise InputError(f"prepared data cannot be kept in {root}: {error.strerror or error}; make room there or set "
+        raise InputError(f"prepared data cannot be kept in {root}: {error.strerror or error}; make room "
+                         f"there or set "
                          "data.cache to another folder") from None
     prepared = _open(folder, cached)
     elapsed = show_seconds(time.perf_counter() - start_s)
@@ -117,10 +122,13 @@ def _open(folder: Path, cached: bool) -> Prepared:
         tokens = Tokens(prefix)
         if tokens.stream.nbytes <= _CHECK_BYTES:
             tokens.check(0, tokens.num_tokens)
-        return Prepared(prefix, folder / "tokenizer.json", tokens.num_tokens, tokens.num_documents, meta["vocab_size"],
+        return Prepared(prefix, folder / "tokenizer.json", tokens.num_tokens, tokens.num_documents,
+                        meta["vocab_size"],
                         meta["eod"], cached)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # an InputError is a ValueError
-        raise InputError(f"prepared data is damaged: {error}\ndelete the folder {folder} and start again") from None
+    # an InputError is a ValueError
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"prepared data is damaged: {error}\ndelete the folder {folder} and start "
+                         f"again") from None
 
 
 def _check(meta: dict[str, Any]) -> int:
@@ -179,8 +187,10 @@ def _fill(folder: Path, content: str, tokenizer_path: Path | None, data: DataCon
           progress: Callable[[str], None]) -> None:
     """Write a complete set of prepared data into an empty folder."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # megatron.core tells of missing GPU libraries, which have no part in this
-        from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder  # slow: only where needed
+        # megatron.core tells of missing GPU libraries, which have no part in this
+        warnings.simplefilter("ignore")
+        # slow: only where needed
+        from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
     from threed.data import tokenizer as tokenizers
 
@@ -194,7 +204,8 @@ def _fill(folder: Path, content: str, tokenizer_path: Path | None, data: DataCon
         tokenizer = tokenizers.load(tokenizer_path)
         shutil.copyfile(tokenizer_path, copy)
 
-    # Encoded in the order of the source to a scratch file, copied from there in shuffled order: memory stays bounded.
+    # Encoded in the order of the source to a scratch file, copied from there in shuffled order: memory stays
+    # bounded.
     dtype = np.dtype(DType.optimal_dtype(tokenizer.vocab_size))
     unordered = folder / "unordered.bin"
     end = [tokenizer.eod] if data.append_eod else []
@@ -206,7 +217,8 @@ def _fill(folder: Path, content: str, tokenizer_path: Path | None, data: DataCon
             if time.perf_counter() >= next_s:
                 progress(_encoded(lengths, num_chars, time.perf_counter() - start_s))
                 next_s = time.perf_counter() + 1
-            for (piece, first, last), ids in zip(batch, tokenizer.encode_batch([piece for piece, _, _ in batch]),
+            for (piece, first, last), ids in zip(batch,
+                                                 tokenizer.encode_batch([piece for piece, _, _ in batch]),
                                                  strict=True):
                 ids = np.array(ids + end if last else ids, dtype)
                 file.write(ids.tobytes())
@@ -216,7 +228,8 @@ def _fill(folder: Path, content: str, tokenizer_path: Path | None, data: DataCon
                 lengths[-1] += len(ids)
     progress(_encoded(lengths, num_chars, time.perf_counter() - start_s))
     if not sum(lengths):
-        raise InputError(f"data.tokenizer={tokenizer_path} makes no token of the text in data.source={data.source}; "
+        raise InputError(f"data.tokenizer={tokenizer_path} makes no token of the text in "
+                         f"data.source={data.source}; "
                          "give a tokenizer for this kind of text")
 
     start_s = time.perf_counter()
@@ -252,7 +265,8 @@ def _blocks(path: Path) -> Iterator[bytes]:
             yield block
 
 
-def _batches(texts: Iterable[str], pieces: Callable[[str], Iterator[str]]) -> Iterator[list[tuple[str, bool, bool]]]:
+def _batches(texts: Iterable[str],
+             pieces: Callable[[str], Iterator[str]]) -> Iterator[list[tuple[str, bool, bool]]]:
     """(piece, begins a document, ends one) in batches of about _BATCH_CHARS."""
     batch, size = [], 0
     for text in texts:
@@ -286,7 +300,8 @@ def _megatron_prefix(source: str) -> Path | None:
     return path if any(os.path.isfile(f"{path}{suffix}") for suffix in (".bin", ".idx")) else None
 
 
-def _use_in_place(prefix: Path, data: DataConfig, model: ModelConfig, progress: Callable[[str], None]) -> Prepared:
+def _use_in_place(prefix: Path, data: DataConfig, model: ModelConfig,
+                  progress: Callable[[str], None]) -> Prepared:
     """The data stand as they are: data.append_eod and data.text_key have nothing to act on."""
     start_s = time.perf_counter()
     tokens = Tokens(prefix)
@@ -295,10 +310,13 @@ def _use_in_place(prefix: Path, data: DataConfig, model: ModelConfig, progress: 
     low, high, checked = _range(tokens.stream)
     vocab = tokenizer.vocab_size if tokenizer is not None else high + 1
     if high >= model.vocab or low < 0:
-        raise InputError(f"{prefix}.bin holds token {high if low >= 0 else low}, but model.vocab={model.vocab} allows "
-                         f"0 to {model.vocab - 1}; set model.vocab to what its tokenizer has, at least {high + 1}")
+        raise InputError(f"{prefix}.bin holds token {high if low >= 0 else low}, but "
+                         f"model.vocab={model.vocab} allows "
+                         f"0 to {model.vocab - 1}; set model.vocab to what its tokenizer has, at least "
+                         f"{high + 1}")
     if high >= vocab:
-        raise InputError(f"{prefix}.bin holds token {high}, but data.tokenizer={path} has only {vocab} tokens; give "
+        raise InputError(f"{prefix}.bin holds token {high}, but data.tokenizer={path} has only {vocab} "
+                         f"tokens; give "
                          "the one that made the data")
     progress(f"checked {show_count(checked)} of {show_count(tokens.num_tokens)} tokens of {prefix}.bin in "
              f"{show_seconds(time.perf_counter() - start_s)}")
@@ -307,7 +325,8 @@ def _use_in_place(prefix: Path, data: DataConfig, model: ModelConfig, progress: 
 
 
 def _range(stream: np.ndarray) -> tuple[int, int, int]:
-    """Least and largest token, and how many were read: all, or _SCAN_TOKENS in chunks spread over a longer stream."""
+    """Least and largest token, and how many were read: all, or _SCAN_TOKENS in chunks spread over a longer
+    stream."""
     num_chunks = -(-min(len(stream), _SCAN_TOKENS) // _SCAN_CHUNK)
     starts = np.linspace(0, max(0, len(stream) - _SCAN_CHUNK), num_chunks, dtype=np.int64)
     low, high, checked = 0, 0, 0
@@ -322,7 +341,8 @@ def _load_tokenizer(path: Path, vocab: int):
 
     tokenizer = tokenizers.load(path)
     if tokenizer.vocab_size > vocab:
-        raise InputError(f"data.tokenizer={path} has {tokenizer.vocab_size} tokens, more than model.vocab={vocab}; "
+        raise InputError(f"data.tokenizer={path} has {tokenizer.vocab_size} tokens, more than "
+                         f"model.vocab={vocab}; "
                          f"set model.vocab={tokenizer.vocab_size}")
     return tokenizer
 
@@ -331,5 +351,6 @@ def _check_eod(path: Path, eod: int | None, append_eod: bool) -> None:
     from threed.data.tokenizer import EOD_NAMES
 
     if append_eod and eod is None:
-        raise InputError(f"data.append_eod=true, but data.tokenizer={path} has none of the end-of-text tokens "
+        raise InputError(f"data.append_eod=true, but data.tokenizer={path} has none of the end-of-text "
+                         f"tokens "
                          f"{' '.join(EOD_NAMES)}; set data.append_eod=false or add one to it")

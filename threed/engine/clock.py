@@ -1,4 +1,5 @@
-"""Clocks: a mark is a moment of the work, which the host's clock tells on a CPU and an event in the stream on a GPU.
+"""Clocks: a mark is a moment of the work, which the host's clock tells on a CPU and an event in the stream on
+a GPU.
 
 Marks on a GPU cost the host a microsecond each and never make it wait; they are read once, after the step.
 """
@@ -18,7 +19,8 @@ class Clock(Protocol):
         ...
 
     def reader(self, begin: Any, end: Any) -> Callable[[Any], float]:
-        """Wait for the mark `end`; a function from a mark to the seconds since `begin`. Marks may be used again after."""
+        """Wait for the mark `end`; a function from a mark to the seconds since `begin`. Marks may be used
+        again after."""
         ...
 
     def passed(self, mark: Any) -> bool:

@@ -1,7 +1,7 @@
 """The engine: runs the programs of a plan on one rank, and notes when each instruction ran.
 
-It decides nothing. For each instruction it waits for the slots that `effects` says are read or updated, calls the handler, and
-frees the slots that `effects` says are freed. Loopback runs the same engine on threads.
+It decides nothing. For each instruction it waits for the slots that `effects` says are read or updated, calls
+the handler, and frees the slots that `effects` says are freed. Loopback runs the same engine on threads.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from threed.tensor.context import Batch, Context
 from threed.tensor.layers import WeightGrads
 from threed.tensor.saving import Saving
 from threed.zero.run import Clipped, ZeroRun
-from threed.zero.state import make_states, places
+from threed.zero.states import make_states, places
 from threed.zero.storage import Storage
 
 
@@ -48,20 +48,26 @@ class Engine:
         parameters = {name: p for state in self.states.values() for name, p in state.parameters.items()}
         dtype = self.zero.precision.compute
         self.saving = Saving(config.pieces)
-        activation, offload = ActivationRun(comm, table, shared, dtype), OffloadRun(comm, table, shared, dtype, self.states)
-        context = Context(config.model, comm.groups["tp"], config.parallel.sequence_parallel, dtype, weight_grads, self.saving)
+        activation, offload = ActivationRun(comm, table, shared,
+                                            dtype), OffloadRun(comm, table, shared, dtype, self.states)
+        context = Context(config.model, comm.groups["tp"], config.parallel.sequence_parallel, dtype,
+                          weight_grads, self.saving)
         self.pipeline = PipelineRun(config, comm, table, parameters, context, self._keeping, activation)
-        self.handlers = {**self.pipeline.handlers, **self.zero.handlers, **activation.handlers, **offload.handlers}
+        self.handlers = {**self.pipeline.handlers, **self.zero.handlers, **activation.handlers,
+                         **offload.handlers}
         self.effects = {name: link(programs[position], table, position, table.seam(position, name)).effects
                         for name, programs in plan.programs.items()}
         self.sources = {name: sources(effects) for name, effects in self.effects.items()}
         self.clock = make_clock(comm.device)
-        # Marks of the program under way: the end of each instruction, and (index, slot, from, to) of each wait.
+        # Marks of the program under way: the end of each instruction, and (index, slot, from, to) of each
+        # wait.
         self._ended: list[Any] = []
         self._waits: list[tuple[int, Slot, Any, Any]] = []
         self.slots = Slots()
-        self.current: tuple[str, int, float] | None = None  # (program, index, since): what the watchdog looks at
-        self.after: Callable[[Instruction, Slots], None] | None = None  # called after each instruction, to inspect it
+        # (program, index, since): what the watchdog looks at
+        self.current: tuple[str, int, float] | None = None
+        # called after each instruction, to inspect it
+        self.after: Callable[[Instruction, Slots], None] | None = None
 
     def _keeping(self, unit: int) -> AbstractContextManager[Any]:
         return self.saving.keeping(places([self.states[p] for p in self.plan.table.units[unit].parameters]))
@@ -74,18 +80,20 @@ class Engine:
         return clipped, trace
 
     def snapshot(self) -> None:
-        """Begin to copy what a checkpoint keeps to the host, where the plan has it so; the next step goes on meanwhile."""
+        """Begin to copy what a checkpoint keeps to the host, where the plan has it so; the next step goes on
+        meanwhile."""
         if self.plan.table.update.snapshots:
             self._run(WAITING if self.zero.waiting is not None else SNAPSHOT, self.pipeline.batch)
 
     def run(self, name: str, batch: Callable[[int], Batch]) -> tuple[Clipped, Trace]:
-        """Run a program that ends in a loss. A failure is raised as RunError, with the instruction, its neighbours and what is
-        alive."""
+        """Run a program that ends in a loss. A failure is raised as RunError, with the instruction, its
+        neighbours and what is alive."""
         trace = self._run(name, batch)
         return self.slots.get(Slot("scale")), trace
 
     def _run(self, name: str, batch: Callable[[int], Batch]) -> Trace:
-        """Run a program once. A failure is raised as RunError, with the instruction, its neighbours and what is alive."""
+        """Run a program once. A failure is raised as RunError, with the instruction, its neighbours and what
+        is alive."""
         program, all_effects = self.plan.programs[name][self.position], self.effects[name]
         slots, handlers, mark = self.slots, self.handlers, self.clock.mark
         slots.keep(self.plan.table.seam(self.position, name))
@@ -109,7 +117,8 @@ class Engine:
                 for slot in all_effects[index].frees:
                     slots.free(slot)
             self.pipeline.finish()
-            for slot in self.plan.table.seam(self.position, name, end=True):  # what the host and the disk are still at
+            # what the host and the disk are still at
+            for slot in self.plan.table.seam(self.position, name, end=True):
                 if slot.kind != "snapshot":  # the next STEP waits for it
                     slots.wait(slot)
             end = mark()
@@ -120,7 +129,8 @@ class Engine:
             raise RunError(f"{self.where()}\n  {type(error).__name__}: {error}") from error
         finally:
             self.current = None
-        trace = Trace(name, epoch, list(map(since, issued)), list(map(since, started)), list(map(since, ended)))
+        trace = Trace(name, epoch, list(map(since, issued)), list(map(since, started)),
+                      list(map(since, ended)))
         trace.waits = [Wait(index, self.sources[name][index].get(slot, -1), since(after) - since(before))
                        for index, slot, before, after in waits]
         trace.total_s = since(end)
@@ -163,25 +173,30 @@ class Engine:
         programs = self.plan.programs[name]
         instruction = programs[self.position][index]
         waiting = f"for {time.monotonic() - since:.1f} s at '{instruction}'{self._awaited(name, index)}"
-        alive = [str(slot) for slot in self.slots.alive() if slot not in self.plan.table.seam(self.position, name)]
+        alive = [str(slot) for slot in self.slots.alive()
+                 if slot not in self.plan.table.seam(self.position, name)]
         shown = ", ".join(alive[:12]) + (f" and {len(alive) - 12} more" if len(alive) > 12 else "")
-        return f"{me} {waiting}\n{describe(name, programs, self.position, index, 'here')}\n  alive: {shown or 'nothing'}"
+        place = describe(name, programs, self.position, index, "here")
+        return f"{me} {waiting}\n{place}\n  alive: {shown or 'nothing'}"
 
     def _awaited(self, name: str, index: int) -> str:
-        """For whom an instruction waits: those who take part in it, or in what makes the slot that it waits for."""
+        """For whom an instruction waits: those who take part in it, or in what makes the slot that it waits
+        for."""
         program, mesh = self.plan.programs[name][self.position], self.comm.mesh
         instruction, text = program[index], ""
         slot = self.slots.waiting or next((slot for at, slot, _, to in self._waits
                                            if at == index and not self.clock.passed(to)), None)
         if slot is not None:
-            made = [i for i in range(index) if slot in (*self.effects[name][i].writes, *self.effects[name][i].adds)]
+            made = [i for i in range(index) if slot in (*self.effects[name][i].writes,
+                                                        *self.effects[name][i].adds)]
             if made:
                 instruction = program[made[-1]]
                 text = f", which needs '{slot}' of '{instruction}'"
         if instruction.op in MESSAGES:
             return f"{text}, with rank {mesh.group('pp', self.comm.rank)[instruction.peer]}"
         groups = effects(instruction, self.plan.table, self.position).groups
-        others = sorted({rank for group in groups for rank in self.comm.groups[group].ranks} - {self.comm.rank})
+        others = sorted({rank for group in groups
+                         for rank in self.comm.groups[group].ranks} - {self.comm.rank})
         return f"{text}, with rank{'s' if len(others) > 1 else ''} {_some(others)}" if others else text
 
 

@@ -1,7 +1,9 @@
-"""Inspect: what each instruction has made, and which of all ranks' findings came first in the order of the data's way.
+"""Inspect: what each instruction has made, and which of all ranks' findings came first in the order of the
+data's way.
 
-What one rank makes wrongly makes others wrong, too: those it sends to, and all who sum with it. The data's way is forward through
-the units, backward through them, and the sums over ranks: the first of all findings is where it began.
+What one rank makes wrongly makes others wrong, too: those it sends to, and all who sum with it. The data's
+way is forward through the units, backward through them, and the sums over ranks: the first of all findings is
+where it began.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ _TENSORS = ("act", "grad", "loss")  # kinds of slots that are tensors, as those 
 
 
 def made(engine: Engine, instruction: Instruction, slots: Slots) -> Iterator[Made]:
-    """The results of a forward or backward; the reduced gradients at CLIP, first the part whose sum this rank took."""
+    """The results of a forward or backward; the reduced gradients at CLIP, first the part whose sum this rank
+    took."""
     op, unit, *_ = instruction
     table = engine.plan.table
     if op == Op.CLIP and instruction.gradients != "none":
@@ -47,7 +50,8 @@ def made(engine: Engine, instruction: Instruction, slots: Slots) -> Iterator[Mad
             whole = state.gradient_prev if instruction.gradients == "wait" else state.gradient
             start, stop = (at - state.owned[0] for at in state.shard)
             for values in (whole[start:stop], whole) if stop - start < len(whole) else (whole,):
-                yield Made(2, p, f"sum over ranks of the gradient of p{p} ({table.parameters[p].name})", values)
+                yield Made(2, p, f"sum over ranks of the gradient of p{p} ({table.parameters[p].name})",
+                           values)
     if op != Op.FORWARD and op not in BACKWARDS:
         return
     effect, forward = effects(instruction, table, engine.position), op == Op.FORWARD
@@ -80,4 +84,5 @@ def me(engine: Engine) -> str:
 
 def first(engine: Engine, found: Iterable[Finding]) -> Finding | None:
     """The first of all ranks' findings, on all ranks. All call this together."""
-    return min((each for each in engine.comm.exchange(min(found, default=None)) if each is not None), default=None)
+    return min((each for each in engine.comm.exchange(min(found, default=None)) if each is not None),
+               default=None)

@@ -1,6 +1,7 @@
 """Loopback: all ranks of a mesh in one process, a thread each, over a second implementation of `comm`.
 
-The engine and its handlers are those of a real run; only the transport differs. Sums are taken in a fixed order.
+The engine and its handlers are those of a real run; only the transport differs. Sums are taken in a fixed
+order.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ class Aborted(RuntimeError):
 
 
 class World:
-    """What the ranks share: one lock, and what each has put on the table. Who waits is woken by what it waits for alone: with
-    many ranks, waking all of them for everything would be most of the work."""
+    """What the ranks share: one lock, and what each has put on the table. Who waits is woken by what it waits
+    for alone: with many ranks, waking all of them for everything would be most of the work."""
 
     def __init__(self, mesh: Mesh):
         self.mesh = mesh
@@ -162,8 +163,9 @@ class ThreadComm(Comm):
 
 @contextmanager
 def initialized() -> Iterator[None]:
-    """torch.distributed with this process alone, for as long as layers are made: megatron-core asks a group for its size only
-    where torch.distributed is there. Taken down after, since a process that forks must not have gloo's threads."""
+    """torch.distributed with this process alone, for as long as layers are made: megatron-core asks a group
+    for its size only where torch.distributed is there. Taken down after, since a process that forks must not
+    have gloo's threads."""
     if dist.is_initialized():
         yield
         return
@@ -175,7 +177,8 @@ def initialized() -> Iterator[None]:
 
 
 def run_loopback(config: Config, plan: Plan, mesh: Mesh, work: Callable[[Comm], Any]) -> list[Any]:
-    """Call `work` with each rank's comm, each on its own thread; results by rank. The first failure is raised."""
+    """Call `work` with each rank's comm, each on its own thread; results by rank. The first failure is
+    raised."""
     world = World(mesh)
     pairs = channel_pairs(plan)
     results: list[Any] = [None] * mesh.size

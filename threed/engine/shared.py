@@ -1,6 +1,8 @@
-"""What all hosts must share: before the first step every rank proves that it sees the prepared data and the run's folder.
+"""What all hosts must share: before the first step every rank proves that it sees the prepared data and the
+run's folder.
 
-A folder that only looks the same, because each host has one of that name, would take a run to its end without a checkpoint.
+A folder that only looks the same, because each host has one of that name, would take a run to its end without
+a checkpoint.
 """
 
 from __future__ import annotations
@@ -31,8 +33,10 @@ def same_data(comm: Comm, prepared: Prepared, names: list[str]) -> None:
     if wrong := [rank for rank, value in enumerate(seen) if value != seen[0]]:
         reasons = {names[rank]: _difference(seen[rank], seen[0]) for rank in wrong}
         where = "; ".join(f"on {host} {reason}" for host, reason in reasons.items())
-        raise InputError(f"the prepared data {prepared.prefix}.bin of rank 0 on {names[0]} is not the same everywhere: {where}. "
-                         "data.cache (or data.source, for Megatron data) must be a folder that all hosts share; or make the "
+        raise InputError(f"the prepared data {prepared.prefix}.bin of rank 0 on {names[0]} is not the same "
+                         f"everywhere: {where}. "
+                         "data.cache (or data.source, for Megatron data) must be a folder that all hosts "
+                         "share; or make the "
                          "data on each ahead of the run, by threed data CONFIG")
 
 
@@ -58,8 +62,8 @@ def _identity(prefix: Path) -> tuple[int, ...]:
 
 
 def same_folder(comm: Comm, folder: Path, names: list[str], timeout_s: float) -> None:
-    """Every rank reads back what rank 0 has just written into `folder`, which rank 0 has made. `timeout_s`: after which a rank
-    that waits for another ends the run."""
+    """Every rank reads back what rank 0 has just written into `folder`, which rank 0 has made. `timeout_s`:
+    after which a rank that waits for another ends the run."""
     patience_s = min(PATIENCE_S, timeout_s / 10)
     file, token = folder / f".seen-{uuid.uuid4().hex}", uuid.uuid4().hex
     if comm.rank == 0:
@@ -68,7 +72,8 @@ def same_folder(comm: Comm, folder: Path, names: list[str], timeout_s: float) ->
                 left.unlink(missing_ok=True)
             file.write_text(token)
         except OSError as error:
-            raise of_folder(f"run.dir={folder} cannot be written on {names[0]}: {error.strerror}", error) from None
+            raise of_folder(f"run.dir={folder} cannot be written on {names[0]}: {error.strerror}",
+                            error) from None
     file, token = comm.broadcast((file, token))
     try:
         everywhere = comm.exchange(_sees(file, token, patience_s))
@@ -76,8 +81,10 @@ def same_folder(comm: Comm, folder: Path, names: list[str], timeout_s: float) ->
         if comm.rank == 0:
             file.unlink(missing_ok=True)
     if blind := sorted({host for host, sees in zip(names, everywhere, strict=True) if not sees}):
-        raise InputError(f"run.dir={folder} is not the same folder on {', '.join(blind)} as on {names[0]} (rank 0): what rank 0 "
-                         f"wrote there was not seen for {patience_s:g} s. Give a folder on a file system that all hosts share, "
+        raise InputError(f"run.dir={folder} is not the same folder on {', '.join(blind)} as on {names[0]} "
+                         f"(rank 0): what rank 0 "
+                         f"wrote there was not seen for {patience_s:g} s. Give a folder on a file system "
+                         f"that all hosts share, "
                          "at the same path everywhere")
 
 

@@ -3,15 +3,17 @@
     rehearsal   the program `verify`: the step without its update; everything is afterwards as it was before
     step        the same once more, with its update, of which each part is computed twice, too
 
-Of all that a rank computes in the two, checksums are compared: outputs, losses and gradients of each unit and micro-batch, what
-comes from other pipeline positions, what goes into sums over tp, reduced gradients. Each rank finds its own first difference in
-the order of its program. Of these the first along the data's way is where it began, since a wrong number makes others wrong only
-further on.
+Of all that a rank computes in the two, checksums are compared: outputs, losses and gradients of each unit and
+micro-batch, what comes from other pipeline positions, what goes into sums over tp, reduced gradients. Each
+rank finds its own first difference in the order of its program. Of these the first along the data's way is
+where it began, since a wrong number makes others wrong only further on.
 
-On a CPU results are equal to the bit. On a GPU some kernels (backward of attention, of the embedding) add up in an order that
-changes from run to run: there sums of values are compared, within TOLERANCE. Updates are equal to the bit everywhere.
+On a CPU results are equal to the bit. On a GPU some kernels (backward of attention, of the embedding) add up
+in an order that changes from run to run: there sums of values are compared, within TOLERANCE. Updates are
+equal to the bit everywhere.
 
-What is wrong twice in the same way is not seen: weights that changed in memory before the step, a kernel with a fault.
+What is wrong twice in the same way is not seen: weights that changed in memory before the step, a kernel with
+a fault.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ from threed.slots import Slots
 from threed.tensor.context import Batch
 from threed.zero.run import Clipped
 
-# Where kernels are not deterministic: how much a result may change, as a part of its norm; by the precision of compute.
+# Where kernels are not deterministic: how much a result may change, as a part of its norm; by the precision
+# of compute.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 COLUMNS = 64  # sums that make a checksum
 Result = TypeVar("Result")
@@ -66,7 +69,8 @@ class Verifier:
         return self._recorded(self.engine.rehearse, batch)
 
     def step(self, batch: Callable[[int], Batch]) -> tuple[Clipped, Trace]:
-        """The step that was rehearsed. WrongResult, on all ranks with one message, where a rank got two results."""
+        """The step that was rehearsed. WrongResult, on all ranks with one message, where a rank got two
+        results."""
         zero, rehearsed, number = self.engine.zero, self._lines, self.engine.zero.step_number + 1
         zero.update_differences = []
         try:
@@ -76,15 +80,19 @@ class Verifier:
             zero.update_differences = None
         where = first(self.engine, [found] if found else [])
         if where is not None:
-            raise WrongResult(f"step {number} was computed twice, with two results: first in the {where.text}. That machine "
-                              "computes wrongly, or its memory fails: take it out. The last step that was verified is "
-                              f"{self.last or 'before this start'}: later ones are in doubt, so go on from a checkpoint up to "
+            raise WrongResult(f"step {number} was computed twice, with two results: first in the "
+                              f"{where.text}. That machine "
+                              "computes wrongly, or its memory fails: take it out. The last step that was "
+                              "verified is "
+                              f"{self.last or 'before this start'}: later ones are in doubt, so go on from a "
+                              f"checkpoint up to "
                               "it, by train.resume=PATH")
         self._lines = []
         self.verified, self.last = self.verified + 1, number
         return result
 
-    def _recorded(self, run: Callable[[Callable[[int], Batch]], Result], batch: Callable[[int], Batch]) -> Result:
+    def _recorded(self, run: Callable[[Callable[[int], Batch]], Result],
+                  batch: Callable[[int], Batch]) -> Result:
         """Run a program, with checksums of all that it makes, in the order of the program."""
         tp, self._lines = self.engine.comm.groups["tp"], []
         tp.tap = lambda values: self._given.append((values.numel(), checksum(values, self.exact)))
@@ -100,7 +108,8 @@ class Verifier:
         distance = -instruction.unit if phase == 1 else instruction.unit
         if (slot := self._received(instruction)) is not None:
             what = f"input, received from pp{table.position(slot.unit)}, of {named(self.engine, instruction)}"
-            self._lines.append(Line(phase, distance, what, slots.get(slot).numel(), checksum(slots.get(slot), self.exact)))
+            self._lines.append(Line(phase, distance, what, slots.get(slot).numel(),
+                                    checksum(slots.get(slot), self.exact)))
         for count, sums in self._given:
             what = f"part of a sum over tp in {named(self.engine, instruction)}"
             self._lines.append(Line(phase, distance, what, count, sums))
@@ -114,14 +123,16 @@ class Verifier:
         op, unit, microbatch, *_ = instruction
         table = self.engine.plan.table
         slot = Slot("act", unit - 1, microbatch) if op == Op.FORWARD else Slot("grad", unit, microbatch)
-        if op not in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT) or slot.unit < 0 or (op in BACKWARDS and unit == table.last):
+        if op not in (Op.FORWARD, Op.BACKWARD,
+                      Op.BACKWARD_INPUT) or slot.unit < 0 or (op in BACKWARDS and unit == table.last):
             return None
         maker = slot.unit if op == Op.FORWARD else unit + 1
         return slot if table.position(maker) != self.engine.position else None
 
     def _difference(self, before: list[Line], after: list[Line]) -> Finding | None:
         """This rank's first, in the order of its program."""
-        assert [line[:4] for line in before] == [line[:4] for line in after], "the step is not what was rehearsed"
+        assert [line[:4] for line in before] == [line[:4]
+                                                 for line in after], "the step is not what was rehearsed"
         if not before:
             return None
         one, other = (torch.stack([line.sums for line in lines]).cpu() for lines in (before, after))
@@ -138,16 +149,23 @@ class Verifier:
             return f"at least {int((one != other).sum())} of {count} elements differ"
         norms = one[-1].item(), other[-1].item()
         if not all(map(math.isfinite, norms)):
-            return None if not any(map(math.isfinite, norms)) else f"its norm is {norms[0]:g}, then {norms[1]:g}"
+            return None if not any(map(math.isfinite,
+                                       norms)) else f"its norm is {norms[0]:g}, then {norms[1]:g}"
         change = torch.linalg.vector_norm((one - other)[:-1]).item() / (max(norms) or 1.0)
         limit = TOLERANCE[self.engine.zero.precision.compute]
-        return f"it changes by {change:.2g} of its norm (rounding: at most {limit:g})" if change > limit else None
+        return (
+            f"it changes by {change:.2g} of its norm (rounding: at most {limit:g})"
+            if change > limit
+            else None
+        )
 
     def _wrong_update(self, differences: list[tuple[int, torch.Tensor]]) -> Finding | None:
         for turn, (unit, count) in enumerate(differences):
             if count > 0:
                 what = f"update of p{unit} ({self.engine.plan.table.parameters[unit].name}), STEP"
-                return Finding(3, unit, turn, self._text(what, f"{int(count)} numbers of weights and optimizer state differ"))
+                return Finding(3, unit, turn, self._text(what,
+                                                         f"{int(count)} numbers of weights and optimizer "
+                                                         f"state differ"))
         return None
 
     def _text(self, what: str, how: str) -> str:
@@ -155,8 +173,9 @@ class Verifier:
 
 
 def checksum(values: torch.Tensor, exact: bool) -> torch.Tensor:
-    """Sums of every 64th element: of their bits, or of their values, and then their norm, too. What changes in one element
-    changes one of the sums; of the difference of two tensors the sums have about the norm that it has."""
+    """Sums of every 64th element: of their bits, or of their values, and then their norm, too. What changes
+    in one element changes one of the sums; of the difference of two tensors the sums have about the norm that
+    it has."""
     flat = values.detach().reshape(-1)
     numbers = flat.view(_BITS[flat.element_size()]) if exact else flat
     rows = len(flat) // COLUMNS

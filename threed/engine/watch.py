@@ -1,9 +1,10 @@
 """Watch: no rank waits for ever, and none ends without the others knowing why.
 
-The ranks share a key in the rendezvous store. Whoever fails first writes there what happened (for a rank that was killed, its
-launcher does); the others see it within a second, and end, even while they connect: the watch has a client of the store of its
-own, since one that waits for an answer is locked. A thread beside the engine looks at how long the current instruction has
-waited: past the limit it prints what the rank waits for and ends the run, even while the main thread hangs in a collective.
+The ranks share a key in the rendezvous store. Whoever fails first writes there what happened (for a rank that
+was killed, its launcher does); the others see it within a second, and end, even while they connect: the watch
+has a client of the store of its own, since one that waits for an answer is locked. A thread beside the engine
+looks at how long the current instruction has waited: past the limit it prints what the rank waits for and
+ends the run, even while the main thread hangs in a collective.
 """
 
 from __future__ import annotations
@@ -28,17 +29,20 @@ STORE_S = 20.0  # without the store nobody can tell the others of a failure
 
 
 def say(message: str) -> None:
-    """A line on stderr, in one write: ranks share it, and a handler of signals may be in the middle of another."""
+    """A line on stderr, in one write: ranks share it, and a handler of signals may be in the middle of
+    another."""
     with contextlib.suppress(OSError):
         os.write(2, f"threed: {message}\n".encode(errors="replace"))
 
 
-LOST = ("closed by peer", "reset by peer", "broken pipe", "connection refused", "connection was", "failed to connect",
+LOST = ("closed by peer", "reset by peer", "broken pipe", "connection refused", "connection was",
+        "failed to connect",
         "remote process exited", "failed to recv")
 
 
 def lost_peer(error: BaseException | None) -> bool:
-    """Whether an error, or what it comes from, is a broken connection: most often the echo of a rank that has ended."""
+    """Whether an error, or what it comes from, is a broken connection: most often the echo of a rank that has
+    ended."""
     while error is not None:
         if isinstance(error, RuntimeError) and any(words in str(error).lower() for words in LOST):
             return True
@@ -52,7 +56,8 @@ def own_client(store: Any) -> Any:
 
 
 def tell(store: Any, note: dict[str, Any]) -> dict[str, Any]:
-    """Leave the note of a failure (rank, message, status, hang, step, cause), unless one is there. The one that is."""
+    """Leave the note of a failure (rank, message, status, hang, step, cause), unless one is there. The one
+    that is."""
     return json.loads(store.compare_set(KEY, "", json.dumps(note)))
 
 
@@ -75,8 +80,8 @@ class Watch:
 
     @contextmanager
     def phase(self, text: str, waits: bool = True) -> Iterator[None]:
-        """Name what the rank does outside of a program. `waits`: all of it counts as waiting for others; if not, only the
-        exchanges in it do, and what lies between may take as long as it takes."""
+        """Name what the rank does outside of a program. `waits`: all of it counts as waiting for others; if
+        not, only the exchanges in it do, and what lies between may take as long as it takes."""
         self._phase = (text, time.monotonic() if waits else None)
         try:
             yield
@@ -93,9 +98,10 @@ class Watch:
             self.on_step(step)
 
     def fail(self, message: str, status: int = 1, hang: bool = False, cause: str | None = None) -> bool:
-        """Tell everybody that this rank failed. False if somebody else was first: then theirs is the reason. `cause`: what would
-        be the same if it failed again; None: it came from outside."""
-        note = {"rank": self.rank, "message": message, "status": status, "hang": hang, "step": self.step, "cause": cause}
+        """Tell everybody that this rank failed. False if somebody else was first: then theirs is the reason.
+        `cause`: what would be the same if it failed again; None: it came from outside."""
+        note = {"rank": self.rank, "message": message, "status": status, "hang": hang, "step": self.step,
+                "cause": cause}
         return tell(self._store, note)["rank"] == self.rank
 
     def reason(self, wait_s: float = 0.0) -> dict[str, Any] | None:
@@ -133,7 +139,8 @@ class Watch:
             if since is not None and time.monotonic() - since > LIMIT * self._timeout_s:
                 message = f"no answer within run.timeout_s={self._timeout_s:g}: {self.where()}"
                 self.end(message)
-                # The store may hang with the rank that holds it: tell the others if it answers, and end anyway.
+                # The store may hang with the rank that holds it: tell the others if it answers, and end
+                # anyway.
                 threading.Thread(target=self.fail, args=(message, 1, True, "a hang"), daemon=True).start()
                 time.sleep(3 * POLL_S)
                 os._exit(1)
@@ -146,7 +153,8 @@ class Watch:
                 answered = time.monotonic()
             except Exception:  # the store is gone or slow: the clock still watches
                 if time.monotonic() - answered > STORE_S:
-                    self.end(f"rank {self.rank}: rank 0's host, or the launcher there, has gone: the store of the run does not "
+                    self.end(f"rank {self.rank}: rank 0's host, or the launcher there, has gone: the store "
+                             f"of the run does not "
                              f"answer for {STORE_S:g} s")
                     os._exit(1)
                 continue
@@ -154,7 +162,8 @@ class Watch:
                 continue
             if reason["hang"]:
                 self.end(f"rank {reason['rank']} got no answer; {self.where()}")
-            if self._closed.wait((4 if self.rank else 8) * POLL_S):  # rank 0 may hold the store: it leaves last
+            # rank 0 may hold the store: it leaves last
+            if self._closed.wait((4 if self.rank else 8) * POLL_S):
                 return  # the main thread has seen it too, and ends by itself
             os._exit(reason["status"])
 

@@ -1,15 +1,16 @@
 """Attribute: where the time of a step went, on one rank. The parts add up to the step.
 
-    compute      FORWARD and BACKWARD, with the tensor-parallel collectives inside them; SPLIT and JOIN of what they keep
-    p2p_wait     waiting for activations and gradients of other positions, for a tied embedding's other half, and until
-                 what was sent has left; issuing messages
+    compute      FORWARD and BACKWARD, with the tensor-parallel collectives inside them; SPLIT and JOIN of
+                 what they keep
+    p2p_wait     waiting for activations and gradients of other positions, for a tied embedding's other half,
+                 and until what was sent has left; issuing messages
     dp_wait      waiting for the results of GATHER and REDUCE, issuing them, and CLIP's all-reduce
     optimizer    STEP; waiting for one on the host
     offload      waiting for what comes from the host or the disk, or must leave; issuing OFFLOAD and FETCH
     idle         the rest: waiting at CLIP for the last rank to arrive, and the host between instructions
 
-A rank waits at CLIP as long as the last one computes: that is imbalance, most of all the drain of the pipeline, and no
-cost of communication. What CLIP itself takes is what it takes on the rank that arrives last.
+A rank waits at CLIP as long as the last one computes: that is imbalance, most of all the drain of the
+pipeline, and no cost of communication. What CLIP itself takes is what it takes on the rank that arrives last.
 """
 
 from __future__ import annotations
@@ -30,12 +31,14 @@ def cause_of(item: Instruction) -> str:
         return "compute"
     if item.op in MESSAGES or (item.op == Op.REDUCE and GROUPS[item.group].across_positions):
         return "p2p_wait"
-    return {Op.GATHER: "dp_wait", Op.REDUCE: "dp_wait", Op.STEP: "optimizer", Op.OFFLOAD: "offload", Op.FETCH: "offload",
+    return {Op.GATHER: "dp_wait", Op.REDUCE: "dp_wait", Op.STEP: "optimizer", Op.OFFLOAD: "offload",
+            Op.FETCH: "offload",
             Op.CLIP: "clip"}.get(item.op, "idle")
 
 
 def parts(trace: Trace, program: Sequence[Instruction]) -> dict[str, float]:
-    """Seconds by part. No moment is in two of them: instructions follow one another, and waits come before their start."""
+    """Seconds by part. No moment is in two of them: instructions follow one another, and waits come before
+    their start."""
     found: dict[str, float] = dict.fromkeys([*PARTS, "idle"], 0.0)
     for index, item in enumerate(program):
         found[cause_of(item)] += trace.ended[index] - trace.started[index]

@@ -1,8 +1,9 @@
 """Compare: what a run measured beside what walking its plan predicts, and where each rank's time went.
 
-Measured are the last ten traced steps, without those that began a process; of these the middle half by step time, so
-that one slow step says nothing. The prediction walks the plan with the mean costs of instructions in the same steps:
-where the two differ, time went into what the walk takes as free, which is communication and the host.
+Measured are the last ten traced steps, without those that began a process; of these the middle half by step
+time, so that one slow step says nothing. The prediction walks the plan with the mean costs of instructions in
+the same steps: where the two differ, time went into what the walk takes as free, which is communication and
+the host.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ Row = dict[str, float]
 
 
 def save_config(config: Config) -> list[str]:
-    """Keep the config of a run in its folder, with every default and override resolved. What went wrong, if anything."""
+    """Keep the config of a run in its folder, with every default and override resolved. What went wrong, if
+    anything."""
     folder = Path(config.run.dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -70,12 +72,15 @@ def load_config(run: Path) -> Config:
 
 
 def compare(run: Path) -> dict[str, Any]:
-    """Predicted and measured seconds: of the step, by op, lane, unit and stage; and each rank's attribution."""
+    """Predicted and measured seconds: of the step, by op, lane, unit and stage; and each rank's
+    attribution."""
     traced = read_run(run)
     plan = make_plan(load_config(run))
     if plan.digest != traced.digest:
-        raise InputError(f"{run}: the trace is of plan {traced.digest}, but {CONFIG} makes plan {plan.digest}: the run was "
-                         "started with another config, or by another version of threed, and no step of it was traced since")
+        raise InputError(f"{run}: the trace is of plan {traced.digest}, but {CONFIG} makes plan "
+                         f"{plan.digest}: the run was "
+                         "started with another config, or by another version of threed, and no step of it "
+                         "was traced since")
     chosen = _choose(traced)
     programs = plan.programs["train"]
     traces = [[rank.trace(step) for step in chosen] for rank in traced.ranks]
@@ -89,13 +94,15 @@ def compare(run: Path) -> dict[str, Any]:
     for position, (trace, program) in enumerate(zip(walked, programs)):
         causes = attribute(parts(trace, program), clip_s, prediction.step_s)
         stages.append({"predicted": _with_bubble({"step": prediction.step_s, **causes}),
-                       "measured": _with_bubble(_mean([row for row in ranks if row["pp"] == position], ("step", *CAUSES)))})
+                       "measured": _with_bubble(_mean([row for row in ranks if row["pp"] == position],
+                                                      ("step", *CAUSES)))})
     lanes = {rank.here.position: rank.lanes for rank in traced.ranks}
     grouped: dict[str, Any] = {}
     for name, group in (("ops", _by_op), ("lanes", _by_lane), ("units", _by_unit)):
         measured = [_average([group(trace, rank.program, rank.lanes) for trace in of_rank])
                     for rank, of_rank in zip(traced.ranks, traces)]
-        predicted = [group(trace, program, lanes[p]) for p, (trace, program) in enumerate(zip(walked, programs))]
+        predicted = [group(trace, program, lanes[p]) for p,
+                     (trace, program) in enumerate(zip(walked, programs))]
         over_all = name != "units"  # a unit's time is that of a rank that holds it
         grouped[name] = _pair(_average(predicted, over_all), _average(measured, over_all))
     table = plan.table
@@ -105,7 +112,8 @@ def compare(run: Path) -> dict[str, Any]:
                         if name in grouped["units"]}
     step_s = sum(max(of_rank[k].total_s for of_rank in traces) for k in range(len(chosen))) / len(chosen)
     return {"run": str(run), "digest": plan.digest, "steps": chosen, "notes": traced.notes,
-            "step": {"predicted": prediction.step_s, "measured": step_s}, "stages": stages, "ranks": ranks, **grouped}
+            "step": {"predicted": prediction.step_s, "measured": step_s}, "stages": stages, "ranks": ranks,
+            **grouped}
 
 
 def _choose(traced: RunTrace) -> list[int]:
@@ -119,7 +127,8 @@ def _choose(traced: RunTrace) -> list[int]:
 
 def mean_costs(ranks: Sequence[RankTrace], traces: Sequence[Sequence[Trace]],
                clips: Sequence[float]) -> dict[tuple[int, Op, int], float]:
-    """Mean seconds of (position, op, unit) over ranks, steps and micro-batches; CLIP as the last rank to arrive sees it."""
+    """Mean seconds of (position, op, unit) over ranks, steps and micro-batches; CLIP as the last rank to
+    arrive sees it."""
     sums: dict[tuple[int, Op, int], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for rank, of_rank in zip(ranks, traces):
         for trace in of_rank:
@@ -139,7 +148,8 @@ def _attribute_rank(rank: RankTrace, traces: Sequence[Trace], clips: Sequence[fl
 
 
 def _as_trace(plan: Plan, walk: Walk, position: int) -> Trace:
-    """A walked program as a trace: the compute lane's instructions follow one another, and wait for the other lanes."""
+    """A walked program as a trace: the compute lane's instructions follow one another, and wait for the other
+    lanes."""
     program, table = plan.programs["train"][position], plan.table
     links = link(program, table, position, table.seam(position))
     trace, last = Trace("train"), 0.0
@@ -148,7 +158,8 @@ def _as_trace(plan: Plan, walk: Walk, position: int) -> Trace:
         if links.effects[index].lane == "compute":
             source = max(links.producers[index], key=lambda i: walk.end[position][i], default=-1)
             # CLIP is walked as one node of all positions: this rank was there when its own inputs were.
-            there = max(last, walk.end[position][source] if source >= 0 else 0.0) if item.op == Op.CLIP else start
+            there = max(last, walk.end[position][source] if source >= 0
+                        else 0.0) if item.op == Op.CLIP else start
             if there > last and source >= 0:
                 trace.waits.append(Wait(index, source, there - last))
             issued, start, last = last, there, end
@@ -172,7 +183,8 @@ def _by_op(trace: Trace, program: Sequence[Instruction], _: Sequence[str]) -> Ro
 
 
 def _by_lane(trace: Trace, program: Sequence[Instruction], lanes: Sequence[str]) -> Row:
-    """Time in a lane's instructions and in waiting for them. `recv 0 act` and `recv 1 act` are both `recv act`."""
+    """Time in a lane's instructions and in waiting for them. `recv 0 act` and `recv 1 act` are both `recv
+    act`."""
     names = [" ".join(word for word in lane.split() if not word.isdecimal()) for lane in lanes]
     found: Row = defaultdict(float)
     for index in range(len(program)):
@@ -187,7 +199,9 @@ def _by_unit(trace: Trace, program: Sequence[Instruction], _: Sequence[str]) -> 
     found: Row = defaultdict(float)
     for index, item in enumerate(program):
         if item.op in COMPUTE or item.op == Op.STEP:
-            found[f"{'p' if item.op == Op.STEP else 'u'}{item.unit}"] += trace.ended[index] - trace.started[index]
+            found[f"{'p' if item.op == Op.STEP else 'u'}{item.unit}"] += (
+                trace.ended[index] - trace.started[index]
+            )
     return found
 
 
@@ -215,7 +229,8 @@ def _with_bubble(row: Row) -> Row:
 
 # ---------------------------------------------------------------- as text
 
-HEADS = {"step": "step", "compute": "compute", "p2p_wait": "p2p wait", "dp_wait": "dp wait", "optimizer": "optimizer",
+HEADS = {"step": "step", "compute": "compute", "p2p_wait": "p2p wait", "dp_wait": "dp wait",
+         "optimizer": "optimizer",
          "offload": "offload", "idle": "idle"}
 MOST_RANKS = 64
 
@@ -226,7 +241,8 @@ def show(found: dict[str, Any]) -> str:
     error = step["predicted"] / step["measured"] - 1.0 if step["measured"] else 0.0
     lines = [f"{found['run']}, plan {found['digest']}, step{'s' if len(found['steps']) > 1 else ''} "
              + ", ".join(map(str, found["steps"])),
-             f"{show_seconds(step['measured'])} a step measured, {show_seconds(step['predicted'])} predicted, "
+             f"{show_seconds(step['measured'])} a step measured, {show_seconds(step['predicted'])} "
+             f"predicted, "
              f"{abs(error):.1%} {'more' if error > 0 else 'less'}", "",
              "where the time of a rank went, by stage".ljust(40) + _cells((*HEADS.values(), "bubble"))]
     for position, row in enumerate(found["stages"]):
@@ -243,7 +259,8 @@ def show(found: dict[str, Any]) -> str:
                        ("by unit, on a rank that holds it", "units")):
         lines += ["", title.ljust(40) + _cells(("predicted", "measured"))]
         lines += [f"{name:5} {row.get('name', '')}".ljust(40)
-                  + _cells(show_seconds(row[kind]) for kind in ("predicted", "measured")) for name, row in found[key].items()]
+                  + _cells(show_seconds(row[kind]) for kind in ("predicted", "measured")) for name,
+                  row in found[key].items()]
     return "\n".join([*lines, *(f"note: {note}" for note in found["notes"])])
 
 

@@ -1,7 +1,9 @@
-"""Files of one JSON line a step, {"step": 7, ...}, in which each step stands once, whatever happens to the run or to its disk.
+"""Files of one JSON line a step, {"step": 7, ...}, in which each step stands once, whatever happens to the
+run or to its disk.
 
-A run that goes on from step 4 makes the steps after it again: their lines are cut off, and so is half a line that a kill has
-left. A line that cannot be written (the disk is full, the folder has gone) is kept until it can.
+A run that goes on from step 4 makes the steps after it again: their lines are cut off, and so is half a line
+that a kill has left. A line that cannot be written (the disk is full, the folder has gone) is kept until it
+can.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ _MOST_KEPT = 10_000  # lines in memory
 
 
 def cut(path: Path, step: int, undone: Path | None = None) -> None:
-    """Cut off the lines after those of `step`. Whole ones are first added to the file `undone`, where one is given, so that a
-    crash in between loses nothing."""
+    """Cut off the lines after those of `step`. Whole ones are first added to the file `undone`, where one is
+    given, so that a crash in between loses nothing."""
     if not path.exists():
         return
     with path.open("rb+") as file:
@@ -91,11 +93,16 @@ class StepLines:
             except OSError as error:
                 self._failing = True
                 why = error.strerror or error
-                return None if before else (f"warning: {self.path} cannot be written ({why}): the run goes on, and keeps its "
+                return None if before else (f"warning: {self.path} cannot be written ({why}): the run goes "
+                                            f"on, and keeps its "
                                             "steps until it can")
         if not before:
             return None
-        missing = f", but {len(self._lost)} steps from {min(self._lost)} on are missing" if self._lost else ", with all steps"
+        missing = (
+            f", but {len(self._lost)} steps from {min(self._lost)} on are missing"
+            if self._lost
+            else ", with all steps"
+        )
         self._lost.clear()
         return f"{self.path} is written again{missing}"
 
@@ -132,7 +139,8 @@ class StepLines:
         self._waiting.clear()
 
     def _is_there(self) -> bool:
-        """Whether the path leads to the file that is open: a folder that was removed takes no lines, and says nothing."""
+        """Whether the path leads to the file that is open: a folder that was removed takes no lines, and says
+        nothing."""
         assert self._file is not None
         try:
             return os.path.samestat(os.stat(self.path), os.fstat(self._file.fileno()))
@@ -140,7 +148,8 @@ class StepLines:
             return False
 
     def _open(self) -> None:
-        """Open the file; one that was removed gets the lines that it had, which are there as long as it is open."""
+        """Open the file; one that was removed gets the lines that it had, which are there as long as it is
+        open."""
         new, old = self.path.open("ab+", buffering=0), self._file
         if old is not None and new.seek(0, os.SEEK_END) == 0:
             try:

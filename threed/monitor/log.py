@@ -1,20 +1,22 @@
 """Log: the same names and numbers to metrics.jsonl, to wandb, and as a line on the console. Rank 0 only.
 
-    train/loss train/lr train/grad_norm train/skipped_steps    of the step
-    train/loss_scale                                           that it was made with, where it is dynamic
-    val/loss                                                   where evaluated
-    perf/step_s perf/tokens_per_s perf/tokens_per_s_per_device perf/model_tflops_per_device
-    perf/mfu                          null where the device's peak is not known
-    pipeline/bubble_measured          1 - (time in compute instructions / step time), mean; per stage as .../0, .../1
-    pipeline/bubble_predicted         the same from walking the plan with this step's measured costs
-    time/compute/0 time/p2p_wait/0 time/dp_wait/0 time/optimizer/0 time/offload/0 time/idle/0
-                                      seconds of the step on a rank of position 0, and so for each: see monitor/attribute
-    comm/bytes_dp comm/bytes_tp comm/bytes_pp                  sent by all ranks in the step
-    integrity/verified_steps          so far in this process, where run.verify_every is set
-    integrity/rehearsal_s             of a verified step: of its first computation, which perf/step_s leaves out
-    straggler/rank straggler/slower                            the rank whose own work took longest, and how many times as long
-                                                               as others' of its position: see monitor/straggler
-    memory/peak_bytes                 allocator peak on a GPU, peak resident set on a CPU; the largest rank
+train/loss train/lr train/grad_norm train/skipped_steps    of the step
+train/loss_scale                                           that it was made with, where it is dynamic
+val/loss                                                   where evaluated
+perf/step_s perf/tokens_per_s perf/tokens_per_s_per_device perf/model_tflops_per_device
+perf/mfu                          null where the device's peak is not known
+pipeline/bubble_measured          1 - (time in compute instructions / step time), mean; per stage as .../0,
+                                  .../1
+pipeline/bubble_predicted         the same from walking the plan with this step's measured costs
+time/compute/0 time/p2p_wait/0 time/dp_wait/0 time/optimizer/0 time/offload/0 time/idle/0
+                                  of the step on a rank of position 0 [s], and so on: see monitor/attribute
+comm/bytes_dp comm/bytes_tp comm/bytes_pp                  sent by all ranks in the step
+integrity/verified_steps          so far in this process, where run.verify_every is set
+integrity/rehearsal_s             of a verified step: of its first computation, which perf/step_s leaves out
+straggler/rank straggler/slower                            the rank whose own work took longest, and how many
+                                                           times as long as others' of its position: see
+                                                           monitor/straggler
+memory/peak_bytes                 allocator peak on a GPU, peak resident set on a CPU; the largest rank
 """
 
 from __future__ import annotations
@@ -45,8 +47,8 @@ FAILED_S = 4.0  # and of one that has failed, whose ranks are killed after child
 
 class Log:
     def __init__(self, config: Config):
-        """Takes the folder for this run. InputError where another run has it, or where it may not be written; RunError where the
-        disk fails."""
+        """Takes the folder for this run. InputError where another run has it, or where it may not be written;
+        RunError where the disk fails."""
         self.config = config
         self.console = Console(highlight=False)
         self.run_id: str | None = None
@@ -60,22 +62,26 @@ class Log:
         except OSError as error:
             raise _unusable(config, error) from None
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # let go of when this process ends, however it ends
+            # let go of when this process ends, however it ends
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._lock.seek(0)
             holder = self._lock.read().strip()
-            raise InputError(f"run.dir={config.run.dir} is in use by another run ({holder}): end it first, or give this one a "
+            raise InputError(f"run.dir={config.run.dir} is in use by another run ({holder}): end it first, "
+                             f"or give this one a "
                              "folder of its own") from None
         except OSError:
             pass  # a file system without locks
         with contextlib.suppress(OSError):  # a full disk
             self._lock.truncate(0)
-            self._lock.write(f"on {socket.gethostname()}, process {os.getpid()}, since {time.strftime('%Y-%m-%d %H:%M:%S %Z')}\n")
+            self._lock.write(f"on {socket.gethostname()}, process {os.getpid()}, since "
+                             f"{time.strftime('%Y-%m-%d %H:%M:%S %Z')}\n")
             self._lock.flush()
 
     def start(self, step: int, run_id: str | None) -> None:
-        """Go on after `step`: lines of later steps, which are made again, move to metrics.undone.jsonl. `run_id`: the wandb run
-        that a checkpoint names; a run that is started again before its first checkpoint goes on with the same, too."""
+        """Go on after `step`: lines of later steps, which are made again, move to metrics.undone.jsonl.
+        `run_id`: the wandb run that a checkpoint names; a run that is started again before its first
+        checkpoint goes on with the same, too."""
         try:
             cut(self.path, step, self.path.with_suffix(".undone.jsonl"))
             self._lines = StepLines(self.path)
@@ -93,7 +99,8 @@ class Log:
 
     def step(self, step: int, metrics: dict[str, float | None]) -> None:
         """One step's numbers: written at once, so that a killed run has lost nothing."""
-        plain = {name: value if value is None or math.isfinite(value) else str(value) for name, value in metrics.items()}
+        plain = {name: value if value is None or math.isfinite(value) else str(value) for name,
+                 value in metrics.items()}
         assert self._lines is not None, "start() comes first"
         if news := self._lines.add(step, json.dumps({"step": step, **plain}) + "\n"):
             self.say(news)
@@ -104,8 +111,9 @@ class Log:
             self.say(_line(step, steps, metrics))
 
     def sync(self) -> None:
-        """Return when the lines of all steps are on the disk: a checkpoint counts on them. OSError where the disk is full, so
-        that older checkpoints make room; what else keeps them from being written has been said, or will be at the next step."""
+        """Return when the lines of all steps are on the disk: a checkpoint counts on them. OSError where the
+        disk is full, so that older checkpoints make room; what else keeps them from being written has been
+        said, or will be at the next step."""
         if self._lines is not None:
             try:
                 self._lines.sync()
@@ -114,7 +122,8 @@ class Log:
                     raise
 
     def picture(self, step: int, svg: str) -> None:
-        """A measured timeline, to wandb. Before the numbers of its step: wandb takes no more of a step after those."""
+        """A measured timeline, to wandb. Before the numbers of its step: wandb takes no more of a step after
+        those."""
         if self._wandb:
             import wandb
 
@@ -124,7 +133,8 @@ class Log:
         self.console.print(text, soft_wrap=True, markup=False)
 
     def close(self, limit_s: float = CLOSE_S) -> None:
-        """Write what is left. A disk or a wandb server that does not answer keeps nobody longer than `limit_s`."""
+        """Write what is left. A disk or a wandb server that does not answer keeps nobody longer than
+        `limit_s`."""
         over = threading.Event()
 
         def body() -> None:
@@ -136,7 +146,8 @@ class Log:
 
         threading.Thread(target=body, daemon=True, name="close the log").start()
         if not over.wait(limit_s):
-            self.say(f"warning: {self.path} or wandb does not answer for {limit_s:g} s; what they miss of the run's last steps "
+            self.say(f"warning: {self.path} or wandb does not answer for {limit_s:g} s; what they miss of "
+                     f"the run's last steps "
                      f"is lost to them. An offline copy for `wandb sync`: {self.wandb_dir or 'none'}")
 
     def _close(self) -> None:
@@ -164,7 +175,8 @@ def _line(step: int, steps: int, metrics: dict[str, float | None]) -> str:
         parts.append(f"val {number('val/loss'):.4f}")
     parts += [f"norm {number('train/grad_norm'):.2f}", f"lr {number('train/lr'):.2e}",
               f"{number('perf/step_s'):.2f} s", f"{show_count(number('perf/tokens_per_s'))} tok/s",
-              f"bubble {number('pipeline/bubble_measured'):.0%} (predicted {number('pipeline/bubble_predicted'):.0%})",
+              f"bubble {number('pipeline/bubble_measured'):.0%} (predicted "
+              f"{number('pipeline/bubble_predicted'):.0%})",
               f"peak {show_bytes(number('memory/peak_bytes'))}"]
     return "  ".join(parts)
 
@@ -188,6 +200,13 @@ def _start_wandb(config: Config, run_id: str | None) -> Any:
     import wandb
 
     settings = wandb.Settings(console="off", x_disable_stats=True)
-    return wandb.init(project=config.monitor.project, name=config.monitor.name, id=run_id, mode=mode,  # pyright: ignore
-                      resume="allow" if run_id and mode == "online" else None, dir=config.run.dir,
-                      config=config.to_dict(), settings=settings)
+    return wandb.init(
+        project=config.monitor.project,
+        name=config.monitor.name,
+        id=run_id,
+        mode=mode,  # pyright: ignore
+        resume="allow" if run_id and mode == "online" else None,
+        dir=config.run.dir,
+        config=config.to_dict(),
+        settings=settings,
+    )

@@ -1,7 +1,7 @@
 """Measure: each rank sums up its step in a short row of numbers, all rows meet, and metrics are made of them.
 
-The row is exchanged once a step over the host: times, memory, bytes, whether somebody asked to save or stop, and the
-mean cost of each (op, unit) of the rank's position, from which the step is predicted.
+The row is exchanged once a step over the host: times, memory, bytes, whether somebody asked to save or stop,
+and the mean cost of each (op, unit) of the rank's position, from which the step is predicted.
 """
 
 from __future__ import annotations
@@ -60,12 +60,14 @@ class Meter:
         self.stragglers = Stragglers(self.comm.mesh)
 
     def begin(self) -> float:
-        """The step begins: what was sent before it (a rehearsal, an evaluation, a proof) is not its own. The time now."""
+        """The step begins: what was sent before it (a rehearsal, an evaluation, a proof) is not its own. The
+        time now."""
         self._sent = {axis: self.comm.sent[axis] for axis in AXES}
         return time.monotonic()
 
     def exchange(self, trace: Trace, step_s: float, asked: tuple[bool, bool], saving: float) -> Step:
-        """Share this rank's numbers with all ranks. `asked`: to stop, to save; `saving`: how far it is with a checkpoint."""
+        """Share this rank's numbers with all ranks. `asked`: to stop, to save; `saving`: how far it is with a
+        checkpoint."""
         table, here = self.plan.table, self.comm.here
         program = self.plan.programs[trace.name][here.position]
         sent = {axis: self.comm.sent[axis] for axis in AXES}
@@ -134,7 +136,8 @@ class Meter:
         return values
 
     def _predict(self, step: Step, elapsed_s: float) -> list[float]:
-        """Predicted bubbles; a large plan is walked again only as often as costs a hundredth of the run's time."""
+        """Predicted bubbles; a large plan is walked again only as often as costs a hundredth of the run's
+        time."""
         if self._predicted is None or self._spent_s < 0.01 * elapsed_s:
             begin = time.monotonic()
             self._predicted = predict(self.plan, step.costs, step.program).bubble

@@ -1,7 +1,7 @@
 """Timelines: what ranks measured, on one clock: as Chrome trace events for Perfetto, and as a picture.
 
-Ranks' clocks differ. All ranks leave CLIP together, so in each step every rank's clock is set so that its CLIP ends
-when rank 0's does.
+Ranks' clocks differ. All ranks leave CLIP together, so in each step every rank's clock is set so that its
+CLIP ends when rank 0's does.
 """
 
 from __future__ import annotations
@@ -22,17 +22,21 @@ def _clip(program: Sequence[Instruction]) -> int:
 
 
 def chrome(traced: RunTrace, steps: Sequence[int]) -> dict[str, Any]:
-    """The trace-event format: a process a rank, a thread a lane, microseconds since the first of the steps began."""
+    """The trace-event format: a process a rank, a thread a lane, microseconds since the first of the steps
+    began."""
     events: list[dict[str, Any]] = []
     shown: list[dict[str, Any]] = []
-    threads = {rank.rank: {lane: number for number, lane in enumerate(dict.fromkeys(rank.lanes))} for rank in traced.ranks}
+    threads = {rank.rank: {lane: number for number, lane in enumerate(dict.fromkeys(rank.lanes))}
+               for rank in traced.ranks}
     for rank in traced.ranks:
         here = rank.here
         names = [("process_name", 0, {"name": f"rank {rank.rank} {here}"}),
                  ("process_sort_index", 0, {"sort_index": rank.rank})]
         names += [("thread_name", number, {"name": lane}) for lane, number in threads[rank.rank].items()]
-        names += [("thread_sort_index", number, {"sort_index": number}) for number in threads[rank.rank].values()]
-        shown += [{"ph": "M", "pid": rank.rank, "tid": tid, "name": name, "args": args} for name, tid, args in names]
+        names += [("thread_sort_index", number, {"sort_index": number})
+                  for number in threads[rank.rank].values()]
+        shown += [{"ph": "M", "pid": rank.rank, "tid": tid, "name": name, "args": args} for name, tid,
+                  args in names]
     for step in steps:
         first = traced.ranks[0].trace(step)
         together = first.begin + first.ended[_clip(traced.ranks[0].program)]
@@ -48,18 +52,26 @@ def chrome(traced: RunTrace, steps: Sequence[int]) -> dict[str, Any]:
             "otherData": {"digest": traced.digest, "run": str(traced.run)}}
 
 
-def _events(rank: RankTrace, trace: Trace, step: int, origin: float, threads: dict[str, int]) -> list[dict[str, Any]]:
-    """Complete events, in seconds. Waits are shown one after the other from the issue of the instruction that waits."""
+def _events(rank: RankTrace, trace: Trace, step: int, origin: float,
+            threads: dict[str, int]) -> list[dict[str, Any]]:
+    """Complete events, in seconds. Waits are shown one after the other from the issue of the instruction that
+    waits."""
     events = []
     reached = dict(enumerate(trace.issued))
     for index, source, wait_s in trace.waits:
-        item, slot = rank.program[index], str(rank.program[source]) if source >= 0 else "a slot of the step before"
-        events.append({"ph": "X", "pid": rank.rank, "tid": threads[rank.lanes[index]], "name": f"wait {slot}", "cat": "wait",
-                       "ts": origin + reached[index], "dur": wait_s, "args": {"step": step, "for": str(item)}})
+        item, slot = (
+            rank.program[index],
+            str(rank.program[source]) if source >= 0 else "a slot of the step before",
+        )
+        events.append({"ph": "X", "pid": rank.rank, "tid": threads[rank.lanes[index]], "name": f"wait {slot}",
+                       "cat": "wait",
+                       "ts": origin + reached[index], "dur": wait_s,
+                       "args": {"step": step, "for": str(item)}})
         reached[index] += wait_s
     for index, item in enumerate(rank.program):
         args = {"step": step, "index": index, "op": str(item.op)}
-        args |= {name: value for name, value in (("unit", item.unit), ("microbatch", item.microbatch)) if value >= 0}
+        args |= {name: value for name, value in (("unit", item.unit), ("microbatch", item.microbatch))
+                 if value >= 0}
         events.append({"ph": "X", "pid": rank.rank, "tid": threads[rank.lanes[index]], "name": str(item),
                        "cat": str(item.op), "ts": origin + trace.started[index],
                        "dur": trace.ended[index] - trace.started[index], "args": args})
@@ -70,7 +82,8 @@ def picture(programs: Sequence[Sequence[Instruction]], traces: Sequence[Trace], 
     """One rank of each position, drawn as `threed show --svg` draws a prediction."""
     origins = [-trace.ended[_clip(program)] for program, trace in zip(programs, traces, strict=True)]
     zero = min(origin + trace.started[0] for origin, trace in zip(origins, traces))
-    moved = [([time + origin - zero for time in trace.started], [time + origin - zero for time in trace.ended])
+    moved = [([time + origin - zero for time in trace.started],
+              [time + origin - zero for time in trace.ended])
              for origin, trace in zip(origins, traces)]
     return svg(programs, Walk([start for start, _ in moved], [end for _, end in moved], []), title)
 

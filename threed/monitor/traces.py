@@ -1,8 +1,9 @@
 """Traces: each rank's times of each traced step, a line a step, in `run.dir/trace/rank-00000.jsonl`.
 
-The first line of a process is a header: who the rank is, the plan's digest, and the program that the times are of, so
-that a file explains itself. A step's line holds, in seconds from the step's begin, when each instruction was issued,
-when its inputs were there and when it ended, and [instruction, instruction waited for, seconds] of each wait.
+The first line of a process is a header: who the rank is, the plan's digest, and the program that the times
+are of, so that a file explains itself. A step's line holds, in seconds from the step's begin, when each
+instruction was issued, when its inputs were there and when it ended, and [instruction, instruction waited
+for, seconds] of each wait.
 """
 
 from __future__ import annotations
@@ -49,11 +50,14 @@ def encode(step: int, trace: Trace) -> str:
 
 
 class TraceWriter:
-    """Writes one rank's traces; rank 0's keeps costs.json, too. A disk that is full costs the traces, not the run."""
+    """Writes one rank's traces; rank 0's keeps costs.json, too. A disk that is full costs the traces, not the
+    run."""
 
     def __init__(self, run: Path, plan: Plan, comm: Comm, first_step: int):
-        """`first_step`: of this process. It is slower than the others: memory is allocated, code is loaded."""
-        self.path, self._plan, self._comm, self._first_step = rank_file(run, comm.rank), plan, comm, first_step
+        """`first_step`: of this process. It is slower than the others: memory is allocated, code is
+        loaded."""
+        self.path, self._plan, self._comm, self._first_step = rank_file(run,
+                                                                        comm.rank), plan, comm, first_step
         self._file: TextIO | None = None
         self._full = False
         self._costs_path = run / COSTS
@@ -90,7 +94,8 @@ class TraceWriter:
         program = self._plan.programs["train"][here.position]
         rows = [(str(item), effects(item, table, here.position).lane, *item) for item in program]
         return json.dumps({"rank": self._comm.rank, **here.on, "world_size": self._comm.mesh.size,
-                           "digest": self._plan.digest, "first_step": self._first_step, "columns": COLUMNS, "train": rows},
+                           "digest": self._plan.digest, "first_step": self._first_step, "columns": COLUMNS,
+                           "train": rows},
                           separators=(",", ":")) + "\n"
 
     def _add_costs(self, cold: bool, costs: Costs) -> None:
@@ -108,7 +113,8 @@ class TraceWriter:
         self._steps += 1
         for key, seconds in costs.items():
             self._sums[key] = self._sums.get(key, 0.0) + seconds
-        save_costs(self._costs_path, {key: total / self._steps for key, total in self._sums.items()}, self._plan.digest,
+        save_costs(self._costs_path, {key: total / self._steps for key, total in self._sums.items()},
+                   self._plan.digest,
                    self._steps)
 
 
@@ -122,7 +128,8 @@ class RankTrace:
     lanes: list[str]
     first_steps: set[int]  # of processes
     file: Path
-    lines: dict[int, tuple[int, str]] = field(default_factory=dict)  # step -> (line number, line); the latest counts
+    lines: dict[int, tuple[int, str]] = field(default_factory=dict)  # step -> (line number, line); the latest
+    # counts
 
     def trace(self, step: int) -> Trace:
         number, line = self.lines[step]
@@ -154,7 +161,8 @@ def read_run(run: Path) -> RunTrace:
         raise InputError(f"{run}: there is no such run; give the folder that run.dir named")
     first = rank_file(run, 0)
     if not first.exists():
-        raise InputError(f"{run}: there is no {FOLDER}/{first.name}. A run is traced where monitor.trace_every > 0")
+        raise InputError(f"{run}: there is no {FOLDER}/{first.name}. A run is traced where "
+                         f"monitor.trace_every > 0")
     header = _last_header(first)
     digest, world_size, notes, ranks = header["digest"], header["world_size"], [], []
     for rank in range(world_size):
@@ -197,12 +205,14 @@ def _read_rank(file: Path, rank: int, digest: str, notes: list[str]) -> RankTrac
         else:
             raise InputError(f"{where} is damaged: neither a header nor a step")
     if found is None:
-        raise InputError(f"{file} is of another plan than rank 0's last one, {digest}: the ranks' files are not of one run")
+        raise InputError(f"{file} is of another plan than rank 0's last one, {digest}: the ranks' files are "
+                         f"not of one run")
     return found
 
 
 def _lines(file: Path, notes: list[str]) -> Iterator[tuple[int, str, bool]]:
-    """(line number, line, whether it is a header). Half a line at the end is what a kill leaves, and is left out."""
+    """(line number, line, whether it is a header). Half a line at the end is what a kill leaves, and is left
+    out."""
     try:
         with file.open() as lines:
             for number, line in enumerate(lines, 1):
@@ -240,12 +250,14 @@ def _decode(line: str, count: int, where: str) -> Trace:
         values = json.loads(line)
         issued, started, ended = lists = [[float(time) for time in values[name]] for name in LISTS]
         waits = [Wait(int(index), int(source), float(wait_s)) for index, source, wait_s in values["waits"]]
-        trace = Trace(values["program"], float(values["begin"]), issued, started, ended, waits, float(values["total_s"]))
+        trace = Trace(values["program"], float(values["begin"]), issued, started, ended, waits,
+                      float(values["total_s"]))
     except (ValueError, TypeError, KeyError) as error:
         raise InputError(f"{where} is damaged: {type(error).__name__}: {error}") from None
     if any(len(times) != count for times in lists):
         raise InputError(f"{where} is damaged: it has not one time for each of {count} instructions")
-    numbers = (trace.begin, trace.total_s, *(wait.wait_s for wait in waits), *(time for times in lists for time in times))
+    numbers = (trace.begin, trace.total_s, *(wait.wait_s for wait in waits),
+               *(time for times in lists for time in times))
     if not all(math.isfinite(number) for number in numbers):
         raise InputError(f"{where} is damaged: not all of its times are finite")
     if any(not (0 <= wait.index < count and -1 <= wait.source < count) for wait in waits):
@@ -254,4 +266,5 @@ def _decode(line: str, count: int, where: str) -> Trace:
 
 
 def _some(steps: list[int]) -> str:
-    return ", ".join(map(str, steps)) if len(steps) <= 12 else f"{', '.join(map(str, steps[:5]))} ... {steps[-1]}"
+    return ", ".join(map(str,
+                         steps)) if len(steps) <= 12 else f"{', '.join(map(str, steps[:5]))} ... {steps[-1]}"

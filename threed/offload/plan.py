@@ -1,12 +1,13 @@
-"""Offload as a pass: where gradients go down to the host, are stepped there, and parameters come up again. No torch.
+"""Offload as a pass: where gradients go down to the host, are stepped there, and parameters come up again. No
+torch.
 
     state on the host     ... REDUCE  OFFLOAD gshard ...  CLIP  STEP (on the host)  FETCH pshard
     on disk, too          ...                             CLIP  FETCH host_state  STEP  OFFLOAD host_state ...
     parameters there      ... FETCH pshard  GATHER ... RELEASE ...
 
-A gradient goes down as soon as it is reduced. Units are stepped one after the other: while one is stepped, the state of the
-next is read from disk and the parameters of the one before come up, so two or three units at a time are on their way. Units
-whose state is on the device are stepped meanwhile.
+A gradient goes down as soon as it is reduced. Units are stepped one after the other: while one is stepped,
+the state of the next is read from disk and the parameters of the one before come up, so two or three units at
+a time are on their way. Units whose state is on the device are stepped meanwhile.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ Program = list[Instruction]
 
 
 def homes(sizes: dict[int, int], ratio: float, home: Tier) -> dict[int, Tier]:
-    """Parameter unit -> where its state lives, such that a share of `ratio` of all `sizes` is at `home`, as nearly as units
-    allow: largest first, a unit goes there as long as that brings the share nearer to it."""
+    """Parameter unit -> where its state lives, such that a share of `ratio` of all `sizes` is at `home`, as
+    nearly as units allow: largest first, a unit goes there as long as that brings the share nearer to it."""
     goal, there = ratio * sum(sizes.values()), 0
     found = {}
     for unit, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
@@ -42,27 +43,33 @@ def optimizer(programs: Programs, table: Table) -> Programs:
             result.append(program)
             continue
         out, here = _down(program, table, away)
-        turns = _turns(away, table, Instruction(Op.STEP), lambda unit: [*_weights_home(unit, table), *_state_home(unit, table)])
+        turns = _turns(away, table, Instruction(Op.STEP),
+                       lambda unit: [*_weights_home(unit, table), *_state_home(unit, table)])
         result.append([*out, *turns[0], *turns[1], *here, *(item for turn in turns[2:] for item in turn)])
     return result
 
 
 def _delay(programs: Programs, table: Table, steps: tuple[str, ...]) -> Programs:
-    """The same, one step late. `steps`: whose gradients are stepped, of the step before (prev) and of this one ("").
+    """The same, one step late. `steps`: whose gradients are stepped, of the step before (prev) and of this
+    one ("").
 
-        train   [STEP prev, a unit at a time, beside forward and backward]  FETCH weights  CLIP: this step's gradients wait
-        enter   forward and backward                                                       CLIP: this step's gradients wait
+        train   [STEP prev, a unit at a time, beside forward and backward]  FETCH weights  CLIP: this step's
+                gradients wait
+        enter   forward and backward                                                       CLIP: this step's
+                gradients wait
         drain   as train                                                                   CLIP  STEP ...
 
-    Everything is on the host. The steps are spread evenly over the program, since one waits for the state of the one before
-    to be on disk. New weights come up after the last backward: all micro-batches of a step see the same.
+    Everything is on the host. The steps are spread evenly over the program, since one waits for the state of
+    the one before to be on disk. New weights come up after the last backward: all micro-batches of a step see
+    the same.
     """
     result = []
     for position, program in enumerate(programs):
         away = _away(table, position)
         (*work, clip), _ = _down(program, table, away)
         if "prev" in steps:
-            turns = _turns(away, table, Instruction(Op.STEP, age="prev"), lambda unit: _state_home(unit, table))
+            turns = _turns(away, table, Instruction(Op.STEP, age="prev"),
+                           lambda unit: _state_home(unit, table))
             work = [*_spread(work, turns), *(item for unit in away for item in _weights_home(unit, table))]
         if "" in steps:
             turns = _turns(away, table, Instruction(Op.STEP),
@@ -82,7 +89,8 @@ def _away(table: Table, position: int) -> list[int]:
 
 
 def _down(program: Program, table: Table, away: list[int]) -> tuple[Program, Program]:
-    """The program up to CLIP, with gradients of these units on their way down; and the STEPs of the others."""
+    """The program up to CLIP, with gradients of these units on their way down; and the STEPs of the
+    others."""
     out: Program = []
     for item in program:
         if item.op != Op.STEP:
@@ -93,7 +101,8 @@ def _down(program: Program, table: Table, away: list[int]) -> tuple[Program, Pro
 
 
 def _turns(away: list[int], table: Table, step: Instruction, then: Callable[[int], Program]) -> list[Program]:
-    """The steps of units whose state is away, one unit reading, one stepping and one writing (`then`) at a time."""
+    """The steps of units whose state is away, one unit reading, one stepping and one writing (`then`) at a
+    time."""
     turns: list[Program] = []
     for turn in range(len(away) + 2):
         reads = [unit for unit in away[turn:turn + 1] if table.parameters[unit].state_home == Tier.DISK]
@@ -119,7 +128,8 @@ def _weights_home(unit: int, table: Table) -> Program:
     weight = table.weight(unit)
     if weight.tier == Tier.DEVICE:
         return [Instruction(Op.FETCH, unit, kind=weight.kind)]
-    return [Instruction(Op.OFFLOAD, unit, kind=weight.kind, tier=Tier.HOST)] if weight.tier == Tier.DISK else []
+    return [Instruction(Op.OFFLOAD, unit, kind=weight.kind,
+                        tier=Tier.HOST)] if weight.tier == Tier.DISK else []
 
 
 def _state_home(unit: int, table: Table) -> Program:
@@ -128,8 +138,8 @@ def _state_home(unit: int, table: Table) -> Program:
 
 
 def snapshot(_: Programs, table: Table, age: str = "") -> Programs:
-    """Between two steps: a copy on the host of what a checkpoint keeps, taken beside what comes next. A unit's next STEP
-    waits for its own."""
+    """Between two steps: a copy on the host of what a checkpoint keeps, taken beside what comes next. A
+    unit's next STEP waits for its own."""
     return [[Instruction(Op.OFFLOAD, p, kind="snapshot", age=age) for p in table.held(position)
              if table.saves(position, p)] for position in range(table.num_positions)]
 

@@ -1,4 +1,5 @@
-"""What OFFLOAD and FETCH do to tensors: copies between the device, the host and the disk, beside the computation."""
+"""What OFFLOAD and FETCH do to tensors: copies between the device, the host and the disk, beside the
+computation."""
 
 from __future__ import annotations
 
@@ -17,10 +18,12 @@ from threed.slots import Slots
 
 
 class Offloaded(Protocol):
-    """A parameter unit, as far as it moves between tiers (zero.state.UnitState says what each method does)."""
+    """A parameter unit, as far as it moves between tiers (zero.state.UnitState says what each method
+    does)."""
 
     def lower_gradient(self, lane: Lane) -> Handle: ...
-    def raise_weights(self, slot: Slot, brought: torch.Tensor | None, lane: Lane) -> tuple[torch.Tensor, Handle]: ...
+    def raise_weights(self, slot: Slot, brought: torch.Tensor | None,
+                      lane: Lane) -> tuple[torch.Tensor, Handle]: ...
     def write_state(self, lane: Lane) -> Handle: ...
     def write_weights(self, buffer: torch.Tensor, lane: Lane) -> Handle: ...
     def room_for_state(self) -> torch.Tensor: ...
@@ -30,11 +33,13 @@ class Offloaded(Protocol):
 
 
 class OffloadRun:
-    def __init__(self, comm: Comm, table: Table, buffers: Buffers, dtype: torch.dtype, states: Mapping[int, Offloaded]):
+    def __init__(self, comm: Comm, table: Table, buffers: Buffers, dtype: torch.dtype,
+                 states: Mapping[int, Offloaded]):
         self.comm, self.table, self.states = comm, table, states
         self.kept = Pool(buffers.host_kept, dtype, torch.device("cpu"), pinned=comm.device.type == "cuda")
         self._leaving = Handle(None)
-        self.handlers: dict[Op, Callable[[Instruction, Slots], None]] = {Op.OFFLOAD: self.offload, Op.FETCH: self.fetch}
+        self.handlers: dict[Op, Callable[[Instruction, Slots], None]] = {Op.OFFLOAD: self.offload,
+                                                                         Op.FETCH: self.fetch}
 
     def offload(self, instruction: Instruction, slots: Slots) -> None:
         here, lane = instruction.slot, self.comm.lane
@@ -44,7 +49,8 @@ class OffloadRun:
         state = self.states[here.unit]
         if here.kind == "snapshot":
             on_device = self.table.state(here.unit).tier == Tier.DEVICE
-            handle = state.take_snapshot(instruction.age == "prev", lane("d2h") if on_device else self.comm.host_lane())
+            handle = state.take_snapshot(instruction.age == "prev",
+                                         lane("d2h") if on_device else self.comm.host_lane())
             if handle is not None:  # else another rank has the same, and writes it
                 slots.put(here.below, True, handle)
         elif here.kind == "gshard":
@@ -71,7 +77,8 @@ class OffloadRun:
 
     def _keep_on_host(self, here: Slot, slots: Slots) -> None:
         value = slots.get(here)
-        self._leaving.wait()  # one at a time: behind a slow link they would pile up on the device, which no plan counts
+        # one at a time: behind a slow link they would pile up on the device, which no plan counts
+        self._leaving.wait()
         away = self.kept.take(value.numel()).view(value.shape)
         self._leaving = self.comm.lane("d2h").submit(lambda: copy(away, value))
         slots.put(here.below, away, self._leaving)

@@ -1,8 +1,8 @@
 """The disk tier: files of parameter units, read and written past the page cache.
 
-Files are made, with all their room, before the first step: a disk that is too small says so then. They have no name in the
-folder: they go with the process, however it ends, and runs that share a folder do not meet. (`df` shows the room that they take,
-`ls` does not.)
+Files are made, with all their room, before the first step: a disk that is too small says so then. They have
+no name in the folder: they go with the process, however it ends, and runs that share a folder do not meet.
+(`df` shows the room that they take, `ls` does not.)
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class Disk:
         self._files: dict[str, IO[bytes]] = {}
         self._flights = ThreadPoolExecutor(FLIGHTS, "disk")
         if not Path(path).is_dir():
-            raise InputError(f"offload.nvme_path={path} is not a folder: make it, on the fastest disk of each machine")
+            raise InputError(f"offload.nvme_path={path} is not a folder: make it, on the fastest disk of "
+                             f"each machine")
 
     def make(self, name: str, nbytes: int) -> None:
         """A file of `nbytes`, rounded up to ALIGNMENT, with all its room."""
@@ -40,13 +41,18 @@ class Disk:
         try:
             file = self._files[name] = tempfile.TemporaryFile(dir=self._path, buffering=0)  # noqa: SIM115 (open as long as we are)
         except OSError as error:
-            raise InputError(f"offload.nvme_path={self._path} cannot be used: {error.strerror}; give a folder in which files can "
-                             "be made") from None
+            raise InputError(
+                f"offload.nvme_path={self._path} cannot be used: {error.strerror}; give a "
+                f"folder in which files can "
+                "be made"
+            ) from None
         try:
             os.posix_fallocate(file.fileno(), 0, size)
         except OSError as error:
-            raise InputError(f"offload.nvme_path={self._path} has no room for {show_bytes(size)}, {name} of rank {self._rank} "
-                             f"({error.strerror}): free some, give a folder on a larger disk, or offload less") from None
+            raise InputError(f"offload.nvme_path={self._path} has no room for {show_bytes(size)}, {name} of "
+                             f"rank {self._rank} "
+                             f"({error.strerror}): free some, give a folder on a larger disk, or offload "
+                             f"less") from None
         try:
             flags = fcntl.fcntl(file, fcntl.F_GETFL)
             fcntl.fcntl(file, fcntl.F_SETFL, flags | getattr(os, "O_DIRECT", 0))
@@ -72,9 +78,11 @@ class Disk:
                 try:
                     moved = call(file.fileno(), [memory[at:stop]], at)
                 except OSError as error:
-                    raise RunError(f"{self._called(name)} could not be {done}: {error.strerror}. {_STANDS}") from None
+                    raise RunError(f"{self._called(name)} could not be {done}: {error.strerror}. "
+                                   f"{_STANDS}") from None
                 if moved <= 0:
-                    raise RunError(f"{self._called(name)} could be {done} up to byte {at} of {len(memory)} only: it was cut "
+                    raise RunError(f"{self._called(name)} could be {done} up to byte {at} of {len(memory)} "
+                                   f"only: it was cut "
                                    f"short while the run used it. {_STANDS}")
                 at += moved
 
@@ -84,7 +92,8 @@ class Disk:
             flight.result()
 
     def map(self, name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A file's content as a tensor, without reading it: for checkpoints and initial values, between steps."""
+        """A file's content as a tensor, without reading it: for checkpoints and initial values, between
+        steps."""
         try:
             content = mmap.mmap(self._files[name].fileno(), numel * dtype.itemsize)
         except ValueError:

@@ -1,7 +1,7 @@
 """What an optimizer is: the buffers that it keeps, and how it updates a range of weights.
 
-A file an optimizer. From what it keeps follow the bytes of a plan, files on the host and the disk, contents of checkpoints and
-prices. The planner reads that: torch is imported inside `update`.
+A file an optimizer. From what it keeps follow the bytes of a plan, files on the host and the disk, contents
+of checkpoints and prices. The planner reads that: torch is imported inside `update`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class View(NamedTuple):
 
 
 class Optimizer(ABC):
-    """One that works on elements: what it does to one depends on no other, so that any range may be updated by itself."""
+    """One that works on elements: what it does to one depends on no other, so that any range may be updated
+    by itself."""
 
     buffers: tuple[Buffer, ...] = ()
     needs_room = False  # whether `update` makes tensors as large as its range, which is then short
@@ -59,7 +60,8 @@ class Optimizer(ABC):
         """Update a range of fp32 weights with fp32 gradients."""
 
     def update_any(self, view: View, by: Update, copy: Tensor | None) -> bool:
-        """A shorter way, of dtypes that it chooses, which writes the weights into `copy`, too. False: nothing was done."""
+        """A shorter way, of dtypes that it chooses, which writes the weights into `copy`, too. False: nothing
+        was done."""
         return False
 
     @property

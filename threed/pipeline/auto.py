@@ -1,9 +1,10 @@
-"""Auto: search an order for given times and a limit on activations. Bounded by candidates, never by the clock.
+"""Auto: search an order for given times and a limit on activations. Bounded by candidates, never by the
+clock.
 
-Candidates are every named schedule that fits, and orders built by `fill`: a frame of forwards and input halves, 1F1B's line
-or zb-v's V, is played with a clock; where a position would wait, it runs a weights' half that is due, or a forward ahead of
-its turn while memory allows; where memory is full it must run a weights' half. How long a wait is worth filling is what the
-candidates differ in. The best predicted step wins.
+Candidates are every named schedule that fits, and orders built by `fill`: a frame of forwards and input
+halves, 1F1B's line or zb-v's V, is played with a clock; where a position would wait, it runs a weights' half
+that is due, or a forward ahead of its turn while memory allows; where memory is full it must run a weights'
+half. How long a wait is worth filling is what the candidates differ in. The best predicted step wins.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ WORTH = (0.0, 0.1, 0.25, 0.5, 1.0)  # shares of a weights' half: shorter waits a
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of one stage's forward, input half and weights' half, by stage; and of a message between positions."""
+    """Seconds of one stage's forward, input half and weights' half, by stage; and of a message between
+    positions."""
 
     forward: list[float]
     input: list[float]
@@ -34,7 +36,8 @@ class Times:
 
     @classmethod
     def equal(cls, stages: int, whole: tuple[float, float, float], share: int, message: float = 0.0) -> Times:
-        """Every stage the same: `whole` is a position's forward, input and weights; a stage takes 1/share of it."""
+        """Every stage the same: `whole` is a position's forward, input and weights; a stage takes 1/share of
+        it."""
         return cls(*([each / share] * stages for each in whole), message=message)
 
 
@@ -46,7 +49,8 @@ class Played(NamedTuple):
 
 
 class Clock:
-    """Plays tasks one by one: each position has a clock, and a value takes a message's time to reach another position."""
+    """Plays tasks one by one: each position has a clock, and a value takes a message's time to reach another
+    position."""
 
     def __init__(self, place: Sequence[int], times: Times):
         self.place, self.times = place, times
@@ -102,7 +106,8 @@ def play(order: Order, place: Sequence[int], times: Times) -> Played:
 
 
 class _Fill:
-    """Plays a frame (forwards and input halves of each position, in order), filling waits. Keeps at most `limit` chunks."""
+    """Plays a frame (forwards and input halves of each position, in order), filling waits. Keeps at most
+    `limit` chunks."""
 
     def __init__(self, frame: Order, clock: Clock, limit: int, worth: float, eager: bool):
         self.frame = [list(tasks) for tasks in frame]
@@ -152,8 +157,8 @@ class _Fill:
         chosen: list[tuple[float, Task] | None] = [self.choose(position) for position in positions]
         place = self.clock.place
         for _ in range(left):
-            position = min((p for p in positions if chosen[p] is not None),
-                           key=lambda p: chosen[p][0], default=None)  # pyright: ignore[reportOptionalSubscript]
+            times = [(entry[0], p) for p, entry in enumerate(chosen) if entry is not None]
+            _, position = min(times, default=(0.0, None))
             if position is None:
                 return None
             start, task = chosen[position]  # pyright: ignore[reportGeneralTypeIssues]
@@ -172,7 +177,8 @@ class _Fill:
 
 def _frame(order: Order) -> Order:
     """Forwards and input halves of an order, without the weights' halves."""
-    return [[task._replace(kind="I") if task.kind == "B" else task for task in tasks if task.kind != "W"] for tasks in order]
+    return [[task._replace(kind="I") if task.kind == "B" else task for task in tasks if task.kind != "W"]
+            for tasks in order]
 
 
 class Found(NamedTuple):
@@ -186,8 +192,9 @@ def search(p: int, m: int, times: Callable[[tuple[int, ...]], Times | None], lim
            virtual: int | None = None) -> Found:
     """The best order for p positions and m micro-batches.
 
-    `times(place)` gives the times for a placement of stages, or None where the model cannot be cut so. `limit`: how much a
-    position may keep, in micro-batches of its whole share (None: no limit). `virtual`: stages a position, None: any.
+    `times(place)` gives the times for a placement of stages, or None where the model cannot be cut so.
+    `limit`: how much a position may keep, in micro-batches of its whole share (None: no limit). `virtual`:
+    stages a position, None: any.
     """
     found: list[Found] = []
 
@@ -211,6 +218,8 @@ def search(p: int, m: int, times: Callable[[tuple[int, ...]], Times | None], lim
             for eager in (True, False):
                 add("filled", v, place, _Fill(_frame(frame), Clock(place, known), room, worth, eager).run())
     if not found:
-        raise InputError(f"no schedule of {p} positions and {m} micro-batches keeps at most {limit:g} micro-batches a position; "
+        raise InputError(f"no schedule of {p} positions and {m} micro-batches keeps at most {limit:g} "
+                         f"micro-batches a position; "
                          "raise parallel.activation_limit")
-    return min(found, key=lambda each: (round(each.played.total_s, 9), round(each.played.span_s, 9), each.played.peak))
+    return min(found, key=lambda each: (round(each.played.total_s, 9), round(each.played.span_s, 9),
+                                        each.played.peak))

@@ -1,7 +1,8 @@
 """Orders: what each pipeline position computes, and when, without communication. One function a schedule.
 
-An order is, for each position, a list of (F, B, I or W; stage; micro-batch): forward, backward, or backward's two halves,
-the gradient of the input and of the weights. p positions, m micro-batches, v stages a position. With p = 3, m = 4:
+An order is, for each position, a list of (F, B, I or W; stage; micro-batch): forward, backward, or backward's
+two halves, the gradient of the input and of the weights. p positions, m micro-batches, v stages a position.
+With p = 3, m = 4:
 
     gpipe: all forwards, then all backwards; keeps m micro-batches
 
@@ -27,8 +28,8 @@ the gradient of the input and of the weights. p positions, m micro-batches, v st
     pp1   .  F0 F1 F2 B0 F3 B1 .  B2 W0 B3 W1 W2 W3
     pp2   .  .  F0 B0 F1 B1 F2 B2 F3 B3 W0 W1 W2 W3
 
-interleaved and breadth-first give each position v stages, p apart; zb-v and dualpipe-v give it two, in V shape, so that the
-first position also has the last stage.
+interleaved and breadth-first give each position v stages, p apart; zb-v and dualpipe-v give it two, in V
+shape, so that the first position also has the last stage.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ def gpipe(p: int, m: int, v: int = 1) -> Order:
 
 
 def one_f_one_b(p: int, m: int, v: int = 1, most: int | None = None) -> Order:
-    """Narayanan et al. 2021 (PipeDream-Flush); with `most`, positions keep at most so many micro-batches, and wait instead."""
+    """Narayanan et al. 2021 (PipeDream-Flush); with `most`, positions keep at most so many micro-batches, and
+    wait instead."""
     order = []
     for position in range(p):
         ahead = min(p - position - 1, m, m if most is None else most - 1)
@@ -90,8 +92,9 @@ def _zero_bubble(p: int, m: int, times: int) -> Order:
 
 
 def interleaved(p: int, m: int, v: int) -> Order:
-    """Narayanan et al. 2021: groups of p micro-batches pass through a position's stages by turns; a last group may be
-    smaller. Where its size makes the usual warm-up too short, each position runs further ahead, until the order can run."""
+    """Narayanan et al. 2021: groups of p micro-batches pass through a position's stages by turns; a last
+    group may be smaller. Where its size makes the usual warm-up too short, each position runs further ahead,
+    until the order can run."""
     groups = [range(first, min(first + p, m)) for first in range(0, m, p)]
     forward = [(chunk, k) for group in groups for chunk in range(v) for k in group]
     backward = [(v - 1 - chunk, k) for chunk, k in forward]
@@ -112,14 +115,16 @@ def interleaved(p: int, m: int, v: int) -> Order:
 
 
 def breadth_first(p: int, m: int, v: int) -> Order:
-    """Lamy-Poirier 2023: every micro-batch passes a stage before the position's next stage begins; keeps v m chunks."""
+    """Lamy-Poirier 2023: every micro-batch passes a stage before the position's next stage begins; keeps v m
+    chunks."""
     return [[*(Task("F", chunk * p + position, k) for chunk in range(v) for k in range(m)),
              *(Task("B", chunk * p + position, k) for chunk in reversed(range(v)) for k in range(m))]
             for position in range(p)]
 
 
 class _Vee:
-    """Collects a position's tasks in V shape: chunk 0 is stage `position`, chunk 1 the stage that mirrors it."""
+    """Collects a position's tasks in V shape: chunk 0 is stage `position`, chunk 1 the stage that mirrors
+    it."""
 
     def __init__(self, p: int, m: int, position: int):
         self.m, self.stages = m, (position, 2 * p - 1 - position)
@@ -127,7 +132,8 @@ class _Vee:
         self.count: Counter[tuple[str, int]] = Counter()
 
     def add(self, *steps: str) -> None:
-        """Steps such as F0 (forward of chunk 0, its next micro-batch); beyond the last micro-batch they are left out."""
+        """Steps such as F0 (forward of chunk 0, its next micro-batch); beyond the last micro-batch they are
+        left out."""
         for step in steps:
             kind, chunk = step[0], int(step[1])
             counted = "B" if kind == "I" else kind, chunk  # a backward, whole or its first half
@@ -138,12 +144,15 @@ class _Vee:
 
 
 def zb_v(p: int, m: int, v: int = 2) -> Order:
-    """Qi et al. 2024 (pipeline parallelism with controllable memory): zero bubble at the memory of 1F1B, if F = B = W."""
-    enough = max(m, 2 * p - 1)  # with fewer micro-batches: the order for enough of them, without the missing ones
+    """Qi et al. 2024 (pipeline parallelism with controllable memory): zero bubble at the memory of 1F1B, if F
+    = B = W."""
+    # with fewer micro-batches: the order for enough of them, without the missing ones
+    enough = max(m, 2 * p - 1)
     order = []
     for position in range(p):
         vee = _Vee(p, m, position)
-        vee.add(*["F0"] * (2 * (p - position) - 1), *["F1", "F0"] * position, *["F1", "I1", "W1"] * (p - position))
+        vee.add(*["F0"] * (2 * (p - position) - 1), *["F1", "F0"] * position,
+                *["F1", "I1", "W1"] * (p - position))
         while vee.count["F", 1] < enough:
             vee.add(*["F0"] * (vee.count["F", 0] < enough), "I0", "W0", "F1", "I1", "W1")
         vee.add(*["I0", "I1"] * position, *["I0", "W0"] * (p - position))
@@ -153,8 +162,8 @@ def zb_v(p: int, m: int, v: int = 2) -> Order:
 
 
 def dualpipe_v(p: int, m: int, v: int = 2) -> Order:
-    """DualPipe (DeepSeek-AI 2024) cut in half, so that parameters are held once: forwards of one chunk meet backwards of
-    the other. It fills from both arms of the V at once, so it needs 2p micro-batches."""
+    """DualPipe (DeepSeek-AI 2024) cut in half, so that parameters are held once: forwards of one chunk meet
+    backwards of the other. It fills from both arms of the V at once, so it needs 2p micro-batches."""
     order = []
     for position in range(p):
         vee = _Vee(p, m, position)
@@ -229,7 +238,8 @@ SCHEDULES: dict[str, Schedule] = {
 
 
 def needs(task: Task, last_stage: int) -> list[Task]:
-    """The tasks of other stages, or earlier ones of its own, that a task waits for. B stands for I where that is split."""
+    """The tasks of other stages, or earlier ones of its own, that a task waits for. B stands for I where that
+    is split."""
     kind, stage, k = task
     if kind == "F":
         return [Task("F", stage - 1, k)] if stage > 0 else []
@@ -246,7 +256,8 @@ def can_run(order: Order) -> bool:
     while moved:
         moved = False
         for position, tasks in enumerate(order):
-            while heads[position] < len(tasks) and all(need in done for need in needs(tasks[heads[position]], last)):
+            while heads[position] < len(tasks) and all(need in done
+                                                       for need in needs(tasks[heads[position]], last)):
                 task = tasks[heads[position]]
                 done.add(task._replace(kind="I") if task.kind == "B" else task)
                 heads[position] += 1

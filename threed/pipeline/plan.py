@@ -33,17 +33,17 @@ def expand(order: Order, table: Table, keep: str = "all") -> Programs:
 def communicate(programs: Programs, table: Table) -> Programs:
     """Put in a SEND and a RECV wherever a value is made at one position and used at another.
 
-    All positions are walked together with a clock (work in proportion to FLOPs, messages free), which puts every event
-    of the step in one sequence: a message goes where its value is ready. Each position's program is that sequence's
-    part for the position. So both ends of a channel agree on the order of messages; receives come as early as the
-    value can be there; and the plan cannot deadlock, even where every call blocks, since the sequence itself is a way
-    to run it.
+    All positions are walked together with a clock (work in proportion to FLOPs, messages free), which puts
+    every event of the step in one sequence: a message goes where its value is ready. Each position's program
+    is that sequence's part for the position. So both ends of a channel agree on the order of messages;
+    receives come as early as the value can be there; and the plan cannot deadlock, even where every call
+    blocks, since the sequence itself is a way to run it.
     """
     clock = [0.0] * len(programs)
     heads = [0] * len(programs)
     ready: dict[Slot, float] = {}
-    # (time, whether it is compute, sequence number, position, instruction): of events at one time, messages come before the
-    # compute that they are ready for.
+    # (time, whether it is compute, sequence number, position, instruction): of events at one time, messages
+    # come before the compute that they are ready for.
     events: list[tuple[float, bool, int, int, Instruction]] = []
     costs = {(op, u): _cost(op, unit.forward_flops) for u, unit in enumerate(table.units) for op in COMPUTE}
     positions = [table.position(u) for u in range(len(table.units))]

@@ -1,8 +1,9 @@
 """What FORWARD, BACKWARD, SEND and RECV do to tensors.
 
-Each compute unit is an island of autograd: its input is detached, and BACKWARD runs the graph of that one unit with the
-gradient that came for its output. What a unit hands on to later ones besides is another output to it, and
-another input to each of them, to whose gradient it adds. Tiles of a layer share their norm's output so.
+Each compute unit is an island of autograd: its input is detached, and BACKWARD runs the graph of that one
+unit with the gradient that came for its output. What a unit hands on to later ones besides is another output
+to it, and another input to each of them, to whose gradient it adds. Tiles of a layer share their norm's
+output so.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class KeptInputs(Protocol):
 class Saved(NamedTuple):
     """What BACKWARD needs of a unit: its graph's leaves and roots. (Its outputs belong to others.)"""
 
-    x: torch.Tensor | None  # its input; None where no gradient is asked of the graph: tokens, or a sum that is only added to
+    x: torch.Tensor | None  # its input; None where no gradient is asked of the graph: tokens, or a sum that
+    # is only added to
     reads: dict[Slot, torch.Tensor]  # what earlier units have handed it -> its leaf
     output: Any  # None for the last unit
     makes: dict[Slot, Any]  # what it hands on
@@ -48,15 +50,17 @@ class PipelineRun:
 
     def __init__(self, config: Config, comm: Comm, table: Table, parameters: Mapping[str, nn.Parameter],
                  context: Context, keeping: Callable[[int], AbstractContextManager[Any]], inputs: KeptInputs):
-        """`parameters`: key -> parameter, for every unit that the rank holds. `keeping`: the context in which FORWARD of
-        a unit runs, which says how autograd keeps its parameters. `inputs`: where inputs are kept for RECOMPUTE."""
+        """`parameters`: key -> parameter, for every unit that the rank holds. `keeping`: the context in which
+        FORWARD of a unit runs, which says how autograd keeps its parameters. `inputs`: where inputs are kept
+        for RECOMPUTE."""
         self.comm, self.table, self.weight_grads = comm, table, context.weight_grads
         self.position = comm.here.position
         sp = config.parallel.sequence_parallel
         self.dtype = context.dtype
         self.keeping, self.inputs = keeping, inputs
         self.loss_scale = 1.0  # what backward begins with
-        self.shape = (config.model.seq_len // (config.parallel.tp if sp else 1), config.train.micro_batch_size,
+        self.shape = (config.model.seq_len // (config.parallel.tp if sp else 1),
+                      config.train.micro_batch_size,
                       config.model.hidden)
         layers = layers_of(config)
         self.layers: dict[int, list[Layer]] = {
@@ -66,7 +70,8 @@ class PipelineRun:
         self._sends: deque[Handle] = deque()
         self.handlers: dict[Op, Callable[[Instruction, Slots], None]] = {
             Op.FORWARD: self.forward, Op.RECOMPUTE: self.recompute, Op.BACKWARD: self.backward,
-            Op.BACKWARD_INPUT: self.backward_input, Op.BACKWARD_WEIGHT: self.backward_weight, Op.SEND: self.send,
+            Op.BACKWARD_INPUT: self.backward_input, Op.BACKWARD_WEIGHT: self.backward_weight,
+            Op.SEND: self.send,
             Op.RECV: self.recv}
 
     def forward(self, instruction: Instruction, slots: Slots) -> None:
@@ -93,7 +98,8 @@ class PipelineRun:
             slots.put(loss, before + output.loss.detach().double())
 
     def recompute(self, instruction: Instruction, slots: Slots) -> None:
-        """FORWARD once more, for its graph. (Dropout is a function of sample and place, so the numbers are the same.)"""
+        """FORWARD once more, for its graph. (Dropout is a function of sample and place, so the numbers are
+        the same.)"""
         _, unit, microbatch, *_ = instruction
         x = slots.get(Slot("kept", unit, microbatch))
         if self.table.keeps_stream(unit):
@@ -117,7 +123,8 @@ class PipelineRun:
 
     def _compute(self, unit: int, microbatch: int, x: torch.Tensor | None,
                  reads: dict[Slot, torch.Tensor]) -> Out:
-        """Its layers one after the other, each with the tensors that it reads, of this unit or earlier ones."""
+        """Its layers one after the other, each with the tensors that it reads, of this unit or earlier
+        ones."""
         batch, output = self.batch(microbatch), Out(x)
         given = {slot.kind: value for slot, value in reads.items()}
         for layer in self.layers[unit]:
@@ -146,8 +153,8 @@ class PipelineRun:
         self._mark(unit, slots)
 
     def backward_input(self, instruction: Instruction, slots: Slots) -> None:
-        """The gradient of the unit's input; its weights' products are put off. The embedding's input is tokens: all of its
-        backward is put off."""
+        """The gradient of the unit's input; its weights' products are put off. The embedding's input is
+        tokens: all of its backward is put off."""
         _, unit, microbatch, *_ = instruction
         saved: Saved = slots.get(Slot("saved", unit, microbatch))
         operands: list[Callable[[], None]] = []

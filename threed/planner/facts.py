@@ -41,10 +41,12 @@ from threed.zero.shard import Layout, layout
 
 
 def unit_costs(config: Config) -> list[tuple[float, float, float]]:
-    """Forward, input half and weights' half of each unit: seconds as measured by the run `parallel.costs`, or FLOPs."""
+    """Forward, input half and weights' half of each unit: seconds as measured by the run `parallel.costs`, or
+    FLOPs."""
     model_layers, runs = unit_layers(config)
     if config.parallel.costs is None:  # + 1: even a layer without products takes its turn
-        work = [sum(layer.cost(Share()).flops for layer in model_layers[first:stop]) + 1.0 for first, stop in runs]
+        work = [sum(layer.cost(Share()).flops for layer in model_layers[first:stop]) + 1.0 for first,
+                stop in runs]
         return [(flops, flops, flops) for flops in work]
     measured = cost_of(load_costs(config.parallel.costs))
     forward, first_half, second_half = ([measured(0, Instruction(op, unit, 0)) for unit in range(len(runs))]
@@ -53,8 +55,9 @@ def unit_costs(config: Config) -> list[tuple[float, float, float]]:
 
 
 def unit_parameters(config: Config) -> dict[int, tuple[Parameter, ...]]:
-    """Parameter unit -> its parameters. A tied embedding is the unit after the last compute unit. After it come the small
-    parameters that stay whole under ZeRO-3, a unit for each compute unit that has some besides others."""
+    """Parameter unit -> its parameters. A tied embedding is the unit after the last compute unit. After it
+    come the small parameters that stay whole under ZeRO-3, a unit for each compute unit that has some besides
+    others."""
     model_layers, runs = unit_layers(config)
     units = {index: tuple(p for layer in model_layers[first:stop] for p in layer.own_parameters())
              for index, (first, stop) in enumerate(runs)}
@@ -85,24 +88,30 @@ def make_table(config: Config, place: tuple[int, ...]) -> Table:
     """Units, stages, sizes and traffic of a config whose stages are at the positions `place`."""
     (model_layers, runs), parallel = unit_layers(config), config.parallel
     costs, together = [sum(parts) for parts in unit_costs(config)], stage_runs(config)
-    if len(place) > len(together) or (parallel.stage_units is not None and len(parallel.stage_units) != len(place)):
-        raise InputError(f"parallel.schedule={parallel.schedule} has {len(place)} stages; the model has {len(runs)} units"
+    if len(place) > len(together) or (parallel.stage_units is not None
+                                      and len(parallel.stage_units) != len(place)):
+        raise InputError(f"parallel.schedule={parallel.schedule} has {len(place)} stages; the model has "
+                         f"{len(runs)} units"
                          f"{f' in {len(together)} layers' if len(together) < len(runs) else ''}, and "
                          f"parallel.stage_units={parallel.stage_units}")
     ends, tied, laid_out = {place[0], place[-1]}, len(runs), layouts(config)
     if tied in laid_out and not (place[0] == 0 and place[-1] in (0, parallel.pp - 1)):
-        raise InputError(f"parallel.schedule={parallel.schedule} has the embedding on position {place[0]} and the head on "
-                         f"{place[-1]}; tied embeddings need them on the first position and on the first or the last: number the "
+        raise InputError(f"parallel.schedule={parallel.schedule} has the embedding on position {place[0]} "
+                         f"and the head on "
+                         f"{place[-1]}; tied embeddings need them on the first position and on the first or "
+                         f"the last: number the "
                          "rows so, or set model.tie_embeddings=false")
     sizes = parallel.stage_units or split_stages(costs, together, len(place))
     stage_of = [stage for stage, size in enumerate(sizes) for _ in range(size)]
     members = [model_layers[first:stop] for first, stop in runs]
     uses_tied = [any(p.tied for layer in unit for p in layer.parameters()) for unit in members]
-    used = [tuple(p for p in (index, tied, tied + 1 + index) if p in laid_out and (p != tied or uses_tied[index]))
+    used = [tuple(p for p in (index, tied, tied + 1 + index) if p in laid_out
+                  and (p != tied or uses_tied[index]))
             for index in range(len(runs))]
     units = tuple(_compute_unit(config, members[index], runs[index], handed, (stage_of[index], used[index]))
                   for index, handed in enumerate(hand_overs(members)))
-    table = Table(units, {}, place, config.num_microbatches, _act_bytes(config), _elements(config), _zero(config),
+    table = Table(units, {}, place, config.num_microbatches, _act_bytes(config), _elements(config),
+                  _zero(config),
                   _activation(config), _update(config))
     shared = _Shared.of(config, table.elements)
     parameters = {}
@@ -110,9 +119,11 @@ def make_table(config: Config, place: tuple[int, ...]) -> Table:
         of = index if index < tied else index - tied - 1  # its compute unit
         positions = tuple(sorted(ends)) if index == tied else (place[stage_of[of]],)
         name = "tied embedding" if index == tied else units[of].name + (", small" if index > tied else "")
-        parameters[index] = ParameterUnit(name, positions, laid.numel, laid.padding, shared.group, shared.shards,
+        parameters[index] = ParameterUnit(name, positions, laid.numel, laid.padding, shared.group,
+                                          shared.shards,
                                           shared.reductions(laid, len(positions)),
-                                          whole=all(persists(config, placed.parameter) for placed in laid.placed))
+                                          whole=all(persists(config, placed.parameter)
+                                                    for placed in laid.placed))
     _send_home(config, parameters)
     return replace(table, parameters=parameters)
 
@@ -157,7 +168,8 @@ def _activation(config: Config) -> ActivationSettings:
     activation, parallel = config.activation, config.parallel
     # Under sequence parallelism a kept input is cut over tp already.
     parts = parallel.tp if activation.partition and not parallel.sequence_parallel else 1
-    return ActivationSettings("tp" if parts > 1 else "", parts, activation.offload == "cpu", activation.contiguous)
+    return ActivationSettings("tp" if parts > 1 else "", parts, activation.offload == "cpu",
+                              activation.contiguous)
 
 
 def _update(config: Config) -> UpdateSettings:
@@ -189,11 +201,18 @@ def _bytes(dtype: str) -> int:
 def _act_bytes(config: Config) -> int:
     """Bytes of the residual stream of a micro-batch between two units, on one rank."""
     share = config.parallel.tp if config.parallel.sequence_parallel else 1
-    return config.train.micro_batch_size * config.model.seq_len * config.model.hidden * _bytes(config.precision.dtype) // share
+    return (
+        config.train.micro_batch_size
+        * config.model.seq_len
+        * config.model.hidden
+        * _bytes(config.precision.dtype)
+        // share
+    )
 
 
 def saved_by_piece(config: Config) -> dict[str, int]:
-    """Bytes of a block, a rank and a micro-batch that each activation piece saves where it is computed again."""
+    """Bytes of a block, a rank and a micro-batch that each activation piece saves where it is computed
+    again."""
     found = {str(piece): 0 for piece in PIECES}
     for kept in (kept for layer in cut_layers(config)[1] for kept in layer.cost(share_of(config)).saved):
         if kept.piece is not None:
@@ -202,8 +221,8 @@ def saved_by_piece(config: Config) -> dict[str, int]:
 
 
 def hand_overs(units: Sequence[Sequence[Layer]]) -> list[tuple[set[str], tuple[Read, ...]]]:
-    """What each unit makes that later ones read, and what it reads of earlier ones. (Inside a unit, layers hand on among
-    themselves.)"""
+    """What each unit makes that later ones read, and what it reads of earlier ones. (Inside a unit, layers
+    hand on among themselves.)"""
     makers: dict[str, int] = {}  # of what was made last under a name
     reads: list[dict[str, int]] = []
     for index, unit in enumerate(units):
@@ -218,7 +237,8 @@ def hand_overs(units: Sequence[Sequence[Layer]]) -> list[tuple[set[str], tuple[R
 
 
 def _compute_unit(config: Config, members: Sequence[Layer], run: tuple[int, int],
-                  handed: tuple[set[str], tuple[Read, ...]], where: tuple[int, tuple[int, ...]]) -> ComputeUnit:
+                  handed: tuple[set[str], tuple[Read, ...]],
+                  where: tuple[int, tuple[int, ...]]) -> ComputeUnit:
     """`where`: its stage, and the parameter units that it uses."""
     share, (stage, parameters), (makes, reads) = share_of(config), where, handed
     cost = sum((layer.cost(share) for layer in members), Cost())
@@ -227,7 +247,8 @@ def _compute_unit(config: Config, members: Sequence[Layer], run: tuple[int, int]
     name = names[0] if len(names) == 1 else f"{names[0]}..{names[-1].rsplit('.', 1)[-1]}"
     traffic = {phase: {axis: size for (when, axis), size in cost.sent.items() if when == phase}
                for phase in ("forward", "input", "weight")}
-    return ComputeUnit(name, run, stage, parameters, cost.flops, cost.saved_bytes(config.pieces), cost.operands,
+    return ComputeUnit(name, run, stage, parameters, cost.flops, cost.saved_bytes(config.pieces),
+                       cost.operands,
                        traffic, tuple(sorted({axis for _, axis in cost.sent})),
                        makes=tuple(Handed(name, made[name]) for name in sorted(makes)), reads=reads,
                        loss=any(layer.loss for layer in members), adds=all(layer.adds for layer in members),

@@ -1,7 +1,7 @@
 """The passes: an order becomes programs, one pass after the other. No torch.
 
-A pass is a pure function from the programs of all positions to the programs of all positions; it reads the table and nothing
-else. To add one, write the function and add a line here: where in the list is when it runs.
+A pass is a pure function from the programs of all positions to the programs of all positions; it reads the
+table and nothing else. To add one, write the function and add a line here: where in the list is when it runs.
 """
 
 from __future__ import annotations

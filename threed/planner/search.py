@@ -20,7 +20,8 @@ from threed.validate import parse_limit, stage_runs
 
 
 def make_pipeline(config: Config) -> Pipeline:
-    """The order that a config asks for. Only `auto` and `file:` depend on more than the config: one rank asks, all use."""
+    """The order that a config asks for. Only `auto` and `file:` depend on more than the config: one rank
+    asks, all use."""
     parallel, m = config.parallel, config.num_microbatches
     if parallel.schedule.startswith("file:"):
         return Pipeline(*read_order(Path(parallel.schedule.removeprefix("file:")), parallel.pp))
@@ -28,20 +29,23 @@ def make_pipeline(config: Config) -> Pipeline:
         return _search(config)
     schedule = SCHEDULES[parallel.schedule]
     if m < schedule.least(parallel.pp):
-        raise InputError(f"parallel.schedule={parallel.schedule} needs {schedule.least(parallel.pp)} micro-batches for "
-                         f"parallel.pp={parallel.pp}, and there are {m}: it fills the pipeline from both ends at once; raise "
+        raise InputError(f"parallel.schedule={parallel.schedule} needs {schedule.least(parallel.pp)} "
+                         f"micro-batches for "
+                         f"parallel.pp={parallel.pp}, and there are {m}: it fills the pipeline from both "
+                         f"ends at once; raise "
                          "train.global_batch_size or lower train.micro_batch_size")
     v = schedule.virtual or parallel.virtual_stages or 2
     return Pipeline(schedule.make(parallel.pp, m, v), schedule.place(parallel.pp, v))
 
 
 def _search(config: Config) -> Pipeline:
-    """`auto`. A limit in bytes is first taken by what a forward keeps; where the plan then keeps more (messages, operands of
-    split backwards), it is searched again with less room."""
+    """`auto`. A limit in bytes is first taken by what a forward keeps; where the plan then keeps more
+    (messages, operands of split backwards), it is searched again with less room."""
     parallel, limit = config.parallel, _limit(config)
     size = parse_limit(parallel.activation_limit)[1] if parallel.activation_limit is not None else None
     while True:
-        found = search(parallel.pp, config.num_microbatches, lambda place: _times(config, place), limit, parallel.virtual_stages)
+        found = search(parallel.pp, config.num_microbatches, lambda place: _times(config, place), limit,
+                       parallel.virtual_stages)
         pipeline = Pipeline(found.played.order, found.place)
         if size is None or limit is None:
             return pipeline
@@ -72,8 +76,10 @@ def _budgeted(config: Config, pipeline: Pipeline, table: Table) -> Table:
     chosen = activation.choose(table, [parts[0] for parts in unit_costs(config)], peaks, budget)
     if chosen is None:
         least = max(peaks(activation.worthwhile(table)))
-        raise InputError(f"activation.budget={config.activation.budget}: with every unit recomputed a rank still keeps "
-                         f"{show_bytes(least)} of activations at its peak; raise the budget, lower train.micro_batch_size, or "
+        raise InputError(f"activation.budget={config.activation.budget}: with every unit recomputed a rank "
+                         f"still keeps "
+                         f"{show_bytes(least)} of activations at its peak; raise the budget, lower "
+                         f"train.micro_batch_size, or "
                          "use a schedule that keeps fewer micro-batches")
     return activation.mark(table, chosen)
 
@@ -98,7 +104,8 @@ def _limit(config: Config) -> float | None:
     if times is not None:
         return times * min(config.parallel.pp, config.num_microbatches)
     table = make_table(config, line(config.parallel.pp, 1))
-    shares = [sum(table.units[u].saved_bytes for u in table.units_of(position)) for position in range(config.parallel.pp)]
+    shares = [sum(table.units[u].saved_bytes for u in table.units_of(position))
+              for position in range(config.parallel.pp)]
     assert size is not None
     return size / max(shares)
 
@@ -112,12 +119,16 @@ def check_limit(config: Config, pipeline: Pipeline, plan: Plan) -> None:
         kept = peak * config.parallel.pp / len(pipeline.place)
         limit = _limit(config)
         if limit is not None and kept > limit + 1e-9:
-            raise InputError(f"parallel.schedule={config.parallel.schedule} keeps {kept:g} micro-batches a rank at its peak, "
-                             f"above parallel.activation_limit={config.parallel.activation_limit} ({limit:g}); use auto, or a "
+            raise InputError(f"parallel.schedule={config.parallel.schedule} keeps {kept:g} micro-batches a "
+                             f"rank at its peak, "
+                             f"above parallel.activation_limit={config.parallel.activation_limit} "
+                             f"({limit:g}); use auto, or a "
                              "schedule that keeps fewer, or raise the limit")
         return
     for position, row in enumerate(stages(plan)):
         if size is not None and row["activation_peak_bytes"] > size:
-            raise InputError(f"a rank of pp{position} keeps {show_bytes(row['activation_peak_bytes'])} of activations at its "
-                             f"peak, above parallel.activation_limit={config.parallel.activation_limit}; lower "
+            raise InputError(f"a rank of pp{position} keeps {show_bytes(row['activation_peak_bytes'])} of "
+                             f"activations at its "
+                             f"peak, above parallel.activation_limit={config.parallel.activation_limit}; "
+                             f"lower "
                              "train.micro_batch_size, use a schedule that keeps fewer, or raise the limit")

@@ -21,12 +21,14 @@ Changes = dict[str, Any]  # dotted key -> value
 
 
 def neighbours(config: Config) -> Iterator[Changes]:
-    """Settings that could be otherwise, one or a few at a time. With nobody to share a copy with, ZeRO changes nothing."""
+    """Settings that could be otherwise, one or a few at a time. With nobody to share a copy with, ZeRO
+    changes nothing."""
     for stage in range(4) if config.shard_size > 1 else ():
         yield {"zero.stage": stage}
         for every in (1, "step") if stage >= 2 else ():
             for residency in (1, 2, "stage", "step") if stage == 3 else (None,):
-                yield {"zero.stage": stage, "zero.reduce_every": every, **({"zero.residency": residency} if residency else {})}
+                yield {"zero.stage": stage, "zero.reduce_every": every,
+                       **({"zero.residency": residency} if residency else {})}
     yield {"activation.policy": "none"}
     yield {"activation.policy": "selective"}
     yield {"activation.policy": "full"}
@@ -37,7 +39,8 @@ def neighbours(config: Config) -> Iterator[Changes]:
         yield {"offload.optimizer": tier}
         yield {"offload.optimizer": tier, "offload.delayed_update": True}
         yield {"zero.stage": 3, "offload.optimizer": tier, "offload.parameters": tier}
-        yield {"zero.stage": 3, "offload.optimizer": tier, "offload.parameters": tier, "activation.policy": "full"}
+        yield {"zero.stage": 3, "offload.optimizer": tier, "offload.parameters": tier,
+               "activation.policy": "full"}
     if config.precision.dtype != "fp32":
         yield {"precision.grad_dtype": config.precision.dtype}
         yield {"precision.reduce_dtype": config.precision.dtype}
@@ -49,7 +52,8 @@ def change(config: Config, changes: Changes) -> Config:
     if "activation.policy" in changes:
         other.activation = ActivationConfig()
     if "offload.optimizer" in changes:  # from its beginning, but for the folder, which no default knows
-        other.offload = OffloadConfig(nvme_path=config.offload.nvme_path if changes["offload.optimizer"] == "nvme" else None)
+        other.offload = OffloadConfig(nvme_path=config.offload.nvme_path
+                                      if changes["offload.optimizer"] == "nvme" else None)
     for key, value in changes.items():
         section, name = key.split(".")
         setattr(getattr(other, section), name, value)
@@ -57,7 +61,8 @@ def change(config: Config, changes: Changes) -> Config:
 
 
 def measure(config: Config, hardware: Hardware) -> dict[str, Any]:
-    """What the rank that holds most holds, what the one that sends most sends over dp, and how long a step is."""
+    """What the rank that holds most holds, what the one that sends most sends over dp, and how long a step
+    is."""
     plan = make_plan(config, make_pipeline(config))
     rows = stages(plan)
     cost = hardware.cost(plan.table, load_costs(config.parallel.costs) if config.parallel.costs else None)
@@ -69,12 +74,14 @@ def measure(config: Config, hardware: Hardware) -> dict[str, Any]:
 
 def advise(config: Config, hardware: Hardware, memory: int | None = None,
            progress: Callable[[str], None] = lambda _: None) -> list[dict[str, Any]]:
-    """The config and its neighbours, the fastest first of those that fit into `memory` bytes, then the others by peak."""
+    """The config and its neighbours, the fastest first of those that fit into `memory` bytes, then the others
+    by peak."""
     here = {"setting": "as configured", "changes": {}, **measure(config, hardware)}
     rows, seen = [here], {repr(config.to_dict())}
     for changes in neighbours(config):
         other = change(config, changes)
-        # What a setting means by default is the same plan under another name: those come first, and stand for it.
+        # What a setting means by default is the same plan under another name: those come first, and stand for
+        # it.
         key = repr(_spelled_out(other).to_dict())
         if key in seen or key == repr(_spelled_out(config).to_dict()) or validate(other) or _idle(other):
             continue
@@ -87,7 +94,9 @@ def advise(config: Config, hardware: Hardware, memory: int | None = None,
             continue  # a limit of the config's own refuses it
     for row in rows:
         row["fits"] = memory is None or row["peak_bytes"] <= memory
-    return [here, *sorted(rows[1:], key=lambda row: (not row["fits"], row["step_s"] if row["fits"] else row["peak_bytes"]))]
+    return [here,
+            *sorted(rows[1:], key=lambda row: (not row["fits"],
+                                               row["step_s"] if row["fits"] else row["peak_bytes"]))]
 
 
 def _idle(config: Config) -> bool:
@@ -123,5 +132,9 @@ def show(rows: list[dict[str, Any]], memory: int | None = None) -> str:
 def _against(row: dict[str, Any], here: dict[str, Any]) -> str:
     kept, sent = row["peak_bytes"] - here["peak_bytes"], row["dp_bytes"] - here["dp_bytes"]
     memory = f"{'saves' if kept < 0 else 'takes'} {show_bytes(abs(kept))}" if kept else "the same memory"
-    traffic = f"{'adds' if sent > 0 else 'spares'} {show_bytes(abs(sent))} of traffic a step" if sent else "the same traffic"
+    traffic = (
+        f"{'adds' if sent > 0 else 'spares'} {show_bytes(abs(sent))} of traffic a step"
+        if sent
+        else "the same traffic"
+    )
     return f"{memory}, {traffic}"

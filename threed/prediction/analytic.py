@@ -1,5 +1,6 @@
-"""Costs before any run: FLOPs over speed, bytes over bandwidth. What it neglects: kernels' start-up, memory-bound work, and
-that a GPU is slower on small products; `efficiency` stands for all of it. Measured costs (`--costs RUN`) are better."""
+"""Costs before any run: FLOPs over speed, bytes over bandwidth. What it neglects: kernels' start-up,
+memory-bound work, and that a GPU is slower on small products; `efficiency` stands for all of it. Measured
+costs (`--costs RUN`) are better."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ from threed.program.walk import Cost
 
 @dataclass(frozen=True)
 class Hardware:
-    """One device and its links. The defaults are an A100's 16-bit peak, half of it reached, NVLink inside a node (tp) and
-    200 Gbit/s a device between nodes (dp, pp)."""
+    """One device and its links. The defaults are an A100's 16-bit peak, half of it reached, NVLink inside a
+    node (tp) and 200 Gbit/s a device between nodes (dp, pp)."""
 
     tflops: float = 312.0  # peak of one device
     efficiency: float = 0.5  # share of the peak that large products reach
@@ -42,7 +43,8 @@ class Hardware:
             except ValueError:
                 values[name] = -1.0
             if name not in names or not values[name] > 0:
-                raise InputError(f"--hardware: '{part}' is not one of {', '.join(names)} with a number above 0")
+                raise InputError(f"--hardware: '{part}' is not one of {', '.join(names)} with a number above "
+                                 f"0")
         return cls(**values)
 
     def link(self, axis: str) -> float:
@@ -50,15 +52,17 @@ class Hardware:
         return getattr(self, f"{axis}_gbps", self.dp_gbps)
 
     def cost(self, table: Table, measured: Costs | None = None) -> Cost:
-        """Seconds of an instruction of a plan. `measured` costs take the place of these, but not of what the device only hands
-        over: moves between tiers, and steps on the host."""
+        """Seconds of an instruction of a plan. `measured` costs take the place of these, but not of what the
+        device only hands over: moves between tiers, and steps on the host."""
         by_run = cost_of(measured) if measured is not None else None
         speed = self.tflops * 1e12 * self.efficiency
-        ways = {"d2h": self.link_gbps, "h2d": self.link_gbps, "read": self.read_gbps, "write": self.write_gbps}
+        ways = {"d2h": self.link_gbps, "h2d": self.link_gbps, "read": self.read_gbps,
+                "write": self.write_gbps}
 
         def travel(instruction: Instruction) -> float:
             sent = {axis: size for axis, size in table.sent(instruction).items() if size}
-            return sum(size * 8 / (self.link(axis) * 1e9) + self.latency_us * 1e-6 for axis, size in sent.items())
+            return sum(size * 8 / (self.link(axis) * 1e9) + self.latency_us * 1e-6 for axis,
+                       size in sent.items())
 
         def cost(position: int, instruction: Instruction) -> float:
             op = instruction.op
@@ -68,14 +72,17 @@ class Hardware:
             if op in COMPUTE:
                 flops = table.units[instruction.unit].forward_flops * (2 if op == Op.BACKWARD else 1)
                 return flops / speed + travel(instruction)
-            if op == Op.STEP:  # reads gradient, master and buffers; writes all but the gradient, and the parameter
+            # reads gradient, master and buffers; writes all but the gradient, and the parameter
+            if op == Op.STEP:
                 numel = table.shard_numel(instruction.unit)
                 speed_gbps = self.memory_gbps if home == Tier.DEVICE else self.host_gbps
                 kept = 4 + sum(BYTES[buffer.dtype] for buffer in table.update.buffers)
-                return numel * (2 * kept + table.elements.grad + table.elements.param) * 8 / (speed_gbps * 1e9)
+                return numel * (2 * kept + table.elements.grad
+                                + table.elements.param) * 8 / (speed_gbps * 1e9)
             if op in (Op.OFFLOAD, Op.FETCH):
                 moved = table.moved(instruction)
-                return sum(size * 8 / (ways[lane] * 1e9) + self.latency_us * 1e-6 for lane, size in moved.items())
+                return sum(size * 8 / (ways[lane] * 1e9) + self.latency_us * 1e-6 for lane,
+                           size in moved.items())
             if op == Op.CLIP:
                 return self.latency_us * 1e-6
             return travel(instruction)

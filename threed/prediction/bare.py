@@ -1,7 +1,8 @@
-"""A bare pipeline: no model, only a schedule and the times of its stages. What the zero-bubble paper's tables are about.
+"""A bare pipeline: no model, only a schedule and the times of its stages. What the zero-bubble paper's tables
+are about.
 
-Bubble rate (Qi et al. 2024): (cost - m (T_F + T_B + T_W)) / cost, where cost is the longest span of any position, from its first
-task to its last.
+Bubble rate (Qi et al. 2024): (cost - m (T_F + T_B + T_W)) / cost, where cost is the longest span of any
+position, from its first task to its last.
 """
 
 from __future__ import annotations
@@ -29,9 +30,12 @@ def parse_times(text: str) -> dict[str, float]:
         try:
             found[name.strip()] = float(value)
         except ValueError:
-            raise InputError(f"--times: '{part}' is not name=number; write for example f=18.5,b=18.1,w=9.3,comm=0.6") from None
-    if not {"f", "b", "w"} <= found.keys() or not found.keys() <= {"f", "b", "w", "comm"} or min(found.values()) < 0:
-        raise InputError(f"--times={text}: give f, b (input half of backward), w (weights half) and, if any, comm; none negative")
+            raise InputError(f"--times: '{part}' is not name=number; write for example "
+                             f"f=18.5,b=18.1,w=9.3,comm=0.6") from None
+    if not {"f", "b", "w"} <= found.keys() or not found.keys() <= {"f", "b", "w",
+                                                                   "comm"} or min(found.values()) < 0:
+        raise InputError(f"--times={text}: give f, b (input half of backward), w (weights half) and, if any, "
+                         f"comm; none negative")
     return {"comm": 0.0, **found}
 
 
@@ -40,7 +44,8 @@ def choose(schedule: str, p: int, m: int, times: dict[str, float], virtual: int 
     """(name, stages a position, placement, order) of a schedule for p positions and m micro-batches."""
     whole = times["f"], times["b"], times["w"]
     if schedule == "auto":
-        found = search(p, m, lambda place: Times.equal(len(place), whole, len(place) // p, times["comm"]), limit, virtual)
+        found = search(p, m, lambda place: Times.equal(len(place), whole, len(place) // p, times["comm"]),
+                       limit, virtual)
         return found.name, found.virtual, found.place, found.played.order
     if schedule.startswith("file:"):
         order, place = read_order(Path(schedule.removeprefix("file:")), p)
@@ -58,20 +63,24 @@ def choose(schedule: str, p: int, m: int, times: dict[str, float], virtual: int 
 
 def predict_bare(schedule: str, p: int, m: int, times: dict[str, float], virtual: int | None = None,
                  limit: float | None = None) -> dict[str, Any]:
-    """What `threed predict --schedule ...` prints. `limit`: micro-batches of its whole share that a position may keep."""
+    """What `threed predict --schedule ...` prints. `limit`: micro-batches of its whole share that a position
+    may keep."""
     name, v, place, order = choose(schedule, p, m, times, virtual, limit)
     programs, table = bare_programs(order, place, m)
-    if name not in SCHEDULES:  # a named schedule has been checked by its tests; a large one takes three times as long to check
+    # a named schedule has been checked by its tests; a large one takes three times as long to check
+    if name not in SCHEDULES:
         check_programs("train", programs, table)
     when = clock(programs, table, times, v)
     stages = _stages(programs, when, order, v)
     kept = max(stage["peak_activations"] for stage in stages)
     if limit is not None and kept > limit + 1e-9:
-        raise InputError(f"{schedule} keeps {kept:g} micro-batches at its peak, above the limit of {limit:g}; use --schedule "
+        raise InputError(f"{schedule} keeps {kept:g} micro-batches at its peak, above the limit of "
+                         f"{limit:g}; use --schedule "
                          "auto")
     cost, ideal = max(stage["span"] for stage in stages), m * (times["f"] + times["b"] + times["w"])
     return {"schedule": schedule, "order": name, "pp": p, "micro_batches": m, "virtual_stages": v,
-            "bubble_rate": (cost - ideal) / cost if cost else 0.0, "step_time": when.total_s, "stages": stages}
+            "bubble_rate": (cost - ideal) / cost if cost else 0.0, "step_time": when.total_s,
+            "stages": stages}
 
 
 def show(found: dict[str, Any]) -> str:
@@ -93,11 +102,13 @@ def parse_limit_of_bare(text: str, p: int, m: int) -> float:
     return multiple * min(p, m)
 
 
-def bare_programs(order: Order, place: tuple[int, ...], m: int) -> tuple[list[tuple[Instruction, ...]], Table]:
+def bare_programs(order: Order, place: tuple[int, ...],
+                  m: int) -> tuple[list[tuple[Instruction, ...]], Table]:
     """An order as checked programs of a model with one unit a stage and no parameters."""
     silent: dict[str, dict[str, int]] = {phase: {} for phases in PHASES.values() for phase in phases}
     last = len(place) - 1
-    units = tuple(ComputeUnit(f"stage {stage}", (stage, stage + 1), stage, (), 1, 1, 1, silent, loss=stage == last)
+    units = tuple(ComputeUnit(f"stage {stage}", (stage, stage + 1), stage, (), 1, 1, 1, silent,
+                              loss=stage == last)
                   for stage in range(len(place)))
     table = Table(units, {}, place, m, act_bytes=1)
     programs = [(*program, Instruction(Op.CLIP)) for program in communicate(expand(order, table), table)]
@@ -106,16 +117,19 @@ def bare_programs(order: Order, place: tuple[int, ...], m: int) -> tuple[list[tu
 
 def clock(programs: list[tuple[Instruction, ...]], table: Table, times: dict[str, float], v: int) -> Walk:
     """Walk the programs with these times: a stage takes 1/v of a position's."""
-    costs = {Op.FORWARD: times["f"] / v, Op.BACKWARD: (times["b"] + times["w"]) / v, Op.BACKWARD_INPUT: times["b"] / v,
+    costs = {Op.FORWARD: times["f"] / v, Op.BACKWARD: (times["b"] + times["w"]) / v,
+             Op.BACKWARD_INPUT: times["b"] / v,
              Op.BACKWARD_WEIGHT: times["w"] / v, Op.SEND: times["comm"]}
     links = [link(program, table, position, set()) for position, program in enumerate(programs)]
     return walk(programs, table, links, Mode.BUFFERED, lambda _, item: costs.get(item.op, 0.0))
 
 
-def _stages(programs: list[tuple[Instruction, ...]], when: Walk, order: Order, v: int) -> list[dict[str, float]]:
+def _stages(programs: list[tuple[Instruction, ...]], when: Walk, order: Order,
+            v: int) -> list[dict[str, float]]:
     rows = []
     for position, program in enumerate(programs):
-        spans = [(when.start[position][i], when.end[position][i]) for i, item in enumerate(program) if item.op in COMPUTE]
+        spans = [(when.start[position][i], when.end[position][i]) for i,
+                 item in enumerate(program) if item.op in COMPUTE]
         kept = most = 0
         for task in order[position]:
             kept += {"F": 1, "I": 0}.get(task.kind, -1)

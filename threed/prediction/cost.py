@@ -19,7 +19,8 @@ FILE = "costs.json"
 
 
 def save_costs(path: Path, costs: Mapping[tuple[int, Op, int], float], digest: str, steps: int) -> None:
-    """Write costs that are means over `steps` steps of the plan called `digest`: all of the file, or nothing."""
+    """Write costs that are means over `steps` steps of the plan called `digest`: all of the file, or
+    nothing."""
     rows = [{"position": position, "op": str(op), "unit": unit, "seconds": round(seconds, 9)}
             for (position, op, unit), seconds in sorted(costs.items())]
     write_whole(path, json.dumps({"digest": digest, "steps": steps, "costs": rows}, indent=1) + "\n")
@@ -36,7 +37,8 @@ def read_costs(path: str | Path) -> tuple[dict[tuple[int, Op, int], float], str,
     try:
         values = json.loads(file.read_text())
     except FileNotFoundError:
-        raise InputError(f"{file}: there are no measured costs. A run with monitor.trace_every > 0 writes them into its "
+        raise InputError(f"{file}: there are no measured costs. A run with monitor.trace_every > 0 writes "
+                         f"them into its "
                          "folder at its first traced step") from None
     except (OSError, ValueError) as error:
         raise InputError(f"{file} cannot be read: {error}") from None
@@ -49,7 +51,8 @@ def read_costs(path: str | Path) -> tuple[dict[tuple[int, Op, int], float], str,
             costs[position, Op(row["op"]), unit] = float(seconds)
         return costs, str(values["digest"]), _whole(values["steps"])
     except (KeyError, TypeError, ValueError) as error:
-        raise InputError(f"{file} is damaged ({type(error).__name__}: {error}); each of its costs must have position, op, unit "
+        raise InputError(f"{file} is damaged ({type(error).__name__}: {error}); each of its costs must have "
+                         f"position, op, unit "
                          "and seconds") from None
 
 

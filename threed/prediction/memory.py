@@ -1,15 +1,17 @@
 """Bytes of model states by formula: what each ZeRO stage leaves on a rank.
 
-ZeRO (Rajbhandari et al. 2020, section 5) for Psi parameters over N ranks, with P, G and O bytes a parameter for parameters,
-gradients and optimizer state (2, 2 and 12 in 16 bit with fp32 master weights and Adam's two moments):
+ZeRO (Rajbhandari et al. 2020, section 5) for Psi parameters over N ranks, with P, G and O bytes a parameter
+for parameters, gradients and optimizer state (2, 2 and 12 in 16 bit with fp32 master weights and Adam's two
+moments):
 
     stage 0   Psi (P + G + O)
     stage 1   Psi (P + G) + Psi O / N
     stage 2   Psi P + Psi (G + O) / N
     stage 3   Psi (P + G + O) / N
 
-Neglected: padding, the buffers that units share in turn, activations. Psi is a rank's own share under tp and pp, as if the model
-were cut evenly. fp32 gradients add 2 bytes a gradient where parameters have 16 bit; both are given.
+Neglected: padding, the buffers that units share in turn, activations. Psi is a rank's own share under tp and
+pp, as if the model were cut evenly. fp32 gradients add 2 bytes a gradient where parameters have 16 bit; both
+are given.
 """
 
 from __future__ import annotations
@@ -28,11 +30,13 @@ from threed.schema import Config, ZeroConfig
 STAGES = (0, 1, 2, 3)
 
 
-def model_states(parameters: float, shards: int, dtype: str, master: bool, optimizer: str = "adamw") -> dict[str, Any]:
+def model_states(parameters: float, shards: int, dtype: str, master: bool,
+                 optimizer: str = "adamw") -> dict[str, Any]:
     """Bytes a rank by stage, with gradients in `dtype` and in fp32. `parameters`: of a rank, before ZeRO."""
     element = 4 if dtype == "fp32" else 2
     state = OPTIMIZERS[optimizer].bytes + (4 if dtype != "fp32" and master else 0)
-    by_grad = {grad: {f"stage_{stage}": _bytes(stage, parameters, shards, element, grad, state) for stage in STAGES}
+    by_grad = {grad: {f"stage_{stage}": _bytes(stage, parameters, shards, element, grad, state)
+                      for stage in STAGES}
                for grad in (element, 4)}
     return {"parameters": parameters, "shards": shards,
             "bytes_per_parameter": {"parameter": element, "gradient": element, "optimizer": state},
@@ -54,7 +58,8 @@ def _bytes(stage: int, parameters: float, shards: int, param: int, grad: int, st
 
 
 def of_config(config: Config) -> dict[str, Any]:
-    """The same from the plan of a config, exactly: of the pipeline position that holds most, at each stage."""
+    """The same from the plan of a config, exactly: of the pipeline position that holds most, at each
+    stage."""
     found: dict[str, Any] = {"parameters": 0, "shards": config.shard_size}
     for stage in STAGES:
         rows = stages(make_plan(at_stage(config, stage)))
@@ -75,9 +80,14 @@ def at_stage(config: Config, stage: int) -> Config:
 
 def show(found: dict[str, Any]) -> str:
     """As a table."""
-    lines = [f"a rank has {found['parameters']:.4g} parameters before ZeRO, and shares copies with {found['shards'] - 1} others",
-             "stage".ljust(8) + "model states".rjust(14) + ("buffers" if "buffers_0" in found else "fp32 gradients").rjust(16)]
+    lines = [f"a rank has {found['parameters']:.4g} parameters before ZeRO, and shares copies with "
+             f"{found['shards'] - 1} others",
+             "stage".ljust(8) + "model states".rjust(14)
+             + ("buffers" if "buffers_0" in found else "fp32 gradients").rjust(16)]
     for stage in STAGES:
-        other = found[f"buffers_{stage}"] if "buffers_0" in found else found["fp32_gradients"][f"stage_{stage}"]
-        lines.append(f"{stage}".ljust(8) + show_bytes(found[f"stage_{stage}"]).rjust(14) + show_bytes(other).rjust(16))
+        other = (
+            found[f"buffers_{stage}"] if "buffers_0" in found else found["fp32_gradients"][f"stage_{stage}"]
+        )
+        lines.append(f"{stage}".ljust(8) + show_bytes(found[f"stage_{stage}"]).rjust(14)
+                     + show_bytes(other).rjust(16))
     return "\n".join(lines)

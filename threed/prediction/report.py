@@ -1,4 +1,5 @@
-"""What `threed predict CONFIG` says: step time, bubbles, memory over time and bytes, from a plan and its instructions' costs."""
+"""What `threed predict CONFIG` says: step time, bubbles, memory over time and bytes, from a plan and its
+instructions' costs."""
 
 from __future__ import annotations
 
@@ -18,11 +19,13 @@ SAMPLES = 50  # points of memory over time
 
 
 def report(plan: Plan, cost: Cost, source: str, verify_every: int = 0) -> dict[str, Any]:
-    """Times are of one train step; bytes of one rank of a position, by tier: device, host, disk. What is offloaded keeps its
-    memory on the host and on disk all the time. `exposed_transfer_s`: how much longer the step is than if moving between tiers
-    were free. `verify`: how much longer a step is that is computed twice, and steps on average (checksums not counted)."""
+    """Times are of one train step; bytes of one rank of a position, by tier: device, host, disk. What is
+    offloaded keeps its memory on the host and on disk all the time. `exposed_transfer_s`: how much longer the
+    step is than if moving between tiers were free. `verify`: how much longer a step is that is computed
+    twice, and steps on average (checksums not counted)."""
     table, programs = plan.table, plan.programs["train"]
-    links = [link(program, table, position, table.seam(position)) for position, program in enumerate(programs)]
+    links = [link(program, table, position, table.seam(position)) for position,
+             program in enumerate(programs)]
     when = walk(programs, table, links, Mode.BUFFERED, cost)
     total = when.total_s
     rows = []
@@ -39,24 +42,28 @@ def report(plan: Plan, cost: Cost, source: str, verify_every: int = 0) -> dict[s
             "peak_bytes": {"device": fixed + max(kept, default=0), "disk": held["disk_bytes"],
                            "host": held["host_bytes"] + held["snapshot_bytes"]},
             "transfer_s": _transfers(program, links[position], lambda item, at=position: cost(at, item)),
-            "memory": [{"seconds": when.start[position][i], "device": fixed + kept[i]} for i in range(0, len(kept), every)],
+            "memory": [{"seconds": when.start[position][i], "device": fixed + kept[i]}
+                       for i in range(0, len(kept), every)],
             **held,
         })
     bubble = sum(row["bubble"] for row in rows) / len(rows)
-    free = walk(programs, table, links, Mode.BUFFERED, lambda at, item: 0.0 if item.op in _BETWEEN_TIERS else cost(at, item))
+    free = walk(programs, table, links, Mode.BUFFERED, lambda at,
+                item: 0.0 if item.op in _BETWEEN_TIERS else cost(at, item))
     return {"step_time": total, "bubble": bubble, "exposed_transfer_s": total - free.total_s, "costs": source,
             "digest": plan.digest, "checkpoint": _checkpoint(plan, cost, total), "stages": rows,
             **_verifying(plan, cost, verify_every)}
 
 
 def _checkpoint(plan: Plan, cost: Cost, step_s: float) -> dict[str, float] | None:
-    """Of a checkpoint that is written while the run goes on: a rank's bytes, seconds of the copy to the host, and by how much it
-    makes the next step longer, whose STEPs wait for it. None where there is no such copy."""
+    """Of a checkpoint that is written while the run goes on: a rank's bytes, seconds of the copy to the
+    host, and by how much it makes the next step longer, whose STEPs wait for it. None where there is no
+    such copy."""
     table, copies = plan.table, plan.programs.get(SNAPSHOT)
     if copies is None:
         return None
     programs = [(*copy, *program) for copy, program in zip(copies, plan.programs["train"], strict=True)]
-    links = [link(program, table, position, table.seam(position)) for position, program in enumerate(programs)]
+    links = [link(program, table, position, table.seam(position)) for position,
+             program in enumerate(programs)]
     longer = walk(programs, table, links, Mode.BUFFERED, cost).total_s - step_s
     return {"bytes": max(sum(sum(table.moved(item).values()) for item in copy) for copy in copies),
             "copy_s": max(sum(cost(position, item) for item in copy) for position, copy in enumerate(copies)),
@@ -84,8 +91,10 @@ def _transfers(program: Program, links: Links, cost: Callable[[Instruction], flo
 
 def show(values: dict[str, Any]) -> str:
     """The report as a table."""
-    lines = [f"step {show_seconds(values['step_time'])}, bubble {values['bubble']:.1%} (costs: {values['costs']})",
-             "".join(text.rjust(12) for text in ("a rank of", "busy", "bubble", "peak", "fixed", "activations",
+    lines = [f"step {show_seconds(values['step_time'])}, bubble {values['bubble']:.1%} (costs: "
+             f"{values['costs']})",
+             "".join(text.rjust(12) for text in ("a rank of", "busy", "bubble", "peak", "fixed",
+                                                 "activations",
                                                  *(f"sends {axis}" for axis in AXES)))]
     for position, row in enumerate(values["stages"]):
         peak = row["peak_bytes"]["device"]
@@ -97,15 +106,18 @@ def show(values: dict[str, Any]) -> str:
         if row["moved_bytes"]:
             links = ", ".join(f"{lane} {show_bytes(size)} in {show_seconds(row['transfer_s'].get(lane, 0.0))}"
                               for lane, size in sorted(row["moved_bytes"].items()))
-            lines.append(f"pp{position} holds {show_bytes(row['host_bytes'])} on the host and {show_bytes(row['disk_bytes'])} on "
+            lines.append(f"pp{position} holds {show_bytes(row['host_bytes'])} on the host and "
+                         f"{show_bytes(row['disk_bytes'])} on "
                          f"disk; moves a step: {links}")
     if saved := values["checkpoint"]:
-        lines.append(f"a checkpoint copies {show_bytes(saved['bytes'])} a rank to the host in {show_seconds(saved['copy_s'])}, "
+        lines.append(f"a checkpoint copies {show_bytes(saved['bytes'])} a rank to the host in "
+                     f"{show_seconds(saved['copy_s'])}, "
                      f"beside the next step, which takes {show_seconds(saved['blocked_s'])} longer")
     if any(row["moved_bytes"] for row in values["stages"]):
         longer = show_seconds(max(0.0, values["exposed_transfer_s"]))
         lines.append(f"moving between tiers makes the step {longer} longer than if it were free")
     if (verify := values.get("verify")) is not None:
-        lines.append(f"every {verify['every']} steps one is computed twice: {show_seconds(verify['rehearsal_s'])} longer, "
+        lines.append(f"every {verify['every']} steps one is computed twice: "
+                     f"{show_seconds(verify['rehearsal_s'])} longer, "
                      f"{show_seconds(verify['step_s'])} a step on average, without checksums")
     return "\n".join(lines)

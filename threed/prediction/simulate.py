@@ -1,4 +1,5 @@
-"""Predict: walk the plan with a clock. The same walk that looks for deadlocks, with a cost for each instruction."""
+"""Predict: walk the plan with a clock. The same walk that looks for deadlocks, with a cost for each
+instruction."""
 
 from __future__ import annotations
 
@@ -22,8 +23,9 @@ class Prediction:
 
 
 def cost_of(costs: Costs) -> Cost:
-    """Measured costs as a function of (position, instruction). What was not measured where it is asked for is taken from what
-    was: a unit's cost from another position; half a backward from a whole one, or the other way; communication is free."""
+    """Measured costs as a function of (position, instruction). What was not measured where it is asked for is
+    taken from what was: a unit's cost from another position; half a backward from a whole one, or the other
+    way; communication is free."""
     anywhere: dict[tuple[Op, int], float] = {(op, unit): seconds for (_, op, unit), seconds in costs.items()}
     for (op, unit), seconds in list(anywhere.items()):
         if op == Op.BACKWARD:
@@ -32,7 +34,8 @@ def cost_of(costs: Costs) -> Cost:
         elif op == Op.FORWARD:
             anywhere.setdefault((Op.RECOMPUTE, unit), seconds)
         elif op == Op.BACKWARD_INPUT:
-            anywhere.setdefault((Op.BACKWARD, unit), seconds + anywhere.get((Op.BACKWARD_WEIGHT, unit), seconds))
+            anywhere.setdefault((Op.BACKWARD, unit),
+                                seconds + anywhere.get((Op.BACKWARD_WEIGHT, unit), seconds))
 
     def cost(position: int, instruction: Instruction) -> float:
         op = instruction.op
@@ -42,7 +45,8 @@ def cost_of(costs: Costs) -> Cost:
         if found is None:
             found = anywhere.get((op, unit))
         if found is None and works:
-            raise InputError(f"the costs have none for {op} of unit {unit}: they are of another model; measure it with a run of "
+            raise InputError(f"the costs have none for {op} of unit {unit}: they are of another model; "
+                             f"measure it with a run of "
                              "this config, or leave --costs out for analytic ones")
         return found or 0.0
 

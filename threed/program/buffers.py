@@ -1,9 +1,10 @@
 """Buffers that are made once and used again and again: how many of each size a position needs. No torch.
 
-Values that live for a part of the step only lie in pools: whole parameters that do not stay whole (ZeRO-3), gradients that are
-reduced as they come (ZeRO-2 and 3), kept inputs, and what is on its way between tiers. A buffer is as large as the value that it
-is for, so units of one size share. Whole parameters and gradients also lie in larger buffers than they need, where buffers of
-their own would take more memory: tiles of a layer differ by a norm or a bias, and are not all there at a time.
+Values that live for a part of the step only lie in pools: whole parameters that do not stay whole (ZeRO-3),
+gradients that are reduced as they come (ZeRO-2 and 3), kept inputs, and what is on its way between tiers. A
+buffer is as large as the value that it is for, so units of one size share. Whole parameters and gradients
+also lie in larger buffers than they need, where buffers of their own would take more memory: tiles of a layer
+differ by a norm or a bias, and are not all there at a time.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class Buffers(NamedTuple):
                 + sum(map(_elements, (self.grads, self.gshards))) * table.elements.grad + self.staging)
 
     def host_bytes(self, table: Table) -> int:
-        return sum(map(_elements, (self.host_kept, self.host_weights))) * table.elements.param + _elements(self.host_states)
+        return sum(map(_elements, (self.host_kept,
+                                   self.host_weights))) * table.elements.param + _elements(self.host_states)
 
 
 def _elements(sizes: Sizes) -> int:
@@ -48,7 +50,8 @@ def buffers(plan: Plan, position: int) -> Buffers:
     """What a rank of a position needs over all programs of the plan."""
     table = plan.table
     held = table.held(position)
-    taken: dict[str, set[tuple[tuple[int, int], ...]]] = {"params": set(), "grads": set()}  # sizes alive at some time
+    # sizes alive at some time
+    taken: dict[str, set[tuple[tuple[int, int], ...]]] = {"params": set(), "grads": set()}
     most: dict[str, Counter[int]] = {name: Counter() for name in Buffers._fields if name != "staging"}
     for programs in plan.programs.values():
         alive: dict[str, Counter[int]] = {name: Counter() for name in most}
@@ -69,17 +72,21 @@ def buffers(plan: Plan, position: int) -> Buffers:
                 assert name is not None
                 inside.discard(slot)
                 alive[name][_size(slot, name, table)] -= 1
-    # One more gradient of a size than are alive: the next is added up while the one before it is still on its way.
+    # One more gradient of a size than are alive: the next is added up while the one before it is still on its
+    # way.
     units = Counter(table.parameters[unit].numel for unit in held)
     parts = Counter(table.shard_numel(unit) for unit in held)
-    most["gshards"] = Counter({numel: min(count + 1, parts[numel]) for numel, count in most["gshards"].items()})
+    most["gshards"] = Counter({numel: min(count + 1, parts[numel]) for numel,
+                               count in most["gshards"].items()})
     shared = {name: _shared(times, units, spare=name == "grads") for name, times in taken.items()}
-    return Buffers(**{name: dict(sizes) for name, sizes in most.items()} | shared, staging=_staging(table, held))
+    return Buffers(**{name: dict(sizes) for name, sizes in most.items()} | shared,
+                   staging=_staging(table, held))
 
 
 def _shared(taken: Collection[tuple[tuple[int, int], ...]], units: Counter[int], spare: bool) -> Sizes:
-    """The buffers that take the least memory: neighbouring sizes have buffers of the largest among them, as many as are taken
-    at a time. `taken`: (size, how many) at each time. `units`: how many units have a size; no more buffers are needed."""
+    """The buffers that take the least memory: neighbouring sizes have buffers of the largest among them, as
+    many as are taken at a time. `taken`: (size, how many) at each time. `units`: how many units have a size;
+    no more buffers are needed."""
     sizes = sorted({numel for time in taken for numel, _ in time})
     best: list[tuple[int, Sizes]] = [(0, {})]  # of the smallest sizes: elements, buffers
     for stop in range(1, len(sizes) + 1):
@@ -101,7 +108,8 @@ def _pool(slot: Slot, table: Table) -> str | None:
         if not table.keeps_stream(slot.unit):
             return None
         settings = table.activation
-        arena = settings.contiguous and not settings.offload and kind == ("kpart" if settings.partition else "kept")
+        arena = settings.contiguous and not settings.offload and kind == ("kpart" if settings.partition
+                                                                          else "kept")
         return "host_kept" if on_host else "kept" if arena else None
     if slot.tier == Tier.DISK:
         return None
@@ -123,11 +131,13 @@ def _size(slot: Slot, name: str, table: Table) -> int:
         return round_up(table.size(slot), ALIGNMENT) // table.elements.param
     if name in ("params", "grads"):
         return table.parameters[slot.unit].numel
-    return table.size(slot) // table.elements.param if name in ("kept", "host_kept") else table.shard_numel(slot.unit)
+    return table.size(slot) // table.elements.param if name in ("kept",
+                                                                "host_kept") else table.shard_numel(slot.unit)
 
 
 def _staging(table: Table, held: tuple[int, ...]) -> int:
-    """Every part of a gradient arrives before the sum is taken; a gradient that travels in another dtype is cast first."""
+    """Every part of a gradient arrives before the sum is taken; a gradient that travels in another dtype is
+    cast first."""
     if not any(step.staged and step.ranks > 1 for unit in held for step in table.reductions(unit)):
         return 0
     times = 1 if table.elements.reduce == table.elements.grad else 2

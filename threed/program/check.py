@@ -1,8 +1,10 @@
-"""Check: is a plan legal, complete and free of deadlock? If not: which rank, index, instruction, neighbours, and why.
+"""Check: is a plan legal, complete and free of deadlock? If not: which rank, index, instruction, neighbours,
+and why.
 
-Legal: slots are written once, read while alive, freed once, and what is alive at the end of a program is what its seam
-says. Complete: every unit runs forward and backward once for every micro-batch, at its own position. Messages: the two
-ends of each channel name the same slots in the same order (there are no tags). Deadlock: `walk` in its three modes.
+Legal: slots are written once, read while alive, freed once, and what is alive at the end of a program is what
+its seam says. Complete: every unit runs forward and backward once for every micro-batch, at its own position.
+Messages: the two ends of each channel name the same slots in the same order (there are no tags). Deadlock:
+`walk` in its three modes.
 """
 
 from __future__ import annotations
@@ -18,14 +20,17 @@ from threed.program.walk import Links, Mode, Program, channels, link, walk
 
 
 def check(plan: Plan) -> dict[str, list[Links]]:
-    """Raise PlanError unless every program of the plan can run and does all of its work. Returns the links."""
+    """Raise PlanError unless every program of the plan can run and does all of its work. Returns the
+    links."""
     return {name: check_programs(name, programs, plan.table) for name, programs in plan.programs.items()}
 
 
 def check_programs(name: str, programs: Sequence[Program], table: Table) -> list[Links]:
-    """Check the programs of all positions that run together. `evaluate` is forward only, every other program trains."""
+    """Check the programs of all positions that run together. `evaluate` is forward only, every other program
+    trains."""
     if len(programs) != table.num_positions:
-        raise PlanError(f"program '{name}' has {len(programs)} positions, but the table has {table.num_positions}")
+        raise PlanError(f"program '{name}' has {len(programs)} positions, but the table has "
+                        f"{table.num_positions}")
     links = []
     for position, program in enumerate(programs):
         seam, ends = table.seam(position, name), table.seam(position, name, end=True)
@@ -40,7 +45,8 @@ def check_programs(name: str, programs: Sequence[Program], table: Table) -> list
         lost = ends - found.alive
         if left or lost:
             what = f"leaves '{min(left)}' behind" if left else f"has lost '{min(lost)}'"
-            raise PlanError(describe(name, programs, position, len(program) - 1, f"the program ends here and {what}"))
+            raise PlanError(describe(name, programs, position, len(program) - 1,
+                                     f"the program ends here and {what}"))
         _check_complete(name, programs, position, table)
         _check_copies(name, programs, position, found)
         links.append(found)
@@ -64,7 +70,8 @@ def describe(name: str, programs: Sequence[Program], position: int, index: int, 
 
 
 def _check_complete(name: str, programs: Sequence[Program], position: int, table: Table) -> None:
-    """Each unit of the position, each micro-batch: FORWARD once, BACKWARD once, whole or as its two halves."""
+    """Each unit of the position, each micro-batch: FORWARD once, BACKWARD once, whole or as its two
+    halves."""
     program = programs[position]
     if name in (SNAPSHOT, WAITING):
         _check_snapshot(name, programs, position, table)
@@ -87,7 +94,8 @@ def _check_complete(name: str, programs: Sequence[Program], position: int, table
         have, want = seen[instruction], expected[instruction]
         index = next((i for i, other in enumerate(program)
                       if (other.op, *other.turn) == (instruction.op, *instruction.turn)), len(program) - 1)
-        raise PlanError(describe(name, programs, position, index, f"'{instruction}' runs {have} times here, not {want}"))
+        raise PlanError(describe(name, programs, position, index,
+                                 f"'{instruction}' runs {have} times here, not {want}"))
     counts = Counter(instruction.op for instruction in program)
     if trains:
         _check_steps(name, programs, position, table)
@@ -98,7 +106,8 @@ def _check_complete(name: str, programs: Sequence[Program], position: int, table
                                  "CLIP must run once, over gradients where there are any"))
     for index, instruction in enumerate(program):
         if instruction.op == Op.FORWARD and (instruction.keep == "none") == trains:
-            raise PlanError(describe(name, programs, position, index, f"keep={instruction.keep} does not belong here"))
+            raise PlanError(describe(name, programs, position, index,
+                                     f"keep={instruction.keep} does not belong here"))
 
 
 def _check_steps(name: str, programs: Sequence[Program], position: int, table: Table) -> None:
@@ -113,15 +122,18 @@ def _check_steps(name: str, programs: Sequence[Program], position: int, table: T
         done.update([unit] if age == "" else [])
     if sorted(steps) != sorted(asked) or not in_order:
         raise PlanError(describe(name, programs, position, len(programs[position]) - 1,
-                                 f"STEP runs for {_named(steps)}, and should for {_named(asked)}, older gradients first"))
+                                 f"STEP runs for {_named(steps)}, and should for {_named(asked)}, older "
+                                 f"gradients first"))
 
 
 def _check_snapshot(name: str, programs: Sequence[Program], position: int, table: Table) -> None:
     """Each unit that the position writes into checkpoints is copied once, and nothing else is done."""
-    copied = [item.unit for item in programs[position] if item.op == Op.OFFLOAD and (item.age == "prev") == (name == WAITING)]
+    copied = [item.unit for item in programs[position] if item.op == Op.OFFLOAD
+              and (item.age == "prev") == (name == WAITING)]
     asked = [unit for unit in table.held(position) if table.saves(position, unit)]
     if sorted(copied) != asked or len(copied) < len(programs[position]):
-        raise PlanError(describe(name, programs, position, 0, f"copies units {copied}, and should copy {asked}"))
+        raise PlanError(describe(name, programs, position, 0,
+                                 f"copies units {copied}, and should copy {asked}"))
 
 
 def _named(steps: Sequence[tuple[int, str]]) -> str:
@@ -129,19 +141,21 @@ def _named(steps: Sequence[tuple[int, str]]) -> str:
 
 
 def _check_copies(name: str, programs: Sequence[Program], position: int, links: Links) -> None:
-    """STEP changes what GATHER reads: no whole copy may be there then, or on its way. And nothing of the step may read what has
-    changed: all micro-batches see the same weights."""
+    """STEP changes what GATHER reads: no whole copy may be there then, or on its way. And nothing of the step
+    may read what has changed: all micro-batches see the same weights."""
     whole: set[int] = set()
     changed: set[int] = set()
     for index, effect in enumerate(links.effects):
         for slot in effect.updates:
             if slot.name == "pshard" and slot.unit in whole:
                 raise PlanError(describe(name, programs, position, index,
-                                         f"updates '{slot}' while 'param p{slot.unit}', which is gathered from it, is there"))
+                                         f"updates '{slot}' while 'param p{slot.unit}', which is gathered "
+                                         f"from it, is there"))
             changed.update([slot.unit] if slot.name in ("param", "pshard") else [])
         for slot in effect.reads:
             if slot.name in ("param", "pshard") and slot.unit in changed:
-                raise PlanError(describe(name, programs, position, index, f"reads '{slot}', which this step has already updated"))
+                raise PlanError(describe(name, programs, position, index,
+                                         f"reads '{slot}', which this step has already updated"))
         whole.update(slot.unit for slot in effect.writes if slot.name == "param")
         whole.difference_update(slot.unit for slot in effect.frees if slot.name == "param")
 
@@ -165,13 +179,15 @@ def _check_channels(name: str, programs: Sequence[Program]) -> None:
 
 
 def _check_collectives(name: str, programs: Sequence[Program], table: Table) -> None:
-    """A REDUCE over a group whose members sit at several positions is one call of them all, on the same unit: of the two ends
-    of the pipeline for a tie. CLIP, one call of all positions, has been counted."""
+    """A REDUCE over a group whose members sit at several positions is one call of them all, on the same unit:
+    of the two ends of the pipeline for a tie. CLIP, one call of all positions, has been counted."""
     for group in (group for group, row in GROUPS.items() if row.across_positions):
-        calls = [[item.unit for item in program if item.op == Op.REDUCE and item.group == group] for program in programs]
+        calls = [[item.unit for item in program if item.op == Op.REDUCE and item.group == group]
+                 for program in programs]
         members = {position for unit in table.parameters.values() for position in unit.positions
                    if any(step.group == group for step in unit.reductions)}
         first, last = min(members, default=0), max(members, default=len(programs) - 1)
         if any(calls[first] != each if position in members else each for position, each in enumerate(calls)):
-            raise PlanError(f"program '{name}': REDUCE ({group}) must run for the same units on the first position "
+            raise PlanError(f"program '{name}': REDUCE ({group}) must run for the same units on the first "
+                            f"position "
                             f"({calls[first]}) and on the last ({calls[last]}), and nowhere else")

@@ -1,11 +1,12 @@
-"""The only dependency rule: what an instruction reads, writes, adds to, updates and frees, on which lane it runs, and which ranks
-take part.
+"""The only dependency rule: what an instruction reads, writes, adds to, updates and frees, on which lane it
+runs, and which ranks take part.
 
 Checker, memory meter, simulator, loopback and engine all call `effects`; nobody restates it.
 
-A **lane** is one queue of work: `compute`; one for each kind of group that has its own (mesh.GROUPS: dp, tie); `send` and
-`recv` for each (peer, act or grad); `d2h` and `h2d` (device to host and back); `read` and `write` (disk to host and back);
-`host` (the optimizer there). Order holds within a lane; across lanes only through slots: using a slot waits for it.
+A **lane** is one queue of work: `compute`; one for each kind of group that has its own (mesh.GROUPS: dp,
+tie); `send` and `recv` for each (peer, act or grad); `d2h` and `h2d` (device to host and back); `read` and
+`write` (disk to host and back); `host` (the optimizer there). Order holds within a lane; across lanes only
+through slots: using a slot waits for it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class Effects(NamedTuple):
 
 
 def effects(instruction: Instruction, table: Table, position: int) -> Effects:
-    """Effects of one instruction of the program of a pipeline position. KeyError: it names what does not exist."""
+    """Effects of one instruction of the program of a pipeline position. KeyError: it names what does not
+    exist."""
     known = table.known.get(instruction)
     if known is None:
         for field, words in WORDS.items():
@@ -77,7 +79,8 @@ def _forward(item: Instruction, table: Table, _: int) -> Effects:
     last = [read.last for read in table.units[unit].reads]
     unused = compress(passed.reads, last) if item.keep == "none" else ()
     loss = (Slot("loss"),) if table.units[unit].loss else ()
-    return Effects("compute", (*_params(table, unit), *before, *passed.reads), (*after, *saved, *passed.makes), adds=loss,
+    return Effects("compute", (*_params(table, unit), *before, *passed.reads),
+                   (*after, *saved, *passed.makes), adds=loss,
                    frees=(*before, *unused), groups=table.units[unit].groups)
 
 
@@ -85,7 +88,8 @@ def _recompute(item: Instruction, table: Table, _: int) -> Effects:
     _computes(item, table)
     unit, microbatch = item.turn
     kept, passed = (Slot("kept", unit, microbatch),), _passed(item, table)
-    return Effects("compute", (*_params(table, unit), *kept, *passed.reads), (Slot("saved", unit, microbatch),),
+    return Effects("compute", (*_params(table, unit), *kept, *passed.reads),
+                   (Slot("saved", unit, microbatch),),
                    updates=passed.makes, frees=kept, groups=table.units[unit].groups)
 
 
@@ -148,7 +152,8 @@ def _message(item: Instruction) -> Slot:
 def _gather(item: Instruction, table: Table, _: int) -> Effects:
     unit = table.parameters.get(item.unit)
     if unit is None or item.group != unit.shard_group:
-        raise KeyError(f"p{item.unit} is sharded over {unit.shard_group if unit else 'nothing'}, not '{item.group}'")
+        raise KeyError(f"p{item.unit} is sharded over {unit.shard_group if unit else 'nothing'}, not "
+                       f"'{item.group}'")
     part = (Slot("pshard", item.unit),)
     stays = table.weight(item.unit) in part  # else it was fetched for this
     return Effects(GROUPS[item.group].lane, part, (Slot("param", item.unit),), frees=() if stays else part,
@@ -170,7 +175,9 @@ def _reduce(item: Instruction, table: Table, _: int) -> Effects:
         return Effects(lane, taken, made, groups=(item.group,))
     frees = (*taken, Slot("wgrad", unit)) if step.takes == "wsum" else taken
     # One of several, added up on the rank that keeps it: on its device, or as they arrive on its host.
-    several = item.group == table.parameters[unit].shard_group and table.zero.stage >= 2 and not table.streams(unit)
+    several = (
+        item.group == table.parameters[unit].shard_group and table.zero.stage >= 2 and not table.streams(unit)
+    )
     writes, adds = ((), made) if several else (made, ())
     return Effects(lane, taken, writes, adds, frees=frees, groups=(item.group,))
 
@@ -181,14 +188,16 @@ def _clip(item: Instruction, table: Table, position: int) -> Effects:
     loss = (Slot("loss"),) if table.makes_loss(position) else ()
     waiting = tuple(Slot("gprev", p, tier=Tier.HOST) for p in held) if item.gradients == "wait" else ()
     gone = gradients if item.gradients in ("wait", "drop") else ()
-    return Effects("compute", (*gradients, *loss), (Slot("scale"), *waiting), frees=(*gone, *loss), groups=("world",))
+    return Effects("compute", (*gradients, *loss), (Slot("scale"), *waiting), frees=(*gone, *loss),
+                   groups=("world",))
 
 
 def _step(item: Instruction, table: Table, position: int) -> Effects:
     unit = item.unit
     weight, state = table.weight(unit), table.state(unit)
     gradient = (_gradient(table, unit),) if item.age == "" else (Slot("gprev", unit, tier=Tier.HOST),)
-    reads = (*gradient, Slot("scale")) if item.age == "" else gradient  # its own CLIP was that of the step before
+    # its own CLIP was that of the step before
+    reads = (*gradient, Slot("scale")) if item.age == "" else gradient
     if table.update.snapshots and table.saves(position, unit):  # it overwrites what is being copied
         reads = (*reads, Slot("snapshot", unit, tier=Tier.HOST))
     if state.tier == Tier.DEVICE:
@@ -234,11 +243,17 @@ def _move_kept(item: Instruction, table: Table, _: int) -> Effects:
                    groups=groups)
 
 
-def _of_unit(move: Callable[[Instruction, Table], Effects | None]) -> Callable[[Instruction, Table, int], Effects]:
+def _of_unit(move: Callable[[Instruction, Table], Effects | None]) -> Callable[[Instruction, Table, int],
+                                                                               Effects]:
     """A move of a parameter unit's slot between tiers. None says that there is no such move."""
 
     def checked(item: Instruction, table: Table, _: int) -> Effects:
-        fits = (item.op, item.tier) in _LANES and item.unit in table.parameters and item.microbatch < 0 and not item.age
+        fits = (
+            (item.op, item.tier) in _LANES
+            and item.unit in table.parameters
+            and item.microbatch < 0
+            and not item.age
+        )
         found = move(item, table) if fits else None
         if found is None:
             raise KeyError(f"{item.op} does not move '{item.slot}'")
@@ -281,7 +296,8 @@ def _move_weight(item: Instruction, table: Table) -> Effects | None:
 
 
 def _move_snapshot(item: Instruction, table: Table, position: int) -> Effects:
-    """What a checkpoint keeps of a parameter unit is copied to the host; with age=prev, the gradients that wait, too."""
+    """What a checkpoint keeps of a parameter unit is copied to the host; with age=prev, the gradients that
+    wait, too."""
     unit = item.unit
     saves = table.update.snapshots and unit in table.held(position) and table.saves(position, unit)
     if item.op != Op.OFFLOAD or item.tier != Tier.DEVICE or item.microbatch >= 0 or not saves:

@@ -1,7 +1,7 @@
 """The nouns of a program: op, slot, instruction.
 
-One optimizer step of one pipeline position is a flat list of instructions. Ranks that share a position (its dp and tp
-peers) run the same program, so a plan holds one program a position, whatever the size of the mesh.
+One optimizer step of one pipeline position is a flat list of instructions. Ranks that share a position (its
+dp and tp peers) run the same program, so a plan holds one program a position, whatever the size of the mesh.
 
 A **slot** is a named value:
 
@@ -25,11 +25,11 @@ A **slot** is a named value:
     snapshot p3      what the next checkpoint keeps of p3
     loss, scale      sum of losses; what CLIP says STEP must multiply gradients by
 
-A slot is on a tier: the device, its host, or a disk. The text of one that is not on the device begins with its tier:
-`host_kept u3 m1`.
+A slot is on a tier: the device, its host, or a disk. The text of one that is not on the device begins with
+its tier: `host_kept u3 m1`.
 
-A compute unit is written u3 and a parameter unit p3. They are one to one (u3 uses p3), but for a tied embedding: it is
-a parameter unit of its own, used by the first and the last compute unit.
+A compute unit is written u3 and a parameter unit p3. They are one to one (u3 uses p3), but for a tied
+embedding: it is a parameter unit of its own, used by the first and the last compute unit.
 """
 
 from __future__ import annotations
@@ -101,7 +101,8 @@ class Tier(StrEnum):
 
 
 _TIERS = list(Tier)
-PARAMETER_KINDS = frozenset({"param", "pshard", "state", "wgrad", "wsum", "gpart", "gfull", "gshard", "gprev", "snapshot"})
+PARAMETER_KINDS = frozenset({"param", "pshard", "state", "wgrad", "wsum", "gpart", "gfull", "gshard", "gprev",
+                             "snapshot"})
 
 
 class Slot(NamedTuple):
@@ -143,7 +144,8 @@ class Instruction(NamedTuple):
     group: str = ""  # GATHER, REDUCE: the ranks that take part
     peer: int = -1  # MESSAGES: the other pipeline position
     keep: str = "all"  # FORWARD: what it keeps for backward: all, its input, or none
-    gradients: str = "step"  # CLIP: STEP takes them, they wait for the next step's, they are dropped, there are none
+    gradients: str = "step"  # CLIP: STEP takes them, they wait for the next step's, they are dropped, there
+    # are none
     age: str = ""  # STEP, OFFLOAD of a snapshot: prev: (with) the gradients of the step before
 
     @property

@@ -19,13 +19,14 @@ def activations(table: Table) -> tuple[str, ...]:
 
 
 def stages(plan: Plan) -> list[dict[str, Any]]:
-    """One object a pipeline position: parameters and bytes of one of its ranks; collectives and bytes sent in a train step.
+    """One object a pipeline position: parameters and bytes of one of its ranks; collectives and bytes sent in
+    a train step.
 
-    Parameters, gradients and optimizer state keep their memory from step to step, as shards or whole by the ZeRO stage;
-    buffers are what units share in turn (whole parameters and gradients that do not stay, staging). Host and disk have what is
-    offloaded, and the host what is on its way; `moved_bytes` is what goes between tiers, by lane. `snapshot_bytes` come on
-    top on the host: the copy from which a checkpoint is written. `slot_peak_bytes` is the most that slots of each kind take
-    over the step, wherever they live.
+    Parameters, gradients and optimizer state keep their memory from step to step, as shards or whole by the
+    ZeRO stage; buffers are what units share in turn (whole parameters and gradients that do not stay,
+    staging). Host and disk have what is offloaded, and the host what is on its way; `moved_bytes` is what
+    goes between tiers, by lane. `snapshot_bytes` come on top on the host: the copy from which a checkpoint is
+    written. `slot_peak_bytes` is the most that slots of each kind take over the step, wherever they live.
     """
     table, rows = plan.table, []
     for position, program in enumerate(plan.programs["train"]):
@@ -45,9 +46,11 @@ def stages(plan: Plan) -> list[dict[str, Any]]:
             "parameters": sum(table.parameters[p].numel - table.parameters[p].padding for p in held),
             "parameter_bytes": sum(_parameter_bytes(table, p) for p in held),
             # Below ZeRO-2 the reduced shard is a part of the whole gradient.
-            "gradient_bytes": sum(table.size(Slot("wgrad" if table.zero.stage < 2 else "gshard", p)) for p in held
+            "gradient_bytes": sum(table.size(Slot("wgrad" if table.zero.stage < 2 else "gshard", p))
+                                  for p in held
                                   if not table.streams(p)),
-            "optimizer_bytes": sum(table.size(table.state(p)) for p in held if table.parameters[p].state_home == Tier.DEVICE),
+            "optimizer_bytes": sum(table.size(table.state(p)) for p in held
+                                   if table.parameters[p].state_home == Tier.DEVICE),
             "buffer_bytes": pools.bytes(table),
             "host_bytes": away[Tier.HOST] + pools.host_bytes(table), "disk_bytes": away[Tier.DISK],
             "snapshot_bytes": _snapshot_bytes(table, position),

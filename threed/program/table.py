@@ -1,8 +1,8 @@
 """The table: what units are, where they live, and how large everything is. With the programs it makes a plan.
 
-Sizes are of one rank of a pipeline position (its dp and tp peers have the same), in bytes. Traffic is what a rank
-sends, by the ring formulas: of a buffer of S bytes over n ranks, all-gather and reduce-scatter send S (n-1)/n,
-all-reduce twice that.
+Sizes are of one rank of a pipeline position (its dp and tp peers have the same), in bytes. Traffic is what a
+rank sends, by the ring formulas: of a buffer of S bytes over n ranks, all-gather and reduce-scatter send S
+(n-1)/n, all-reduce twice that.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class ComputeUnit:
     makes: tuple[Handed, ...] = ()
     reads: tuple[Read, ...] = ()
     loss: bool = False  # whether it adds to the loss; the last unit does, and has no other output
-    adds: bool = False  # only adds to its input: keeps nothing of it, and hands its output's gradient on as it is
+    adds: bool = False  # only adds to its input: keeps nothing of it, and hands its output's gradient on as
+    # it is
     running_bytes: int = 0  # of its output, where that is a running softmax, not the residual stream
 
 
@@ -85,7 +86,8 @@ class ParameterUnit:
     reductions: tuple[Reduction, ...]  # of its gradient, in order
     state_home: Tier = Tier.DEVICE  # where its optimizer state lives, and is stepped (disk: through the host)
     weight_home: Tier = Tier.DEVICE  # where this rank's part of the parameters lives
-    whole: bool = True  # stays whole from its first use in a step to its last, in a buffer of its own (not so in ZeRO-3)
+    whole: bool = True  # stays whole from its first use in a step to its last, in a buffer of its own (not so
+    # in ZeRO-3)
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,8 @@ class ZeroSettings:
 
     stage: int = 0
     reduce_every: int = 1  # micro-batches between two reductions of a gradient
-    residency: int | str = "step"  # units that are not whole and may be gathered at a time; stage: those of the largest
+    residency: int | str = "step"  # units that are not whole and may be gathered at a time; stage: those of
+    # the largest
     prefetch: int = 0  # uses ahead of its own that a unit is gathered
 
 
@@ -171,8 +174,9 @@ class Table:
         return any(self.units[unit].loss for unit in self.units_of(position))
 
     def keeps_stream(self, unit: int) -> bool:
-        """Whether the input that a compute unit keeps for RECOMPUTE is the residual stream: the first unit reads tokens, which
-        all ranks have; one that only adds keeps nothing; and some read a running softmax."""
+        """Whether the input that a compute unit keeps for RECOMPUTE is the residual stream: the first unit
+        reads tokens, which all ranks have; one that only adds keeps nothing; and some read a running
+        softmax."""
         return unit > 0 and not self.units[unit].adds and not self.units[unit - 1].running_bytes
 
     @cached_property
@@ -202,22 +206,27 @@ class Table:
         """Slots alive between two programs, before this one or after it: what a checkpoint saves."""
         stays = {slot for p in self.held(position) for slot in (self.weight(p), self.state(p))}
         if self.update.snapshots:  # the last one, which may still be under way
-            stays |= {Slot("snapshot", p, tier=Tier.HOST) for p in self.held(position) if self.saves(position, p)}
-        if self.update.delayed and program in (("enter", "train", WAITING) if end else ("train", "drain", WAITING)):
+            stays |= {Slot("snapshot", p, tier=Tier.HOST) for p in self.held(position)
+                      if self.saves(position, p)}
+        if self.update.delayed and program in (("enter", "train", WAITING) if end
+                                               else ("train", "drain", WAITING)):
             stays |= {Slot("gprev", p, tier=Tier.HOST) for p in self.held(position)}
         return stays
 
     def saves(self, position: int, unit: int) -> bool:
-        """Whether ranks of a position write a parameter unit into checkpoints: a tied embedding is written once."""
+        """Whether ranks of a position write a parameter unit into checkpoints: a tied embedding is written
+        once."""
         return self.parameters[unit].positions[0] == position
 
     @property
     def kept_kinds(self) -> int:
-        """Tensors that a checkpoint keeps of a parameter: weights, the optimizer's, and what waits for the next step."""
+        """Tensors that a checkpoint keeps of a parameter: weights, the optimizer's, and what waits for the
+        next step."""
         return 1 + len(self.update.buffers) + self.update.delayed
 
     def state_bytes(self, home: Tier) -> int:
-        """Of an element of optimizer state on a tier: its buffers, and the fp32 master where that is a separate copy."""
+        """Of an element of optimizer state on a tier: its buffers, and the fp32 master where that is a
+        separate copy."""
         master = 4 if self.update.master or home != Tier.DEVICE else 0
         return sum(BYTES[buffer.dtype] for buffer in self.update.buffers) + master
 
@@ -230,8 +239,8 @@ class Table:
         return Slot("state", unit, tier=self.parameters[unit].state_home)
 
     def streams(self, unit: int) -> bool:
-        """Whether each reduced part of a gradient goes down at once and is added up there. (What is still to be summed over other
-        groups is added up on the device, and goes down after that.)"""
+        """Whether each reduced part of a gradient goes down at once and is added up there. (What is still to
+        be summed over other groups is added up on the device, and goes down after that.)"""
         held = self.parameters[unit]
         return (held.state_home != Tier.DEVICE and self.zero.stage >= 2
                 and held.reductions[-1].group == held.shard_group)
@@ -267,7 +276,8 @@ class Table:
             return self.shard_numel(slot.unit) * self.state_bytes(slot.tier)
         if slot.kind == "wgrad":
             return unit.numel * self.elements.grad
-        if slot.kind == "snapshot":  # in fp32; one of the groups that share a copy writes it, whatever the stage
+        # in fp32; one of the groups that share a copy writes it, whatever the stage
+        if slot.kind == "snapshot":
             return unit.numel // unit.shards * 4 * self.kept_kinds
         return self.shard_numel(slot.unit) * self.elements.grad
 
@@ -334,7 +344,8 @@ def gradient_kind(name: str) -> str:
 class Plan:
     """All positions' programs, by name, with the table. `programs[name][position]`.
 
-    train      a step of the run. With delayed updates it steps the gradients of the step before, and is one of four:
+    train      a step of the run. With delayed updates it steps the gradients of the step before, and is one
+               of four:
     plain      a step that is not delayed
     enter      the first one that is: it steps nothing
     drain      the last one: it steps what waits, and its own

@@ -20,10 +20,11 @@ class Wait(NamedTuple):
 
 @dataclass
 class Trace:
-    """Times of one run of a program, in seconds from its start: issue, inputs there, end; one entry an instruction.
+    """Times of one run of a program, in seconds from its start: issue, inputs there, end; one entry an
+    instruction.
 
-    Between issue and `started` an instruction waits, and `waits` say for what. After the last one ends the rank waits
-    until everything it sent has left: that is the rest up to `total_s`.
+    Between issue and `started` an instruction waits, and `waits` say for what. After the last one ends the
+    rank waits until everything it sent has left: that is the rest up to `total_s`.
     """
 
     name: str
@@ -36,7 +37,8 @@ class Trace:
 
 
 def sources(effects: Sequence[Effects]) -> list[dict[Slot, int]]:
-    """For each instruction of a program: slot that it reads or updates -> the latest instruction that made it."""
+    """For each instruction of a program: slot that it reads or updates -> the latest instruction that made
+    it."""
     made: dict[Slot, int] = {}
     found = []
     for index, effect in enumerate(effects):
@@ -46,6 +48,7 @@ def sources(effects: Sequence[Effects]) -> list[dict[Slot, int]]:
 
 
 def compute_s(trace: Trace, program: Sequence[Instruction]) -> float:
-    """Seconds in compute instructions, waiting for their inputs not counted. STEP is work too; CLIP is a barrier."""
+    """Seconds in compute instructions, waiting for their inputs not counted. STEP is work too; CLIP is a
+    barrier."""
     return sum(trace.ended[i] - trace.started[i] for i, instruction in enumerate(program)
                if instruction.op in COMPUTE or instruction.op == Op.STEP)

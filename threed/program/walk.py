@@ -1,9 +1,10 @@
 """Walking a program: which instruction waits for which, when each runs, and whether all of them can.
 
-`link` follows the slots of one program and finds each instruction's producers. `walk` builds one graph over all
-positions and visits it; with costs it is also the clock of the simulator. What may block is the mode:
+`link` follows the slots of one program and finds each instruction's producers. `walk` builds one graph over
+all positions and visits it; with costs it is also the clock of the simulator. What may block is the mode:
 
-    BUFFERED     every lane runs by itself, a SEND never waits for its RECV (what a GPU does when all goes well)
+    BUFFERED     every lane runs by itself, a SEND never waits for its RECV (what a GPU does when all goes
+                 well)
     RENDEZVOUS   one host a rank issues in order and waits for compute; a SEND waits until its RECV is posted
     BLOCKING     one blocking queue a rank: every call, compute or communication, ends before the next begins
 
@@ -85,7 +86,8 @@ def link(program: Program, table: Table, position: int, start: set[Slot]) -> Lin
 
 
 class Walk(NamedTuple):
-    """When each instruction ran, in seconds from the start of the step; `stuck` holds those that never could."""
+    """When each instruction ran, in seconds from the start of the step; `stuck` holds those that never
+    could."""
 
     start: list[list[float]]  # [position][index]
     end: list[list[float]]
@@ -112,7 +114,8 @@ def walk(programs: Sequence[Program], table: Table, links: Sequence[Links], mode
         tails: dict[str, int] = {}
         for node, effect in zip(nodes, links[position].effects, strict=True):
             lane = effect.lane if buffered else "host"
-            # These begin no sooner than the host comes to them, after the compute that was issued before them.
+            # These begin no sooner than the host comes to them, after the compute that was issued before
+            # them.
             for behind in (lane, "compute") if lane in _ISSUED else (lane,):
                 previous = tails.get(behind, node)
                 if previous != node:
@@ -144,8 +147,8 @@ _ISSUED = ("dp", "d2h", "h2d", "read", "write", "host")
 
 def _merge(programs: Sequence[Program], links: Sequence[Links], mode: Mode,
            cost: Cost | None) -> tuple[list[list[int]], list[float]]:
-    """Give each instruction a node, and each node its seconds. Collectives over several positions are one node: they begin
-    and end together. In BLOCKING mode a SEND and its RECV are one node too."""
+    """Give each instruction a node, and each node its seconds. Collectives over several positions are one
+    node: they begin and end together. In BLOCKING mode a SEND and its RECV are one node too."""
     shared: dict[object, int] = {}
     node_of: list[list[int]] = []
     seconds: list[float] = []

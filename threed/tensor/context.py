@@ -86,7 +86,8 @@ class Context:
         if device not in self._rotary:
             size = self.model.head_dim
             frequency = self.model.rope_theta ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
-            angles = torch.outer(torch.arange(self.model.seq_len, dtype=torch.float64), frequency).repeat(1, 2)
+            angles = torch.outer(torch.arange(self.model.seq_len, dtype=torch.float64),
+                                 frequency).repeat(1, 2)
             self._rotary[device] = angles.cos().to(device, self.dtype), angles.sin().to(device, self.dtype)
         return self._rotary[device]
 

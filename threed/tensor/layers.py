@@ -1,10 +1,10 @@
 """Megatron-core's partitioned layers with our own forward and backward over `comm`.
 
-Megatron-core's classes decide how a layer is cut and hold the parameters; the forward here is ours, so that it runs on
-CPU and GPU alike, every byte over tp is counted, and the weight gradient is a separate product.
+Megatron-core's classes decide how a layer is cut and hold the parameters; the forward here is ours, so that
+it runs on CPU and GPU alike, every byte over tp is counted, and the weight gradient is a separate product.
 
-Shapes: S sequence (cut by tp under sequence parallelism: s), B micro-batch, H hidden, I and O input and output sizes,
-small letters where a dim is cut over tp. Activations are [S, B, H].
+Shapes: S sequence (cut by tp under sequence parallelism: s), B micro-batch, H hidden, I and O input and
+output sizes, small letters where a dim is cut over tp. Activations are [S, B, H].
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from threed.comm import Group
 
 @contextlib.contextmanager
 def _without_extras() -> Iterator[None]:
-    """Import megatron-core without its notes on optional packages, and without wandb, which it takes for inference: that costs a
-    second, and folders in TMPDIR that a killed process leaves."""
+    """Import megatron-core without its notes on optional packages, and without wandb, which it takes for
+    inference: that costs a second, and folders in TMPDIR that a killed process leaves."""
     hidden = "wandb" not in sys.modules
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -46,17 +46,20 @@ with _without_extras():
 class WeightGrads:
     """Where weight gradients go: on top of the parameters' gradients, or, during BACKWARD_INPUT, put off.
 
-    While `put_off` is a list, layers append their weight-gradient product to it instead of computing it: each entry is a
-    call that does so later. One object a rank, shared by its layers and parameters.
+    While `put_off` is a list, layers append their weight-gradient product to it instead of computing it: each
+    entry is a call that does so later. One object a rank, shared by its layers and parameters.
     """
 
     def __init__(self) -> None:
         self.put_off: list[Callable[[], None]] | None = None
 
-    def take(self, weight: torch.Tensor, grad: torch.Tensor, x: torch.Tensor, gather: Group | None) -> torch.Tensor | None:
-        """The gradient of `weight` from its product's output gradient and input (to be gathered over tp first), or None
-        where it goes past autograd: `weight.add_product` is given the factors, now or later."""
-        grad, x = grad.detach(), x.detach()  # their graph would keep the unit's input, if the product is put off
+    def take(self, weight: torch.Tensor, grad: torch.Tensor, x: torch.Tensor,
+             gather: Group | None) -> torch.Tensor | None:
+        """The gradient of `weight` from its product's output gradient and input (to be gathered over tp
+        first), or None where it goes past autograd: `weight.add_product` is given the factors, now or
+        later."""
+        # their graph would keep the unit's input, if the product is put off
+        grad, x = grad.detach(), x.detach()
 
         def factors() -> tuple[torch.Tensor, torch.Tensor]:
             """[S, B, O], [S, B, I] -> [O, SB], [SB, I]."""
@@ -76,7 +79,8 @@ class WeightGrads:
 
 
 def parallel_config(group: Group, sequence_parallel: bool, dtype: torch.dtype) -> ModelParallelConfig:
-    """Megatron-core's config for layers that draw no initial values: we draw them ourselves (see tensor/random)."""
+    """Megatron-core's config for layers that draw no initial values: we draw them ourselves (see
+    tensor/random)."""
     return ModelParallelConfig(tensor_model_parallel_size=group.size(), sequence_parallel=sequence_parallel,
                                params_dtype=dtype, use_cpu_initialization=True, perform_initialization=False)
 
@@ -206,9 +210,11 @@ class RowParallelLinear(megatron.RowParallelLinear):
 
 
 class VocabParallelEmbedding(megatron.VocabParallelEmbedding):
-    """Token ids [B, S] -> [S or s, B, H], with rows of the table cut over tp. Of a tile: zeros for ids that are not in it."""
+    """Token ids [B, S] -> [S or s, B, H], with rows of the table cut over tp. Of a tile: zeros for ids that
+    are not in it."""
 
-    def __init__(self, vocab: int, hidden: int, config: ModelParallelConfig, group: Group, tile: int = 0, tiles: int = 1):
+    def __init__(self, vocab: int, hidden: int, config: ModelParallelConfig, group: Group, tile: int = 0,
+                 tiles: int = 1):
         super().__init__(vocab // tiles, hidden, init_method=torch.nn.init.zeros_, config=config,
                          tp_group=group)  # pyright: ignore[reportArgumentType]
         self.group, self.sp, self.whole = group, config.sequence_parallel, group.size() == tiles == 1
@@ -228,7 +234,8 @@ class VocabParallelEmbedding(megatron.VocabParallelEmbedding):
 
 
 class _RmsNorm(torch.autograd.Function):
-    """Keeps its input and one number a token, as the fused kernel does; the sum of single operations keeps fp32 copies."""
+    """Keeps its input and one number a token, as the fused kernel does; the sum of single operations keeps
+    fp32 copies."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float):
@@ -243,7 +250,8 @@ class _RmsNorm(torch.autograd.Function):
         grad, normed = grads[0].float(), x.float() * scale
         grad_weight = (grad * normed).flatten(0, -2).sum(0).to(weight.dtype)
         grad = grad * weight
-        return (scale * (grad - normed * (grad * normed).mean(-1, keepdim=True))).to(x.dtype), grad_weight, None
+        return (scale * (grad - normed * (grad * normed).mean(-1,
+                                                              keepdim=True))).to(x.dtype), grad_weight, None
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -254,7 +262,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Megatron-core's vocab-parallel cross entropy, its three sums over our group. [S, B, v], [S, B] -> [S, B]."""
+    """Megatron-core's vocab-parallel cross entropy, its three sums over our group. [S, B, v], [S, B] -> [S,
+    B]."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor, group: Group):
@@ -278,10 +287,13 @@ class _CrossEntropy(torch.autograd.Function):
         return steps.calculate_gradients(flat, rows, local_target, update, grad, grads[0]), None, None
 
 
-def vocab_parallel_cross_entropy(logits: torch.Tensor, target: torch.Tensor, vocab: int, group: Group) -> torch.Tensor:
-    """Loss of each token in fp32, [S, B]; `logits` [S, B, V/tp] are used up. Ids from `vocab` on are padding: masked."""
+def vocab_parallel_cross_entropy(logits: torch.Tensor, target: torch.Tensor, vocab: int,
+                                 group: Group) -> torch.Tensor:
+    """Loss of each token in fp32, [S, B]; `logits` [S, B, V/tp] are used up. Ids from `vocab` on are padding:
+    masked."""
     width = logits.shape[-1]
     real = min(max(vocab - group.rank() * width, 0), width)
     if real < width:
-        logits = torch.cat([logits[..., :real], logits.new_full((*logits.shape[:-1], width - real), -torch.inf)], -1)
+        logits = torch.cat([logits[..., :real],
+                            logits.new_full((*logits.shape[:-1], width - real), -torch.inf)], -1)
     return _CrossEntropy.apply(logits.float(), target.contiguous(), group)  # pyright: ignore[reportReturnType]

@@ -45,7 +45,8 @@ class SilentGroup(Group):
 class Measured:
     """A layer as one rank of `share` has it, and what is measured of it."""
 
-    def __init__(self, layer: Layer, model: ModelConfig, share: Share, running: int = 0, pieces: Iterable[str] = ()):
+    def __init__(self, layer: Layer, model: ModelConfig, share: Share, running: int = 0,
+                 pieces: Iterable[str] = ()):
         """`running`: bytes of its input, where that is a running softmax. `pieces`: are computed again."""
         self.layer, self.share, self.sent = layer, share, Counter()
         dtype = DTYPES["fp32" if share.element == 4 else "bf16"]
@@ -56,7 +57,8 @@ class Measured:
         layer.build(self.context, self.weights)
         _, length = self.context.sequence()
         stream = length, share.sequences, model.hidden
-        self.x = torch.randn(2, model.seq_len, share.sequences) if running else torch.randn(stream, dtype=dtype)
+        self.x = torch.randn(2, model.seq_len, share.sequences) if running else torch.randn(stream,
+                                                                                            dtype=dtype)
         self.reads = {name: torch.randn(stream, dtype=dtype, requires_grad=True) for name in layer.reads}
         tokens = torch.randint(0, model.vocab, (share.sequences, model.seq_len + 1))
         samples = torch.arange(share.sequences)

@@ -69,7 +69,8 @@ def _draw_matrix(into: torch.Tensor, parameter: Parameter, whole: tuple[int, ...
         offset, end = (top - first[0]) * size[1], (bottom - first[0]) * size[1]
         low, high = max(start, offset), min(stop, end)
         into[low - start:high - start] = _strip(  # nowhere else, so that there is one at a time
-            parameter, whole, (top, bottom), (first[1], first[1] + size[1]), seed).view(-1)[low - offset:high - offset]
+            parameter, whole, (top, bottom), (first[1], first[1] + size[1]),
+            seed).view(-1)[low - offset:high - offset]
         row = bottom
 
 
@@ -83,13 +84,15 @@ def _strip(parameter: Parameter, whole: tuple[int, ...], rows: tuple[int, int], 
         block = torch.empty(min(BLOCK, whole[0] - row), min(BLOCK, whole[1] - column))
         block.normal_(0.0, parameter.std, generator=generator)
         low, high = max(column, columns[0]), min(column + BLOCK, columns[1])
-        strip[:, low - columns[0]:high - columns[0]] = block[rows[0] - row:rows[1] - row, low - column:high - column]
+        strip[:, low - columns[0]:high - columns[0]] = block[rows[0] - row:rows[1] - row,
+                                                             low - column:high - column]
     if parameter.unpadded is not None:
         strip[max(parameter.unpadded - rows[0], 0):] = 0.0
     return strip
 
 
-def keep_mask(probability: float, key: tuple[int, str], samples: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
+def keep_mask(probability: float, key: tuple[int, str], samples: torch.Tensor,
+              counters: torch.Tensor) -> torch.Tensor:
     """Dropout from counters: which elements stay, [B, *counters.shape], and the same on every mesh.
 
     `key` is (seed, site), `samples` the global sample numbers [B], `counters` the global number of each

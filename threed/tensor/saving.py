@@ -1,7 +1,8 @@
 """What autograd keeps of a forward: tensors, or how to have them again.
 
-Two kinds of tensors are not kept as such. One that lies in memory which will hold other things until backward (the parameters
-of a unit under ZeRO-3) is kept as its place there. One that is cheap to compute again (a norm's output) is kept as its recipe.
+Two kinds of tensors are not kept as such. One that lies in memory which will hold other things until backward
+(the parameters of a unit under ZeRO-3) is kept as its place there. One that is cheap to compute again (a
+norm's output) is kept as its recipe.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class Saving:
 
     @contextmanager
     def instead(self, piece: str, tensor: torch.Tensor, make: Callable[[], torch.Tensor]) -> Iterator[None]:
-        """Inside, an operation that would keep `tensor` for its backward keeps `make`, which computes it again."""
+        """Inside, an operation that would keep `tensor` for its backward keeps `make`, which computes it
+        again."""
         # The tensor is held until the end: as long as it lives, no other has its address.
         before = len(self._recipes)
         if self.again(piece):
@@ -68,7 +70,11 @@ class Saving:
 
     def _pack(self, tensor: torch.Tensor, places: Sequence[Place]) -> torch.Tensor | _Part | _Recipe:
         for made, make in self._recipes:
-            if tensor.data_ptr() == made.data_ptr() and tensor.shape == made.shape and tensor.stride() == made.stride():
+            if (
+                tensor.data_ptr() == made.data_ptr()
+                and tensor.shape == made.shape
+                and tensor.stride() == made.stride()
+            ):
                 return _Recipe(make)
         for place in places:
             offset = tensor.data_ptr() - place.start.data_ptr()

@@ -1,8 +1,9 @@
 """Cross entropy over a vocabulary that comes tile by tile: a running softmax.
 
-What goes from tile to tile is [2, S, B] in fp32: the log of the sum of exponents so far, and the label's logit (0 until its tile
-has come). Each tp rank has those of its own part of the vocabulary; after the last tile they are put together over tp.
-Shapes as in `layers`: S sequence, B micro-batch, V the rank's part of a tile.
+What goes from tile to tile is [2, S, B] in fp32: the log of the sum of exponents so far, and the label's
+logit (0 until its tile has come). Each tp rank has those of its own part of the vocabulary; after the last
+tile they are put together over tp. Shapes as in `layers`: S sequence, B micro-batch, V the rank's part of a
+tile.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import torch
 
 from threed.comm import Group
 
-MASKED = -1e30  # the logit of what pads the vocabulary. Finite: a tile may be all padding, and differences are taken
+# the logit of what pads the vocabulary. Finite: a tile may be all padding, and differences are taken
+MASKED = -1e30
 
 
 class _AddToSoftmax(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, before: torch.Tensor | None, logits: torch.Tensor, labels: torch.Tensor, first: int, vocab: int):
+    def forward(ctx: Any, before: torch.Tensor | None, logits: torch.Tensor, labels: torch.Tensor, first: int,
+                vocab: int):
         wide, width = logits.float(), logits.shape[-1]
         wide[..., min(max(vocab - first, 0), width):] = MASKED
         here = (labels >= first) & (labels < first + width)
@@ -65,8 +68,8 @@ class _CrossEntropyOf(torch.autograd.Function):
 
 def add_to_softmax(before: torch.Tensor | None, logits: torch.Tensor, labels: torch.Tensor, first: int,
                    vocab: int) -> torch.Tensor:
-    """The running softmax [2, S, B] after a tile more. `logits` [S, B, V], of ids from `first` on, are used up; `labels` [S, B].
-    `before`: None for the first tile. Ids from `vocab` on are padding: masked."""
+    """The running softmax [2, S, B] after a tile more. `logits` [S, B, V], of ids from `first` on, are used
+    up; `labels` [S, B]. `before`: None for the first tile. Ids from `vocab` on are padding: masked."""
     return _AddToSoftmax.apply(before, logits, labels.contiguous(), first, vocab)  # pyright: ignore[reportReturnType]
 
 

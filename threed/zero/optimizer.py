@@ -12,7 +12,8 @@ from threed.schema import OptimizerConfig
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
-    """Learning rate of step 0, 1, ...: linear warm-up from lr / warmup_steps, then the schedule, then min_lr."""
+    """Learning rate of step 0, 1, ...: linear warm-up from lr / warmup_steps, then the schedule, then
+    min_lr."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     if config.schedule == "constant":
@@ -30,13 +31,14 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
     return config.lr + (config.min_lr - config.lr) * share
 
 
-# Elements that are taken at a time where 16 bits are read or written: on a CPU so few that they stay in its cache.
+# Elements that are taken at a time where 16 bits are read or written: on a CPU so few that they stay in its
+# cache.
 CHUNK = {"cpu": 1 << 20, "cuda": 1 << 22}
 
 
 def step(by: Update, view: View, copy: torch.Tensor | None = None) -> None:
-    """Update a flat range in place, and write the weights into `copy`, too. 16-bit weights and gradients are taken through fp32,
-    a chunk at a time."""
+    """Update a flat range in place, and write the weights into `copy`, too. 16-bit weights and gradients are
+    taken through fp32, a chunk at a time."""
     optimizer, (weight, grad, state) = OPTIMIZERS[by.config.name], view
     if optimizer.update_any(view, by, copy):
         return
@@ -47,7 +49,8 @@ def step(by: Update, view: View, copy: torch.Tensor | None = None) -> None:
     for start in range(0, len(weight), max(1, size)):
         part = slice(start, start + size)
         wide = _wide(weight[part], scratch[0])
-        optimizer.update(View(wide, _wide(grad[part], scratch[1]), {name: each[part] for name, each in state.items()}), by)
+        optimizer.update(View(wide, _wide(grad[part], scratch[1]),
+                              {name: each[part] for name, each in state.items()}), by)
         if weight.dtype != torch.float32:
             weight[part] = wide
         if copy is not None:
@@ -56,14 +59,16 @@ def step(by: Update, view: View, copy: torch.Tensor | None = None) -> None:
 
 def step_twice(by: Update, view: View, copy: torch.Tensor | None = None) -> torch.Tensor:
     """`step`, and the same on copies first. How many elements differ."""
-    again = View(view.weight.clone(), view.grad.clone(), {name: each.clone() for name, each in view.state.items()})
+    again = View(view.weight.clone(), view.grad.clone(),
+                 {name: each.clone() for name, each in view.state.items()})
     scratch = torch.empty_like(copy) if copy is not None else None
     step(by, again, scratch)
     step(by, view, copy)
     pairs = [(again.weight, view.weight), *((again.state[name], each) for name, each in view.state.items())]
     if scratch is not None and copy is not None:
         pairs.append((scratch, copy))
-    return torch.stack([((one != other) & ~(one.isnan() & other.isnan())).sum() for one, other in pairs]).sum()
+    return torch.stack([((one != other) & ~(one.isnan() & other.isnan())).sum() for one,
+                        other in pairs]).sum()
 
 
 def _wide(tensor: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:

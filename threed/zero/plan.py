@@ -1,14 +1,17 @@
-"""ZeRO as a pass: where parameters are gathered and released, where gradients are reduced, and the optimizer step. No torch.
+"""ZeRO as a pass: where parameters are gathered and released, where gradients are reduced, and the optimizer
+step. No torch.
 
     stage 0   ... BACKWARD  REDUCE ...                              CLIP  STEP on everything
     stage 1   GATHER ... FORWARD ... BACKWARD  REDUCE  RELEASE ...  CLIP  STEP on this rank's shard
     stage 2   the same, and a REDUCE after every `reduce_every` micro-batches, which adds to this rank's part
-    stage 3   the same, and a GATHER before each use of a unit that is not there, a RELEASE when it must make room
+    stage 3   the same, and a GATHER before each use of a unit that is not there, a RELEASE when it must make
+              room
 
-A unit's gradient is reduced right after the backward that completes it, so that the reduction overlaps with what is left of
-backward. Units that stay whole are gathered at the start of the step, in order of first use: a unit's forward waits for its own
-parameters only, so the gathers overlap with the forwards before it. The others are kept in a window: `residency` of them at a
-time, `prefetch` uses ahead. Where one must go, it is the one whose next use is farthest away (Belady 1966).
+A unit's gradient is reduced right after the backward that completes it, so that the reduction overlaps with
+what is left of backward. Units that stay whole are gathered at the start of the step, in order of first use:
+a unit's forward waits for its own parameters only, so the gathers overlap with the forwards before it. The
+others are kept in a window: `residency` of them at a time, `prefetch` uses ahead. Where one must go, it is
+the one whose next use is farthest away (Belady 1966).
 """
 
 from __future__ import annotations
@@ -27,20 +30,23 @@ Program = list[Instruction]
 class Sums(NamedTuple):
     """What a unit's gradient is summed over, besides the group that shares its shards."""
 
-    partial: dict[str, tuple[int, int]]  # group whose ranks hold partial gradients -> its ranks, and elements concerned
+    partial: dict[str, tuple[int, int]]  # group whose ranks hold partial gradients -> its ranks, and elements
+    # concerned
     kept: int  # elements that a rank keeps of the sum over the shard group
     copies: int  # shard groups, each with a copy
     tied: int  # pipeline positions, each with a part of the gradient
 
 
-def reductions(numel: int, shards: int, shard_group: str, sums: Sums, elements: Elements) -> tuple[Reduction, ...]:
+def reductions(numel: int, shards: int, shard_group: str, sums: Sums,
+               elements: Elements) -> tuple[Reduction, ...]:
     """The reductions of a parameter unit's gradient, in order.
 
-    tp: under sequence parallelism each tp rank has the gradient of its own tokens for parameters replicated over tp.
-    replica: what several groups of dp each keep a copy of is summed over them, too.
-    tie: the two ends of the pipeline each have half of a tied embedding's gradient.
+    tp: under sequence parallelism each tp rank has the gradient of its own tokens for parameters replicated
+    over tp. replica: what several groups of dp each keep a copy of is summed over them, too. tie: the two
+    ends of the pipeline each have half of a tied embedding's gradient.
     """
-    steps = [(group, ranks, count, elements.grad, False, "wsum") for group, (ranks, count) in sums.partial.items()]
+    steps = [(group, ranks, count, elements.grad, False, "wsum") for group,
+             (ranks, count) in sums.partial.items()]
     steps.append((shard_group, shards, numel, elements.reduce, True, "gpart"))
     if sums.copies > 1:
         steps.append(("replica", sums.copies, sums.kept, elements.reduce, True, "gfull"))
@@ -123,10 +129,12 @@ def _gather(program: Program, table: Table, position: int) -> Program:
         gathers[0].append(unit)
         releases[last[unit]].append(unit)
     windowed = [(index, [unit for unit in units if unit not in once]) for index, units in uses]
-    _window([use for use in windowed if use[1]], _capacity(table, position), table.zero.prefetch, gathers, releases)
+    _window([use for use in windowed if use[1]], _capacity(table, position), table.zero.prefetch, gathers,
+            releases)
     out = []
     for index, instruction in enumerate(program):
-        out += [Instruction(Op.GATHER, unit, group=table.parameters[unit].shard_group) for unit in gathers[index]]
+        out += [Instruction(Op.GATHER, unit, group=table.parameters[unit].shard_group)
+                for unit in gathers[index]]
         out.append(instruction)
         out += [Instruction(Op.RELEASE, unit) for unit in releases[index]]
     return out
@@ -138,13 +146,15 @@ def _capacity(table: Table, position: int) -> int:
         return table.zero.residency
     of_stage: dict[int, set[int]] = defaultdict(set)
     for unit in table.units_of(position):
-        of_stage[table.units[unit].stage].update(p for p in table.units[unit].parameters if not table.parameters[p].whole)
+        of_stage[table.units[unit].stage].update(p for p in table.units[unit].parameters
+                                                 if not table.parameters[p].whole)
     return max(map(len, of_stage.values()))
 
 
 def _window(uses: list[tuple[int, list[int]]], capacity: int, prefetch: int, gathers: dict[int, list[int]],
             releases: dict[int, list[int]]) -> None:
-    """Demand paging with known future: at each use what is missing is gathered, what is used last makes room."""
+    """Demand paging with known future: at each use what is missing is gathered, what is used last makes
+    room."""
     next_use: list[dict[int, int]] = []  # of each use: unit -> the use after it
     coming: dict[int, int] = {}
     for use in range(len(uses) - 1, -1, -1):

@@ -39,8 +39,9 @@ BLOCK = 256  # elements whose squares are summed in fp32: few enough that the no
 
 
 def squared_norm(values: torch.Tensor) -> torch.Tensor:
-    """Sum of squares of a flat tensor, in fp64: of blocks in fp32, and over these in fp64. (On a CPU torch's own norm in fp64
-    makes an fp64 copy first.) An element above 1e19 is taken for an overflow: its square would be one in Adam's moments, too."""
+    """Sum of squares of a flat tensor, in fp64: of blocks in fp32, and over these in fp64. (On a CPU torch's
+    own norm in fp64 makes an fp64 copy first.) An element above 1e19 is taken for an overflow: its square
+    would be one in Adam's moments, too."""
     whole = len(values) - len(values) % BLOCK
     norms = torch.linalg.vector_norm(values[:whole].view(-1, BLOCK), dim=1, dtype=torch.float32).double()
     rest = torch.linalg.vector_norm(values[whole:], dtype=torch.float64)
@@ -48,11 +49,13 @@ def squared_norm(values: torch.Tensor) -> torch.Tensor:
 
 
 class ZeroRun:
-    def __init__(self, config: Config, comm: Comm, table: Table, states: dict[int, UnitState], buffers: Buffers):
+    def __init__(self, config: Config, comm: Comm, table: Table, states: dict[int, UnitState],
+                 buffers: Buffers):
         self.config, self.comm, self.table, self.states = config, comm, table, states
         self.precision, self.scaler = Precision.of(config.precision), LossScaler.of(config)
         self.step_number = 0  # steps of the run so far
-        self.updates = 0  # optimizer updates so far: Adam's and the learning rate's clock (skipped steps do not count)
+        # optimizer updates so far: Adam's and the learning rate's clock (skipped steps do not count)
+        self.updates = 0
         self.waiting: Clipped | None = None  # what CLIP found of the gradients that wait for the next step
         # While a step is verified: of each update that was computed twice, unit -> elements that differ.
         self.update_differences: list[tuple[int, torch.Tensor]] | None = None
@@ -60,7 +63,8 @@ class ZeroRun:
         self._speaks = comm.here.is_first(axis for axis, divides in AXES.items() if divides == "parameters")
         self._staging = torch.zeros(buffers.staging, dtype=torch.uint8, device=comm.device)
         self.handlers: dict[Op, Callable[[Instruction, Slots], None]] = {
-            Op.GATHER: self.gather, Op.RELEASE: self.release, Op.REDUCE: self.reduce, Op.CLIP: self.clip, Op.STEP: self.step}
+            Op.GATHER: self.gather, Op.RELEASE: self.release, Op.REDUCE: self.reduce, Op.CLIP: self.clip,
+            Op.STEP: self.step}
 
     @property
     def lr(self) -> float:
@@ -104,7 +108,8 @@ class ZeroRun:
     def reduce(self, instruction: Instruction, slots: Slots) -> None:
         state, unit = self.states[instruction.unit], self.table.parameters[instruction.unit]
         step = next(step for step in unit.reductions if step.group == instruction.group)
-        group, lane, made = self.comm.groups[step.group], GROUPS[step.group].lane, Slot(step.makes, instruction.unit)
+        group, lane, made = self.comm.groups[step.group], GROUPS[step.group].lane, Slot(step.makes,
+                                                                                        instruction.unit)
         if step.group == unit.shard_group:
             slots.put(made, True, self._scatter(state, group, self.comm.lane(lane)))
         elif lane == "compute":
@@ -116,10 +121,12 @@ class ZeroRun:
             slots.put(made, True, group.all_reduce(there(state.gshard)))
 
     def _sum_partial(self, state: UnitState, group: Group) -> None:
-        """In one call: parameters that all ranks of a group hold, of which each has the gradient of its own tokens."""
+        """In one call: parameters that all ranks of a group hold, of which each has the gradient of its own
+        tokens."""
         grad = state.whole_grad()
         over = GROUPS[group.name].axes or ()
-        parts = [grad[each.start:each.stop] for each in state.layout.segments if not set(over) & set(each.axes)]
+        parts = [grad[each.start:each.stop] for each in state.layout.segments
+                 if not set(over) & set(each.axes)]
         joined = torch.cat(parts) if len(parts) > 1 else parts[0]
         group.all_reduce(joined).wait()
         if len(parts) > 1:
@@ -134,8 +141,8 @@ class ZeroRun:
             gshard.copy_(moving)
 
     def _scatter(self, state: UnitState, group: Group, lane: Lane) -> Handle:
-        """Sum the gradient over the group that shares the unit; this rank keeps its part. Without sharding everybody then gets
-        all parts: the same sums as under ZeRO-1."""
+        """Sum the gradient over the group that shares the unit; this rank keeps its part. Without sharding
+        everybody then gets all parts: the same sums as under ZeRO-1."""
         sharded, streams = self.table.sharded, self.table.streams(state.number)
         grad, pooled = state.whole_grad(), self.table.zero.stage >= 2
         if streams:
@@ -157,7 +164,8 @@ class ZeroRun:
         return handle
 
     def _stage(self, tensor: torch.Tensor, skip: int) -> torch.Tensor:
-        """The tensor in the dtype in which gradients travel: itself, or a copy in the staging buffer after `skip` elements."""
+        """The tensor in the dtype in which gradients travel: itself, or a copy in the staging buffer after
+        `skip` elements."""
         if tensor.dtype == self.precision.reduce or not len(self._staging):  # there is nobody to send it to
             return tensor
         staged = self._staging.view(self.precision.reduce)[skip:skip + tensor.numel()]
@@ -168,8 +176,10 @@ class ZeroRun:
         """One all-reduce over the world of [norm squared, found_inf, loss sum, token count]."""
         numbers = torch.zeros(4, dtype=torch.float64, device=self.comm.device)
         if instruction.gradients != "none":
-            if self.comm.device.type == "cuda" and any(state.host_grad is not None for state in self.states.values()):
-                torch.cuda.current_stream().synchronize()  # it waits for the copies to the host; the host reads them now
+            if self.comm.device.type == "cuda" and any(state.host_grad is not None
+                                                       for state in self.states.values()):
+                # it waits for the copies to the host; the host reads them now
+                torch.cuda.current_stream().synchronize()
             here = self.comm.here
             for state, mine in ((self.states[p], self._counts(p)) for p in self.table.held(here.position)):
                 for segment in state.layout.segments_of(state.index):
@@ -183,7 +193,9 @@ class ZeroRun:
         numbers[1] = (~torch.isfinite(numbers)).any().double()
         self.comm.groups["world"].all_reduce(numbers).wait()
         squared, found, loss, tokens = numbers.tolist()
-        assert tokens == self.config.tokens_per_step, f"{tokens} tokens were counted, not {self.config.tokens_per_step}"
+        assert tokens == self.config.tokens_per_step, (
+            f"{tokens} tokens were counted, not {self.config.tokens_per_step}"
+        )
         loss_scale = self.scaler.scale
         norm = (math.sqrt(squared) if squared >= 0 else math.nan) / loss_scale
         limit = self.config.optimizer.clip_grad
@@ -191,7 +203,8 @@ class ZeroRun:
         finite = found == 0 and math.isfinite(norm) and math.isfinite(loss)
         clipped = Clipped(loss, norm, scale / loss_scale, finite, loss_scale)
         slots.put(Slot("scale"), clipped)
-        for state in self.states.values() if instruction.gradients != "none" else ():  # the next gradients are of another step
+        # the next gradients are of another step
+        for state in self.states.values() if instruction.gradients != "none" else ():
             state.reduced = Reduced.NOTHING
         if instruction.gradients in ("step", "wait"):
             self._complete(clipped if instruction.gradients == "wait" else None, slots)
@@ -206,12 +219,16 @@ class ZeroRun:
             slots.put(Slot("gprev", unit, tier=Tier.HOST), True)
 
     def _counts(self, unit: int) -> bool:
-        """A tied embedding counts once: at the first of its positions. So does what several shard groups hold: in the first."""
+        """A tied embedding counts once: at the first of its positions. So does what several shard groups
+        hold: in the first."""
         return self.table.saves(self.comm.here.position, unit) and self.comm.is_first_copy
 
     @torch.no_grad()
     def step(self, instruction: Instruction, slots: Slots) -> None:
-        state, clipped = self.states[instruction.unit], self.waiting if instruction.age == "prev" else slots.get(Slot("scale"))
+        state, clipped = (
+            self.states[instruction.unit],
+            self.waiting if instruction.age == "prev" else slots.get(Slot("scale")),
+        )
         gradient = state.gradient_prev if instruction.age == "prev" else state.gradient
         assert clipped is not None
         if state.unit.state_home != Tier.DEVICE:
@@ -234,8 +251,8 @@ class ZeroRun:
                 self.update_differences.append((state.number, optimizer.step_twice(by, view, copy)))
 
     def _step_on_host(self, state: UnitState, gradient: torch.Tensor, clipped: Clipped, slots: Slots) -> None:
-        """The optimizer on the host lane. It writes the new weights to where they live on the host, or to a staging buffer that a
-        later FETCH or OFFLOAD empties."""
+        """The optimizer on the host lane. It writes the new weights to where they live on the host, or to a
+        staging buffer that a later FETCH or OFFLOAD empties."""
         lr, number, unit = self.lr, self.updates + 1, state.number
         weights = self.table.weight(unit).on(Tier.HOST)
         out = there(state.pshard) if state.unit.weight_home == Tier.HOST else state.room_for_weights()

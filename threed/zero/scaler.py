@@ -1,8 +1,9 @@
-"""The loss scale: small 16-bit gradients would vanish, so the loss is multiplied by it and gradients are divided again. No torch.
+"""The loss scale: small 16-bit gradients would vanish, so the loss is multiplied by it and gradients are
+divided again. No torch.
 
-Dynamic (Micikevicius et al. 2018, with the hysteresis of Megatron-LM and DeepSpeed): a step whose gradients overflow is skipped;
-the `hysteresis`-th overflow, and every one after it, halves the scale; after `loss_scale_window` good steps in a row the scale
-doubles and the count of overflows begins anew.
+Dynamic (Micikevicius et al. 2018, with the hysteresis of Megatron-LM and DeepSpeed): a step whose gradients
+overflow is skipped; the `hysteresis`-th overflow, and every one after it, halves the scale; after
+`loss_scale_window` good steps in a row the scale doubles and the count of overflows begins anew.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class LossScaler:
     @classmethod
     def of(cls, config: Config) -> LossScaler:
         precision, fixed = config.precision, config.loss_scale
-        return cls(precision.initial_loss_scale if fixed is None else fixed, fixed is None, precision.loss_scale_window,
+        return cls(precision.initial_loss_scale if fixed is None else fixed, fixed is None,
+                   precision.loss_scale_window,
                    precision.hysteresis, precision.min_loss_scale, left=precision.hysteresis)
 
     @property
@@ -49,8 +51,10 @@ class LossScaler:
             self.scale = min(2 * self.scale, 2.0**96)  # finite in fp32, whatever the window
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint keeps: nothing of a fixed scale, which is no place for a dynamic one to go on from."""
-        return {key: value for key, value in asdict(self).items() if self.dynamic and key in ("scale", "good", "left")}
+        """What a checkpoint keeps: nothing of a fixed scale, which is no place for a dynamic one to go on
+        from."""
+        return {key: value for key, value in asdict(self).items() if self.dynamic
+                and key in ("scale", "good", "left")}
 
     def restore(self, state: dict[str, float]) -> None:
         """Go on from a checkpoint. A fixed scale is the config's."""

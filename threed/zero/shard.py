@@ -77,7 +77,8 @@ def layout(parameters: tuple[Parameter, ...], ranks: Mapping[str, int], num_shar
     """Lay out the parameters of a unit for sizes of the axes, cut into `num_shards`."""
     placed, segments, offset = [], [], 0
     # Also where an axis has one rank, so that buffers look alike on all meshes.
-    kinds = dict.fromkeys((not parameter.decay, not parameter.axes, parameter.axes) for parameter in parameters)
+    kinds = dict.fromkeys((not parameter.decay, not parameter.axes, parameter.axes)
+                          for parameter in parameters)
     for plain, _, axes in sorted(kinds, key=lambda kind: kind[:2]):
         first = offset
         for parameter in parameters:

@@ -1,4 +1,5 @@
-"""Snapshot: a copy on the host of what one rank writes of a parameter unit into a checkpoint, taken beside the next step."""
+"""Snapshot: a copy on the host of what one rank writes of a parameter unit into a checkpoint, taken beside
+the next step."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ class Snapshot:
             self._taken.set()
 
     def wait(self) -> None:
-        """Return, on the host, when the copy is complete. An error of the copy is raised: half a copy must not be written."""
+        """Return, on the host, when the copy is complete. An error of the copy is raised: half a copy must
+        not be written."""
         self._taken.wait()
         if self._error is not None:
             raise self._error

@@ -1,4 +1,5 @@
-"""The buffers of one rank's parameter units: parameters, gradients, master weights and the optimizer's, each one flat tensor."""
+"""The buffers of one rank's parameter units: parameters, gradients, master weights and the optimizer's, each
+one flat tensor."""
 
 from __future__ import annotations
 
@@ -10,16 +11,13 @@ from functools import partial
 import torch
 from torch import nn
 
-from threed.comm import Comm
 from threed.lanes import Handle, Lane, copy
 from threed.optimizers.base import BYTES, Buffer
 from threed.program.instruction import Slot, Tier
 from threed.quantity import ALIGNMENT, round_up
-from threed.schema import Config
 from threed.tensor.layers import WeightGrads
 from threed.tensor.precision import DTYPES
 from threed.tensor.random import draw
-from threed.tensor.saving import Place
 from threed.zero.shard import Layout, Placed, Segment
 from threed.zero.snapshot import Snapshot
 from threed.zero.storage import Storage
@@ -38,15 +36,18 @@ class Reduced(Enum):
 class UnitState:
     """One parameter unit on one rank.
 
-        param    [numel]  in the precision of compute; its own buffer where the unit stays whole, else one of the pool's, or None
-        pshard   [owned]  what this rank steps of it; part of `param` where the unit stays whole; on the host, or None, where it
-                          is offloaded to the host, or to disk
+        param    [numel]  in the precision of compute; its own buffer where the unit stays whole, else one of
+                          the pool's, or None
+        pshard   [owned]  what this rank steps of it; part of `param` where the unit stays whole; on the host,
+                          or None, where it is offloaded to the host, or to disk
         grad     [numel]  gradients of micro-batches are added here; from ZeRO-2 on one of the pool's, or None
-        gshard   [owned]  the reduced gradient; below ZeRO-2 part of `grad`; one of the pool's where it goes down as it comes
-        gradient [owned]  what CLIP and STEP read: `gshard`, or a copy on the host; `host_prev`: that of the step before, which
-                          waits for its STEP
+        gshard   [owned]  the reduced gradient; below ZeRO-2 part of `grad`; one of the pool's where it goes
+                          down as it comes
+        gradient [owned]  what CLIP and STEP read: `gshard`, or a copy on the host; `host_prev`: that of the
+                          step before, which waits for its STEP
         master   [owned]  fp32 weights; None where the optimizer updates `pshard` itself
-        buffers  [owned]  what the optimizer keeps, by name; on the host, or in a file, where that is offloaded, with the master
+        buffers  [owned]  what the optimizer keeps, by name; on the host, or in a file, where that is
+                          offloaded, with the master
         snapshot          what the checkpoint under way keeps of what this rank writes; None: nothing
 
     `owned` is the rank's shard from ZeRO-1 on, everything under ZeRO-0.
@@ -61,22 +62,28 @@ class UnitState:
         self.count = self.owned[1] - self.owned[0]
         stays = self.unit.whole and self.unit.weight_home == Tier.DEVICE
         param = torch.zeros(layout.numel, dtype=precision.compute, device=device) if stays else None
-        grad = torch.zeros(layout.numel, dtype=precision.grad, device=device) if table.zero.stage < 2 else None
+        grad = torch.zeros(layout.numel, dtype=precision.grad,
+                           device=device) if table.zero.stage < 2 else None
         self.param, self.grad = param, grad
-        self.writes = False  # whether this rank's shard goes into checkpoints: not where another writes the same
+        # whether this rank's shard goes into checkpoints: not where another writes the same
+        self.writes = False
         self.snapshot: Snapshot | None = None
         self._make_shards()
         self._make_states()
-        self._unwritten = set(range(len(layout.placed)))  # parameters whose part of `grad` holds nothing of use
+        # parameters whose part of `grad` holds nothing of use
+        self._unwritten = set(range(len(layout.placed)))
         self.parameters: dict[str, nn.Parameter] = {}
         values = self.param if self.param is not None else storage.params.sample(layout.numel)
         for number, placed in enumerate(layout.placed):
-            # `.data` is set apart, for a count of changes of its own: the buffer's goes up whenever any unit is gathered into it.
+            # `.data` is set apart, for a count of changes of its own: the buffer's goes up whenever any unit
+            # is gathered into it.
             parameter = nn.Parameter(torch.empty(0, dtype=precision.compute, device=device))
             parameter.data = _view(values, placed)
             parameter.add_product = partial(self._add_product, number)  # pyright: ignore[reportAttributeAccessIssue]
-            # A weak reference: Python does not see what a hook refers to, and would never free the ring of the two.
-            parameter.register_post_accumulate_grad_hook(_hook(weakref.WeakMethod(self._add), number, storage.weight_grads))
+            # A weak reference: Python does not see what a hook refers to, and would never free the ring of
+            # the two.
+            parameter.register_post_accumulate_grad_hook(_hook(weakref.WeakMethod(self._add), number,
+                                                               storage.weight_grads))
             self.parameters[placed.parameter.key] = parameter
 
     @property
@@ -96,7 +103,8 @@ class UnitState:
         elif self.unit.weight_home == Tier.HOST:
             self.pshard = storage.on_host(self.count, precision.compute)
         streams = storage.table.streams(self.number)
-        self.gshard: torch.Tensor | None = None if streams else _part(self.grad, owned, precision.grad, storage.device)
+        self.gshard: torch.Tensor | None = None if streams else _part(self.grad, owned, precision.grad,
+                                                                      storage.device)
         self.reduced = Reduced.NOTHING
         away = self.unit.state_home != Tier.DEVICE
         self.host_grad = storage.on_host(self.count, precision.grad) if away else None
@@ -117,10 +125,12 @@ class UnitState:
                             for buffer in self.storage.table.update.buffers}
 
     def bind(self, buffer: torch.Tensor | None) -> None:
-        """The optimizer's state is in this host memory [bytes]; None: in its file, where one may look at it between steps."""
+        """The optimizer's state is in this host memory [bytes]; None: in its file, where one may look at it
+        between steps."""
         table = self.storage.table
         if buffer is None:
-            state = self.storage.files.map(f"p{self.number}.state", self.count * table.state_bytes(Tier.DISK), torch.uint8)
+            state = self.storage.files.map(f"p{self.number}.state", self.count * table.state_bytes(Tier.DISK),
+                                           torch.uint8)
         else:
             state = buffer
         self.state_buffer, kept, start = buffer, dict[str, torch.Tensor](), 0
@@ -153,7 +163,8 @@ class UnitState:
         return kinds
 
     def take_snapshot(self, waiting: bool, lane: Lane) -> Handle | None:
-        """Copy what this rank writes to the host, beside what comes next; None where another rank writes the same."""
+        """Copy what this rank writes to the host, beside what comes next; None where another rank writes the
+        same."""
         if self.snapshot is None:
             return None
         snapshot, part = self.snapshot, slice(*(at - self.owned[0] for at in self.shard))
@@ -161,7 +172,8 @@ class UnitState:
         return lane.submit(lambda: snapshot.take(whole[part] for whole in self.kept(waiting).values()))
 
     def to_save(self, waiting: bool) -> dict[str, Callable[[int, int], torch.Tensor]]:
-        """By kind, what gives a range of this rank's shard, in fp32 on the host: of the snapshot, else of what there is now."""
+        """By kind, what gives a range of this rank's shard, in fp32 on the host: of the snapshot, else of
+        what there is now."""
         first = self.shard[0] - self.owned[0]
 
         def of_now(whole: torch.Tensor, start: int, stop: int) -> torch.Tensor:
@@ -192,9 +204,11 @@ class UnitState:
             self.gshard = None
         return handle
 
-    def raise_weights(self, slot: Slot, brought: torch.Tensor | None, lane: Lane) -> tuple[torch.Tensor, Handle]:
-        """This rank's part of the parameters from the host to the device, as `slot`: to where it lives, or for a GATHER.
-        `brought`: a buffer on the host, which is given back; None: where it lives on the host."""
+    def raise_weights(self, slot: Slot, brought: torch.Tensor | None,
+                      lane: Lane) -> tuple[torch.Tensor, Handle]:
+        """This rank's part of the parameters from the host to the device, as `slot`: to where it lives, or
+        for a GATHER. `brought`: a buffer on the host, which is given back; None: where it lives on the
+        host."""
         source = there(self.pshard if brought is None else brought)
         if slot == self.storage.table.weight(self.number):
             value = there(self.pshard if slot.kind == "pshard" else self.param)
@@ -247,7 +261,8 @@ class UnitState:
             parameter.data = _view(buffer, placed)
 
     def vacate(self) -> None:
-        """The whole parameters are given up. (The modules' keep their shapes, which autograd looks at, over any memory.)"""
+        """The whole parameters are given up. (The modules' keep their shapes, which autograd looks at, over
+        any memory.)"""
         assert self.param is not None
         self.storage.params.give(self.param)
         self.param = None
@@ -288,7 +303,8 @@ class UnitState:
         return self.grad
 
     def begin_anew(self, handle: Handle) -> None:
-        """The next gradient does not add to this one. A buffer of the pool may be used again once `handle` is done."""
+        """The next gradient does not add to this one. A buffer of the pool may be used again once `handle` is
+        done."""
         self._unwritten.update(range(len(self.layout.placed)))
         if self.storage.table.zero.stage >= 2 and self.grad is not None:
             self.storage.grads.give(self.grad, handle)
@@ -311,8 +327,8 @@ class UnitState:
         return whole[segment.start - self.owned[0]:segment.stop - self.owned[0]]
 
     def segments(self) -> list[Segment]:
-        """Segments of what this rank steps, cut at shard borders even when it steps all shards: the kernel then sees
-        the same ranges under every ZeRO stage, and rounds the same."""
+        """Segments of what this rank steps, cut at shard borders even when it steps all shards: the kernel
+        then sees the same ranges under every ZeRO stage, and rounds the same."""
         indices = [self.index] if self.sharded else range(self.layout.num_shards)
         return [segment for index in indices for segment in self.layout.segments_of(index)]
 
@@ -324,12 +340,14 @@ class UnitState:
             start, stop = max(placed.start, first), min(placed.stop, last)
             if stop > start:
                 part = placed.parameter.part(self.layout.ranks, place)
-                draw(self.weights[start - first:stop - first], placed.parameter, part, seed, start - placed.start)
+                draw(self.weights[start - first:stop - first], placed.parameter, part, seed,
+                     start - placed.start)
         self.publish()
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Bring the master weights to where parameters are gathered from, between steps or after one on the device."""
+        """Bring the master weights to where parameters are gathered from, between steps or after one on the
+        device."""
         if self.unit.weight_home == Tier.DISK:
             dtype = self.storage.precision.compute
             self.storage.files.map(f"p{self.number}.weights", self.count, dtype).copy_(self.weights)
@@ -341,13 +359,14 @@ class UnitState:
         """Whether what parameters are gathered from has the bits of the master weights."""
         dtype = self.storage.precision.compute
         if self.unit.weight_home == Tier.DISK:
-            return has_bits_of(self.storage.files.map(f"p{self.number}.weights", self.count, dtype), self.weights)
+            return has_bits_of(self.storage.files.map(f"p{self.number}.weights", self.count, dtype),
+                               self.weights)
         return self.master is None or self.pshard is None or has_bits_of(self.pshard, self.master)
 
 
 def has_bits_of(published: torch.Tensor, weights: torch.Tensor) -> bool:
-    """Whether a flat tensor has the bits of the weights in its dtype, a piece at a time, on its device: the weights may lie on
-    another one. A NaN is a NaN: the bits that rounding gives it are the device's."""
+    """Whether a flat tensor has the bits of the weights in its dtype, a piece at a time, on its device: the
+    weights may lie on another one. A NaN is a NaN: the bits that rounding gives it are the device's."""
     bits = {2: torch.int16, 4: torch.int32}[published.dtype.itemsize]
     for start in range(0, len(published), PIECE):
         piece = published[start:start + PIECE]
@@ -367,17 +386,21 @@ def there(tensor: torch.Tensor | None) -> torch.Tensor:
     return tensor
 
 
-def _part(whole: torch.Tensor | None, owned: tuple[int, int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _part(whole: torch.Tensor | None, owned: tuple[int, int], dtype: torch.dtype,
+          device: torch.device) -> torch.Tensor:
     """A range of a buffer, or a tensor of its own where there is no such buffer."""
-    return whole[slice(*owned)] if whole is not None else torch.zeros(owned[1] - owned[0], dtype=dtype, device=device)
+    return whole[slice(*owned)] if whole is not None else torch.zeros(owned[1] - owned[0], dtype=dtype,
+                                                                      device=device)
 
 
 def _view(buffer: torch.Tensor, placed: Placed) -> torch.Tensor:
     return buffer[placed.start:placed.stop].view(placed.module_shape)
 
 
-def _hook(adder: weakref.WeakMethod, number: int, weight_grads: WeightGrads) -> Callable[[torch.Tensor], None]:
-    """What autograd calls with a parameter whose `.grad` is new: add it to the unit's, now or with what was put off."""
+def _hook(adder: weakref.WeakMethod, number: int,
+          weight_grads: WeightGrads) -> Callable[[torch.Tensor], None]:
+    """What autograd calls with a parameter whose `.grad` is new: add it to the unit's, now or with what was
+    put off."""
 
     def add(grad: torch.Tensor) -> None:
         found = adder()
@@ -394,24 +417,3 @@ def _hook(adder: weakref.WeakMethod, number: int, weight_grads: WeightGrads) -> 
             weight_grads.put_off.append(lambda: add(grad))
 
     return hook
-
-
-def places(states: list[UnitState]) -> list[Place]:
-    """Where autograd must not keep parameters as such: buffers that are used for others until BACKWARD, when the parameters may
-    lie elsewhere."""
-    return [Place(state.param, state.whole_param) for state in states if not state.unit.whole and state.param is not None]
-
-
-def make_states(config: Config, comm: Comm, layouts: dict[int, Layout], storage: Storage) -> dict[int, UnitState]:
-    """The states of the parameter units that a rank holds, with initial values."""
-    states = {}
-    table, position = storage.table, comm.here.position
-    for unit in table.held(position):
-        state = UnitState(unit, layouts[unit], comm.groups[table.parameters[unit].shard_group].rank(), storage)
-        state.writes = table.saves(position, unit) and comm.is_first_copy
-        if state.writes and table.update.snapshots:
-            rows = storage.on_host(table.kept_kinds * (state.shard[1] - state.shard[0]), torch.float32)
-            state.snapshot = Snapshot(rows.view(table.kept_kinds, -1), storage.device)
-        state.fill(comm.here.on, config.train.seed)
-        states[unit] = state
-    return states

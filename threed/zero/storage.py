@@ -32,12 +32,14 @@ class Storage(NamedTuple):
     weight_grads: WeightGrads
 
     @classmethod
-    def make(cls, config: Config, table: Table, buffers: Buffers, comm: Comm, weight_grads: WeightGrads) -> Storage:
+    def make(cls, config: Config, table: Table, buffers: Buffers, comm: Comm,
+             weight_grads: WeightGrads) -> Storage:
         precision, device, host = Precision.of(config.precision), comm.device, torch.device("cpu")
         pinned = device.type == "cuda"
         uses_disk = "nvme" in (config.offload.optimizer, config.offload.parameters)
         return cls(table, precision, device, Pool(buffers.params, precision.compute, device),
-                   Pool(buffers.grads, precision.grad, device), Pool(buffers.pshards, precision.compute, device),
+                   Pool(buffers.grads, precision.grad, device),
+                   Pool(buffers.pshards, precision.compute, device),
                    Pool(buffers.gshards, precision.grad, device),
                    Pool(buffers.host_weights, precision.compute, host, pinned, for_disk=True),
                    Pool(buffers.host_states, torch.uint8, host, pinned, for_disk=True),

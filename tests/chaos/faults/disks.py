@@ -57,7 +57,8 @@ def full_for_a_while(trial: Trial) -> Fault:
             trial.sleep(run, seconds)
             _empty(trial.run_dir)
 
-    return Fault(f"a full disk after step {step}, for {seconds:.1f} s", act=act, end=lambda trial: _empty(trial.run_dir))
+    return Fault(f"a full disk after step {step}, for {seconds:.1f} s", act=act,
+                 end=lambda trial: _empty(trial.run_dir))
 
 
 @kind("disk: full to the end", 3)

@@ -1,4 +1,5 @@
-"""Files that are damaged while nothing runs: cut, as after a crash of a host; a bit or a digit other than it was; gone."""
+"""Files that are damaged while nothing runs: cut, as after a crash of a host; a bit or a digit other than it
+was; gone."""
 
 from __future__ import annotations
 
@@ -95,7 +96,8 @@ def digit(trial: Trial) -> Fault:
         other = trial.rng.choice([d for d in "0123456789" if d != text[at]])
         file.write_text(text[:at] + other + text[at + 1:])
         line = text.count("\n", 0, at)
-        return f"{text.splitlines()[line].strip()[:80]} became {file.read_text().splitlines()[line].strip()[:80]}"
+        before, after = (whole.splitlines()[line].strip()[:80] for whole in (text, file.read_text()))
+        return f"{before} became {after}"
 
     return after_a_crash(trial, "an edited digit", damage)
 
@@ -139,7 +141,8 @@ def other_mesh(trial: Trial) -> Fault:
         if tensors.newest(trial.run_dir) is None:
             fault.says = ""  # there is nothing to go on from
 
-    fault = Fault(f"SIGKILL of all after step {step}; goes on as '{trial.planned}'", "resumed from", act=act, between=between)
+    fault = Fault(f"SIGKILL of all after step {step}; goes on as '{trial.planned}'", "resumed from", act=act,
+                  between=between)
     return fault
 
 
@@ -191,7 +194,8 @@ def preparation(trial: Trial) -> Fault:
             trial.strike()
             send(victims[0], number)
 
-    return Fault(f"{signal.Signals(number).name} of the {whom} while data are prepared, after {after:.2f} s", act=act)
+    return Fault(f"{signal.Signals(number).name} of the {whom} while data are prepared, after {after:.2f} s",
+                 act=act)
 
 
 @kind("two runs in one folder", 1)

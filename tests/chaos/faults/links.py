@@ -1,4 +1,5 @@
-"""Two hosts (network namespaces) and what lies between them: cables that are pulled, packets that are lost, hosts that go off."""
+"""Two hosts (network namespaces) and what lies between them: cables that are pulled, packets that are lost,
+hosts that go off."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def _mend(trial: Trial) -> None:
 
 @kind("link: down for a while", 2, sisters=SISTERS)
 def down_for_a_while(trial: Trial) -> Fault:
-    """Too short to be noticed; about as long as limits are; longer: both sides give up, and meet again where they may restart."""
+    """Too short to be noticed; about as long as limits are; longer: both sides give up, and meet again where
+    they may restart."""
     host = trial.rng.choice(trial.use_hosts())
     after, seconds = trial.instant(), trial.rng.choice([0.3, 2.0, 5.0, 15.0, 38.0])
     trial.more.append("run.connect_timeout_s=15")
@@ -42,7 +44,8 @@ def down_for_a_while(trial: Trial) -> Fault:
         trial.sleep(run, seconds)
         host.link(True)
 
-    return Fault(f"{host.name}'s cable is pulled {after}, for {seconds:.1f} s", act=_once(after, pull), between=_mend)
+    return Fault(f"{host.name}'s cable is pulled {after}, for {seconds:.1f} s", act=_once(after, pull),
+                 between=_mend)
 
 
 @kind("link: down for ever", 1, sisters=SISTERS)
@@ -50,7 +53,8 @@ def down(trial: Trial) -> Fault:
     host, after = trial.rng.choice(trial.use_hosts()), trial.instant()
     trial.more.append("run.connect_timeout_s=15")
 
-    return Fault(f"{host.name}'s cable is pulled {after}, until both have ended", rf"{GONE}|did not answer|no answer within",
+    return Fault(f"{host.name}'s cable is pulled {after}, until both have ended",
+                 rf"{GONE}|did not answer|no answer within",
                  act=_once(after, lambda run: host.link(False)), between=_mend)
 
 

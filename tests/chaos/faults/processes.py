@@ -88,7 +88,8 @@ def kill_often(trial: Trial) -> Fault:
 # ---------------------------------------------------------------- at an instruction
 
 
-def at_instruction(trial: Trial, body: Callable[[Engine, Instruction, Slots], bool], text: str, says: str) -> Fault:
+def at_instruction(trial: Trial, body: Callable[[Engine, Instruction, Slots], bool], text: str,
+                   says: str) -> Fault:
     """Do something once, on one rank, after one instruction of one step: `body` says whether it could."""
     rank, step, share = trial.rng.randrange(trial.size), trial.rng.randrange(STEPS), trial.rng.random()
 
@@ -194,7 +195,8 @@ def stop(trial: Trial) -> Fault:
             trial.strike()
             send(family[int(which * len(family))].pid, signal.SIGSTOP)
 
-    return Fault(f"SIGSTOP of a rank after step {step}, for ever", r"no answer within run\.timeout_s", act=act)
+    return Fault(f"SIGSTOP of a rank after step {step}, for ever", r"no answer within run\.timeout_s",
+                 act=act)
 
 
 @kind("suspend the job", 2)
@@ -237,7 +239,8 @@ def _drawn(trial: Trial) -> signal.Signals:
 
 @kind("signal in training", 6)
 def signal_in_training(trial: Trial) -> Fault:
-    return _signal(trial, Instant(trial.rng.randrange(1, STEPS - 1), trial.rng.uniform(0.0, 0.1)), _drawn(trial))
+    return _signal(trial, Instant(trial.rng.randrange(1, STEPS - 1), trial.rng.uniform(0.0, 0.1)),
+                   _drawn(trial))
 
 
 @kind("signal at the start", 4)
@@ -245,12 +248,14 @@ def signal_at_start(trial: Trial) -> Fault:
     return _signal(trial, Instant(0, trial.rng.uniform(0.0, 0.5)), _drawn(trial))
 
 
-PROGRAM = "from threed import __main__ as t; begin = t.begin; t.begin = lambda: (begin(), open('{}', 'w').close()); t.main()"
+PROGRAM = ("from threed import __main__ as t; begin = t.begin; "
+           "t.begin = lambda: (begin(), open('{}', 'w').close()); t.main()")
 
 
 @kind("signal during imports", 1)
 def signal_in_imports(trial: Trial) -> Fault:
-    """A fresh Python, as a shell would start it. What comes before its first lines of threed is not threed's to answer."""
+    """A fresh Python, as a shell would start it. What comes before its first lines of threed is not threed's
+    to answer."""
     after, number = Instant(0, trial.rng.uniform(0.0, 6.0)), _drawn(trial)
     fault, file = _signal(trial, after, number), trial.folder / "log-of-a-fresh-start.txt"
     send_it = fault.act

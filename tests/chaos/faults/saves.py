@@ -23,7 +23,8 @@ def _strike(trial: Trial, strike: Strike, says: str) -> Fault:
         if rank == strike.site.rank:
             strike.arm(trial.run_dir, trial.marker)
 
-    text = {"fail": f"{errno.errorcode.get(strike.amount)} x {strike.times}", "sleep": f"{strike.amount} ms of waiting"}
+    text = {"fail": f"{errno.errorcode.get(strike.amount)} x {strike.times}",
+            "sleep": f"{strike.amount} ms of waiting"}
     return Fault(f"{text.get(strike.what, strike.what)} at {strike.site}", says, hook=lambda: in_ranks(body),
                  site=strike.site)
 
@@ -68,7 +69,8 @@ def read_fails(trial: Trial) -> Fault:
 def broken(trial: Trial) -> Fault:
     number = trial.rng.choice(ERRORS)
     site = _site(trial, [site for site in trial.reference.sites if site.changes])
-    return _strike(trial, Strike(site, "fail", number, trial.rng.choice([3, 10, 30, 1000])), os.strerror(number))
+    return _strike(trial, Strike(site, "fail", number, trial.rng.choice([3, 10, 30, 1000])),
+                   os.strerror(number))
 
 
 @kind("save: a call is slow", 2)
@@ -95,7 +97,8 @@ def load(trial: Trial) -> Fault:
     """The power goes, and the next start meets a bad call while it reads."""
     _site(trial)
     rng, after = trial.rng, trial.rng.uniform(0.0, 0.3)
-    site = Site(rng.randrange(trial.size), rng.choice(["open", "read", "read"]), "checkpoints/step-*", rng.randrange(6))
+    site = Site(rng.randrange(trial.size), rng.choice(["open", "read", "read"]), "checkpoints/step-*",
+                rng.randrange(6))
     newest: list[Path] = []
     strike = rng.choice([Strike(site, "fail", errno.EIO), Strike(site, "kill"), Strike(site, "kill node")])
 
@@ -114,5 +117,6 @@ def load(trial: Trial) -> Fault:
 
     says = {"fail": os.strerror(errno.EIO), "kill": KILLED, "kill node": ""}[strike.what]
     fault = Fault(f"SIGKILL of all; on the next start {strike.what} at {site}", says, act=act, end=end,
-                  between=lambda trial: newest.extend(tensors.checkpoints(trial.run_dir)[-1:]), later=lambda: in_ranks(body))
+                  between=lambda trial: newest.extend(tensors.checkpoints(trial.run_dir)[-1:]),
+                  later=lambda: in_ranks(body))
     return fault

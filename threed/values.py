@@ -1,0 +1,93 @@
+"""What the value of each key of a config may be, by itself."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from threed.mesh import AXES
+from threed.optimizers.registry import OPTIMIZERS
+from threed.schema import Config
+
+CHOICES = {
+    "model.position": ("rotary", "learned"),
+    "model.norm": ("layernorm", "rmsnorm"),
+    "model.activation": ("gelu", "swiglu"),
+    "parallel.schedule": ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v",
+                          "breadth-first", "auto"),
+    "precision.dtype": ("fp32", "bf16", "fp16"),
+    "precision.grad_dtype": ("fp32", "bf16", "fp16"),
+    "precision.reduce_dtype": ("fp32", "bf16", "fp16"),
+    "precision.master": ("fp32", "none"),
+    "optimizer.name": tuple(OPTIMIZERS),
+    "optimizer.schedule": ("constant", "linear", "cosine", "wsd"),
+    "train.on_nonfinite": ("stop", "skip"),
+    "monitor.wandb": ("auto", "offline", "online", "disabled"),
+    "run.device": ("auto", "cpu", "cuda"),
+    "zero.stage": (0, 1, 2, 3),
+    "activation.policy": ("none", "full", "selective", "budget"),
+    "activation.offload": ("none", "cpu"),
+    "offload.optimizer": ("none", "cpu", "nvme"),
+    "offload.parameters": ("none", "cpu", "nvme"),
+}
+AT_LEAST = {  # key: least value
+    "model.layers": 1, "model.hidden": 1, "model.heads": 1, "model.kv_heads": 1, "model.ffn_hidden": 1,
+    "model.vocab": 2, "model.vocab_multiple": 1, "model.seq_len": 1, "model.init_std": 0, "model.dropout": 0,
+    "model.attention_dropout": 0, "parallel.tp": 1, "parallel.pp": 1, "parallel.layers_per_unit": 1,
+    "parallel.virtual_stages": 1,
+    "optimizer.lr": 0, "optimizer.eps": 0, "optimizer.weight_decay": 0, "optimizer.clip_grad": 0,
+    "optimizer.warmup_steps": 0, "optimizer.decay_steps": 1, "optimizer.wsd_decay_steps": 0,
+    "optimizer.min_lr": 0,
+    "activation.every": 1, "train.steps": 0, "train.global_batch_size": 1, "train.micro_batch_size": 1,
+    "train.seed": 0,
+    "train.eval_every": 0, "train.eval_batches": 1, "train.max_skipped": 0, "checkpoint.every": 0,
+    "checkpoint.keep": 0,
+    "checkpoint.copy_keep": 0, "checkpoint.copy_wait_s": 0,
+    "monitor.console_every": 1, "monitor.trace_every": 0, "monitor.timeline_every": 0,
+    "run.timeout_s": 1, "run.connect_timeout_s": 1, "run.verify_every": 0, "run.restarts": 0,
+    "run.restart_wait_s": 0,
+    "data.validation_fraction": 0, "zero.shard_size": 1, "zero.prefetch": 0, "zero.persist_below": 0,
+    "precision.loss_scale_window": 1, "precision.hysteresis": 1,
+}
+ABOVE_ZERO = ("model.norm_eps", "model.rope_theta", "monitor.peak_tflops", "precision.initial_loss_scale",
+               "precision.min_loss_scale")
+
+
+def get(config: Config, key: str) -> Any:
+    section, name = key.split(".")
+    return getattr(getattr(config, section), name)
+
+
+def check_values(config: Config) -> list[str]:
+    problems = []
+    for key, choices in CHOICES.items():
+        value = get(config, key)
+        if key == "parallel.schedule" and str(value).startswith("file:"):
+            continue
+        if value not in choices:
+            problems.append(f"{key}={value}: must be one of {', '.join(map(str, choices))}")
+    for key, least in AT_LEAST.items():
+        value = get(config, key)
+        if value is not None and not value >= least:  # `not >=`: NaN is refused too
+            problems.append(f"{key}={value}: must be at least {least}")
+        elif value == math.inf:
+            problems.append(f"{key}={value}: must be finite")
+    for key in ABOVE_ZERO:
+        value = get(config, key)
+        if value is not None and not 0 < value < math.inf:
+            problems.append(f"{key}={value}: must be above 0 and finite")
+    dp = config.parallel.dp
+    if not isinstance(dp, int) or dp < 1:
+        problems.append(f"parallel.dp={dp}: must be 'auto' or an integer of at least 1")
+    for key in ("model.dropout", "model.attention_dropout", "data.validation_fraction"):
+        if get(config, key) >= 1:
+            problems.append(f"{key}={get(config, key)}: must be less than 1")
+    if not config.run.dir.strip():
+        problems.append("run.dir is empty: give a folder for checkpoints and metrics")
+    if sorted(config.parallel.axis_order.split("-")) != sorted(AXES):
+        problems.append(f"parallel.axis_order={config.parallel.axis_order}: must name each axis once, "
+                        f"outermost first, for example {'-'.join(AXES)}")
+    betas = config.optimizer.betas
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        problems.append(f"optimizer.betas={betas}: must be two numbers in [0, 1)")
+    return problems

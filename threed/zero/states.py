@@ -1,0 +1,37 @@
+"""The states of the parameter units that a rank holds."""
+
+from __future__ import annotations
+
+import torch
+
+from threed.comm import Comm
+from threed.schema import Config
+from threed.tensor.saving import Place
+from threed.zero.shard import Layout
+from threed.zero.snapshot import Snapshot
+from threed.zero.state import UnitState
+from threed.zero.storage import Storage
+
+
+def places(states: list[UnitState]) -> list[Place]:
+    """Where autograd must not keep parameters as such: buffers that are used for others until BACKWARD, when
+    the parameters may lie elsewhere."""
+    return [Place(state.param, state.whole_param) for state in states if not state.unit.whole
+            and state.param is not None]
+
+
+def make_states(config: Config, comm: Comm, layouts: dict[int, Layout],
+                storage: Storage) -> dict[int, UnitState]:
+    """The states of the parameter units that a rank holds, with initial values."""
+    states = {}
+    table, position = storage.table, comm.here.position
+    for unit in table.held(position):
+        state = UnitState(unit, layouts[unit], comm.groups[table.parameters[unit].shard_group].rank(),
+                          storage)
+        state.writes = table.saves(position, unit) and comm.is_first_copy
+        if state.writes and table.update.snapshots:
+            rows = storage.on_host(table.kept_kinds * (state.shard[1] - state.shard[0]), torch.float32)
+            state.snapshot = Snapshot(rows.view(table.kept_kinds, -1), storage.device)
+        state.fill(comm.here.on, config.train.seed)
+        states[unit] = state
+    return states

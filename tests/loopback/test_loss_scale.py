@@ -14,7 +14,7 @@ from threed.engine.diagnose import find_nonfinite
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
 from threed.planner import make_mesh, make_plan
-from threed.program.instruction import BACKWARDS, Op
+from threed.program.instruction import BACKWARDS, Op, Slot
 from threed.schema import Config
 from threed.zero.run import Clipped
 
@@ -207,8 +207,7 @@ def test_the_diagnosis_finds_either_half(schedule, op, stage):
             handler(instruction, slots)
             if (instruction.unit, instruction.microbatch) == place and comm.rank == 1:
                 if op == Op.BACKWARD_INPUT:
-                    slots.get(next(slot for slot in slots.alive() if slot.kind == "grad"
-                                   and slot[1:] == (1, 1)))[:] = torch.nan
+                    slots.get(Slot("grad", 1, 1))[:] = torch.nan
                 else:
                     grad = engine.states[2].grad
                     assert grad is not None

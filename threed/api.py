@@ -19,8 +19,10 @@ from threed.environment import Place, place_of_environment
 from threed.errors import InputError, RunError
 from threed.monitor.run import Run
 from threed.planned import config_of, planned
-from threed.planner import layouts, make_mesh, saved_by_piece
+from threed.planner import layouts, make_mesh, make_pipeline, saved_by_piece
+from threed.planner.passes import stages_of
 from threed.prediction.verb import predict
+from threed.program import explain as explaining
 from threed.program import show as shows
 from threed.program import summary
 from threed.program.check import check as check_plan
@@ -108,6 +110,27 @@ def show_document(made: Plan, rank: int | None = None, program: str = "train",
         return {**head, "units": list_units(made, units)}
     chosen = range(mesh.positions) if position is None else [position]
     return {**head, "programs": {f"pp{p}": [str(item) for item in made.programs[program][p]] for p in chosen}}
+
+
+def explain(what: Config | Plan, index: int, rank: int = 0, program: str = "train") -> dict[str, Any]:
+    """What instruction `index` of a rank's program is for: which pass put it there, what it reads and makes
+    and on which tier, which ranks take part, what it sends and moves in bytes, and what waits for it. Raises
+    InputError where there is no such instruction."""
+    made = planned(what)
+    config, position = config_of(made), _position(made, rank, program)
+    assert position is not None
+    length = len(made.programs[program][position])
+    if not 0 <= index < length:
+        raise InputError(f"explain={index}: program '{program}' of rank {rank} has instructions 0 to "
+                         f"{length - 1}")
+    stages = stages_of(config, make_pipeline(config), made.table, program)
+    item, mesh = made.programs[program][position][index], make_mesh(config)
+    found = explaining.explain(made, program, position, index)
+    others = {other for group in found["groups"] for other in mesh.group(group, rank)} - {rank}
+    if item.peer >= 0:
+        others = {mesh.group("pp", rank)[item.peer]}
+    return {"rank": rank, **found, "with ranks": sorted(others),
+            "pass": explaining.origin([(name, programs[position]) for name, programs in stages], index)}
 
 
 def list_units(made: Plan, kind: str) -> list[dict[str, Any]]:

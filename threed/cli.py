@@ -16,6 +16,7 @@ from threed import config as configs
 from threed.early import begin
 from threed.errors import ConfigError, InputError, ThreedError
 from threed.monitor.run import Run
+from threed.program import explain as explaining
 from threed.program import show as shows
 from threed.quantity import parse_bytes
 from threed.start import start
@@ -73,11 +74,19 @@ def show(config: ConfigPath, overrides: Overrides = None,
          = "train",
          units: Annotated[str | None, typer.Option(metavar="u|p", help="list compute units (u), or "
                                                                        "parameter units (p)")] = None,
+         explain: Annotated[int | None,
+                            typer.Option(metavar="INDEX",
+                                         help="say what this instruction of --rank R (0) is for")]
+         = None,
          svg: Annotated[Path | None, typer.Option(metavar="FILE", help="draw the timeline into FILE")] = None,
          as_json: Json = False) -> None:
     """Show what will run: the mesh, the units and the schedule's grid; or one rank's program; or the units of
-    one kind."""
+    one kind; or what one instruction is for."""
     plan = api.plan(configs.load(config, overrides))
+    if explain is not None:
+        found = api.explain(plan, explain, rank or 0, program)
+        print(json.dumps(found, indent=1) if as_json else explaining.show(found))
+        return
     document = json.dumps(api.show_document(plan, rank, program, units), indent=1) if as_json else None
     text = document or api.show(plan, rank, program, units)  # a mistake is told before a file is written
     if svg is not None:

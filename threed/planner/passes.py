@@ -86,5 +86,15 @@ def run_passes(config: Config, pipeline: Pipeline, table: Table) -> Plan:
     return Plan(table, programs, config)
 
 
+def stages_of(config: Config, pipeline: Pipeline, table: Table, name: str) -> list[tuple[str, Programs]]:
+    """The passes of one program, each with the programs after it."""
+    programs: Programs = [[] for _ in range(table.num_positions)]
+    stages = []
+    for each in recipes(config, pipeline, table)[name]:
+        programs = each.apply(programs, table)
+        stages.append((each.name, programs))
+    return stages
+
+
 def _expand(order: Order, keep: str, _: Programs, table: Table) -> Programs:
     return expand(order, table, keep)

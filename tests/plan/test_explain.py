@@ -1,0 +1,72 @@
+"""`threed show --explain INDEX`: what one instruction is for."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import threed
+from threed.api import explain
+from threed.cli import app
+from threed.errors import InputError
+from threed.program.effects import effects
+from threed.program.instruction import BACKWARDS, MESSAGES, Op
+
+BASE = ["parallel.dp=2", "parallel.pp=2", "parallel.tp=2", "model.layers=4", "train.global_batch_size=8",
+        "train.eval_every=1", "run.verify_every=2", "checkpoint.every=1"]
+CPU = ["zero.stage=3", "offload.optimizer=cpu", "offload.parameters=cpu"]
+FULL = ["activation.policy=full", "activation.partition=true", "activation.offload=cpu"]
+# The passes that may put in each op.
+PASSES: dict[Op, tuple[str, ...]] = {
+    Op.FORWARD: ("order", "recompute"),
+    Op.RECOMPUTE: ("recompute",),
+    **dict.fromkeys(BACKWARDS, ("order",)),
+    **dict.fromkeys(MESSAGES, ("messages",)),
+    **dict.fromkeys((Op.SPLIT, Op.JOIN), ("partition",)),
+    **dict.fromkeys((Op.GATHER, Op.RELEASE, Op.REDUCE), ("zero",)),
+    Op.CLIP: ("zero", "delay", "verify"),
+    Op.STEP: ("zero", "offload the optimizer", "delay"),
+    **dict.fromkeys((Op.OFFLOAD, Op.FETCH), ("offload activations", "offload the optimizer", "delay",
+                                             "offload parameters", "snapshot")),
+}
+
+
+@pytest.mark.parametrize("overrides", [[], CPU, [*CPU, *FULL], ["offload.optimizer=cpu",
+                                                               "offload.delayed_update=true"]], ids=str)
+def test_each_instruction_has_its_pass(overrides):
+    """A pass that is blamed for another's instruction; slots, ranks or bytes that are not the plan's."""
+    plan = threed.plan(threed.load(None, [*BASE, *overrides]))
+    for name, programs in plan.programs.items():
+        for index, item in enumerate(programs[0]):
+            found = explain(plan, index, 0, name)
+            assert found["pass"] in PASSES[item.op], (str(item), found["pass"])
+            effect = effects(item, plan.table, 0)
+            assert [each["slot"] for each in found.get("reads", ())] == list(map(str, effect.reads))
+            assert found["sends"] == {axis: size for axis, size in plan.table.sent(item).items() if size}
+            for after in found["after"]:
+                assert int(after.split()[0]) < index
+            for waits in found["waits for it"]:
+                later = explain(plan, int(waits.split()[0]), 0, name)
+                assert f"{index}  {item}" in later["after"]
+            if item.op == Op.CLIP:
+                assert found["with ranks"] == list(range(1, 8))
+            if item.op in MESSAGES:
+                assert found["with ranks"] == [4]
+
+
+def test_text(capsys):
+    """The command line says the same, as text and as JSON."""
+    app(["show", "configs/toy.yaml", "--rank", "1", "--explain", "0"], standalone_mode=False)
+    said = capsys.readouterr().out
+    assert "instruction 0: GATHER p10 (dp)" in said and "put in by     the pass 'zero'" in said
+    assert "reads         pshard p10 (on the device" in said and "with ranks    3\n" in said
+    app(["show", "configs/toy.yaml", "--rank", "1", "--explain", "0", "--json"], standalone_mode=False)
+    assert json.loads(capsys.readouterr().out)["instruction"] == "GATHER p10 (dp)"
+
+
+@pytest.mark.parametrize("index", [-1, 10_000])
+def test_there_is_no_such_instruction(index):
+    """An index that another program has, or none."""
+    with pytest.raises(InputError, match=r"program 'train' of rank 0 has instructions 0 to \d+"):
+        explain(threed.load("configs/toy.yaml"), index)

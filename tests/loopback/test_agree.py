@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.harness import loopback, tiny
-from threed import native, train
+from threed import assemble, native
 from threed.config import load
 from threed.errors import InputError
 
@@ -26,17 +26,17 @@ def test_who_takes_the_compiled_step(settings, monkeypatch):
     monkeypatch.setattr(native, "ADAMW", lambda *args: calls.append(args))
     config = tiny("parallel.dp=2", *settings)
     loopback(config, 1)
-    assert bool(calls) == train._steps_on_host(config, torch.device("cpu"))
+    assert bool(calls) == assemble._steps_on_host(config, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(("settings", "said"), [
     ([], 1), (["optimizer.name=sgd"], 0), (["precision.dtype=bf16", "precision.master=none"], 0)])
 def test_it_is_said_that_there_is_none(settings, said, monkeypatch):
     monkeypatch.setattr(native, "ADAMW", print)
-    assert not train._without_compiler(load(None, settings), torch.device("cpu"))
+    assert not assemble._without_compiler(load(None, settings), torch.device("cpu"))
     monkeypatch.setattr(native, "ADAMW", None)
     monkeypatch.setattr(native, "MISSING", "because")
-    lines = train._without_compiler(load(None, settings), torch.device("cpu"))
+    lines = assemble._without_compiler(load(None, settings), torch.device("cpu"))
     assert len(lines) == said and all("AdamW on the host is torch's" in line and "because" in line
                                       for line in lines)
 
@@ -61,11 +61,11 @@ def test_ranks_round_alike(device, settings, fine, monkeypatch):
     config = load(None, settings)
     here = []
     monkeypatch.setattr(native, "ADAMW", None)
-    train._agree(Two(device, lambda mine: here.append(mine) or mine), config, "digest")  # pyright: ignore[reportArgumentType]
+    assemble._agree(Two(device, lambda mine: here.append(mine) or mine), config, "digest")  # pyright: ignore[reportArgumentType]
     monkeypatch.setattr(native, "ADAMW", print)
 
     def run() -> None:
-        train._agree(Two(device, lambda mine: here[0]), config, "digest")  # pyright: ignore[reportArgumentType]
+        assemble._agree(Two(device, lambda mine: here[0]), config, "digest")  # pyright: ignore[reportArgumentType]
 
     if fine:
         run()
@@ -79,6 +79,6 @@ def test_ranks_have_one_config():
     config, other = load(None, []), load(None, ["train.seed=5"])
     with pytest.raises(InputError, match=r"rank 1 and rank 0 differ in train\.seed: every rank must be given "
                                          r"the same config"):
-        train._agree(Two("cpu", lambda mine: (other.to_dict(), *mine[1:])), config, "a")  # pyright: ignore[reportArgumentType]
+        assemble._agree(Two("cpu", lambda mine: (other.to_dict(), *mine[1:])), config, "a")  # pyright: ignore[reportArgumentType]
     with pytest.raises(InputError, match=r"differ in plan or version \(b, 1; rank 0 has a, "):
-        train._agree(Two("cpu", lambda mine: (mine[0], ("b", "1"), mine[2])), config, "a")  # pyright: ignore[reportArgumentType]
+        assemble._agree(Two("cpu", lambda mine: (mine[0], ("b", "1"), mine[2])), config, "a")  # pyright: ignore[reportArgumentType]

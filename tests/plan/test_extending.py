@@ -70,6 +70,13 @@ def test_pass():
     assert "Add this to `STEP`, below the line of the pass `recompute`" in page
 
 
+def test_picture_of_a_schedule():
+    """The guide's command makes the file that tests/plan/test_orders.py compares: here of a schedule that has one."""
+    text = "\n".join(blocks(EXTENDING / "schedule.md", "bash")).replace("\\\n", "").replace("1f1b-eager", "1f1b")
+    command, file = re.findall(r"^(threed show .*) > (tests/golden/\S+)$", text, re.MULTILINE)[0]
+    assert run(re.sub(" +", " ", command)) + "\n" == (ROOT / file).read_text()
+
+
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
 
 

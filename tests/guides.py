@@ -22,8 +22,8 @@ def code(guide: str) -> list[str]:
 
 
 def add_schedule() -> None:
-    """Edit threed/pipeline/orders.py as the guide says. For a process of its own, before anything else of threed
-    is imported: what reads the rows does so when it is imported."""
+    """Edit threed/pipeline/orders.py as the guide says. For a process of its own, before anything else
+    of threed is imported: what reads the rows does so when it is imported."""
     from threed.pipeline import orders
 
     function, row = code("schedule")

@@ -127,8 +127,8 @@ def _check_schedule_shape(config: Config) -> list[str]:
     name, virtual = parallel.schedule, parallel.virtual_stages
     schedule = SCHEDULES.get(name)
     if schedule and schedule.virtual is None and (virtual or 1) < 2:
-        problems.append(f"parallel.schedule={name} needs parallel.virtual_stages of at least 2: with one stage a "
-                        f"rank it would be {schedule.alone}")
+        problems.append(f"parallel.schedule={name} needs parallel.virtual_stages of at least 2: with one "
+                        f"stage a rank it would be {schedule.alone}")
     elif schedule and schedule.virtual and virtual not in (None, schedule.virtual):
         stages = {1: "one stage", 2: "two stages"}.get(schedule.virtual, f"{schedule.virtual} stages")
         others = " and ".join(other for other, row in SCHEDULES.items() if row.virtual is None)

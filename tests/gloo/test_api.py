@@ -146,15 +146,16 @@ def test_a_callback_that_fails(tmp_path, cache):
 
 @pytest.mark.parametrize("launcher", ["python", "torchrun"])
 def test_a_script(launcher, tmp_path, cache):
-    """The guide's, as a file, with plain python and under torchrun: there each rank comes back from `train`. The
-    learning rate is 0, so that the second and the third evaluation are no better than the first."""
+    """The guide's, as a file, with plain python and under torchrun: there each rank comes back from `train`.
+    The learning rate is 0, so that the second and the third evaluation are no better than the first."""
     (script,) = code("callback")
     (tmp_path / "patience.py").write_text(script)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    overrides = [*TOY, *cache, f"run.dir={tmp_path / 'run'}", "train.steps=20", "train.eval_every=1", "optimizer.lr=0",
-                 "optimizer.min_lr=0"]
+    overrides = [*TOY, *cache, f"run.dir={tmp_path / 'run'}", "train.steps=20", "train.eval_every=1",
+                 "optimizer.lr=0", "optimizer.min_lr=0"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    argv = [sys.executable, *(torchrun if launcher == "torchrun" else []), str(tmp_path / "patience.py"), *overrides]
+    argv = [sys.executable, *(torchrun if launcher == "torchrun" else []), str(tmp_path / "patience.py"),
+            *overrides]
     done = subprocess.run(argv, cwd=ROOT, env=env, text=True, timeout=120, stdout=subprocess.PIPE,
                           stderr=subprocess.STDOUT)
     assert done.returncode == 0, done.stdout

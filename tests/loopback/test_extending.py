@@ -36,7 +36,8 @@ def test_schedule():
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize("others", [[], ["parallel.dp=2", "zero.stage=3"], ["precision.dtype=bf16", "parallel.tp=2"],
+@pytest.mark.parametrize("others", [[], ["parallel.dp=2", "zero.stage=3"],
+                                    ["precision.dtype=bf16", "parallel.tp=2"],
                                     ["parallel.tp=2", "parallel.sequence_parallel=true", "zero.stage=0"]])
 def test_pass(others):
     """The guide's own test: the same bits, and a peak between those of the two policies."""

@@ -20,6 +20,7 @@ from threed.config import load
 from threed.contract import AXES, Cell, cells, refusal
 from threed.engine.engine import Engine
 from threed.engine.loopback import channel_pairs, run_loopback
+from threed.pipeline.orders import SCHEDULES
 from threed.planner import make_mesh, make_plan
 from threed.program.instruction import Op
 from threed.program.summary import stages
@@ -42,7 +43,7 @@ def schedule_config(name: str, p: int, tp: int, zero: int, count: str, *others: 
     """A model with a unit for each stage (two a rank), and `count` micro-batches (a number, or p, p+1, 2p,
     3p+1)."""
     m = {"p": p, "p+1": p + 1, "2p": 2 * p, "3p+1": 3 * p + 1}.get(count) or int(count)
-    virtual = ["parallel.virtual_stages=2"] if name in ("interleaved", "breadth-first") else []
+    virtual = ["parallel.virtual_stages=2"] if name in SCHEDULES and SCHEDULES[name].virtual is None else []
     return tiny(f"model.layers={2 * p}", "model.hidden=16", "model.seq_len=8", f"parallel.pp={p}",
                 f"parallel.tp={tp}",
                 f"parallel.schedule={name}", f"zero.stage={zero}", f"train.global_batch_size={m}", *virtual,
@@ -54,8 +55,8 @@ FILES = f"offload.nvme_path={tempfile.gettempdir()}"
 # then on V-shaped and interleaved ones a unit is a stage of its own.
 SETTINGS: dict[str, dict[object, list[str]]] = {
     "schedule": {
-        "interleaved": ["parallel.schedule=interleaved", "parallel.virtual_stages=2"],
-        "breadth-first": ["parallel.schedule=breadth-first", "parallel.virtual_stages=2"],
+        **{name: [f"parallel.schedule={name}", "parallel.virtual_stages=2"]
+           for name, row in SCHEDULES.items() if row.virtual is None},
         "auto": ["parallel.schedule=auto", "parallel.activation_limit=1.5x"],
         "file": [f"parallel.schedule=file:{Path(__file__).with_name('loopback') / 'order.csv'}"],
     },
@@ -84,8 +85,8 @@ SETTINGS: dict[str, dict[object, list[str]]] = {
     "tied": {False: ["model.tie_embeddings=false"], True: []},
     "shard_groups": {False: [], True: []},  # a matter of the mesh
 }
-# what these need; the others take 3, or 2 on the larger mesh of shard groups
-MICROBATCHES = {"dualpipe-v": 4, "file": 2}
+# What these need on two positions; the others take 3, or 2 on the larger mesh of shard groups.
+MICROBATCHES = {"file": 2, **{name: row.least(2) for name, row in SCHEDULES.items() if row.least(2) > 3}}
 
 
 def cell_config(cell: Cell, ranks: int = 16) -> Config:

@@ -3,10 +3,10 @@
     6  trainer; callbacks; assemble; then launcher; then start, api, cli     words in, run out
     5  engine | prediction | checkpoint | monitor  read a plan: do it, time it, save it, measure it
     4  */run, zero/state, zero/optimizer; then prediction/, planner (no torch)
-    3  */plan, */shard, pipeline/orders|split   passes: program -> program              (no torch)
+    3  */plan, */shard, pipeline/split          passes: program -> program              (no torch)
     2  program/                                 the heart                               (no torch); then slots
     1  comm; then tensor/, data/
-    0  errors; quantity; schema; config, mesh, models/      (no torch)
+    0  errors; quantity; pipeline/orders; schema; config, mesh, models/      (no torch)
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LAYERS = {
     "values": 0.68, "validate": 0.7, "config": 0.8,
     "lanes": 1, "comm": 1.05, "store": 1, "pool": 1.1, "tensor.": 1.2, "data.": 1.2,
     "program.": 2, "slots": 2.5,
-    "pipeline.": 3, "zero.": 3, "activation.": 3, "offload.": 3,
+    "pipeline.": 3, "pipeline.orders": 0.2, "zero.": 3, "activation.": 3, "offload.": 3,
     "planner.": 4.6, "planner": 4.7, "pipeline.run": 4, "zero.run": 4.2, "zero.state": 4.1,
     "zero.storage": 4.05,
     "zero.snapshot": 4, "zero.states": 4.15, "zero.optimizer": 4,

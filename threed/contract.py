@@ -12,10 +12,8 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from threed.pipeline.orders import SCHEDULES
 from threed.schema import Config
-
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v", "breadth-first", "auto",
-             "file")
 
 
 class Cell(NamedTuple):
@@ -64,7 +62,7 @@ def _offload(config: Config) -> str:
 
 
 AXES: dict[str, tuple[object, ...]] = {
-    "schedule": SCHEDULES,
+    "schedule": (*SCHEDULES, "auto", "file"),
     "stage": (0, 1, 2, 3),
     "offload": ("none", "cpu", "nvme", "cpu+parameters", "nvme+parameters"),
     "activation": ("none", "full", "selective", "budget", "partition", "cpu"),

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from threed.mesh import AXES
+from threed.pipeline.orders import SCHEDULES
 from threed.quantity import round_up
-
-V_SHAPED = ("zb-v", "dualpipe-v")  # schedules with two stages a rank, the second mirroring the first
 
 
 @dataclass
@@ -71,8 +70,7 @@ class ParallelConfig:
     dp: int | str = "auto"  # auto: world size / (tp x pp)
     tp: int = 1  # tensor-parallel ranks
     pp: int = 1  # pipeline positions
-    schedule: str = "1f1b"  # gpipe | 1f1b | interleaved | zb-h1 | zb-h2 | zb-v | dualpipe-v | breadth-first |
-    # auto | file:PATH
+    schedule: str = "1f1b"  # a name of docs/schedules.md, such as zb-h1; auto; or file:PATH
     virtual_stages: int | None = None  # stages a rank; null: what the schedule has (2 in V shapes, else 1),
     # or any for auto
     activation_limit: str | None = None  # most that a rank may keep: 2x (times 1F1B's peak) or bytes such as
@@ -251,8 +249,8 @@ class Config:
     @property
     def num_stages(self) -> int:
         """Pipeline stages, as far as the config says: `auto` and `file:` have at least this many."""
-        shaped = 2 if self.parallel.schedule in V_SHAPED else 1
-        return self.parallel.pp * (self.parallel.virtual_stages or shaped)
+        schedule = SCHEDULES.get(self.parallel.schedule)
+        return self.parallel.pp * (self.parallel.virtual_stages or (schedule and schedule.virtual) or 1)
 
     @property
     def shard_size(self) -> int:

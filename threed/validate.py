@@ -12,8 +12,9 @@ from threed.contract import Cell, refusal
 from threed.errors import InputError
 from threed.models.families.registry import family_of
 from threed.models.tiling import cut_layers, layers_of, share_of, together, unit_layers
+from threed.pipeline.orders import SCHEDULES
 from threed.quantity import parse_bytes
-from threed.schema import V_SHAPED, CheckpointConfig, Config, PrecisionConfig
+from threed.schema import CheckpointConfig, Config, PrecisionConfig
 from threed.values import check_values
 
 
@@ -124,17 +125,16 @@ def _check_stages(config: Config) -> list[str]:
 def _check_schedule_shape(config: Config) -> list[str]:
     parallel, problems = config.parallel, []
     name, virtual = parallel.schedule, parallel.virtual_stages
-    if name in V_SHAPED and virtual not in (None, 2):
-        problems.append(f"parallel.schedule={name} has two stages a rank, not "
-                        f"parallel.virtual_stages={virtual}")
-    if name in ("interleaved", "breadth-first") and (virtual or 1) < 2:
+    schedule = SCHEDULES.get(name)
+    if schedule and schedule.virtual is None and (virtual or 1) < 2:
         problems.append(f"parallel.schedule={name} needs parallel.virtual_stages of at least 2: with one "
-                        f"stage a rank it would "
-                        f"be {'1f1b' if name == 'interleaved' else 'gpipe'}")
-    if name in ("gpipe", "1f1b", "zb-h1", "zb-h2") and (virtual or 1) != 1:
-        problems.append(f"parallel.schedule={name} has one stage a rank, not "
-                        f"parallel.virtual_stages={virtual}; interleaved "
-                        "and breadth-first have more")
+                        f"stage a rank it would be {schedule.alone}")
+    elif schedule and schedule.virtual and virtual not in (None, schedule.virtual):
+        stages = {1: "one stage", 2: "two stages"}.get(schedule.virtual, f"{schedule.virtual} stages")
+        others = " and ".join(other for other, row in SCHEDULES.items() if row.virtual is None)
+        more = f"; {others} have more" if schedule.virtual == 1 else ""
+        problems.append(f"parallel.schedule={name} has {stages} a rank, not "
+                        f"parallel.virtual_stages={virtual}{more}")
     if name == "auto" and virtual not in (None, 1, 2):
         problems.append(f"parallel.schedule=auto searches 1 or 2 stages a rank, not "
                         f"parallel.virtual_stages={virtual}")

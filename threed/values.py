@@ -7,14 +7,14 @@ from typing import Any
 
 from threed.mesh import AXES
 from threed.optimizers.registry import OPTIMIZERS
+from threed.pipeline.orders import SCHEDULES
 from threed.schema import Config
 
 CHOICES = {
     "model.position": ("rotary", "learned"),
     "model.norm": ("layernorm", "rmsnorm"),
     "model.activation": ("gelu", "swiglu"),
-    "parallel.schedule": ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v",
-                          "breadth-first", "auto"),
+    "parallel.schedule": (*SCHEDULES, "auto"),
     "precision.dtype": ("fp32", "bf16", "fp16"),
     "precision.grad_dtype": ("fp32", "bf16", "fp16"),
     "precision.reduce_dtype": ("fp32", "bf16", "fp16"),

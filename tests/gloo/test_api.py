@@ -3,7 +3,6 @@ how they fail."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -14,6 +13,7 @@ import pytest
 
 import threed
 import threed.launcher  # imported before the runs fork
+from tests.guides import ROOT, code
 from tests.running import Forked, losses, metrics
 from threed.callbacks import ORDER, Evaluation, Guarded, Logging, Saving, Timeline, Tracing
 
@@ -144,32 +144,21 @@ def test_a_callback_that_fails(tmp_path, cache):
     assert "over" not in (tmp_path / "notes-0").read_text()
 
 
-SCRIPT = """
-import json, sys
-import threed
-
-class Ranks(threed.Callback):
-    def on_end(self, trainer):
-        print("rank", trainer.rank, "of", trainer.mesh.size, "has ended", flush=True)
-
-if __name__ == "__main__":
-    run = threed.train("configs/toy.yaml", json.loads(sys.argv[1]), callbacks=[Ranks()])
-    print("went on after", run.metrics[-1]["step"], flush=True)
-"""
-
-
 @pytest.mark.parametrize("launcher", ["python", "torchrun"])
 def test_a_script(launcher, tmp_path, cache):
-    """As a file, with plain python and under torchrun: there each rank comes back from `train`."""
-    (tmp_path / "script.py").write_text(SCRIPT)
+    """The guide's, as a file, with plain python and under torchrun: there each rank comes back from `train`.
+    The learning rate is 0, so that the second and the third evaluation are no better than the first."""
+    (script,) = code("callback")
+    (tmp_path / "patience.py").write_text(script)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    overrides = [*TOY, *cache, f"run.dir={tmp_path / 'run'}", "train.steps=1", "train.eval_every=0"]
-    root = Path(__file__).parents[2]
-    env = {**os.environ, "PYTHONPATH": str(root)}
-    argv = [sys.executable, *(torchrun if launcher == "torchrun" else []), str(tmp_path / "script.py"),
-            json.dumps(overrides)]
-    done = subprocess.run(argv, cwd=root, env=env, text=True, timeout=120, stdout=subprocess.PIPE,
+    overrides = [*TOY, *cache, f"run.dir={tmp_path / 'run'}", "train.steps=20", "train.eval_every=1",
+                 "optimizer.lr=0", "optimizer.min_lr=0"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    argv = [sys.executable, *(torchrun if launcher == "torchrun" else []), str(tmp_path / "patience.py"),
+            *overrides]
+    done = subprocess.run(argv, cwd=ROOT, env=env, text=True, timeout=120, stdout=subprocess.PIPE,
                           stderr=subprocess.STDOUT)
     assert done.returncode == 0, done.stdout
-    assert all(f"rank {rank} of 2 has ended" in done.stdout for rank in range(2))
-    assert done.stdout.count("went on after 1") == (2 if launcher == "torchrun" else 1)
+    assert all(f"rank {rank} of 2 ends after step 4" in done.stdout for rank in range(2))
+    assert done.stdout.count("4 steps, last loss") == (2 if launcher == "torchrun" else 1)
+    assert [row["patience/waited"] for row in metrics(tmp_path / "run")] == [0, 1, 2, 3]

@@ -60,7 +60,7 @@ def test_stages_have_the_same_bits(name):
                for stage in range(4)])
 
 
-@pytest.mark.parametrize("way", ["zero-2", "cpu", "disk"])
+@pytest.mark.parametrize("way", ["zero-0", "zero-1", "zero-2", "zero-3", "cpu", "disk"])
 @pytest.mark.parametrize("name", OTHERS)
 def test_resumed_on_another_mesh(name, way, tmp_path):
     """Only what the optimizer keeps is saved; what goes on has the bits that a run without a stop has."""

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from tests.guides import blocks
 from threed import synonyms
 from threed.cli import app
 from threed.config import known_keys, load
@@ -29,10 +30,6 @@ PAGES = sorted({*GUIDES, *ROOT.glob("*.md"), *(ROOT / "bench").rglob("*.md")})
 
 def named(paths: list[Path]):
     return pytest.mark.parametrize("page", paths, ids=lambda path: str(path.relative_to(ROOT)))
-
-
-def blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)\n```$", page.read_text(), re.DOTALL | re.MULTILINE)
 
 
 @functools.cache

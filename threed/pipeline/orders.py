@@ -1,4 +1,5 @@
-"""Orders: what each pipeline position computes, and when, without communication. One function a schedule.
+"""Orders: what each pipeline position computes, and when, without communication. One function and one row of
+`SCHEDULES` a schedule: all else that knows the schedules (choices, checks, the contract) reads the rows.
 
 An order is, for each position, a list of (F, B, I or W; stage; micro-batch): forward, backward, or backward's
 two halves, the gradient of the input and of the weights. p positions, m micro-batches, v stages a position.
@@ -223,6 +224,7 @@ class Schedule:
     place: Callable[[int, int], tuple[int, ...]] = line  # (p, v) -> position of each stage
     virtual: int | None = 1  # stages a position; None: any number of at least 2, from parallel.virtual_stages
     least: Callable[[int], int] = lambda p: 1  # micro-batches it needs
+    alone: str = "1f1b"  # where `virtual` is None: the schedule that it would be with one stage a position
 
 
 SCHEDULES: dict[str, Schedule] = {
@@ -233,7 +235,7 @@ SCHEDULES: dict[str, Schedule] = {
     "zb-h2": Schedule(zb_h2),
     "zb-v": Schedule(zb_v, vee, 2),
     "dualpipe-v": Schedule(dualpipe_v, vee, 2, lambda p: 2 * p),
-    "breadth-first": Schedule(breadth_first, virtual=None),
+    "breadth-first": Schedule(breadth_first, virtual=None, alone="gpipe"),
 }
 
 

@@ -1,0 +1,111 @@
+"""The guides in docs/extending do what they say: plans and texts. (tests/loopback/test_extending.py and
+tests/gloo/test_api.py run them.)"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+import threed
+from tests.guides import EXTENDING, ROOT, added_pass, blocks, code
+from tests.plan.test_docs import run
+from threed.errors import PlanError
+from threed.optimizers.registry import OPTIMIZERS
+
+SCHEDULE = """
+from tests.guides import EXTENDING, add_schedule
+add_schedule()
+from tests.plan.test_docs import run
+from tests.plan.test_extending import check_sessions
+check_sessions("schedule", run)
+import threed
+from threed.contract import AXES, Cell
+from threed.errors import ConfigError
+assert AXES["schedule"][-3:] == ("1f1b-eager", "auto", "file")
+for stage in range(4):
+    config = threed.load("configs/toy.yaml", ["parallel.schedule=1f1b-eager", f"zero.stage={stage}"])
+    assert threed.check(config)["ok"] and Cell.of(config).schedule == "1f1b-eager"
+assert config.num_stages == 2
+try:
+    threed.load("configs/toy.yaml", ["parallel.schedule=1f1b-eager", "parallel.virtual_stages=2"])
+except ConfigError as error:
+    assert "1f1b-eager has one stage a rank" in str(error), error
+else:
+    raise AssertionError("virtual stages are not refused")
+"""
+
+
+def check_sessions(guide: str, call) -> None:
+    """Each block `shell-session` of a guide is commands, and what they print once its code is added."""
+    for block in blocks(EXTENDING / f"{guide}.md", "shell-session"):
+        commands = re.findall(r"^\$ (.*)$", block, re.MULTILINE)
+        assert block == "\n".join(f"$ {command}\n{call(command)}" for command in commands)
+
+
+def test_schedule():
+    """The function and the row are enough: commands, checks and the contract know the schedule."""
+    done = subprocess.run([sys.executable, "-c", SCHEDULE], cwd=ROOT, text=True, stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT, timeout=120, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stdout
+
+
+def test_pass():
+    """The function and the line are enough; what is shown is what it does, and a fault of it is found."""
+    page = " ".join((EXTENDING / "pass.md").read_text().split())
+    shown, refused = blocks(EXTENDING / "pass.md", "shell-session")
+    fresh = run.__wrapped__  # the runs that pages share do not have the pass
+    with added_pass():
+        command, _, printed = shown.partition("\n")
+        assert fresh(command.removeprefix("$ ")) == printed
+    forgets = "out.append(Instruction(Op.RECOMPUTE, item.unit, item.microbatch))", "pass"
+    with added_pass(forgets):
+        command, _, printed = refused.partition("\n")
+        assert fresh(command.removeprefix("$ ")) == printed
+        with pytest.raises(PlanError, match="reads 'saved u4 m0'"):
+            threed.plan(threed.load("configs/toy.yaml", ["parallel.schedule=gpipe"]))
+    assert "Add this to `STEP`, below the line of the pass `recompute`" in page
+
+
+def test_picture_of_a_schedule():
+    """The guide's command makes the file that tests/plan/test_orders.py compares: here of 1f1b."""
+    text = "\n".join(blocks(EXTENDING / "schedule.md", "bash")).replace("\\\n", "")
+    text = text.replace("1f1b-eager", "1f1b")
+    command, file = re.findall(r"^(threed show .*) > (tests/golden/\S+)$", text, re.MULTILINE)[0]
+    assert run(re.sub(" +", " ", command)) + "\n" == (ROOT / file).read_text()
+
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
+
+
+@pytest.mark.parametrize("others", [[], ["zero.stage=3"],
+                                    ["activation.policy=full", "activation.offload=cpu"],
+                                    ["offload.optimizer=cpu", "offload.delayed_update=true"]])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_pass_composes(schedule, others):
+    """What comes later in the list needs no change."""
+    virtual = ["parallel.virtual_stages=2"] if schedule == "interleaved" else []
+    config = threed.load("configs/toy.yaml", [f"parallel.schedule={schedule}", *virtual, *others])
+    before = threed.plan(config)
+    with added_pass():
+        assert threed.plan(config).digest != before.digest or "activation.policy=full" in others
+
+
+def test_optimizer():
+    """The guide shows the file and the lines of the registry as they are, and names tests that there are."""
+    file, lines = code("optimizer")
+    folder = ROOT / "threed" / "optimizers"
+    assert file + "\n" == (folder / "lion.py").read_text()
+    registry = (folder / "registry.py").read_text().splitlines()
+    assert all(line in registry for line in lines.splitlines() if line) and "lion" in OPTIMIZERS
+    tests = (ROOT / "tests" / "loopback" / "test_optimizers.py").read_text()
+    named = re.findall(r"^\| `(test_\w+)` \|", (EXTENDING / "optimizer.md").read_text(), re.MULTILINE)
+    assert len(named) == 5 and all(f"def {name}(" in tests for name in named)
+
+
+@pytest.mark.parametrize("guide", ["schedule", "pass", "optimizer", "callback"])
+def test_one_page(guide):
+    assert len((EXTENDING / f"{guide}.md").read_text().splitlines()) <= 120

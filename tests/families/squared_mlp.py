@@ -1,0 +1,74 @@
+"""GPT with an MLP of its own: the square of a ReLU (So et al. 2021), times a learned gain for each number of the
+hidden layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from threed.later import F, torch
+from threed.models.families.base import Family
+from threed.models.layers.attention import Attention
+from threed.models.layers.base import Layer, Part
+from threed.models.layers.block import Block, Branch
+from threed.models.layers.embedding import Embedding
+from threed.models.layers.head import Head
+from threed.models.layers.parts import Column, Held, Norm, Row, cut_over
+from threed.models.spec import WHOLE, Cost, Parameter, Saved, Share, Tile
+from threed.schema import ModelConfig
+
+
+@dataclass
+class SquaredConfig(ModelConfig):
+    family: str = "squared"
+    gain: float = 1.0  # at the start
+
+
+class Gain(Held):
+    """x times a number for each of its last dim, cut over tp as that is."""
+
+    def __init__(self, name: str, length: int, start: float, tile: Tile):
+        self.held = {"gain": Parameter(f"{name}.gain", (length,), cut_over("tp", 0, tile), fill=start, tile=tile)}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.compute.gain
+
+
+class SquaredMlp(Part):
+    kind, cell, axis = "mlp", "number of model.ffn_hidden", "tp"
+
+    def __init__(self, model: SquaredConfig, name: str, tile: Tile = WHOLE):
+        self.model, self.name, self.tile, self.cells = model, name, tile, model.num_ffn_hidden
+        self.up = Column(model, f"{name}.up", model.num_ffn_hidden, tile)
+        self.gain = Gain(name, model.num_ffn_hidden, model.gain, tile)
+        self.down = Row(model, f"{name}.down", model.num_ffn_hidden, model.residual_std, tile)
+
+    def tiled(self, tile: Tile) -> SquaredMlp:
+        return SquaredMlp(self.model, self.name, tile)
+
+    def cost(self, share: Share) -> Cost:
+        size = share.bytes(self.model.seq_len * self.model.num_ffn_hidden // self.tile.count, "tp")
+        return super().cost(share) + Cost(saved=(Saved("open", size), Saved("squared", size, "mlp_act"),
+                                                 Saved("times the gain", size, "mlp_act")))
+
+    def forward(self, x_sBD: torch.Tensor, _) -> torch.Tensor:
+        opened, instead = F.relu(self.up(x_sBD)), self.context.saving.instead
+        kept = opened.detach()
+        squared = opened.square()
+        with instead("mlp_act", squared, lambda: kept.square()):
+            inner = self.gain(squared)
+        with instead("mlp_act", inner, lambda: self.gain(kept.square())):
+            return self.down(inner)
+
+
+def block(model: SquaredConfig, index: int) -> Block:
+    name = f"blocks.{index}"
+    attention, mlp = f"{name}.attention", f"{name}.mlp"
+    return Block(name, Branch(attention, Norm(model, f"{attention}_norm"), Attention(model, attention)),
+                 Branch(mlp, Norm(model, f"{mlp}_norm"), SquaredMlp(model, mlp)))
+
+
+def layers(model: SquaredConfig) -> list[Layer]:
+    return [Embedding(model), *(block(model, index) for index in range(model.layers)), Head(model)]
+
+
+SQUARED = Family(layers, SquaredConfig)

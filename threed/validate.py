@@ -87,8 +87,8 @@ def _check_parallel(config: Config, world_size: int | None) -> list[str]:
     if world_size is not None and config.world_size != world_size:
         sizes = "".join(f" x {axis}={size}" for axis, size in others.items())
         divides = f", which {' x '.join(others)} = {least} does not divide" if world_size % least else ""
-        problems.append(f"parallel.dp={config.dp}{sizes} = {config.world_size} processes, but the world size is "
-                        f"{world_size}{divides}")
+        problems.append(f"parallel.dp={config.dp}{sizes} = {config.world_size} processes, but the world size "
+                        f"is {world_size}{divides}")
     return problems + _check_schedule_shape(config)
 
 

@@ -59,7 +59,8 @@ class Out(NamedTuple):
 
     x: torch.Tensor | None = None  # what the next layer reads, mostly the residual stream; the last: None
     makes: Mapping[str, torch.Tensor] = {}  # what it hands to later layers of its stage, by name
-    loss: torch.Tensor | None = None  # added to the loss, equal on all ranks with its samples: a sum / batch.num_tokens
+    # Added to the loss, equal on all ranks with the same samples: a sum / batch.num_tokens.
+    loss: torch.Tensor | None = None
 
 
 class Layer(Part):

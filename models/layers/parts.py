@@ -78,8 +78,8 @@ class _Linear(Held):
 
 
 class Column(_Linear):
-    """y = x W^T + b, W cut by rows over an axis, tp if none is named. [s, B, inputs] -> [S, B, outputs / tp].
-    (Another axis does not gather a sequence that is cut over tp: [s, B, inputs] -> [s, B, outputs / ranks].)"""
+    """y = x W^T + b, W cut by rows over an axis. Over tp: [s, B, inputs] -> [S, B, outputs / tp]. Another axis
+    does not gather the sequence: [s, B, inputs] -> [s, B, outputs / its ranks]."""
 
     def __init__(self, model: ModelConfig, name: str, outputs: int, tile: Tile = WHOLE, runs: int = 1,
                  weight: Parameter | None = None, axis: str = "tp"):
@@ -93,23 +93,25 @@ class Column(_Linear):
 
     def cost(self, share: Share) -> Cost:
         seq, axis = share.seen(self.model.seq_len, self.axis), self.axis
-        # The input's gradient is summed over the axis. Where its sequence is cut, it is gathered for the product
-        # and once more for the weight's gradient, and the sum is scattered.
+        # The input's gradient is summed over the axis. Where its sequence is cut over it, it is gathered for
+        # the product and once more for the weight's gradient, and the sum is scattered.
         sent = {("input", axis): 2}
         if axis in share.sequence:
             sent = {("forward", axis): 1, ("input", axis): 1, ("weight", axis): 1}
+        stream = seq * self.model.hidden
         return Cost(self.flops(seq, share), operands=share.bytes(seq * self.outputs, axis),
-                    sent={where: share.sent(seq * self.model.hidden, axis, rings) for where, rings in sent.items()})
+                    sent={where: share.sent(stream, axis, rings) for where, rings in sent.items()})
 
     def module(self, context: Context) -> torch.nn.Module:
         return context.column(self.inputs, self.outputs, "bias" in self.held, self.axis)
 
 
 class Row(_Linear):
-    """y = x W^T + b, W cut by columns over an axis and the product summed over it. [S, B, inputs / tp] -> [s, B,
-    outputs]. Of several tiles the last has the bias."""
+    """y = x W^T + b, W cut by columns over an axis and the product summed over it. Over tp: [S, B, inputs / tp]
+    -> [s, B, outputs]. Of several tiles the last has the bias."""
 
-    def __init__(self, model: ModelConfig, name: str, inputs: int, std: float, tile: Tile = WHOLE, axis: str = "tp"):
+    def __init__(self, model: ModelConfig, name: str, inputs: int, std: float, tile: Tile = WHOLE,
+                 axis: str = "tp"):
         self.model, self.axis = model, axis
         bias = Parameter(f"{name}.bias", (model.hidden,)) if model.bias and tile.last else None
         shape = model.hidden, inputs

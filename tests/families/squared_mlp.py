@@ -1,18 +1,15 @@
-"""GPT with an MLP of its own: the square of a ReLU (So et al. 2021), times a learned gain for each number of the
-hidden layer."""
+"""GPT with an MLP of its own: the square of a ReLU (So et al. 2021), times a learned gain."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from threed.later import F, torch
+from threed.models.families import gpt
 from threed.models.families.base import Family
-from threed.models.layers.attention import Attention
 from threed.models.layers.base import Layer, Part
 from threed.models.layers.block import Block, Branch
-from threed.models.layers.embedding import Embedding
-from threed.models.layers.head import Head
-from threed.models.layers.parts import Column, Held, Norm, Row, cut_over
+from threed.models.layers.parts import Column, Held, Row, cut_over
 from threed.models.spec import WHOLE, Cost, Parameter, Saved, Share, Tile
 from threed.schema import ModelConfig
 
@@ -27,7 +24,8 @@ class Gain(Held):
     """x times a number for each of its last dim, cut over tp as that is."""
 
     def __init__(self, name: str, length: int, start: float, tile: Tile):
-        self.held = {"gain": Parameter(f"{name}.gain", (length,), cut_over("tp", 0, tile), fill=start, tile=tile)}
+        cuts = cut_over("tp", 0, tile)
+        self.held = {"gain": Parameter(f"{name}.gain", (length,), cuts, fill=start, tile=tile)}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * self.compute.gain
@@ -60,15 +58,13 @@ class SquaredMlp(Part):
             return self.down(inner)
 
 
-def block(model: SquaredConfig, index: int) -> Block:
-    name = f"blocks.{index}"
-    attention, mlp = f"{name}.attention", f"{name}.mlp"
-    return Block(name, Branch(attention, Norm(model, f"{attention}_norm"), Attention(model, attention)),
-                 Branch(mlp, Norm(model, f"{mlp}_norm"), SquaredMlp(model, mlp)))
+def block(model: SquaredConfig, usual: Block) -> Block:
+    attention, mlp = usual.branches
+    return Block(usual.name, attention, Branch(mlp.name, mlp.norm, SquaredMlp(model, mlp.name)))
 
 
 def layers(model: SquaredConfig) -> list[Layer]:
-    return [Embedding(model), *(block(model, index) for index in range(model.layers)), Head(model)]
+    return [block(model, layer) if isinstance(layer, Block) else layer for layer in gpt.layers(model)]
 
 
 SQUARED = Family(layers, SquaredConfig)

@@ -42,6 +42,7 @@ def test_guide(page, tmp_path, monkeypatch, no_new_axis):
             exec(compile(block, f"{page}.md", "exec"), names)
         else:
             content = block[file.end():]
-            assert content == (ROOT / "tests" / "families" / file[1]).read_text(), f"{page}.md: {file[1]} is another"
+            original = ROOT / "tests" / "families" / file[1]
+            assert content == original.read_text(), f"{page}.md: {file[1]} is another"
             Path(file[1]).write_text(content)
     assert names

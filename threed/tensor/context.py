@@ -58,10 +58,12 @@ class Context:
         return self.groups["tp"]
 
     def column(self, inputs: int, outputs: int, bias: bool, axis: str = "tp") -> ColumnParallelLinear:
-        return ColumnParallelLinear(inputs, outputs, bias, self._parallel(axis), self.groups[axis], self.weight_grads)
+        return ColumnParallelLinear(inputs, outputs, bias, self._parallel(axis), self.groups[axis],
+                                    self.weight_grads)
 
     def row(self, inputs: int, outputs: int, bias: bool, axis: str = "tp") -> RowParallelLinear:
-        return RowParallelLinear(inputs, outputs, bias, self._parallel(axis), self.groups[axis], self.weight_grads)
+        return RowParallelLinear(inputs, outputs, bias, self._parallel(axis), self.groups[axis],
+                                 self.weight_grads)
 
     def table(self, vocab: int, hidden: int, tile: Tile) -> VocabParallelEmbedding:
         return VocabParallelEmbedding(vocab, hidden, self._parallel("tp"), self.group, *tile)

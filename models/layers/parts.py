@@ -78,8 +78,8 @@ class _Linear(Held):
 
 
 class Column(_Linear):
-    """y = x W^T + b, W cut by rows over an axis. Over tp: [s, B, inputs] -> [S, B, outputs / tp]. Another axis
-    does not gather the sequence: [s, B, inputs] -> [s, B, outputs / its ranks]."""
+    """y = x W^T + b, W cut by rows over an axis. Over tp: [s, B, inputs] -> [S, B, outputs / tp]. Another
+    axis does not gather the sequence: [s, B, inputs] -> [s, B, outputs / its ranks]."""
 
     def __init__(self, model: ModelConfig, name: str, outputs: int, tile: Tile = WHOLE, runs: int = 1,
                  weight: Parameter | None = None, axis: str = "tp"):
@@ -107,8 +107,8 @@ class Column(_Linear):
 
 
 class Row(_Linear):
-    """y = x W^T + b, W cut by columns over an axis and the product summed over it. Over tp: [S, B, inputs / tp]
-    -> [s, B, outputs]. Of several tiles the last has the bias."""
+    """y = x W^T + b, W cut by columns over an axis and the product summed over it. Over tp:
+    [S, B, inputs / tp] -> [s, B, outputs]. Of several tiles the last has the bias."""
 
     def __init__(self, model: ModelConfig, name: str, inputs: int, std: float, tile: Tile = WHOLE,
                  axis: str = "tp"):

@@ -1,4 +1,4 @@
-"""GPT whose MLPs are cut over an axis `xp` of their own. All ranks of xp hold the rest, which is cut over tp."""
+"""GPT whose MLPs are cut over an axis `xp` of their own. All ranks of xp hold what is cut over tp."""
 
 from __future__ import annotations
 

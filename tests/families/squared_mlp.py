@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from threed.later import F, torch
 from threed.models.families import gpt
 from threed.models.families.base import Family
@@ -14,18 +12,12 @@ from threed.models.spec import WHOLE, Cost, Parameter, Saved, Share, Tile
 from threed.schema import ModelConfig
 
 
-@dataclass
-class SquaredConfig(ModelConfig):
-    family: str = "squared"
-    gain: float = 1.0  # at the start
-
-
 class Gain(Held):
     """x times a number for each of its last dim, cut over tp as that is."""
 
-    def __init__(self, name: str, length: int, start: float, tile: Tile):
+    def __init__(self, name: str, length: int, tile: Tile):
         cuts = cut_over("tp", 0, tile)
-        self.held = {"gain": Parameter(f"{name}.gain", (length,), cuts, fill=start, tile=tile)}
+        self.held = {"gain": Parameter(f"{name}.gain", (length,), cuts, fill=1.0, tile=tile)}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * self.compute.gain
@@ -34,10 +26,10 @@ class Gain(Held):
 class SquaredMlp(Part):
     kind, cell, axis = "mlp", "number of model.ffn_hidden", "tp"
 
-    def __init__(self, model: SquaredConfig, name: str, tile: Tile = WHOLE):
+    def __init__(self, model: ModelConfig, name: str, tile: Tile = WHOLE):
         self.model, self.name, self.tile, self.cells = model, name, tile, model.num_ffn_hidden
         self.up = Column(model, f"{name}.up", model.num_ffn_hidden, tile)
-        self.gain = Gain(name, model.num_ffn_hidden, model.gain, tile)
+        self.gain = Gain(name, model.num_ffn_hidden, tile)
         self.down = Row(model, f"{name}.down", model.num_ffn_hidden, model.residual_std, tile)
 
     def tiled(self, tile: Tile) -> SquaredMlp:
@@ -58,13 +50,13 @@ class SquaredMlp(Part):
             return self.down(inner)
 
 
-def block(model: SquaredConfig, usual: Block) -> Block:
+def block(model: ModelConfig, usual: Block) -> Block:
     attention, mlp = usual.branches
     return Block(usual.name, attention, Branch(mlp.name, mlp.norm, SquaredMlp(model, mlp.name)))
 
 
-def layers(model: SquaredConfig) -> list[Layer]:
+def layers(model: ModelConfig) -> list[Layer]:
     return [block(model, layer) if isinstance(layer, Block) else layer for layer in gpt.layers(model)]
 
 
-SQUARED = Family(layers, SquaredConfig)
+SQUARED = Family(layers)

@@ -21,13 +21,12 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def no_new_axis():
     """The tables afterwards as they were."""
-    tables = [(table, dict(table)) for table in (mesh.AXES, mesh.GROUPS)]
     yield
-    for table, before in tables:
-        table.clear()
-        table.update(before)
+    mesh.AXES.pop("xp", None)
+    for name in ("xp", "block"):
+        mesh.GROUPS.pop(name, None)
     if hasattr(ParallelConfig, "xp"):
-        del ParallelConfig.xp
+        delattr(ParallelConfig, "xp")
 
 
 @pytest.mark.parametrize("page", ["axis", "family", "layer"])

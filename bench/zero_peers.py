@@ -124,7 +124,7 @@ class Gpt(nn.Module):
         super().__init__()
         model = config.model
         dtype = Precision.of(config.precision).compute
-        context = Context(model, comm.groups["tp"], False, dtype, WeightGrads())
+        context = Context(model, comm.groups, False, dtype, WeightGrads())
         weights = {}
         for p in parameters(model):
             values = initial_values(p, {}, {}, config.train.seed).view(p.module_shape({}))

@@ -134,6 +134,10 @@ class Share:
             return math.prod(self.over(axis) for axis in self.sequence)
         return self.ranks.get(cut, 1)
 
+    def seen(self, seq_len: int, axis: str) -> int:
+        """Tokens of a sequence that a layer cut over an axis works on: all where the axis gathers them."""
+        return seq_len if axis in self.sequence else seq_len // self.over(SEQUENCE)
+
     def bytes(self, elements: int, cut: str = "", element: int | None = None) -> int:
         """Of a tensor with so many elements a sequence. `element`: bytes of one, if not of the dtype of
         compute."""

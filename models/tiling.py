@@ -10,12 +10,13 @@ of the hidden layer, tokens), and equal on all ranks. Biases and norms are not c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, TypeVar
 
 from threed.errors import InputError
-from threed.mesh import AXES
+from threed.mesh import axes_of
 from threed.models.layers.base import Layer, Tileable
 from threed.models.model import layers
 from threed.models.spec import Share, Tile
@@ -33,12 +34,12 @@ class Limit:
 
     def size(self, part: Any) -> int:
         matrices = (parameter for parameter in part.parameters() if parameter.decay)
-        return sum(parameter.numel * self.share.element // self.share.over(parameter.axes[0])
+        return sum(parameter.numel * self.share.element // math.prod(map(self.share.over, parameter.axes))
                    for parameter in matrices if parameter.axes)
 
     def cells(self, part: Tileable) -> int:
         """Of one rank."""
-        return part.cells // self.share.over("tp")
+        return part.cells // self.share.over(part.axis)
 
     def fits(self, part: Any) -> bool:
         return self.size(part) <= self.bytes
@@ -54,7 +55,7 @@ class Limit:
 def share_of(config: Config) -> Share:
     """What a rank has of a micro-batch."""
     parallel = config.parallel
-    ranks = {axis: getattr(parallel, axis) for axis, divides in AXES.items() if divides == "parameters"}
+    ranks = {axis: getattr(parallel, axis) for axis in axes_of("parameters")}
     return Share(ranks, ("tp",) if parallel.sequence_parallel else (), config.train.micro_batch_size,
                  4 if config.precision.dtype == "fp32" else 2)
 

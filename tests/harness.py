@@ -20,6 +20,7 @@ from threed.config import load
 from threed.contract import AXES, Cell, cells, refusal
 from threed.engine.engine import Engine
 from threed.engine.loopback import channel_pairs, run_loopback
+from threed.mesh import axes_of
 from threed.pipeline.orders import SCHEDULES
 from threed.planner import make_mesh, make_plan
 from threed.program.instruction import Op
@@ -215,22 +216,22 @@ def collect(config: Config, results: list) -> Ranks:
     """Whole tensors from every rank's parts. Parts that several ranks hold must agree."""
     whole: list[dict[str, torch.Tensor]] = [{}, {}]
     buffers: list[dict] = [{}, {}]
-    layouts = {}
+    layouts, cut = {}, axes_of("parameters")
     for _, _, grads, weights, places, here, *_ in results:
         for which, parts in enumerate((grads, weights)):
             for unit, part in parts.items():
                 (start, stop), layout = places[unit]
-                key = (unit, here.on["tp"], here.position)
+                key = (unit, tuple(here.on[axis] for axis in cut), here.position)
                 buffer = buffers[which].setdefault(key, torch.full((layout.numel,), torch.nan))
                 buffer[start:stop] = part
                 layouts[key] = layout
     for which in (0, 1):
-        for (unit, tp, pp), buffer in buffers[which].items():
-            for placed in layouts[unit, tp, pp].placed:
+        for key, buffer in buffers[which].items():
+            for placed in layouts[key].placed:
                 value = buffer[placed.start:placed.stop].view(placed.shape)
                 into = whole[which].setdefault(placed.parameter.name,
                                                torch.full(placed.parameter.stored, torch.nan))
-                offset, shape = placed.parameter.part({"tp": config.parallel.tp}, {"tp": tp})
+                offset, shape = placed.parameter.part(config.axis_sizes, dict(zip(cut, key[1])))
                 into[tuple(slice(at, at + size) for at, size in zip(offset, shape))] = value
     losses, norms, evaluated = results[0][0], results[0][1], results[0][7]
     for result in results:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from threed.engine.loopback import ThreadGroup, World, initialized
-from threed.mesh import Mesh
+from threed.mesh import GROUPS, Mesh
 from threed.models.layers.base import Out
 from threed.models.model import layers, parameters
 from threed.schema import Config
@@ -70,7 +70,7 @@ class Reference:
     def __init__(self, config: Config):
         self.config, self.precision, self.dtype = config, config.precision, DTYPES[config.precision.dtype]
         model = config.model
-        alone = ThreadGroup("tp", (0,), 0, Counter(), World(Mesh()))
+        alone = {name: ThreadGroup(name, (0,), 0, Counter(), World(Mesh())) for name in GROUPS}
         context = Context(model, alone, False, self.dtype, WeightGrads())
         specs = parameters(model)
         self.masters = {p.name: initial_values(p, {}, {}, config.train.seed).requires_grad_() for p in specs}

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from threed.errors import ConfigError, InputError
+from threed.mesh import AXES
 from threed.models.families.registry import FAMILIES, family_of, sizes
 from threed.schema import Config, ModelConfig
 from threed.synonyms import ours
@@ -182,5 +184,5 @@ def resolve_dp(config: Config, world_size: int | None) -> None:
     if isinstance(parallel.dp, str) and parallel.dp.isdecimal():
         parallel.dp = int(parallel.dp)
     if parallel.dp == "auto":
-        others = max(1, parallel.tp * parallel.pp)
+        others = max(1, math.prod(getattr(parallel, axis) for axis in AXES if axis != "dp"))
         parallel.dp = max(1, world_size // others) if world_size else 1

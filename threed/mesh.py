@@ -4,7 +4,7 @@ A rank has a coordinate on each axis. `order` names the axes outermost first, as
 pp-dp-tp: neighbours on the last axis are neighbouring ranks, so that tp groups stay inside a node.
 
 AXES and GROUPS are the tables that everything else reads: a new axis is a row in the first, and a row in the
-second for each group of ranks that it brings.
+second for each group of ranks that it brings. The group with the name of an axis is all ranks along it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,11 @@ from typing import NamedTuple
 # Axis -> what ranks along it divide among them: stages of the model, samples of the batch, or parameters of a
 # layer. The order is that of text, from the outermost axis.
 AXES: dict[str, str] = {"pp": "stages", "dp": "samples", "tp": "parameters"}
+
+
+def axes_of(what: str) -> tuple[str, ...]:
+    """The axes along which ranks divide this: stages, samples or parameters."""
+    return tuple(axis for axis, divides in AXES.items() if divides == what)
 
 
 class GroupRow(NamedTuple):

@@ -82,14 +82,14 @@ def _check_tiling(config: Config) -> list[str]:
 
 
 def _check_parallel(config: Config, world_size: int | None) -> list[str]:
-    parallel = config.parallel
     problems = []
-    others = parallel.tp * parallel.pp
+    others = {axis: size for axis, size in reversed(config.axis_sizes.items()) if axis != "dp"}
+    least = math.prod(others.values())
     if world_size is not None and config.world_size != world_size:
-        divides = f", which tp x pp = {others} does not divide" if world_size % others else ""
-        problems.append(f"parallel.dp={config.dp} x tp={parallel.tp} x pp={parallel.pp} = "
-                        f"{config.world_size} processes, "
-                        f"but the world size is {world_size}{divides}")
+        sizes = "".join(f" x {axis}={size}" for axis, size in others.items())
+        divides = f", which {' x '.join(others)} = {least} does not divide" if world_size % least else ""
+        problems.append(f"parallel.dp={config.dp}{sizes} = {config.world_size} processes, but the world size "
+                        f"is {world_size}{divides}")
     return problems + _check_schedule_shape(config)
 
 

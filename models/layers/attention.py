@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Attention(Part):
-    kind, cell = "attention", "kv head with its queries"
+    kind, cell, axis = "attention", "kv head with its queries", "tp"
 
     def __init__(self, model: ModelConfig, name: str, tile: Tile = WHOLE):
         self.model, self.name, self.tile = model, name, tile

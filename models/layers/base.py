@@ -59,7 +59,8 @@ class Out(NamedTuple):
 
     x: torch.Tensor | None = None  # what the next layer reads, mostly the residual stream; the last: None
     makes: Mapping[str, torch.Tensor] = {}  # what it hands to later layers of its stage, by name
-    loss: torch.Tensor | None = None  # added to the loss, equal on all tp ranks: a sum / batch.num_tokens
+    # Added to the loss, equal on all ranks with the same samples: a sum / batch.num_tokens.
+    loss: torch.Tensor | None = None
 
 
 class Layer(Part):
@@ -97,6 +98,7 @@ class Tileable(Protocol):
     """A part whose matrices can be cut into equal tiles."""
 
     kind: str  # what it is called
+    axis: str  # of the mesh, over which its matrices are cut
     cells: int  # that must stay whole
     cell: str  # what such a cell is
 

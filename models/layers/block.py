@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from threed.models.layers.base import Layer, Out, Part
+from threed.models.layers.base import Layer, Out
 from threed.models.layers.parts import Dropout, Norm, added
 from threed.models.spec import SEQUENCE, Cost, Saved, Share, Tile
 
@@ -42,18 +42,19 @@ class Block(Layer):
 
 
 class Branch(Layer):
-    def __init__(self, name: str, norm: Norm, *bodies: Part):
+    def __init__(self, name: str, norm: Norm, *bodies: Any):
         self.name, self.norm, self.bodies = name, norm, bodies
         self.dropout = Dropout(norm.model, name)
 
     def cost(self, share: Share) -> Cost:
         # Of its products, the norm's output and the gradient of what is added: of all bodies the same
-        # tensors, but that a sequence that is cut is gathered for each.
+        # tensors, but for each body that gathers a sequence that is cut, which has its own.
         size = self.norm.model.seq_len * self.norm.model.hidden
-        gathered = len(self.bodies) if share.sequence else 1
-        normed = share.bytes(size, SEQUENCE)
+        gathers = [body.axis in share.sequence for body in self.bodies]
+        normed, whole = share.bytes(size, SEQUENCE), share.bytes(size)
+        shared = 0 if all(gathers) else normed
         return super().cost(share) + Cost(saved=(Saved("output of the norm", normed, "norm"),),
-                                          operands=normed + gathered * share.bytes(size))
+                                          operands=normed + shared + sum(gathers) * whole)
 
     def tileable(self) -> tuple[Any, ...]:
         return self.bodies
@@ -75,7 +76,7 @@ class BranchTile(Layer):
     """What a tile of a body adds to the residual stream. (The tiles' dropout masks are equal: dropout of a
     sum.)"""
 
-    def __init__(self, branch: Branch, body: Part, tile: Tile):
+    def __init__(self, branch: Branch, body: Any, tile: Tile):
         self.model, self.name, self.tile = branch.norm.model, tile.of(branch.name), tile
         self.norm = branch.norm if tile.index == 0 else None
         self.body, self.dropout = body, Dropout(self.model, branch.name)
@@ -91,8 +92,9 @@ class BranchTile(Layer):
         operands = share.bytes(size, SEQUENCE) if self.norm is not None else 0
         # The gradient of what is added is the same tensor for all tiles, unless dropout makes each its own,
         # or it is gathered for each.
-        if self.norm is not None or self.model.dropout or share.sequence:
-            operands += share.bytes(size)
+        gathers = self.body.axis in share.sequence
+        if self.norm is not None or self.model.dropout or gathers:
+            operands += share.bytes(size, "" if gathers else SEQUENCE)
         return super().cost(share) + Cost(operands=operands)
 
     def forward(self, x_sBD: torch.Tensor | None, batch: Batch, normed: torch.Tensor | None = None) -> Any:

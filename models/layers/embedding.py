@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Embedding(Layer):
-    kind, cell = "embedding", "token of the vocabulary"
+    kind, cell, axis = "embedding", "token of the vocabulary", "tp"
 
     def __init__(self, model: ModelConfig, tile: Tile = WHOLE):
         self.model, self.tile, self.name = model, tile, tile.of("embedding")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Head(Layer):
-    kind, cell = "head", "token of the vocabulary"
+    kind, cell, axis = "head", "token of the vocabulary", "tp"
 
     def __init__(self, model: ModelConfig, tile: Tile = WHOLE):
         self.model, self.tile, self.name = model, tile, tile.of("head")

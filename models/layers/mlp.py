@@ -25,17 +25,18 @@ if TYPE_CHECKING:
 class Mlp(Part):
     kind, cell = "mlp", "number of model.ffn_hidden"
 
-    def __init__(self, model: ModelConfig, name: str, tile: Tile = WHOLE):
-        self.model, self.name, self.tile = model, name, tile
+    def __init__(self, model: ModelConfig, name: str, tile: Tile = WHOLE, axis: str = "tp"):
+        self.model, self.name, self.tile, self.axis = model, name, tile, axis
         self.cells, products = model.num_ffn_hidden, 2 if model.activation == "swiglu" else 1
-        self.up = Column(model, f"{name}.up", products * model.num_ffn_hidden, tile, runs=products)
-        self.down = Row(model, f"{name}.down", model.num_ffn_hidden, model.residual_std, tile)
+        self.up = Column(model, f"{name}.up", products * model.num_ffn_hidden, tile, runs=products, axis=axis)
+        self.down = Row(model, f"{name}.down", model.num_ffn_hidden, model.residual_std, tile, axis)
 
     def tiled(self, tile: Tile) -> Mlp:
-        return Mlp(self.model, self.name, tile)
+        return Mlp(self.model, self.name, tile, self.axis)
 
     def cost(self, share: Share) -> Cost:
-        size = share.bytes(self.model.seq_len * self.model.num_ffn_hidden // self.tile.count, "tp")
+        seq = share.seen(self.model.seq_len, self.axis)
+        size = share.bytes(seq * self.model.num_ffn_hidden // self.tile.count, self.axis)
         saved = (Saved("up", size), Saved("activated", size, "mlp_act"))
         if self.model.activation == "swiglu":
             saved = (Saved("gate and up", 2 * size), Saved("opened gate", size, "mlp_act"),

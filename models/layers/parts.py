@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 WORD = "embedding.word.weight"
 
 
-def cut_over_tp(dim: int, tile: Tile, runs: int = 1) -> tuple[Cut, ...]:
+def cut_over(axis: str, dim: int, tile: Tile, runs: int = 1) -> tuple[Cut, ...]:
     tiles = (Cut(dim, TILES, runs),) if tile.count > 1 else ()
-    return (*tiles, Cut(dim, "tp", runs))
+    return (*tiles, Cut(dim, axis, runs))
 
 
 def vocabulary(model: ModelConfig, name: str, tile: Tile = WHOLE, tied: bool = False) -> Parameter:
     """A row for each token, [padded vocabulary, hidden]."""
-    return Parameter(name, (model.padded_vocab, model.hidden), cut_over_tp(0, tile), model.init_std,
+    return Parameter(name, (model.padded_vocab, model.hidden), cut_over("tp", 0, tile), model.init_std,
                      unpadded=model.vocab, tile=tile, tied=tied)
 
 
@@ -63,6 +63,8 @@ class Held(Part):
 
 
 class _Linear(Held):
+    axis: str  # over which it is cut
+
     def __init__(self, weight: Parameter, bias: Parameter | None):
         self.held = {"weight": weight} | ({"bias": bias} if bias is not None else {})
         self.outputs, self.inputs = (size // (weight.tile.count if dim == weight.cuts[0].dim else 1)
@@ -72,60 +74,63 @@ class _Linear(Held):
         return self.compute(x)
 
     def flops(self, seq_len: int, share: Share) -> int:
-        return 2 * seq_len * self.inputs * self.outputs * share.sequences // share.over("tp")
+        return 2 * seq_len * self.inputs * self.outputs * share.sequences // share.over(self.axis)
 
 
 class Column(_Linear):
-    """y = x W^T + b, W cut by rows over tp. [s, B, inputs] -> [S, B, outputs / tp]."""
+    """y = x W^T + b, W cut by rows over an axis. Over tp: [s, B, inputs] -> [S, B, outputs / tp]. Another
+    axis does not gather the sequence: [s, B, inputs] -> [s, B, outputs / its ranks]."""
 
     def __init__(self, model: ModelConfig, name: str, outputs: int, tile: Tile = WHOLE, runs: int = 1,
-                 weight: Parameter | None = None):
+                 weight: Parameter | None = None, axis: str = "tp"):
         """`runs`: products of one input, whose rows lie one after the other. `weight`: in place of one of its
         own."""
-        self.model, cuts = model, cut_over_tp(0, tile, runs)
+        self.model, self.axis, cuts = model, axis, cut_over(axis, 0, tile, runs)
         shape, bias = (outputs, model.hidden), None
         if model.bias and weight is None:
             bias = Parameter(f"{name}.bias", (outputs,), cuts, tile=tile)
         super().__init__(weight or Parameter(f"{name}.weight", shape, cuts, model.init_std, tile=tile), bias)
 
     def cost(self, share: Share) -> Cost:
-        seq, stream = self.model.seq_len, self.model.seq_len * self.model.hidden
-        # The input's gradient is summed over tp. Where its sequence is cut, it is gathered for the product
-        # and once more for the weight's gradient, and the sum is scattered.
-        sent = {("input", "tp"): 2}
-        if share.sequence:
-            sent = {("forward", "tp"): 1, ("input", "tp"): 1, ("weight", "tp"): 1}
-        return Cost(self.flops(seq, share), operands=share.bytes(seq * self.outputs, "tp"),
-                    sent={where: share.sent(stream, "tp", rings) for where, rings in sent.items()})
+        seq, axis = share.seen(self.model.seq_len, self.axis), self.axis
+        # The input's gradient is summed over the axis. Where its sequence is cut over it, it is gathered for
+        # the product and once more for the weight's gradient, and the sum is scattered.
+        sent = {("input", axis): 2}
+        if axis in share.sequence:
+            sent = {("forward", axis): 1, ("input", axis): 1, ("weight", axis): 1}
+        stream = seq * self.model.hidden
+        return Cost(self.flops(seq, share), operands=share.bytes(seq * self.outputs, axis),
+                    sent={where: share.sent(stream, axis, rings) for where, rings in sent.items()})
 
     def module(self, context: Context) -> torch.nn.Module:
-        return context.column(self.inputs, self.outputs, "bias" in self.held)
+        return context.column(self.inputs, self.outputs, "bias" in self.held, self.axis)
 
 
 class Row(_Linear):
-    """y = x W^T + b, W cut by columns over tp and the product summed over it. [S, B, inputs / tp] -> [s, B,
-    outputs]. Of several tiles the last has the bias."""
+    """y = x W^T + b, W cut by columns over an axis and the product summed over it. Over tp:
+    [S, B, inputs / tp] -> [s, B, outputs]. Of several tiles the last has the bias."""
 
-    def __init__(self, model: ModelConfig, name: str, inputs: int, std: float, tile: Tile = WHOLE):
-        self.model = model
+    def __init__(self, model: ModelConfig, name: str, inputs: int, std: float, tile: Tile = WHOLE,
+                 axis: str = "tp"):
+        self.model, self.axis = model, axis
         bias = Parameter(f"{name}.bias", (model.hidden,)) if model.bias and tile.last else None
         shape = model.hidden, inputs
-        super().__init__(Parameter(f"{name}.weight", shape, cut_over_tp(1, tile), std, tile=tile), bias)
+        super().__init__(Parameter(f"{name}.weight", shape, cut_over(axis, 1, tile), std, tile=tile), bias)
 
     def cost(self, share: Share) -> Cost:
-        seq = self.model.seq_len
-        return Cost(self.flops(seq, share), operands=share.bytes(seq * self.inputs, "tp"),
-                    sent=sums(share, seq * self.model.hidden))
+        seq = share.seen(self.model.seq_len, self.axis)
+        return Cost(self.flops(seq, share), operands=share.bytes(seq * self.inputs, self.axis),
+                    sent=sums(share, seq * self.model.hidden, self.axis))
 
     def module(self, context: Context) -> torch.nn.Module:
-        return context.row(self.inputs, self.outputs, "bias" in self.held)
+        return context.row(self.inputs, self.outputs, "bias" in self.held, self.axis)
 
 
-def sums(share: Share, stream: int) -> dict[tuple[str, str], int]:
-    """What is sent where the residual stream is a sum over tp: scattered where its sequence is cut, and its
-    gradient gathered."""
-    rings = {("forward", "tp"): 1, ("input", "tp"): 1} if share.sequence else {("forward", "tp"): 2}
-    return {where: share.sent(stream, "tp", count) for where, count in rings.items()}
+def sums(share: Share, stream: int, axis: str = "tp") -> dict[tuple[str, str], int]:
+    """What is sent where the residual stream is a sum over an axis: scattered where its sequence is cut over
+    that, and its gradient gathered."""
+    rings = {("forward", axis): 1, ("input", axis): 1} if axis in share.sequence else {("forward", axis): 2}
+    return {where: share.sent(stream, axis, count) for where, count in rings.items()}
 
 
 class Table(Held):

@@ -31,6 +31,7 @@ from threed.checkpoint.proof import MASK, checksum
 from threed.checkpoint.read import Reader
 from threed.comm import Comm
 from threed.errors import InputError, RunError
+from threed.mesh import axes_of
 from threed.quantity import show_bytes
 from threed.schema import Config
 from threed.zero.run import Clipped, ZeroRun
@@ -205,18 +206,20 @@ def _prove(manifest: dict[str, Any], zero: ZeroRun, rounded: dict[tuple[str, str
     # All parameters of the position, in one order: a rank may have no part of one.
     everything = [placed.parameter for state in zero.states.values() for placed in state.layout.placed]
     names = sorted({parameter.name for parameter in everything})
-    cut = {parameter.name for parameter in everything if "tp" in parameter.axes}
+    axes = {parameter.name: parameter.axes for parameter in everything}
     total = torch.tensor([[_signed(sums.get((name, kind), 0)) for kind in kinds] for name in names],
                          dtype=torch.int64,
                          device=comm.device).view(-1)
     if table.sharded:
         for group in sorted({table.parameters[unit].shard_group for unit in zero.states}):
             comm.groups[group].all_reduce(total).wait()
-    over_tp = total.clone()
-    comm.groups["tp"].all_reduce(over_tp).wait()
-    mine, shared = (tensor.view(-1, len(kinds)).tolist() for tensor in (total, over_tp))
-    for name, alone, together in zip(names, mine, shared, strict=True):
-        for kind, value in zip(kinds, together if name in cut else alone, strict=True):
+    for axis in axes_of("parameters"):
+        over = total.clone()
+        comm.groups[axis].all_reduce(over).wait()
+        cut = torch.tensor([axis in axes[name] for name in names for _ in kinds], device=comm.device)
+        total = torch.where(cut, over, total)
+    for name, values in zip(names, total.view(-1, len(kinds)).tolist(), strict=True):
+        for kind, value in zip(kinds, values, strict=True):
             want = manifest["parameters"][name]["sums"].get(kind)
             if kind in kept and f"{value & MASK:016x}" != want:
                 return (f"is damaged: {kind} {name}, as rank {comm.rank} on {socket.gethostname()} and those "

@@ -50,7 +50,7 @@ class Engine:
         self.saving = Saving(config.pieces)
         activation, offload = ActivationRun(comm, table, shared,
                                             dtype), OffloadRun(comm, table, shared, dtype, self.states)
-        context = Context(config.model, comm.groups["tp"], config.parallel.sequence_parallel, dtype,
+        context = Context(config.model, comm.groups, config.parallel.sequence_parallel, dtype,
                           weight_grads, self.saving)
         self.pipeline = PipelineRun(config, comm, table, parameters, context, self._keeping, activation)
         self.handlers = {**self.pipeline.handlers, **self.zero.handlers, **activation.handlers,

@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 import socket
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -28,6 +29,7 @@ import torch
 from threed.engine.engine import Engine
 from threed.engine.inspect import Finding, first, made, me, named, way
 from threed.errors import WrongResult
+from threed.mesh import axes_of
 from threed.program.instruction import BACKWARDS, Instruction, Op, Slot
 from threed.program.trace import Trace
 from threed.slots import Slots
@@ -62,7 +64,8 @@ class Verifier:
         self.verified = 0  # steps so far
         self.last: int | None = None  # of these
         self._lines: list[Line] = []  # of the program under way
-        self._given: list[tuple[int, torch.Tensor]] = []  # into sums over tp, by the instruction under way
+        # Into sums over an axis, by the instruction under way: (axis, elements, checksum).
+        self._given: list[tuple[str, int, torch.Tensor]] = []
 
     def rehearse(self, batch: Callable[[int], Batch]) -> Trace:
         """The next step without its update."""
@@ -94,14 +97,19 @@ class Verifier:
     def _recorded(self, run: Callable[[Callable[[int], Batch]], Result],
                   batch: Callable[[int], Batch]) -> Result:
         """Run a program, with checksums of all that it makes, in the order of the program."""
-        tp, self._lines = self.engine.comm.groups["tp"], []
-        tp.tap = lambda values: self._given.append((values.numel(), checksum(values, self.exact)))
+        groups, self._lines = [self.engine.comm.groups[axis] for axis in axes_of("parameters")], []
+        for group in groups:
+            group.tap = partial(self._tap, group.name)
         try:
             with self.engine.inspected(self._look):
                 return run(batch)
         finally:
-            tp.tap = None
+            for group in groups:
+                group.tap = None
             self._given.clear()
+
+    def _tap(self, axis: str, values: torch.Tensor) -> None:
+        self._given.append((axis, values.numel(), checksum(values, self.exact)))
 
     def _look(self, instruction: Instruction, slots: Slots) -> None:
         table, phase = self.engine.plan.table, way(instruction)
@@ -110,8 +118,8 @@ class Verifier:
             what = f"input, received from pp{table.position(slot.unit)}, of {named(self.engine, instruction)}"
             self._lines.append(Line(phase, distance, what, slots.get(slot).numel(),
                                     checksum(slots.get(slot), self.exact)))
-        for count, sums in self._given:
-            what = f"part of a sum over tp in {named(self.engine, instruction)}"
+        for axis, count, sums in self._given:
+            what = f"part of a sum over {axis} in {named(self.engine, instruction)}"
             self._lines.append(Line(phase, distance, what, count, sums))
         self._given.clear()
         for each in made(self.engine, instruction, slots):

@@ -55,13 +55,11 @@ class PipelineRun:
         for RECOMPUTE."""
         self.comm, self.table, self.weight_grads = comm, table, context.weight_grads
         self.position = comm.here.position
-        sp = config.parallel.sequence_parallel
         self.dtype = context.dtype
         self.keeping, self.inputs = keeping, inputs
         self.loss_scale = 1.0  # what backward begins with
-        self.shape = (config.model.seq_len // (config.parallel.tp if sp else 1),
-                      config.train.micro_batch_size,
-                      config.model.hidden)
+        _, length = context.sequence()
+        self.shape = length, config.train.micro_batch_size, config.model.hidden
         layers = layers_of(config)
         self.layers: dict[int, list[Layer]] = {
             unit: [layer.build(context, parameters) for layer in layers[slice(*table.units[unit].layers)]]

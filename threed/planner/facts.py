@@ -14,7 +14,7 @@ from threed.errors import InputError
 from threed.mesh import GROUPS
 from threed.models.layers.base import Layer
 from threed.models.model import tied_parameter
-from threed.models.spec import Cost, Parameter, Share
+from threed.models.spec import SEQUENCE, Cost, Parameter, Share
 from threed.models.tiling import cut_layers, share_of, unit_layers
 from threed.offload import plan as offload
 from threed.optimizers.registry import OPTIMIZERS
@@ -141,7 +141,8 @@ class _Shared(NamedTuple):
     @classmethod
     def of(cls, config: Config, elements: Elements) -> _Shared:
         copies = config.dp // config.shard_size
-        partial = {"tp": config.parallel.tp} if config.parallel.sequence_parallel else {}
+        share = share_of(config)
+        partial = {axis: share.over(axis) for axis in share.sequence}
         return cls("shard" if copies > 1 else "dp", config.shard_size, config.zero.stage >= 1, copies,
                    partial, elements)
 
@@ -200,14 +201,7 @@ def _bytes(dtype: str) -> int:
 
 def _act_bytes(config: Config) -> int:
     """Bytes of the residual stream of a micro-batch between two units, on one rank."""
-    share = config.parallel.tp if config.parallel.sequence_parallel else 1
-    return (
-        config.train.micro_batch_size
-        * config.model.seq_len
-        * config.model.hidden
-        * _bytes(config.precision.dtype)
-        // share
-    )
+    return share_of(config).bytes(config.model.seq_len * config.model.hidden, SEQUENCE)
 
 
 def saved_by_piece(config: Config) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -41,8 +42,8 @@ class Context:
     """What every layer of a rank is built with: sizes, its group, and the operations that depend on them."""
 
     model: ModelConfig
-    group: Group  # over tp
-    sequence_parallel: bool
+    groups: Mapping[str, Group]
+    sequence_parallel: bool  # the sequence of the residual stream is cut over tp
     dtype: torch.dtype
     weight_grads: WeightGrads
     saving: Saving = field(default_factory=Saving)
@@ -51,17 +52,24 @@ class Context:
     keep_mask = staticmethod(keep_mask)
     rms_norm = staticmethod(rms_norm)
 
-    def column(self, inputs: int, outputs: int, bias: bool) -> ColumnParallelLinear:
-        return ColumnParallelLinear(inputs, outputs, bias, self._parallel(), self.group, self.weight_grads)
+    @property
+    def group(self) -> Group:
+        """Over tp."""
+        return self.groups["tp"]
 
-    def row(self, inputs: int, outputs: int, bias: bool) -> RowParallelLinear:
-        return RowParallelLinear(inputs, outputs, bias, self._parallel(), self.group, self.weight_grads)
+    def column(self, inputs: int, outputs: int, bias: bool, axis: str = "tp") -> ColumnParallelLinear:
+        return ColumnParallelLinear(inputs, outputs, bias, self._parallel(axis), self.groups[axis],
+                                    self.weight_grads)
+
+    def row(self, inputs: int, outputs: int, bias: bool, axis: str = "tp") -> RowParallelLinear:
+        return RowParallelLinear(inputs, outputs, bias, self._parallel(axis), self.groups[axis],
+                                 self.weight_grads)
 
     def table(self, vocab: int, hidden: int, tile: Tile) -> VocabParallelEmbedding:
-        return VocabParallelEmbedding(vocab, hidden, self._parallel(), self.group, *tile)
+        return VocabParallelEmbedding(vocab, hidden, self._parallel("tp"), self.group, *tile)
 
-    def _parallel(self):
-        return parallel_config(self.group, self.sequence_parallel, self.dtype)
+    def _parallel(self, axis: str):
+        return parallel_config(self.groups[axis], self.sequence_parallel and axis == "tp", self.dtype)
 
     def cross_entropy(self, logits_SBV: torch.Tensor, labels_SB: torch.Tensor) -> torch.Tensor:
         """Loss of each token, [S, B]. The logits are used up."""

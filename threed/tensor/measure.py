@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from threed.comm import Group, Handle
+from threed.mesh import axes_of
 from threed.models.layers.base import Layer, Out
 from threed.models.spec import Cost, Parameter, Saved, Share
 from threed.schema import ModelConfig
@@ -50,9 +51,10 @@ class Measured:
         """`running`: bytes of its input, where that is a running softmax. `pieces`: are computed again."""
         self.layer, self.share, self.sent = layer, share, Counter()
         dtype = DTYPES["fp32" if share.element == 4 else "bf16"]
-        group = SilentGroup("tp", range(share.over("tp")), share.over("tp") - 1, self.sent)
+        groups = {axis: SilentGroup(axis, range(share.over(axis)), share.over(axis) - 1, self.sent)
+                  for axis in axes_of("parameters")}
         self.grads = WeightGrads()
-        self.context = Context(model, group, bool(share.sequence), dtype, self.grads, Saving(tuple(pieces)))
+        self.context = Context(model, groups, bool(share.sequence), dtype, self.grads, Saving(tuple(pieces)))
         self.weights = {p.key: _weight(p, share, dtype) for p in layer.parameters()}
         layer.build(self.context, self.weights)
         _, length = self.context.sequence()

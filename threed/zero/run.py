@@ -10,7 +10,7 @@ import torch
 
 from threed.comm import Comm, Group
 from threed.lanes import Handle, Lane
-from threed.mesh import AXES, GROUPS
+from threed.mesh import GROUPS, axes_of
 from threed.optimizers.base import Update, View
 from threed.program.buffers import Buffers
 from threed.program.instruction import Instruction, Op, Slot, Tier
@@ -60,7 +60,7 @@ class ZeroRun:
         # While a step is verified: of each update that was computed twice, unit -> elements that differ.
         self.update_differences: list[tuple[int, torch.Tensor]] | None = None
         # Whether it counts what all ranks hold that divide a layer's parameters among them.
-        self._speaks = comm.here.is_first(axis for axis, divides in AXES.items() if divides == "parameters")
+        self._speaks = comm.here.is_first(axes_of("parameters"))
         self._staging = torch.zeros(buffers.staging, dtype=torch.uint8, device=comm.device)
         self.handlers: dict[Op, Callable[[Instruction, Slots], None]] = {
             Op.GATHER: self.gather, Op.RELEASE: self.release, Op.REDUCE: self.reduce, Op.CLIP: self.clip,

@@ -15,12 +15,10 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from threed.mesh import AXES
+from threed.mesh import axes_of
 from threed.models.spec import Parameter
 from threed.quantity import round_up
 
-# Axes of the mesh whose ranks have copies of what is not cut over them.
-COPIED = tuple(axis for axis, divides in AXES.items() if divides == "parameters")
 ALIGNMENT = 32  # elements: shards begin at multiples of 64 bytes even in 16 bit
 
 
@@ -94,4 +92,4 @@ def layout(parameters: tuple[Parameter, ...], ranks: Mapping[str, int], num_shar
 def counts(axes: tuple[str, ...], place: Mapping[str, int]) -> bool:
     """Whether a rank counts for what is cut over these axes: of the ranks that have a copy, the first
     does."""
-    return all(place[axis] == 0 for axis in COPIED if axis not in axes)
+    return all(place[axis] == 0 for axis in axes_of("parameters") if axis not in axes)

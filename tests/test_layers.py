@@ -20,8 +20,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-# The levels, lowest first. Inside a level a row may import the rows above it here. A name with a dot at its end
-# is a folder; the longest name that fits a module counts.
+# The levels, lowest first. Inside a level a row may import the rows above it here. A name with a dot at
+# its end is a folder; the longest name that fits a module counts.
 LEVELS = (
     (  # 0
         "errors models",

@@ -130,8 +130,7 @@ class Rank:
 
 def config_of(args: argparse.Namespace) -> Config:
     return make_config(Sizes(args.layers, args.hidden, args.hidden // 64, 8192, 32, 1, 1, "fp32"), args.ranks,
-                       "zero.stage=3",
-                       f"run.dir={args.dir}", "checkpoint.every=1", "checkpoint.keep=0")
+                       "zero.stage=3", f"run.dir={args.dir}", "checkpoint.every=1", "checkpoint.keep=0")
 
 
 def serve(rank: int, store: str, args: argparse.Namespace, pipe: Any) -> None:
@@ -207,8 +206,7 @@ def main() -> None:
     if args.markdown:
         command = " ".join(["python", "bench/checkpoint.py", *sys.argv[1:]])
         args.markdown.write_text(f"# What a checkpoint costs a run\n\n`{command}`, {os.cpu_count()} cores, "
-                                 f"torch "
-                                 f"{torch.__version__}\n\n{text}\n")
+                                 f"torch {torch.__version__}\n\n{text}\n")
 
 
 if __name__ == "__main__":

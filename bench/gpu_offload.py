@@ -200,8 +200,7 @@ def attempt(size: Sizes, blocks: int, setting: str, comm: Comm, args: argparse.N
 
 def table(found: dict[str, Measured], base: Measured) -> list[str]:
     head = ["setting", "blocks", "parameters", "of nothing", "device", "measured", "host", "tokens/s",
-            "of nothing",
-            *(f"{lane}: ms, hidden" for lane in LANES)]
+            "of nothing", *(f"{lane}: ms, hidden" for lane in LANES)]
     out = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
     for name, row in found.items():
         spent = [f"{1e3 * busy:.0f}, {share:.0%}" if busy else "-" for busy, share in row.lanes.values()]

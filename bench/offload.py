@@ -203,8 +203,7 @@ def measure_adam(args: argparse.Namespace, say: Callable[[str], None]) -> Sectio
             say(f"AdamW, {show_count(numel)} parameters, {threads} thread{'s' * (threads > 1)}")
             for work, found in in_process(threads, numel, rounds).items():
                 lines += [f"{show_count(numel)} parameters, {threads} thread{'s' * (threads > 1)}, {work}",
-                          "",
-                          "| side | ms | of threed | cpu of threed |", "|---|---:|---:|---:|"]
+                          "", "| side | ms | of threed | cpu of threed |", "|---|---:|---:|---:|"]
                 ours = found["threed"]
                 lines += [f"| {name} | {1e3 * took.seconds:.1f} | {took.seconds / ours.seconds:.3f} | "
                           f"{took.cpu_s / ours.cpu_s:.3f} |" for name, took in found.items()]
@@ -212,8 +211,7 @@ def measure_adam(args: argparse.Namespace, say: Callable[[str], None]) -> Sectio
                 ratio, cpu = ours.seconds / found[peer].seconds, ours.cpu_s / found[peer].cpu_s
                 lines += ["", verdict(ratio <= NOISE,
                                       f"threed at most {NOISE:g} x the best, {peer}: {ratio:.3f} (processor "
-                                      f"time "
-                                      f"{cpu:.3f})"), ""]
+                                      f"time {cpu:.3f})"), ""]
     if DEEPSPEED is None:
         lines.append(f"DeepSpeed is not there: {DEEPSPEED_VERSION}")
     if native.ADAMW is None:

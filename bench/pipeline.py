@@ -346,11 +346,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
                         help="pipeline positions, a process each (default: 4 8)")
     parser.add_argument("--m", type=int, nargs="+", help="micro-batches (default: 2p and 4p)")
     parser.add_argument("--times", type=float, nargs=3, metavar=("F", "B", "W"), default=[20.0, 20.0, 20.0],
-                        help="ms of a position's forward, input and weight halves of backward (default: 20 "
-                             "20 20)")
+                        help="ms of a position's forward, input and weight halves of backward "
+                             "(default: 20 20 20)")
     parser.add_argument("--virtual-stages", type=int, default=2, metavar="V",
-                        help="stages a position of interleaved and "
-                        "breadth-first (default: 2)")
+                        help="stages a position of interleaved and breadth-first (default: 2)")
     parser.add_argument("--units", type=int, default=1, help="compute units a stage in threed (default: 1)")
     parser.add_argument("--repeat", type=int, default=4,
                         help="steps counted, after one that is not (default: 4)")

@@ -249,8 +249,7 @@ def verdicts(result: Result) -> str:
         if found := result.compare(name, peer):
             ratio, cpu_ratio = found
             lines.append(f"{'met   ' if ratio <= limit else 'missed'}  {name} at most {limit:g} x {peer}: "
-                         f"{ratio:.3f} "
-                         f"(processor time {cpu_ratio:.3f})")
+                         f"{ratio:.3f} (processor time {cpu_ratio:.3f})")
     return "\n".join(lines)
 
 

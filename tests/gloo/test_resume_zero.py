@@ -131,14 +131,12 @@ def test_a_skipped_step(start, tmp_path):
     scale, halved = 2**24, 2**23
     # hysteresis 2
     assert [row["train/loss_scale"] for row in seen[:4]] == [scale, scale, halved, halved // 2]
-    assert [row["train/skipped_steps"] for row in seen[:3]] == [1, 2,
-                                                                3] and {row["train/lr"]
-                                                                        for row in seen[:4]} == {1e-3}
+    assert [row["train/skipped_steps"] for row in seen[:3]] == [1, 2, 3]
+    assert {row["train/lr"] for row in seen[:4]} == {1e-3}
     assert [row["train/grad_norm"] in ("inf", "nan") for row in seen[:3]] == [True] * 3
     for step, before, after in ((1, scale, scale), (2, scale, halved), (3, halved, halved // 2)):
         assert (f"step {step}: gradients overflowed at loss scale {before}: the step is skipped, {step} so "
-                f"far; "
-                f"the scale is now {after}") in run.output
+                f"far; the scale is now {after}") in run.output
     assert len({row["train/loss"] for row in seen[:3]}) == 3, "the same data again"
 
 

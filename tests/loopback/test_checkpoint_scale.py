@@ -99,10 +99,9 @@ def test_what_a_rank_reads(goes_on, written, capsys):
     lines = sum(unseal(path)["parameters"][name]["size"] for name in names)
     with capsys.disabled():
         print(f"\n{said}; on {here.world_size} ranks ({goes_on}) one opens {len(files)} files, reads "
-              f"{lines / 2**20:.2f} MiB "
-              f"of the index and {num_bytes / 2**20:.1f} MiB for {wanted / 2**20:.1f} MiB of state, planned "
-              f"in "
-              f"{time.process_time() - begin:.2f} s of one processor")
+              f"{lines / 2**20:.2f} MiB of the index and {num_bytes / 2**20:.1f} MiB for "
+              f"{wanted / 2**20:.1f} MiB of state, planned in {time.process_time() - begin:.2f} s of one "
+              "processor")
     assert len(files) <= {"same": 1, "smaller": 4, "other": 12}[goes_on]
     assert num_bytes <= {"same": 1.0, "smaller": 1.0, "other": 1.5}[goes_on] * wanted
     assert lines < 24 << 20

@@ -146,8 +146,7 @@ CASES = {
 
 # Moves more often than the rest: most of what is accepted is another order.
 KINDS = ("delete", "duplicate", "swap", "move", "move", "nudge", "nudge", "nudge", "unit", "microbatch",
-         "peer",
-         "word", "word", "op", "more", "more")
+         "peer", "word", "word", "op", "more", "more")
 ZERO = (Op.GATHER, Op.RELEASE, Op.REDUCE, Op.CLIP, Op.STEP, *MOVES)
 WORDS = {**instruction.WORDS, "tier": tuple(Tier), "group": ("", *mesh.GROUPS),
          "kind": ("", "act", "grad", "param", "gshard", "pshard", "state", "kept", "kpart")}
@@ -321,8 +320,7 @@ def hunt(case: Case, seed: int, haste: Haste, path: Path, tell: Callable[[str], 
 def difference(before: list[tuple[Instruction, ...]], after: list[tuple[Instruction, ...]]) -> str:
     position = next(p for p, (a, b) in enumerate(zip(before, after)) if a != b)
     lines = difflib.unified_diff(list(map(str, before[position])), list(map(str, after[position])),
-                                 f"pp{position}",
-                                 "edited", lineterm="")
+                                 f"pp{position}", "edited", lineterm="")
     return "\n".join(lines)
 
 

@@ -259,8 +259,7 @@ def test_the_weights_half_needs_no_parameter():
     """A split backward that keeps or gathers a unit for its second half, which multiplies activations by
     gradients alone."""
     plan = plan_of("parallel.schedule=zb-h1", "parallel.pp=2", "parallel.dp=2", "train.global_batch_size=8",
-                   "zero.stage=3",
-                   "zero.prefetch=0")
+                   "zero.stage=3", "zero.prefetch=0")
     absent = 0
     for position, program in enumerate(plan.programs["train"]):
         for item, resident in residents(program, plan.table):

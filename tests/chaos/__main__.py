@@ -3,6 +3,7 @@ repeats what failed."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import json
@@ -14,7 +15,11 @@ import tempfile
 import time
 import traceback
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
+from multiprocessing import connection
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,6 +40,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from tests.chaos import interposer
 
 LOST = ("lost", "wrong")
+LIMIT_S = 1800  # for one trial, of several starts, each of which `trial` ends when it hangs
 
 
 def main(faults: Annotated[int, typer.Option(help="how many trials")] = 100,
@@ -86,66 +92,80 @@ class _Pool:
         gc.collect()
         gc.freeze()
         context = multiprocessing.get_context("fork")
-        self.tasks, self.results = context.SimpleQueue(), context.SimpleQueue()
         self.campaign, self.sister = campaign, sister
-        self.workers = [context.Process(target=self._work) for _ in range(jobs)]
-        for worker in self.workers:
-            worker.start()
+        self.workers: dict[Connection, BaseProcess] = {}
+        for _ in range(jobs):
+            ours, theirs = context.Pipe()
+            self.workers[ours] = context.Process(target=self._work, args=(theirs,))
+            self.workers[ours].start()
+            theirs.close()
 
-    def _work(self) -> None:
+    def _work(self, pipe: Connection) -> None:
         interposer.adopt()
         interposer.die_with_parent()
         from tests.chaos.faults import KINDS
 
-        while (task := self.tasks.get()) is not None:
+        while (task := pipe.recv()) is not None:
             try:
                 if isinstance(task, str):
-                    self.results.put(self.sister.make_reference(task, self.base, self.data))
+                    pipe.send(self.sister.make_reference(task, self.base, self.data))
                 else:
                     seed, number, kind, index, references = task
-                    self.results.put(self.campaign.make(seed, number, KINDS[kind], index, references,
-                                                        self.base, self.data))
+                    pipe.send(self.campaign.make(seed, number, KINDS[kind], index, references, self.base,
+                                                 self.data))
             except BaseException:
-                self.results.put(traceback.format_exc())
+                pipe.send(traceback.format_exc())
 
     def __enter__(self) -> _Pool:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for _worker in self.workers:
-            self.tasks.put(None)
-        for worker in self.workers:
+        for pipe, worker in self.workers.items():
+            with contextlib.suppress(OSError):
+                pipe.send(None)
             worker.join(10)
             worker.kill()
 
-    def _take(self) -> Any:
-        result = self.results.get()
-        if isinstance(result, str):
-            raise SystemExit(f"the campaign itself failed:\n{result}")
-        return result
+    def _results(self, tasks: Iterable[Any]) -> Iterator[Any]:
+        """As they come. Each worker has one task at a time."""
+        waiting, busy = iter(tasks), {}
+
+        def give(pipe: Connection) -> None:
+            if (task := next(waiting, None)) is not None:
+                pipe.send(task)
+                busy[pipe] = self.workers[pipe].sentinel
+
+        for pipe in self.workers:
+            give(pipe)
+        while busy:
+            ready = connection.wait([*busy, *busy.values()], LIMIT_S)
+            done = [pipe for pipe in busy if pipe in ready]
+            if not done:
+                ended = [worker.exitcode for worker in self.workers.values() if not worker.is_alive()]
+                raise SystemExit(f"the campaign itself failed: a worker ended with status {ended[0]}" if ended
+                                 else f"the campaign itself failed: no trial ended for {LIMIT_S} s")
+            for pipe in done:
+                del busy[pipe]
+                result = pipe.recv()
+                if isinstance(result, str):
+                    raise SystemExit(f"the campaign itself failed:\n{result}")
+                give(pipe)
+                yield result
 
     def references(self, names: list[str]) -> dict[str, Any]:
-        self.tasks.put(names[0])  # the first prepares the data
-        made = [self._take()]
-        for name in names[1:]:
-            self.tasks.put(name)
-        made += [self._take() for _ in names[1:]]
-        return {reference.name: reference for reference in made}
+        # The first prepares the data.
+        runs = [*self._results(names[:1]), *self._results(names[1:])]
+        return {reference.name: reference for reference in runs}
 
     def trials(self, tasks: list[tuple[Any, ...]], references: dict[str, Any], console: Console,
                verbose: bool) -> list[Any]:
         columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
                    TextColumn("{task.description}"))
-        results, waiting = [], iter(tasks)
-        for task in itertools.islice(waiting, len(self.workers)):
-            self.tasks.put((*task, references))
+        results = []
         with Progress(*columns, console=console) as progress:
             bar = progress.add_task("", total=len(tasks))
-            while len(results) < len(tasks):
-                result = self._take()
+            for result in self._results((*task, references) for task in tasks):
                 results.append(result)
-                if (task := next(waiting, None)) is not None:
-                    self.tasks.put((*task, references))
                 failed = sum(bool(result.verdicts) for result in results)
                 progress.update(bar, advance=1, description=f"{failed} not as they must be")
                 if result.verdicts:

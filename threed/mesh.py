@@ -147,14 +147,21 @@ class Mesh:
         if name not in GROUPS:
             raise ValueError(f"no group called {name}; there are {', '.join(GROUPS)}")
         row, here = GROUPS[name], self.coordinate(rank)
-        axes = [axis for axis in self.order if row.axes is None or axis in row.axes]
+        if row.axes is None:
+            return tuple(range(self.size))
+        axes = [axis for axis in self.order if axis in row.axes]
         along = [range(self.sizes[axis]) if row.members is None else row.members(self, here.on[axis])
                  for axis in axes]
         return tuple(self.beside(here, **dict(zip(axes, at, strict=True))) for at in product(*along))
 
     def groups(self, name: str) -> list[tuple[int, ...]]:
         """All groups called `name`, by their least rank: every rank makes them in this order."""
-        return sorted({self.group(name, rank) for rank in range(self.size)})
+        groups: dict[int, tuple[int, ...]] = {}  # rank -> its group
+        for rank in range(self.size):
+            if rank not in groups:
+                group = self.group(name, rank)
+                groups |= dict.fromkeys(group, group)
+        return list(dict.fromkeys(groups.values()))
 
     def text(self, joined: str = " ") -> str:
         """Its sizes: pp 2 x dp 2 x tp 1."""

@@ -70,8 +70,8 @@ def check(what: Config | Plan) -> dict[str, Any]:
 
 def show_check(checked: dict[str, Any], config: Config) -> str:
     """What `check` has returned, as text."""
-    lines = [f"ok: {config.world_size} ranks ({make_mesh(config).text()}), "
-             f"{checked['instructions']} instructions, plan {checked['digest']}",
+    lines = [f"ok: {config.world_size} ranks ({make_mesh(config).text()}), {checked['instructions']} "
+             f"instructions, plan {checked['digest']}",
              *(f"warning: {line}" for line in checked["warnings"]), summary.show(checked["stages"])]
     if config.pieces:
         saved = ", ".join(f"{piece} {show_bytes(size)}{'' if piece in config.pieces else ' (not chosen)'}"
@@ -189,8 +189,8 @@ def _loader(config: Config | str | Path, overrides: list[str] | None):
     def same(world_size: int | None) -> Config:
         if world_size not in (None, config.world_size):
             raise InputError(f"the config is for {config.world_size} ranks, and there are {world_size}: give "
-                             "threed.train the path of its YAML file, or load it with "
-                             f"threed.load(path, world_size={world_size})")
+                             "threed.train the path of its YAML file, or load it with threed.load(path, "
+                             f"world_size={world_size})")
         return config
 
     return same

@@ -45,8 +45,7 @@ def pick_device(config: Config, local_rank: int) -> torch.device:
         raise InputError("run.device=cuda, but torch sees no GPU here; use run.device=auto or cpu")
     if local_rank >= torch.cuda.device_count():
         raise InputError(f"local rank {local_rank} has no GPU: there are {torch.cuda.device_count()} on this "
-                         f"machine; start "
-                         "fewer processes a node, or use run.device=cpu")
+                         "machine; start fewer processes a node, or use run.device=cpu")
     return torch.device("cuda", local_rank)
 
 
@@ -148,10 +147,9 @@ def _agree(comm: Comm, config: Config, digest: str) -> None:
         if not what:
             without = 0 if other[2] else rank
             what = [f"the AdamW of the host, which rank {without} has not compiled (install gcc and threed "
-                    f"again there)"]
+                    "again there)"]
         raise InputError(f"rank {rank} and rank 0 differ in {', '.join(what)}: every rank must be given the "
-                         f"same config, "
-                         "overrides and version of threed")
+                         "same config, overrides and version of threed")
 
 
 def _steps_on_host(config: Config, device: torch.device) -> bool:
@@ -164,5 +162,4 @@ def _without_compiler(config: Config, device: torch.device) -> list[str]:
     if native.ADAMW is not None or not _steps_on_host(config, device):
         return []
     return [f"AdamW on the host is torch's, and slower with 16 bits: {native.MISSING}. Install gcc, then "
-            f"threed again "
-            "(make -B install, or pip install)"]
+            "threed again (make -B install, or pip install)"]

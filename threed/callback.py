@@ -130,5 +130,5 @@ class Guarded(Callback):
         except Exception as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
             raise RunError(f"{self._name}: {method} after step {trainer.step_number} has failed on rank "
-                           f"{trainer.rank}: {type(error).__name__}: {error} "
-                           f"({last.filename}, line {last.lineno})") from error
+                           f"{trainer.rank}: {type(error).__name__}: {error} ({last.filename}, line "
+                           f"{last.lineno})") from error

@@ -48,8 +48,8 @@ class Saving(Callback):
         """Not while steps are left out: it would push a checkpoint out of those that are kept, and have the
         same weights."""
         if in_a_row := trainer.skipped.in_a_row:
-            trainer.say(f"no checkpoint of step {trainer.step_number}: {in_a_row} steps in a row were "
-                        "not finite")
+            trainer.say(f"no checkpoint of step {trainer.step_number}: {in_a_row} steps in a row were not "
+                        "finite")
         return not in_a_row
 
     def _counters(self, trainer: Trainer) -> dict[str, object]:

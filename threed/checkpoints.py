@@ -42,10 +42,8 @@ def check_room(plan: Plan, comm: Comm) -> None:
     free = psutil.virtual_memory().available
     if mine and wanted > free:
         raise InputError(f"checkpoint.background=true: the ranks on {here} keep {show_bytes(wanted)} in its "
-                         f"memory, a copy of "
-                         f"what a checkpoint holds, and {show_bytes(free)} are free; set "
-                         f"checkpoint.background=false, or put "
-                         "fewer ranks on a host")
+                         f"memory, a copy of what a checkpoint holds, and {show_bytes(free)} are free; set "
+                         "checkpoint.background=false, or put fewer ranks on a host")
 
 
 class Checkpoints:
@@ -97,8 +95,7 @@ class Checkpoints:
         self.finish(PATIENCE_S)
         if self._saver.stage is not Stage.IDLE:
             self._say(f"warning: no checkpoint of step {number}: that of step {self._saver.step} is still "
-                      f"being written; raise "
-                      "checkpoint.every, or write to a faster disk")
+                      "being written; raise checkpoint.every, or write to a faster disk")
             return
         self._begin(counters)
         if not self._in_background:
@@ -117,8 +114,8 @@ class Checkpoints:
                 return
         on = f"The newest checkpoint is {self.newest}" if self.newest else "There is no checkpoint"
         raise RunError(f"the run ends after step {number}, and its last checkpoint could not be saved: "
-                       f"{problem}. {on}: make "
-                       "room in run.dir, or mend what is wrong with it, and start again")
+                       f"{problem}. {on}: make room in run.dir, or mend what is wrong with it, and start "
+                       "again")
 
     def finish_before_failing(self) -> None:
         """Wait for the save under way, of a run that ends because its loss is not finite: it may hold the
@@ -156,13 +153,12 @@ class Checkpoints:
     def _tell(self, outcome: Outcome) -> None:
         if outcome.problem:
             self._say(f"warning: no checkpoint of step {self._saver.step} was saved: {outcome.problem}. "
-                      f"Older checkpoints stand")
+                      "Older checkpoints stand")
             return
         self.newest = outcome.path
         self._metrics |= {"checkpoint/blocked_s": self._blocked_s, "checkpoint/written_s": outcome.written_s}
         self._say(f"saved {outcome.path} in {show_seconds(outcome.written_s)}, of which the run stood still "
-                  f"for "
-                  f"{show_seconds(self._blocked_s)}")
+                  f"for {show_seconds(self._blocked_s)}")
         self._copy(outcome.path)
         self._saved(outcome.path)
 
@@ -206,12 +202,10 @@ class Checkpoints:
                 self._copy(failed.path)
         if late:
             self._say("warning: the run was asked to stop, and its copy takes longer than "
-                      "checkpoint.copy_wait_s="
-                      f"{self.config.checkpoint.copy_wait_s:g}")
+                      f"checkpoint.copy_wait_s={self.config.checkpoint.copy_wait_s:g}")
         if late or failed is not None:
             self._say(f"warning: THE LAST CHECKPOINT IS NOT AT {copier.address}. Keep {self.newest}: the run "
-                      f"copies it when it "
-                      "is started again")
+                      "copies it when it is started again")
 
     def _await_copies(self, copier: Copier, hurried: Callable[[], bool], until: float) -> float:
         """Wait for what is being copied, no longer than `until`: the time that is known once the run is

@@ -108,8 +108,7 @@ def end_all(ranks: Sequence[Any], limit_s: float = KILL_S, why: str = "") -> Non
     if stuck := [process for process in ranks if process.exitcode is None]:
         named = ", ".join(f"{process.name} (process {process.pid})" for process in stuck)
         say(f"{why + '; ' if why else ''}{named} cannot be killed: stuck in the kernel, as on a file system "
-            f"or a driver that "
-            "does not answer. The run ends here; this machine needs a look")
+            "or a driver that does not answer. The run ends here; this machine needs a look")
         os._exit(1)
 
 

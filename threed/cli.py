@@ -25,8 +25,7 @@ app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
     help="Pretrain GPT-style models over data, tensor and pipeline parallelism, from one plan.\n\n"
          "A run is one YAML file and dotted overrides: threed train configs/toy.yaml train.steps=20 "
-         "parallel.pp=4. "
-         "configs/reference.yaml lists every key with its default and meaning.",
+         "parallel.pp=4. configs/reference.yaml lists every key with its default and meaning.",
 )
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG",
                                             help="YAML file, or one that ships: configs/toy.yaml")]
@@ -72,8 +71,8 @@ def show(config: ConfigPath, overrides: Overrides = None,
                             typer.Option(help="train, evaluate, snapshot, verify; delayed updates: plain, "
                                               "enter, drain")]
          = "train",
-         units: Annotated[str | None, typer.Option(metavar="u|p", help="list compute units (u), or "
-                                                                       "parameter units (p)")] = None,
+         units: Annotated[str | None, typer.Option(metavar="u|p", help="list compute units (u), or parameter "
+                                                                       "units (p)")] = None,
          explain: Annotated[int | None,
                             typer.Option(metavar="INDEX",
                                          help="say what this instruction of --rank R (0) is for")]
@@ -135,15 +134,15 @@ def check(config: ConfigPath, overrides: Overrides = None,
 @app.command(short_help="predict step time, bubble, memory and bytes")
 def predict(config: Annotated[Path | None, typer.Argument(metavar="CONFIG",
                                                           help="YAML file; leave it out for a bare "
-                                                                                  "pipeline")] = None,
+                                                               "pipeline")] = None,
             overrides: Overrides = None,
             costs: Annotated[Path | None, typer.Option(metavar="RUN|FILE",
                                                        help="measured costs: a run's folder, or its "
-                                                                                "costs.json")] = None,
+                                                            "costs.json")] = None,
             hardware: Annotated[str,
                                 typer.Option(help="for analytic costs, and for what --costs has none of "
-                                                  "(offload): "
-                                                    "tflops=989,efficiency=0.4,dp_gbps=400 ...")] = "",
+                                                  "(offload): tflops=989,efficiency=0.4,dp_gbps=400 "
+                                                  "...")] = "",
             schedule: Annotated[str | None,
                                 typer.Option(help="of a bare pipeline: 1f1b, zb-v, auto, file:PATH "
                                                   "...")] = None,
@@ -259,9 +258,8 @@ def trace(run: RunPath,
           step: Annotated[int | None,
                           typer.Option(help="this step; all that were traced where it is not given")] = None,
           svg: Annotated[Path | None, typer.Option(metavar="FILE",
-                                                   help="draw the timeline of the step, or of the last "
-                                                                        "one that was traced, into "
-                                                                        "FILE")] = None) -> None:
+                                                   help="draw the timeline of the step, or of the last one "
+                                                        "that was traced, into FILE")] = None) -> None:
     """Merge what a run's ranks traced for ui.perfetto.dev and chrome://tracing, or draw it."""
     from threed.monitor import timeline
 
@@ -277,7 +275,7 @@ def trace(run: RunPath,
         events = timeline.chrome(traced, chosen)
         _write("-o", file, json.dumps(events, separators=(",", ":")))
         print(f"wrote {file}: {len(traced.ranks)} ranks, {len(chosen)} steps, {len(events['traceEvents'])} "
-              f"events")
+              "events")
 
 
 @app.command(short_help="compare predicted and measured; where the time went")

@@ -81,8 +81,7 @@ class Rule(NamedTuple):
 RULES = (
     Rule(lambda cell: cell.stage == 0 and cell.shard_groups,
          "zero.shard_size below parallel.dp needs zero.stage of at least 1: at stage 0 nothing is sharded, "
-         "whole copies are "
-         "everywhere; leave zero.shard_size out"),
+         "whole copies are everywhere; leave zero.shard_size out"),
     Rule(lambda cell: cell.offload == "none+parameters",
          "offload.parameters needs offload.optimizer=cpu or nvme: what lives on the host is stepped there"),
     Rule(lambda cell: cell.offload.endswith("+parameters") and cell.stage < 3,

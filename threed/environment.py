@@ -84,8 +84,8 @@ def _rank(env: Mapping[str, str]) -> Place:
     missing = [name for name in ("RANK", "WORLD_SIZE") if name not in env]
     if missing:
         raise InputError(f"LOCAL_RANK={env['LOCAL_RANK']} is in the environment, but not "
-                         f"{' and '.join(missing)}: torchrun sets "
-                         "all three. Unset LOCAL_RANK to start all ranks here")
+                         f"{' and '.join(missing)}: torchrun sets all three. Unset LOCAL_RANK to start all "
+                         "ranks here")
     world = _number(env, "WORLD_SIZE")
     return Place(_number(env, "RANK"), _number(env, "LOCAL_RANK"), _number(env, "LOCAL_WORLD_SIZE", world),
                  world)
@@ -104,8 +104,8 @@ def _nodes(env: Mapping[str, str]) -> Nodes:
     size = _size(env)
     if "WORLD_SIZE" in env and few == many and _number(env, "WORLD_SIZE") not in (many, many * (size or 1)):
         raise InputError(f"WORLD_SIZE={env['WORLD_SIZE']} and {name}={text} contradict each other: "
-                         f"WORLD_SIZE is the number of "
-                         f"nodes, or of all ranks ({many} x {size or 'ranks a node'}). Unset one of them")
+                         f"WORLD_SIZE is the number of nodes, or of all ranks ({many} x "
+                         f"{size or 'ranks a node'}). Unset one of them")
     if node is not None and node >= many:
         raise InputError(f"{given[0] if given else ''}={node} must be below the number of nodes, "
                          f"{name}={text}: the first is 0")
@@ -153,8 +153,7 @@ def _one(env: Mapping[str, str], *names: str, agree: bool = True) -> tuple[str, 
     other = next((pair for pair in found if pair[1] != found[0][1]), None)
     if other is not None and agree:
         raise InputError(f"{found[0][0]}={found[0][1]} and {other[0]}={other[1]} in the environment "
-                         f"contradict each other: "
-                         "unset one")
+                         "contradict each other: unset one")
     return found[0] if found else None
 
 
@@ -168,5 +167,5 @@ def _number(env: Mapping[str, str], name: str, otherwise: int | None = None) -> 
 def _whole(name: str, text: str, shown: str | None = None) -> int:
     if not text.isdecimal():
         raise InputError(f"{name}={shown or text} in the environment must be a whole number; unset it to "
-                         f"start all ranks here")
+                         "start all ranks here")
     return int(text)

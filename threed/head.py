@@ -126,8 +126,7 @@ class Head:
             hello = next(iter(line.receive()), None)
             if hello is not None and hello["op"] == "hello" and hello.get("version") != self.version:
                 line.send("refused", text=f"{hello.get('host')} has threed {hello.get('version')}, node 0 "
-                                          f"({self.seen.get(0)}) "
-                                          f"{self.version}: install one everywhere")
+                                          f"({self.seen.get(0)}) {self.version}: install one everywhere")
                 line.close()
             elif hello is not None and hello["op"] == "hello" and _is_whole(hello):
                 self._greet(line, hello)
@@ -151,7 +150,7 @@ class Head:
         assert node is not None
         if other is not None:
             other.line.send("end", text=f"another launcher has come as node {node}, on {hello['host']}: this "
-                                        f"one ends", status=1)
+                                        "one ends", status=1)
             self._lose(other, "its launcher was started again")
         self.members[node] = Member(line, node, hello["host"], hello["size"], plain(hello["from"]),
                                     hello["id"])
@@ -163,14 +162,14 @@ class Head:
         line.send("welcome", node=node)
         if self.state != State.GATHER:
             line.send("wait", text=f"the run is under way with {len(self.running)} nodes; this one joins it "
-                                   f"at its next start")
+                                   "at its next start")
 
     def _problem(self, hello: dict[str, Any], node: int | None) -> str | None:
         host = hello["host"]
         if hello["job"] != self.nodes.job:
             return (f"node 0 at {self.nodes.address}:{self.nodes.port} is of job "
-                    f"{self.nodes.job or '(none)'}, not of "
-                    f"{hello['job'] or '(none)'}: two runs need different values of MASTER_PORT")
+                    f"{self.nodes.job or '(none)'}, not of {hello['job'] or '(none)'}: two runs need "
+                    "different values of MASTER_PORT")
         if hello["nodes"] != [self.nodes.least, self.nodes.most]:
             return f"NNODES is {_span(*hello['nodes'])} on {host} and {self.wanted} on node 0"
         if node is None:
@@ -284,10 +283,8 @@ class Head:
         few = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
         if waited > self.limit_s:
             self._end(f"{there} of {self.wanted} nodes came within run.connect_timeout_s={self.limit_s:g}; "
-                      f"missing: {few}. Are "
-                      f"they started, with MASTER_ADDR={self.nodes.address} and "
-                      f"MASTER_PORT={self.nodes.port}, and do firewalls "
-                      "let them reach node 0?", 1)
+                      f"missing: {few}. Are they started, with MASTER_ADDR={self.nodes.address} and "
+                      f"MASTER_PORT={self.nodes.port}, and do firewalls let them reach node 0?", 1)
         elif waited > self.report:
             self.report += REPORT_S
             self.tell("wait", text=f"{there} of {self.wanted} nodes after {waited:.0f} s, waiting for {few}")

@@ -101,7 +101,7 @@ class Mesh:
         self.sizes: dict[str, int] = {axis: sizes.pop(axis, 1) for axis in AXES}
         if sizes or sorted(self.order) != sorted(AXES):
             raise ValueError(f"axis order {'-'.join((*self.order, *sizes))} must name {', '.join(AXES)} once "
-                             f"each")
+                             "each")
         if min(self.sizes.values()) < 1:
             raise ValueError(f"axes must have at least one rank: {self.text('=')}")
         self.shard_size = self.sizes["dp"] if shard is None else shard

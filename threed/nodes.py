@@ -136,8 +136,7 @@ class NodeLauncher:
                     losses += 1
                     if here or losses > self.config.run.restarts:
                         raise RunError(f"{text}. The run ends here; started again on all nodes, it goes on "
-                                       f"from its newest "
-                                       "checkpoint") from None
+                                       "from its newest checkpoint") from None
                     if self.asked:
                         self.signal = self.last
                         raise _Stopped from None
@@ -305,8 +304,7 @@ class NodeLauncher:
         if code == UNREACHED:
             address = plain(line.socket.getpeername()[0])
             text, cause, status = (f"does not reach the store of node 0 at {address}: do firewalls let the "
-                                   f"nodes reach each "
-                                   "other at any port?"), None, 1
+                                   "nodes reach each other at any port?"), None, 1
         line.send("failed", rank=self.first + local, text=text, cause=cause, step=self.steps.at(local),
                   status=status,
                   certain=code < 0 or code == UNREACHED)

@@ -175,8 +175,8 @@ def interface_variables(address: str) -> dict[str, str]:
         chosen[variable] = os.environ.get(variable, name)
         if chosen[variable] == "lo" and not is_loopback(address):
             raise InputError(f"{variable}=lo on {socket.gethostname()} is loopback, and other nodes are on "
-                             f"other hosts: unset "
-                             f"it, or name the interface that leads to them ({name}, {address})")
+                             f"other hosts: unset it, or name the interface that leads to them ({name}, "
+                             f"{address})")
     return chosen
 
 
@@ -193,8 +193,8 @@ def meet(store: Any, rank: int, world_size: int, master: tuple[str, int]) -> Non
         own = route(far, master[1]) or own if far is not None else own
         if is_loopback(own) and len({name for name, _ in others}) > 1:
             raise InputError(f"MASTER_ADDR={master[0]} is loopback on {host}, and there are ranks on other "
-                             f"hosts: set it to an "
-                             "address of node 0 that all others reach, or set LOCAL_ADDR to this host's own")
+                             "hosts: set it to an address of node 0 that all others reach, or set LOCAL_ADDR "
+                             "to this host's own")
     os.environ.update(interface_variables(own))
 
 
@@ -207,12 +207,11 @@ def _addresses(store: Any, world_size: int) -> list[bytes]:
         try:
             missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
         except RuntimeError:
-            raise RunError(f"the store in which all ranks meet has gone: rank 0, or its host, has ended "
+            raise RunError("the store in which all ranks meet has gone: rank 0, or its host, has ended "
                            f"({why})") from None
         named = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
         raise RunError(f"of {world_size} ranks these did not come: {named or 'none is missing'} ({why}). Are "
-                       f"all nodes "
-                       "started?") from None
+                       "all nodes started?") from None
 
 
 def is_here(address: str) -> bool:
@@ -236,8 +235,7 @@ def listen(port: int) -> socket.socket:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise InputError(f"MASTER_PORT={port} is taken by another program on {socket.gethostname()}: end "
-                             f"it, or give all "
-                             "nodes another port") from None
+                             "it, or give all nodes another port") from None
         raise InputError(f"MASTER_PORT={port} cannot be used on {socket.gethostname()}: "
                          f"{error.strerror}") from None
 
@@ -271,11 +269,10 @@ def _hint(nodes: Nodes) -> str:
     own = route(nodes.address, nodes.port)
     if own is not None and is_loopback(own):
         return (f"MASTER_ADDR={nodes.address} leads back to {socket.gethostname()} itself: with several "
-                f"hosts it must be an "
-                "address of node 0 that all others reach, and only node 0 has NODE_RANK=0")
+                "hosts it must be an address of node 0 that all others reach, and only node 0 has "
+                "NODE_RANK=0")
     return (f"Is node 0 started, is MASTER_ADDR={nodes.address} its address, is MASTER_PORT={nodes.port} the "
-            f"same on all "
-            "nodes, and do firewalls let nodes reach each other?")
+            "same on all nodes, and do firewalls let nodes reach each other?")
 
 
 def _attempt(address: str, port: int, hello: dict[str, Any]) -> tuple[Line | None, int, str]:
@@ -300,4 +297,4 @@ def _attempt(address: str, port: int, hello: dict[str, Any]) -> tuple[Line | Non
     if answer is None and not line.foreign:
         return None, 0, f"something takes connections at {where} and does not answer as threed"
     raise InputError(f"what answers at {where} is not threed: another program has this port. Give all nodes "
-                     f"another MASTER_PORT")
+                     "another MASTER_PORT")

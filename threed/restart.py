@@ -80,11 +80,9 @@ class Restarts:
         self._seen.add(key)
         if self._count == self._most:
             return None, (f"not started again: run.restarts={self._most} starts from the newest checkpoint "
-                          f"have failed, the last"
-                          f"{where}")
+                          f"have failed, the last{where}")
         wait_s = min(self._wait_s * 2**self._count, max(LONGEST_WAIT_S, self._wait_s))
         self._count += 1
         self.total += 1
         return wait_s, (f"restart {self._count} of {self._most} since the newest checkpoint, in {wait_s:g} "
-                        f"s: {failure.text}"
-                        f"{where}")
+                        f"s: {failure.text}{where}")

@@ -35,5 +35,5 @@ def environment_store(timeout_s: float) -> Any:
     except (RuntimeError, ValueError) as error:  # with pages of C++ frames
         where = f"MASTER_ADDR={os.environ.get('MASTER_ADDR')} MASTER_PORT={os.environ.get('MASTER_PORT')}"
         raise RunError(f"rank {os.environ.get('RANK')} on {socket.gethostname()} cannot meet the others at "
-                       f"{where} within "
-                       f"run.connect_timeout_s={timeout_s:g}: {str(error).splitlines()[0]}") from None
+                       f"{where} within run.connect_timeout_s={timeout_s:g}: "
+                       f"{str(error).splitlines()[0]}") from None

@@ -85,10 +85,9 @@ def _files(source: str) -> list[Path]:
     elif os.path.isdir(path := os.path.expanduser(source)):
         files = _walk(Path(path), lambda name: not name.startswith("."),
                       lambda path: path.suffix.lower() in TEXT_SUFFIXES or _is_jsonl(path))
-        advice = (f"the folder has no file with one of the suffixes "
-                  f"{' '.join(TEXT_SUFFIXES + JSONL_SUFFIXES)}; "
-                  f"for other names give a glob, as in '{source}/*', and for Megatron's .bin/.idx their "
-                  f"prefix")
+        advice = ("the folder has no file with one of the suffixes "
+                  f"{' '.join(TEXT_SUFFIXES + JSONL_SUFFIXES)}; for other names give a glob, as in "
+                  f"'{source}/*', and for Megatron's .bin/.idx their prefix")
     elif os.path.exists(path):
         files, advice = [_refuse_json(Path(path))], ""
     elif glob.has_magic(path):
@@ -97,8 +96,7 @@ def _files(source: str) -> list[Path]:
         advice = "the glob matches no file; ** goes through folders"
     else:
         raise InputError(f"data.source={source} does not exist; give {STDLIB}, or a folder, a glob, a text "
-                         f"file, a "
-                         ".jsonl file or the prefix of a Megatron .bin/.idx pair")
+                         "file, a .jsonl file or the prefix of a Megatron .bin/.idx pair")
     if not files:
         raise InputError(f"data.source={source} holds no text: {advice}")
     return files
@@ -121,8 +119,7 @@ def _is_jsonl(path: Path) -> bool:
 def _refuse_json(path: Path) -> Path:
     if path.suffix.lower() == ".json":
         raise InputError(f"{path}: a .json file is not read; name it .jsonl if each line is a JSON object, "
-                         f"or .txt to "
-                         "train on it as it stands")
+                         "or .txt to train on it as it stands")
     return path
 
 
@@ -148,20 +145,18 @@ def _json_text(line: bytes, text_key: str, where: str) -> str:
         raise InputError(f"{where}: not a line of JSON: {error}; each line must be one object") from None
     if not isinstance(value, dict):
         raise InputError(f"{where}: the line holds a {type(value).__name__}; each line must be one JSON "
-                         f"object")
+                         "object")
     if text_key not in value:
         fields = ", ".join(value) or "none"
         raise InputError(f"{where}: no field '{text_key}' (the fields are: {fields}); set data.text_key to "
-                         f"the one "
-                         "that holds the text")
+                         "the one that holds the text")
     text = value[text_key]
     if not isinstance(text, str):
         raise InputError(f"{where}: field '{text_key}' is a {type(text).__name__}, not a string; set "
-                         f"data.text_key to "
-                         "the one that holds the text")
+                         "data.text_key to the one that holds the text")
     try:
         text.encode()
     except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair, which no encoding can hold
         raise InputError(f"{where}: field '{text_key}' is not valid Unicode: {error.reason}; repair the "
-                         f"line") from None
+                         "line") from None
     return text

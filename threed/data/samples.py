@@ -43,7 +43,7 @@ class Tokens:
             if not path.is_file():
                 there = f"{other} is there, but " if other.is_file() else ""
                 raise InputError(f"{there}{path} is missing; a prefix of Megatron data needs both .bin and "
-                                 f".idx")
+                                 ".idx")
         try:
             dtype, self.document_ends = _read_index(idx)
             num_tokens = int(self.document_ends[-1]) if len(self.document_ends) else 0
@@ -51,8 +51,7 @@ class Tokens:
             if want_bytes != have_bytes:
                 how = "cut short" if have_bytes < want_bytes else "too long for its .idx"
                 raise InputError(f"{bin_} is {how}: {idx} tells of {num_tokens} tokens of {dtype}, "
-                                 f"{want_bytes} bytes, "
-                                 f"and the file has {have_bytes}; prepare the data again")
+                                 f"{want_bytes} bytes, and the file has {have_bytes}; prepare the data again")
             if not num_tokens:
                 raise InputError(f"{bin_} holds no tokens; give other data")
             self.path, self.stream = bin_, np.memmap(bin_, dtype=dtype, mode="r")
@@ -73,8 +72,8 @@ class Tokens:
                                                                self.num_tokens)
                 if zlib.crc32(self.stream[first:last].data) != self._checksums[block]:
                     raise InputError(f"{self.path}: tokens {first} to {last - 1} do not have the checksum "
-                                     f"that they were written "
-                                     f"with; delete the folder {self.path.parent} and start again")
+                                     f"that they were written with; delete the folder {self.path.parent} and "
+                                     "start again")
                 self._checked[block] = True
 
     @property
@@ -93,7 +92,7 @@ def _read_checksums(path: Path, size: int) -> np.ndarray | None:
     found, wanted = path.stat().st_size // 4, -(-size // BLOCK_BYTES)
     if found != wanted:
         raise InputError(f"{path} holds {found} checksums, and the stream has {wanted} blocks; prepare the "
-                         f"data again")
+                         "data again")
     return np.memmap(path, "<u4", "r")
 
 
@@ -114,13 +113,11 @@ def _read_index(path: Path) -> tuple[np.dtype, np.ndarray]:
         _, version, code, sequences, bounds = _HEADER.unpack(header)
         if version != 1 or code not in _DTYPES:
             raise InputError(f"{path} is an index of version {version} and dtype code {code}; threed reads "
-                             f"version 1 "
-                             f"and integer tokens, codes {', '.join(map(str, _DTYPES))}")
+                             f"version 1 and integer tokens, codes {', '.join(map(str, _DTYPES))}")
         needed = _HEADER.size + sequences * (4 + 8) + bounds * 8
         if size < needed:
             raise InputError(f"{path} is cut short: {sequences} sequences in {max(0, bounds - 1)} documents "
-                             f"need "
-                             f"{needed} bytes, and the file has {size}; prepare the data again")
+                             f"need {needed} bytes, and the file has {size}; prepare the data again")
         lengths = np.fromfile(file, np.int32, sequences)
         file.seek(sequences * 8, 1)
         edges = np.fromfile(file, np.int64, bounds)
@@ -132,8 +129,7 @@ def _read_index(path: Path) -> tuple[np.dtype, np.ndarray]:
         or (np.diff(edges) < 0).any()
     ):
         raise InputError(f"{path} is damaged: its sequence lengths or document bounds are impossible; "
-                         f"prepare the data "
-                         "again")
+                         "prepare the data again")
     # first token of each sequence, and the end
     token_at = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     return np.dtype(_DTYPES[code]), token_at[edges[1:]]
@@ -172,10 +168,8 @@ class Split:
         if self._vocab is not None and (window.min() < 0 or window.max() >= self._vocab):
             at = int(((window < 0) | (window >= self._vocab)).argmax())
             raise InputError(f"{self._tokens.path} holds token {window[at]} at position {first + at}, in "
-                             f"sample {index}, but "
-                             f"model.vocab={self._vocab} allows 0 to {self._vocab - 1}: the data are "
-                             f"damaged, or of another "
-                             "tokenizer")
+                             f"sample {index}, but model.vocab={self._vocab} allows 0 to {self._vocab - 1}: "
+                             "the data are damaged, or of another tokenizer")
         return window
 
 
@@ -200,9 +194,8 @@ def splits(prefix: str | Path, seq_len: int, seed: int, validation_fraction: flo
                 f" or {change} data.validation_fraction={validation_fraction}" if validation_fraction else ""
             )
             raise InputError(f"{prefix}: {split.num_tokens} of {total} tokens are for {name}, fewer than one "
-                             f"window of "
-                             f"model.seq_len + 1 = {seq_len + 1}; give more text in data.source, lower "
-                             f"model.seq_len={seq_len}{fraction}")
+                             f"window of model.seq_len + 1 = {seq_len + 1}; give more text in data.source, "
+                             f"lower model.seq_len={seq_len}{fraction}")
     return train, validation
 
 

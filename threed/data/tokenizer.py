@@ -50,8 +50,7 @@ def load(path: str | Path) -> Tokenizer:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise InputError(f"{path} cannot be read as a tokenizer: {reason}; give a tokenizer.json of the "
-                         f"Hugging Face "
-                         "tokenizers library, or data.tokenizer=bpe") from None
+                         "Hugging Face tokenizers library, or data.tokenizer=bpe") from None
     try:
         return Tokenizer(tokenizers.Tokenizer.from_str(text))
     except Exception as error:  # the library raises plain Exception
@@ -69,8 +68,7 @@ def train(documents: Iterable[str], vocab: int, path: str | Path) -> Tokenizer:
     """
     if vocab < MIN_VOCAB:
         raise InputError(f"model.vocab={vocab} is too small for data.tokenizer=bpe, which needs 256 bytes "
-                         f"and "
-                         f"{EOD}: at least {MIN_VOCAB}; raise model.vocab")
+                         f"and {EOD}: at least {MIN_VOCAB}; raise model.vocab")
     inner = tokenizers.Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore
     inner.decoder = decoders.ByteLevel()  # pyright: ignore

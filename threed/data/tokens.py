@@ -96,8 +96,7 @@ def prepare(data: DataConfig, model: ModelConfig,
             _build(folder, content, path, data, model, progress)
     except OSError as error:  # those of reading the source are InputErrors by now
         raise InputError(f"prepared data cannot be kept in {root}: {error.strerror or error}; make room "
-                         f"there or set "
-                         "data.cache to another folder") from None
+                         "there or set data.cache to another folder") from None
     prepared = _open(folder, cached)
     elapsed = show_seconds(time.perf_counter() - start_s)
     progress(f"{'found' if cached else 'prepared'} {show_count(prepared.num_tokens)} tokens of "
@@ -128,7 +127,7 @@ def _open(folder: Path, cached: bool) -> Prepared:
     # an InputError is a ValueError
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"prepared data is damaged: {error}\ndelete the folder {folder} and start "
-                         f"again") from None
+                         "again") from None
 
 
 def _check(meta: dict[str, Any]) -> int:
@@ -229,8 +228,7 @@ def _fill(folder: Path, content: str, tokenizer_path: Path | None, data: DataCon
     progress(_encoded(lengths, num_chars, time.perf_counter() - start_s))
     if not sum(lengths):
         raise InputError(f"data.tokenizer={tokenizer_path} makes no token of the text in "
-                         f"data.source={data.source}; "
-                         "give a tokenizer for this kind of text")
+                         f"data.source={data.source}; give a tokenizer for this kind of text")
 
     start_s = time.perf_counter()
     builder = IndexedDatasetBuilder(str(folder / "tokens.bin"), dtype=dtype.type)
@@ -311,13 +309,11 @@ def _use_in_place(prefix: Path, data: DataConfig, model: ModelConfig,
     vocab = tokenizer.vocab_size if tokenizer is not None else high + 1
     if high >= model.vocab or low < 0:
         raise InputError(f"{prefix}.bin holds token {high if low >= 0 else low}, but "
-                         f"model.vocab={model.vocab} allows "
-                         f"0 to {model.vocab - 1}; set model.vocab to what its tokenizer has, at least "
-                         f"{high + 1}")
+                         f"model.vocab={model.vocab} allows 0 to {model.vocab - 1}; set model.vocab to what "
+                         f"its tokenizer has, at least {high + 1}")
     if high >= vocab:
         raise InputError(f"{prefix}.bin holds token {high}, but data.tokenizer={path} has only {vocab} "
-                         f"tokens; give "
-                         "the one that made the data")
+                         "tokens; give the one that made the data")
     progress(f"checked {show_count(checked)} of {show_count(tokens.num_tokens)} tokens of {prefix}.bin in "
              f"{show_seconds(time.perf_counter() - start_s)}")
     eod = None if tokenizer is None else tokenizer.eod
@@ -342,8 +338,7 @@ def _load_tokenizer(path: Path, vocab: int):
     tokenizer = tokenizers.load(path)
     if tokenizer.vocab_size > vocab:
         raise InputError(f"data.tokenizer={path} has {tokenizer.vocab_size} tokens, more than "
-                         f"model.vocab={vocab}; "
-                         f"set model.vocab={tokenizer.vocab_size}")
+                         f"model.vocab={vocab}; set model.vocab={tokenizer.vocab_size}")
     return tokenizer
 
 
@@ -352,5 +347,4 @@ def _check_eod(path: Path, eod: int | None, append_eod: bool) -> None:
 
     if append_eod and eod is None:
         raise InputError(f"data.append_eod=true, but data.tokenizer={path} has none of the end-of-text "
-                         f"tokens "
-                         f"{' '.join(EOD_NAMES)}; set data.append_eod=false or add one to it")
+                         f"tokens {' '.join(EOD_NAMES)}; set data.append_eod=false or add one to it")

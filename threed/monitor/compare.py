@@ -78,9 +78,8 @@ def compare(run: Path) -> dict[str, Any]:
     plan = make_plan(load_config(run))
     if plan.digest != traced.digest:
         raise InputError(f"{run}: the trace is of plan {traced.digest}, but {CONFIG} makes plan "
-                         f"{plan.digest}: the run was "
-                         "started with another config, or by another version of threed, and no step of it "
-                         "was traced since")
+                         f"{plan.digest}: the run was started with another config, or by another version of "
+                         "threed, and no step of it was traced since")
     chosen = _choose(traced)
     programs = plan.programs["train"]
     traces = [[rank.trace(step) for step in chosen] for rank in traced.ranks]
@@ -242,8 +241,7 @@ def show(found: dict[str, Any]) -> str:
     lines = [f"{found['run']}, plan {found['digest']}, step{'s' if len(found['steps']) > 1 else ''} "
              + ", ".join(map(str, found["steps"])),
              f"{show_seconds(step['measured'])} a step measured, {show_seconds(step['predicted'])} "
-             f"predicted, "
-             f"{abs(error):.1%} {'more' if error > 0 else 'less'}", "",
+             f"predicted, {abs(error):.1%} {'more' if error > 0 else 'less'}", "",
              "where the time of a rank went, by stage".ljust(40) + _cells((*HEADS.values(), "bubble"))]
     for position, row in enumerate(found["stages"]):
         lines += [f"{f'pp{position}' if kind == 'predicted' else '':6}{kind}".ljust(40)

@@ -94,8 +94,7 @@ class StepLines:
                 self._failing = True
                 why = error.strerror or error
                 return None if before else (f"warning: {self.path} cannot be written ({why}): the run goes "
-                                            f"on, and keeps its "
-                                            "steps until it can")
+                                            "on, and keeps its steps until it can")
         if not before:
             return None
         missing = (

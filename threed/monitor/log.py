@@ -68,8 +68,7 @@ class Log:
             self._lock.seek(0)
             holder = self._lock.read().strip()
             raise InputError(f"run.dir={config.run.dir} is in use by another run ({holder}): end it first, "
-                             f"or give this one a "
-                             "folder of its own") from None
+                             "or give this one a folder of its own") from None
         except OSError:
             pass  # a file system without locks
         with contextlib.suppress(OSError):  # a full disk
@@ -147,8 +146,8 @@ class Log:
         threading.Thread(target=body, daemon=True, name="close the log").start()
         if not over.wait(limit_s):
             self.say(f"warning: {self.path} or wandb does not answer for {limit_s:g} s; what they miss of "
-                     f"the run's last steps "
-                     f"is lost to them. An offline copy for `wandb sync`: {self.wandb_dir or 'none'}")
+                     "the run's last steps is lost to them. An offline copy for `wandb sync`: "
+                     f"{self.wandb_dir or 'none'}")
 
     def _close(self) -> None:
         with contextlib.suppress(OSError):

@@ -62,10 +62,8 @@ def _describe(key: tuple[int, int], ranks: list[int], row: Row, peers: Sequence[
     usual = {what: median_low([peer[what] for peer in peers]) for what in WORK}
     what = max(WORK, key=lambda part: row[part] - usual[part])
     return (f"warning: {_name(key, ranks)} slow for {STEPS} steps now: {slower:.1f} times the work of others "
-            f"at pp{key[0]}, "
-            f"most of it in {what} ({row[what]:.3g} s a step instead of {usual[what]:.3g} s). The run waits "
-            f"for it: look at the "
-            "hardware there")
+            f"at pp{key[0]}, most of it in {what} ({row[what]:.3g} s a step instead of {usual[what]:.3g} s). "
+            "The run waits for it: look at the hardware there")
 
 
 def _name(key: tuple[int, int], ranks: list[int]) -> str:

@@ -162,7 +162,7 @@ def read_run(run: Path) -> RunTrace:
     first = rank_file(run, 0)
     if not first.exists():
         raise InputError(f"{run}: there is no {FOLDER}/{first.name}. A run is traced where "
-                         f"monitor.trace_every > 0")
+                         "monitor.trace_every > 0")
     header = _last_header(first)
     digest, world_size, notes, ranks = header["digest"], header["world_size"], [], []
     for rank in range(world_size):
@@ -206,7 +206,7 @@ def _read_rank(file: Path, rank: int, digest: str, notes: list[str]) -> RankTrac
             raise InputError(f"{where} is damaged: neither a header nor a step")
     if found is None:
         raise InputError(f"{file} is of another plan than rank 0's last one, {digest}: the ranks' files are "
-                         f"not of one run")
+                         "not of one run")
     return found
 
 

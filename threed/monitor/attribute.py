@@ -39,19 +39,19 @@ def cause_of(item: Instruction) -> str:
 def parts(trace: Trace, program: Sequence[Instruction]) -> dict[str, float]:
     """Seconds by part. No moment is in two of them: instructions follow one another, and waits come before
     their start."""
-    found: dict[str, float] = dict.fromkeys([*PARTS, "idle"], 0.0)
+    seconds: dict[str, float] = dict.fromkeys([*PARTS, "idle"], 0.0)
     for index, item in enumerate(program):
-        found[cause_of(item)] += trace.ended[index] - trace.started[index]
+        seconds[cause_of(item)] += trace.ended[index] - trace.started[index]
     for _, source, wait_s in trace.waits:
         # What is under way when a program begins is a checkpoint's copy to the host.
-        found[cause_of(program[source]) if source >= 0 else "offload"] += wait_s
-    found["p2p_wait"] += max(0.0, trace.total_s - trace.ended[-1]) if trace.ended else 0.0
-    del found["idle"]
-    return found
+        seconds[cause_of(program[source]) if source >= 0 else "offload"] += wait_s
+    seconds["p2p_wait"] += max(0.0, trace.total_s - trace.ended[-1]) if trace.ended else 0.0
+    del seconds["idle"]
+    return seconds
 
 
-def attribute(found: Mapping[str, float], clip_s: float, step_s: float) -> dict[str, float]:
+def attribute(seconds: Mapping[str, float], clip_s: float, step_s: float) -> dict[str, float]:
     """Seconds by cause, from a rank's parts and from what CLIP took on the rank that came last."""
-    causes = {name: found[name] for name in PARTS if name != "clip"}
-    causes["dp_wait"] += min(clip_s, found["clip"])
+    causes = {name: seconds[name] for name in PARTS if name != "clip"}
+    causes["dp_wait"] += min(clip_s, seconds["clip"])
     return {**causes, "idle": step_s - sum(causes.values())}

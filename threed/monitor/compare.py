@@ -175,33 +175,33 @@ def _as_trace(plan: Plan, walk: Walk, position: int) -> Trace:
 
 
 def _by_op(trace: Trace, program: Sequence[Instruction], _: Sequence[str]) -> Row:
-    found: Row = defaultdict(float)
+    seconds: Row = defaultdict(float)
     for index, item in enumerate(program):
-        found[str(item.op)] += trace.ended[index] - trace.started[index]
-    return found
+        seconds[str(item.op)] += trace.ended[index] - trace.started[index]
+    return seconds
 
 
 def _by_lane(trace: Trace, program: Sequence[Instruction], lanes: Sequence[str]) -> Row:
     """Time in a lane's instructions and in waiting for them. `recv 0 act` and `recv 1 act` are both `recv
     act`."""
     names = [" ".join(word for word in lane.split() if not word.isdecimal()) for lane in lanes]
-    found: Row = defaultdict(float)
+    seconds: Row = defaultdict(float)
     for index in range(len(program)):
-        found[names[index]] += trace.ended[index] - trace.started[index]
+        seconds[names[index]] += trace.ended[index] - trace.started[index]
     for _, source, wait_s in trace.waits:
         if source >= 0:
-            found[names[source]] += wait_s
-    return found
+            seconds[names[source]] += wait_s
+    return seconds
 
 
 def _by_unit(trace: Trace, program: Sequence[Instruction], _: Sequence[str]) -> Row:
-    found: Row = defaultdict(float)
+    seconds: Row = defaultdict(float)
     for index, item in enumerate(program):
         if item.op in COMPUTE or item.op == Op.STEP:
-            found[f"{'p' if item.op == Op.STEP else 'u'}{item.unit}"] += (
+            seconds[f"{'p' if item.op == Op.STEP else 'u'}{item.unit}"] += (
                 trace.ended[index] - trace.started[index]
             )
-    return found
+    return seconds
 
 
 def _mean(rows: Sequence[Mapping[str, float]], names: Iterable[str]) -> Row:
@@ -210,11 +210,11 @@ def _mean(rows: Sequence[Mapping[str, float]], names: Iterable[str]) -> Row:
 
 def _average(rows: Sequence[Row], over_all: bool = True) -> Row:
     """The mean of each key, over all rows or over those that have it."""
-    found = {}
+    means = {}
     for name in dict.fromkeys(name for row in rows for name in row):
         values = [row[name] for row in rows if name in row]
-        found[name] = sum(values) / (len(rows) if over_all else len(values))
-    return found
+        means[name] = sum(values) / (len(rows) if over_all else len(values))
+    return means
 
 
 def _pair(predicted: Row, measured: Row) -> dict[str, Row]:
@@ -234,32 +234,32 @@ HEADS = {"step": "step", "compute": "compute", "p2p_wait": "p2p wait", "dp_wait"
 MOST_RANKS = 64
 
 
-def show(found: dict[str, Any]) -> str:
+def show(compared: dict[str, Any]) -> str:
     """The same, for reading."""
-    step = found["step"]
+    step = compared["step"]
     error = step["predicted"] / step["measured"] - 1.0 if step["measured"] else 0.0
-    lines = [f"{found['run']}, plan {found['digest']}, step{'s' if len(found['steps']) > 1 else ''} "
-             + ", ".join(map(str, found["steps"])),
+    lines = [f"{compared['run']}, plan {compared['digest']}, step{'s' if len(compared['steps']) > 1 else ''} "
+             + ", ".join(map(str, compared["steps"])),
              f"{show_seconds(step['measured'])} a step measured, {show_seconds(step['predicted'])} "
              f"predicted, {abs(error):.1%} {'more' if error > 0 else 'less'}", "",
              "where the time of a rank went, by stage".ljust(40) + _cells((*HEADS.values(), "bubble"))]
-    for position, row in enumerate(found["stages"]):
+    for position, row in enumerate(compared["stages"]):
         lines += [f"{f'pp{position}' if kind == 'predicted' else '':6}{kind}".ljust(40)
                   + _cells([*(show_seconds(row[kind][name]) for name in HEADS), f"{row[kind]['bubble']:.1%}"])
                   for kind in ("predicted", "measured")]
     lines += ["", "and by rank, measured".ljust(40) + _cells(HEADS.values())]
-    for row in found["ranks"][:MOST_RANKS]:
+    for row in compared["ranks"][:MOST_RANKS]:
         place = f"rank {row['rank']} " + " ".join(f"{axis}{row[axis]}" for axis in AXES)
         lines.append(place.ljust(40) + _cells(show_seconds(row[name]) for name in HEADS))
-    if len(found["ranks"]) > MOST_RANKS:
-        lines.append(f"... and {len(found['ranks']) - MOST_RANKS} ranks more")
+    if len(compared["ranks"]) > MOST_RANKS:
+        lines.append(f"... and {len(compared['ranks']) - MOST_RANKS} ranks more")
     for title, key in (("by op, mean of all ranks", "ops"), ("by lane, waiting for it included", "lanes"),
                        ("by unit, on a rank that holds it", "units")):
         lines += ["", title.ljust(40) + _cells(("predicted", "measured"))]
         lines += [f"{name:5} {row.get('name', '')}".ljust(40)
                   + _cells(show_seconds(row[kind]) for kind in ("predicted", "measured")) for name,
-                  row in found[key].items()]
-    return "\n".join([*lines, *(f"note: {note}" for note in found["notes"])])
+                  row in compared[key].items()]
+    return "\n".join([*lines, *(f"note: {note}" for note in compared["notes"])])
 
 
 def _cells(texts: Iterable[str]) -> str:

@@ -31,10 +31,8 @@ def problem(address: str) -> str | None:
     except ValueError:
         return f"no store is known by {protocol}://; write s3://BUCKET/RUN, gs://BUCKET/RUN or a folder"
     except ImportError as error:
-        extra = (
-            f"pip install 'threed[{EXTRAS[protocol]}]'"
-            if protocol in EXTRAS
-            else "install the package that it names"
-        )
-        return f"{protocol}:// needs a package that is not here ({error}): {extra}"
+        advice = "install the package that it names"
+        if protocol in EXTRAS:
+            advice = f"pip install 'threed[{EXTRAS[protocol]}]'"
+        return f"{protocol}:// needs a package that is not here ({error}): {advice}"
     return None if rest.strip("/") else f"names no place in the store; write {protocol}://BUCKET/RUN"

@@ -14,8 +14,7 @@ from threed.quantity import round_up
 
 @dataclass
 class ModelConfig:
-    """Sizes of the model. Values of a size that has a name (`name`, threed/models/families) are then the
-    defaults."""
+    """Sizes of the model. A named size (`name`, threed/models/families) gives other defaults."""
 
     family: str = "gpt"  # gpt | llama, or one of your own: package.module:name or file.py:name
     name: str = "custom"  # custom, or a size: gpt2-small ... llama3-70b; other keys of the section win over

@@ -19,10 +19,10 @@ from threed.values import check_values
 
 
 def validate(config: Config, world_size: int | None = None) -> list[str]:
-    """Every problem of a config, one line each; empty when it can run. `world_size`: what will really be
-    there."""
+    """Every problem of a config, one line each; empty when it can run. `world_size`: the number of ranks that
+    the run really has; None: not known."""
     problems = check_values(config)
-    # sections with values that arithmetic may trip over
+    # sections with a wrong value, with which the checks below cannot calculate
     wrong = {problem.split(".")[0] for problem in problems}
     if not wrong & {"model", "parallel"}:
         of_model = _check_model(config) or _check_tiling(config)
@@ -92,7 +92,7 @@ def _check_parallel(config: Config, world_size: int | None) -> list[str]:
 
 
 def _check_stages(config: Config) -> list[str]:
-    """There is a unit for each stage, and no stage begins in the middle of a layer's tiles."""
+    """Each stage has a unit, and no stage begins in the middle of a layer's tiles."""
     parallel, problems, runs = config.parallel, [], stage_runs(config)
     units = sum(runs)
     if config.num_stages > len(runs):
@@ -156,7 +156,7 @@ def parse_limit(text: str) -> tuple[float | None, int | None]:
 
 
 def _check_zero(config: Config) -> list[str]:
-    """Settings that the stage gives no meaning, and values that are not one."""
+    """Settings that have no effect at the ZeRO stage, and wrong values."""
     zero, problems = config.zero, []
     for key, least in (("reduce_every", 2), ("residency", 3), ("prefetch", 3), ("persist_below", 3)):
         value = getattr(zero, key)
@@ -182,7 +182,7 @@ _WHOLE = {
 
 
 def _check_activation(config: Config) -> list[str]:
-    """Settings that the policy gives no meaning, and values that are not one."""
+    """Settings that have no effect with the activation policy, and wrong values."""
     activation, problems = config.activation, []
     policy = activation.policy
     for key, policies in (("every", ("full",)), ("pieces", ("selective",)), ("budget", ("budget",)),
@@ -242,7 +242,7 @@ def _check_offload(config: Config) -> list[str]:
 
 
 def _check_copies(config: Config) -> list[str]:
-    """Addresses that cannot be one, before any process starts."""
+    """Addresses of copies that cannot be used, and settings of copies without an address."""
     checkpoint, problems = config.checkpoint, []
     places = {"checkpoint.copy_to": checkpoint.copy_to}
     if is_store(config.train.resume):
@@ -300,10 +300,9 @@ def num_units(config: Config) -> int:
 
 
 def stage_runs(config: Config) -> list[int]:
-    """Lengths of the runs of units that are on one stage: tiles of one layer; otherwise each unit is one by
-    itself."""
-    found, runs = unit_layers(config)
-    return together([found[first:stop] for first, stop in runs])
+    """Lengths of the runs of units that must be on one stage: the tiles of one layer, or a single unit."""
+    layers, runs = unit_layers(config)
+    return together([layers[first:stop] for first, stop in runs])
 
 
 def _check_batch(config: Config) -> list[str]:
@@ -331,7 +330,7 @@ def _check_schedule(config: Config) -> list[str]:
 
 
 def warnings(config: Config) -> list[str]:
-    """What can run but may not be meant."""
+    """Settings that can run, but that a person may not have meant."""
     lines = []
     optimizer, steps = config.optimizer, config.train.steps
     if optimizer.warmup_steps > steps:

@@ -24,7 +24,7 @@ _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document bounds
 _DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}  # Megatron's codes
 _MASK = 2**64 - 1
-# of a stream that has a checksum: what a disk reads at once, so that checking reads no more
+# Part of a stream with a checksum of its own. A disk reads as much at once, so a check costs no more reading.
 BLOCK_BYTES = 2**16
 
 
@@ -41,8 +41,8 @@ class Tokens:
         idx, bin_ = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
         for path, other in ((idx, bin_), (bin_, idx)):
             if not path.is_file():
-                there = f"{other} is there, but " if other.is_file() else ""
-                raise InputError(f"{there}{path} is missing; a prefix of Megatron data needs both .bin and "
+                half = f"{other} is there, but " if other.is_file() else ""
+                raise InputError(f"{half}{path} is missing; a prefix of Megatron data needs both .bin and "
                                  ".idx")
         try:
             dtype, self.document_ends = _read_index(idx)
@@ -61,8 +61,8 @@ class Tokens:
             raise InputError(f"{prefix}.bin/.idx cannot be read: {error.strerror or error}") from None
 
     def check(self, start: int, stop: int) -> None:
-        """Compare the blocks with tokens [start, stop) with their checksums, each once. InputError: one is
-        damaged."""
+        """Compare the blocks that hold tokens [start, stop) with their checksums, each block once. InputError
+        where one is damaged."""
         if self._checksums is None:
             return
         size = self.stream.itemsize
@@ -86,12 +86,12 @@ class Tokens:
 
 
 def _read_checksums(path: Path, size: int) -> np.ndarray | None:
-    """CRC-32 of each block of a stream of `size` bytes; None where there are none."""
+    """CRC-32 of each block of a stream of `size` bytes; None where the file does not exist."""
     if not path.exists():
         return None
-    found, wanted = path.stat().st_size // 4, -(-size // BLOCK_BYTES)
-    if found != wanted:
-        raise InputError(f"{path} holds {found} checksums, and the stream has {wanted} blocks; prepare the "
+    count, wanted = path.stat().st_size // 4, -(-size // BLOCK_BYTES)
+    if count != wanted:
+        raise InputError(f"{path} holds {count} checksums, and the stream has {wanted} blocks; prepare the "
                          "data again")
     return np.memmap(path, "<u4", "r")
 
@@ -121,13 +121,8 @@ def _read_index(path: Path) -> tuple[np.dtype, np.ndarray]:
         lengths = np.fromfile(file, np.int32, sequences)
         file.seek(sequences * 8, 1)
         edges = np.fromfile(file, np.int64, bounds)
-    if (
-        (lengths < 0).any()
-        or bounds < 1
-        or edges[0] != 0
-        or edges[-1] != sequences
-        or (np.diff(edges) < 0).any()
-    ):
+    if ((lengths < 0).any() or bounds < 1 or edges[0] != 0 or edges[-1] != sequences
+            or (np.diff(edges) < 0).any()):
         raise InputError(f"{path} is damaged: its sequence lengths or document bounds are impossible; "
                          "prepare the data again")
     # first token of each sequence, and the end
@@ -146,17 +141,12 @@ class Split:
                  vocab: int | None = None):
         self.num_tokens = stop - start
         self.num_windows = max(0, (self.num_tokens - 1) // seq_len)  # a window's last label is a token too
-        self._tokens, self._start, self._seq_len, self._seed, self._vocab = (
-            tokens,
-            start,
-            seq_len,
-            seed,
-            vocab,
-        )
+        self._tokens, self._start = tokens, start
+        self._seq_len, self._seed, self._vocab = seq_len, seed, vocab
 
     def window(self, index: int) -> np.ndarray:
-        """Sample `index` >= 0, any size: int64 [seq_len + 1], inputs [:-1] and labels [1:]. InputError: what
-        is there is not what was written, or no token of the model's."""
+        """Sample `index` >= 0, however large: int64 [seq_len + 1], inputs [:-1] and labels [1:]. InputError
+        where the tokens are damaged, or not below `vocab`."""
         assert self.num_windows, "this split holds no window"
         assert index >= 0, index
         epoch, place = divmod(index, self.num_windows)
@@ -178,9 +168,9 @@ def splits(prefix: str | Path, seq_len: int, seed: int, validation_fraction: flo
     """Training and validation split of a Megatron prefix. Validation is the tail, about `validation_fraction`
     of it.
 
-    The cut is at the end of a document, unless documents are so long that the tail would come out at less
-    than half or more than twice its share; then it is inside one. With fraction 0 validation has no windows.
-    Raises InputError when either split is too short for one window.
+    The cut is at the end of a document, unless documents are so long that the tail would be less than half or
+    more than twice its share; then it is inside a document. With fraction 0 validation has no windows. Raises
+    InputError when either split is too short for one window.
     """
     tokens = Tokens(prefix)
     total = tokens.num_tokens
@@ -190,9 +180,8 @@ def splits(prefix: str | Path, seq_len: int, seed: int, validation_fraction: flo
     wanted = ((train, "training", "lower"), (validation, "validation", "raise"))
     for split, name, change in wanted[:2 if validation_fraction else 1]:
         if not split.num_windows:
-            fraction = (
-                f" or {change} data.validation_fraction={validation_fraction}" if validation_fraction else ""
-            )
+            fraction = f" or {change} data.validation_fraction={validation_fraction}"
+            fraction = fraction if validation_fraction else ""
             raise InputError(f"{prefix}: {split.num_tokens} of {total} tokens are for {name}, fewer than one "
                              f"window of model.seq_len + 1 = {seq_len + 1}; give more text in data.source, "
                              f"lower model.seq_len={seq_len}{fraction}")
@@ -222,10 +211,10 @@ def mix(value):
 
 
 def permute(place: int, size: int, key: int) -> int:
-    """Where a permutation of range(size), chosen by `key`, puts `place`.
+    """The image of `place` under a permutation of range(size) that `key` chooses.
 
-    A Feistel network permutes the least range of 4^n that holds `size`; where it leads out of range(size) it
-    is walked on, until it is back in it. That is at most 4 walks on average.
+    A Feistel network permutes range(4^n), for the least 4^n >= size; while the result is not below `size`, it
+    is permuted again (cycle walking): at most 4 times on average.
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     low = 2**half - 1

@@ -1,9 +1,8 @@
 """Training samples: windows over a token stream, in an order that depends on the seed alone.
 
                  train                           validation
-    |---w0---|---w1---|---w2---|-- ... --|.|---w0---|---w1---|..|     w: seq_len tokens, and one more as last
-                                                                      label
-    0                                      cut                  num_tokens
+    |---w0---|---w1---|---w2---|-- ... --|.|---w0---|---w1---|..|     w: seq_len tokens; the token after them
+    0                                      cut                  num_tokens                   is the last label
 
 Sample i of the training split lies in epoch i // num_windows; inside an epoch, the windows come in a
 permutation keyed by (seed, epoch). So sample i is a function of (seed, i): no mesh, batch size or number of

@@ -156,7 +156,7 @@ def _as_trace(plan: Plan, walk: Walk, position: int) -> Trace:
         start, end = walk.start[position][index], walk.end[position][index]
         if links.effects[index].lane == "compute":
             source = max(links.producers[index], key=lambda i: walk.end[position][i], default=-1)
-            # The walk starts CLIP at one time for all positions; a rank arrives once its own inputs are ready.
+            # The walk starts CLIP once for all positions; a rank arrives when its own inputs are ready.
             arrived = start
             if item.op == Op.CLIP:
                 arrived = max(last, walk.end[position][source] if source >= 0 else 0.0)

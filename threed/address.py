@@ -1,11 +1,10 @@
-"""Addresses: where checkpoints lie besides run.dir: a folder, or PROTOCOL://PATH in a store that fsspec
-knows."""
+"""Addresses of checkpoints outside run.dir: a folder, or PROTOCOL://PATH in a store that fsspec knows."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-# protocol -> what `pip install 'threed[...]'` brings
+# protocol -> the extra of `pip install 'threed[EXTRA]'` that has its package
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 
 
@@ -14,13 +13,14 @@ def is_store(address: str) -> bool:
 
 
 def local_path(address: str) -> Path | None:
-    """The folder that an address names; None where it is on no file system of this machine."""
+    """The folder that an address names; None where the address is in a store."""
     protocol, _, rest = address.partition("://") if is_store(address) else ("file", "", address)
     return Path(rest) if protocol in ("file", "local") else None
 
 
 def problem(address: str) -> str | None:
-    """Why nothing can be read from or written to such an address, if so. The store itself is not asked."""
+    """Why no file can be read from or written to an address; None if one can. The store itself is not
+    asked."""
     if not is_store(address):
         return None if address.strip() else "is empty: give a folder, or an address such as s3://BUCKET/RUN"
     from fsspec.registry import get_filesystem_class
@@ -31,10 +31,8 @@ def problem(address: str) -> str | None:
     except ValueError:
         return f"no store is known by {protocol}://; write s3://BUCKET/RUN, gs://BUCKET/RUN or a folder"
     except ImportError as error:
-        extra = (
-            f"pip install 'threed[{EXTRAS[protocol]}]'"
-            if protocol in EXTRAS
-            else "install the package that it names"
-        )
-        return f"{protocol}:// needs a package that is not here ({error}): {extra}"
+        advice = "install the package that it names"
+        if protocol in EXTRAS:
+            advice = f"pip install 'threed[{EXTRAS[protocol]}]'"
+        return f"{protocol}:// needs a package that is not here ({error}): {advice}"
     return None if rest.strip("/") else f"names no place in the store; write {protocol}://BUCKET/RUN"

@@ -1,5 +1,5 @@
-"""The verbs of the library. `import threed` has them, and the command line calls them. (`predict` is
-in prediction/verb.)"""
+"""The verbs of the library. `import threed` has them, and the command line calls them. (`predict` is in
+prediction/verb.)"""
 
 from __future__ import annotations
 
@@ -62,16 +62,16 @@ def check(what: Config | Plan) -> dict[str, Any]:
     """
     if isinstance(what, Plan):
         check_plan(what)
-    made = planned(what)
-    config = config_of(made)
-    return {"ok": True, "world_size": config.world_size, "instructions": len(made), "digest": made.digest,
-            "warnings": warnings(config), "stages": summary.stages(made)}
+    plan = planned(what)
+    config = config_of(plan)
+    return {"ok": True, "world_size": config.world_size, "instructions": len(plan), "digest": plan.digest,
+            "warnings": warnings(config), "stages": summary.stages(plan)}
 
 
 def show_check(checked: dict[str, Any], config: Config) -> str:
     """What `check` has returned, as text."""
-    lines = [f"ok: {config.world_size} ranks ({make_mesh(config).text()}), "
-             f"{checked['instructions']} instructions, plan {checked['digest']}",
+    lines = [f"ok: {config.world_size} ranks ({make_mesh(config).text()}), {checked['instructions']} "
+             f"instructions, plan {checked['digest']}",
              *(f"warning: {line}" for line in checked["warnings"]), summary.show(checked["stages"])]
     if config.pieces:
         saved = ", ".join(f"{piece} {show_bytes(size)}{'' if piece in config.pieces else ' (not chosen)'}"
@@ -89,59 +89,59 @@ def show(what: Config | Plan, rank: int | None = None, program: str = "train",
 
     >>> print(threed.show(threed.load("configs/toy.yaml"), rank=4))
     """
-    made = planned(what)
-    config = config_of(made)
-    position = _position(made, rank, program)
+    plan = planned(what)
+    config = config_of(plan)
+    position = _position(plan, rank, program)
     if units is not None:
-        return _show_units(made, units)
+        return _show_units(plan, units)
     if position is not None:
-        return shows.listing(made, position, program)
-    return (f"{make_mesh(config).draw()}\n\n{show_compute_units(made)}\n\n"
+        return shows.listing(plan, position, program)
+    return (f"{make_mesh(config).draw()}\n\n{show_compute_units(plan)}\n\n"
             f"{config.parallel.schedule}, {config.num_microbatches} micro-batches "
-            f"(a forward of a stage drawn as 1, a backward as 2)\n{shows.grid(made, program)}")
+            f"(a forward of a stage drawn as 1, a backward as 2)\n{shows.grid(plan, program)}")
 
 
-def show_document(made: Plan, rank: int | None = None, program: str = "train",
+def show_document(plan: Plan, rank: int | None = None, program: str = "train",
                   units: str | None = None) -> dict[str, Any]:
     """The document of `threed show --json`."""
-    position, mesh = _position(made, rank, program), make_mesh(config_of(made))
-    head = {"digest": made.digest, "mesh": mesh.sizes}
+    position, mesh = _position(plan, rank, program), make_mesh(config_of(plan))
+    head = {"digest": plan.digest, "mesh": mesh.sizes}
     if units is not None:
-        return {**head, "units": list_units(made, units)}
+        return {**head, "units": list_units(plan, units)}
     chosen = range(mesh.positions) if position is None else [position]
-    return {**head, "programs": {f"pp{p}": [str(item) for item in made.programs[program][p]] for p in chosen}}
+    return {**head, "programs": {f"pp{p}": [str(item) for item in plan.programs[program][p]] for p in chosen}}
 
 
 def explain(what: Config | Plan, index: int, rank: int = 0, program: str = "train") -> dict[str, Any]:
     """What instruction `index` of a rank's program is for: which pass put it there, what it reads and makes
     and on which tier, which ranks take part, what it sends and moves in bytes, and what waits for it. Raises
     InputError where there is no such instruction."""
-    made = planned(what)
-    config, position = config_of(made), _position(made, rank, program)
+    plan = planned(what)
+    config, position = config_of(plan), _position(plan, rank, program)
     assert position is not None
-    length = len(made.programs[program][position])
+    length = len(plan.programs[program][position])
     if not 0 <= index < length:
         raise InputError(f"explain={index}: program '{program}' of rank {rank} has instructions 0 to "
                          f"{length - 1}")
-    stages = stages_of(config, make_pipeline(config), made.table, program)
-    item, mesh = made.programs[program][position][index], make_mesh(config)
-    found = explaining.explain(made, program, position, index)
-    others = {other for group in found["groups"] for other in mesh.group(group, rank)} - {rank}
+    stages = stages_of(config, make_pipeline(config), plan.table, program)
+    item, mesh = plan.programs[program][position][index], make_mesh(config)
+    explained = explaining.explain(plan, program, position, index)
+    others = {other for group in explained["groups"] for other in mesh.group(group, rank)} - {rank}
     if item.peer >= 0:
         others = {mesh.group("pp", rank)[item.peer]}
-    return {"rank": rank, **found, "with ranks": sorted(others),
+    return {"rank": rank, **explained, "with ranks": sorted(others),
             "pass": explaining.origin([(name, programs[position]) for name, programs in stages], index)}
 
 
-def list_units(made: Plan, kind: str) -> list[dict[str, Any]]:
+def list_units(plan: Plan, kind: str) -> list[dict[str, Any]]:
     """A row a compute unit (kind `u`) or a parameter unit (`p`)."""
     if kind == "u":
-        return compute_units(made)
+        return compute_units(plan)
     if kind != "p":
         raise InputError(f"units={kind}: give u (compute units) or p (parameter units)")
     contents = {index: [(placed.parameter.name, placed.shape) for placed in laid.placed]
-                for index, laid in layouts(config_of(made)).items()}
-    return parameter_units(made, contents)
+                for index, laid in layouts(config_of(plan)).items()}
+    return parameter_units(plan, contents)
 
 
 def train(config: Config | str | Path, overrides: list[str] | None = None,
@@ -189,8 +189,8 @@ def _loader(config: Config | str | Path, overrides: list[str] | None):
     def same(world_size: int | None) -> Config:
         if world_size not in (None, config.world_size):
             raise InputError(f"the config is for {config.world_size} ranks, and there are {world_size}: give "
-                             "threed.train the path of its YAML file, or load it with "
-                             f"threed.load(path, world_size={world_size})")
+                             "threed.train the path of its YAML file, or load it with threed.load(path, "
+                             f"world_size={world_size})")
         return config
 
     return same
@@ -218,12 +218,12 @@ def _own_signals() -> Iterator[None]:
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
 
-def _position(made: Plan, rank: int | None, program: str) -> int | None:
+def _position(plan: Plan, rank: int | None, program: str) -> int | None:
     """The pipeline position of a rank. InputError where the plan has no such rank or program."""
-    if program not in made.programs:
-        raise InputError(f"program={program}: this plan has {', '.join(made.programs)} (evaluate needs "
+    if program not in plan.programs:
+        raise InputError(f"program={program}: this plan has {', '.join(plan.programs)} (evaluate needs "
                          "train.eval_every > 0, verify needs run.verify_every > 0)")
-    mesh = make_mesh(config_of(made))
+    mesh = make_mesh(config_of(plan))
     if rank is None:
         return None
     if not 0 <= rank < mesh.size:
@@ -231,6 +231,6 @@ def _position(made: Plan, rank: int | None, program: str) -> int | None:
     return mesh.coordinate(rank).position
 
 
-def _show_units(made: Plan, kind: str) -> str:
-    rows = list_units(made, kind)
-    return show_compute_units(made) if kind == "u" else show_parameter_units(rows)
+def _show_units(plan: Plan, kind: str) -> str:
+    rows = list_units(plan, kind)
+    return show_compute_units(plan) if kind == "u" else show_parameter_units(rows)

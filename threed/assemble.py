@@ -1,5 +1,5 @@
-"""Assemble: one rank's connections, plan, data, engine, log and trainer, which then runs. Everything that all
-ranks must agree on is agreed before the first step."""
+"""Assemble: make one rank's connections, plan, data, engine, log and trainer, and run the trainer. Everything
+that all ranks must agree on is compared before the first step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from threed.checkpoint.load import resume
 from threed.checkpoint.save import tidy
 from threed.checkpoints import check_room
 from threed.comm import Comm, ProcessComm
-from threed.data.samples import splits
+from threed.data.samples import Split, splits
 from threed.data.tokens import Prepared, prepare
 from threed.engine import shared
 from threed.engine.connect import warm
@@ -32,6 +32,7 @@ from threed.monitor.compare import save_config
 from threed.monitor.log import CLOSE_S, FAILED_S, Log
 from threed.optimizers.registry import OPTIMIZERS
 from threed.planner import make_mesh, make_pipeline, make_plan
+from threed.program.table import Plan
 from threed.requests import Requests
 from threed.schema import Config
 from threed.trainer import Trainer
@@ -45,68 +46,36 @@ def pick_device(config: Config, local_rank: int) -> torch.device:
         raise InputError("run.device=cuda, but torch sees no GPU here; use run.device=auto or cpu")
     if local_rank >= torch.cuda.device_count():
         raise InputError(f"local rank {local_rank} has no GPU: there are {torch.cuda.device_count()} on this "
-                         f"machine; start "
-                         "fewer processes a node, or use run.device=cpu")
+                         "machine; start fewer processes a node, or use run.device=cpu")
     return torch.device("cuda", local_rank)
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a run's ranks have from whoever starts them."""
+    """What a launcher gives to the ranks that it starts."""
 
     config: Config
     callbacks: Sequence[Callback] = ()  # of a script
-    prepared: Prepared | None = None  # data already made; None: rank 0 makes it
-    on_step: Callable[[int], None] | None = None  # is told of each step that begins
+    prepared: Prepared | None = None  # data; None: rank 0 prepares them
+    on_step: Callable[[int], None] | None = None  # called with the number of each step that begins
 
 
 def train(job: Job, local_rank: int, requests: Requests, watch: Watch, store: Any,
           closing: ExitStack) -> None:
-    """Train on the watch's rank, from wherever `train.resume` says, to the end.
+    """Train on the watch's rank, from the checkpoint that `train.resume` names, to the end.
 
-    `store`: where ranks meet. `closing`: gets what may take long to close.
+    `store`: where ranks meet. `closing`: gets a callback that closes the log, which may take long.
     """
-    config, prepared = job.config, job.prepared
-    rank, mesh, device = watch.rank, make_mesh(config), pick_device(config, local_rank)
-    with watch.phase("connect"):
-        comm = ProcessComm(mesh, rank, device, config.run.timeout_s, store)
-    watch.comm = comm
-    with watch.phase("agree on a plan", waits=False):
-        # Rank 0 plans: a search may round otherwise on another machine, and a file may be on one machine
-        # only.
-        pipeline = comm.exchange(make_pipeline(config) if rank == 0 else None)[0]
-        plan = make_plan(config, pipeline)
-        _agree(comm, config, plan.digest)
-    with watch.phase("connect pipeline positions"):
-        comm.open_channels(channel_pairs(plan))
-        if device.type == "cuda":
-            warm(comm)
-    log = None
+    config = job.config
+    comm, plan = _connect(config, watch, pick_device(config, local_rank), store)
     try:
-        watch.hosts = names = shared.hosts(comm)
-        made = prepare(config.data, config.model,
-                       partial(_progress, requests)) if rank == 0 and prepared is None else prepared
-        with watch.phase("prepare data"):
-            prepared = comm.broadcast(made)
-        assert prepared is not None
-        with watch.phase("compare the prepared data", waits=False):
-            shared.same_data(comm, prepared, names)
-        data = splits(prepared.prefix, config.model.seq_len, config.train.seed,
-                      config.data.validation_fraction,
-                      config.model.vocab)
+        watch.hosts = shared.hosts(comm)
+        data = _share_data(job, watch, comm, requests)
         check_room(plan, comm)
-        engine = Engine(config, plan, comm)
-        watch.engine = engine
-        if rank == 0:
-            log = Log(config)  # takes the folder for this run
-            closing.callback(lambda log=log: log.close(FAILED_S if watch.failed else CLOSE_S))
-            tidy(config)
-            for line in [*validate.warnings(config), *_without_compiler(config, device),
-                         *save_config(config)]:
-                log.say(f"warning: {line}")
-            log.say(f"{mesh.draw()}\n{len(plan)} instructions, plan {plan.digest}, {device.type}")
+        watch.engine = engine = Engine(config, plan, comm)
+        log = _open_log(config, plan, comm, watch, closing) if watch.rank == 0 else None
         with watch.phase("see that run.dir is shared", waits=False):
-            shared.same_folder(comm, Path(config.run.dir), names, config.run.timeout_s)
+            shared.same_folder(comm, Path(config.run.dir), watch.hosts, config.run.timeout_s)
         with watch.phase("load a checkpoint", waits=False):
             resumed = resume(config, engine.zero, log.say if log else lambda line: None)
         if log:
@@ -125,16 +94,59 @@ def train(job: Job, local_rank: int, requests: Requests, watch: Watch, store: An
     comm.close()
 
 
+def _connect(config: Config, watch: Watch, device: torch.device, store: Any) -> tuple[ProcessComm, Plan]:
+    """Connect this rank with the others, and agree with them on a plan."""
+    with watch.phase("connect"):
+        comm = ProcessComm(make_mesh(config), watch.rank, device, config.run.timeout_s, store)
+    watch.comm = comm
+    with watch.phase("agree on a plan", waits=False):
+        # Rank 0 plans: on another machine a search may round differently, and a file may be missing.
+        pipeline = comm.exchange(make_pipeline(config) if watch.rank == 0 else None)[0]
+        plan = make_plan(config, pipeline)
+        _agree(comm, config, plan.digest)
+    with watch.phase("connect pipeline positions"):
+        comm.open_channels(channel_pairs(plan))
+        if device.type == "cuda":
+            warm(comm)
+    return comm, plan
+
+
+def _share_data(job: Job, watch: Watch, comm: Comm, requests: Requests) -> tuple[Split, Split]:
+    """The splits of the data, which rank 0 prepares if no launcher has, and which all ranks then compare."""
+    config, prepared = job.config, job.prepared
+    if watch.rank == 0 and prepared is None:
+        prepared = prepare(config.data, config.model, partial(_progress, requests))
+    with watch.phase("prepare data"):
+        prepared = comm.broadcast(prepared)
+    assert prepared is not None
+    with watch.phase("compare the prepared data", waits=False):
+        shared.same_data(comm, prepared, watch.hosts)
+    return splits(prepared.prefix, config.model.seq_len, config.train.seed, config.data.validation_fraction,
+                  config.model.vocab)
+
+
+def _open_log(config: Config, plan: Plan, comm: Comm, watch: Watch, closing: ExitStack) -> Log:
+    """Rank 0's log, which takes the folder for this run, with the run's first lines."""
+    log = Log(config)
+    closing.callback(lambda: log.close(FAILED_S if watch.failed else CLOSE_S))
+    tidy(config)
+    for line in [*validate.warnings(config), *_without_compiler(config, comm.device), *save_config(config)]:
+        log.say(f"warning: {line}")
+    log.say(f"{comm.mesh.draw()}\n{len(plan)} instructions, plan {plan.digest}, {comm.device.type}")
+    return log
+
+
 def _progress(requests: Requests, line: str) -> None:
-    """What rank 0 says while it prepares data, which takes long: it need not go on for a run that was asked
-    to stop."""
+    """Print a line while rank 0 prepares data, which takes long, and raise Stopped if the run was asked to
+    stop."""
     print(line, flush=True)
     if requests.stop:
         raise Stopped("stopped on request before the first step, while the data were being prepared")
 
 
 def _agree(comm: Comm, config: Config, digest: str) -> None:
-    """All ranks run one plan of one config, and round alike, or none runs."""
+    """InputError where two ranks differ in config, plan or version of threed, or step on the host by
+    different code, which rounds differently."""
     compiled = native.ADAMW is not None or not _steps_on_host(config, comm.device)
     everywhere = comm.exchange((config.to_dict(), (digest, __version__), compiled))
     first = everywhere[0]
@@ -148,21 +160,19 @@ def _agree(comm: Comm, config: Config, digest: str) -> None:
         if not what:
             without = 0 if other[2] else rank
             what = [f"the AdamW of the host, which rank {without} has not compiled (install gcc and threed "
-                    f"again there)"]
+                    "again there)"]
         raise InputError(f"rank {rank} and rank 0 differ in {', '.join(what)}: every rank must be given the "
-                         f"same config, "
-                         "overrides and version of threed")
+                         "same config, overrides and version of threed")
 
 
 def _steps_on_host(config: Config, device: torch.device) -> bool:
-    """AdamW over fp32 weights in host memory: what native.c does."""
-    there = device.type == "cpu" or config.offload.optimizer != "none"
-    return there and OPTIMIZERS[config.optimizer.name].compiled and config.precision.master == "fp32"
+    """Whether the run uses AdamW over fp32 weights in host memory, which native.c computes."""
+    on_host = device.type == "cpu" or config.offload.optimizer != "none"
+    return on_host and OPTIMIZERS[config.optimizer.name].compiled and config.precision.master == "fp32"
 
 
 def _without_compiler(config: Config, device: torch.device) -> list[str]:
     if native.ADAMW is not None or not _steps_on_host(config, device):
         return []
     return [f"AdamW on the host is torch's, and slower with 16 bits: {native.MISSING}. Install gcc, then "
-            f"threed again "
-            "(make -B install, or pip install)"]
+            "threed again (make -B install, or pip install)"]

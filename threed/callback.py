@@ -1,13 +1,13 @@
-"""Callback: what happens around the steps of a run. Saving, tracing, evaluation and the log are callbacks,
-and so are yours.
+"""Callback: the base of what happens around the steps of a run. Saving, tracing, evaluation and the log are
+callbacks, and so is what a script adds.
 
     on_start
     for each step:    on_step_begin    (the step)    on_step_end
     on_end
-    on_save           whenever a checkpoint is complete: within one of the others
+    on_save           whenever a checkpoint is complete: during one of the calls above
 
-`callbacks.ORDER` says in which order callbacks are called. Each rank has its own, and calls the same methods
-after the same steps: what one rank sends in a callback, the others can receive in theirs.
+`callbacks.ORDER` is the order in which callbacks are called. Each rank has its own callbacks, and calls the
+same methods after the same steps: what one rank sends in a callback, the other ranks can receive in theirs.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 class Step:
     """A step that has ended. Loss, norm and `finite` are the same on all ranks.
 
-    `metrics` are what the log will write of the step, by name; a callback may add numbers, of which those of
-    rank 0 are written.
+    `metrics` are the numbers that the log will write, by name. A callback may add numbers; rank 0's are
+    written.
     """
 
     number: int  # from 1
@@ -63,18 +63,18 @@ class Callback:
         """After a step."""
 
     def on_save(self, trainer: Trainer, path: Path) -> None:
-        """A checkpoint is complete and has its name: `path`. It may be of an earlier step: saving goes on
-        beside the run."""
+        """After a checkpoint is complete under its name, `path`. It may hold an earlier step: checkpoints are
+        written in the background."""
 
     def on_end(self, trainer: Trainer) -> None:
-        """After the last step, and after its checkpoint; not where the run fails."""
+        """After the last step and its checkpoint; not called when the run fails."""
 
 
 METHODS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 
 
 def check_callbacks(callbacks: Sequence[Any]) -> None:
-    """InputError where one of them is no Callback, or where a method's name is none of `METHODS`."""
+    """InputError where an object is no Callback, or has a method on_... that is not one of `METHODS`."""
     if isinstance(callbacks, Callback) or not isinstance(callbacks, Sequence):
         raise InputError(f"callbacks={callbacks!r}: give a list, such as callbacks=[MyCallback()]")
     for index, callback in enumerate(callbacks):
@@ -92,7 +92,7 @@ def check_callbacks(callbacks: Sequence[Any]) -> None:
 
 
 class Guarded(Callback):
-    """Calls a callback of a script, and says whose fault it is where that fails."""
+    """Calls a script's callback; an error names the callback, the method and the line."""
 
     def __init__(self, callback: Callback):
         self._callback = callback
@@ -130,5 +130,5 @@ class Guarded(Callback):
         except Exception as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
             raise RunError(f"{self._name}: {method} after step {trainer.step_number} has failed on rank "
-                           f"{trainer.rank}: {type(error).__name__}: {error} "
-                           f"({last.filename}, line {last.lineno})") from error
+                           f"{trainer.rank}: {type(error).__name__}: {error} ({last.filename}, line "
+                           f"{last.lineno})") from error

@@ -1,5 +1,5 @@
-"""Callbacks: what every run does around its steps, each a class; `ORDER` is the order in which they are
-called."""
+"""The callbacks that every run has: checkpoints, traces, evaluation, the log. `ORDER` is the order of
+calls."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ from threed.trainer import Trainer
 
 
 class Saving(Callback):
-    """Checkpoints: those that are due, those that are asked for, and the last."""
+    """Saves checkpoints: those that are due, those that were asked for, and the last."""
 
     def on_start(self, trainer: Trainer) -> None:
         self.first = trainer.step_number
         self.saved = self.first if trainer.checkpoints.newest else -1  # step of the newest checkpoint
 
     def on_step_begin(self, trainer: Trainer) -> None:
-        """Begin a checkpoint of the steps done. (After the run's last step none begins: there `on_end`
-        saves.)"""
+        """Begin a checkpoint of the steps done. (After the run's last step `on_end` saves.)"""
         every, number = trainer.config.checkpoint.every, trainer.step_number
         due = bool(every) and number % every == 0 and number > self.first
         if (trainer.save_asked or due) and self._worthwhile(trainer):
@@ -45,21 +44,21 @@ class Saving(Callback):
         trainer.checkpoints.close(lambda: trainer.hurried)
 
     def _worthwhile(self, trainer: Trainer) -> bool:
-        """Not while steps are left out: it would push a checkpoint out of those that are kept, and have the
-        same weights."""
+        """Whether a checkpoint would hold new weights: not while steps are skipped, when it would only push
+        an older checkpoint out."""
         if in_a_row := trainer.skipped.in_a_row:
-            trainer.say(f"no checkpoint of step {trainer.step_number}: {in_a_row} steps in a row were "
-                        "not finite")
+            trainer.say(f"no checkpoint of step {trainer.step_number}: {in_a_row} steps in a row were not "
+                        "finite")
         return not in_a_row
 
     def _counters(self, trainer: Trainer) -> dict[str, object]:
-        """What a checkpoint keeps besides weights and optimizer state."""
+        """The values that a checkpoint holds besides weights and optimizer state."""
         return {"samples": trainer.samples, "skipped": trainer.skipped.total,
                 "wandb_id": trainer.log.run_id if trainer.log else None}
 
 
 class Tracing(Callback):
-    """This rank's times of every `monitor.trace_every`th step, and of the last, into its file."""
+    """Writes this rank's times of every `monitor.trace_every`th step, and of the last step, to its file."""
 
     def on_start(self, trainer: Trainer) -> None:
         folder, first = Path(trainer.config.run.dir), trainer.step_number + 1
@@ -69,10 +68,8 @@ class Tracing(Callback):
         if step.trace.name != "train":  # with delayed updates a few steps run other programs
             return
         every = trainer.config.monitor.trace_every
-        last = (
-            step.number == trainer.config.train.steps - trainer.plan.table.update.delayed or trainer.stopping
-        )
-        if every and (last or step.number % every == 0):
+        last = trainer.config.train.steps - trainer.plan.table.update.delayed
+        if every and (step.number == last or trainer.stopping or step.number % every == 0):
             if problem := self.writer.write(step.number, step.trace, step.measured.costs):
                 print(f"threed: warning: {problem}", file=sys.stderr, flush=True)
 
@@ -81,7 +78,7 @@ class Tracing(Callback):
 
 
 class Timeline(Callback):
-    """A picture of every `monitor.timeline_every`th step, as measured, to wandb."""
+    """Sends a picture of every `monitor.timeline_every`th step, as measured, to wandb."""
 
     def on_step_end(self, trainer: Trainer, step: Step) -> None:
         monitor, here, number = trainer.config.monitor, trainer.here, step.number
@@ -90,9 +87,8 @@ class Timeline(Callback):
         if step.trace.name != "train":
             return
         with trainer.watch.phase(f"timeline of step {number}"):
-            traces = trainer.comm.exchange(step.trace
-                                           if here.is_first(axis for axis in here.on if axis != "pp")
-                                           else None)
+            first = here.is_first(axis for axis in here.on if axis != "pp")
+            traces = trainer.comm.exchange(step.trace if first else None)
         if trainer.log:
             row = [traces[rank] for rank in trainer.mesh.group("pp", 0)]
             title = f"{trainer.config.run.dir}, step {number}, measured on dp 0 tp 0"
@@ -100,7 +96,7 @@ class Timeline(Callback):
 
 
 class Evaluation(Callback):
-    """val/loss, every `train.eval_every` steps."""
+    """Computes val/loss every `train.eval_every` steps."""
 
     def on_step_end(self, trainer: Trainer, step: Step) -> None:
         every = trainer.config.train.eval_every
@@ -108,7 +104,7 @@ class Evaluation(Callback):
             step.metrics["val/loss"] = self._evaluate(trainer)
 
     def _evaluate(self, trainer: Trainer) -> float:
-        """Mean loss of the validation split's first `train.eval_batches` global batches."""
+        """The mean loss of the validation split's first `train.eval_batches` global batches."""
         train = trainer.config.train
         losses = []
         for index in range(train.eval_batches):
@@ -123,8 +119,8 @@ class Evaluation(Callback):
 
 
 class Logging(Callback):
-    """Rank 0's: the metrics of each step to metrics.jsonl, wandb and the console, and a summary at the
-    end."""
+    """On rank 0: writes the metrics of each step to metrics.jsonl, wandb and the console, and a summary at
+    the end."""
 
     def on_start(self, trainer: Trainer) -> None:
         self.begin_s = time.monotonic()
@@ -163,15 +159,15 @@ class Logging(Callback):
         log.say(f"checkpoint {saved}\nmetrics    {log.path}\nwandb      {log.wandb_dir or 'off'}")
 
 
-# Each method is called in this order. Saving comes first: it exchanges what all ranks know after the step,
-# before any of them does something that takes long, and at the end the others find the last checkpoint saved.
-# A script's callbacks see val/loss, and may add to the metrics, which are logged last.
+# Each method is called in this order. Saving comes first: after a step it uses what all ranks have just
+# exchanged, before a rank does anything that takes long; at the end it saves before the other callbacks run.
+# A script's callbacks come before Logging: they see val/loss, and may add to the metrics.
 ORDER: tuple[type[Callback], ...] = (Saving, Tracing, Timeline, Evaluation, Guarded, Logging)
 
 
 def in_order(yours: Sequence[Callback]) -> list[Callback]:
-    """All callbacks of a run, in `ORDER`; a script's own, each in a `Guarded`, in the order in which it gave
-    them."""
+    """All callbacks of a run, in `ORDER`. `yours`: a script's, each wrapped in a `Guarded`, in the given
+    order."""
     callbacks: list[Callback] = []
     for kind in ORDER:
         callbacks += map(Guarded, yours) if kind is Guarded else [kind()]

@@ -1,5 +1,5 @@
-"""The checkpoints of a run: when one is saved, what a step has to do for it, and what is said of how it
-went."""
+"""The checkpoints of a run: begin them, advance them after each step, report how they ended, and copy
+them."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from threed.schema import Config
 TRIES, PAUSE_S = 3, 2.0  # for the last checkpoint of a run: a disk may be full for a moment
 SAY_EVERY_S = 30.0  # while a run waits for a disk
 POLL_S = 0.2  # while a run waits for its last copy
-PATIENCE_S = 10.0  # that a run stands still for a save under way when the next one is due
+PATIENCE_S = 10.0  # how long a run waits for a save under way when the next one is due
 
 
 def check_room(plan: Plan, comm: Comm) -> None:
-    """InputError where a host has not the memory for the copies from which its ranks write checkpoints."""
+    """InputError where a host lacks memory for the copies from which its ranks write checkpoints."""
     table, here = plan.table, socket.gethostname()
     copies = [slot for slot in table.seam(comm.here.position) if slot.kind == "snapshot"]
     mine = sum(map(table.size, copies)) if comm.is_first_copy else 0
@@ -42,18 +42,16 @@ def check_room(plan: Plan, comm: Comm) -> None:
     free = psutil.virtual_memory().available
     if mine and wanted > free:
         raise InputError(f"checkpoint.background=true: the ranks on {here} keep {show_bytes(wanted)} in its "
-                         f"memory, a copy of "
-                         f"what a checkpoint holds, and {show_bytes(free)} are free; set "
-                         f"checkpoint.background=false, or put "
-                         "fewer ranks on a host")
+                         f"memory, a copy of what a checkpoint holds, and {show_bytes(free)} are free; set "
+                         "checkpoint.background=false, or put fewer ranks on a host")
 
 
 class Checkpoints:
-    """All ranks make the same calls after the same steps."""
+    """The checkpoints of a run, on one rank. All ranks make the same calls after the same steps."""
 
     def __init__(self, config: Config, engine: Engine, watch: Watch, log: Log | None, resumed: Resumed,
                  saved: Callable[[Path], None] = lambda _: None):
-        """`saved` is told of each checkpoint that is complete, on all ranks."""
+        """`saved` is called with the path of each complete checkpoint, on all ranks."""
         self.config, self.watch, self.log, self._saved = config, watch, log, saved
         self.newest: Path | None = resumed.path
         place = config.checkpoint.copy_to if log else None  # rank 0 copies
@@ -64,25 +62,24 @@ class Checkpoints:
         self._blocked_s = 0.0  # by the save under way
         self._metrics: dict[str, float | None] = {}
         if self.newest is not None and self.newest.parent == folder(config):
-            self._copy(self.newest)  # a run that was killed may not have come to that
+            self._copy(self.newest)  # the process before this one may have been killed before it was copied
 
     @property
     def status(self) -> float:
-        """How far this rank is with the save under way, for the others."""
+        """How far this rank is with the save under way, as other ranks are told."""
         return self._saver.status
 
     def metrics(self) -> dict[str, float | None]:
-        """Of the save that has ended since the last call."""
+        """Metrics of the save, and of the copy, that ended since the last call."""
         taken, self._metrics = self._metrics, {}
         return taken
 
     def after_step(self, statuses: Sequence[float], trace: Trace) -> None:
-        """Go on with the save under way. `statuses`: of all ranks; `trace`: of this rank's step."""
+        """Go on with the save under way. `statuses`: all ranks'; `trace`: of this rank's step."""
         self._tell_copies()
         if self._saver.stage is Stage.IDLE:
             return
-        # What is under way when a program begins is a snapshot: its waits have no instruction as their
-        # source.
+        # A wait without a source instruction is for a snapshot, which was under way when the program began.
         self._blocked_s += sum(wait.wait_s for wait in trace.waits if wait.source < 0)
         begin = time.monotonic()
         with self.watch.phase("save a checkpoint", waits=False):
@@ -92,20 +89,20 @@ class Checkpoints:
             self._tell(outcome)
 
     def save(self, counters: dict[str, Any]) -> None:
-        """Begin a checkpoint of the run as it is after this step; without snapshots the run waits for it."""
+        """Begin a checkpoint of the run's state after this step; without snapshots the run waits for it."""
         number = self._zero.step_number
         self.finish(PATIENCE_S)
         if self._saver.stage is not Stage.IDLE:
             self._say(f"warning: no checkpoint of step {number}: that of step {self._saver.step} is still "
-                      f"being written; raise "
-                      "checkpoint.every, or write to a faster disk")
+                      "being written; raise checkpoint.every, or write to a faster disk")
             return
         self._begin(counters)
         if not self._in_background:
             self.finish()
 
     def save_last(self, counters: dict[str, Any]) -> None:
-        """Save before the run ends, whatever is under way. RunError where it cannot be done."""
+        """Save before the run ends, after any save under way. RunError where the checkpoint cannot be
+        saved."""
         self.finish()
         number, problem = self._zero.step_number, None
         for attempt in range(TRIES):
@@ -117,24 +114,24 @@ class Checkpoints:
                 return
         on = f"The newest checkpoint is {self.newest}" if self.newest else "There is no checkpoint"
         raise RunError(f"the run ends after step {number}, and its last checkpoint could not be saved: "
-                       f"{problem}. {on}: make "
-                       "room in run.dir, or mend what is wrong with it, and start again")
+                       f"{problem}. {on}: make room in run.dir, or mend what is wrong with it, and start "
+                       "again")
 
     def finish_before_failing(self) -> None:
-        """Wait for the save under way, of a run that ends because its loss is not finite: it may hold the
-        weights that made it so, and pushes no other checkpoint out."""
+        """Wait for the save under way in a run that ends because its loss is not finite. Its weights may be
+        the cause, so it pushes no older checkpoint out."""
         self.finish(PATIENCE_S, prunes=False)
         if self._saver.stage is not Stage.IDLE:
             self._say(f"warning: the checkpoint of step {self._saver.step} was not finished")
 
     def finish(self, most_s: float = math.inf, prunes: bool = True) -> str | None:
-        """Wait for the save under way, if there is one. Why it came to nothing, if so."""
+        """Wait for the save under way, if any. Returns why it failed; None if it did not."""
         if self._saver.stage is Stage.IDLE:
             return None
         begin, outcome = time.monotonic(), None
         with self.watch.phase("save a checkpoint", waits=False):
             outcome = self._saver.drain(min(most_s, SAY_EVERY_S), prunes)
-            # all ranks alike: the limit is the same, and no clock is asked
+            # All ranks take the same number of turns: the limits are the same, and no clock is read.
             while outcome is None and most_s > SAY_EVERY_S:
                 so_far = show_seconds(time.monotonic() - begin)
                 ranks = ", ".join(map(str, self._saver.waits_for[:8]))
@@ -156,17 +153,16 @@ class Checkpoints:
     def _tell(self, outcome: Outcome) -> None:
         if outcome.problem:
             self._say(f"warning: no checkpoint of step {self._saver.step} was saved: {outcome.problem}. "
-                      f"Older checkpoints stand")
+                      "Older checkpoints stand")
             return
         self.newest = outcome.path
         self._metrics |= {"checkpoint/blocked_s": self._blocked_s, "checkpoint/written_s": outcome.written_s}
         self._say(f"saved {outcome.path} in {show_seconds(outcome.written_s)}, of which the run stood still "
-                  f"for "
-                  f"{show_seconds(self._blocked_s)}")
+                  f"for {show_seconds(self._blocked_s)}")
         self._copy(outcome.path)
         self._saved(outcome.path)
 
-    # ---- copies elsewhere, of which the other ranks know nothing
+    # ---- copies to checkpoint.copy_to: rank 0 alone makes them
 
     def _copy(self, path: Path) -> None:
         if self._copier is not None and (dropped := self._copier.offer(path)) is not None:
@@ -174,7 +170,7 @@ class Checkpoints:
                       f"{path.name} is next")
 
     def _tell_copies(self) -> Copied | None:
-        """Say what has been copied since the last call. The last of it, if that was not."""
+        """Say which copies ended since the last call. Returns the last one if it failed."""
         last = None
         for copied in self._copier.ended() if self._copier else ():
             (path, size, took_s, problem), place = copied, self.config.checkpoint.copy_to
@@ -191,8 +187,8 @@ class Checkpoints:
         return last
 
     def close(self, hurried: Callable[[], bool]) -> None:
-        """The run ends: wait for its last copy, which is tried again like the checkpoint itself; once
-        `hurried`, for checkpoint.copy_wait_s. The checkpoint itself stands."""
+        """At the end of the run, wait for the last copy, and try again if it fails; once the run is
+        `hurried`, no longer than checkpoint.copy_wait_s. The checkpoint in run.dir is not touched."""
         if self._copier is None:
             return
         copier, until = self._copier, math.inf
@@ -206,16 +202,14 @@ class Checkpoints:
                 self._copy(failed.path)
         if late:
             self._say("warning: the run was asked to stop, and its copy takes longer than "
-                      "checkpoint.copy_wait_s="
-                      f"{self.config.checkpoint.copy_wait_s:g}")
+                      f"checkpoint.copy_wait_s={self.config.checkpoint.copy_wait_s:g}")
         if late or failed is not None:
             self._say(f"warning: THE LAST CHECKPOINT IS NOT AT {copier.address}. Keep {self.newest}: the run "
-                      f"copies it when it "
-                      "is started again")
+                      "copies it when it is started again")
 
     def _await_copies(self, copier: Copier, hurried: Callable[[], bool], until: float) -> float:
-        """Wait for what is being copied, no longer than `until`: the time that is known once the run is
-        hurried."""
+        """Wait for the copies under way until the time `until`. Returns `until`, which becomes finite once
+        the run is hurried."""
         said = time.monotonic()
         while not copier.wait(POLL_S) and (now := time.monotonic()) < until:
             if until == math.inf and hurried():

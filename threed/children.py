@@ -1,4 +1,4 @@
-"""Children: the processes that a launcher forks on its machine. What is true of each, and how they end."""
+"""Children: the processes that a launcher forks on its machine: start them, signal them, end them."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ CONTEXT = multiprocessing.get_context("fork")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 GRACE_S = 5.0  # after the first rank has failed
 HANG_GRACE_S = 1.0  # a rank that hangs will not end by itself
-KILL_S = 20.0  # a process that SIGKILL has not ended by then will not end
+KILL_S = 20.0  # a process that SIGKILL has not ended within this time will not end
 
 
 @contextlib.contextmanager
 def signals_wait() -> Iterator[None]:
-    """For as long as processes are forked: a child must not run its launcher's handlers, which see no half of
-    the children."""
+    """Block signals while processes are forked: a child must not run its launcher's handlers, and a handler
+    must not see half of the children."""
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
@@ -37,30 +37,29 @@ def signals_wait() -> Iterator[None]:
 
 
 def start(processes: Sequence[Any]) -> None:
-    """Fork them. To be called while signals wait; they go on waiting in each child."""
+    """Fork processes. Call it within `signals_wait`; signals stay blocked in each child."""
     sys.stdout.flush()
     for process in processes:
         process.start()
 
 
 def die_with_parent(parent: int) -> None:
-    """Ask the kernel to kill this process when its launcher ends, however that ends: no rank trains on
-    unseen."""
+    """Ask the kernel to kill this process when its launcher ends for any reason: no rank trains on unseen."""
     ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:  # it ended before we asked
+    if os.getppid() != parent:  # the launcher ended before the call
         os._exit(1)
 
 
 def be_child(parent: int) -> None:
-    """First thing in each: it ends with its launcher, and a terminal's Ctrl-C goes to the launcher, which
-    passes it on once."""
+    """Make this process end with its launcher, and leave a terminal's Ctrl-C to the launcher, which passes it
+    on once. Every child calls it first."""
     os.setpgid(0, 0)
     die_with_parent(parent)
 
 
 def be_rank(parent: int, body: Callable[[], int]) -> None:
-    """The process of a rank, with the exit status that `body` returns. Signals wait until its `Requests`
-    answer them."""
+    """Be a rank's process, and exit with the status that `body` returns. Signals stay blocked until the
+    rank's `Requests` handle them."""
     be_child(parent)
     status = body()
     sys.stdout.flush()
@@ -69,7 +68,7 @@ def be_rank(parent: int, body: Callable[[], int]) -> None:
 
 
 def pass_on(ranks: Sequence[Any], number: int) -> None:
-    """Send a signal to those that live."""
+    """Send a signal to the ranks that are alive."""
     for process in ranks:
         if process.pid is not None and process.exitcode is None:
             with contextlib.suppress(ProcessLookupError):
@@ -77,27 +76,25 @@ def pass_on(ranks: Sequence[Any], number: int) -> None:
 
 
 def first_failure(codes: Sequence[int | None]) -> tuple[int, int] | None:
-    """(index, exit code) of the one to blame: one that was killed before one that ended by itself. None: none
-    has failed."""
+    """(index, exit code) of the process to blame: one that was killed, or else one that ended by itself.
+    None: no process has failed."""
     failed = [(index, code) for index, code in enumerate(codes) if code]
     return next(((index, code) for index, code in failed if code < 0), failed[0] if failed else None)
 
 
 def ended_by(code: int) -> tuple[str, str | None, int]:
-    """What an exit code says: in words, as the cause of a `restart.Failure`, and as the exit status of the
-    run."""
+    """An exit code in words, as the cause of a `restart.Failure`, and as the exit status of the run."""
     if code > 0:
         return f"ended with exit status {code} and did not say why", f"exit status {code}", code
     name = signal.Signals(-code).name
-    # Whoever sends SIGKILL (a person, a node that runs out of memory) is outside; SIGSEGV and its like are
-    # the run's own.
+    # SIGKILL comes from outside (a person, a machine without memory); SIGSEGV and its like are the run's own.
     return f"was killed by {name}", name if -code != signal.SIGKILL else None, 128 - code
 
 
 def end_all(ranks: Sequence[Any], limit_s: float = KILL_S, why: str = "") -> None:
-    """Kill them and return when all have ended. A process that does not end is stuck in the kernel: then this
-    one ends, too, at once and with status 1, and says `why` it was to."""
-    # where forking has failed, some were never started
+    """Kill processes and return when all have ended. If one does not end, it is stuck in the kernel: then
+    this process says `why` it wanted to end them, and exits at once with status 1."""
+    # where forking failed, some were never started
     ranks = [process for process in ranks if process.pid is not None]
     for process in ranks:
         if process.exitcode is None:
@@ -108,13 +105,12 @@ def end_all(ranks: Sequence[Any], limit_s: float = KILL_S, why: str = "") -> Non
     if stuck := [process for process in ranks if process.exitcode is None]:
         named = ", ".join(f"{process.name} (process {process.pid})" for process in stuck)
         say(f"{why + '; ' if why else ''}{named} cannot be killed: stuck in the kernel, as on a file system "
-            f"or a driver that "
-            "does not answer. The run ends here; this machine needs a look")
+            "or a driver that does not answer. The run ends here; this machine needs a look")
         os._exit(1)
 
 
 class Preparation:
-    """Data being prepared in a process of its own: the one that forks ranks must not have started threads."""
+    """Prepares data in a process of its own: the process that forks ranks must not have started threads."""
 
     def __init__(self, load: Callable[[], Config], cache: Config):
         """`load` gives the config in that process. `cache`: a config with the same data.cache."""
@@ -124,7 +120,7 @@ class Preparation:
                                         name="the preparation of the data")
 
     def start(self) -> None:
-        """Begin. A handler of signals may `kill` it from here on."""
+        """Begin. From here on a signal handler may call `kill`."""
         with signals_wait():
             start([self._process])
         self._send.close()
@@ -143,8 +139,8 @@ class Preparation:
         return self._receive.poll()
 
     def result(self) -> Prepared:
-        """Wait for it. InputError where the data or the config cannot be used, RunError where the process has
-        died."""
+        """Wait for the prepared data. InputError where the data or the config cannot be used, RunError where
+        the process died."""
         try:
             result = self._receive.recv()
         except EOFError:
@@ -156,6 +152,7 @@ class Preparation:
         return result
 
     def kill(self) -> None:
-        """End it; it may be in a long call that hears no signal. What it has begun is removed."""
+        """Kill the process, which may be in a long call that answers no signal, and remove its unfinished
+        files."""
         end_all([self._process])
         remove_stale(self._root)

@@ -1,4 +1,4 @@
-"""The command line: verbs, not knobs. Everything else is a key of the config."""
+"""The command line. Its commands are verbs; all settings of a run are keys of the config."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
     help="Pretrain GPT-style models over data, tensor and pipeline parallelism, from one plan.\n\n"
          "A run is one YAML file and dotted overrides: threed train configs/toy.yaml train.steps=20 "
-         "parallel.pp=4. "
-         "configs/reference.yaml lists every key with its default and meaning.",
+         "parallel.pp=4. configs/reference.yaml lists every key with its default and meaning.",
 )
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG",
                                             help="YAML file, or one that ships: configs/toy.yaml")]
@@ -34,6 +33,16 @@ Overrides = Annotated[list[str] | None,
                       typer.Argument(metavar="[KEY=VALUE]...", help="overrides, such as parallel.tp=4")]
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="the run.dir of a run")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document on stdout and nothing else")]
+
+# of `predict`
+BareConfigPath = Annotated[Path | None, typer.Argument(metavar="CONFIG",
+                                                       help="YAML file; leave it out for a bare pipeline")]
+HELP_COSTS = "measured costs: a run's folder, or its costs.json"
+HELP_HARDWARE = ("for analytic costs, and for costs that --costs does not have (offload): "
+                 "tflops=989,efficiency=0.4,dp_gbps=400 ...")
+HELP_SCHEDULE = "of a bare pipeline: 1f1b, zb-v, auto, file:PATH ..."
+HELP_TIMES = "seconds of a position's forward, of backward's two halves, of a message"
+HELP_LIMIT = "most activations that a position may keep"
 
 
 def _version(value: bool) -> None:
@@ -50,11 +59,12 @@ def _root(version: Annotated[bool, typer.Option("--version", callback=_version, 
 
 @app.command(short_help="train a model, or go on from its newest checkpoint")
 def train(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Train. It starts all ranks on this machine; with NNODES, NODE_RANK and MASTER_ADDR in the environment,
-    those of one of several nodes (launch/torchrun.sh); under torchrun or srun it is one rank.
+    """Train. The command starts all ranks on this machine; with NNODES, NODE_RANK and MASTER_ADDR in the
+    environment, the ranks of one of several nodes (launch/torchrun.sh); under torchrun or srun it is one
+    rank.
 
-    SIGTERM and Ctrl-C save a checkpoint and end; SIGUSR1 saves one and goes on. A run that is started again
-    goes on from its newest complete checkpoint (train.resume).
+    SIGTERM and Ctrl-C save a checkpoint and end the run; SIGUSR1 saves one and the run goes on. A run that is
+    started again goes on from its newest complete checkpoint (train.resume).
     """
     parent = os.getppid()
     path = configs.find_file(config)
@@ -68,38 +78,36 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
 def show(config: ConfigPath, overrides: Overrides = None,
          rank: Annotated[int | None,
                          typer.Option(help="print this rank's program, an instruction a line")] = None,
-         program: Annotated[str,
-                            typer.Option(help="train, evaluate, snapshot, verify; delayed updates: plain, "
-                                              "enter, drain")]
-         = "train",
-         units: Annotated[str | None, typer.Option(metavar="u|p", help="list compute units (u), or "
-                                                                       "parameter units (p)")] = None,
-         explain: Annotated[int | None,
-                            typer.Option(metavar="INDEX",
-                                         help="say what this instruction of --rank R (0) is for")]
-         = None,
+         program: Annotated[str, typer.Option(help="train, evaluate, snapshot, verify; delayed updates: "
+                                                   "plain, enter, drain")] = "train",
+         units: Annotated[str | None, typer.Option(metavar="u|p", help="list compute units (u), or parameter "
+                                                                       "units (p)")] = None,
+         explain: Annotated[int | None, typer.Option(metavar="INDEX",
+                                                     help="say what this instruction of --rank R (0) is "
+                                                          "for")] = None,
          svg: Annotated[Path | None, typer.Option(metavar="FILE", help="draw the timeline into FILE")] = None,
          as_json: Json = False) -> None:
     """Show what will run: the mesh, the units and the schedule's grid; or one rank's program; or the units of
     one kind; or what one instruction is for."""
     plan = api.plan(configs.load(config, overrides))
     if explain is not None:
-        found = api.explain(plan, explain, rank or 0, program)
-        print(json.dumps(found, indent=1) if as_json else explaining.show(found))
+        explained = api.explain(plan, explain, rank or 0, program)
+        print(json.dumps(explained, indent=1) if as_json else explaining.show(explained))
         return
     document = json.dumps(api.show_document(plan, rank, program, units), indent=1) if as_json else None
-    text = document or api.show(plan, rank, program, units)  # a mistake is told before a file is written
+    text = document or api.show(plan, rank, program, units)  # raises for bad input before a file is written
     if svg is not None:
         _write("--svg", svg, shows.picture(plan, program))
     print(text)
 
 
-@app.command(short_help="check a config for any mesh, and what each rank holds and sends")
+@app.command(short_help="check a config for any mesh, and show what each rank holds and sends")
 def check(config: ConfigPath, overrides: Overrides = None,
           advise: Annotated[bool, typer.Option("--advise",
                                                help="compare other settings with this one")] = False,
           memory: Annotated[str | None, typer.Option(metavar="BYTES",
-                                                     help="of a device: advise what fits")] = None,
+                                                     help="memory of a device: advise settings that fit")]
+          = None,
           hardware: Annotated[str, typer.Option(help="for --advise, as in predict")] = "",
           as_json: Json = False) -> None:
     """Check that a config can run, on any number of ranks, without starting any: the plan is built and
@@ -133,58 +141,41 @@ def check(config: ConfigPath, overrides: Overrides = None,
 
 
 @app.command(short_help="predict step time, bubble, memory and bytes")
-def predict(config: Annotated[Path | None, typer.Argument(metavar="CONFIG",
-                                                          help="YAML file; leave it out for a bare "
-                                                                                  "pipeline")] = None,
-            overrides: Overrides = None,
-            costs: Annotated[Path | None, typer.Option(metavar="RUN|FILE",
-                                                       help="measured costs: a run's folder, or its "
-                                                                                "costs.json")] = None,
-            hardware: Annotated[str,
-                                typer.Option(help="for analytic costs, and for what --costs has none of "
-                                                  "(offload): "
-                                                    "tflops=989,efficiency=0.4,dp_gbps=400 ...")] = "",
-            schedule: Annotated[str | None,
-                                typer.Option(help="of a bare pipeline: 1f1b, zb-v, auto, file:PATH "
-                                                  "...")] = None,
-            pp: Annotated[int, typer.Option(min=1, help="its positions")] = 4,
-            micro_batches: Annotated[int, typer.Option(min=1, help="its micro-batches")] = 8,
-            times: Annotated[str,
-                             typer.Option(help="seconds of a position's forward, backward's two halves, a "
-                                               "message")]
-            = "f=1,b=1,w=1,comm=0",
+def predict(config: BareConfigPath = None, overrides: Overrides = None,
+            costs: Annotated[Path | None, typer.Option(metavar="RUN|FILE", help=HELP_COSTS)] = None,
+            hardware: Annotated[str, typer.Option(help=HELP_HARDWARE)] = "",
+            schedule: Annotated[str | None, typer.Option(help=HELP_SCHEDULE)] = None,
+            pp: Annotated[int, typer.Option(min=1, help="positions of a bare pipeline")] = 4,
+            micro_batches: Annotated[int, typer.Option(min=1, help="micro-batches of a bare pipeline")] = 8,
+            times: Annotated[str, typer.Option(help=HELP_TIMES)] = "f=1,b=1,w=1,comm=0",
             virtual_stages: Annotated[int | None, typer.Option(min=1, help="stages a position")] = None,
-            activation_limit: Annotated[str | None,
-                                        typer.Option(metavar="2x|BYTES",
-                                                     help="most that a position may keep")]
-            = None,
+            activation_limit: Annotated[str | None, typer.Option(metavar="2x|BYTES", help=HELP_LIMIT)] = None,
             as_json: Json = False) -> None:
     """Predict a step: time, bubble, memory and bytes of each pipeline position, by walking the plan with a
     clock.
 
-    With a CONFIG, costs are analytic, or measured by a run (--costs). Without one, a bare pipeline is walked:
-    the bubble rate is the zero-bubble paper's, (cost - m (f + b + w)) / cost, where cost is the longest span
-    of a position.
+    With a CONFIG, costs are analytic, or measured by a run (--costs). Without a CONFIG, a bare pipeline is
+    walked: its bubble rate is that of the zero-bubble paper, (cost - m (f + b + w)) / cost, where cost is the
+    longest span of a position.
     """
     import gc
 
     gc.disable()  # plans are millions of small objects that all live until the end
-    if config is None:
-        from threed.prediction.bare import parse_limit_of_bare, parse_times, predict_bare
-        from threed.prediction.bare import show as show_bare
+    if config is not None:
+        from threed.prediction.report import show as show_report
 
-        if schedule is None:
-            raise InputError("give a CONFIG, or --schedule NAME for a bare pipeline; threed predict --help "
-                             "shows both")
-        limit = None
-        if activation_limit is not None:
-            limit = parse_limit_of_bare(activation_limit, pp, micro_batches)
-        bare = predict_bare(schedule, pp, micro_batches, parse_times(times), virtual_stages, limit)
-        _print(bare, show_bare, as_json)
+        _print(api.predict(configs.load(config, overrides), hardware, costs), show_report, as_json)
         return
-    from threed.prediction.report import show as show_report
+    from threed.prediction import bare
 
-    _print(api.predict(configs.load(config, overrides), hardware, costs), show_report, as_json)
+    if schedule is None:
+        raise InputError("give a CONFIG, or --schedule NAME for a bare pipeline; threed predict --help shows "
+                         "both")
+    limit = None
+    if activation_limit is not None:
+        limit = bare.parse_limit_of_bare(activation_limit, pp, micro_batches)
+    values = bare.predict_bare(schedule, pp, micro_batches, bare.parse_times(times), virtual_stages, limit)
+    _print(values, bare.show, as_json)
 
 
 @app.command(short_help="bytes of parameters, gradients and optimizer state at each ZeRO stage")
@@ -192,16 +183,19 @@ def memory(config: Annotated[Path | None, typer.Argument(metavar="CONFIG",
                                                          help="YAML file; leave it out with --parameters")]
            = None, overrides: Overrides = None,
            parameters: Annotated[float | None, typer.Option(metavar="N",
-                                                            help="of the whole model, such as 7.5e9")] = None,
-           dp: Annotated[int, typer.Option(min=1, help="ranks that share a copy (or zero.shard_size)")] = 1,
+                                                            help="parameters of the whole model, such as "
+                                                                 "7.5e9")] = None,
+           dp: Annotated[int, typer.Option(min=1, help="ranks that share one copy (zero.shard_size, if it is "
+                                                       "set)")] = 1,
            tp: Annotated[int, typer.Option(min=1)] = 1, pp: Annotated[int, typer.Option(min=1)] = 1,
            dtype: Annotated[str,
                             typer.Option(help="of parameters and gradients: bf16, fp16 or fp32")] = "bf16",
            master: Annotated[str, typer.Option(help="of 16-bit weights: fp32 or none")] = "fp32",
-           optimizer: Annotated[str, typer.Option(help="its name: adamw, lion or sgd")] = "adamw",
+           optimizer: Annotated[str, typer.Option(help="adamw, lion or sgd")] = "adamw",
            as_json: Json = False) -> None:
-    """Bytes that a rank holds of a model's states at ZeRO stages 0 to 3: by the ZeRO paper's formulas for
-    --parameters, or exactly, from the plan of a CONFIG (the position that holds most)."""
+    """Bytes of parameters, gradients and optimizer state that a rank holds at ZeRO stages 0 to 3: by the ZeRO
+    paper's formulas for --parameters, or exactly, from the plan of a CONFIG, for the position that holds
+    most."""
     from threed.prediction import memory as memories
 
     if (config is None) == (parameters is None):
@@ -216,12 +210,12 @@ def memory(config: Annotated[Path | None, typer.Argument(metavar="CONFIG",
     _print(values, memories.show, as_json)
 
 
-@app.command(short_help="which features work together, and why others do not")
+@app.command(short_help="show which features work together, and why others do not")
 def matrix(as_json: Json = False,
            refused: Annotated[bool, typer.Option("--refused",
                                                  help="list every refused cell")] = False) -> None:
-    """The contract: every combination of schedule, ZeRO stage, offload, activation policy, precision,
-    sequence parallelism, tied weights and shard groups works and names its test, or is refused with the
+    """Show the contract: every combination of schedule, ZeRO stage, offload, activation policy, precision,
+    sequence parallelism, tied weights and shard groups either works and has a test, or is refused with a
     reason. `make matrix` runs the tests."""
     from threed import contract
 
@@ -233,18 +227,20 @@ def matrix(as_json: Json = False,
 
 @app.command(short_help="prepare the data ahead of a run")
 def data(config: ConfigPath, overrides: Overrides = None, as_json: Json = False) -> None:
-    """Prepare a config's data ahead of a run: read the source, train or load the tokenizer, tokenize,
-    cache."""
+    """Prepare a config's data ahead of a run: read the source, train or load the tokenizer, tokenize the text
+    and cache the tokens."""
     loaded = configs.load(config, overrides)
     from threed.data.samples import splits
     from threed.data.tokens import prepare
 
-    made = prepare(loaded.data, loaded.model, lambda line: print(line, file=sys.stderr, flush=True))
-    halves = splits(made.prefix, loaded.model.seq_len, loaded.train.seed, loaded.data.validation_fraction)
-    values = {"prefix": str(made.prefix), "tokenizer": str(made.tokenizer) if made.tokenizer else None,
-              "documents": made.num_documents, "tokens": made.num_tokens, "vocab": made.vocab_size,
-              "cached": made.cached,
-              "train_samples": halves[0].num_windows, "validation_samples": halves[1].num_windows}
+    prepared = prepare(loaded.data, loaded.model, lambda line: print(line, file=sys.stderr, flush=True))
+    training, validation = splits(prepared.prefix, loaded.model.seq_len, loaded.train.seed,
+                                  loaded.data.validation_fraction)
+    values = {"prefix": str(prepared.prefix),
+              "tokenizer": str(prepared.tokenizer) if prepared.tokenizer else None,
+              "documents": prepared.num_documents, "tokens": prepared.num_tokens,
+              "vocab": prepared.vocab_size, "cached": prepared.cached,
+              "train_samples": training.num_windows, "validation_samples": validation.num_windows}
     if as_json:
         _print_json(values)
     else:
@@ -254,15 +250,13 @@ def data(config: ConfigPath, overrides: Overrides = None, as_json: Json = False)
 @app.command(short_help="merge a run's traces for Perfetto, or draw them")
 def trace(run: RunPath,
           output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE",
-                                                      help="trace events; RUN/trace.json where neither is "
-                                                           "given")] = None,
-          step: Annotated[int | None,
-                          typer.Option(help="this step; all that were traced where it is not given")] = None,
+                                                      help="file of trace events; default: RUN/trace.json, "
+                                                           "unless --svg is given")] = None,
+          step: Annotated[int | None, typer.Option(help="this step; default: all traced steps")] = None,
           svg: Annotated[Path | None, typer.Option(metavar="FILE",
                                                    help="draw the timeline of the step, or of the last "
-                                                                        "one that was traced, into "
-                                                                        "FILE")] = None) -> None:
-    """Merge what a run's ranks traced for ui.perfetto.dev and chrome://tracing, or draw it."""
+                                                        "traced one, into FILE")] = None) -> None:
+    """Merge the traces of a run's ranks for ui.perfetto.dev and chrome://tracing, or draw them."""
     from threed.monitor import timeline
 
     traced = Run(run).traces
@@ -277,12 +271,13 @@ def trace(run: RunPath,
         events = timeline.chrome(traced, chosen)
         _write("-o", file, json.dumps(events, separators=(",", ":")))
         print(f"wrote {file}: {len(traced.ranks)} ranks, {len(chosen)} steps, {len(events['traceEvents'])} "
-              f"events")
+              "events")
 
 
-@app.command(short_help="compare predicted and measured; where the time went")
+@app.command(short_help="compare predicted and measured times; show where the time went")
 def compare(run: RunPath, as_json: Json = False) -> None:
-    """Compare what a run measured with what its plan predicts, and say where each rank's time went."""
+    """Compare the times that a run measured with those that its plan predicts, and show where each rank's
+    time went."""
     from threed.monitor import compare as comparing
 
     _print(Run(run).compare(), comparing.show, as_json)

@@ -36,7 +36,7 @@ class Group(ABC):
     def __init__(self, name: str, ranks: Sequence[int], me: int, sent: Counter[str]):
         self.name, self.ranks, self._index, self._sent = name, tuple(ranks), tuple(ranks).index(me), sent
         self._axis = GROUPS[name].counts
-        # is shown what this rank gives to a collective, to inspect it
+        # called with each tensor that this rank gives to a collective, to inspect it
         self.tap: Callable[[torch.Tensor], None] | None = None
 
     def size(self) -> int:
@@ -46,7 +46,8 @@ class Group(ABC):
         return self._index
 
     def others(self) -> list[int]:
-        """Everybody else by index in the group, the next one first: nobody is the first whom all talk to."""
+        """The other ranks by index in the group, beginning with the next one: each rank begins with another
+        peer."""
         return [(self._index + step) % self.size() for step in range(1, self.size())]
 
     def _count(self, tensor: torch.Tensor, rounds: int, given: torch.Tensor) -> None:
@@ -62,10 +63,10 @@ class Group(ABC):
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, add: bool = False,
                        scratch: torch.Tensor | None = None) -> Handle:
-        """Sum `tensor` over the group; each rank gets its part in `output`, or added to what is there.
+        """Sum `tensor` over the group; each rank's part of the sum is written to `output`, or added to it.
 
-        `output` may be that part of `tensor`, or of another dtype. `scratch`, as large as `tensor`, saves an
-        allocation.
+        `output` may be this rank's part of `tensor`, or have another dtype. `scratch`, as large as `tensor`,
+        saves an allocation.
         """
         assert tensor.is_contiguous() and output.numel() * self.size() == tensor.numel()
         self._count(tensor, 1, tensor)
@@ -112,14 +113,14 @@ class Channel(ABC):
 
 
 class Comm(ABC):
-    """What one rank can reach: its groups, its channels to other pipeline positions, and small talk on the
-    host."""
+    """What one rank can reach: its groups, its channels to other pipeline positions, and plain values of all
+    ranks, over the host."""
 
     def __init__(self, mesh: Mesh, rank: int, device: torch.device):
         self.mesh, self.rank, self.device = mesh, rank, device
         self.here = mesh.coordinate(rank)
         self.sent: Counter[str] = Counter()  # axis -> bytes since the start
-        # when this rank began to wait for all others, if it does so now
+        # when this rank began to wait for all others; None: it does not wait
         self.waiting_since: float | None = None
         self.groups: dict[str, Group] = {}
         self.channels: dict[tuple[int, int, str], Channel] = {}  # (sender, receiver, kind)
@@ -127,8 +128,8 @@ class Comm(ABC):
 
     @property
     def is_first_copy(self) -> bool:
-        """Whether this rank is in the first of the shard groups, each of which holds all of what is
-        sharded."""
+        """Whether this rank is in the first shard group. (Each shard group holds a whole copy of what is
+        sharded.)"""
         return self.mesh.group("replica", self.rank)[0] == self.rank
 
     @abstractmethod
@@ -141,12 +142,12 @@ class Comm(ABC):
         return values if self.rank == 0 else None
 
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's value. What the others pass is not looked at."""
+        """Rank 0's value; other ranks' values are ignored."""
         return self.exchange(value if self.rank == 0 else None)[0]
 
     def lane(self, name: str) -> Lane:
-        """A queue of work beside the computation. That of groups in which this rank is alone runs its jobs at
-        once."""
+        """A queue of work beside the computation. If this rank is alone in all groups of a lane, the lane
+        runs its jobs at once."""
         if name not in self._lanes:
             groups = [group for group, row in GROUPS.items() if row.lane == name]
             alone = bool(groups) and all(len(self.mesh.group(group, self.rank)) == 1 for group in groups)
@@ -155,12 +156,12 @@ class Comm(ABC):
         return self._lanes[name]
 
     def host_lane(self, name: str = "host") -> Lane:
-        """A lane of the host, whose jobs begin once what was issued before them on the device is done."""
+        """A lane of the host. A job begins when the device has done the work that was issued before it."""
         lane = self.lane(name)
         return AfterDevice(lane) if self.device.type == "cuda" else lane
 
     def close(self) -> None:
-        """Leave."""
+        """End all lanes."""
         for lane in self._lanes.values():
             lane.close()
 
@@ -174,8 +175,8 @@ class ProcessGroup(Group):
 
     def _all_reduce(self, tensor: torch.Tensor, op: str) -> Handle:
         if op == "sum" and not tensor.is_cuda and tensor.nbytes <= FEW_BYTES:
-            # Gloo's ring takes 2 (n - 1) hops, each a fraction of a millisecond however little it carries;
-            # this takes one.
+            # Gloo's ring takes 2 (n - 1) hops, each a fraction of a millisecond even for a few bytes; an
+            # all-to-all takes one.
             parts = tensor.new_empty(self.size(), tensor.numel())
             copies = tensor.expand(self.size(), *tensor.shape).contiguous()
             work = dist.all_to_all_single(parts, copies.view_as(parts), group=self.process_group,
@@ -204,8 +205,7 @@ class ProcessGroup(Group):
                 flat.add_(part) if add else flat.copy_(part)
 
             return Handle(add_part, (output, tensor, part))
-        # Gloo's reduce-scatter sends as much as an all-reduce; messages and a sum on arrival send half of
-        # that.
+        # Gloo's reduce-scatter sends as much as an all-reduce; messages that are summed on arrival send half.
         parts = tensor.view(self.size(), -1)
         arrived = (torch.empty_like(tensor) if scratch is None
                    else scratch.view(-1)[:tensor.numel()]).view_as(parts)
@@ -227,21 +227,21 @@ class ProcessGroup(Group):
 
     def _messages(self, parts: torch.Tensor, arrived: torch.Tensor, own: bool = False) -> Handle:
         """Send row i of `parts` to rank i of the group, whose message arrives in row i of `arrived`. `own`:
-        there this rank's row is wanted, too."""
+        copy this rank's row, too."""
         works: list[Any] = []
         for index in reversed(self.others()):
             works.append(dist.irecv(arrived[index], self.ranks[index], self.process_group))
         for index in self.others():
             works.append(dist.isend(parts[index], self.ranks[index], self.process_group))
-        mine, there = parts[self._index], arrived[self._index]
-        if own and mine.data_ptr() != there.data_ptr():
-            there.copy_(mine)
+        mine, target = parts[self._index], arrived[self._index]
+        if own and mine.data_ptr() != target.data_ptr():
+            target.copy_(mine)
         return Handle(lambda: [work.wait() for work in works], (parts, arrived))
 
 
 def sum_parts(parts: Sequence[torch.Tensor], output: torch.Tensor, add: bool) -> None:
-    """The sum of two tensors or more, in fp32 where they are narrower, into `output` or on top of it. Only
-    the first may be (the same part of the same buffer as) `output`."""
+    """Sum two tensors or more into `output`, or add their sum to it; in fp32 if they are narrower. Only the
+    first tensor may share memory with `output`, and then all of it."""
     wide = torch.promote_types(output.dtype, torch.float32)
     total = output if output.dtype == wide else torch.empty_like(output, dtype=wide)
     first, second, *rest = parts
@@ -269,7 +269,7 @@ def _handle(work: Any, *keep: torch.Tensor) -> Handle:
 
 
 class ProcessChannel(Channel):
-    """Calls the group itself, which is what isend and irecv come to after looking up the peer each time."""
+    """A channel that calls the process group directly; isend and irecv would look up the peer each time."""
 
     def __init__(self, sent: Counter[str], process_group: Any, peer: int):
         super().__init__(sent)
@@ -283,7 +283,7 @@ class ProcessChannel(Channel):
 
 
 def file_store(path: str, world_size: int) -> Any:
-    """A place in the file system where the ranks of one machine meet."""
+    """A store in a file, where the ranks of one machine meet."""
     return dist.FileStore(path, world_size)
 
 
@@ -297,16 +297,17 @@ class ProcessComm(Comm):
         if device.type == "cuda":
             torch.cuda.set_device(device)
         dist.init_process_group(backend, store=store, rank=rank, world_size=mesh.size, timeout=timeout)
-        # Every rank names every group, in one order; only members connect. (torch's way for members to do it
-        # alone names groups by how many a rank has made so far, and ranks at the ends of a pipeline make
-        # fewer.)
+        # Every rank names every group, in one order; only members connect. (torch can let members make a
+        # group alone, but then names it by how many groups a rank has made, and ranks at the ends of a
+        # pipeline make fewer.)
         for name, row in GROUPS.items():
             for ranks in mesh.groups(name) if row.lane and row.needed(mesh) else ():
-                whole = len(ranks) == mesh.size and row.axes is None
-                made = dist.group.WORLD if whole else dist.new_group(list(ranks),
-                                                                     timeout) if len(ranks) > 1 else None
+                if len(ranks) == mesh.size and row.axes is None:
+                    group = dist.group.WORLD
+                else:
+                    group = dist.new_group(list(ranks), timeout) if len(ranks) > 1 else None
                 if rank in ranks:
-                    self.groups[name] = ProcessGroup(name, ranks, rank, self.sent, made)
+                    self.groups[name] = ProcessGroup(name, ranks, rank, self.sent, group)
 
     def open_channels(self, pairs: Sequence[tuple[int, int, str]]) -> None:
         """Connect a plan's channels, given as (sender position, receiver position, kind): each its own
@@ -314,10 +315,10 @@ class ProcessComm(Comm):
         for sender, receiver, kind in sorted(pairs):
             for pipeline in self.mesh.groups("pp"):
                 ends = pipeline[sender], pipeline[receiver]
-                made = dist.new_group(sorted(ends), self._timeout)
+                group = dist.new_group(sorted(ends), self._timeout)
                 if self.rank in ends:
                     peer = ends[1] if self.rank == ends[0] else ends[0]
-                    self.channels[sender, receiver, kind] = ProcessChannel(self.sent, made, peer)
+                    self.channels[sender, receiver, kind] = ProcessChannel(self.sent, group, peer)
 
     def exchange(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.mesh.size
@@ -339,8 +340,8 @@ class ProcessComm(Comm):
 
     @contextmanager
     def _talking(self) -> Iterator[None]:
-        """The watch sees that this rank waits for all others. (After a failure it goes on waiting, for the
-        one who failed.)"""
+        """Show the watch that this rank waits for all others. (If the wait fails, `waiting_since` remains
+        set: the rank still waits for the one that failed.)"""
         self.waiting_since = time.monotonic()
         yield
         self.waiting_since = None

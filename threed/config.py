@@ -124,12 +124,11 @@ def _family(given: dict[str, Any]) -> tuple[ModelConfig, dict[str, Any], list[st
         return family.config(family=name or known[size]), dict(family.sizes[size]), problems
     if size in known and not problems:
         problems.append(f"model.name={size} is a size of model.family={known[size]}, not of {name}; leave "
-                        f"one of them out")
+                        "one of them out")
     elif size != "custom" and size not in known:
         near = difflib.get_close_matches(str(size), [*family.sizes, *known], 1, 0.0)[0]
         problems.append(f"model.name={size}: no such size; did you mean {near}? There are "
-                        f"{', '.join(known)}; leave it out "
-                        "to give the sizes yourself")
+                        f"{', '.join(known)}; leave it out to give the sizes yourself")
     return family.config(family=name or "gpt"), {}, problems
 
 

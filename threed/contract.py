@@ -1,9 +1,8 @@
-"""The contract: which features work together, and why the others do not. One table, from which come the
-refusals of a config, `threed matrix`, and the tests that run every cell.
+"""The contract: which features work together, and why the others do not. From its table come the refusals of
+a config, `threed matrix`, and the tests that run every cell.
 
-A **cell** is one choice on each axis. It works, and `tests/loopback/test_contract.py` compares it with the
-single-process reference under its name; or a rule refuses it and says why. A rule is a law of nature, or says
-what would lift it.
+A **cell** is one choice for each feature. If no rule refuses it, it works, and the case with its name in
+`tests/loopback/test_contract.py` compares it with the single-process reference. A rule says why it refuses.
 """
 
 from __future__ import annotations
@@ -19,9 +18,8 @@ from threed.schema import Config
 class Cell(NamedTuple):
     schedule: str
     stage: int  # of ZeRO
-    offload: str  # where the optimizer's state lives: none (the device), cpu, nvme; +parameters: they live
-    # there, too
-    activation: str  # activation policy, or where kept inputs go: partition (cut over tp), cpu
+    offload: str  # tier of the optimizer's state: none (device), cpu, nvme; +parameters: of parameters, too
+    activation: str  # activation policy, or what is done with kept inputs: partition (cut over tp), cpu
     precision: str
     sequence_parallel: bool
     tied: bool
@@ -43,16 +41,11 @@ class Cell(NamedTuple):
     def of(cls, config: Config) -> Cell:
         """The cell of a config."""
         parallel, activation = config.parallel, config.activation
-        kept = (
-            "cpu"
-            if activation.offload == "cpu"
-            else "partition"
-            if activation.partition
-            else activation.policy
-        )
+        kept = "partition" if activation.partition else activation.policy
+        if activation.offload == "cpu":
+            kept = "cpu"
         return cls("file" if parallel.schedule.startswith("file:") else parallel.schedule, config.zero.stage,
-                   _offload(config),
-                   kept, config.precision.dtype, parallel.sequence_parallel,
+                   _offload(config), kept, config.precision.dtype, parallel.sequence_parallel,
                    config.model.tie_embeddings, config.shard_size < config.dp)
 
 
@@ -81,8 +74,7 @@ class Rule(NamedTuple):
 RULES = (
     Rule(lambda cell: cell.stage == 0 and cell.shard_groups,
          "zero.shard_size below parallel.dp needs zero.stage of at least 1: at stage 0 nothing is sharded, "
-         "whole copies are "
-         "everywhere; leave zero.shard_size out"),
+         "whole copies are everywhere; leave zero.shard_size out"),
     Rule(lambda cell: cell.offload == "none+parameters",
          "offload.parameters needs offload.optimizer=cpu or nvme: what lives on the host is stepped there"),
     Rule(lambda cell: cell.offload.endswith("+parameters") and cell.stage < 3,
@@ -96,7 +88,7 @@ def refusal(cell: Cell) -> str | None:
 
 
 def cells() -> Iterator[Cell]:
-    """All of them."""
+    """All cells."""
     for values in itertools.product(*AXES.values()):
         yield Cell(*values)  # pyright: ignore[reportArgumentType]
 
@@ -110,9 +102,8 @@ def show(refused: bool = False) -> str:
              *(f"  {axis.ljust(18)} {_values(values)}" for axis, values in AXES.items()), "",
              "works".ljust(16) + "".join(f"zero{stage}".rjust(12) for stage in AXES["stage"])]
     for schedule in AXES["schedule"]:
-        counts = [(sum(cell.schedule == schedule and cell.stage == stage for cell in some)
-                   for some in (works, every))
-                  for stage in AXES["stage"]]
+        counts = [[sum(cell.schedule == schedule and cell.stage == stage for cell in chosen)
+                   for chosen in (works, every)] for stage in AXES["stage"]]
         lines.append(str(schedule).ljust(16) + "".join("{}/{}".format(*count).rjust(12) for count in counts))
     for rule in RULES:
         listed = [cell for cell in every if rule.refuses(cell)]

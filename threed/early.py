@@ -1,4 +1,5 @@
-"""The first seconds of `threed train`, while libraries are imported and nothing is there to save yet."""
+"""Signals in the first seconds of `threed train`, while libraries are imported and a run has nothing to
+save."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def handle(numbers: Iterable[int], handler: Any) -> None:
-    """Have `handler` answer signals. A hang-up stays ignored where nohup has asked for that."""
+    """Install `handler` for signals, but not for SIGHUP if the process ignores it, as under nohup."""
     for number in numbers:
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, handler)
@@ -23,7 +24,7 @@ def begin() -> None:
     """Install handlers for the seconds of importing: a request to stop ends the process with a word, a
     request to save is ignored."""
     if sys.argv[1:2] == ["train"]:
-        # Of a connection that breaks torch prints 40 lines of addresses for each try; threed says it once.
+        # For each try of a broken connection torch prints 40 lines of addresses; threed says it once.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         handle(STOPS, _leave)
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)

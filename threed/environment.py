@@ -1,5 +1,5 @@
-"""Where this process stands among the others of a run, as torchrun, Slurm, an operator's pods or a person say
-in the environment.
+"""This process's place among the processes of a run, as the environment says it: torchrun's, Slurm's, a
+Kubernetes operator's or a person's variables.
 
     LOCAL_RANK, RANK, WORLD_SIZE          one rank: torchrun has started this process     -> Place
     SLURM_PROCID, SLURM_NTASKS, ...       one rank: a task of srun                        -> Place
@@ -7,8 +7,8 @@ in the environment.
     PET_NNODES, PET_NODE_RANK, ...        the same, in torchrun's names (PyTorchJob sets them, and RANK = the
                                           pod's number)
 
-A value that stands there under two names must be the same under both: a pod must not train alone because a
-name was not read.
+A value that is set under two names must be the same under both: a pod must not train alone because a name was
+not read.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from threed.errors import InputError
 
 PORT = 29500
-RESTARTS = ("THREED_RESTARTS", "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")  # so often, so far
+RESTARTS = ("THREED_RESTARTS", "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")  # restarts so far
 
 
 @dataclass(frozen=True)
@@ -35,23 +35,22 @@ class Place:
 
 @dataclass(frozen=True)
 class Nodes:
-    """One node among several, each with a launcher that starts `size` ranks. Between `least` and `most` of
-    them make a run."""
+    """One node among several, each with a launcher that starts `size` ranks. A run has between `least` and
+    `most` nodes."""
 
     least: int
     most: int
-    node: int | None  # this one's number; None: node 0 is the one whose own address `address` is
+    node: int | None  # this node's number; None: not given, and node 0 is the one that has `address`
     size: int | None  # None: one rank a GPU
     address: str  # of node 0, as all nodes reach it
     port: int
-    local_address: str | None = None  # by which the others reach this node; None: the one that leads to
-    # `address`
-    job: str = ""  # two runs with one MASTER_ADDR and MASTER_PORT must not meet
+    local_address: str | None = None  # this node's, as others reach it; None: of the interface to `address`
+    job: str = ""  # Slurm's; keeps two runs with the same MASTER_ADDR and MASTER_PORT apart
 
 
 def place_of_environment(env: Mapping[str, str] = os.environ) -> Place | Nodes | None:
-    """None: nobody else has been started, all ranks are started here. Under srun, RANK, WORLD_SIZE and
-    MASTER_PORT, which torch reads, are set as well."""
+    """A rank's place, or a node's; None where this process starts all ranks. Under srun it also sets RANK,
+    WORLD_SIZE and MASTER_PORT, which torch reads."""
     if "LOCAL_RANK" in env:
         return _rank(env)
     if "NNODES" in env or "PET_NNODES" in env or ("RANK" in env and "WORLD_SIZE" in env):
@@ -69,13 +68,12 @@ def place_of_environment(env: Mapping[str, str] = os.environ) -> Place | Nodes |
 
 
 def restarted() -> bool:
-    """Whether this start of the run follows a failed one by itself: the launcher, torchrun or Slurm says
-    so."""
+    """Whether the launcher, torchrun or Slurm has started the run again after a failure."""
     return any(_number(os.environ, name, 0) > 0 for name in RESTARTS)
 
 
 def launch() -> str:
-    """What all restarts of one start of the run have in common; '' where nobody says so."""
+    """An id that all restarts of one launch share; '' where the environment has none."""
     return next((os.environ[name] for name in ("SLURM_JOB_ID", "THREED_LAUNCH", "TORCHELASTIC_RUN_ID")
                  if name in os.environ), "")
 
@@ -84,8 +82,8 @@ def _rank(env: Mapping[str, str]) -> Place:
     missing = [name for name in ("RANK", "WORLD_SIZE") if name not in env]
     if missing:
         raise InputError(f"LOCAL_RANK={env['LOCAL_RANK']} is in the environment, but not "
-                         f"{' and '.join(missing)}: torchrun sets "
-                         "all three. Unset LOCAL_RANK to start all ranks here")
+                         f"{' and '.join(missing)}: torchrun sets all three. Unset LOCAL_RANK to start all "
+                         "ranks here")
     world = _number(env, "WORLD_SIZE")
     return Place(_number(env, "RANK"), _number(env, "LOCAL_RANK"), _number(env, "LOCAL_WORLD_SIZE", world),
                  world)
@@ -104,12 +102,12 @@ def _nodes(env: Mapping[str, str]) -> Nodes:
     size = _size(env)
     if "WORLD_SIZE" in env and few == many and _number(env, "WORLD_SIZE") not in (many, many * (size or 1)):
         raise InputError(f"WORLD_SIZE={env['WORLD_SIZE']} and {name}={text} contradict each other: "
-                         f"WORLD_SIZE is the number of "
-                         f"nodes, or of all ranks ({many} x {size or 'ranks a node'}). Unset one of them")
+                         f"WORLD_SIZE is the number of nodes, or of all ranks ({many} x "
+                         f"{size or 'ranks a node'}). Unset one of them")
     if node is not None and node >= many:
         raise InputError(f"{given[0] if given else ''}={node} must be below the number of nodes, "
                          f"{name}={text}: the first is 0")
-    # An operator tells node 0 its own address in another way than the others.
+    # An operator may give node 0 an address of itself that differs from the one that it gives to other nodes.
     address = _one(env, "MASTER_ADDR", "PET_MASTER_ADDR", "the host of PET_RDZV_ENDPOINT", agree=node != 0)
     if many > 1 and address is None:
         raise InputError(f"{name}={text} needs MASTER_ADDR, an address of node 0 that every node reaches")
@@ -137,29 +135,28 @@ def _port(name: str, text: str) -> int:
 
 
 def _size(env: Mapping[str, str]) -> int | None:
-    found = _one(env, "GPUS_PER_NODE", "PET_NPROC_PER_NODE", "PET_N_PROC_PER_NODE")
-    if found is None or found[1] in ("auto", "gpu"):
+    given = _one(env, "GPUS_PER_NODE", "PET_NPROC_PER_NODE", "PET_N_PROC_PER_NODE")
+    if given is None or given[1] in ("auto", "gpu"):
         return None
-    size = _whole(*found)
+    size = _whole(*given)
     if size < 1:
-        raise InputError(f"{found[0]}={found[1]}: a node has at least one rank")
+        raise InputError(f"{given[0]}={given[1]}: a node has at least one rank")
     return size
 
 
 def _one(env: Mapping[str, str], *names: str, agree: bool = True) -> tuple[str, str] | None:
-    """(name, value) of a value that may stand under several names. `agree`: it must then be the same under
-    all."""
-    found = [(name, env[name]) for name in names if env.get(name)]
-    other = next((pair for pair in found if pair[1] != found[0][1]), None)
+    """(name, value) of a value that may be set under several names: of the first name that is set. `agree`:
+    it must be the same under all of them."""
+    pairs = [(name, env[name]) for name in names if env.get(name)]
+    other = next((pair for pair in pairs if pair[1] != pairs[0][1]), None)
     if other is not None and agree:
-        raise InputError(f"{found[0][0]}={found[0][1]} and {other[0]}={other[1]} in the environment "
-                         f"contradict each other: "
-                         "unset one")
-    return found[0] if found else None
+        raise InputError(f"{pairs[0][0]}={pairs[0][1]} and {other[0]}={other[1]} in the environment "
+                         "contradict each other: unset one")
+    return pairs[0] if pairs else None
 
 
 def _number(env: Mapping[str, str], name: str, otherwise: int | None = None) -> int:
-    """Of Slurm's "2(x3)", too, the first number."""
+    """A variable as a number; of Slurm's "2(x3)" the first one."""
     if name not in env and otherwise is not None:
         return otherwise
     return _whole(name, env.get(name, "").partition("(")[0])
@@ -168,5 +165,5 @@ def _number(env: Mapping[str, str], name: str, otherwise: int | None = None) -> 
 def _whole(name: str, text: str, shown: str | None = None) -> int:
     if not text.isdecimal():
         raise InputError(f"{name}={shown or text} in the environment must be a whole number; unset it to "
-                         f"start all ranks here")
+                         "start all ranks here")
     return int(text)

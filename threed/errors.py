@@ -10,8 +10,7 @@ from __future__ import annotations
 import errno
 
 _WRONG_FOLDER = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG,
-                 errno.EISDIR,
-                 errno.EEXIST)
+                 errno.EISDIR, errno.EEXIST)
 
 
 class ThreedError(Exception):
@@ -45,13 +44,13 @@ class RunError(ThreedError):
 
 
 def of_folder(text: str, error: OSError) -> ThreedError:
-    """What a folder's failure is: an input that is wrong (it is not there, or may not be written), or a disk
-    that fails, after which a run may start again."""
+    """The error for a folder that cannot be used: InputError if the folder is wrong (it does not exist, or
+    may not be written), RunError if the disk fails, after which a run may start again."""
     return (InputError if error.errno in _WRONG_FOLDER else RunError)(text)
 
 
 class WrongResult(RunError):
-    """A machine computes wrongly: what it has saved is in doubt, so nothing starts again by itself."""
+    """A machine computes wrongly: its checkpoints are in doubt, so the run does not start again by itself."""
 
     status = 3
 

@@ -1,9 +1,10 @@
 """The head of a run on several nodes: a process beside node 0's launcher that decides for all launchers. No
 torch.
 
-It collects the nodes (GATHER), has node 0 prepare the data (PREPARE), says which ranks each node starts
-(RUN), and, when a rank or a node fails, has all others end their ranks (CLEAR), after which it begins again
-or ends the run. It waits for nodes no longer than `run.connect_timeout_s`. `rendezvous` lists the messages.
+The head waits for the nodes (GATHER), has node 0 prepare the data (PREPARE), and tells each node which ranks
+to start (RUN). When a rank or a node fails, it has all launchers end their ranks (CLEAR), and then begins
+again or ends the run. It waits for nodes no longer than `run.connect_timeout_s`. `rendezvous` lists the
+messages.
 """
 
 from __future__ import annotations
@@ -21,11 +22,10 @@ from threed.rendezvous import REPORT_S, Line, is_address, is_loopback, plain, re
 from threed.restart import Failure, Restarts
 
 CLEAR_S = 20.0  # a launcher that cannot end its ranks within this is given up
-# a node that is silent for longer may have been replaced: others say something every two seconds
+# a node that is silent for longer may have been replaced: every launcher sends a message each two seconds
 SILENT_S = 5.0
 HELLO = {"version": str, "job": str, "nodes": list, "node": (int, type(None)), "host": str, "size": int,
-         "attempt": int,
-         "launch": str, "id": str, "fixed": bool, "from": str}
+         "attempt": int, "launch": str, "id": str, "fixed": bool, "from": str}
 
 
 class State(enum.Enum):
@@ -53,11 +53,11 @@ class Member:
     node: int
     host: str
     size: int
-    address: str  # by which it reached the head, or LOCAL_ADDR
-    id: str  # the launcher's own
+    address: str  # from which it reached the head, or LOCAL_ADDR
+    id: str  # of the launcher
     done: bool = False
     cleared: bool = False
-    asked: bool = False  # somebody has asked its ranks to stop
+    asked: bool = False  # whether its ranks were asked to stop
     ranks: range = field(default_factory=lambda: range(0))
 
     def __str__(self) -> str:
@@ -65,40 +65,35 @@ class Member:
 
 
 class Head:
-    """Decides for all launchers. `newest` names the newest checkpoint, since which restarts are counted;
-    `open_store`: a store for the ranks of one attempt."""
+    """Decides for all launchers. `newest` names the newest checkpoint: restarts are counted from it.
+    `open_store` opens a store for the ranks of one attempt."""
 
     def __init__(self, listener: socket.socket, nodes: Nodes, limit_s: float, restarts: Restarts,
-                 newest: Callable[[], str],
-                 version: str, open_store: Callable[[], Store]):
+                 newest: Callable[[], str], version: str, open_store: Callable[[], Store]):
         self.version, self.wanted = version, _span(nodes.least, nodes.most)
         self.listener, self.nodes, self.limit_s, self.open_store = listener, nodes, limit_s, open_store
         self.restarts, self.newest = restarts, newest
-        self.not_before = 0.0  # the next start
-        self.settle_s = limit_s / 10  # how long fewer than the most wait for more
+        self.not_before = 0.0  # earliest time of the next start
+        self.settle_s = limit_s / 10  # how long nodes that are fewer than `nodes.most` wait for more
         self.members: dict[int, Member] = {}
         self.running: list[Member] = []
-        self.unidentified: list[tuple[Line, float]] = []  # connected since, no hello yet
-        self.seen: dict[int, str] = {}  # node -> host, of those who were there
+        self.unidentified: list[tuple[Line, float]] = []  # connections without a hello, and when each began
+        self.seen: dict[int, str] = {}  # node -> host, of all nodes that ever connected
         self.attempt, self.launch = 0, ""
         self.store: Store | None = None
-        self.failure: Failure | None = None  # the last one,
-        self.looked: list[str] = []  # and the newest checkpoint then, once that is known
+        self.failure: Failure | None = None  # the last failure
+        self.looked: list[str] = []  # [the newest checkpoint after it], once it is known
         self.begin(State.GATHER)
 
     def begin(self, state: State) -> None:
-        self.state, self.since, self.report, self.changed = (
-            state,
-            time.monotonic(),
-            REPORT_S,
-            time.monotonic(),
-        )
+        self.state, self.report = state, REPORT_S
+        self.since = self.changed = time.monotonic()
 
     def run(self) -> None:
-        """Until all have been told to end."""
+        """Run until all launchers have been told to end."""
         while self.state != State.OVER:
-            lines = [member.line for member in self.members.values()] + [line for line,
-                                                                         _ in self.unidentified]
+            lines = [*(member.line for member in self.members.values()),
+                     *(line for line, _ in self.unidentified)]
             readable(self.listener, *(line for line in lines if line.lost is None), wait_s=0.25)
             self._admit()
             for member in list(self.members.values()):
@@ -107,27 +102,26 @@ class Head:
                 if member.line.lost is not None and self.members.get(member.node) is member:
                     self._lose(member, member.line.lost)
             {State.GATHER: self._gather, State.CLEAR: self._clear}.get(self.state, lambda: None)()
-        for member in self.members.values():  # each closes its end when it has read the last word
+        for member in self.members.values():  # each launcher closes its end after the last message
             member.line.wait(2.0)
 
     def tell(self, op: str, **values: Any) -> None:
         for member in self.members.values():
             member.line.send(op, **values)
 
-    # -------- who is there
+    # -------- which nodes are connected
 
     def _admit(self) -> None:
         if readable(self.listener, wait_s=0):
             try:
                 self.unidentified.append((Line(self.listener.accept()[0]), time.monotonic()))
-            except OSError:  # it has gone already, or there are too many files: the others go on
+            except OSError:  # the peer has gone already, or too many files are open: other nodes go on
                 time.sleep(0.25)
         for line, since in list(self.unidentified):
             hello = next(iter(line.receive()), None)
             if hello is not None and hello["op"] == "hello" and hello.get("version") != self.version:
                 line.send("refused", text=f"{hello.get('host')} has threed {hello.get('version')}, node 0 "
-                                          f"({self.seen.get(0)}) "
-                                          f"{self.version}: install one everywhere")
+                                          f"({self.seen.get(0)}) {self.version}: install one everywhere")
                 line.close()
             elif hello is not None and hello["op"] == "hello" and _is_whole(hello):
                 self._greet(line, hello)
@@ -142,7 +136,7 @@ class Head:
         node = hello["node"]
         holder = self.members.get(-1 if node is None else node)
         if node is None or (not hello["fixed"] and holder is not None and holder.id != hello["id"]):
-            node = next(iter(free), None)  # its own, if it had one, has been given to another since
+            node = next(iter(free), None)  # its number, if it had one, now belongs to another node
         problem, other = self._problem(hello, node), self.members.get(-1 if node is None else node)
         if problem:
             line.send("refused", text=problem)
@@ -151,7 +145,7 @@ class Head:
         assert node is not None
         if other is not None:
             other.line.send("end", text=f"another launcher has come as node {node}, on {hello['host']}: this "
-                                        f"one ends", status=1)
+                                        "one ends", status=1)
             self._lose(other, "its launcher was started again")
         self.members[node] = Member(line, node, hello["host"], hello["size"], plain(hello["from"]),
                                     hello["id"])
@@ -163,14 +157,14 @@ class Head:
         line.send("welcome", node=node)
         if self.state != State.GATHER:
             line.send("wait", text=f"the run is under way with {len(self.running)} nodes; this one joins it "
-                                   f"at its next start")
+                                   "at its next start")
 
     def _problem(self, hello: dict[str, Any], node: int | None) -> str | None:
         host = hello["host"]
         if hello["job"] != self.nodes.job:
             return (f"node 0 at {self.nodes.address}:{self.nodes.port} is of job "
-                    f"{self.nodes.job or '(none)'}, not of "
-                    f"{hello['job'] or '(none)'}: two runs need different values of MASTER_PORT")
+                    f"{self.nodes.job or '(none)'}, not of {hello['job'] or '(none)'}: two runs need "
+                    "different values of MASTER_PORT")
         if hello["nodes"] != [self.nodes.least, self.nodes.most]:
             return f"NNODES is {_span(*hello['nodes'])} on {host} and {self.wanted} on node 0"
         if node is None:
@@ -187,7 +181,7 @@ class Head:
         if member in self.running and self.state in (State.PREPARE, State.RUN) and not member.done:
             self._fail(Failure(f"{member} has gone: {why}", None, None, 1), None)
 
-    # -------- what they say
+    # -------- what launchers say
 
     def _hear(self, member: Member, message: dict[str, Any]) -> None:
         op = message["op"]
@@ -196,11 +190,8 @@ class Head:
                              status=message["status"])
             self._lose(member, "it was stopped")
         elif op == "stopped":
-            when = (
-                "before the first step"
-                if self.attempt == 0 and self.state != State.CLEAR
-                else "before it started again"
-            )
+            first = self.attempt == 0 and self.state != State.CLEAR
+            when = "before the first step" if first else "before it started again"
             self._end(f"stopped by {message['signal']} on {member.host} {when}", message["status"])
         elif op == "cleared":
             member.cleared, member.asked = True, message["asked"]
@@ -214,8 +205,8 @@ class Head:
                 self._end("", 0)
 
     def _judge(self, member: Member, message: dict[str, Any]) -> None:
-        """A rank, or what a launcher does before there are ranks, has failed: which was the first, and of
-        what?"""
+        """Find which rank failed first and why, after a message that a rank, or a launcher before it started
+        its ranks, has failed."""
         rank = message["rank"]
         reason = self.store.reason() if self.store is not None and not message["certain"] else None
         if reason is not None and reason["rank"] is not None:
@@ -229,8 +220,8 @@ class Head:
                        member if rank is None else None)
 
     def _fail(self, failure: Failure, said: Member | None, hang: bool = False, text: str = "") -> None:
-        """All others end their ranks. `said`: there somebody has said it already. `text`: all of what there
-        is to say."""
+        """Have all launchers end their ranks and print `text` (empty: the failure's). `said`: the node whose
+        console has it already."""
         text = text or failure.text
         if self.store is not None:
             self.store.fail(text, failure.status)
@@ -239,12 +230,12 @@ class Head:
             member.line.send("clear", text="" if member is said else text, hang=hang)
         self.failure, self.looked = failure, []
         # The disk of checkpoints may be what has failed, and not answer.
-        threading.Thread(target=lambda found: found.append(self.newest()), args=(self.looked,),
+        threading.Thread(target=lambda newest: newest.append(self.newest()), args=(self.looked,),
                          daemon=True).start()
         self.begin(State.CLEAR)
 
     def _clear(self) -> None:
-        """Until no rank of this attempt is left."""
+        """Wait until no rank of this attempt is left; then start again, or end."""
         assert self.failure is not None
         late = time.monotonic() - self.since > CLEAR_S
         for member in [member for member in self.running if self.members.get(member.node) is member
@@ -270,12 +261,12 @@ class Head:
     # -------- the next start
 
     def _gather(self) -> None:
-        there, waited, now = len(self.members), time.monotonic() - self.since, time.monotonic()
+        count, waited, now = len(self.members), time.monotonic() - self.since, time.monotonic()
         if now < self.not_before:
             return
-        enough = there >= self.nodes.least and 0 in self.members
+        enough = count >= self.nodes.least and 0 in self.members
         settled = now - self.changed > self.settle_s or waited > self.limit_s
-        if there == self.nodes.most or (enough and settled and self.nodes.least < self.nodes.most):
+        if count == self.nodes.most or (enough and settled and self.nodes.least < self.nodes.most):
             self._ready()
             return
         missing = [f"node {node}" + (f" ({self.seen[node]})" if node in self.seen else "")
@@ -283,14 +274,12 @@ class Head:
                    if node not in self.members]
         few = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
         if waited > self.limit_s:
-            self._end(f"{there} of {self.wanted} nodes came within run.connect_timeout_s={self.limit_s:g}; "
-                      f"missing: {few}. Are "
-                      f"they started, with MASTER_ADDR={self.nodes.address} and "
-                      f"MASTER_PORT={self.nodes.port}, and do firewalls "
-                      "let them reach node 0?", 1)
+            self._end(f"{count} of {self.wanted} nodes came within run.connect_timeout_s={self.limit_s:g}; "
+                      f"missing: {few}. Are they started, with MASTER_ADDR={self.nodes.address} and "
+                      f"MASTER_PORT={self.nodes.port}, and do firewalls let them reach node 0?", 1)
         elif waited > self.report:
             self.report += REPORT_S
-            self.tell("wait", text=f"{there} of {self.wanted} nodes after {waited:.0f} s, waiting for {few}")
+            self.tell("wait", text=f"{count} of {self.wanted} nodes after {waited:.0f} s, waiting for {few}")
 
     def _ready(self) -> None:
         self.running = [self.members[node] for node in sorted(self.members)]

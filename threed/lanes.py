@@ -34,12 +34,12 @@ class Lane:
     """A queue of work beside the computation: jobs run one after the other, in the order in which they were
     submitted.
 
-    This one has nobody to wait for, and runs a job at once.
+    The base class is for lanes that wait for no other rank: it runs a job at once.
     """
 
     def submit(self, job: Callable[[], None]) -> Handle:
-        """Run a job, which may wait for communication, after those before it. It sees what was computed
-        before this call."""
+        """Run a job, which may wait for communication, after the jobs before it. The job sees the results of
+        all computation before this call."""
         job()
         return Handle(None)
 
@@ -48,7 +48,7 @@ class Lane:
 
 
 class ThreadLane(Lane):
-    """A thread. What fails in a job is raised where somebody waits for it."""
+    """A thread. An exception of a job is raised by its handle's `wait`."""
 
     def __init__(self, name: str):
         self._jobs: queue.SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = queue.SimpleQueue()
@@ -65,7 +65,7 @@ class ThreadLane(Lane):
                     future.set_exception(error)
                 else:
                     future.set_result(None)
-                del entry, job, future  # whatever they hold, not until the next one comes
+                del entry, job, future  # free what they hold before the next job comes
 
     def submit(self, job: Callable[[], None]) -> Handle:
         future: Future[None] = Future()
@@ -77,8 +77,8 @@ class ThreadLane(Lane):
 
 
 class StreamLane(Lane):
-    """A CUDA stream. A job is issued at once and runs when what was issued before it on the current stream
-    has."""
+    """A CUDA stream. A job is issued at once, and runs after the work that was issued before it on the
+    current stream."""
 
     def __init__(self, device: torch.device):
         self._stream = torch.cuda.Stream(device)
@@ -110,7 +110,7 @@ class AfterDevice(Lane):
 
 
 def copy(into: torch.Tensor, of: torch.Tensor) -> None:
-    """A copy by the lane that runs this. The device's memory is not used for anything else before it is
+    """Copy on the lane that calls this. The allocator does not reuse the device's memory before the copy is
     done."""
     into.copy_(of, non_blocking=True)
     for tensor in (into, of):

@@ -1,5 +1,5 @@
-"""torch, imported when it is first used: a file may say what planning must know, and hold what computes
-beside it."""
+"""torch, imported when it is first used: so one file can hold what planning must know, without torch, and the
+computation beside it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 else:
 
     class _Later:
-        """A module that is imported by the first look at what is in it."""
+        """A module that is imported when its first attribute is used."""
 
         def __init__(self, name: str):
             self._name = name

@@ -1,7 +1,7 @@
 """Launch: start the ranks of a run on this machine, and start them again after a failure.
 
-Libraries are imported once, then the process forks: eight ranks start in seconds. No GPU is touched before
-the fork.
+Libraries are imported once, then the process forks: eight ranks start in seconds. No GPU is used before the
+fork.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class LocalLauncher:
         self.ranks: list[Any] = []
         self.preparing: Preparation | None = None
         self.asked = 0
-        self.when = "before the first step"  # of a stop while no rank runs
+        self.when = "before the first step"  # for the message of a stop while no rank runs
         handle(SIGNALS, self.forward)
 
     def forward(self, number: int, _: Any) -> None:
@@ -70,8 +70,8 @@ class LocalLauncher:
         pass_on(self.ranks, signal.SIGKILL if self.asked > 1 else number)
 
     def run(self) -> int:
-        """Start the ranks, and again after a failure, as long as that promises something. The exit status of
-        the run."""
+        """Start the ranks, and again after a failure as long as `Restarts` allows it. Returns the exit status
+        of the run."""
         self.preparing = Preparation(lambda: self.config, self.config)
         self.preparing.start()
         prepared = self.preparing.result()
@@ -92,9 +92,10 @@ class LocalLauncher:
             time.sleep(wait_s)
 
     def start(self, prepared: Prepared, steps: Steps) -> Failure | None:
-        """Start the ranks once and wait until all have ended; why, if one has failed."""
+        """Start the ranks once and wait until all have ended. Returns why one has failed; None if none
+        has."""
         size, parent = self.config.world_size, os.getpid()
-        # where ranks meet: it is gone with the last of them, however they end
+        # the file where ranks meet: in memory, so it vanishes with the last rank, however the ranks end
         meeting = os.memfd_create("threed-store")
         path = f"/proc/self/fd/{meeting}"
 
@@ -107,7 +108,7 @@ class LocalLauncher:
                 self.ranks = [CONTEXT.Process(target=be_rank, args=(parent, partial(body, rank)),
                                               name=f"rank {rank}")
                               for rank in range(size)]
-                # what was imported stays: a rank's collector need not look at it, and its memory stays shared
+                # A rank's garbage collector need not scan what was imported, whose memory so remains shared.
                 gc.freeze()
                 start(self.ranks)
             return _attend(self.ranks, file_store(path, size), steps)
@@ -123,8 +124,8 @@ def run_local(config: Config, callbacks: Sequence[Callback] = ()) -> int:
 
 
 def _attend(ranks: list[Any], store: Any, steps: Steps) -> Failure | None:
-    """Wait for all ranks; once one has failed, for the others only a little longer. Why the first failed, if
-    one has."""
+    """Wait for all ranks; once one has failed, only a little longer for the others. Returns why the first one
+    failed; None if none has."""
     failure, deadline = None, math.inf
     while True:
         codes = [process.exitcode for process in ranks]
@@ -139,8 +140,8 @@ def _attend(ranks: list[Any], store: Any, steps: Steps) -> Failure | None:
 
 
 def _why(codes: list[int | None], store: Any, steps: Steps) -> tuple[Failure, float]:
-    """Why the first rank has failed, and how long to wait for the others. Of a rank that could not say so
-    itself, the others are told here."""
+    """Why the first rank has failed, and how long to wait for the others. If the rank was killed and could
+    not tell the others, this function tells them."""
     failed = first_failure(codes)
     assert failed is not None
     rank, code = failed
@@ -158,9 +159,9 @@ def _why(codes: list[int | None], store: Any, steps: Steps) -> tuple[Failure, fl
 
 
 def local_world_size(config_device: str) -> int | None:
-    """Processes to start where `parallel.dp: auto` leaves it open: one a GPU, or None on a machine
-    without."""
-    # ask the driver, do not start CUDA before the fork
+    """How many processes to start if `parallel.dp: auto` leaves it open: one a GPU; None on a machine without
+    GPUs."""
+    # let torch ask the driver: CUDA must not be initialised before the fork
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     if config_device == "cpu" or not torch.cuda.is_available():
         return None

@@ -1,10 +1,11 @@
-"""The mesh: which rank sits where, and with whom it talks. Plain arithmetic, no torch.
+"""The mesh: the coordinate of each rank, and the groups of ranks that communicate. Plain arithmetic, no
+torch.
 
 A rank has a coordinate on each axis. `order` names the axes outermost first, as in Megatron-LM's default
 pp-dp-tp: neighbours on the last axis are neighbouring ranks, so that tp groups stay inside a node.
 
-AXES and GROUPS are the tables that everything else reads: a new axis is a row in the first, and a row in the
-second for each group of ranks that it brings. The group with the name of an axis is all ranks along it.
+All other modules read the tables AXES and GROUPS: a new axis is a row in AXES, and a row in GROUPS for each
+group of ranks that it brings. The group with the name of an axis is all ranks along it.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ def axes_of(what: str) -> tuple[str, ...]:
 class GroupRow(NamedTuple):
     """A kind of group. Each rank is in one group of each kind."""
 
-    axes: tuple[str, ...] | None  # that it spans; None: all
-    counts: str  # the axis that its bytes count for
-    lane: str = ""  # of its collectives; empty: it has messages, each on a lane of its own
-    # A rule for who is in it along its one axis: (mesh, own coordinate) -> coordinates; None: all.
+    axes: tuple[str, ...] | None  # the axes that the group spans; None: all
+    counts: str  # the axis under which its bytes are counted
+    lane: str = ""  # of its collectives; empty: it has messages instead, each channel on a lane of its own
+    # The members along its one axis: (mesh, own coordinate) -> coordinates; None: all.
     members: Callable[[Mesh, int], Iterable[int]] | None = None
-    needed: Callable[[Mesh], bool] = lambda mesh: True  # else another group has the same ranks
+    needed: Callable[[Mesh], bool] = lambda mesh: True  # False: another group has the same ranks
 
     @property
     def across_positions(self) -> bool:
@@ -47,19 +48,20 @@ GROUPS: dict[str, GroupRow] = {
     # REDUCE and GATHER.
     "dp": GroupRow(("dp",), "dp", "dp"),
     # A run of `shard` members of dp: state is sharded within it,
-    "shard": GroupRow(("dp",), "dp", "dp", lambda mesh,
-                      at: range(at - at % mesh.shard_size, at - at % mesh.shard_size
-                                                                  + mesh.shard_size),
+    "shard": GroupRow(("dp",), "dp", "dp",
+                      lambda mesh, at: range(at - at % mesh.shard_size,
+                                             at - at % mesh.shard_size + mesh.shard_size),
                       lambda mesh: mesh.has_copies),
-    # and repeated across these, the peers in the other runs.
-    "replica": GroupRow(("dp",), "dp", "dp", lambda mesh, at: range(at % mesh.shard_size, mesh.sizes["dp"],
-                                                                    mesh.shard_size),
+    # and repeated across "replica", the ranks at the same place in each run.
+    "replica": GroupRow(("dp",), "dp", "dp",
+                        lambda mesh, at: range(at % mesh.shard_size, mesh.sizes["dp"], mesh.shard_size),
                         lambda mesh: mesh.has_copies),
     # SEND and RECV.
     "pp": GroupRow(("pp",), "pp"),
-    # The first and the last position, which hold a tied embedding; the others are alone.
-    "tie": GroupRow(("pp",), "pp", "tie", lambda mesh, at: sorted({0, mesh.positions - 1})
-                    if at in (0, mesh.positions - 1) else (at,)),
+    # The first and the last position, which hold a tied embedding; any other position is alone in its group.
+    "tie": GroupRow(("pp",), "pp", "tie",
+                    lambda mesh, at: (sorted({0, mesh.positions - 1}) if at in (0, mesh.positions - 1)
+                                      else (at,))),
     # CLIP.
     "world": GroupRow(None, "world", "compute"),
 }
@@ -67,7 +69,7 @@ GROUPS: dict[str, GroupRow] = {
 
 @dataclass(frozen=True)
 class Coordinate:
-    """Where a rank sits."""
+    """A rank's coordinates."""
 
     on: Mapping[str, int]  # axis -> coordinate
 
@@ -101,7 +103,7 @@ class Mesh:
         self.sizes: dict[str, int] = {axis: sizes.pop(axis, 1) for axis in AXES}
         if sizes or sorted(self.order) != sorted(AXES):
             raise ValueError(f"axis order {'-'.join((*self.order, *sizes))} must name {', '.join(AXES)} once "
-                             f"each")
+                             "each")
         if min(self.sizes.values()) < 1:
             raise ValueError(f"axes must have at least one rank: {self.text('=')}")
         self.shard_size = self.sizes["dp"] if shard is None else shard
@@ -123,7 +125,7 @@ class Mesh:
         return self.shard_size < self.sizes["dp"]
 
     def coordinate(self, rank: int) -> Coordinate:
-        """Where a rank sits."""
+        """The coordinate of a rank."""
         if not 0 <= rank < self.size:
             raise ValueError(f"rank {rank} is outside the mesh of {self.size}")
         at = {}
@@ -155,7 +157,7 @@ class Mesh:
         return tuple(self.beside(here, **dict(zip(axes, at, strict=True))) for at in product(*along))
 
     def groups(self, name: str) -> list[tuple[int, ...]]:
-        """All groups called `name`, by their least rank: every rank makes them in this order."""
+        """All groups called `name`, sorted by their least rank: every rank opens them in this order."""
         groups: dict[int, tuple[int, ...]] = {}  # rank -> its group
         for rank in range(self.size):
             if rank not in groups:
@@ -164,12 +166,12 @@ class Mesh:
         return list(dict.fromkeys(groups.values()))
 
     def text(self, joined: str = " ") -> str:
-        """Its sizes: pp 2 x dp 2 x tp 1."""
+        """The sizes as text: pp 2 x dp 2 x tp 1."""
         return " x ".join(f"{axis}{joined}{size}" for axis, size in self.sizes.items())
 
     def draw(self, most: int = 64) -> str:
-        """Who sits where: a row for each coordinate on all axes but the last of AXES, a column for each on
-        that."""
+        """A table of ranks: a column for each coordinate on the last of AXES, a row for each coordinate on
+        the others; no more than `most` rows."""
         cells = {str(self.coordinate(rank)): f"r{rank}" for rank in range(self.size)}
         *others, last = AXES
         heads = [f"{last}{at}" for at in range(self.sizes[last])]

@@ -1,5 +1,5 @@
-"""Two loops over host memory, AdamW and a checksum: native.c, which is compiled when threed is installed, if
-there is a C compiler."""
+"""Two loops over host memory, AdamW and a checksum, from native.c, which is compiled when threed is installed
+if the machine has a C compiler."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Range(ctypes.Structure):
 
 
 def _load() -> tuple[Callable[..., Any] | None, Callable[..., Any] | None, str]:
-    """AdamW and the checksum, or None for both and why there is none."""
+    """AdamW and the checksum; or None for both, and why they are missing."""
     spec = importlib.util.find_spec("threed._native")
     if spec is None or spec.origin is None:
         return None, None, "threed was installed where there was no C compiler with OpenMP"

@@ -1,9 +1,9 @@
-"""Nodes: the launcher of one of several machines. It starts this node's ranks when the head of the run says
-so.
+"""Nodes: the launcher of one of several machines, which starts this node's ranks when the head of the run
+says so.
 
 Libraries are imported once, then the process forks, as on one machine. A rank dies with its launcher; a
-launcher that loses the head ends its ranks. A message that matters reaches every node's console, with the
-names of hosts.
+launcher that loses the head ends its ranks. Messages that matter are printed on every node's console, with
+the names of hosts.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ from threed.restart import Restarts, Steps
 from threed.schema import Config
 from threed.store import serve_store, tcp_store
 
-UNREACHED = 75  # exit status of a rank that cannot reach the store, where it would say so
+UNREACHED = 75  # exit status of a rank that cannot reach the store, and so cannot say why it fails
 
 
 class _Ended(Exception):
-    """The head has said so."""
+    """The head has ended the run. Arguments: text, exit status."""
 
 
 class _Stopped(Exception):
-    """A signal came while nobody was connected who could be told."""
+    """A signal came while no head was connected that could be told."""
 
 
 class _Lost(Exception):
@@ -68,7 +68,7 @@ class _Lost(Exception):
 
 
 class RankStore:
-    """Where the ranks of one attempt meet, and tell of failures (see `engine.watch`)."""
+    """The store where the ranks of one attempt meet and report failures (see `engine.watch`)."""
 
     def __init__(self) -> None:
         self._store = serve_store()
@@ -78,7 +78,7 @@ class RankStore:
         return json.loads(self._store.get(KEY)) if self._store.check([KEY]) else None
 
     def fail(self, text: str, status: int) -> None:
-        """Ranks that see it end without a word of their own."""
+        """Report a failure; ranks that see it end without a message of their own."""
         tell(self._store, {"rank": None, "message": text, "status": status, "hang": False, "step": 0,
                            "cause": None})
 
@@ -92,7 +92,7 @@ class NodeLauncher:
         self.nodes, self.size, self.load, self.callbacks = nodes, size, load, callbacks
         self.config = load(nodes.most * size)
         self.host = socket.gethostname()
-        self.number = nodes.node  # this node's; None: the head will say
+        self.number = nodes.node  # this node's; None: the head will choose one
         self.ranks: list[Any] = []
         self.steps = Steps(size)
         self.first = 0
@@ -100,15 +100,15 @@ class NodeLauncher:
         self.prepared: Prepared | None = None
         self.head: Any = None
         self.asked = 0
-        self.signal = 0  # the last one that came while no rank could answer it,
-        self.last = 0  # and the last one at all
+        self.signal = 0  # the last signal to stop that came while no rank could answer it
+        self.last = 0  # the last signal to stop
         self.id = uuid.uuid4().hex
-        self.started = False  # whether this launcher has had a part in the run
+        self.started = False  # whether this launcher has started ranks of the run
         self.attempt = 0
         self.launch = uuid.uuid4().hex
-        # what the head knows of this attempt's ranks: failed, done or cleared
+        # what the head was told of this attempt's ranks: failed, done or cleared
         self.reported: str | None = None
-        self.deadline: float | None = None  # when ranks that are to end are killed
+        self.deadline: float | None = None  # when ranks that were told to end are killed
         handle(SIGNALS, self.forward)
 
     def forward(self, number: int, _: Any) -> None:
@@ -120,7 +120,7 @@ class NodeLauncher:
         pass_on(self.ranks, signal.SIGKILL if self.asked > 1 else number)
 
     def run(self) -> int:
-        """The exit status."""
+        """Take part in the run until it ends. Returns the exit status."""
         here = self.nodes.node == 0 or (self.nodes.node is None and is_here(self.nodes.address))
         if here:
             self._start_head()
@@ -136,8 +136,7 @@ class NodeLauncher:
                     losses += 1
                     if here or losses > self.config.run.restarts:
                         raise RunError(f"{text}. The run ends here; started again on all nodes, it goes on "
-                                       f"from its newest "
-                                       "checkpoint") from None
+                                       "from its newest checkpoint") from None
                     if self.asked:
                         self.signal = self.last
                         raise _Stopped from None
@@ -171,7 +170,7 @@ class NodeLauncher:
         die_with_parent(parent)
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
-        with contextlib.suppress(ValueError, OSError):  # two files a rank: the store is kept here
+        with contextlib.suppress(ValueError, OSError):  # this process serves the store: two files a rank
             hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         run = self.config.run
@@ -182,9 +181,8 @@ class NodeLauncher:
     def _connect(self, here: bool) -> Line:
         number = 0 if here else self.number
         hello = {"version": __version__, "job": self.nodes.job, "nodes": [self.nodes.least, self.nodes.most],
-                 "node": number,
-                 "host": self.host, "size": self.size, "attempt": self.attempt, "launch": self.launch,
-                 "id": self.id, "fixed": here or self.nodes.node is not None}
+                 "node": number, "host": self.host, "size": self.size, "attempt": self.attempt,
+                 "launch": self.launch, "id": self.id, "fixed": here or self.nodes.node is not None}
 
         def tick() -> None:
             if self.signal:
@@ -193,14 +191,14 @@ class NodeLauncher:
                 raise RunError("the process that brings the nodes together has ended; its message is above")
 
         if self.nodes.local_address is not None:
-            interface(self.nodes.local_address)  # refuses a wrong one
+            interface(self.nodes.local_address)  # raises InputError for a wrong address
         line, self.number = connect(self.nodes, here, self.config.run.connect_timeout_s, hello, tick, say)
         return line
 
     # -------- one attempt after the other
 
     def _attend(self, line: Line) -> None:
-        """Do what the head says, until it says end."""
+        """Do what the head says, until it ends the run."""
         while True:
             readable(line, wait_s=0.1)
             for message in line.receive():
@@ -222,7 +220,7 @@ class NodeLauncher:
         raise _Ended(message["text"], message["status"])
 
     def _prepare(self, line: Line, message: dict[str, Any]) -> None:
-        """Prepare the data for all; another number of nodes may not fit the config."""
+        """Prepare the data for all nodes. The config may not fit the number of nodes that came."""
         self.preparing = Preparation(lambda: self.load(message["world"]), self.config)
         self.preparing.start()
 
@@ -236,16 +234,12 @@ class NodeLauncher:
             self._report_mistake(line, str(error), error.status)
 
     def _report_mistake(self, line: Line, text: str, status: int) -> None:
-        """Of this launcher's own, which its console has seen."""
+        """Tell the head of a failure of this launcher's own, which is on its console already."""
         line.send("failed", rank=None, text=text, cause=text, step=None, status=status, certain=True)
 
     def _start(self, line: Line, message: dict[str, Any]) -> None:
-        self.reported, self.deadline, self.attempt, self.first = (
-            None,
-            None,
-            message["attempt"],
-            message["first"],
-        )
+        self.reported, self.deadline = None, None
+        self.attempt, self.first = message["attempt"], message["first"]
         self.launch, self.started = message["launch"], True
         try:
             config = self.load(message["world"])
@@ -265,7 +259,7 @@ class NodeLauncher:
             self.ranks = [CONTEXT.Process(target=be_rank, args=(parent, partial(body, local)),
                                           name=f"rank {self.first + local}")
                           for local in range(self.size)]
-            # what was imported stays: a rank's collector need not look at it, and its memory stays shared
+            # A rank's garbage collector need not scan what was imported, whose memory so remains shared.
             gc.freeze()
             start(self.ranks)
 
@@ -300,19 +294,17 @@ class NodeLauncher:
                 self.reported = "done"
 
     def _report_failure(self, line: Line, local: int, code: int) -> None:
-        """A rank has ended. `certain`: it has left no better reason where the ranks meet."""
+        """Tell the head that a rank has failed. `certain`: the rank left no better reason in the store."""
         text, cause, status = ended_by(code)
         if code == UNREACHED:
             address = plain(line.socket.getpeername()[0])
             text, cause, status = (f"does not reach the store of node 0 at {address}: do firewalls let the "
-                                   f"nodes reach each "
-                                   "other at any port?"), None, 1
+                                   "nodes reach each other at any port?"), None, 1
         line.send("failed", rank=self.first + local, text=text, cause=cause, step=self.steps.at(local),
-                  status=status,
-                  certain=code < 0 or code == UNREACHED)
+                  status=status, certain=code < 0 or code == UNREACHED)
 
     def _clear(self, _: Line, message: dict[str, Any]) -> None:
-        """Somebody has failed: ranks that do not end by themselves are killed."""
+        """End this node's ranks after a failure: those that do not end by themselves are killed."""
         if message["text"]:
             say(message["text"])
         if self.preparing is not None:

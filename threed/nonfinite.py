@@ -14,23 +14,23 @@ from threed.zero.run import Clipped
 
 
 class Skipped:
-    """Steps that have changed no weight. All ranks see the same, and do the same."""
+    """Counts the steps that changed no weight. All ranks see the same steps, and act alike."""
 
     def __init__(self, engine: Engine, checkpoints: Checkpoints, say: Callable[[str], None], total: int):
         self.total = total  # of the run
-        self.in_a_row = 0  # up to now, without those by which a dynamic loss scale finds its level
+        self.in_a_row = 0  # the latest ones, without those by which a dynamic loss scale adapts
         self._engine, self._checkpoints, self._say = engine, checkpoints, say
         self._config = engine.config
 
     def look(self, number: int, clipped: Clipped, hopeless: bool, batch: Callable[[int], Batch]) -> None:
-        """Of step `number`, which had the data `batch`. `hopeless`: a smaller loss scale could not have
-        helped. RunError where the run cannot go on."""
+        """Look at step `number`, whose data are `batch`. `hopeless`: no smaller loss scale was possible.
+        RunError where the run cannot go on."""
         if clipped.finite:
             self.in_a_row = 0
             return
         self.total += 1
         scaler = self._engine.zero.scaler
-        if math.isfinite(clipped.loss) and not hopeless:  # how a dynamic loss scale finds its level
+        if math.isfinite(clipped.loss) and not hopeless:  # a dynamic loss scale adapts
             self._say(f"step {number}: gradients overflowed at loss scale {clipped.loss_scale:.10g}: the "
                       f"step is skipped, {self.total} so far; the scale is now {scaler.scale:.10g}")
             return
@@ -39,7 +39,7 @@ class Skipped:
             self._leave_out(what)
             return
         self._checkpoints.finish_before_failing()
-        # The learning rate's clock does not matter: the repeated step updates nothing either.
+        # The learning rate's step number may differ: the repeated step updates nothing either.
         where = find_nonfinite(self._engine, batch)
         scale = "precision.min_loss_scale" if scaler.dynamic else "precision.loss_scale"
         high = scale if math.isfinite(clipped.loss) and clipped.loss_scale > 1 else "optimizer.lr"

@@ -1,4 +1,4 @@
-"""Planned: what reads plans takes a config as well."""
+"""Planned: lets functions that read plans take a config as well."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def planned(what: Config | Plan) -> Plan:
 
 
 def config_of(plan: Plan) -> Config:
-    """The config that a plan was made of. InputError where nobody has said so."""
+    """The config that a plan was made from. InputError where the plan has none."""
     if plan.config is None:
         raise InputError("this plan does not know its config: make it with threed.plan, or change one by "
                          "dataclasses.replace")

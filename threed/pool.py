@@ -12,8 +12,8 @@ from threed.quantity import ALIGNMENT
 
 
 class Pool:
-    """A fixed number of flat tensors of each size. Those of a size are one piece of memory. What is smaller
-    is handed out as the beginning of a buffer of the next larger size."""
+    """A fixed number of flat buffers of each size. Buffers of one size are one piece of memory. A smaller
+    tensor is the beginning of a buffer of the next larger size."""
 
     def __init__(self, counts: dict[int, int], dtype: torch.dtype, device: torch.device, pinned: bool = False,
                  for_disk: bool = False):
@@ -33,7 +33,8 @@ class Pool:
         return self.first[self._size(numel)][:numel]
 
     def take(self, numel: int) -> torch.Tensor:
-        """A flat buffer, once those who read it have done so. The plan has counted them: there is one."""
+        """A flat buffer, once its readers are done. The plan has counted the buffers, so one is always
+        free."""
         free = self._free[self._size(numel)]
         ready = next((index for index, (_, handle) in enumerate(free) if handle.done()), 0)
         buffer, handle = free[ready]

@@ -1,5 +1,4 @@
-"""Rank: the life of one rank's process, from its first line to its exit status, and what it says when it
-fails."""
+"""Rank: one rank's process, from its first line to its exit status, and its message when it fails."""
 
 from __future__ import annotations
 
@@ -21,8 +20,8 @@ from threed.rendezvous import meet
 from threed.requests import Requests
 from threed.store import environment_store
 
-ECHO_S = 3.0  # that a rank whose connections break waits for somebody to say why
-LINGER_S = 2.0  # that rank 0 stays after a failure: twice as long as a rank takes to see it and end
+ECHO_S = 3.0  # how long a rank whose connections break waits for another rank to say why
+LINGER_S = 2.0  # how long rank 0 lives on after a failure: twice as long as a rank takes to see it and end
 
 
 def run_rank(job: Job, place: Place, store: Any) -> int:
@@ -31,14 +30,14 @@ def run_rank(job: Job, place: Place, store: Any) -> int:
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // place.local_size))
     watch = None
-    # What takes long to close is closed when the others know of a failure.
+    # What takes long to close is closed after the other ranks know of a failure.
     with contextlib.ExitStack() as closing:
         try:
             watch = Watch(place.rank, store, job.config.run.timeout_s)
             watch.on_step = job.on_step
             train(job, place.local_rank, requests, watch, store, closing)
             return 0
-        except BaseException as error:  # SystemExit too: whoever leaves says so
+        except BaseException as error:  # SystemExit too: a rank that exits says so
             if watch is not None:
                 watch.failed = True
             return _explain(error, place.rank, watch)
@@ -46,14 +45,14 @@ def run_rank(job: Job, place: Place, store: Any) -> int:
 
 def run_place(job: Job, place: Place, parent: int) -> int:
     """Be the rank that torchrun or srun has started as a process of its own, and return its exit status.
-    `parent`: that process's at its start."""
+    `parent`: the id of its parent process at its start."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent(parent)
     store = environment_store(job.config.run.connect_timeout_s)
     try:
         meet(store, place.rank, place.world_size, (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
         status = run_rank(job, place, store)
-    except ThreedError as error:  # of meet: nobody watches yet
+    except ThreedError as error:  # of `meet`: no watch exists yet that would tell the others
         note = {"rank": place.rank, "message": str(error), "status": error.status, "hang": False, "step": 0,
                 "cause": str(error)}
         with contextlib.suppress(RuntimeError):  # the store has gone with its rank
@@ -67,33 +66,26 @@ def run_place(job: Job, place: Place, parent: int) -> int:
 
 
 def leave(status: int) -> NoReturn:
-    """End this process. No destructor may wait for a peer that is gone; and an interpreter's own end takes
-    seconds."""
+    """End this process at once: no destructor may wait for a peer that is gone, and the interpreter's own
+    shutdown takes seconds."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
 
 
 def _explain(error: BaseException, rank: int, watch: Watch | None) -> int:
-    """Say what went wrong, if no other rank has; the exit status."""
+    """Say what went wrong, unless another rank has. Returns the exit status."""
     ours, lost = isinstance(error, ThreedError), lost_peer(error)
     status = error.status if isinstance(error, ThreedError) else 1
     text = str(error) if ours else f"{type(error).__name__}: {error}"
-    # What would be the same another time: not how long a rank has waited, nor what was alive.
-    cause = (
-        f"{type(error.__cause__).__name__}: {error.__cause__}"
-        if error.__cause__ is not None
-        else text.splitlines()[0]
-    )
+    # The part of the text that a repetition would repeat: not how long a rank has waited, nor what was alive.
+    if error.__cause__ is not None:
+        cause = f"{type(error.__cause__).__name__}: {error.__cause__}"
+    else:
+        cause = text.splitlines()[0]
     if lost:  # gloo's own words name an address and a line of its source
-        at = (
-            text.splitlines()[0]
-            if ours
-            else watch.where().splitlines()[0]
-            if watch is not None
-            else f"rank {rank}"
-        )
-        text, cause = f"{at}: the connection to another rank is gone", None
+        where = text if ours else watch.where() if watch is not None else f"rank {rank}"
+        text, cause = f"{where.splitlines()[0]}: the connection to another rank is gone", None
     elif not ours and watch is not None:
         text = f"{watch.where()}: {text}"
     # A broken connection is an echo of a failure elsewhere: give the culprit a moment to say what it was.

@@ -1,12 +1,12 @@
 """Rendezvous: how the launchers of several nodes reach the head of the run (`head`), and over which
 addresses. No torch.
 
-Every launcher, node 0's too, keeps one connection to it, over which lines of JSON go both ways:
+Every launcher, node 0's too, keeps one connection to the head, over which lines of JSON go both ways:
 
     to the head      hello   prepared   done   failed   cleared   stopped   alive
     to a launcher    welcome   refused   wait   prepare   start   clear   end   alive
 
-Nobody waits without a limit: for the head `run.connect_timeout_s`, for a word from a peer SILENCE_S.
+All waits have a limit: `run.connect_timeout_s` for the head, SILENCE_S for a message from a peer.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ import psutil
 from threed.environment import Nodes
 from threed.errors import InputError, RunError
 
-ALIVE_S = 2.0  # between two words of a peer that has nothing to say
-# a peer that is silent for longer has gone: a cable may be out for a moment, and TCP needs another to notice
+ALIVE_S = 2.0  # between two messages `alive` of a peer that has nothing else to say
+# a peer that is silent for longer has gone; less may be a loose cable, or TCP that resends
 SILENCE_S = 30.0
-REPORT_S = 10.0  # between two lines of somebody who waits
+REPORT_S = 10.0  # between two lines on the console of a process that waits
 CONNECT_S = 5.0  # one attempt to connect
 _UNKNOWN = (OSError, UnicodeError)  # of a name that does not resolve, or cannot be one
 
 
 def readable(*sockets: Any, wait_s: float) -> bool:
-    """Whether one of them has something, at once or within `wait_s`. (select's own limit is 1,024 files.)"""
+    """Whether a socket has something to read within `wait_s`. (poll, because select is limited to 1,024
+    files.)"""
     poll = select.poll()
-    for each in sockets:
-        poll.register(each, select.POLLIN)
+    for one in sockets:
+        poll.register(one, select.POLLIN)
     return bool(poll.poll(1000 * wait_s))
 
 
@@ -49,8 +50,8 @@ class Line:
         self.socket = connection
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.settimeout(CONNECT_S)
-        self.lost: str | None = None  # why nothing comes any more
-        self.foreign = False  # it is: the other end is another program
+        self.lost: str | None = None  # why the connection is of no more use
+        self.foreign = False  # whether the other end is another program than threed
         self._text = b""
         self._unread: list[dict[str, Any]] = []
         self._heard = self._said = time.monotonic()
@@ -66,7 +67,8 @@ class Line:
             self.lost = self.lost or f"the connection broke ({error.strerror or error})"
 
     def receive(self) -> list[dict[str, Any]]:
-        """Messages that have come. Keeps the connection alive, and sees when it is not."""
+        """Messages that have come. Also tells the peer that this end is alive, and notices a peer that is
+        not."""
         messages, self._unread = self._unread, []
         try:
             while self.lost is None and readable(self, wait_s=0):
@@ -94,7 +96,7 @@ class Line:
 
     @property
     def silent_s(self) -> float:
-        """Since when nothing has come."""
+        """Seconds since the peer's last message."""
         return time.monotonic() - self._heard
 
     def wait(self, limit_s: float) -> dict[str, Any] | None:
@@ -157,7 +159,7 @@ def interface(address: str) -> str:
 
 
 def route(address: str, port: int) -> str | None:
-    """This machine's own address on the way to another; None where there is no way. Nothing is sent."""
+    """This machine's own address on the route to another; None where no route exists. Nothing is sent."""
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -168,22 +170,22 @@ def route(address: str, port: int) -> str | None:
 
 
 def interface_variables(address: str) -> dict[str, str]:
-    """Gloo and NCCL take the address that the host's own name resolves to, or any: the environment variables
-    of a rank that name the interface to the other nodes. `address`: this host's own there."""
+    """The environment variables that tell a rank's Gloo and NCCL which interface leads to the other nodes: by
+    default they use the address of the host's own name, or any. `address`: this host's on that interface."""
     name, chosen = interface(address), {}
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         chosen[variable] = os.environ.get(variable, name)
         if chosen[variable] == "lo" and not is_loopback(address):
             raise InputError(f"{variable}=lo on {socket.gethostname()} is loopback, and other nodes are on "
-                             f"other hosts: unset "
-                             f"it, or name the interface that leads to them ({name}, {address})")
+                             f"other hosts: unset it, or name the interface that leads to them ({name}, "
+                             f"{address})")
     return chosen
 
 
 def meet(store: Any, rank: int, world_size: int, master: tuple[str, int]) -> None:
-    """Choose the interface of a rank that torchrun or srun has started: the one on the way to `master`; where
-    that is this host itself, the one on the way to a rank elsewhere. `store`: where the ranks tell each other
-    their addresses. RunError where one does not come."""
+    """Choose the interface of a rank that torchrun or srun has started: the one on the route to `master`, or,
+    if that is this host, the one on the route to a rank of another host. Ranks tell each other their
+    addresses in `store`. RunError where a rank does not."""
     host = socket.gethostname()
     own = os.environ.get("LOCAL_ADDR") or route(*master) or "127.0.0.1"
     store.set(f"threed/address/{rank}", json.dumps([host, own]))
@@ -193,8 +195,8 @@ def meet(store: Any, rank: int, world_size: int, master: tuple[str, int]) -> Non
         own = route(far, master[1]) or own if far is not None else own
         if is_loopback(own) and len({name for name, _ in others}) > 1:
             raise InputError(f"MASTER_ADDR={master[0]} is loopback on {host}, and there are ranks on other "
-                             f"hosts: set it to an "
-                             "address of node 0 that all others reach, or set LOCAL_ADDR to this host's own")
+                             "hosts: set it to an address of node 0 that all others reach, or set LOCAL_ADDR "
+                             "to this host's own")
     os.environ.update(interface_variables(own))
 
 
@@ -207,21 +209,20 @@ def _addresses(store: Any, world_size: int) -> list[bytes]:
         try:
             missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
         except RuntimeError:
-            raise RunError(f"the store in which all ranks meet has gone: rank 0, or its host, has ended "
+            raise RunError("the store in which all ranks meet has gone: rank 0, or its host, has ended "
                            f"({why})") from None
         named = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
         raise RunError(f"of {world_size} ranks these did not come: {named or 'none is missing'} ({why}). Are "
-                       f"all nodes "
-                       "started?") from None
+                       "all nodes started?") from None
 
 
 def is_here(address: str) -> bool:
     """Whether a name or address is this machine's."""
     try:
-        found = {plain(str(info[4][0])) for info in socket.getaddrinfo(address, None)}
+        resolved = {plain(str(info[4][0])) for info in socket.getaddrinfo(address, None)}
     except _UNKNOWN:
         return False
-    return bool(found & set(own_addresses())) or all(is_loopback(a) for a in found)
+    return bool(resolved & set(own_addresses())) or all(is_loopback(a) for a in resolved)
 
 
 def listen(port: int) -> socket.socket:
@@ -236,8 +237,7 @@ def listen(port: int) -> socket.socket:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise InputError(f"MASTER_PORT={port} is taken by another program on {socket.gethostname()}: end "
-                             f"it, or give all "
-                             "nodes another port") from None
+                             "it, or give all nodes another port") from None
         raise InputError(f"MASTER_PORT={port} cannot be used on {socket.gethostname()}: "
                          f"{error.strerror}") from None
 
@@ -247,8 +247,8 @@ def listen(port: int) -> socket.socket:
 
 def connect(nodes: Nodes, here: bool, limit_s: float, hello: dict[str, Any], tick: Callable[[], None],
             say: Callable[[str], None]) -> tuple[Line, int]:
-    """Reach the head, however late it comes, within `limit_s`: the connection, and this node's number.
-    `here`: it runs on this machine. `tick` may raise to give up."""
+    """Reach the head, which may start later, within `limit_s`. Returns the connection and this node's number.
+    `here`: whether the head runs on this machine. `tick` is called before each attempt, and may raise."""
     begin = time.monotonic()
     report = begin + REPORT_S
     address = "127.0.0.1" if here else nodes.address
@@ -271,15 +271,14 @@ def _hint(nodes: Nodes) -> str:
     own = route(nodes.address, nodes.port)
     if own is not None and is_loopback(own):
         return (f"MASTER_ADDR={nodes.address} leads back to {socket.gethostname()} itself: with several "
-                f"hosts it must be an "
-                "address of node 0 that all others reach, and only node 0 has NODE_RANK=0")
+                "hosts it must be an address of node 0 that all others reach, and only node 0 has "
+                "NODE_RANK=0")
     return (f"Is node 0 started, is MASTER_ADDR={nodes.address} its address, is MASTER_PORT={nodes.port} the "
-            f"same on all "
-            "nodes, and do firewalls let nodes reach each other?")
+            "same on all nodes, and do firewalls let nodes reach each other?")
 
 
 def _attempt(address: str, port: int, hello: dict[str, Any]) -> tuple[Line | None, int, str]:
-    """A connection on which the head has said welcome, and as which node; or why there is none."""
+    """A connection that the head has welcomed, and the node's number; or None, 0, and why."""
     where = f"{address}:{port}"
     try:
         line = Line(socket.create_connection((address, port), CONNECT_S))
@@ -300,4 +299,4 @@ def _attempt(address: str, port: int, hello: dict[str, Any]) -> tuple[Line | Non
     if answer is None and not line.foreign:
         return None, 0, f"something takes connections at {where} and does not answer as threed"
     raise InputError(f"what answers at {where} is not threed: another program has this port. Give all nodes "
-                     f"another MASTER_PORT")
+                     "another MASTER_PORT")

@@ -1,4 +1,4 @@
-"""Requests: what signals ask of a rank, and what its callbacks ask."""
+"""Requests: signals and callbacks ask a rank to stop or to save."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from threed.early import STOPS, handle
 
 
 class Requests:
-    """SIGTERM, SIGINT and SIGHUP save and stop, SIGUSR1 saves and goes on. All ranks hear of it with the
-    numbers of the step."""
+    """SIGTERM, SIGINT and SIGHUP ask the run to save and stop, SIGUSR1 to save and go on. All ranks learn of
+    a request when they exchange the numbers of the step."""
 
     def __init__(self) -> None:
         self.stop = self.save = False
         handle(STOPS, self._on_stop)
         handle([signal.SIGUSR1], self._on_save)
-        # Those that have waited since the launcher forked come now.
+        # Signals that were blocked since the launcher forked are delivered now.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [*STOPS, signal.SIGUSR1])
 
     def take(self) -> tuple[bool, bool]:
-        """Whether this rank was asked to stop, and to save. A request to save is heard once."""
+        """Whether this rank was asked to stop, and to save. A request to save is returned once."""
         asked, self.save = (self.stop, self.save), False
         return asked
 

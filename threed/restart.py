@@ -1,8 +1,8 @@
 """Restart: whether the ranks of a run are started again after a failure, and how long to wait before.
 
-What is the machine's (a rank that was killed, a hang, a disk that is gone) passes, and the run goes on from
-its newest checkpoint. What is the run's (a mistake in the config, a loss that is not finite) comes again: it
-is met twice at the same step for the same reason, and the run ends.
+A failure of a machine (a rank that was killed, a hang, a disk that is gone) passes, and the run goes on from
+its newest checkpoint. A failure of the run (a mistake in the config, a loss that is not finite) comes again,
+at the same step and for the same reason; then the run ends.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Steps:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a run has ended. `cause`: two failures with the same one, at the same step, are the run's. None: it
-    came from outside, and says nothing about the run."""
+    """Why a run has ended. `cause`: two failures at the same step with the same cause are the run's own;
+    None: the failure came from outside, and says nothing about the run."""
 
     text: str
     cause: str | None
@@ -55,36 +55,23 @@ class Restarts:
         if failure.status == InputError.status or not self._most:
             return None, ""
         if failure.status == WrongResult.status:
-            return (
-                None,
-                "not started again: the newest checkpoint may hold what a machine has computed wrongly",
-            )
+            return None, "not started again: the newest checkpoint may hold wrong results of a machine"
         if newest != self.newest:
             self.newest, self._count = newest, 0
-            # The run got on: what failed before the first step, or at no step that is known, need not be the
-            # same any more.
+            # The run has made progress: forget failures before the first step, or at an unknown step.
             self._seen = {key for key in self._seen if key[0]}
-        where = (
-            ""
-            if failure.step is None
-            else f" at step {failure.step}"
-            if failure.step
-            else " before the first step"
-        )
+        where = f" at step {failure.step}" if failure.step else " before the first step"
+        where = where if failure.step is not None else ""
         key = failure.step, failure.cause or ""
         if failure.cause is not None and key in self._seen:
-            return (
-                None,
-                f"not started again: the same failed{where} before, so it is the run's and not the machine's",
-            )
+            return None, (f"not started again: the same failed{where} before, so it is the run's and not the "
+                          "machine's")
         self._seen.add(key)
         if self._count == self._most:
             return None, (f"not started again: run.restarts={self._most} starts from the newest checkpoint "
-                          f"have failed, the last"
-                          f"{where}")
+                          f"have failed, the last{where}")
         wait_s = min(self._wait_s * 2**self._count, max(LONGEST_WAIT_S, self._wait_s))
         self._count += 1
         self.total += 1
         return wait_s, (f"restart {self._count} of {self._most} since the newest checkpoint, in {wait_s:g} "
-                        f"s: {failure.text}"
-                        f"{where}")
+                        f"s: {failure.text}{where}")

@@ -14,8 +14,7 @@ from threed.quantity import round_up
 
 @dataclass
 class ModelConfig:
-    """Sizes of the model. Values of a size that has a name (`name`, threed/models/families) are then the
-    defaults."""
+    """Sizes of the model. A named size (`name`, threed/models/families) gives other defaults."""
 
     family: str = "gpt"  # gpt | llama, or one of your own: package.module:name or file.py:name
     name: str = "custom"  # custom, or a size: gpt2-small ... llama3-70b; other keys of the section win over
@@ -25,7 +24,7 @@ class ModelConfig:
     heads: int = 8  # attention heads
     kv_heads: int | None = None  # null: as many as heads
     ffn_hidden: int | None = None  # null: 4 x hidden (gelu), or 8/3 x hidden rounded up to 64 (swiglu)
-    vocab: int = 1024  # tokens that the tokenizer has
+    vocab: int = 1024  # tokens of the tokenizer
     vocab_multiple: int = 128  # the vocabulary is padded to a multiple of this; padded logits are masked
     seq_len: int = 128  # tokens of a sequence
     position: str = "rotary"  # rotary | learned
@@ -92,7 +91,7 @@ class ZeroConfig:
     reduce_every: int | str | None = None  # stage 2, 3: micro-batches between reductions, or step; null: 1
     residency: int | str | None = None  # stage 3: units gathered at a time, or stage, or step (gathered
     # once); null: 1
-    prefetch: int | None = None  # stage 3: uses ahead of its own that a unit is gathered; null: 1
+    prefetch: int | None = None  # stage 3: how many uses ahead a unit is gathered; null: 1
     persist_below: int | None = None  # stage 3: parameters of fewer elements are gathered once a step and
     # stay whole; null: 0
 
@@ -130,9 +129,9 @@ class PrecisionConfig:
     initial_loss_scale: float = 65536.0  # of dynamic
     loss_scale_window: int = 1000  # updates in a row without an overflow, after which dynamic doubles
     hysteresis: int = 2  # overflows until dynamic halves; the count begins anew when it doubles
-    min_loss_scale: float = 1.0  # dynamic goes no lower
-    grad_dtype: str = "fp32"  # gradients are accumulated in: fp32, or what dtype is
-    reduce_dtype: str = "fp32"  # gradients travel over dp in: fp32, or what dtype is
+    min_loss_scale: float = 1.0  # the least scale of dynamic
+    grad_dtype: str = "fp32"  # gradients are accumulated in fp32, or in dtype
+    reduce_dtype: str = "fp32"  # gradients are sent over dp in fp32, or in dtype
     master: str = "fp32"  # fp32: a 16-bit weight has an fp32 copy that the optimizer updates | none: it is
     # updated itself
 
@@ -184,7 +183,7 @@ class CheckpointConfig:
     copy_to: str | None = None  # complete ones are copied to s3://BUCKET/RUN, gs://BUCKET/RUN or a folder;
     # null: nowhere
     copy_keep: int = 0  # the newest copies kept; 0: all
-    copy_wait_s: float = 60.0  # that a run which is asked to stop stays for its last copy
+    copy_wait_s: float = 60.0  # how long a run that is asked to stop waits for its last copy
 
 
 @dataclass
@@ -206,9 +205,9 @@ class RunConfig:
     timeout_s: float = 600.0  # a rank that waits this long for another ends the run and says for whom
     connect_timeout_s: float = 300.0  # with several nodes: how long they wait for each other to come
     device: str = "auto"  # auto | cpu | cuda
-    verify_every: int = 0  # steps between two that are computed twice and compared, to find a machine that
-    # errs; 0: never
-    restarts: int = 3  # of all ranks after a failure, from the newest checkpoint, until there is a newer one
+    verify_every: int = 0  # every so many steps, one is computed twice and compared, to find a machine that
+    # computes wrongly; 0: never
+    restarts: int = 3  # most starts after failures from one checkpoint; the count begins anew at a newer one
     restart_wait_s: float = 5.0  # before the first of them; doubled each time, up to 300
 
 

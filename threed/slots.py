@@ -1,4 +1,4 @@
-"""Slots at run time: named values, some of which are still on their way."""
+"""Slots at run time: named values, some of which are not ready yet."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Slots:
         self.waiting: Slot | None = None  # what is being waited for now
 
     def put(self, slot: Slot, value: Any, handle: Handle | None = None) -> None:
-        """Set a slot, whose value is there once `handle` is done."""
+        """Set a slot, whose value is ready once `handle` is done."""
         self._values[slot] = value
         if handle is not None:
             self._pending[slot] = handle
 
     def wait(self, slot: Slot) -> bool:
-        """Return when the slot can be used. Whether it was still on its way."""
+        """Wait until the slot can be used. Returns whether there was something to wait for."""
         handle = self._pending.pop(slot, None)
         if handle is None:
             return False
@@ -38,7 +38,7 @@ class Slots:
         return self._values[slot]
 
     def free(self, slot: Slot) -> None:
-        """Forget a slot; one that nobody waited for is waited for, since its buffer will be used again."""
+        """Forget a slot, after waiting for it: its buffer will be used again."""
         self.wait(slot)
         self._values.pop(slot, None)
 

@@ -1,5 +1,5 @@
-"""Start: train as the environment of this process says: as one rank, as the launcher of a node, or with all
-ranks here."""
+"""Start: train in the role that the environment gives to this process: one rank, the launcher of a node, or
+the launcher of all ranks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Load = Callable[[int | None], Config]  # world size, if it is known -> the confi
 
 
 def start(load: Load, callbacks: Sequence[Callback] = (), parent: int | None = None) -> int:
-    """Train, and return the exit status: of the run, of this node's part, or of this rank. `parent`: this
-    process's, as it was at its start."""
+    """Train, and return the exit status of the run, of this node's part, or of this rank. `parent`: the id of
+    this process's parent at its start."""
     parent = parent or os.getppid()
     check_callbacks(callbacks)
-    first = load(None)  # bad input is told before torch is imported, which takes seconds
+    first = load(None)  # raises for bad input before torch is imported, which takes seconds
     from threed import launcher, rank
 
     place = place_of_environment()

@@ -1,4 +1,4 @@
-"""What users of DeepSpeed call things, and what they are called here: for the error about an unknown key."""
+"""DeepSpeed's names of config keys and threed's: for the error about an unknown key."""
 
 from __future__ import annotations
 
@@ -58,8 +58,7 @@ _KEYS = {
 }
 _SECTIONS = {"zero_optimization": "zero", "fp16": "precision", "bf16": "precision", "bfloat16": "precision",
              "activation_checkpointing": "activation", "pipeline": "parallel", "scheduler": "optimizer",
-             "tensorboard": "monitor",
-             "wandb": "monitor", "flops_profiler": "monitor"}
+             "tensorboard": "monitor", "wandb": "monitor", "flops_profiler": "monitor"}
 
 
 def ours(key: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Trainer: the steps of a run on one rank. What happens around them are callbacks (`threed.callbacks`)."""
+"""Trainer: the steps of a run on one rank. Callbacks (`threed.callbacks`) do everything around the steps."""
 
 from __future__ import annotations
 
@@ -26,12 +26,15 @@ from threed.tensor.context import Batch
 
 
 class Trainer:
-    """One rank's run, from the step after its checkpoint to `train.steps`. Callbacks are given it.
+    """One rank's run, from the step after its checkpoint to `train.steps`. Every method of a callback is
+    given the trainer.
 
-    config, plan                the run's; the same on all ranks rank, mesh, here            this rank, who
-    sits where, and this rank's coordinate (pp, dp, tp) step_number                 steps done stopping
-    whether the run ends after this step, because somebody has asked for it engine                      what
-    runs programs: `engine.states` has this rank's parameters, `engine.comm` its groups
+        config, plan        of the run; the same on all ranks
+        rank, mesh, here    this rank, the mesh, and this rank's coordinate (pp, dp, tp)
+        step_number         steps done
+        stopping            whether the run ends after this step because it was asked to
+        engine              runs programs; `engine.states` has this rank's parameters, `engine.comm` its
+                            groups
 
     >>> class Stop(threed.Callback):
     ...     def on_step_end(self, trainer, step): step.loss < 2.0 and trainer.stop()
@@ -69,16 +72,17 @@ class Trainer:
 
     @property
     def hurried(self) -> bool:
-        """Whether the run ends before its time, or this rank was asked to end it."""
+        """Whether the run ends before `train.steps`, or this rank was asked to stop."""
         return self.step_number < self.config.train.steps or self._requests.stop
 
     def stop(self) -> None:
-        """Ask the run to save and stop. One rank's request is enough; all ranks hear of it at the end of the
+        """Ask the run to save and stop. One rank's request is enough; all ranks learn of it at the end of the
         next step."""
         self._requests.stop = True
 
     def save(self) -> None:
-        """Ask for a checkpoint, which is begun after the next step, when all ranks have heard of it."""
+        """Ask for a checkpoint, which begins after the next step, when all ranks have learned of the
+        request."""
         self._requests.save = True
 
     def say(self, text: str) -> None:
@@ -105,7 +109,7 @@ class Trainer:
             callback.on_save(self, path)
 
     def _step(self) -> Step:
-        """One step; then all ranks exchange what they measured, and what was asked of them."""
+        """Run one step; then exchange with all ranks what each measured and was asked."""
         config, zero = self.config, self.engine.zero
         lr, hopeless, number = zero.lr, zero.scaler.exhausted, self.step_number + 1
         self.watch.at(number)
@@ -132,8 +136,8 @@ class Trainer:
         return step
 
     def batches(self, split: Split, start: int, train: bool = True) -> Callable[[int], Batch]:
-        """Micro-batch -> data, of the global batch that begins at sample `start`. Which sample goes where
-        depends on the sample's global number alone."""
+        """A function from micro-batch to data, for the global batch that begins at sample `start`. Its
+        samples depend on their global numbers alone."""
         config, here, device = self.config, self.comm.here, self.comm.device
         micro = config.train.micro_batch_size
 

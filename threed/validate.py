@@ -19,10 +19,10 @@ from threed.values import check_values
 
 
 def validate(config: Config, world_size: int | None = None) -> list[str]:
-    """Every problem of a config, one line each; empty when it can run. `world_size`: what will really be
-    there."""
+    """Every problem of a config, one line each; empty when it can run. `world_size`: the number of ranks that
+    the run really has; None: not known."""
     problems = check_values(config)
-    # sections with values that arithmetic may trip over
+    # sections with a wrong value, with which the checks below cannot calculate
     wrong = {problem.split(".")[0] for problem in problems}
     if not wrong & {"model", "parallel"}:
         of_model = _check_model(config) or _check_tiling(config)
@@ -45,7 +45,7 @@ def _check_model(config: Config) -> list[str]:
     if model.hidden % model.heads:
         problems.append(f"model.hidden={model.hidden} is not divisible by model.heads={model.heads}")
     elif model.position == "rotary" and model.head_dim % 2:
-        problems.append(f"model.position=rotary needs an even head size; model.hidden / model.heads = "
+        problems.append("model.position=rotary needs an even head size; model.hidden / model.heads = "
                         f"{model.head_dim}")
     if model.heads % model.num_kv_heads:
         problems.append(f"model.heads={model.heads} is not divisible by model.kv_heads={model.kv_heads}")
@@ -60,8 +60,7 @@ def _check_model(config: Config) -> list[str]:
                             "over tp")
         elif model.seq_len % tp:
             problems.append(f"parallel.sequence_parallel=true: model.seq_len={model.seq_len} is not "
-                            f"divisible by "
-                            f"parallel.tp={tp}")
+                            f"divisible by parallel.tp={tp}")
     return problems + family_of(model.family).check(model, share_of(config).ranks)
 
 
@@ -71,8 +70,7 @@ def _check_tiling(config: Config) -> list[str]:
         return []
     if per_unit > 1:
         return [f"model.tile_linears={asked} with parallel.layers_per_unit={per_unit}: one makes units "
-                f"smaller, the "
-                "other larger; leave one of the two out"]
+                "smaller, the other larger; leave one of the two out"]
     try:
         cut_layers(config)
     except InputError as error:
@@ -94,7 +92,7 @@ def _check_parallel(config: Config, world_size: int | None) -> list[str]:
 
 
 def _check_stages(config: Config) -> list[str]:
-    """There is a unit for each stage, and no stage begins in the middle of a layer's tiles."""
+    """Each stage has a unit, and no stage begins in the middle of a layer's tiles."""
     parallel, problems, runs = config.parallel, [], stage_runs(config)
     units = sum(runs)
     if config.num_stages > len(runs):
@@ -102,8 +100,7 @@ def _check_stages(config: Config) -> list[str]:
                 if units > len(runs)
                 else f"units (embedding, {units - 2} of blocks, head)")
         problems.append(f"parallel.pp={parallel.pp} makes {config.num_stages} stages, more than the model's "
-                        f"{len(runs)} {what}"
-                        f"{' stay on one stage each' if units > len(runs) else ''}")
+                        f"{len(runs)} {what}{' stay on one stage each' if units > len(runs) else ''}")
     if parallel.stage_units is not None:
         listed = list(parallel.stage_units)
         if len(listed) != config.num_stages:
@@ -116,9 +113,8 @@ def _check_stages(config: Config) -> list[str]:
             cut = min(set(accumulate(listed)) - ends)
             near = max(end for end in ends | {0} if end < cut), min(end for end in ends if end > cut)
             problems.append(f"parallel.stage_units={listed} parts the tiles of a layer, units {near[0]} to "
-                            f"{near[1] - 1}, which "
-                            f"must be on one stage: end a stage after {near[0]} or {near[1]} units, not "
-                            f"after {cut}")
+                            f"{near[1] - 1}, which must be on one stage: end a stage after {near[0]} or "
+                            f"{near[1]} units, not after {cut}")
     return problems
 
 
@@ -136,7 +132,7 @@ def _check_schedule_shape(config: Config) -> list[str]:
         problems.append(f"parallel.schedule={name} has {stages} a rank, not "
                         f"parallel.virtual_stages={virtual}{more}")
     if name == "auto" and virtual not in (None, 1, 2):
-        problems.append(f"parallel.schedule=auto searches 1 or 2 stages a rank, not "
+        problems.append("parallel.schedule=auto searches 1 or 2 stages a rank, not "
                         f"parallel.virtual_stages={virtual}")
     if parallel.activation_limit is not None:
         try:
@@ -160,14 +156,13 @@ def parse_limit(text: str) -> tuple[float | None, int | None]:
 
 
 def _check_zero(config: Config) -> list[str]:
-    """Settings that the stage gives no meaning, and values that are not one."""
+    """Settings that have no effect at the ZeRO stage, and wrong values."""
     zero, problems = config.zero, []
     for key, least in (("reduce_every", 2), ("residency", 3), ("prefetch", 3), ("persist_below", 3)):
         value = getattr(zero, key)
         if value is not None and zero.stage < least:
             problems.append(f"zero.{key}={value} needs zero.stage of at least {least}, and it is "
-                            f"{zero.stage}: below, "
-                            f"{_WHOLE[key]}; leave it out")
+                            f"{zero.stage}: below, {_WHOLE[key]}; leave it out")
     for key, words in (("reduce_every", ("step",)), ("residency", ("stage", "step"))):
         value = getattr(zero, key)
         if value is not None and value not in words and not (isinstance(value, int) and value >= 1):
@@ -175,8 +170,7 @@ def _check_zero(config: Config) -> list[str]:
                             f"{' or '.join(words)}")
     if zero.shard_size is not None and config.dp % zero.shard_size:
         problems.append(f"zero.shard_size={zero.shard_size} does not divide parallel.dp={config.dp}: each "
-                        f"group shares one copy, "
-                        "and all groups are of one size")
+                        "group shares one copy, and all groups are of one size")
     return problems
 
 
@@ -188,7 +182,7 @@ _WHOLE = {
 
 
 def _check_activation(config: Config) -> list[str]:
-    """Settings that the policy gives no meaning, and values that are not one."""
+    """Settings that have no effect with the activation policy, and wrong values."""
     activation, problems = config.activation, []
     policy = activation.policy
     for key, policies in (("every", ("full",)), ("pieces", ("selective",)), ("budget", ("budget",)),
@@ -197,12 +191,10 @@ def _check_activation(config: Config) -> list[str]:
         value = getattr(activation, key)
         if value not in (None, False, "none") and policy not in policies:
             problems.append(f"activation.{key}={value} needs activation.policy={' or '.join(policies)}, and "
-                            f"it is {policy}: "
-                            f"{_KEPT if len(policies) > 1 else 'leave it out'}")
+                            f"it is {policy}: {_KEPT if len(policies) > 1 else 'leave it out'}")
     if activation.budget is None and policy == "budget":
         problems.append("activation.policy=budget needs activation.budget, the most bytes of activations "
-                        "that a rank may keep, "
-                        "such as 8GiB")
+                        "that a rank may keep, such as 8GiB")
     elif activation.budget is not None:
         try:
             parse_bytes(activation.budget)
@@ -219,42 +211,38 @@ def _check_offload(config: Config) -> list[str]:
     offload, problems = config.offload, []
     if not 0 < offload.ratio <= 1:
         problems.append(f"offload.ratio={offload.ratio}: must be above 0 and at most 1; "
-                        f"offload.optimizer=none offloads nothing")
+                        "offload.optimizer=none offloads nothing")
     elif offload.ratio < 1 and offload.optimizer == "none":
         problems.append(f"offload.ratio={offload.ratio} needs offload.optimizer=cpu or nvme: it is a share "
-                        f"of what is offloaded")
+                        "of what is offloaded")
     if offload.warmup < 0 or (offload.warmup and not offload.delayed_update):
         problems.append(f"offload.warmup={offload.warmup}: must be steps before the first that "
-                        f"offload.delayed_update delays")
+                        "offload.delayed_update delays")
     if offload.delayed_update and offload.optimizer == "none":
         problems.append("offload.delayed_update=true needs offload.optimizer=cpu or nvme: what the device "
-                        "steps takes its turn "
-                        "anyway, so there is nothing to hide")
+                        "steps takes its turn anyway, so there is nothing to hide")
     elif offload.delayed_update and offload.ratio < 1:
         problems.append(f"offload.delayed_update=true with offload.ratio={offload.ratio}: some weights would "
-                        f"be an update behind "
-                        "and others not; set offload.ratio=1")
+                        "be an update behind and others not; set offload.ratio=1")
     if offload.delayed_update and offload.parameters != "none":
         problems.append(f"offload.delayed_update=true with offload.parameters={offload.parameters}: the host "
-                        f"would step weights "
-                        "that the step still reads there; set offload.parameters=none (a second copy there "
-                        "would lift this)")
+                        "would step weights that the step still reads there; set offload.parameters=none (a "
+                        "second copy there would lift this)")
     if offload.optimizer != "none" and config.precision.master == "none":
         problems.append(f"offload.optimizer={offload.optimizer} with precision.master=none: the host steps "
-                        f"fp32 weights of its "
-                        "own; leave one of the two out")
+                        "fp32 weights of its own; leave one of the two out")
     if "nvme" in (offload.optimizer, offload.parameters):
         if not offload.nvme_path:
             problems.append("offload to nvme needs offload.nvme_path, a folder on a fast disk of each "
                             "machine")
     elif offload.nvme_path is not None:
         problems.append(f"offload.nvme_path={offload.nvme_path} needs offload.optimizer or "
-                        f"offload.parameters to be nvme")
+                        "offload.parameters to be nvme")
     return problems
 
 
 def _check_copies(config: Config) -> list[str]:
-    """Addresses that cannot be one, before any process starts."""
+    """Addresses of copies that cannot be used, and settings of copies without an address."""
     checkpoint, problems = config.checkpoint, []
     places = {"checkpoint.copy_to": checkpoint.copy_to}
     if is_store(config.train.resume):
@@ -269,8 +257,7 @@ def _check_copies(config: Config) -> list[str]:
     elif (folder := local_path(checkpoint.copy_to)) is not None:
         if folder.expanduser().resolve() == (Path(config.run.dir) / "checkpoints").resolve():
             problems.append(f"checkpoint.copy_to={checkpoint.copy_to} is the folder of run.dir's "
-                            f"checkpoints: copies would "
-                            "replace what they are made from; give another folder")
+                            "checkpoints: copies would replace what they are made from; give another folder")
     return problems
 
 
@@ -302,8 +289,7 @@ def _check_precision(config: Config) -> list[str]:
                      if getattr(precision, key) != getattr(PrecisionConfig(), key)]
     if precision.min_loss_scale > precision.initial_loss_scale:
         problems.append(f"precision.min_loss_scale={precision.min_loss_scale} is above "
-                        f"precision.initial_loss_scale="
-                        f"{precision.initial_loss_scale}")
+                        f"precision.initial_loss_scale={precision.initial_loss_scale}")
     return problems
 
 
@@ -314,10 +300,9 @@ def num_units(config: Config) -> int:
 
 
 def stage_runs(config: Config) -> list[int]:
-    """Lengths of the runs of units that are on one stage: tiles of one layer; otherwise each unit is one by
-    itself."""
-    found, runs = unit_layers(config)
-    return together([found[first:stop] for first, stop in runs])
+    """Lengths of the runs of units that must be on one stage: the tiles of one layer, or a single unit."""
+    layers, runs = unit_layers(config)
+    return together([layers[first:stop] for first, stop in runs])
 
 
 def _check_batch(config: Config) -> list[str]:
@@ -328,7 +313,7 @@ def _check_batch(config: Config) -> list[str]:
                         f"train.micro_batch_size={train.micro_batch_size} x parallel.dp={config.dp}")
     if train.eval_every and not config.data.validation_fraction:
         problems.append(f"train.eval_every={train.eval_every} needs data.validation_fraction > 0: nothing is "
-                        f"held out")
+                        "held out")
     return problems
 
 
@@ -345,7 +330,7 @@ def _check_schedule(config: Config) -> list[str]:
 
 
 def warnings(config: Config) -> list[str]:
-    """What can run but may not be meant."""
+    """Settings that can run, but that a person may not have meant."""
     lines = []
     optimizer, steps = config.optimizer, config.train.steps
     if optimizer.warmup_steps > steps:
@@ -353,8 +338,7 @@ def warnings(config: Config) -> list[str]:
                      "the learning rate never reaches optimizer.lr")
     if config.num_microbatches < config.num_stages and config.parallel.pp > 1:
         lines.append(f"{config.num_microbatches} micro-batches for {config.num_stages} pipeline stages: most "
-                     f"of the step is "
-                     "bubble; raise train.global_batch_size or lower train.micro_batch_size")
+                     "of the step is bubble; raise train.global_batch_size or lower train.micro_batch_size")
     if config.activation.partition and (config.parallel.sequence_parallel or config.parallel.tp == 1):
         why = ("sequence parallelism has cut kept inputs over tp already" if config.parallel.sequence_parallel
                else "parallel.tp=1: there is nobody to share kept inputs with")
@@ -368,15 +352,13 @@ def warnings(config: Config) -> list[str]:
                      "output, which is kept")
     if config.offload.delayed_update and config.offload.warmup >= steps - 1:
         lines.append(f"offload.delayed_update=true does nothing here: of train.steps={steps}, the first "
-                     f"offload.warmup="
-                     f"{config.offload.warmup} and the last are not delayed")
+                     f"offload.warmup={config.offload.warmup} and the last are not delayed")
     kept, every = config.checkpoint.keep * config.checkpoint.every, config.run.verify_every
     if 0 < kept < every:
         lines.append(f"run.verify_every={every} is longer than checkpoint.keep x checkpoint.every = {kept}: "
-                     f"when a machine "
-                     "computes wrongly, no checkpoint is left from before it was last verified")
+                     "when a machine computes wrongly, no checkpoint is left from before it was last "
+                     "verified")
     if config.activation.contiguous and config.activation.offload == "cpu":
         lines.append("activation.contiguous=true does nothing here: activation.offload=cpu has an arena of "
-                     "the host for kept "
-                     "inputs")
+                     "the host for kept inputs")
     return lines

@@ -1,4 +1,4 @@
-"""What the value of each key of a config may be, by itself."""
+"""The values that each key of a config may have, whatever the other keys are."""
 
 from __future__ import annotations
 
@@ -34,14 +34,11 @@ AT_LEAST = {  # key: least value
     "model.layers": 1, "model.hidden": 1, "model.heads": 1, "model.kv_heads": 1, "model.ffn_hidden": 1,
     "model.vocab": 2, "model.vocab_multiple": 1, "model.seq_len": 1, "model.init_std": 0, "model.dropout": 0,
     "model.attention_dropout": 0, "parallel.tp": 1, "parallel.pp": 1, "parallel.layers_per_unit": 1,
-    "parallel.virtual_stages": 1,
-    "optimizer.lr": 0, "optimizer.eps": 0, "optimizer.weight_decay": 0, "optimizer.clip_grad": 0,
-    "optimizer.warmup_steps": 0, "optimizer.decay_steps": 1, "optimizer.wsd_decay_steps": 0,
-    "optimizer.min_lr": 0,
-    "activation.every": 1, "train.steps": 0, "train.global_batch_size": 1, "train.micro_batch_size": 1,
-    "train.seed": 0,
-    "train.eval_every": 0, "train.eval_batches": 1, "train.max_skipped": 0, "checkpoint.every": 0,
-    "checkpoint.keep": 0,
+    "parallel.virtual_stages": 1, "optimizer.lr": 0, "optimizer.eps": 0, "optimizer.weight_decay": 0,
+    "optimizer.clip_grad": 0, "optimizer.warmup_steps": 0, "optimizer.decay_steps": 1,
+    "optimizer.wsd_decay_steps": 0, "optimizer.min_lr": 0, "activation.every": 1, "train.steps": 0,
+    "train.global_batch_size": 1, "train.micro_batch_size": 1, "train.seed": 0, "train.eval_every": 0,
+    "train.eval_batches": 1, "train.max_skipped": 0, "checkpoint.every": 0, "checkpoint.keep": 0,
     "checkpoint.copy_keep": 0, "checkpoint.copy_wait_s": 0,
     "monitor.console_every": 1, "monitor.trace_every": 0, "monitor.timeline_every": 0,
     "run.timeout_s": 1, "run.connect_timeout_s": 1, "run.verify_every": 0, "run.restarts": 0,

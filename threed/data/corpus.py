@@ -1,4 +1,4 @@
-"""Documents of text from what `data.source` names: the standard library, a folder, a glob, a file or
+"""Corpus: read documents of text from `data.source`: the standard library, a folder, a glob, a file or
 JSONL."""
 
 from __future__ import annotations
@@ -16,16 +16,14 @@ from threed.errors import InputError
 
 STDLIB = "python-stdlib"
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".tex", ".html", ".xml", ".csv", ".tsv", ".yaml", ".yml",
-                 ".toml",
-                 ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".rs", ".go", ".java", ".js", ".ts",
-                 ".sh")
+                 ".toml", ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".rs", ".go", ".java",
+                 ".js", ".ts", ".sh")
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
 _NOT_STDLIB = ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test")
 
 
 def documents(source: str, text_key: str) -> Iterator[str]:
-    """The texts of a source, in an order that is always the same. Texts of nothing but white space are left
-    out.
+    """The texts of a source, always in the same order. Texts of nothing but white space are left out.
 
     * `python-stdlib`: the .py files of the running Python's standard library, without installed packages,
       folders named test, tests or idle_test, and files that are not UTF-8: about 12 MB.
@@ -38,20 +36,20 @@ def documents(source: str, text_key: str) -> Iterator[str]:
     A text file that is not UTF-8 is skipped, and a warning counts them. Raises InputError for a source that
     is missing or holds no text, and for a bad JSONL line.
     """
-    found = skipped = 0
+    count = skipped = 0
     for path in _files(source):
         try:
             texts = _json_lines(path, text_key) if _is_jsonl(path) else _whole_file(path)
             for text in texts:
                 if text.strip():
-                    found += 1
+                    count += 1
                     yield text
         except UnicodeDecodeError:
             skipped += 1
         except OSError as error:
             raise _unreadable(path, error) from None
     not_utf8 = f"{skipped} {'file' if skipped == 1 else 'files'} of data.source={source} not UTF-8"
-    if not found:
+    if not count:
         why = f" ({not_utf8})" if skipped else ""
         raise InputError(f"data.source={source} holds no text{why}; give files that hold UTF-8 text")
     if skipped and source != STDLIB:
@@ -59,10 +57,10 @@ def documents(source: str, text_key: str) -> Iterator[str]:
 
 
 def fingerprint(source: str, text_key: str) -> str:
-    """A hash of the bytes of a source: equal content gives an equal one, wherever the files lie.
+    """A hash of a source's content: the same content has the same hash in any folder.
 
-    It reads every byte once. What the files are called matters only where it changes their order or how they
-    are read.
+    Every byte is read once. The names of files matter only where they change the order of the files or how
+    they are read.
     """
     total = hashlib.blake2b(digest_size=16)
     for path in _files(source):
@@ -85,10 +83,9 @@ def _files(source: str) -> list[Path]:
     elif os.path.isdir(path := os.path.expanduser(source)):
         files = _walk(Path(path), lambda name: not name.startswith("."),
                       lambda path: path.suffix.lower() in TEXT_SUFFIXES or _is_jsonl(path))
-        advice = (f"the folder has no file with one of the suffixes "
-                  f"{' '.join(TEXT_SUFFIXES + JSONL_SUFFIXES)}; "
-                  f"for other names give a glob, as in '{source}/*', and for Megatron's .bin/.idx their "
-                  f"prefix")
+        advice = ("the folder has no file with one of the suffixes "
+                  f"{' '.join(TEXT_SUFFIXES + JSONL_SUFFIXES)}; for other names give a glob, as in "
+                  f"'{source}/*', and for Megatron's .bin/.idx their prefix")
     elif os.path.exists(path):
         files, advice = [_refuse_json(Path(path))], ""
     elif glob.has_magic(path):
@@ -97,8 +94,7 @@ def _files(source: str) -> list[Path]:
         advice = "the glob matches no file; ** goes through folders"
     else:
         raise InputError(f"data.source={source} does not exist; give {STDLIB}, or a folder, a glob, a text "
-                         f"file, a "
-                         ".jsonl file or the prefix of a Megatron .bin/.idx pair")
+                         "file, a .jsonl file or the prefix of a Megatron .bin/.idx pair")
     if not files:
         raise InputError(f"data.source={source} holds no text: {advice}")
     return files
@@ -109,8 +105,7 @@ def _walk(root: Path, keep_name, keep_file) -> list[Path]:
     for folder, folders, names in os.walk(root):
         folders[:] = filter(keep_name, folders)
         files += [Path(folder, name) for name in names if keep_name(name) and keep_file(Path(name))]
-    # Sorted by the path's parts below the root, so that the order does not depend on the system or on the
-    # root.
+    # Sorted by the path's parts below the root: the order depends neither on the system nor on the root.
     return sorted((path for path in files if path.is_file()), key=lambda path: path.relative_to(root).parts)
 
 
@@ -121,8 +116,7 @@ def _is_jsonl(path: Path) -> bool:
 def _refuse_json(path: Path) -> Path:
     if path.suffix.lower() == ".json":
         raise InputError(f"{path}: a .json file is not read; name it .jsonl if each line is a JSON object, "
-                         f"or .txt to "
-                         "train on it as it stands")
+                         "or .txt to train on it as it stands")
     return path
 
 
@@ -131,7 +125,7 @@ def _unreadable(path: Path, error: OSError) -> InputError:
 
 
 def _whole_file(path: Path) -> Iterator[str]:
-    yield path.read_bytes().decode("utf-8-sig")  # bytes first: line ends stay as they are
+    yield path.read_bytes().decode("utf-8-sig")  # not read_text, which would change line ends
 
 
 def _json_lines(path: Path, text_key: str) -> Iterator[str]:
@@ -148,20 +142,18 @@ def _json_text(line: bytes, text_key: str, where: str) -> str:
         raise InputError(f"{where}: not a line of JSON: {error}; each line must be one object") from None
     if not isinstance(value, dict):
         raise InputError(f"{where}: the line holds a {type(value).__name__}; each line must be one JSON "
-                         f"object")
+                         "object")
     if text_key not in value:
         fields = ", ".join(value) or "none"
         raise InputError(f"{where}: no field '{text_key}' (the fields are: {fields}); set data.text_key to "
-                         f"the one "
-                         "that holds the text")
+                         "the one that holds the text")
     text = value[text_key]
     if not isinstance(text, str):
         raise InputError(f"{where}: field '{text_key}' is a {type(text).__name__}, not a string; set "
-                         f"data.text_key to "
-                         "the one that holds the text")
+                         "data.text_key to the one that holds the text")
     try:
         text.encode()
     except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair, which no encoding can hold
         raise InputError(f"{where}: field '{text_key}' is not valid Unicode: {error.reason}; repair the "
-                         f"line") from None
+                         "line") from None
     return text

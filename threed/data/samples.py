@@ -1,9 +1,8 @@
 """Training samples: windows over a token stream, in an order that depends on the seed alone.
 
                  train                           validation
-    |---w0---|---w1---|---w2---|-- ... --|.|---w0---|---w1---|..|     w: seq_len tokens, and one more as last
-                                                                      label
-    0                                      cut                  num_tokens
+    |---w0---|---w1---|---w2---|-- ... --|.|---w0---|---w1---|..|     w: seq_len tokens; the token after them
+    0                                      cut                  num_tokens                   is the last label
 
 Sample i of the training split lies in epoch i // num_windows; inside an epoch, the windows come in a
 permutation keyed by (seed, epoch). So sample i is a function of (seed, i): no mesh, batch size or number of
@@ -24,7 +23,7 @@ _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document bounds
 _DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}  # Megatron's codes
 _MASK = 2**64 - 1
-# of a stream that has a checksum: what a disk reads at once, so that checking reads no more
+# Part of a stream with a checksum of its own. A disk reads as much at once, so a check costs no more reading.
 BLOCK_BYTES = 2**16
 
 
@@ -41,9 +40,9 @@ class Tokens:
         idx, bin_ = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
         for path, other in ((idx, bin_), (bin_, idx)):
             if not path.is_file():
-                there = f"{other} is there, but " if other.is_file() else ""
-                raise InputError(f"{there}{path} is missing; a prefix of Megatron data needs both .bin and "
-                                 f".idx")
+                half = f"{other} is there, but " if other.is_file() else ""
+                raise InputError(f"{half}{path} is missing; a prefix of Megatron data needs both .bin and "
+                                 ".idx")
         try:
             dtype, self.document_ends = _read_index(idx)
             num_tokens = int(self.document_ends[-1]) if len(self.document_ends) else 0
@@ -51,8 +50,7 @@ class Tokens:
             if want_bytes != have_bytes:
                 how = "cut short" if have_bytes < want_bytes else "too long for its .idx"
                 raise InputError(f"{bin_} is {how}: {idx} tells of {num_tokens} tokens of {dtype}, "
-                                 f"{want_bytes} bytes, "
-                                 f"and the file has {have_bytes}; prepare the data again")
+                                 f"{want_bytes} bytes, and the file has {have_bytes}; prepare the data again")
             if not num_tokens:
                 raise InputError(f"{bin_} holds no tokens; give other data")
             self.path, self.stream = bin_, np.memmap(bin_, dtype=dtype, mode="r")
@@ -62,8 +60,8 @@ class Tokens:
             raise InputError(f"{prefix}.bin/.idx cannot be read: {error.strerror or error}") from None
 
     def check(self, start: int, stop: int) -> None:
-        """Compare the blocks with tokens [start, stop) with their checksums, each once. InputError: one is
-        damaged."""
+        """Compare the blocks that hold tokens [start, stop) with their checksums, each block once. InputError
+        where one is damaged."""
         if self._checksums is None:
             return
         size = self.stream.itemsize
@@ -73,8 +71,8 @@ class Tokens:
                                                                self.num_tokens)
                 if zlib.crc32(self.stream[first:last].data) != self._checksums[block]:
                     raise InputError(f"{self.path}: tokens {first} to {last - 1} do not have the checksum "
-                                     f"that they were written "
-                                     f"with; delete the folder {self.path.parent} and start again")
+                                     f"that they were written with; delete the folder {self.path.parent} and "
+                                     "start again")
                 self._checked[block] = True
 
     @property
@@ -87,13 +85,13 @@ class Tokens:
 
 
 def _read_checksums(path: Path, size: int) -> np.ndarray | None:
-    """CRC-32 of each block of a stream of `size` bytes; None where there are none."""
+    """CRC-32 of each block of a stream of `size` bytes; None where the file does not exist."""
     if not path.exists():
         return None
-    found, wanted = path.stat().st_size // 4, -(-size // BLOCK_BYTES)
-    if found != wanted:
-        raise InputError(f"{path} holds {found} checksums, and the stream has {wanted} blocks; prepare the "
-                         f"data again")
+    count, wanted = path.stat().st_size // 4, -(-size // BLOCK_BYTES)
+    if count != wanted:
+        raise InputError(f"{path} holds {count} checksums, and the stream has {wanted} blocks; prepare the "
+                         "data again")
     return np.memmap(path, "<u4", "r")
 
 
@@ -114,26 +112,18 @@ def _read_index(path: Path) -> tuple[np.dtype, np.ndarray]:
         _, version, code, sequences, bounds = _HEADER.unpack(header)
         if version != 1 or code not in _DTYPES:
             raise InputError(f"{path} is an index of version {version} and dtype code {code}; threed reads "
-                             f"version 1 "
-                             f"and integer tokens, codes {', '.join(map(str, _DTYPES))}")
+                             f"version 1 and integer tokens, codes {', '.join(map(str, _DTYPES))}")
         needed = _HEADER.size + sequences * (4 + 8) + bounds * 8
         if size < needed:
             raise InputError(f"{path} is cut short: {sequences} sequences in {max(0, bounds - 1)} documents "
-                             f"need "
-                             f"{needed} bytes, and the file has {size}; prepare the data again")
+                             f"need {needed} bytes, and the file has {size}; prepare the data again")
         lengths = np.fromfile(file, np.int32, sequences)
         file.seek(sequences * 8, 1)
         edges = np.fromfile(file, np.int64, bounds)
-    if (
-        (lengths < 0).any()
-        or bounds < 1
-        or edges[0] != 0
-        or edges[-1] != sequences
-        or (np.diff(edges) < 0).any()
-    ):
+    if ((lengths < 0).any() or bounds < 1 or edges[0] != 0 or edges[-1] != sequences
+            or (np.diff(edges) < 0).any()):
         raise InputError(f"{path} is damaged: its sequence lengths or document bounds are impossible; "
-                         f"prepare the data "
-                         "again")
+                         "prepare the data again")
     # first token of each sequence, and the end
     token_at = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     return np.dtype(_DTYPES[code]), token_at[edges[1:]]
@@ -150,17 +140,12 @@ class Split:
                  vocab: int | None = None):
         self.num_tokens = stop - start
         self.num_windows = max(0, (self.num_tokens - 1) // seq_len)  # a window's last label is a token too
-        self._tokens, self._start, self._seq_len, self._seed, self._vocab = (
-            tokens,
-            start,
-            seq_len,
-            seed,
-            vocab,
-        )
+        self._tokens, self._start = tokens, start
+        self._seq_len, self._seed, self._vocab = seq_len, seed, vocab
 
     def window(self, index: int) -> np.ndarray:
-        """Sample `index` >= 0, any size: int64 [seq_len + 1], inputs [:-1] and labels [1:]. InputError: what
-        is there is not what was written, or no token of the model's."""
+        """Sample `index` >= 0, however large: int64 [seq_len + 1], inputs [:-1] and labels [1:]. InputError
+        where the tokens are damaged, or not below `vocab`."""
         assert self.num_windows, "this split holds no window"
         assert index >= 0, index
         epoch, place = divmod(index, self.num_windows)
@@ -172,10 +157,8 @@ class Split:
         if self._vocab is not None and (window.min() < 0 or window.max() >= self._vocab):
             at = int(((window < 0) | (window >= self._vocab)).argmax())
             raise InputError(f"{self._tokens.path} holds token {window[at]} at position {first + at}, in "
-                             f"sample {index}, but "
-                             f"model.vocab={self._vocab} allows 0 to {self._vocab - 1}: the data are "
-                             f"damaged, or of another "
-                             "tokenizer")
+                             f"sample {index}, but model.vocab={self._vocab} allows 0 to {self._vocab - 1}: "
+                             "the data are damaged, or of another tokenizer")
         return window
 
 
@@ -184,9 +167,9 @@ def splits(prefix: str | Path, seq_len: int, seed: int, validation_fraction: flo
     """Training and validation split of a Megatron prefix. Validation is the tail, about `validation_fraction`
     of it.
 
-    The cut is at the end of a document, unless documents are so long that the tail would come out at less
-    than half or more than twice its share; then it is inside one. With fraction 0 validation has no windows.
-    Raises InputError when either split is too short for one window.
+    The cut is at the end of a document, unless documents are so long that the tail would be less than half or
+    more than twice its share; then it is inside a document. With fraction 0 validation has no windows. Raises
+    InputError when either split is too short for one window.
     """
     tokens = Tokens(prefix)
     total = tokens.num_tokens
@@ -196,13 +179,11 @@ def splits(prefix: str | Path, seq_len: int, seed: int, validation_fraction: flo
     wanted = ((train, "training", "lower"), (validation, "validation", "raise"))
     for split, name, change in wanted[:2 if validation_fraction else 1]:
         if not split.num_windows:
-            fraction = (
-                f" or {change} data.validation_fraction={validation_fraction}" if validation_fraction else ""
-            )
+            fraction = f" or {change} data.validation_fraction={validation_fraction}"
+            fraction = fraction if validation_fraction else ""
             raise InputError(f"{prefix}: {split.num_tokens} of {total} tokens are for {name}, fewer than one "
-                             f"window of "
-                             f"model.seq_len + 1 = {seq_len + 1}; give more text in data.source, lower "
-                             f"model.seq_len={seq_len}{fraction}")
+                             f"window of model.seq_len + 1 = {seq_len + 1}; give more text in data.source, "
+                             f"lower model.seq_len={seq_len}{fraction}")
     return train, validation
 
 
@@ -229,10 +210,10 @@ def mix(value):
 
 
 def permute(place: int, size: int, key: int) -> int:
-    """Where a permutation of range(size), chosen by `key`, puts `place`.
+    """The image of `place` under a permutation of range(size) that `key` chooses.
 
-    A Feistel network permutes the least range of 4^n that holds `size`; where it leads out of range(size) it
-    is walked on, until it is back in it. That is at most 4 walks on average.
+    A Feistel network permutes range(4^n), for the least 4^n >= size; while the result is not below `size`, it
+    is permuted again (cycle walking): at most 4 times on average.
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     low = 2**half - 1

@@ -24,8 +24,7 @@ class Tokenizer:
     """
 
     def __init__(self, inner: tokenizers.Tokenizer):
-        # A file may ask to pad or to cut, and "<|endoftext|>" inside a text would become the token: not in a
-        # corpus.
+        # In a corpus nothing is padded or cut, whatever the file says, and "<|endoftext|>" in a text is text.
         inner.no_padding()
         inner.no_truncation()
         inner.encode_special_tokens = True
@@ -50,8 +49,7 @@ def load(path: str | Path) -> Tokenizer:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise InputError(f"{path} cannot be read as a tokenizer: {reason}; give a tokenizer.json of the "
-                         f"Hugging Face "
-                         "tokenizers library, or data.tokenizer=bpe") from None
+                         "Hugging Face tokenizers library, or data.tokenizer=bpe") from None
     try:
         return Tokenizer(tokenizers.Tokenizer.from_str(text))
     except Exception as error:  # the library raises plain Exception
@@ -64,13 +62,11 @@ def train(documents: Iterable[str], vocab: int, path: str | Path) -> Tokenizer:
     0.
 
     The same documents give the same file, byte for byte. A corpus of more than SAMPLE_CHARS characters is
-    represented by a sample of that size at most: every second, fourth, eighth ... piece of it, so that the
-    sample spans all of it.
+    sampled down to that size: every second, fourth, eighth ... piece, so that the sample spans the corpus.
     """
     if vocab < MIN_VOCAB:
         raise InputError(f"model.vocab={vocab} is too small for data.tokenizer=bpe, which needs 256 bytes "
-                         f"and "
-                         f"{EOD}: at least {MIN_VOCAB}; raise model.vocab")
+                         f"and {EOD}: at least {MIN_VOCAB}; raise model.vocab")
     inner = tokenizers.Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore
     inner.decoder = decoders.ByteLevel()  # pyright: ignore
@@ -84,7 +80,7 @@ def train(documents: Iterable[str], vocab: int, path: str | Path) -> Tokenizer:
 def pieces(text: str) -> Iterator[str]:
     """Cut a text after line ends into pieces of at most PIECE_CHARS, which bounds memory and feeds all cores.
 
-    The text is what the pieces join to; at a cut, tokens may differ from those of the uncut text.
+    The pieces joined are the text; at a cut, tokens may differ from those of the uncut text.
     """
     start = 0
     while len(text) - start > PIECE_CHARS:

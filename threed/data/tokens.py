@@ -1,17 +1,19 @@
-"""From `data.source` to tokens on disk, once: prepared data is cached by content.
+"""Tokens: turn `data.source` into tokens on disk, once. Prepared data are cached under a hash of their
+content.
 
     cache/<key>/tokens.bin, tokens.idx   the stream, in Megatron's format
                 tokens.crc32             CRC-32 of each BLOCK_BYTES of the stream
                 tokenizer.json
-                meta.json                what Prepared says; CRC-32 of the three above, and of itself
+                meta.json                the fields of Prepared, CRC-32 of tokens.idx, tokens.crc32 and
+                                         tokenizer.json, and CRC-32 of meta.json's own values
 
-<key> is a hash of the content, the tokenizer and the settings, so a folder that is there is right. It is
-built beside its place, under a name of its own, and renamed when complete: a killed build leaves at most a
-folder `*.tmp` that nobody reads, and whose file `lock` nobody holds; the next start removes it. Of two
-processes that build the same, the first one's is kept.
+<key> is a hash of the content, the tokenizer and the settings, so an existing folder is never out of date. A
+build writes to a folder `<key>.*.tmp` beside it, which is renamed when it is complete. A killed build leaves
+such a folder, whose file `lock` no process holds; the next start removes it. If two processes build the same
+data, the first to finish wins.
 
-A stream of up to _CHECK_BYTES is compared with its checksums at every start; of any, each block when it is
-first read.
+A stream of up to _CHECK_BYTES is compared with its checksums at every start; each block of a longer one when
+it is first read.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
 
@@ -39,21 +41,24 @@ from threed.errors import InputError
 from threed.quantity import show_bytes, show_count, show_seconds
 from threed.schema import DataConfig, ModelConfig
 
+if TYPE_CHECKING:
+    from threed.data.tokenizer import Tokenizer
+
 _FORMAT = 2  # of the cache: raise it when the same content would give other files
 _BATCH_CHARS = 2**22
-_SCAN_TOKENS = 10**9  # a foreign stream up to this long is checked in full
+_SCAN_TOKENS = 10**9  # Megatron data up to this long are checked in full
 _SCAN_CHUNK = 2**24
 _CHECK_BYTES = 2**31  # a prepared stream up to this long is read and checked at each start: about a second
 _CHECKED = ("tokens.idx", "tokens.crc32", "tokenizer.json")
-_OLD_S = 3600.0  # of a folder without a lock: it is not just being made
+_OLD_S = 3600.0  # age at which a folder `*.tmp` without a lock is removed: a younger one may get a lock yet
 
 
 @dataclass(frozen=True)
 class Prepared:
     """Tokens ready to train on. `prefix`: path of the .bin/.idx pair without the suffix.
 
-    `tokenizer` and `eod` are None where not known: Megatron data bring no tokenizer. `vocab_size`: all ids
-    are below it. `cached`: nothing had to be built.
+    `tokenizer` and `eod` are None where they are not known: Megatron data bring no tokenizer. `vocab_size`:
+    all ids are below it. `cached`: nothing had to be built.
     """
 
     prefix: Path
@@ -67,10 +72,10 @@ class Prepared:
 
 def prepare(data: DataConfig, model: ModelConfig,
             progress: Callable[[str], None] = lambda line: None) -> Prepared:
-    """Tokenize `data.source` into the cache, or find it there; a Megatron prefix is checked and used in
-    place.
+    """Tokenize `data.source` into the cache, unless the cache has it. A Megatron prefix is checked and used
+    in place.
 
-    `progress` is given a line at each stage, and one about every second while encoding. The documents are
+    `progress` is called with a line at each stage, and about every second while encoding. The documents are
     shuffled, with the content as the seed, so that the end of the stream is a fair sample to hold out. Raises
     InputError for bad input, a vocabulary above `model.vocab`, and a cache that cannot be written.
     """
@@ -94,10 +99,9 @@ def prepare(data: DataConfig, model: ModelConfig,
         cached = folder.is_dir()
         if not cached:
             _build(folder, content, path, data, model, progress)
-    except OSError as error:  # those of reading the source are InputErrors by now
+    except OSError as error:  # of the cache: a source that cannot be read has raised InputError
         raise InputError(f"prepared data cannot be kept in {root}: {error.strerror or error}; make room "
-                         f"there or set "
-                         "data.cache to another folder") from None
+                         "there or set data.cache to another folder") from None
     prepared = _open(folder, cached)
     elapsed = show_seconds(time.perf_counter() - start_s)
     progress(f"{'found' if cached else 'prepared'} {show_count(prepared.num_tokens)} tokens of "
@@ -123,16 +127,15 @@ def _open(folder: Path, cached: bool) -> Prepared:
         if tokens.stream.nbytes <= _CHECK_BYTES:
             tokens.check(0, tokens.num_tokens)
         return Prepared(prefix, folder / "tokenizer.json", tokens.num_tokens, tokens.num_documents,
-                        meta["vocab_size"],
-                        meta["eod"], cached)
+                        meta["vocab_size"], meta["eod"], cached)
     # an InputError is a ValueError
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"prepared data is damaged: {error}\ndelete the folder {folder} and start "
-                         f"again") from None
+                         "again") from None
 
 
 def _check(meta: dict[str, Any]) -> int:
-    """Checksum of the values of meta.json."""
+    """CRC-32 of the values of meta.json."""
     return zlib.crc32(json.dumps(meta, sort_keys=True).encode())
 
 
@@ -161,95 +164,116 @@ def _scratch(folder: Path) -> tuple[Path, TextIO]:
         scratch = folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:12]}.tmp")
         scratch.mkdir(parents=True)
         lock = (scratch / "lock").open("w")
-        with contextlib.suppress(OSError):  # a file system without locks: what is left there stays
+        with contextlib.suppress(OSError):  # on a file system without locks `remove_stale` removes nothing
             fcntl.flock(lock, fcntl.LOCK_EX)
-        if (scratch / "lock").exists():  # somebody who removes stale ones may have been faster
+        if (scratch / "lock").exists():  # another process may have removed it as stale before it was locked
             return scratch, lock
         lock.close()
 
 
 def remove_stale(root: Path) -> None:
-    """Remove what killed builds have left: folders whose lock nobody holds."""
+    """Remove the folders of killed builds: those whose lock no process holds."""
     for scratch in root.glob("*.tmp"):
         try:
             with (scratch / "lock").open("r+") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(scratch, ignore_errors=True)
-        except FileNotFoundError:  # killed before it had one; or begun a moment ago
+        except FileNotFoundError:  # no lock yet: the build was killed, or began a moment ago
             with contextlib.suppress(OSError):
                 if time.time() - scratch.stat().st_mtime > _OLD_S:
                     shutil.rmtree(scratch, ignore_errors=True)
         except OSError:
-            continue  # it is being built, or nobody can say
+            continue  # a process holds the lock, or the file system has no locks
 
 
 def _fill(folder: Path, content: str, tokenizer_path: Path | None, data: DataConfig, model: ModelConfig,
           progress: Callable[[str], None]) -> None:
-    """Write a complete set of prepared data into an empty folder."""
-    with warnings.catch_warnings():
-        # megatron.core tells of missing GPU libraries, which have no part in this
-        warnings.simplefilter("ignore")
-        # slow: only where needed
-        from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+    """Write a complete set of prepared data into an empty folder.
 
-    from threed.data import tokenizer as tokenizers
-
-    copy = folder / "tokenizer.json"
-    start_s = time.perf_counter()
-    if tokenizer_path is None:
-        progress(f"training a byte-level BPE of {model.vocab} tokens on {data.source}")
-        tokenizer = tokenizers.train(documents(data.source, data.text_key), model.vocab, copy)
-        progress(f"trained {tokenizer.vocab_size} tokens in {show_seconds(time.perf_counter() - start_s)}")
-    else:
-        tokenizer = tokenizers.load(tokenizer_path)
-        shutil.copyfile(tokenizer_path, copy)
-
-    # Encoded in the order of the source to a scratch file, copied from there in shuffled order: memory stays
-    # bounded.
-    dtype = np.dtype(DType.optimal_dtype(tokenizer.vocab_size))
+    Documents are encoded in the order of the source to a scratch file, and copied from there in shuffled
+    order: memory is bounded.
+    """
+    tokenizer = _make_tokenizer(folder / "tokenizer.json", tokenizer_path, data, model, progress)
     unordered = folder / "unordered.bin"
-    end = [tokenizer.eod] if data.append_eod else []
-    lengths: list[int] = []
-    num_chars, start_s = 0, time.perf_counter()
-    next_s = start_s + 1
-    with unordered.open("wb") as file:
-        for batch in _batches(documents(data.source, data.text_key), tokenizers.pieces):
-            if time.perf_counter() >= next_s:
-                progress(_encoded(lengths, num_chars, time.perf_counter() - start_s))
-                next_s = time.perf_counter() + 1
-            for (piece, first, last), ids in zip(batch,
-                                                 tokenizer.encode_batch([piece for piece, _, _ in batch]),
-                                                 strict=True):
-                ids = np.array(ids + end if last else ids, dtype)
-                file.write(ids.tobytes())
-                num_chars += len(piece)
-                if first:
-                    lengths.append(0)
-                lengths[-1] += len(ids)
-    progress(_encoded(lengths, num_chars, time.perf_counter() - start_s))
+    lengths, dtype = _encode(unordered, tokenizer, data, progress)
     if not sum(lengths):
         raise InputError(f"data.tokenizer={tokenizer_path} makes no token of the text in "
-                         f"data.source={data.source}; "
-                         "give a tokenizer for this kind of text")
-
+                         f"data.source={data.source}; give a tokenizer for this kind of text")
     start_s = time.perf_counter()
-    builder = IndexedDatasetBuilder(str(folder / "tokens.bin"), dtype=dtype.type)
-    stream = np.memmap(unordered, dtype, mode="r")
-    stops = np.cumsum(lengths)
-    # Sorted by a hash of (content, number): the same on every system and with every version of numpy.
-    for d in np.argsort(mix(np.arange(len(lengths), dtype=np.uint64) ^ np.uint64(int(content[:16], 16)))):
-        builder.add_document(stream[stops[d] - lengths[d]:stops[d]], [lengths[d]])  # pyright: ignore
-    builder.finalize(str(folder / "tokens.idx"))
-    del stream
+    _shuffle(folder, unordered, lengths, dtype, seed=int(content[:16], 16))
     unordered.unlink()
     checksums = [zlib.crc32(block) for block in _blocks(folder / "tokens.bin")]
     np.array(checksums, "<u4").tofile(folder / "tokens.crc32")
     meta = {"format": _FORMAT, "source": data.source, "content": content, "tokenizer": data.tokenizer,
-            "num_documents": len(lengths), "num_tokens": int(stops[-1]), "vocab_size": tokenizer.vocab_size,
+            "num_documents": len(lengths), "num_tokens": sum(lengths), "vocab_size": tokenizer.vocab_size,
             "eod": tokenizer.eod, "crc32": {name: _checksum(folder / name) for name in _CHECKED}}
     (folder / "meta.json").write_text(json.dumps({**meta, "check": _check(meta)}, indent=1))
     written = (folder / "tokens.bin").stat().st_size
     progress(f"shuffled and wrote {show_bytes(written)} in {show_seconds(time.perf_counter() - start_s)}")
+
+
+def _make_tokenizer(file: Path, given: Path | None, data: DataConfig, model: ModelConfig,
+                    progress: Callable[[str], None]) -> Tokenizer:
+    """Train a tokenizer on the source, or load the `given` one; `file` is the tokenizer.json to write."""
+    from threed.data import tokenizer as tokenizers
+
+    if given is not None:
+        tokenizer = tokenizers.load(given)
+        shutil.copyfile(given, file)
+        return tokenizer
+    start_s = time.perf_counter()
+    progress(f"training a byte-level BPE of {model.vocab} tokens on {data.source}")
+    tokenizer = tokenizers.train(documents(data.source, data.text_key), model.vocab, file)
+    progress(f"trained {tokenizer.vocab_size} tokens in {show_seconds(time.perf_counter() - start_s)}")
+    return tokenizer
+
+
+def _encode(file: Path, tokenizer: Tokenizer, data: DataConfig,
+            progress: Callable[[str], None]) -> tuple[list[int], np.dtype]:
+    """Write the tokens of all documents to `file`, in the order of the source. Returns the number of tokens
+    of each document, and the dtype of a token."""
+    from threed.data import tokenizer as tokenizers
+
+    dtype = np.dtype(_indexed_dataset().DType.optimal_dtype(tokenizer.vocab_size))
+    end = [tokenizer.eod] if data.append_eod else []
+    lengths: list[int] = []
+    num_chars, start_s = 0, time.perf_counter()
+    next_s = start_s + 1
+    with file.open("wb") as out:
+        for batch in _batches(documents(data.source, data.text_key), tokenizers.pieces):
+            if time.perf_counter() >= next_s:
+                progress(_encoded(lengths, num_chars, time.perf_counter() - start_s))
+                next_s = time.perf_counter() + 1
+            encoded = tokenizer.encode_batch([piece for piece, _, _ in batch])
+            for (piece, first, last), ids in zip(batch, encoded, strict=True):
+                tokens = np.array(ids + end if last else ids, dtype)
+                out.write(tokens.tobytes())
+                num_chars += len(piece)
+                if first:
+                    lengths.append(0)
+                lengths[-1] += len(tokens)
+    progress(_encoded(lengths, num_chars, time.perf_counter() - start_s))
+    return lengths, dtype
+
+
+def _shuffle(folder: Path, unordered: Path, lengths: list[int], dtype: np.dtype, seed: int) -> None:
+    """Write tokens.bin and tokens.idx: the documents of `unordered`, in an order that depends on `seed`."""
+    builder = _indexed_dataset().IndexedDatasetBuilder(str(folder / "tokens.bin"), dtype=dtype.type)
+    stream, stops = np.memmap(unordered, dtype, mode="r"), np.cumsum(lengths)
+    # Sorted by a hash of (seed, number): the same order on every system and with every version of numpy.
+    for d in np.argsort(mix(np.arange(len(lengths), dtype=np.uint64) ^ np.uint64(seed))):
+        builder.add_document(stream[stops[d] - lengths[d]:stops[d]], [lengths[d]])  # pyright: ignore
+    builder.finalize(str(folder / "tokens.idx"))
+
+
+def _indexed_dataset() -> Any:
+    """megatron.core's module for .bin/.idx pairs: slow to import, so it is imported where it is needed."""
+    with warnings.catch_warnings():
+        # megatron.core warns of missing GPU libraries, which this module does not use
+        warnings.simplefilter("ignore")
+        from megatron.core.datasets import indexed_dataset
+
+    return indexed_dataset
 
 
 def _checksum(path: Path) -> int:
@@ -291,7 +315,7 @@ def _encoded(lengths: list[int], num_chars: int, elapsed_s: float) -> str:
 
 
 def _megatron_prefix(source: str) -> Path | None:
-    """The prefix that a source names by itself, or by its .bin or .idx; None when it is text."""
+    """The prefix that a source names, by itself or by its .bin or .idx file; None when the source is text."""
     path = Path(source).expanduser()
     if path.suffix in (".bin", ".idx"):
         path = path.with_suffix("")
@@ -302,7 +326,7 @@ def _megatron_prefix(source: str) -> Path | None:
 
 def _use_in_place(prefix: Path, data: DataConfig, model: ModelConfig,
                   progress: Callable[[str], None]) -> Prepared:
-    """The data stand as they are: data.append_eod and data.text_key have nothing to act on."""
+    """Check Megatron data, which need no preparation: data.append_eod and data.text_key have no effect."""
     start_s = time.perf_counter()
     tokens = Tokens(prefix)
     path = None if data.tokenizer == "bpe" else Path(data.tokenizer).expanduser()
@@ -311,13 +335,11 @@ def _use_in_place(prefix: Path, data: DataConfig, model: ModelConfig,
     vocab = tokenizer.vocab_size if tokenizer is not None else high + 1
     if high >= model.vocab or low < 0:
         raise InputError(f"{prefix}.bin holds token {high if low >= 0 else low}, but "
-                         f"model.vocab={model.vocab} allows "
-                         f"0 to {model.vocab - 1}; set model.vocab to what its tokenizer has, at least "
-                         f"{high + 1}")
+                         f"model.vocab={model.vocab} allows 0 to {model.vocab - 1}; set model.vocab to what "
+                         f"its tokenizer has, at least {high + 1}")
     if high >= vocab:
         raise InputError(f"{prefix}.bin holds token {high}, but data.tokenizer={path} has only {vocab} "
-                         f"tokens; give "
-                         "the one that made the data")
+                         "tokens; give the one that made the data")
     progress(f"checked {show_count(checked)} of {show_count(tokens.num_tokens)} tokens of {prefix}.bin in "
              f"{show_seconds(time.perf_counter() - start_s)}")
     eod = None if tokenizer is None else tokenizer.eod
@@ -325,8 +347,8 @@ def _use_in_place(prefix: Path, data: DataConfig, model: ModelConfig,
 
 
 def _range(stream: np.ndarray) -> tuple[int, int, int]:
-    """Least and largest token, and how many were read: all, or _SCAN_TOKENS in chunks spread over a longer
-    stream."""
+    """The least and the largest token, and how many tokens were read: all, or about _SCAN_TOKENS in chunks
+    that are spread over a longer stream."""
     num_chunks = -(-min(len(stream), _SCAN_TOKENS) // _SCAN_CHUNK)
     starts = np.linspace(0, max(0, len(stream) - _SCAN_CHUNK), num_chunks, dtype=np.int64)
     low, high, checked = 0, 0, 0
@@ -336,14 +358,13 @@ def _range(stream: np.ndarray) -> tuple[int, int, int]:
     return low, high, min(checked, len(stream))
 
 
-def _load_tokenizer(path: Path, vocab: int):
+def _load_tokenizer(path: Path, vocab: int) -> Tokenizer:
     from threed.data import tokenizer as tokenizers
 
     tokenizer = tokenizers.load(path)
     if tokenizer.vocab_size > vocab:
         raise InputError(f"data.tokenizer={path} has {tokenizer.vocab_size} tokens, more than "
-                         f"model.vocab={vocab}; "
-                         f"set model.vocab={tokenizer.vocab_size}")
+                         f"model.vocab={vocab}; set model.vocab={tokenizer.vocab_size}")
     return tokenizer
 
 
@@ -352,5 +373,4 @@ def _check_eod(path: Path, eod: int | None, append_eod: bool) -> None:
 
     if append_eod and eod is None:
         raise InputError(f"data.append_eod=true, but data.tokenizer={path} has none of the end-of-text "
-                         f"tokens "
-                         f"{' '.join(EOD_NAMES)}; set data.append_eod=false or add one to it")
+                         f"tokens {' '.join(EOD_NAMES)}; set data.append_eod=false or add one to it")

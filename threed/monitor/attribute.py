@@ -1,4 +1,4 @@
-"""Attribute: where the time of a step went, on one rank. The parts add up to the step.
+"""Attribute: how one rank spent the time of a step. The parts add up to the step.
 
     compute      FORWARD and BACKWARD, with the tensor-parallel collectives inside them; SPLIT and JOIN of
                  what they keep
@@ -32,26 +32,25 @@ def cause_of(item: Instruction) -> str:
     if item.op in MESSAGES or (item.op == Op.REDUCE and GROUPS[item.group].across_positions):
         return "p2p_wait"
     return {Op.GATHER: "dp_wait", Op.REDUCE: "dp_wait", Op.STEP: "optimizer", Op.OFFLOAD: "offload",
-            Op.FETCH: "offload",
-            Op.CLIP: "clip"}.get(item.op, "idle")
+            Op.FETCH: "offload", Op.CLIP: "clip"}.get(item.op, "idle")
 
 
 def parts(trace: Trace, program: Sequence[Instruction]) -> dict[str, float]:
-    """Seconds by part. No moment is in two of them: instructions follow one another, and waits come before
-    their start."""
-    found: dict[str, float] = dict.fromkeys([*PARTS, "idle"], 0.0)
+    """Seconds by part. The parts do not overlap: instructions follow one another, and an instruction waits
+    before it starts."""
+    seconds: dict[str, float] = dict.fromkeys([*PARTS, "idle"], 0.0)
     for index, item in enumerate(program):
-        found[cause_of(item)] += trace.ended[index] - trace.started[index]
+        seconds[cause_of(item)] += trace.ended[index] - trace.started[index]
     for _, source, wait_s in trace.waits:
-        # What is under way when a program begins is a checkpoint's copy to the host.
-        found[cause_of(program[source]) if source >= 0 else "offload"] += wait_s
-    found["p2p_wait"] += max(0.0, trace.total_s - trace.ended[-1]) if trace.ended else 0.0
-    del found["idle"]
-    return found
+        # A wait without a source instruction is for a checkpoint's copy to the host.
+        seconds[cause_of(program[source]) if source >= 0 else "offload"] += wait_s
+    seconds["p2p_wait"] += max(0.0, trace.total_s - trace.ended[-1]) if trace.ended else 0.0
+    del seconds["idle"]
+    return seconds
 
 
-def attribute(found: Mapping[str, float], clip_s: float, step_s: float) -> dict[str, float]:
-    """Seconds by cause, from a rank's parts and from what CLIP took on the rank that came last."""
-    causes = {name: found[name] for name in PARTS if name != "clip"}
-    causes["dp_wait"] += min(clip_s, found["clip"])
+def attribute(seconds: Mapping[str, float], clip_s: float, step_s: float) -> dict[str, float]:
+    """Seconds by cause, from a rank's parts and from the time of CLIP on the rank that reached it last."""
+    causes = {name: seconds[name] for name in PARTS if name != "clip"}
+    causes["dp_wait"] += min(clip_s, seconds["clip"])
     return {**causes, "idle": step_s - sum(causes.values())}

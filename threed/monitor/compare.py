@@ -1,9 +1,9 @@
 """Compare: what a run measured beside what walking its plan predicts, and where each rank's time went.
 
-Measured are the last ten traced steps, without those that began a process; of these the middle half by step
-time, so that one slow step says nothing. The prediction walks the plan with the mean costs of instructions in
-the same steps: where the two differ, time went into what the walk takes as free, which is communication and
-the host.
+The measured steps are the last ten traced ones, without the first step of a process; of these the middle half
+by step time, so that one slow step does not count. The prediction walks the plan with the mean costs of
+instructions in the same steps. A difference is time that the walk takes to be zero: communication and the
+host.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ Row = dict[str, float]
 
 
 def save_config(config: Config) -> list[str]:
-    """Keep the config of a run in its folder, with every default and override resolved. What went wrong, if
-    anything."""
+    """Write the config of a run, with every default and override resolved, to its folder. Returns
+    warnings."""
     folder = Path(config.run.dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -53,7 +53,7 @@ def save_config(config: Config) -> list[str]:
 
 
 def load_config(run: Path) -> Config:
-    """The config that a run was started with last."""
+    """The config with which a run was last started."""
     file = run / CONFIG
     try:
         values = json.loads(file.read_text())
@@ -78,9 +78,8 @@ def compare(run: Path) -> dict[str, Any]:
     plan = make_plan(load_config(run))
     if plan.digest != traced.digest:
         raise InputError(f"{run}: the trace is of plan {traced.digest}, but {CONFIG} makes plan "
-                         f"{plan.digest}: the run was "
-                         "started with another config, or by another version of threed, and no step of it "
-                         "was traced since")
+                         f"{plan.digest}: the run was started with another config, or by another version of "
+                         "threed, and no step of it was traced since")
     chosen = _choose(traced)
     programs = plan.programs["train"]
     traces = [[rank.trace(step) for step in chosen] for rank in traced.ranks]
@@ -101,8 +100,8 @@ def compare(run: Path) -> dict[str, Any]:
     for name, group in (("ops", _by_op), ("lanes", _by_lane), ("units", _by_unit)):
         measured = [_average([group(trace, rank.program, rank.lanes) for trace in of_rank])
                     for rank, of_rank in zip(traced.ranks, traces)]
-        predicted = [group(trace, program, lanes[p]) for p,
-                     (trace, program) in enumerate(zip(walked, programs))]
+        predicted = [group(trace, program, lanes[position])
+                     for position, (trace, program) in enumerate(zip(walked, programs))]
         over_all = name != "units"  # a unit's time is that of a rank that holds it
         grouped[name] = _pair(_average(predicted, over_all), _average(measured, over_all))
     table = plan.table
@@ -127,8 +126,8 @@ def _choose(traced: RunTrace) -> list[int]:
 
 def mean_costs(ranks: Sequence[RankTrace], traces: Sequence[Sequence[Trace]],
                clips: Sequence[float]) -> dict[tuple[int, Op, int], float]:
-    """Mean seconds of (position, op, unit) over ranks, steps and micro-batches; CLIP as the last rank to
-    arrive sees it."""
+    """Mean seconds of (position, op, unit) over ranks, steps and micro-batches. CLIP's are those of the last
+    rank to arrive."""
     sums: dict[tuple[int, Op, int], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for rank, of_rank in zip(ranks, traces):
         for trace in of_rank:
@@ -157,12 +156,13 @@ def _as_trace(plan: Plan, walk: Walk, position: int) -> Trace:
         start, end = walk.start[position][index], walk.end[position][index]
         if links.effects[index].lane == "compute":
             source = max(links.producers[index], key=lambda i: walk.end[position][i], default=-1)
-            # CLIP is walked as one node of all positions: this rank was there when its own inputs were.
-            there = max(last, walk.end[position][source] if source >= 0
-                        else 0.0) if item.op == Op.CLIP else start
-            if there > last and source >= 0:
-                trace.waits.append(Wait(index, source, there - last))
-            issued, start, last = last, there, end
+            # The walk starts CLIP once for all positions; a rank arrives when its own inputs are ready.
+            arrived = start
+            if item.op == Op.CLIP:
+                arrived = max(last, walk.end[position][source] if source >= 0 else 0.0)
+            if arrived > last and source >= 0:
+                trace.waits.append(Wait(index, source, arrived - last))
+            issued, start, last = last, arrived, end
         else:  # beside compute
             issued, end = start, start
         trace.issued.append(issued)
@@ -176,33 +176,32 @@ def _as_trace(plan: Plan, walk: Walk, position: int) -> Trace:
 
 
 def _by_op(trace: Trace, program: Sequence[Instruction], _: Sequence[str]) -> Row:
-    found: Row = defaultdict(float)
+    seconds: Row = defaultdict(float)
     for index, item in enumerate(program):
-        found[str(item.op)] += trace.ended[index] - trace.started[index]
-    return found
+        seconds[str(item.op)] += trace.ended[index] - trace.started[index]
+    return seconds
 
 
 def _by_lane(trace: Trace, program: Sequence[Instruction], lanes: Sequence[str]) -> Row:
     """Time in a lane's instructions and in waiting for them. `recv 0 act` and `recv 1 act` are both `recv
     act`."""
     names = [" ".join(word for word in lane.split() if not word.isdecimal()) for lane in lanes]
-    found: Row = defaultdict(float)
+    seconds: Row = defaultdict(float)
     for index in range(len(program)):
-        found[names[index]] += trace.ended[index] - trace.started[index]
+        seconds[names[index]] += trace.ended[index] - trace.started[index]
     for _, source, wait_s in trace.waits:
         if source >= 0:
-            found[names[source]] += wait_s
-    return found
+            seconds[names[source]] += wait_s
+    return seconds
 
 
 def _by_unit(trace: Trace, program: Sequence[Instruction], _: Sequence[str]) -> Row:
-    found: Row = defaultdict(float)
+    seconds: Row = defaultdict(float)
     for index, item in enumerate(program):
         if item.op in COMPUTE or item.op == Op.STEP:
-            found[f"{'p' if item.op == Op.STEP else 'u'}{item.unit}"] += (
-                trace.ended[index] - trace.started[index]
-            )
-    return found
+            unit = f"{'p' if item.op == Op.STEP else 'u'}{item.unit}"
+            seconds[unit] += trace.ended[index] - trace.started[index]
+    return seconds
 
 
 def _mean(rows: Sequence[Mapping[str, float]], names: Iterable[str]) -> Row:
@@ -211,11 +210,11 @@ def _mean(rows: Sequence[Mapping[str, float]], names: Iterable[str]) -> Row:
 
 def _average(rows: Sequence[Row], over_all: bool = True) -> Row:
     """The mean of each key, over all rows or over those that have it."""
-    found = {}
+    means = {}
     for name in dict.fromkeys(name for row in rows for name in row):
         values = [row[name] for row in rows if name in row]
-        found[name] = sum(values) / (len(rows) if over_all else len(values))
-    return found
+        means[name] = sum(values) / (len(rows) if over_all else len(values))
+    return means
 
 
 def _pair(predicted: Row, measured: Row) -> dict[str, Row]:
@@ -230,38 +229,36 @@ def _with_bubble(row: Row) -> Row:
 # ---------------------------------------------------------------- as text
 
 HEADS = {"step": "step", "compute": "compute", "p2p_wait": "p2p wait", "dp_wait": "dp wait",
-         "optimizer": "optimizer",
-         "offload": "offload", "idle": "idle"}
+         "optimizer": "optimizer", "offload": "offload", "idle": "idle"}
 MOST_RANKS = 64
 
 
-def show(found: dict[str, Any]) -> str:
-    """The same, for reading."""
-    step = found["step"]
+def show(compared: dict[str, Any]) -> str:
+    """What `compare` returned, as text."""
+    step = compared["step"]
     error = step["predicted"] / step["measured"] - 1.0 if step["measured"] else 0.0
-    lines = [f"{found['run']}, plan {found['digest']}, step{'s' if len(found['steps']) > 1 else ''} "
-             + ", ".join(map(str, found["steps"])),
+    lines = [f"{compared['run']}, plan {compared['digest']}, step{'s' if len(compared['steps']) > 1 else ''} "
+             + ", ".join(map(str, compared["steps"])),
              f"{show_seconds(step['measured'])} a step measured, {show_seconds(step['predicted'])} "
-             f"predicted, "
-             f"{abs(error):.1%} {'more' if error > 0 else 'less'}", "",
+             f"predicted, {abs(error):.1%} {'more' if error > 0 else 'less'}", "",
              "where the time of a rank went, by stage".ljust(40) + _cells((*HEADS.values(), "bubble"))]
-    for position, row in enumerate(found["stages"]):
+    for position, row in enumerate(compared["stages"]):
         lines += [f"{f'pp{position}' if kind == 'predicted' else '':6}{kind}".ljust(40)
                   + _cells([*(show_seconds(row[kind][name]) for name in HEADS), f"{row[kind]['bubble']:.1%}"])
                   for kind in ("predicted", "measured")]
     lines += ["", "and by rank, measured".ljust(40) + _cells(HEADS.values())]
-    for row in found["ranks"][:MOST_RANKS]:
+    for row in compared["ranks"][:MOST_RANKS]:
         place = f"rank {row['rank']} " + " ".join(f"{axis}{row[axis]}" for axis in AXES)
         lines.append(place.ljust(40) + _cells(show_seconds(row[name]) for name in HEADS))
-    if len(found["ranks"]) > MOST_RANKS:
-        lines.append(f"... and {len(found['ranks']) - MOST_RANKS} ranks more")
+    if len(compared["ranks"]) > MOST_RANKS:
+        lines.append(f"... and {len(compared['ranks']) - MOST_RANKS} ranks more")
     for title, key in (("by op, mean of all ranks", "ops"), ("by lane, waiting for it included", "lanes"),
                        ("by unit, on a rank that holds it", "units")):
         lines += ["", title.ljust(40) + _cells(("predicted", "measured"))]
         lines += [f"{name:5} {row.get('name', '')}".ljust(40)
-                  + _cells(show_seconds(row[kind]) for kind in ("predicted", "measured")) for name,
-                  row in found[key].items()]
-    return "\n".join([*lines, *(f"note: {note}" for note in found["notes"])])
+                  + _cells(show_seconds(row[kind]) for kind in ("predicted", "measured"))
+                  for name, row in compared[key].items()]
+    return "\n".join([*lines, *(f"note: {note}" for note in compared["notes"])])
 
 
 def _cells(texts: Iterable[str]) -> str:

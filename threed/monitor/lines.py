@@ -1,9 +1,9 @@
-"""Files of one JSON line a step, {"step": 7, ...}, in which each step stands once, whatever happens to the
+"""Files with a line of JSON for each step, {"step": 7, ...}. Each step has one line, whatever happens to the
 run or to its disk.
 
-A run that goes on from step 4 makes the steps after it again: their lines are cut off, and so is half a line
-that a kill has left. A line that cannot be written (the disk is full, the folder has gone) is kept until it
-can.
+A run that goes on from step 4 repeats the later steps: their old lines are cut off, and so is half a line
+that a kill has left. A line that cannot be written (the disk is full, the folder has gone) is kept in memory
+until it can.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _MOST_KEPT = 10_000  # lines in memory
 
 
 def cut(path: Path, step: int, undone: Path | None = None) -> None:
-    """Cut off the lines after those of `step`. Whole ones are first added to the file `undone`, where one is
-    given, so that a crash in between loses nothing."""
+    """Cut off the lines of steps after `step`. If `undone` is given, whole lines are first added to that
+    file, so that a crash in between loses nothing."""
     if not path.exists():
         return
     with path.open("rb+") as file:
@@ -43,20 +43,21 @@ def cut(path: Path, step: int, undone: Path | None = None) -> None:
 
 
 def _end(file: BinaryIO, step: int) -> int:
-    """Where the last whole line of a step up to `step` ends; read from the end, since that is near it."""
+    """The offset at which the last whole line of a step up to `step` ends; searched from the end of the file,
+    which is near."""
     end = _line_before(file, file.seek(0, os.SEEK_END))
     while end > 0:
         begin = _line_before(file, end - 1)
         file.seek(begin)
-        found = _STEP.match(file.read(min(64, end - begin)))
-        if found and int(found[1]) <= step:
+        match = _STEP.match(file.read(min(64, end - begin)))
+        if match and int(match[1]) <= step:
             break
         end = begin
     return end
 
 
 def _line_before(file: BinaryIO, stop: int) -> int:
-    """Where the line that reaches to `stop` begins: behind the last newline before it."""
+    """The offset at which the line that ends at `stop` begins: after the last newline before `stop`."""
     while stop > 0:
         start = max(0, stop - _BLOCK)
         file.seek(start)
@@ -76,12 +77,12 @@ class StepLines:
         self._file: BinaryIO | None = None
         self._lock = threading.Lock()  # a checkpoint that is written in the background syncs
         self._waiting: deque[tuple[int, bytes]] = deque(maxlen=_MOST_KEPT)
-        self._failing = False  # the last line could not be written
-        self._lost: set[int] = set()  # steps that the file will not have
+        self._failing = False  # whether the last line could not be written
+        self._lost: set[int] = set()  # steps whose lines were dropped
         self._open()
 
     def add(self, step: int, line: str) -> str | None:
-        """Add a step. What people must know, where something has changed."""
+        """Add a step. Returns a message when writing begins to fail, or works again; otherwise None."""
         with self._lock:
             if len(self._waiting) == _MOST_KEPT:
                 self._lost.add(self._waiting[0][0])
@@ -94,20 +95,18 @@ class StepLines:
                 self._failing = True
                 why = error.strerror or error
                 return None if before else (f"warning: {self.path} cannot be written ({why}): the run goes "
-                                            f"on, and keeps its "
-                                            "steps until it can")
+                                            "on, and keeps its steps until it can")
         if not before:
             return None
-        missing = (
-            f", but {len(self._lost)} steps from {min(self._lost)} on are missing"
-            if self._lost
-            else ", with all steps"
-        )
+        missing = ", with all steps"
+        if self._lost:
+            missing = f", but {len(self._lost)} steps from {min(self._lost)} on are missing"
         self._lost.clear()
         return f"{self.path} is written again{missing}"
 
     def sync(self) -> None:
-        """Return when all lines are on the disk. OSError: they are not. May be called on another thread."""
+        """Wait until all lines are on the disk. OSError where they cannot be. May be called on another
+        thread."""
         with self._lock:
             self._write()
             assert self._file is not None
@@ -123,7 +122,7 @@ class StepLines:
                 self._file.close()
 
     def _write(self) -> None:
-        """Write what waits: all or nothing."""
+        """Write all waiting lines, or none."""
         if not self._is_there():
             self._open()
         assert self._file is not None
@@ -139,8 +138,7 @@ class StepLines:
         self._waiting.clear()
 
     def _is_there(self) -> bool:
-        """Whether the path leads to the file that is open: a folder that was removed takes no lines, and says
-        nothing."""
+        """Whether the path still names the open file: writing to a file that was removed raises no error."""
         assert self._file is not None
         try:
             return os.path.samestat(os.stat(self.path), os.fstat(self._file.fileno()))
@@ -148,7 +146,7 @@ class StepLines:
             return False
 
     def _open(self) -> None:
-        """Open the file; one that was removed gets the lines that it had, which are there as long as it is
+        """Open the file. If it was removed, copy its lines from the old file, which exists while it is
         open."""
         new, old = self.path.open("ab+", buffering=0), self._file
         if old is not None and new.seek(0, os.SEEK_END) == 0:

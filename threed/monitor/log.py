@@ -1,4 +1,4 @@
-"""Log: the same names and numbers to metrics.jsonl, to wandb, and as a line on the console. Rank 0 only.
+"""Log: writes the same metrics to metrics.jsonl, to wandb and to the console. Rank 0 only.
 
 train/loss train/lr train/grad_norm train/skipped_steps    of the step
 train/loss_scale                                           that it was made with, where it is dynamic
@@ -41,13 +41,13 @@ from threed.monitor.lines import StepLines, cut
 from threed.quantity import show_bytes, show_count
 from threed.schema import Config
 
-CLOSE_S = 60.0  # that a disk or a server may take at the end of a run,
-FAILED_S = 4.0  # and of one that has failed, whose ranks are killed after children.GRACE_S
+CLOSE_S = 60.0  # how long a disk or a server may take at the end of a run
+FAILED_S = 4.0  # and at the end of one that has failed: its ranks are killed after children.GRACE_S
 
 
 class Log:
     def __init__(self, config: Config):
-        """Takes the folder for this run. InputError where another run has it, or where it may not be written;
+        """Lock run.dir for this run. InputError where another run has it, or where it may not be written;
         RunError where the disk fails."""
         self.config = config
         self.console = Console(highlight=False)
@@ -62,14 +62,13 @@ class Log:
         except OSError as error:
             raise _unusable(config, error) from None
         try:
-            # let go of when this process ends, however it ends
+            # released when this process ends, however it ends
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._lock.seek(0)
             holder = self._lock.read().strip()
             raise InputError(f"run.dir={config.run.dir} is in use by another run ({holder}): end it first, "
-                             f"or give this one a "
-                             "folder of its own") from None
+                             "or give this one a folder of its own") from None
         except OSError:
             pass  # a file system without locks
         with contextlib.suppress(OSError):  # a full disk
@@ -79,9 +78,9 @@ class Log:
             self._lock.flush()
 
     def start(self, step: int, run_id: str | None) -> None:
-        """Go on after `step`: lines of later steps, which are made again, move to metrics.undone.jsonl.
-        `run_id`: the wandb run that a checkpoint names; a run that is started again before its first
-        checkpoint goes on with the same, too."""
+        """Go on after `step`: lines of later steps, which are repeated, move to metrics.undone.jsonl.
+        `run_id`: the wandb run that a checkpoint names. A run that is started again before its first
+        checkpoint goes on with the same wandb run, too."""
         try:
             cut(self.path, step, self.path.with_suffix(".undone.jsonl"))
             self._lines = StepLines(self.path)
@@ -98,9 +97,9 @@ class Log:
                 note.write_text(f"{self.run_id}\n")
 
     def step(self, step: int, metrics: dict[str, float | None]) -> None:
-        """One step's numbers: written at once, so that a killed run has lost nothing."""
-        plain = {name: value if value is None or math.isfinite(value) else str(value) for name,
-                 value in metrics.items()}
+        """Log one step's metrics: written at once, so that a killed run loses nothing."""
+        plain = {name: value if value is None or math.isfinite(value) else str(value)
+                 for name, value in metrics.items()}
         assert self._lines is not None, "start() comes first"
         if news := self._lines.add(step, json.dumps({"step": step, **plain}) + "\n"):
             self.say(news)
@@ -111,9 +110,9 @@ class Log:
             self.say(_line(step, steps, metrics))
 
     def sync(self) -> None:
-        """Return when the lines of all steps are on the disk: a checkpoint counts on them. OSError where the
-        disk is full, so that older checkpoints make room; what else keeps them from being written has been
-        said, or will be at the next step."""
+        """Wait until the lines of all steps are on the disk, as a checkpoint needs them. OSError where the
+        disk is full, so that older checkpoints make room; other failures were reported, or will be at the
+        next step."""
         if self._lines is not None:
             try:
                 self._lines.sync()
@@ -122,8 +121,8 @@ class Log:
                     raise
 
     def picture(self, step: int, svg: str) -> None:
-        """A measured timeline, to wandb. Before the numbers of its step: wandb takes no more of a step after
-        those."""
+        """Send a measured timeline to wandb. Call it before `step`: wandb takes nothing more for a step after
+        its metrics."""
         if self._wandb:
             import wandb
 
@@ -133,8 +132,7 @@ class Log:
         self.console.print(text, soft_wrap=True, markup=False)
 
     def close(self, limit_s: float = CLOSE_S) -> None:
-        """Write what is left. A disk or a wandb server that does not answer keeps nobody longer than
-        `limit_s`."""
+        """Write what is left. Returns after `limit_s` if a disk or a wandb server does not answer."""
         over = threading.Event()
 
         def body() -> None:
@@ -147,8 +145,8 @@ class Log:
         threading.Thread(target=body, daemon=True, name="close the log").start()
         if not over.wait(limit_s):
             self.say(f"warning: {self.path} or wandb does not answer for {limit_s:g} s; what they miss of "
-                     f"the run's last steps "
-                     f"is lost to them. An offline copy for `wandb sync`: {self.wandb_dir or 'none'}")
+                     "the run's last steps is lost to them. An offline copy for `wandb sync`: "
+                     f"{self.wandb_dir or 'none'}")
 
     def _close(self) -> None:
         with contextlib.suppress(OSError):

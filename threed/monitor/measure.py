@@ -1,7 +1,7 @@
-"""Measure: each rank sums up its step in a short row of numbers, all rows meet, and metrics are made of them.
+"""Measure: each rank sums up its step in a row of numbers; metrics are computed from all ranks' rows.
 
-The row is exchanged once a step over the host: times, memory, bytes, whether somebody asked to save or stop,
-and the mean cost of each (op, unit) of the rank's position, from which the step is predicted.
+Rows are exchanged once a step over the host. A row holds times, memory, bytes, requests to save or stop, and
+the mean cost of each (op, unit) of the rank's position, from which the step is predicted.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Step:
 
 @dataclass
 class Meter:
-    """Makes this rank's rows, and metrics from everybody's."""
+    """Makes this rank's rows, and metrics from all ranks' rows."""
 
     config: Config
     plan: Plan
@@ -60,14 +60,14 @@ class Meter:
         self.stragglers = Stragglers(self.comm.mesh)
 
     def begin(self) -> float:
-        """The step begins: what was sent before it (a rehearsal, an evaluation, a proof) is not its own. The
-        time now."""
+        """Begin a step: bytes that were sent before it (by a rehearsal, an evaluation, a proof) do not count.
+        Returns the time."""
         self._sent = {axis: self.comm.sent[axis] for axis in AXES}
         return time.monotonic()
 
     def exchange(self, trace: Trace, step_s: float, asked: tuple[bool, bool], saving: float) -> Step:
-        """Share this rank's numbers with all ranks. `asked`: to stop, to save; `saving`: how far it is with a
-        checkpoint."""
+        """Exchange this rank's row with all ranks. `asked`: to stop, to save; `saving`: how far this rank is
+        with a checkpoint."""
         table, here = self.plan.table, self.comm.here
         program = self.plan.programs[trace.name][here.position]
         sent = {axis: self.comm.sent[axis] for axis in AXES}
@@ -100,7 +100,7 @@ class Meter:
                     pair[1] += 1
         costs: dict[tuple[int, Op, int], float] = {key: total / count for key, (total, count) in sums.items()}
         heads = [dict(zip(HEAD, row[:start], strict=True)) for row in rows]
-        # CLIP is a barrier: what it takes by itself is what the last one to arrive sees.
+        # CLIP is a barrier: its own time is that of the last rank to arrive.
         clip_s = min(head["clip"] for head in heads)
         costs |= {(position, Op.CLIP, -1): clip_s for position in range(self.plan.table.num_positions)}
         return Step(program, heads, costs, clip_s)
@@ -122,13 +122,13 @@ class Meter:
         for rank, row in enumerate(step.rows):
             measured[mesh.coordinate(rank).position].append(1.0 - row["compute_s"] / row["step_s"])
         predicted = self._predict(step, elapsed_s)
-        for name, bubbles in (("measured", [_mean(each) for each in measured]), ("predicted", predicted)):
+        for name, bubbles in (("measured", [_mean(row) for row in measured]), ("predicted", predicted)):
             values[f"pipeline/bubble_{name}"] = _mean(bubbles)
             values |= {f"pipeline/bubble_{name}/{stage}": bubble for stage, bubble in enumerate(bubbles)}
         spent: list[list[dict[str, float]]] = [[] for _ in range(mesh.positions)]
         for rank, row in enumerate(step.rows):
             spent[mesh.coordinate(rank).position].append(attribute(row, step.clip_s, row["step_s"]))
-        values |= {f"time/{cause}/{stage}": _mean([each[cause] for each in rows])
+        values |= {f"time/{cause}/{stage}": _mean([row[cause] for row in rows])
                    for stage, rows in enumerate(spent) for cause in CAUSES}
         values |= {f"comm/bytes_{axis}": sum(row[f"sent_{axis}"] for row in step.rows) for axis in AXES}
         values |= self.stragglers.look(step.rows)
@@ -136,8 +136,8 @@ class Meter:
         return values
 
     def _predict(self, step: Step, elapsed_s: float) -> list[float]:
-        """Predicted bubbles; a large plan is walked again only as often as costs a hundredth of the run's
-        time."""
+        """Predicted bubbles. The plan is walked again only while walks have taken less than a hundredth of
+        the run's time."""
         if self._predicted is None or self._spent_s < 0.01 * elapsed_s:
             begin = time.monotonic()
             self._predicted = predict(self.plan, step.costs, step.program).bubble

@@ -1,4 +1,4 @@
-"""Run: what a finished run, or one under way, has left in its folder."""
+"""Run: read the files in the folder of a run, finished or under way."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from threed.schema import Config
 
 
 class Run:
-    """What a run has left in its folder (`run.dir`). Each part is read when it is first asked for.
+    """The files in a run's folder (`run.dir`). Each file is read when it is first used.
 
-    Raises InputError where there is no such folder, where a part is damaged, and where the run has left none.
+    Raises InputError where the folder or a file does not exist, and where a file is damaged.
 
     >>> run = threed.Run("runs/toy")
     >>> run.metrics[-1]["train/loss"], run.compare()["step"]
@@ -32,7 +32,7 @@ class Run:
 
     @cached_property
     def config(self) -> Config:
-        """The config that the run was started with last."""
+        """The config with which the run was last started."""
         return load_config(self.path)
 
     @cached_property

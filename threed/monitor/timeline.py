@@ -1,7 +1,8 @@
-"""Timelines: what ranks measured, on one clock: as Chrome trace events for Perfetto, and as a picture.
+"""Timelines: the times that ranks measured, on one clock, as Chrome trace events for Perfetto and as a
+picture.
 
-Ranks' clocks differ. All ranks leave CLIP together, so in each step every rank's clock is set so that its
-CLIP ends when rank 0's does.
+Ranks' clocks differ. All ranks leave CLIP together, so in each step every rank's times are shifted so that
+its CLIP ends when rank 0's does.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ def chrome(traced: RunTrace, steps: Sequence[int]) -> dict[str, Any]:
         names += [("thread_name", number, {"name": lane}) for lane, number in threads[rank.rank].items()]
         names += [("thread_sort_index", number, {"sort_index": number})
                   for number in threads[rank.rank].values()]
-        shown += [{"ph": "M", "pid": rank.rank, "tid": tid, "name": name, "args": args} for name, tid,
-                  args in names]
+        shown += [{"ph": "M", "pid": rank.rank, "tid": tid, "name": name, "args": args}
+                  for name, tid, args in names]
     for step in steps:
         first = traced.ranks[0].trace(step)
         together = first.begin + first.ended[_clip(traced.ranks[0].program)]
@@ -59,14 +60,10 @@ def _events(rank: RankTrace, trace: Trace, step: int, origin: float,
     events = []
     reached = dict(enumerate(trace.issued))
     for index, source, wait_s in trace.waits:
-        item, slot = (
-            rank.program[index],
-            str(rank.program[source]) if source >= 0 else "a slot of the step before",
-        )
-        events.append({"ph": "X", "pid": rank.rank, "tid": threads[rank.lanes[index]], "name": f"wait {slot}",
-                       "cat": "wait",
-                       "ts": origin + reached[index], "dur": wait_s,
-                       "args": {"step": step, "for": str(item)}})
+        awaited = str(rank.program[source]) if source >= 0 else "a slot of the step before"
+        events.append({"ph": "X", "pid": rank.rank, "tid": threads[rank.lanes[index]],
+                       "name": f"wait {awaited}", "cat": "wait", "ts": origin + reached[index], "dur": wait_s,
+                       "args": {"step": step, "for": str(rank.program[index])}})
         reached[index] += wait_s
     for index, item in enumerate(rank.program):
         args = {"step": step, "index": index, "op": str(item.op)}
@@ -79,7 +76,7 @@ def _events(rank: RankTrace, trace: Trace, step: int, origin: float,
 
 
 def picture(programs: Sequence[Sequence[Instruction]], traces: Sequence[Trace], title: str) -> str:
-    """One rank of each position, drawn as `threed show --svg` draws a prediction."""
+    """A drawing of one rank of each position, in the form of `threed show --svg`."""
     origins = [-trace.ended[_clip(program)] for program, trace in zip(programs, traces, strict=True)]
     zero = min(origin + trace.started[0] for origin, trace in zip(origins, traces))
     moved = [([time + origin - zero for time in trace.started],

@@ -1,8 +1,8 @@
 """Traces: each rank's times of each traced step, a line a step, in `run.dir/trace/rank-00000.jsonl`.
 
-The first line of a process is a header: who the rank is, the plan's digest, and the program that the times
-are of, so that a file explains itself. A step's line holds, in seconds from the step's begin, when each
-instruction was issued, when its inputs were there and when it ended, and [instruction, instruction waited
+The first line of a process is a header: the rank and its coordinate, the plan's digest, and the rank's
+program, so that a file explains itself. A step's line holds, in seconds from the begin of the step, when each
+instruction was issued, when its inputs were ready and when it ended; and [instruction, instruction waited
 for, seconds] of each wait.
 """
 
@@ -41,7 +41,7 @@ def rank_file(run: Path, rank: int) -> Path:
 
 
 def encode(step: int, trace: Trace) -> str:
-    """One line. Microseconds are enough, and half as long as all digits."""
+    """The line of a step, with times in whole microseconds."""
     values: dict[str, Any] = {"step": step, "program": trace.name, "begin": round(trace.begin, 6),
                               "total_s": round(trace.total_s, 6)}
     values |= {name: [round(time, 6) for time in getattr(trace, name)] for name in LISTS}
@@ -50,29 +50,29 @@ def encode(step: int, trace: Trace) -> str:
 
 
 class TraceWriter:
-    """Writes one rank's traces; rank 0's keeps costs.json, too. A disk that is full costs the traces, not the
-    run."""
+    """Writes one rank's traces; on rank 0 also costs.json. When the disk is full, tracing ends and the run
+    goes on."""
 
     def __init__(self, run: Path, plan: Plan, comm: Comm, first_step: int):
-        """`first_step`: of this process. It is slower than the others: memory is allocated, code is
+        """`first_step`: of this process; it is slower than the others: memory is allocated, code is
         loaded."""
-        self.path, self._plan, self._comm, self._first_step = rank_file(run,
-                                                                        comm.rank), plan, comm, first_step
+        self.path, self._first_step = rank_file(run, comm.rank), first_step
+        self._plan, self._comm = plan, comm
         self._file: TextIO | None = None
         self._full = False
         self._costs_path = run / COSTS
         self._sums: dict[tuple[int, Op, int], float] = {}
         self._steps = 0
-        self._cold = False  # the sums are of a first step, for want of others
+        self._cold = False  # whether the sums are of a first step alone
 
     def write(self, step: int, trace: Trace, costs: Costs) -> str | None:
-        """Add a step. What went wrong, where something did."""
+        """Add a step. Returns a warning where it cannot be written."""
         if self._full:
             return None
         try:
             if self._file is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                cut(self.path, self._first_step - 1)  # the steps from there on are made again
+                cut(self.path, self._first_step - 1)  # the later steps are repeated
                 self._file = self.path.open("a")
                 self._file.write(self._header())
             self._file.write(encode(step, trace))
@@ -95,16 +95,15 @@ class TraceWriter:
         rows = [(str(item), effects(item, table, here.position).lane, *item) for item in program]
         return json.dumps({"rank": self._comm.rank, **here.on, "world_size": self._comm.mesh.size,
                            "digest": self._plan.digest, "first_step": self._first_step, "columns": COLUMNS,
-                           "train": rows},
-                          separators=(",", ":")) + "\n"
+                           "train": rows}, separators=(",", ":")) + "\n"
 
     def _add_costs(self, cold: bool, costs: Costs) -> None:
         """Running means, over all processes of the run that ran the same plan."""
         if not self._steps and self._costs_path.exists():
             with contextlib.suppress(InputError):  # damaged: measured anew
-                found, digest, steps = read_costs(self._costs_path)
+                means, digest, steps = read_costs(self._costs_path)
                 if digest == self._plan.digest:
-                    self._sums, self._steps = {key: mean * steps for key, mean in found.items()}, steps
+                    self._sums, self._steps = {key: mean * steps for key, mean in means.items()}, steps
         if cold and self._steps:
             return
         if self._cold:
@@ -114,13 +113,12 @@ class TraceWriter:
         for key, seconds in costs.items():
             self._sums[key] = self._sums.get(key, 0.0) + seconds
         save_costs(self._costs_path, {key: total / self._steps for key, total in self._sums.items()},
-                   self._plan.digest,
-                   self._steps)
+                   self._plan.digest, self._steps)
 
 
 @dataclass
 class RankTrace:
-    """What a rank's file holds of one plan."""
+    """The content of a rank's file that belongs to one plan."""
 
     rank: int
     here: Coordinate
@@ -128,8 +126,8 @@ class RankTrace:
     lanes: list[str]
     first_steps: set[int]  # of processes
     file: Path
-    lines: dict[int, tuple[int, str]] = field(default_factory=dict)  # step -> (line number, line); the latest
-    # counts
+    # step -> (line number, line), the latest if there are several
+    lines: dict[int, tuple[int, str]] = field(default_factory=dict)
 
     def trace(self, step: int) -> Trace:
         number, line = self.lines[step]
@@ -162,7 +160,7 @@ def read_run(run: Path) -> RunTrace:
     first = rank_file(run, 0)
     if not first.exists():
         raise InputError(f"{run}: there is no {FOLDER}/{first.name}. A run is traced where "
-                         f"monitor.trace_every > 0")
+                         "monitor.trace_every > 0")
     header = _last_header(first)
     digest, world_size, notes, ranks = header["digest"], header["world_size"], [], []
     for rank in range(world_size):
@@ -170,7 +168,7 @@ def read_run(run: Path) -> RunTrace:
         if not file.exists():
             raise InputError(f"{file} is missing: the run had {world_size} ranks")
         ranks.append(_read_rank(file, rank, digest, notes))
-    steps = sorted(set.intersection(*(set(each.lines) for each in ranks)))
+    steps = sorted(set.intersection(*(set(rank.lines) for rank in ranks)))
     if not steps:
         raise InputError(f"{run}: no step was traced by all ranks")
     return RunTrace(run, digest, ranks, steps, notes)
@@ -178,36 +176,36 @@ def read_run(run: Path) -> RunTrace:
 
 def _last_header(file: Path) -> dict[str, Any]:
     """The last header of a file."""
-    found = None
-    for number, line, header in _lines(file, []):
-        if header:
-            found = _header(line, f"{file}, line {number}")
-    if found is None:
+    last = None
+    for number, line, is_header in _lines(file, []):
+        if is_header:
+            last = _header(line, f"{file}, line {number}")
+    if last is None:
         raise InputError(f"{file} has no header: it is damaged")
-    return found
+    return last
 
 
 def _read_rank(file: Path, rank: int, digest: str, notes: list[str]) -> RankTrace:
-    found: RankTrace | None = None
+    trace: RankTrace | None = None
     current = False  # whether the lines here are of the plan that is asked for
     for number, line, is_header in _lines(file, notes):
         where = f"{file}, line {number}"
         if is_header:
             header = _header(line, where)
             current = header["digest"] == digest
-            if current and found is None:
-                found = RankTrace(rank, header["here"], header["program"], header["lanes"], set(), file)
-            if current and found is not None:
-                found.first_steps.add(header["first_step"])
+            if current and trace is None:
+                trace = RankTrace(rank, header["here"], header["program"], header["lanes"], set(), file)
+            if current and trace is not None:
+                trace.first_steps.add(header["first_step"])
         elif match := re.match(r'\{"step":(\d+),', line):
-            if current and found is not None:
-                found.lines[int(match.group(1))] = (number, line)
+            if current and trace is not None:
+                trace.lines[int(match.group(1))] = (number, line)
         else:
             raise InputError(f"{where} is damaged: neither a header nor a step")
-    if found is None:
+    if trace is None:
         raise InputError(f"{file} is of another plan than rank 0's last one, {digest}: the ranks' files are "
-                         f"not of one run")
-    return found
+                         "not of one run")
+    return trace
 
 
 def _lines(file: Path, notes: list[str]) -> Iterator[tuple[int, str, bool]]:
@@ -266,5 +264,6 @@ def _decode(line: str, count: int, where: str) -> Trace:
 
 
 def _some(steps: list[int]) -> str:
-    return ", ".join(map(str,
-                         steps)) if len(steps) <= 12 else f"{', '.join(map(str, steps[:5]))} ... {steps[-1]}"
+    if len(steps) <= 12:
+        return ", ".join(map(str, steps))
+    return f"{', '.join(map(str, steps[:5]))} ... {steps[-1]}"

@@ -1,13 +1,13 @@
-"""What is kept of a forward until its backward: everything, or its input alone; whole, cut over tp, or on the
-host. No torch.
+"""Activations as passes: what a forward keeps until its backward. Either everything, or only its input, which
+is whole, cut over tp, or on the host. No torch.
 
     keep all      FORWARD ... BACKWARD
     keep input    FORWARD keep=input ... RECOMPUTE BACKWARD
     partitioned   FORWARD keep=input  SPLIT ... JOIN  RECOMPUTE BACKWARD
     on the host   FORWARD keep=input  OFFLOAD ... FETCH ... RECOMPUTE BACKWARD
 
-RECOMPUTE comes before the half of backward that reads what it makes, and waits for no message: while the
-gradient is on its way it is done already. FETCH comes one RECOMPUTE ahead of its own.
+RECOMPUTE comes before the half of backward that reads its result, and waits for no message: it runs while the
+gradient is on its way. FETCH comes one RECOMPUTE earlier than the one that needs it.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ Program = list[Instruction]
 
 def mark(table: Table, units: Collection[int]) -> Table:
     """The table with these units recomputed, and no others."""
-    return replace(table, units=tuple(replace(unit, recompute=u in units) for u,
-                                      unit in enumerate(table.units)))
+    return replace(table, units=tuple(replace(unit, recompute=u in units)
+                                      for u, unit in enumerate(table.units)))
 
 
 def worthwhile(table: Table) -> list[int]:
-    """Units that keep more than their input: recomputing one of the others would save nothing."""
+    """Units that keep more than their input; to recompute another unit would save no memory."""
     return [u for u, unit in enumerate(table.units) if unit.saved_bytes > table.size(Slot("kept", u))]
 
 
 def choose(table: Table, costs: Sequence[float], peaks: Callable[[Collection[int]], list[int]],
            budget: int) -> set[int] | None:
-    """The cheapest units to recompute, so that no position keeps more than `budget` bytes; None where all are
-    not enough.
+    """The cheapest units to recompute so that no position keeps more than `budget` bytes; None where even all
+    units do not suffice.
 
     `costs`: of a forward of each unit. `peaks`: units -> bytes that each position keeps. Greedy: while a
-    position keeps too much, the unit that saves most for its cost is added; then whatever was not needed is
-    taken out, the costliest first. Exact where the units of a position are alike, as blocks are.
+    position keeps too much, the unit that saves most for its cost is added; then units that are not needed
+    are removed, the costliest first. Exact where the units of a position are alike, as blocks are.
     """
     chosen: set[int] = set()
     gain = {u: (table.units[u].saved_bytes - table.size(Slot("kept", u))) / costs[u]
@@ -58,8 +58,8 @@ def choose(table: Table, costs: Sequence[float], peaks: Callable[[Collection[int
 
 
 def recompute(programs: Programs, table: Table) -> Programs:
-    """Keep the input alone where the table says so; but not where backward follows at once, which would gain
-    nothing."""
+    """Keep only the input where the table says so, but not where backward follows at once: that would save no
+    memory."""
     result = []
     for program in programs:
         out: Program = []
@@ -95,28 +95,29 @@ def partition(programs: Programs, table: Table) -> Programs:
 
 
 def offload(programs: Programs, table: Table) -> Programs:
-    """Kept inputs go to the host and come back one RECOMPUTE ahead. One that would come back at once
-    stays."""
+    """Kept inputs go to the host and come back one RECOMPUTE early. An input that would come back at once is
+    left on the device."""
     if not table.activation.offload:
         return programs
-    kind, made, used = ("kpart", Op.SPLIT, Op.JOIN) if table.activation.partition else ("kept", Op.FORWARD,
-                                                                                        Op.RECOMPUTE)
+    kind, writer, reader = "kept", Op.FORWARD, Op.RECOMPUTE
+    if table.activation.partition:
+        kind, writer, reader = "kpart", Op.SPLIT, Op.JOIN
     result = []
     for program in programs:
-        uses = [index for index, item in enumerate(program) if item.op == used
-                and table.keeps_stream(item.unit)]
+        uses = [index for index, item in enumerate(program)
+                if item.op == reader and table.keeps_stream(item.unit)]
         use_of = {program[index].turn: use for use, index in enumerate(uses)}
         after: dict[int, Program] = defaultdict(list)
         before: dict[int, Program] = defaultdict(list)
         for index, item in enumerate(program):
             use = use_of.get(item.turn)
-            if item.op == made and use is not None:
+            if item.op == writer and use is not None:
                 ahead = uses[max(0, use - 1)]
                 fetch = ahead if ahead > index + 1 else uses[use]
                 if fetch > index + 1:
                     after[index].append(Instruction(Op.OFFLOAD, item.unit, item.microbatch, kind=kind))
                     before[fetch].append(Instruction(Op.FETCH, item.unit, item.microbatch, kind=kind))
-        for fetches in before.values():  # on one lane: the first that is used comes first
+        for fetches in before.values():  # they share a lane: the first to be used comes first
             fetches.sort(key=lambda fetch: use_of[fetch.turn])
         result.append([each for index, item in enumerate(program)
                        for each in (*before[index], item, *after[index])])

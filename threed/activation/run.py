@@ -1,4 +1,4 @@
-"""What is done to kept inputs: stored, split over tp, joined."""
+"""Kept inputs on the device: stored, split over tp (SPLIT), joined (JOIN)."""
 
 from __future__ import annotations
 
@@ -23,12 +23,11 @@ class ActivationRun:
                                                                          Op.JOIN: self.join}
 
     def keep(self, x: torch.Tensor) -> torch.Tensor:
-        """A unit's input, where it will be until RECOMPUTE. (What comes from it is all of the forward's
-        memory that stays.)"""
+        """A unit's input, moved to where it is kept until RECOMPUTE: nothing else of the forward is kept."""
         return self._store(x) if self.in_arena and not self.table.activation.partition else x
 
     def give_back(self, x: torch.Tensor) -> torch.Tensor:
-        """A kept input for RECOMPUTE: outside of the arena, since its unit's graph now has it until
+        """A kept input, copied out of the arena for RECOMPUTE: the unit's graph refers to it until
         BACKWARD."""
         return self._withdraw(x) if self.in_arena and not self.table.activation.partition else x
 
@@ -41,7 +40,7 @@ class ActivationRun:
                   self._store(part) if self.in_arena else part.clone())
 
     def join(self, instruction: Instruction, slots: Slots) -> None:
-        """The parts of all ranks, put together."""
+        """All-gather the parts of all ranks of the group."""
         group = self.comm.groups[self.table.activation.partition]
         part = slots.get(Slot("kpart", instruction.unit, instruction.microbatch))
         whole = part.new_empty(group.size() * part.numel())

@@ -1,9 +1,9 @@
-"""Boxes: what a checkpoint is made of. A box is a rectangle of a global parameter, wherever its elements lie.
+"""Boxes: what a checkpoint consists of. A box is a rectangle of a global parameter, whatever file holds it.
 
-A rank owns a flat range of its part of a parameter. A range of a row-major array is a few rectangles, each
-contiguous in the buffer: at most 2n - 1 of n dims. With the offset of the part added they have global
-coordinates, so a checkpoint knows neither the mesh nor the tiling that wrote it, and another reads the parts
-of boxes that it needs.
+A rank owns a flat range of its part of a parameter. A range of a row-major array of n dims consists of at
+most 2n - 1 rectangles, each contiguous in the buffer. The offset of the rank's part is added, so boxes have
+global coordinates: a checkpoint does not depend on the mesh or the tiling that wrote it, and a run on another
+mesh reads only the parts of boxes that it needs.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ class Box:
 
 def rectangles(shape: tuple[int, ...], start: int,
                stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(offset, shape) of the rectangles that make up elements [start, stop) of a row-major array, in
-    order."""
+    """(offset, shape) of the rectangles that cover elements [start, stop) of a row-major array, in order."""
     if stop <= start:
         return
     if len(shape) == 1:
@@ -55,22 +54,24 @@ def rectangles(shape: tuple[int, ...], start: int,
 
 
 def boxes(layout: Layout, place: Mapping[str, int], start: int, stop: int) -> list[Box]:
-    """The boxes of buffer range [start, stop) of a unit on a rank (axis -> its index). Padding is in none."""
-    found = []
+    """The boxes of range [start, stop) of a unit's buffer. `place`: axis -> the rank's index. Padding is in
+    no box."""
+    covering = []
     for placed in layout.placed:
         low, high = max(start, placed.start), min(stop, placed.stop)
         parameter, flat = placed.parameter, low
         begin, _ = parameter.part(layout.ranks, place)
         for offset, shape in rectangles(placed.shape, low - placed.start, high - placed.start):
             moved = tuple(first + at for first, at in zip(begin, offset, strict=True))
-            found.append(Box(parameter.name, moved, shape, parameter.stored, flat, parameter.axes))
+            covering.append(Box(parameter.name, moved, shape, parameter.stored, flat, parameter.axes))
             flat += math.prod(shape)
-    return found
+    return covering
 
 
 def overlap(offset: tuple[int, ...], shape: tuple[int, ...], other_offset: tuple[int, ...],
             other_shape: tuple[int, ...]) -> tuple[slice, ...] | None:
-    """The part of the first box that the second covers, as slices of the first; None if there is none."""
+    """The part of the first box that the second covers, as slices of the first; None if they do not
+    overlap."""
     slices = []
     for at, size, other_at, other_size in zip(offset, shape, other_offset, other_shape, strict=True):
         low, high = max(at, other_at), min(at + size, other_at + other_size)

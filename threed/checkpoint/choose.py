@@ -1,8 +1,9 @@
-"""Choose: which checkpoint a run goes on from, by `train.resume`, and what is said of it.
+"""Choose: the checkpoint that a run resumes from, by `train.resume`, and notes about it.
 
-`auto` takes the newest of the run's own lineage. Where a start named a checkpoint, or newer ones were passed
-over, what came after it in an older lineage is left behind. A checkpoint in a store is fetched into run.dir
-first; so is the newest of checkpoint.copy_to where run.dir has nothing at all, as after the loss of its disk.
+`auto` takes the newest checkpoint of the run's own lineage. Where a run resumed from an older checkpoint,
+because that was named or newer ones were damaged, the newer checkpoints are not of its lineage. A checkpoint
+in a store is fetched into run.dir first; so is the newest of checkpoint.copy_to where run.dir has none, as
+after the loss of its disk.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ class Candidate(NamedTuple):
     """A checkpoint to try."""
 
     path: Path
-    lineage: Lineage | None  # which goes on from it; None: a new one begins
-    may_fall_back: bool  # whether another will do, where this one is damaged
+    lineage: Lineage | None  # the lineage that goes on; None: a new one begins
+    may_fall_back: bool  # whether the run may take another checkpoint if this one is damaged
 
 
 def candidates(config: Config, say: Callable[[str], None]) -> Iterator[Candidate]:
-    """Checkpoints to try, the best first. `say` is told what is fetched."""
+    """Checkpoints to try, the best first. `say` gets a line for each fetch."""
     (newest, lineage), resume, place = read_latest(config), config.train.resume, config.checkpoint.copy_to
     if resume == "auto" and place is not None and lineage is None and not _complete(config):
         if (path := fetch(place, folder(config), say)) is not None:
@@ -45,8 +46,7 @@ def candidates(config: Config, say: Callable[[str], None]) -> Iterator[Candidate
     elif is_store(resume):
         if (path := fetch(resume, folder(config), say)) is None:
             raise InputError(f"train.resume={resume}: there is no complete checkpoint; give a folder of "
-                             f"copies, or one of them, "
-                             "such as s3://BUCKET/RUN/step-00000100")
+                             "copies, or one of them, such as s3://BUCKET/RUN/step-00000100")
         yield Candidate(path, None, may_fall_back=False)
     elif resume != "never":
         if not os.path.isdir(resume):
@@ -56,11 +56,11 @@ def candidates(config: Config, say: Callable[[str], None]) -> Iterator[Candidate
 
 
 def _of_lineage(config: Config, newest: str, lineage: Lineage) -> list[Path]:
-    """Its own checkpoints, the newest first; then the one elsewhere from which it began, if `latest` still
-    names that as the `newest`; then its ancestors'. One whose lineage cannot be read is among them by its
-    step."""
+    """The lineage's own checkpoints, the newest first; then the checkpoint in another folder from which it
+    began, if `latest` still names that one as the `newest`; then its ancestors' checkpoints. A checkpoint
+    whose lineage cannot be read has its place by its step."""
     paths = [path for path in _complete(config) if lineage.may_have(owner(path), step_of(path))]
-    if is_name(newest) and folder(config) / newest not in paths:  # it was there: that it is not is said
+    if is_name(newest) and folder(config) / newest not in paths:  # it has gone: reading it says so
         paths = sorted([*paths, folder(config) / newest], key=step_of, reverse=True)
     if not os.path.isabs(newest):
         return paths
@@ -74,19 +74,18 @@ def _complete(config: Config) -> list[Path]:
         return checkpoints(config)
     except OSError as error:
         raise RunError(f"{folder(config)} cannot be listed: {error.strerror}; start again when that is "
-                       f"mended, or begin anew "
-                       "with train.resume=never") from None
+                       "mended, or begin anew with train.resume=never") from None
 
 
 def _as_in_folder(config: Config, path: Path) -> Path:
-    """The same by its name in run.dir's folder, however it was given, if it is one of that folder."""
+    """The path of a checkpoint; for a checkpoint of this run's folder, its path by that folder's name."""
     same = folder(config) / path.name
     return same if is_name(path.name) and path.resolve() == same.resolve() else path
 
 
 def begin_lineage(config: Config, path: Path | None, lineage: Lineage) -> None:
-    """On rank 0, before the first step: a start that was asked for by name leaves newer checkpoints of the
-    folder behind."""
+    """On rank 0, before the first step: write the lineage to `latest`, so that a restart does not take
+    checkpoints of another lineage in this folder."""
     if read_latest(config)[1] == lineage:
         return
     own = path is not None and is_name(path.name) and path.parent == folder(config)
@@ -94,31 +93,31 @@ def begin_lineage(config: Config, path: Path | None, lineage: Lineage) -> None:
     try:
         write_latest(config, name, lineage)
     except OSError as error:
-        raise RunError(f"run.dir={config.run.dir} cannot be written: {error}; checkpoints would have no "
-                       f"place") from None
+        raise RunError(f"run.dir={config.run.dir} cannot be written: {error}; no checkpoint could be "
+                       f"saved") from None
 
 
 def read_manifest(path: Path, config: Config) -> dict[str, Any]:
-    """The manifest, once all files are there whole and the model is the config's."""
+    """The manifest. Unusable where a file is missing or has another size; InputError where the config cannot
+    go on from this checkpoint."""
     manifest = unseal(path)
     sizes = {name: size for name, (size, *_) in manifest["files"].items()}
-    for name, size in {**sizes,
-                       INDEX: sum(entry["size"] for entry in manifest["parameters"].values())}.items():
+    sizes[INDEX] = sum(entry["size"] for entry in manifest["parameters"].values())
+    for name, size in sizes.items():
         try:
-            there = (path / name).stat().st_size
+            actual = (path / name).stat().st_size
         except OSError as error:
             raise Unusable(path, f"is incomplete: {name} cannot be read ({error.strerror})") from None
-        if there != size:
-            raise Unusable(path, f"is damaged: {name} has {there} bytes, not {size}")
+        if actual != size:
+            raise Unusable(path, f"is damaged: {name} has {actual} bytes, not {size}")
     if manifest["waiting"] and not config.offload.delayed_update:
         raise InputError(f"checkpoint {path} holds gradients that its next step was to apply; go on with "
-                         "offload.delayed_update=true as it was made, or resume from one that was saved "
-                         "before the first delayed "
-                         "step, or after the last")
+                         "offload.delayed_update=true, as the run that saved it, or resume from a checkpoint "
+                         "that was saved before the first delayed step, or after the last")
     mine, model = config.to_dict()["model"], manifest["config"]["model"]
-    # do not change what the weights mean
+    # keys that do not change what the weights mean
     free = {"name", "dropout", "attention_dropout", "init_std", "tile_linears"}
-    given = {"family": mine["family"], **model}  # checkpoints from before there were families name none
+    given = {"family": mine["family"], **model}  # checkpoints older than `model.family` do not name it
     different = [f"model.{key}={given.get(key)} there, {mine[key]} here" for key in mine
                  if key not in free and given.get(key) != mine[key]]
     if different:
@@ -129,14 +128,13 @@ def read_manifest(path: Path, config: Config) -> dict[str, Any]:
     theirs = manifest["config"].get("optimizer", {}).get("name")
     if missing and theirs != config.optimizer.name:
         raise InputError(f"checkpoint {path} was saved with optimizer.name={theirs}, and has no "
-                         f"{' and '.join(missing)}, which "
-                         f"{config.optimizer.name} needs: go on with {theirs}, or begin anew with "
-                         f"train.resume=never")
+                         f"{' and '.join(missing)}, which {config.optimizer.name} needs: go on with "
+                         f"{theirs}, or begin anew with train.resume=never")
     return manifest
 
 
 def notes(path: Path, manifest: dict[str, Any], config: Config) -> list[str]:
-    """What a resumed run does otherwise than the one that saved."""
+    """A line for each setting in which the resumed run differs from the run that saved."""
     lines = []
     mine, theirs = config.to_dict(), manifest["config"]
     for key in ("train.seed", "train.global_batch_size", "data.source", "data.tokenizer", "data.append_eod",
@@ -148,8 +146,7 @@ def notes(path: Path, manifest: dict[str, Any], config: Config) -> list[str]:
     before, now = manifest["mesh"], config.axis_sizes
     if any(before.get(axis, 1) != size for axis, size in now.items()):
         lines.append(f"{path.name} was saved by {_mesh(before)}, and goes on on {_mesh(now)}; the global "
-                     f"batch is "
-                     f"{config.train.global_batch_size} sequences")
+                     f"batch is {config.train.global_batch_size} sequences")
     return lines
 
 

@@ -1,17 +1,15 @@
-"""Copy: complete checkpoints to another place, a folder or a store such as s3://BUCKET/RUN, and back from
-there.
+"""Copy: complete checkpoints to another place, a folder or a store such as s3://BUCKET/RUN, and back.
 
-    checkpoint.copy_to/             of the same format as run.dir/checkpoints
-        step-00000100/              its files, its index, and last its manifest: a copy without one does not
-                                    count
+    checkpoint.copy_to/             the same format as run.dir/checkpoints
+        step-00000100/              files, index; last the manifest: a copy without it is incomplete
         latest                      name and lineage of the newest copy
 
-Rank 0 copies on a thread, so all bytes go through its host; no step and no save waits for it. While it is
-busy it takes note of the newest checkpoint only. What is at the other place is checked before the manifest
-goes there: in a folder all bytes, by the checksums that the manifest and the index have of them; in a store
-the size of each file, its head, and the whole index (that the bytes arrive as they were sent is between the
-store and its client; what is sent is checked before). In a folder a copy is made aside and renamed; a store
-cannot rename, so what has the copy's name goes first. What is fetched is checked byte by byte.
+Rank 0 copies on a thread: all bytes go through its host, and no step and no save waits for the copy. While
+one checkpoint is copied, only the newest of the others waits for its turn. The copy is checked before its
+manifest is written: in a folder all bytes, by the checksums of the manifest and the index; in a store the
+size of each file, its head, and the whole index (the store's client guards the bytes on their way; the source
+is checked before it is sent). In a folder a copy is written under a temporary name and renamed. A store
+cannot rename, so whatever has the copy's name is removed first. A fetched checkpoint is checked byte by byte.
 """
 
 from __future__ import annotations
@@ -45,51 +43,51 @@ from threed.checkpoint.write import Parts, check
 from threed.errors import InputError
 from threed.quantity import show_bytes, show_seconds
 
-ASIDE = ".fetched.tmp"  # `save.tidy` removes what a killed run has left
+ASIDE = ".fetched.tmp"  # `save.tidy` removes what a killed run leaves
 
 
-# ---------------------------------------------------------------- what the bytes of a checkpoint must be
+# ---------------------------------------------------------------- sizes and checksums of a checkpoint's files
 
 
 def parts_of_index(manifest: dict[str, Any]) -> Parts:
-    return [(entry["size"], entry["crc"]) for entry in sorted(manifest["parameters"].values(),
-                                                              key=lambda each: each["at"])]
+    entries = sorted(manifest["parameters"].values(), key=lambda entry: entry["at"])
+    return [(entry["size"], entry["crc"]) for entry in entries]
 
 
 def parts_of_files(path: Path | str, manifest: dict[str, Any], index: Path) -> dict[str, Parts]:
-    """Of each file its parts: its head, then its tensors. Unusable where they are not all of it."""
+    """File name -> its parts: the head, then the tensors. Unusable where the parts do not cover the file."""
     tensors: dict[int, list[tuple[int, int, int]]] = {}
     with index.open("rb") as lines:
         for line in lines:
             for rank, _, shape, pieces in json.loads(line)["boxes"]:
-                tensors.setdefault(rank, []).extend((at, 4 * math.prod(shape), crc) for at,
-                                                    crc in pieces.values())
+                size = 4 * math.prod(shape)
+                tensors.setdefault(rank, []).extend((at, size, crc) for at, crc in pieces.values())
     files = {}
     for name, (size, head, crc) in manifest["files"].items():
         parts = [(0, head, crc), *sorted(tensors.get(rank_of(name), []))]
         ends = [at + length for at, length, _ in parts]
         if [at for at, *_ in parts] != [0, *ends[:-1]] or ends[-1] != size:
-            raise Unusable(path, f"is damaged: {INDEX} does not have all bytes of {name}")
+            raise Unusable(path, f"is damaged: {INDEX} does not cover all bytes of {name}")
         files[name] = [(length, crc) for _, length, crc in parts]
     return files
 
 
-# ---------------------------------------------------------------- there
+# ---------------------------------------------------------------- copying to another place
 
 
 class Copied(NamedTuple):
     """How a copy ended."""
 
     path: Path
-    size: int | None  # bytes that were copied, 0 where the copy was there already; None: there is none, for
-    # the problem
+    size: int | None  # bytes that were copied, 0 if the copy existed already; None: the copy failed
     took_s: float
-    problem: str | None  # with a size: the copy is whole, but it is not named there, or older ones could not
-    # be removed
+    # beside a size: the copy is whole, but `latest` does not name it, or older copies could not be removed
+    problem: str | None
 
 
 class Copier:
-    """Copies checkpoints on a thread, one at a time, of those that wait the newest."""
+    """Copies checkpoints on a thread, one at a time. Of the checkpoints that wait, only the newest is
+    copied."""
 
     def __init__(self, address: str, keep: int):
         self.address, self._keep = address.rstrip("/"), keep
@@ -97,11 +95,12 @@ class Copier:
         self._next: Path | None = None
         self._ended: list[Copied] = []
         self._thread: threading.Thread | None = None
-        self.being_copied: Path | None = None  # it must stay until that is over
-        self.moved = self.size = 0  # bytes of it
+        self.being_copied: Path | None = None  # must not be removed until its copy has ended
+        self.moved = self.size = 0  # bytes of this checkpoint: copied so far, and in all
 
     def offer(self, path: Path) -> Path | None:
-        """Copy a complete checkpoint, once what is under way is over. The one that it takes the place of."""
+        """Copy a complete checkpoint once the copy under way has ended. Returns the waiting checkpoint that
+        it replaces."""
         with self._lock:
             dropped, self._next = self._next, path
             if self._thread is None:
@@ -110,13 +109,13 @@ class Copier:
         return dropped
 
     def ended(self) -> list[Copied]:
-        """Since the last call."""
+        """The copies that ended since the last call."""
         with self._lock:
             taken, self._ended = self._ended, []
         return taken
 
     def wait(self, most_s: float) -> bool:
-        """Whether there is nothing to copy any more."""
+        """Wait up to `most_s` seconds. Whether all copies have ended."""
         thread = self._thread
         if thread is None:
             return True
@@ -132,7 +131,7 @@ class Copier:
                     self._ended.append(Copied(path, size, time.monotonic() - begin, problem))
         finally:
             with self._lock:
-                # whatever has ended it, the next offer starts another
+                # However this thread ends, the next offer starts another.
                 if self._thread is threading.current_thread():
                     self._thread = self.being_copied = None
 
@@ -144,7 +143,7 @@ class Copier:
             return self.being_copied
 
     def _try(self, path: Path) -> tuple[int | None, str | None]:
-        """Bytes that were copied, and what went wrong."""
+        """(bytes that were copied, problem), as in Copied."""
         size = None
         try:
             store = Store(self.address)
@@ -153,7 +152,7 @@ class Copier:
         except Unusable as error:
             return size, f"it {error.what}"
         except FileNotFoundError as error:
-            gone = size is None and not os.path.isdir(path)  # which never raises
+            gone = size is None and not os.path.isdir(path)  # isdir never raises
             return size, "it was removed before its copy was complete" if gone else reason(error)
         except Exception as error:
             return size, reason(error)
@@ -186,8 +185,8 @@ class Copier:
         self.moved += size
 
     def _prune(self, store: Store, path: Path) -> None:
-        """Name the newest copy; remove older ones of its lineage that are not to be kept, and what is left of
-        others. One whose lineage cannot be read stays."""
+        """Name the newest copy in `latest`; remove copies of its lineage beyond `keep`, and incomplete older
+        ones. A copy whose lineage cannot be read is kept."""
         lineage = Lineage.of(unseal(path))
         store.write(text_of_latest(path.name, lineage), LATEST)
         complete, rest = store.names()
@@ -197,13 +196,13 @@ class Copier:
             store.remove(name)
 
 
-# ---------------------------------------------------------------- and back
+# ---------------------------------------------------------------- fetching a copy
 
 
 def fetch(address: str, folder: Path, say: Callable[[str], None]) -> Path | None:
-    """Bring a checkpoint from `address` into `folder`: the one that it names, or the newest complete one in
-    it. None where it holds none, which is said. InputError where it cannot be read, or where what it names is
-    not a checkpoint that can be used."""
+    """Bring a checkpoint into `folder`: `address` is a checkpoint, or holds several, of which the newest
+    complete one is fetched. None, and a note, where `address` holds no checkpoint. InputError where `address`
+    cannot be read, or names a checkpoint that cannot be used."""
     try:
         store, names = Store(address), None
         name = Path(store.address).name
@@ -226,22 +225,21 @@ def fetch(address: str, folder: Path, say: Callable[[str], None]) -> Path | None
         raise
     except Exception as error:
         raise InputError(f"checkpoints at {address} cannot be fetched: {reason(error)}; start again when "
-                         f"that is mended, or "
-                         "begin anew with train.resume=never") from None
+                         "that is mended, or begin anew with train.resume=never") from None
 
 
 def _fetch(store: Store, name: str, folder: Path, say: Callable[[str], None]) -> Path:
     begin, whence, final = time.monotonic(), f"{store.address}/{name}", folder / name
     data = store.read(name, MANIFEST)
     if data is None:
-        raise Unusable(whence, f"is not there, or incomplete: it has no {MANIFEST}")
+        raise Unusable(whence, f"does not exist, or is incomplete: it has no {MANIFEST}")
     manifest = unseal_data(whence, data)
     if final.exists():
         if (final / MANIFEST).is_file() and (final / MANIFEST).read_bytes() == data:
             say(f"{whence} is in {folder} already")
             return final
         raise InputError(f"{final} is another checkpoint than {whence}: give the run a run.dir of its own, "
-                         f"or move that one away")
+                         f"or move {final} away")
     aside = folder / f"{name}{ASIDE}"
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
@@ -265,11 +263,11 @@ def _fetch(store: Store, name: str, folder: Path, say: Callable[[str], None]) ->
 
 
 def _get(store: Store, name: str, file: str, parts: Parts, aside: Path) -> None:
-    """One file, checked. Unusable where it is not what it was."""
+    """Fetch one file and check it. Unusable where its bytes do not have their checksums."""
     try:
         store.get(aside / file, lambda size: None, name, file)
     except FileNotFoundError:
-        raise Unusable(f"{store.address}/{name}", f"is incomplete: {file} is not there") from None
+        raise Unusable(f"{store.address}/{name}", f"is incomplete: {file} is missing") from None
     sync(aside / file)
     try:
         check(aside / file, parts)

@@ -1,19 +1,19 @@
 """The format: what a checkpoint is on disk, and how its descriptions are read and written.
 
     run.dir/checkpoints/
-        step-00000100/              made aside as step-00000100.ATTEMPT.tmp, then renamed
-            manifest.json           step, counters, mesh, config; of each file the size and the checksum of
-                                    its header; of each parameter its line of the index and the checksums of
-                                    its whole tensors; its own checksum
-            index.jsonl             a line a parameter: which box of it is in which file, at which byte
-            rank-00000.safetensors  tensors 'param:NAME@ROW,COLUMN', and so for each buffer of the optimizer,
-                                    all fp32
-        latest                      name of the newest, and of its lineage (lineage.py); written last
+        step-00000100/              written as step-00000100.ATTEMPT.tmp, then renamed
+            manifest.json           step, counters, mesh, config; for each file its size and the checksum of
+                                    its header; for each parameter the place of its line in the index and the
+                                    checksums of its whole tensors; the manifest's own checksum
+            index.jsonl             one line per parameter: the file and first byte of each of its boxes
+            rank-00000.safetensors  tensors 'param:NAME@ROW,COLUMN', the same for each buffer of the
+                                    optimizer, all fp32
+        latest                      name and lineage (lineage.py) of the newest checkpoint; written last
 
 `param` is the fp32 master weight; 'waiting:...' are gradients that the next step applies
-(offload.delayed_update). Where several ranks hold the same values, one writes them. A rank that loads reads
-the manifest, the lines of its own parameters, and from the files the bytes of the boxes that it needs: what
-it reads does not grow with the number of ranks that wrote.
+(offload.delayed_update). Where several ranks hold the same values, one of them writes. A rank that loads
+reads the manifest, the index lines of its own parameters, and from the files the bytes of the boxes that it
+needs: the amount does not grow with the number of ranks that wrote.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _OTHER = "resume from another one with train.resume=PATH"
 
 
 class Unusable(InputError):
-    """A checkpoint that is damaged or incomplete: `train.resume=auto` takes the one before it."""
+    """A checkpoint is damaged or incomplete: `train.resume=auto` takes the one before it."""
 
     def __init__(self, path: Path | str, what: str):
         super().__init__(f"checkpoint {path} {what}; {_OTHER}")
@@ -54,7 +54,7 @@ class Unusable(InputError):
 class Stored(NamedTuple):
     """A box in a checkpoint."""
 
-    rank: int  # whose file it is in
+    rank: int  # the box is in this rank's file
     offset: tuple[int, ...]  # in the whole parameter
     shape: tuple[int, ...]
     pieces: dict[str, tuple[int, int]]  # kind -> first byte in the file, CRC-32
@@ -62,14 +62,14 @@ class Stored(NamedTuple):
 
 @dataclass
 class Report:
-    """What a rank says of the file that it has written. Boxes are JSON already: rank 0 only joins them."""
+    """What a rank reports about the file that it wrote. Boxes are JSON already: rank 0 only joins them."""
 
     size: int = 0  # bytes; 0: the rank had nothing to write
     header: tuple[int, int] = (0, 0)  # bytes, and their CRC-32
     boxes: dict[str, list[str]] = field(default_factory=dict)  # by parameter
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of whole parameters
-    sums: dict[str, dict[str, int]] = field(default_factory=dict)  # parameter -> kind -> checksum of these
-    # boxes
+    # parameter -> kind -> checksum of this rank's boxes
+    sums: dict[str, dict[str, int]] = field(default_factory=dict)
 
 
 def folder(config: Config) -> Path:
@@ -93,22 +93,21 @@ def file_name(rank: int) -> str:
 
 
 def rank_of(name: str) -> int:
-    """Whose file has this name; -1: it is nobody's."""
+    """The rank whose file has this name; -1 for any other name."""
     digits = name.removeprefix("rank-").removesuffix(".safetensors")
     return int(digits) if digits.isascii() and digits.isdigit() and file_name(int(digits)) == name else -1
 
 
 def checkpoints(config: Config) -> list[Path]:
-    """Folders that look like complete checkpoints, the newest first. One that the file system fails to look
-    into is among them: it is refused with its reason when it is read. OSError where the folder of all of them
-    cannot be listed."""
+    """Folders that look like complete checkpoints, the newest first. A folder that cannot be opened is among
+    them: reading it gives an error with the reason. OSError where the folder of all checkpoints cannot be
+    listed."""
     try:
         names = os.listdir(folder(config))
     except FileNotFoundError:
         return []
-    return sorted((path for path in (folder(config) / name for name in names if is_name(name))
-                   if _has_manifest(path)),
-                  key=step_of, reverse=True)
+    paths = (folder(config) / name for name in names if is_name(name))
+    return sorted(filter(_has_manifest, paths), key=step_of, reverse=True)
 
 
 def _has_manifest(path: Path) -> bool:
@@ -122,8 +121,8 @@ def _has_manifest(path: Path) -> bool:
 
 
 def patiently(read: Callable[[], T]) -> T:
-    """What `read` gives of what rank 0 has seen, and this host's view of a network file system may show only
-    after a while."""
+    """The result of `read`, tried again for PATIENCE_S while a file is missing or stale: a network file
+    system may show this host only after a while what rank 0 sees already."""
     until = time.monotonic() + PATIENCE_S
     while True:
         try:
@@ -139,8 +138,8 @@ def patiently(read: Callable[[], T]) -> T:
 
 
 def index_of(reports: list[Report]) -> tuple[bytes, dict[str, Any]]:
-    """The index's content, and of each parameter what the manifest says: its line, the line's CRC-32, and
-    checksums by kind."""
+    """The index's content, and the manifest's entry for each parameter: the place and the CRC-32 of its line,
+    and its checksums by kind."""
     shapes: dict[str, tuple[int, ...]] = {}
     boxes: dict[str, list[str]] = {}
     sums: dict[str, dict[str, int]] = {}
@@ -166,15 +165,15 @@ def index_of(reports: list[Report]) -> tuple[bytes, dict[str, Any]]:
 
 def read_line(path: Path, manifest: dict[str, Any], name: str) -> list[Stored]:
     """The boxes of a parameter."""
-    where = manifest["parameters"].get(name)
-    if where is None:
+    entry = manifest["parameters"].get(name)
+    if entry is None:
         raise Unusable(path, f"is incomplete: it has no parameter {name}")
     try:
         with patiently(lambda: _regular(path / INDEX).open("rb")) as file:
-            line = os.pread(file.fileno(), where["size"], where["at"])
+            line = os.pread(file.fileno(), entry["size"], entry["at"])
     except OSError as error:
         raise Unusable(path, f"cannot be read: {INDEX}: {error.strerror}") from None
-    if zlib.crc32(line) != where["crc"]:
+    if zlib.crc32(line) != entry["crc"]:
         raise Unusable(path,
                        f"is damaged: {INDEX}, the line of {name}, does not have the checksum of its manifest")
     return [Stored(rank, tuple(offset), tuple(shape), {kind: (at, crc) for kind, (at, crc) in pieces.items()})
@@ -187,7 +186,7 @@ def seal(manifest: dict[str, Any]) -> str:
 
 
 def unseal(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint, as it was written. Unusable where it was not; InputError for another
+    """The manifest of a checkpoint. Unusable where it is not as it was written; InputError for another
     format."""
     try:
         data = _regular(path / MANIFEST).read_bytes()
@@ -197,22 +196,21 @@ def unseal(path: Path) -> dict[str, Any]:
 
 
 def unseal_data(path: Path | str, data: bytes) -> dict[str, Any]:
-    """`unseal`, of what the file holds. `path`: where it is from."""
+    """`unseal` of the file's content. `path`: the checkpoint, for messages."""
     try:
         manifest = json.loads(data)
         if not isinstance(manifest, dict):
-            raise ValueError("it is no object")
+            raise ValueError("it is not a JSON object")
         checksum = manifest.pop("checksum", None)
     except (ValueError, RecursionError) as error:
         raise Unusable(path, f"is damaged: {MANIFEST} cannot be read ({error})") from None
     whole = checksum == _digest(manifest)
     if manifest.get("format") != FORMAT and (whole or checksum is None):  # format 1 had no checksum
         raise InputError(f"checkpoint {path} has format {manifest.get('format')}; this version of threed "
-                         f"reads format {FORMAT}: "
-                         "go on with the version that wrote it")
+                         f"reads format {FORMAT}: go on with the version that wrote it")
     if not whole:
-        raise Unusable(path, f"is damaged: {MANIFEST} does not have its own checksum: it has been changed "
-                             f"since it was written")
+        raise Unusable(path, f"is damaged: {MANIFEST} does not have its own checksum: it was changed after "
+                             "it was written")
     if strange := [key for key, fits in _KEYS.items() if not fits(manifest.get(key))]:
         raise Unusable(path,
                        f"cannot be used: {MANIFEST} has no {', '.join(strange)} that this version knows")
@@ -232,16 +230,16 @@ def _object(value: Any) -> bool:
 
 
 def _has(**fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """An object that has at least these keys, with values that fit."""
-    return lambda value: isinstance(value, dict) and all(key in value and each(value[key]) for key,
-                                                         each in fits.items())
+    """A check for an object that has at least these keys, with values that fit."""
+    return lambda value: isinstance(value, dict) and all(key in value and fits_value(value[key])
+                                                         for key, fits_value in fits.items())
 
 
 def _each(fits: Callable[[Any], bool],
           named: Callable[[str], bool] = lambda name: True) -> Callable[[Any], bool]:
-    """An object whose values fit, and their names."""
-    return lambda value: isinstance(value, dict) and all(named(key) and fits(each) for key,
-                                                         each in value.items())
+    """A check for an object of which all names and values fit."""
+    return lambda value: isinstance(value, dict) and all(named(key) and fits(each)
+                                                         for key, each in value.items())
 
 
 def _lineage(value: Any) -> bool:
@@ -252,8 +250,8 @@ def _lineage(value: Any) -> bool:
 
 _WAITING = _has(loss=_number, grad_norm=_number, scale=_number, finite=_number, loss_scale=_number)
 
-# What a manifest must hold, whoever has written it. A file has a rank's name, and so lies in the checkpoint's
-# folder.
+# What a manifest must hold, whoever wrote it. A file must have a rank's name, so that no file outside the
+# checkpoint's folder is read.
 _KEYS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("step", "updates", "samples", "skipped"), _count),
     "loss_scaler": lambda value: value == {} or _has(scale=_number, good=_number, left=_number)(value),
@@ -268,9 +266,9 @@ _KEYS: dict[str, Callable[[Any], bool]] = {
 
 
 def _regular(path: Path) -> Path:
-    """A path that can be opened without waiting for somebody at its other end."""
+    """The path, if it is a regular file: to open a pipe could block for ever."""
     if not stat.S_ISREG(path.stat().st_mode):
-        raise OSError(errno.EINVAL, "it is no regular file")
+        raise OSError(errno.EINVAL, "it is not a regular file")
     return path
 
 
@@ -282,7 +280,7 @@ def _digest(manifest: dict[str, Any]) -> str:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file so that it is there whole or not at all."""
+    """Write a file in one piece: after a crash it has the old text or the new one."""
     aside = path.with_name(path.name + ".tmp")
     try:
         aside.write_text(text)

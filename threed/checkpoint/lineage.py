@@ -1,8 +1,8 @@
-"""Lineage: a run as its owner sees it, a start from nothing or from a checkpoint that was named, and all that
-went on from there by itself. A folder may hold checkpoints of others, with higher steps; `latest` says which
-is the run's.
+"""Lineage: one run as its owner sees it. It begins with a start from nothing or from a named checkpoint, and
+includes all automatic restarts. A folder may hold checkpoints of other lineages, even with higher steps: the
+file `latest` names the lineage of the run.
 
-    latest      step-00000012 new-0-5f2c7a10         the newest checkpoint (or its address elsewhere, or
+    latest      step-00000012 new-0-5f2c7a10         the newest checkpoint (or its path in another folder, or
                                                      `none`), its lineage
                 8 new-0-91d0e3b7                     an ancestor: that lineage, up to step 8
                 2b7c01fe                             CRC-32 of the lines above
@@ -27,16 +27,16 @@ from threed.schema import Config
 
 class Lineage(NamedTuple):
     name: str  # ORIGIN-LAUNCH-NUMBER
-    ancestors: tuple[tuple[str, int], ...] = ()  # from which it went on, and after which of their steps
+    ancestors: tuple[tuple[str, int], ...] = ()  # lineages that it went on from, each with their last step
 
     def has(self, name: str | None, step: int) -> bool:
-        """Whether a checkpoint of that lineage and step is of this run's past. Where the name is not known it
-        is not: what may be another's is never removed."""
-        return name == self.name or any(name == ancestor and step <= last for ancestor,
-                                        last in self.ancestors)
+        """Whether a checkpoint of lineage `name` and this step is in the run's past. Not where its name is
+        unknown: a checkpoint that may be another run's is never removed."""
+        return name == self.name or any(name == ancestor and step <= last
+                                        for ancestor, last in self.ancestors)
 
     def may_have(self, name: str | None, step: int) -> bool:
-        """The same, where one is chosen: what may be the run's is tried, and refused with its reason."""
+        """As `has`, to choose a checkpoint: one of unknown lineage is tried, and refused with its reason."""
         return name is None or self.has(name, step)
 
     @classmethod
@@ -46,7 +46,8 @@ class Lineage(NamedTuple):
 
     @classmethod
     def new(cls, config: Config, manifest: dict[str, Any] | None = None) -> Lineage:
-        """Begins now: from nothing, or from a checkpoint. What came after that one is left behind."""
+        """A lineage that begins now, from nothing or from a checkpoint. Later checkpoints of the older
+        lineage are not part of it."""
         parent = ()
         if manifest is not None:
             before = cls.of(manifest)
@@ -54,14 +55,14 @@ class Lineage(NamedTuple):
         return cls(f"{_start(config)}{uuid.uuid4().hex[:8]}", parent)
 
     def goes_on(self, config: Config) -> bool:
-        """Whether a restart by itself goes on in this lineage: its start began it."""
+        """Whether this is an automatic restart of the start that began the lineage."""
         return environment.restarted() and self.name.startswith(_start(config))
 
 
 def _start(config: Config) -> str:
-    """ORIGIN-LAUNCH-: from where a start goes on, and what all its restarts have in common."""
+    """ORIGIN-LAUNCH-: what a start resumes from, and an identity that all its restarts share."""
     origin = {"auto": "new", "never": "never"}.get(config.train.resume)
-    if origin is None:  # by its address: the run may have removed it since
+    if origin is None:  # the address, not its content: the run may have removed that since
         named = config.train.resume
         origin = _short(named if is_store(named) else str(Path(named).resolve()))
     return f"{origin}-{_short(environment.launch())}-"
@@ -72,8 +73,8 @@ def _short(text: str) -> str:
 
 
 def read_latest(config: Config) -> tuple[str, Lineage | None]:
-    """(name or absolute path of the newest checkpoint, or 'none'; its lineage), as the file `latest` says; ''
-    and None where that has no meaning."""
+    """(name or absolute path of the newest checkpoint, or 'none'; its lineage), from the file `latest`;
+    ('', None) where that is missing or malformed."""
     try:
         with (folder(config) / LATEST).open("rb") as file:
             return parse_latest(file.read(1 << 16))
@@ -82,7 +83,7 @@ def read_latest(config: Config) -> tuple[str, Lineage | None]:
 
 
 def parse_latest(data: bytes) -> tuple[str, Lineage | None]:
-    """`read_latest`, of what the file holds."""
+    """`read_latest` of the file's content."""
     try:
         text = data.decode()
         first, *rest, crc = text.splitlines()
@@ -110,18 +111,18 @@ def text_of_latest(named: str, lineage: Lineage) -> str:
 
 
 def owner(path: Path) -> str | None:
-    """Whose lineage a checkpoint is of; None where its manifest cannot be used."""
+    """The name of a checkpoint's lineage; None where its manifest cannot be used."""
     try:
         return unseal(path)["lineage"][0]
     except InputError:
         return None
 
 
-def own(config: Config, lineage: Lineage, last: int, unknown: Callable[[Path, str], None] = lambda path,
-        why: None) -> list[Path]:
-    """The lineage's checkpoints of the folder up to step `last`, the newest first: what may be removed. One
-    whose manifest cannot be read, or is of another format, is not among them: `unknown` is told why."""
-    found = []
+def own(config: Config, lineage: Lineage, last: int,
+        unknown: Callable[[Path, str], None] = lambda path, why: None) -> list[Path]:
+    """The lineage's checkpoints in the folder up to step `last`, the newest first: those that may be removed.
+    A checkpoint whose manifest cannot be read, or has another format, is left out: `unknown` is told why."""
+    paths = []
     for path in checkpoints(config):
         try:
             name = unseal(path)["lineage"][0] if step_of(path) <= last else None
@@ -129,5 +130,5 @@ def own(config: Config, lineage: Lineage, last: int, unknown: Callable[[Path, st
             unknown(path, str(error))
             continue
         if lineage.has(name, step_of(path)):
-            found.append(path)
-    return found
+            paths.append(path)
+    return paths

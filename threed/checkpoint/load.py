@@ -1,14 +1,13 @@
-"""Load: all ranks take the checkpoint that rank 0 has chosen, read the boxes that they need, and prove what
-they have.
+"""Load: all ranks take the checkpoint that rank 0 chooses, read the boxes that they need, and check them.
 
-    rank 0      choose: the newest that is whole and of this run's lineage          choose.py     
-    all ranks   see the same manifest, by its checksum                              `_confirm`
-    all ranks   read                                                                read.py 
-    all ranks   checksums of whole tensors, from what lies in memory now            `_prove`
+    rank 0      choose the newest complete checkpoint of this run's lineage         choose.py
+    all ranks   compare the manifest's checksum with rank 0's                       `_confirm`
+    all ranks   read boxes                                                          read.py
+    all ranks   compare checksums of whole tensors, as they are in memory now       `_prove`
 
-Where one of that fails on any rank, all ranks take the checkpoint before it, if `train.resume` leaves the
-choice: a new lineage begins there, and what was passed over does not come back. All of it may take long, and
-longer on one rank than on another, so it is done on threads (`_together`). Nothing in a checkpoint is run: a
+Where one of these fails on any rank, all ranks take the checkpoint before it, if `train.resume` allows that:
+a new lineage begins, and the damaged checkpoint is not tried again. Each of these may take long, and longer
+on one rank than on another, so they run on threads (`_together`). Nothing in a checkpoint is executed: a
 manifest is JSON, tensors are safetensors. Any mesh can read what any mesh wrote.
 """
 
@@ -37,27 +36,26 @@ from threed.schema import Config
 from threed.zero.run import Clipped, ZeroRun
 
 T = TypeVar("T")
-# What the use of a manifest or an index raises that threed has not written: its checksum can be right all the
-# same.
+# What a manifest or an index that threed did not write makes its reader raise, even with a right checksum.
 _MALFORMED = (KeyError, IndexError, ValueError, TypeError, AttributeError, OverflowError, MemoryError)
-POLL_S = 0.1  # between two exchanges of ranks of which some still work
+POLL_S = 0.1  # between two exchanges while some ranks still work
 
 
 class Resumed(NamedTuple):
-    """From where a run goes on, the same on all ranks."""
+    """Where a run goes on, the same on all ranks."""
 
-    path: Path | None  # None: from the start
+    path: Path | None  # the checkpoint; None: from the start
     manifest: dict[str, Any]
     lineage: Lineage
-    notes: list[str]  # what one should know of it
+    notes: list[str]  # for the run's output
 
 
 def resume(config: Config, zero: ZeroRun, say: Callable[[str], None] = lambda line: None) -> Resumed:
-    """Bring this rank to where `train.resume` says. All ranks call it together, and all resume from the same
-    checkpoint.
+    """Bring this rank to the state that `train.resume` asks for. All ranks call this together, and all resume
+    from the same checkpoint.
 
-    `say` is given a line before what may take long. InputError where the named checkpoint cannot be used, or
-    none of those that are there.
+    `say` gets a line before work that may take long. InputError where the named checkpoint cannot be used, or
+    none of several.
     """
     comm, said = zero.comm, []
     chosen = candidates(config, say) if comm.rank == 0 else iter(())
@@ -76,17 +74,17 @@ def resume(config: Config, zero: ZeroRun, say: Callable[[str], None] = lambda li
             raise InputError(f"checkpoint {path} {problem}; resume from another one with train.resume=PATH")
         said.append(f"checkpoint {path} {problem}: going on from the one before it")
     if said:
-        raise InputError("none of the checkpoints can be used:\n  "
-                         "" + "\n  ".join(said) + "\nrepair one, name one with "
+        reasons = "\n  ".join(said)
+        raise InputError(f"none of the checkpoints can be used:\n  {reasons}\nrepair one, name one with "
                          "train.resume=PATH, or begin anew in another run.dir, or here with "
                          "train.resume=never")
     return Resumed(None, {}, comm.broadcast(Lineage.new(config)), said)
 
 
 def _together(comm: Comm, work: Callable[[], T], stop: threading.Event | None = None) -> T:
-    """Do some work on a thread; what it has made, once the work of all ranks is done. They meet often
-    meanwhile: a rank that waits long for an answer ends the run. Once `stop` is set on one rank, it is set on
-    all: none need go on."""
+    """Do some work on a thread; its result, once the work of all ranks is done. The ranks exchange often
+    meanwhile, because a rank that waits long for an answer ends the run. Once `stop` is set on one rank, it
+    is set on all: none need go on."""
     future, stop = Future[T](), stop or threading.Event()
 
     def body() -> None:
@@ -99,7 +97,7 @@ def _together(comm: Comm, work: Callable[[], T], stop: threading.Event | None = 
     while True:
         wait([future], POLL_S)
         if future.done():
-            future.result()  # what it has raised
+            future.result()  # raises what the work raised
         everywhere = comm.exchange((future.done(), stop.is_set()))
         if any(stopped for _, stopped in everywhere):
             stop.set()
@@ -108,7 +106,7 @@ def _together(comm: Comm, work: Callable[[], T], stop: threading.Event | None = 
 
 
 def _on_first(comm: Comm, work: Callable[[], Any]) -> Any:
-    """What rank 0 has made of some work, on all ranks."""
+    """Do some work on rank 0; its result, on all ranks."""
     return comm.broadcast(_together(comm, lambda: work() if comm.rank == 0 else None))
 
 
@@ -117,8 +115,7 @@ def _first(problems: list[str | None]) -> str | None:
 
 
 def _read_manifest(path: Path, config: Config, comm: Comm) -> tuple[dict[str, Any], str | None]:
-    """The manifest on all ranks, which rank 0 has read first; or why it cannot be used, the same on all
-    ranks."""
+    """The manifest, read by rank 0 and then by all ranks; or why it cannot be used, the same on all ranks."""
     def choose() -> tuple[dict[str, Any], str | None]:
         try:
             return (read_manifest(path, config) if comm.rank == 0 else {}), None
@@ -127,17 +124,15 @@ def _read_manifest(path: Path, config: Config, comm: Comm) -> tuple[dict[str, An
         except InputError:  # no other checkpoint would do
             raise
         except _MALFORMED as error:
-            return (
-                {},
-                f"cannot be used: its manifest is not as threed writes it ({type(error).__name__}: {error})",
-            )
+            reason = f"its manifest is not as threed writes it ({type(error).__name__}: {error})"
+            return {}, f"cannot be used: {reason}"
 
     manifest, problem = _together(comm, choose)
     checksum_, problem = comm.broadcast((manifest.get("checksum"), problem))
     if problem is not None:
         return {}, problem
     manifest, blind = _together(comm, lambda: _confirm(path, checksum_) if comm.rank else (manifest, None))
-    # an older checkpoint would not help: the ranks do not share their folder
+    # An older checkpoint would not help: the ranks do not share their folder.
     if blind := _first(comm.exchange(blind)):
         raise RunError(blind)
     return manifest, None
@@ -148,19 +143,18 @@ def _confirm(path: Path, checksum_: str) -> tuple[dict[str, Any], str | None]:
     def same() -> dict[str, Any]:
         manifest = unseal(path)
         if manifest["checksum"] != checksum_:
-            raise InputError("another manifest.json there")
+            raise InputError("it sees another manifest.json")
         return manifest
 
     try:
         return patiently(same), None
     except InputError as error:
         return {}, (f"{socket.gethostname()} does not see {path} as rank 0 does ({error}): run.dir must be "
-                    f"on a file system "
-                    "that all hosts share")
+                    "on a file system that all hosts share")
 
 
 def _load(path: Path, manifest: dict[str, Any], zero: ZeroRun) -> str | None:
-    """Read, and prove it. The first problem of any rank, the same on all ranks."""
+    """Read the checkpoint and check the result. The first problem of any rank, the same on all ranks."""
     comm, reader = zero.comm, Reader(path, manifest)
     problem = _first(comm.exchange(_together(comm, lambda: _read(reader, manifest, zero), reader.stop)))
     if problem is None:
@@ -171,16 +165,16 @@ def _load(path: Path, manifest: dict[str, Any], zero: ZeroRun) -> str | None:
 
 
 def _read(reader: Reader, manifest: dict[str, Any], zero: ZeroRun) -> str | None:
-    """This rank's part of it. Why it cannot be used, if this rank is among the first to see that: then the
-    others stop."""
+    """Read this rank's part of a checkpoint. Why the checkpoint cannot be used, if this rank is among the
+    first to notice: then the others stop."""
     problem, place = None, zero.comm.here.on
     try:
         zero.waiting = Clipped(**manifest["waiting"]) if manifest["waiting"] else None
         for state in zero.states.values():
             for box in boxes(state.layout, place, *state.owned):
-                where = slice(box.start - state.owned[0], box.stop - state.owned[0])
+                part = slice(box.start - state.owned[0], box.stop - state.owned[0])
                 for kind, whole in state.kept(zero.waiting is not None).items():
-                    reader.read(kind, box, whole[where].view(box.shape))
+                    reader.read(kind, box, whole[part].view(box.shape))
             state.publish()
     except Unusable as error:
         problem = error.what
@@ -195,21 +189,20 @@ def _read(reader: Reader, manifest: dict[str, Any], zero: ZeroRun) -> str | None
 
 
 def _prove(manifest: dict[str, Any], zero: ZeroRun, rounded: dict[tuple[str, str], int]) -> str | None:
-    """Checksums of whole tensors from what lies in memory now, summed over the ranks that share each; what
-    differs from the manifest's. Every copy is looked at: those of other shard groups, of other tp ranks, of
-    both ends of a tie. `rounded`: by how much checksums of 16-bit weights are smaller than those of the fp32
-    values that were read."""
+    """Compare checksums of whole tensors, as they are in memory now and summed over the ranks that share
+    each, with the manifest's. The first problem. Every copy is checked: those of other shard groups, of other
+    tp ranks, of both ends of a tie. `rounded`: by how much checksums of 16-bit weights are smaller than those
+    of the fp32 values that were read."""
     comm, table = zero.comm, zero.table
     kinds = "param", *(buffer.name for buffer in table.update.buffers), "waiting"
     sums, problem = _together(comm, lambda: _sums(zero, rounded))
     kept = {kind for state in zero.states.values() for kind in state.kept(zero.waiting is not None)}
-    # All parameters of the position, in one order: a rank may have no part of one.
+    # All parameters of the position, in an order that all ranks share: a rank may have no part of some.
     everything = [placed.parameter for state in zero.states.values() for placed in state.layout.placed]
     names = sorted({parameter.name for parameter in everything})
     axes = {parameter.name: parameter.axes for parameter in everything}
-    total = torch.tensor([[_signed(sums.get((name, kind), 0)) for kind in kinds] for name in names],
-                         dtype=torch.int64,
-                         device=comm.device).view(-1)
+    total = torch.tensor([_signed(sums.get((name, kind), 0)) for name in names for kind in kinds],
+                         dtype=torch.int64, device=comm.device)
     if table.sharded:
         for group in sorted({table.parameters[unit].shard_group for unit in zero.states}):
             comm.groups[group].all_reduce(total).wait()
@@ -223,30 +216,28 @@ def _prove(manifest: dict[str, Any], zero: ZeroRun, rounded: dict[tuple[str, str
             want = manifest["parameters"][name]["sums"].get(kind)
             if kind in kept and f"{value & MASK:016x}" != want:
                 return (f"is damaged: {kind} {name}, as rank {comm.rank} on {socket.gethostname()} and those "
-                        f"who share it "
-                        "have it in memory, does not have the checksum of its manifest")
+                        "who share it have it in memory, does not have the checksum of its manifest")
     return problem
 
 
-def _sums(zero: ZeroRun, rounded: dict[tuple[str, str], int]) -> tuple[dict[tuple[str, str], int],
-                                                                       str | None]:
-    """By parameter and kind, the checksum of what this rank has of it; and what is wrong with what it
-    computes with."""
+def _sums(zero: ZeroRun,
+          rounded: dict[tuple[str, str], int]) -> tuple[dict[tuple[str, str], int], str | None]:
+    """(parameter, kind) -> the checksum of this rank's part; and a problem, where the weights that this rank
+    computes with are not those that it read."""
     comm, sums, problem = zero.comm, dict(rounded), None
     for unit, state in zero.states.items():
         if not state.is_published():
             problem = (f"was read, but the weights of {zero.table.parameters[unit].name} that rank "
-                       f"{comm.rank} on "
-                       f"{socket.gethostname()} computes with are not those that were read: look at its "
-                       f"memory")
+                       f"{comm.rank} on {socket.gethostname()} computes with are not those that were read: "
+                       "look at the memory of that machine")
         for box in boxes(state.layout, comm.here.on, *state.owned):
-            where = slice(box.start - state.owned[0], box.stop - state.owned[0])
+            part = slice(box.start - state.owned[0], box.stop - state.owned[0])
             for kind, whole in state.kept(zero.waiting is not None).items():
                 key = box.name, kind
-                sums[key] = (sums.get(key, 0) + checksum(whole[where], box)) & MASK
+                sums[key] = (sums.get(key, 0) + checksum(whole[part], box)) & MASK
     return sums, problem
 
 
 def _signed(value: int) -> int:
-    """64 bits as torch has them."""
+    """An unsigned 64-bit number as torch's signed int64."""
     return value - 2**64 if value >= 2**63 else value

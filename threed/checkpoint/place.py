@@ -25,12 +25,12 @@ from threed.checkpoint.lineage import parse_latest
 from threed.checkpoint.write import Parts, check
 from threed.errors import InputError
 
-# in a folder: a copy that is not whole yet, and the one in its place
+# suffixes in a folder: a copy that is not complete yet, and an older copy that the new one replaces
 COPYING, REPLACED = ".copying.tmp", ".replaced.tmp"
 
 
 class Store:
-    """A place for copies. What goes wrong there is an OSError, or an exception of the store's own."""
+    """A place for copies. A failure is an OSError, or an exception of the store's own library."""
 
     def __init__(self, address: str):
         from fsspec.core import url_to_fs
@@ -40,7 +40,8 @@ class Store:
         self._root = root.rstrip("/")
 
     def names(self) -> tuple[list[str], list[str]]:
-        """Checkpoints there, the newest first: complete ones, and what copies that were cut off have left."""
+        """Names of the checkpoints in this place, the newest first: the complete ones, and the incomplete
+        ones that interrupted copies left."""
         self._fs.invalidate_cache()
         try:
             paths = [entry["name"].rstrip("/") for entry in self._fs.ls(self._root, detail=True)]
@@ -52,8 +53,8 @@ class Store:
         return complete, [name for name in steps if name not in complete]
 
     def newest(self) -> Iterator[str]:
-        """Complete checkpoints of the lineage that `latest` names, the newest first; without a `latest`, all
-        that there are."""
+        """Complete checkpoints of the lineage that `latest` names, the newest first; all complete checkpoints
+        if there is no `latest`."""
         complete, _ = self.names()
         _, lineage = parse_latest(self.read(LATEST) or b"")
         owners = ((name, self.owner(name)) for name in complete)
@@ -61,14 +62,14 @@ class Store:
                 if lineage is None or lineage.may_have(owner, step_of_copy(name)))
 
     def owner(self, name: str) -> str | None:
-        """Whose lineage a checkpoint is of; None where its manifest cannot be used."""
+        """The name of a checkpoint's lineage; None where its manifest cannot be used."""
         try:
             return unseal_data(self._at(name), self.read(name, MANIFEST) or b"")["lineage"][0]
         except InputError:
             return None
 
     def has(self, *names: str) -> bool:
-        """Whether a file is there. (fsspec's `exists` says no, too, where it gets no answer.)"""
+        """Whether a file exists. (fsspec's `exists` is false also where the store does not answer.)"""
         try:
             self._fs.info(self._at(*names))
         except (FileNotFoundError, NotADirectoryError):
@@ -76,14 +77,14 @@ class Store:
         return True
 
     def read(self, *names: str) -> bytes | None:
-        """A file's content; None where there is none."""
+        """A file's content; None where the file does not exist."""
         try:
             return self._fs.cat_file(self._at(*names))
         except FileNotFoundError:
             return None
 
     def write(self, text: str, *names: str) -> None:
-        """A small file, there whole or not at all."""
+        """Write a small file in one piece."""
         if self.is_folder:
             path = Path(self._at(*names))
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -93,13 +94,13 @@ class Store:
             self._fs.pipe_file(self._at(*names), text.encode())
 
     def begin(self, name: str) -> str:
-        """Make room for a copy. Where its files go until it is whole."""
+        """Remove older files of this name. Returns the name under which the copy is written."""
         aside = f"{name}{COPYING}" if self.is_folder else name
         self.remove(aside)
         return aside
 
     def put(self, source: Path, parts: Parts, moved: Callable[[int], None], *names: str) -> None:
-        """Copy a file there, and check it. Unusable where it is not what it must be before."""
+        """Copy a file to this place, and check the copy. Unusable where the source is damaged."""
         at, size = self._at(*names), sum(size for size, _ in parts)
         if self.is_folder:
             os.makedirs(os.path.dirname(at), exist_ok=True)
@@ -108,7 +109,7 @@ class Store:
             try:
                 check(Path(at), parts)
             except OSError:
-                check_source(source, parts)  # which of the two it is
+                check_source(source, parts)  # raises if the source is at fault, not the copy
                 raise
             return
         check_source(source, parts)
@@ -116,24 +117,24 @@ class Store:
         arrived = self._fs.info(at)["size"]
         if arrived != size:
             raise OSError(f"{names[-1]} has {arrived} bytes there, not {size}")
-        looked_at = parts if names[-1] == INDEX else parts[:1]
-        data, start = self._fs.cat_file(at, start=0, end=sum(size for size, _ in looked_at)), 0
-        for size, crc in looked_at:
+        checked = parts if names[-1] == INDEX else parts[:1]
+        data, start = self._fs.cat_file(at, start=0, end=sum(size for size, _ in checked)), 0
+        for size, crc in checked:
             if zlib.crc32(data[start:start + size]) != crc:
                 raise OSError(f"{names[-1]} reads back otherwise than it was written")
             start += size
 
     def finish(self, aside: str, name: str) -> None:
-        """A copy is whole: it gets its name, and takes the place of one that has it."""
+        """Give a complete copy its name; it replaces an older copy of that name."""
         if not self.is_folder:
             return
-        made, final, older = (Path(self._at(each)) for each in (aside, name, f"{name}{REPLACED}"))
-        sync(made)
+        complete, final, older = (Path(self._at(each)) for each in (aside, name, f"{name}{REPLACED}"))
+        sync(complete)
         if final.exists():
             shutil.rmtree(older, ignore_errors=True)
             os.replace(final, older)
         try:
-            os.replace(made, final)
+            os.replace(complete, final)
         except OSError:
             with contextlib.suppress(OSError):
                 os.replace(older, final)
@@ -145,7 +146,7 @@ class Store:
         self._fs.get_file(self._at(*names), str(target), callback=_meter(moved))
 
     def remove(self, name: str) -> None:
-        """A copy, or what there is of it. Its manifest goes first."""
+        """Remove a copy, complete or not. Its manifest is removed first."""
         for path, recursive in ((self._at(name, MANIFEST), False), (self._at(name), True)):
             with contextlib.suppress(FileNotFoundError):
                 self._fs.rm(path, recursive=recursive)
@@ -161,26 +162,24 @@ def _meter(moved: Callable[[int], None]) -> Any:
 
 
 def step_of_copy(name: str) -> int:
-    """Of a copy, or of one that is being made or replaced."""
+    """The step of a copy, also of one that is incomplete or being replaced; -1 for other names."""
     return step_of(Path(Path(name).name.removesuffix(COPYING).removesuffix(REPLACED)))
 
 
 def reason(error: Exception) -> str:
-    """What a store or a disk says of a failure, on one line."""
+    """The message of a store's or a disk's failure, on one line."""
     text = " ".join(str(error).split()) or "no reason was given"
     return text if isinstance(error, OSError) else f"{type(error).__name__}: {text}"
 
 
 def check_source(path: Path, parts: Parts) -> None:
-    """Unusable where a file of a checkpoint is not what its manifest and its index say."""
+    """Unusable where a file of a checkpoint does not have the sizes and checksums of its manifest and
+    index."""
     try:
         check(path, parts)
     except FileNotFoundError:
         raise
     except OSError as error:
-        what = (
-            f"is damaged: {error}"
-            if error.errno is None
-            else f"cannot be read: {path.name}: {error.strerror}"
-        )
+        damaged = error.errno is None
+        what = f"is damaged: {error}" if damaged else f"cannot be read: {path.name}: {error.strerror}"
         raise Unusable(path.parent, what) from None

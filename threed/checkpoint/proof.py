@@ -1,10 +1,11 @@
-"""Proof: a checksum of a whole tensor that does not depend on how ranks have cut it.
+"""Proof: a checksum of a whole tensor that does not depend on how ranks cut it.
 
     S(T) = sum over elements i of (bits(T[i]) + 1) * w(i)  mod 2^64,   w(i) = splitmix64(i) | 1
 
-`i` is the element's flat index in the whole tensor, `bits` its fp32 bits. The sum adds up over boxes, so the
-ranks that wrote a tensor and those that load it get the same number on any two meshes. One wrong element
-always changes it, since w is odd; several leave it as it was with a chance of about 2^-64.
+`i` is the element's flat index in the whole tensor, `bits` its fp32 bits. S of a tensor is the sum of S of
+its boxes, so ranks that write it and ranks that load it on another mesh get the same number. One wrong
+element always changes S, since w is odd; several wrong elements leave S unchanged with a probability of about
+2^-64.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ def checksum(values: torch.Tensor, box: Box) -> int:
     rows, columns, starts, stride = _lines(box)
     size = rows * columns
     total = 0
-    for place, first in enumerate(starts):
-        part = values[place * size:(place + 1) * size]
+    for block, first in enumerate(starts):
+        part = values[block * size:(block + 1) * size]
         if part.dtype == torch.float32 and part.device.type == "cpu":
             total += _sum(part, rows, columns, first, stride)
         else:
@@ -38,15 +39,15 @@ def checksum(values: torch.Tensor, box: Box) -> int:
 
 
 def _narrow(values: torch.Tensor, columns: int, first: int, stride: int) -> int:
-    """The same, a piece at a time through fp32 on the host: some whole rows, or a part of one."""
+    """S of a block that is not fp32 on the host, a piece at a time through fp32 on the host. A piece is some
+    whole rows, or a part of one row."""
     total, width = 0, min(columns, _CHUNK)
     for column in range(0, columns, width):
         rows = max(1, _CHUNK // columns) if width == columns else 1
         for row in range(0, len(values) // columns, rows):
             start = row * columns + column
-            piece = values[start:start + (rows * columns if width == columns
-                                          else min(width, columns - column))]
-            piece = piece.detach().float().cpu()
+            count = rows * columns if width == columns else min(width, columns - column)
+            piece = values[start:start + count].detach().float().cpu()
             wide = min(width, len(piece))
             total += _sum(piece, len(piece) // wide, wide, first + row * stride + column, stride)
     return total
@@ -54,7 +55,7 @@ def _narrow(values: torch.Tensor, columns: int, first: int, stride: int) -> int:
 
 def _lines(box: Box) -> tuple[int, int, Iterator[int], int]:
     """A box as blocks of rows x columns elements: rows, columns, the flat index at which each block begins,
-    and the distance of two rows. Dims that are whole are part of the columns."""
+    and the distance between rows. Trailing dims that are not cut are part of the columns."""
     shape, whole, offset = list(box.shape), list(box.whole), list(box.offset)
     strides = [math.prod(whole[dim + 1:]) for dim in range(len(whole))]
     dim = len(shape) - 1

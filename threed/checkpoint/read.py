@@ -1,4 +1,4 @@
-"""Read: boxes of parameters out of a checkpoint's files, and no more of these than the boxes need."""
+"""Read: boxes of parameters from a checkpoint's files, and no more bytes than the boxes need."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from threed.checkpoint.format import Stored, Unusable, file_name, patiently, rea
 from threed.checkpoint.proof import MASK, checksum
 from threed.checkpoint.write import read
 
-_OPEN = 64  # files at a time: a small mesh may read what thousands of ranks have written
-_RUN = 16 << 10  # bytes: shorter runs of a file are read together with what lies between them
+_OPEN = 64  # files open at a time: a small mesh may read what thousands of ranks wrote
+_RUN = 16 << 10  # bytes: shorter runs of a file are read together with the bytes between them
 
 
 class Part(NamedTuple):
-    """What one stored box has of a box that is wanted."""
+    """The overlap of one stored box with a wanted box."""
 
     stored: Stored
-    target: tuple[slice, ...]  # in the box that is wanted
-    spans: list[tuple[int, int]]  # of the stored box: first element, elements
-    shape: tuple[int, ...]  # of what the spans hold
-    cut: tuple[slice, ...]  # the part of it that is wanted
+    target: tuple[slice, ...]  # the overlap, in the wanted box
+    spans: list[tuple[int, int]]  # to be read of the stored box: (first element, number of elements)
+    shape: tuple[int, ...]  # of the elements of all spans
+    cut: tuple[slice, ...]  # the overlap, in this shape
 
     @property
     def num_bytes(self) -> int:
@@ -40,16 +40,15 @@ class Part(NamedTuple):
 
 
 class Reader:
-    """Reads boxes: of the index the lines of this rank's parameters, and of files the bytes that are
-    needed."""
+    """Reads boxes: the index lines of this rank's parameters, and the needed bytes of the files."""
 
     def __init__(self, path: Path, manifest: dict[str, Any]):
         self._path, self._manifest = path, manifest
-        # once it is set, whatever is read is Unusable: nobody needs it any more
+        # once set, `read` raises Unusable: no rank needs this checkpoint any more
         self.stop = threading.Event()
         self._lines: dict[str, list[Stored]] = {}
         self._files: dict[int, int] = {}  # rank -> descriptor
-        # (parameter, kind) -> what rounding to 16 bits has taken from its checksum, where they are kept so
+        # (parameter, kind) -> by how much rounding to 16 bits lowered its checksum
         self.rounded: dict[tuple[str, str], int] = {}
 
     def close(self) -> None:
@@ -57,7 +56,7 @@ class Reader:
             os.close(descriptor)
 
     def plan(self, kind: str, box: Box) -> list[Part]:
-        """What must be read for a box. Unusable where the checkpoint does not have all of it."""
+        """The parts to be read for a box. Unusable where they do not cover the box."""
         if box.name not in self._lines:
             self._lines[box.name] = read_line(self._path, self._manifest, box.name)
         parts, missing = [], math.prod(box.shape)
@@ -71,7 +70,7 @@ class Reader:
             spans = _runs(stored.shape, source)
             if spans is not None:
                 parts.append(Part(stored, target, spans, lengths, ()))
-            else:  # short ones: all rows of the first dim are read, and cut in memory
+            else:  # the runs are short: whole rows of the first dim are read, and cut in memory
                 row = math.prod(stored.shape[1:])
                 span = source[0].start * row, lengths[0] * row
                 parts.append(Part(stored, target, [span], (lengths[0], *stored.shape[1:]),
@@ -94,8 +93,8 @@ class Reader:
                 self.rounded[key] = (self.rounded.get(key, 0) + lost) & MASK
 
     def _read(self, kind: str, name: str, part: Part) -> torch.Tensor:
-        """The elements of all spans. A stored box that is read whole is compared with its checksum; a part of
-        one is proved with the whole tensor."""
+        """The elements of all spans. A stored box that is read whole is compared with its checksum here; a
+        part of one is checked with the whole tensor, when all ranks have read (load.py)."""
         rank, (at, want) = part.stored.rank, part.stored.pieces[kind]
         values = torch.empty(part.num_bytes // 4, dtype=torch.float32)
         data, done, crc = values.numpy().data.cast("B"), 0, 0
@@ -130,8 +129,8 @@ class Reader:
 
 
 def _runs(shape: tuple[int, ...], source: tuple[slice, ...]) -> list[tuple[int, int]] | None:
-    """(first element, elements) of each contiguous run of a part of a row-major array; None where they are
-    short."""
+    """(first element, number of elements) of each contiguous run of a part of a row-major array; None where
+    the runs are short."""
     dim = len(shape) - 1
     while dim > 0 and source[dim].stop - source[dim].start == shape[dim]:
         dim -= 1

@@ -1,15 +1,14 @@
-"""Save: every rank writes what it owns while the run goes on; the checkpoint becomes visible only when it is
-whole.
+"""Save: every rank writes its part while the run goes on; the checkpoint becomes visible once it is complete.
 
     begin       [snapshot of weights and optimizer state, beside the next forward]      all ranks
-    WRITING     tensors -> rank-NNNNN.safetensors, checksummed, to the disk, read back  a thread of each rank
+    WRITING     tensors -> rank-NNNNN.safetensors with checksums, synced, read back     a thread of each rank
     CLEARING    the disk was full: older checkpoints are removed; then WRITING again    a thread of rank 0
-    PUBLISHING  index, manifest, rename: it is saved. `latest`; older ones are removed  a thread of rank 0
-    UNDOING     something failed: what there is of the checkpoint is removed            a thread of rank 0
+    PUBLISHING  index, manifest, rename; then `latest`, and older ones are removed      a thread of rank 0
+    UNDOING     something failed: the incomplete checkpoint is removed                  a thread of rank 0
 
-Ranks tell each other how far they are with the numbers of each step (`status`), so all of them go from stage
-to stage after the same step (`advance`), and no thread talks to another rank. Where a disk is full, older
-checkpoints of the run make room, all but the newest. What goes wrong after the rename is a warning.
+Ranks send their progress with the numbers of each step (`status`), so all of them enter a stage after the
+same step (`advance`), and no thread talks to another rank. Where the disk is full, older checkpoints of the
+run are removed, all but the newest. A failure after the rename is only a warning: the checkpoint is saved.
 """
 
 from __future__ import annotations
@@ -54,8 +53,8 @@ from threed.schema import Config
 from threed.zero.shard import counts
 from threed.zero.state import UnitState
 
-POLL_S = 0.1  # between two exchanges of ranks that have nothing to do but write
-BUSY, DONE, FAILED, FULL = 0.0, 1.0, 2.0, 3.0  # what a rank says of its work
+POLL_S = 0.1  # between two exchanges while ranks do nothing but write
+BUSY, DONE, FAILED, FULL = 0.0, 1.0, 2.0, 3.0  # a rank's status
 REMOVED, REPLACED = ".removed.tmp", ".replaced.tmp"
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
@@ -65,7 +64,7 @@ class Stage(Enum):
     WRITING = "each rank writes its file"
     CLEARING = "the disk was full: rank 0 removes older checkpoints"
     PUBLISHING = "rank 0 makes the checkpoint visible"
-    UNDOING = "it has failed: rank 0 removes what there is of it"
+    UNDOING = "it has failed: rank 0 removes the incomplete checkpoint"
 
 
 class Outcome(NamedTuple):
@@ -73,32 +72,32 @@ class Outcome(NamedTuple):
 
     path: Path
     problem: str | None  # why there is no checkpoint
-    written_s: float  # from its begin
+    written_s: float  # seconds since `begin`
 
 
 class Saver:
-    """One rank's part in the run's checkpoints. All ranks call `begin` and `advance` after the same steps."""
+    """Saves one rank's part of the checkpoints. All ranks call `begin` and `advance` after the same steps."""
 
     def __init__(self, engine: Engine, lineage: Lineage, synced: Callable[[], None],
                  proved: Path | None = None,
                  being_copied: Callable[[], Path | None] = lambda: None,
                  say: Callable[[str], None] = lambda line: None):
-        """`synced` is called on rank 0 before a checkpoint becomes visible: what else must be on the disk
-        then. `proved`: the checkpoint that the run goes on from. `being_copied` says which one stays until
-        its copy is over; `say` is told on rank 0 what is done with older ones."""
+        """`synced` is called on rank 0 before a checkpoint becomes visible, to sync other files of the run.
+        `proved`: the checkpoint that the run resumed from. `being_copied` returns the checkpoint that must
+        not be removed before its copy has ended. `say` gets warnings about older checkpoints, on rank 0."""
         self._engine, self._comm, self._config = engine, engine.comm, engine.config
         self._lineage, self._synced, self._being_copied, self._say = lineage, synced, being_copied, say
-        self._proved = proved  # the newest that this run has read, or read back, whole
-        self._prunes = True  # whether older checkpoints may go
+        self._proved = proved  # the newest checkpoint that this run has read, or read back, whole
+        self._prunes = True  # whether older checkpoints may be removed
         self._warned: set[str] = set()
-        # nobody else writes into a folder of this name
+        # part of the temporary folder's name, so that no other run writes into it
         self._attempt = self._comm.broadcast(uuid.uuid4().hex[:8])
         self.stage = Stage.IDLE
-        self.waits_for: list[int] = []  # ranks that are not done with the stage
+        self.waits_for: list[int] = []  # ranks that have not finished the stage
         self._thread: threading.Thread | None = None
         self._result: Any = None  # of the thread's work
         self._status = DONE
-        self._cleared = False  # whether older checkpoints have made room for this one
+        self._cleared = False  # whether older checkpoints were removed to make room for this one
         self._problem = ""  # why there will be no checkpoint
         self._begun_s = 0.0
         self._manifest: dict[str, Any] = {}
@@ -106,7 +105,7 @@ class Saver:
 
     @property
     def step(self) -> int:
-        """Of the checkpoint under way, or of the last one."""
+        """The step of the checkpoint under way, or of the last one."""
         return self._manifest["step"]
 
     @property
@@ -118,7 +117,7 @@ class Saver:
         return self._final.with_suffix(f".{self._attempt}.tmp")
 
     def begin(self, counters: dict[str, Any]) -> None:
-        """Save the run as it is after this step. `counters`: what the loop counts."""
+        """Save the run's state after this step. `counters`: the training loop's entries of the manifest."""
         assert self.stage is Stage.IDLE
         self._begun_s, self._cleared, self._prunes = time.monotonic(), False, True
         zero, mesh = self._engine.zero, self._comm.mesh
@@ -135,7 +134,7 @@ class Saver:
         self._start(Stage.WRITING, self._write)
 
     def _of_unit(self, state: UnitState) -> list[Item]:
-        """What this rank writes of a parameter unit."""
+        """The tensors of a parameter unit that this rank writes."""
         place = self._comm.here.on
         if not state.writes:
             return []
@@ -147,11 +146,12 @@ class Saver:
 
     @property
     def status(self) -> float:
-        """How far this rank is with the stage's work."""
+        """This rank's progress with the stage: BUSY, DONE, FAILED or FULL."""
         return BUSY if self._thread is not None and self._thread.is_alive() else self._status
 
     def advance(self, statuses: Sequence[float]) -> Outcome | None:
-        """All ranks' statuses, by rank -> the next stage; how the save ended, if it has."""
+        """Enter the next stage if the statuses allow it (`statuses`: of all ranks, by rank). Returns how the
+        save ended, once it has."""
         if self.stage is Stage.IDLE:
             return None
         asked = statuses if self.stage is Stage.WRITING else statuses[:1]
@@ -166,7 +166,7 @@ class Saver:
             if FAILED not in asked and self._config.checkpoint.keep and self._prunes and not self._cleared:
                 self._cleared = True
                 self._start(Stage.CLEARING, self._clear, only_first=True)
-            else:  # all hear of it once it is done: they may write into the same folder again at once
+            else:  # an Outcome comes only after UNDOING: the next save may write into the same folder at once
                 self._start(Stage.UNDOING, self._undo, only_first=True)
         elif self.stage is Stage.WRITING:
             reports = self._comm.gather(self._result)
@@ -178,11 +178,11 @@ class Saver:
         return None
 
     def drain(self, most_s: float = math.inf, prunes: bool = True) -> Outcome | None:
-        """Do nothing else until the save under way has ended, or for about so many seconds: then None.
-        `prunes`: whether older checkpoints may go for it from now on."""
+        """Wait until the save under way has ended; None if it has not after about `most_s` seconds. `prunes`:
+        whether older checkpoints may be removed from now on."""
         assert self.stage is not Stage.IDLE
         self._prunes, polls = prunes, 0
-        while polls * POLL_S < most_s:  # a count, on which ranks agree, not a clock
+        while polls * POLL_S < most_s:  # all ranks have the same count, and not the same clock
             polls += 1
             if self._thread is not None:
                 self._thread.join(POLL_S)
@@ -194,8 +194,8 @@ class Saver:
     # ---- the stages' work
 
     def _start(self, stage: Stage, work: Callable[[], Any], only_first: bool = False) -> None:
-        """Enter a stage. The work runs on a thread: a disk may be slow, and a rank that stops answering is
-        noticed."""
+        """Enter a stage. Its work runs on a thread: a disk may be slow, and a rank that does not answer
+        meanwhile ends the run."""
         self.stage, self._result, self._status, self._thread = stage, None, DONE, None
         if only_first and self._comm.rank != 0:
             return
@@ -203,7 +203,7 @@ class Saver:
         def body() -> None:
             try:
                 self._result = work()
-            except Exception as error:  # said by whoever collects the results
+            except Exception as error:  # `_first_problem` collects the result
                 no_room = isinstance(error, OSError) and error.errno in _NO_ROOM
                 self._status = FULL if no_room else FAILED
                 self._result = f"rank {self._comm.rank} cannot write to {self._aside}: {_said_of(error)}"
@@ -213,7 +213,7 @@ class Saver:
 
     def _write(self) -> Report:
         self._aside.parent.mkdir(parents=True, exist_ok=True)
-        # `exist_ok` hides other failures, too, where another rank was faster
+        # Another rank may be faster. (`exist_ok` would hide other failures, too.)
         with contextlib.suppress(FileExistsError):
             self._aside.mkdir()
         if self._comm.rank == 0:
@@ -224,18 +224,17 @@ class Saver:
         return write(self._aside / file_name(self._comm.rank), self._comm.rank, self._items)
 
     def _clear(self) -> None:
-        """Older checkpoints of the lineage make room, all but the newest: the one that this run has read, or
-        read back. `latest` may name a damaged one."""
+        """Remove older checkpoints of the lineage, all but the newest that this run has read, or read back.
+        (`latest` may name a damaged one.)"""
         mine = self._own()
         proved = [path for path in mine if self._proved is not None
                   and path.resolve() == self._proved.resolve()]
-        stays = [*(proved or mine[:1]), self._being_copied()]
-        older = [path for path in mine if path not in stays]
+        kept = [*(proved or mine[:1]), self._being_copied()]
+        older = [path for path in mine if path not in kept]
         names = ", ".join(path.name for path in older)
-        self._say(f"warning: {self._problem}: " + (f"{names} make room for the checkpoint of step {self.step}"
-                                                   if older else
-                                                   "no older checkpoint can make room; it is tried once "
-                                                   "more"))
+        room = (f"{names} make room for the checkpoint of step {self.step}" if older
+                else "no older checkpoint can make room; it is tried once more")
+        self._say(f"warning: {self._problem}: {room}")
         self._remove(older)
 
     def _publish(self, reports: list[Report]) -> None:
@@ -243,8 +242,8 @@ class Saver:
         index, parameters = index_of(reports)
         (aside / INDEX).write_bytes(index)
         sync(aside / INDEX)
-        files = {file_name(rank): [report.size, *report.header] for rank,
-                 report in enumerate(reports) if report.size}
+        files = {file_name(rank): [report.size, *report.header]
+                 for rank, report in enumerate(reports) if report.size}
         replace_text(aside / MANIFEST, seal({**self._manifest, "parameters": parameters, "files": files}))
         for name, (size, *_) in files.items():
             if (aside / name).stat().st_size != size:
@@ -254,39 +253,39 @@ class Saver:
         self._synced()
         sync(aside)
         older = final.with_suffix(REPLACED)
-        if final.exists():  # a step that is run again after a resume from an older checkpoint
+        if final.exists():  # this step was run before: the run has resumed from an older checkpoint
             shutil.rmtree(older, ignore_errors=True)
             os.replace(final, older)
         os.replace(aside, final)
         sync(final.parent)
-        self._proved = final  # it is saved, whatever fails from here on
-        with self._warns(f"{final.parent / LATEST} does not name {final.name}, which is saved, and which a "
-                         f"resume takes"):
+        self._proved = final  # it is saved, even if anything below fails
+        with self._warns(f"{final.parent / LATEST} does not name {final.name}, which is saved, and from "
+                         "which a run resumes all the same"):
             write_latest(self._config, final.name, self._lineage)
-        with self._warns(f"older checkpoints in {final.parent} stay beyond checkpoint.keep"):
+        with self._warns(f"older checkpoints in {final.parent} were not removed as checkpoint.keep asks"):
             keep = self._config.checkpoint.keep
             self._remove(self._own()[keep:] if keep and self._prunes else [])
         self._sweep()
 
     def _own(self) -> list[Path]:
-        """The run's checkpoints, the newest first. Of others nothing is known that would allow to remove
-        them."""
-        return own(self._config, self._lineage, self.step,
-                   lambda path, why: self._warn(f"{path.name} is left alone, whatever checkpoint.keep says",
-                                                why))
+        """The checkpoints of this run's lineage, the newest first. Only these may be removed."""
+        def warn(path: Path, why: str) -> None:
+            self._warn(f"{path.name} is left alone, whatever checkpoint.keep says", why)
+
+        return own(self._config, self._lineage, self.step, warn)
 
     def _remove(self, older: list[Path]) -> None:
-        """Where one cannot be removed, the new one is there all the same, and the next save tries again."""
+        """Remove older checkpoints. A failure is a warning, and the next save tries again."""
         for path in older:
             if path != self._being_copied():
                 with self._warns(f"{path} was not removed at once, and is tried again after the next save"):
                     remove(path)
 
     def _sweep(self) -> None:
-        """What could not be removed when it was to go: of failed saves of this start, and of older
-        checkpoints."""
+        """Try again to remove folders that could not be removed before: of failed saves of this start, and of
+        older checkpoints."""
         here = folder(self._config)
-        with self._warns(f"what is to go from {here} is still there"):
+        with self._warns(f"temporary folders in {here} could not be removed"):
             for aside in [*here.glob(f"*.{self._attempt}.tmp"), *here.glob(f"*{REMOVED}"),
                           *here.glob(f"*{REPLACED}")]:
                 replaced = aside.name.endswith(REPLACED)
@@ -295,7 +294,7 @@ class Saver:
 
     @contextlib.contextmanager
     def _warns(self, what: str) -> Iterator[None]:
-        """A failure of what follows is a line, once, and no more."""
+        """A failure inside prints a warning, once for each `what`, and is not raised."""
         try:
             yield
         except Exception as error:
@@ -312,10 +311,10 @@ class Saver:
             tidy(self._config)
 
     def _first_problem(self) -> str:
-        """Of the first rank that has one, on all ranks, which call it together."""
+        """The problem of the first rank that has one, on all ranks. All ranks call this together."""
         problems = self._comm.exchange(self._result if self._status in (FAILED, FULL) else None)
         problem = next((each for each in problems if each is not None), None)
-        assert problem is not None, "a rank has failed, and says nothing"
+        assert problem is not None, "a rank has failed without a problem"
         return problem
 
     def _end(self, problem: str | None) -> Outcome:
@@ -328,13 +327,13 @@ def _said_of(error: Exception) -> str:
 
 
 def _whole(replaced: Path) -> Path:
-    """The checkpoint that took the place of one."""
+    """The checkpoint that replaced this older one."""
     return replaced.with_name(replaced.name.removesuffix(REPLACED))
 
 
 def remove(path: Path) -> None:
-    """Under another name first: what is killed in the middle of it leaves nothing that looks like a
-    checkpoint."""
+    """Remove a checkpoint. It is renamed first, so that a process killed meanwhile leaves no folder that
+    looks like a checkpoint."""
     aside = path.with_suffix(REMOVED)
     shutil.rmtree(aside, ignore_errors=True)
     os.replace(path, aside)
@@ -342,7 +341,7 @@ def remove(path: Path) -> None:
 
 
 def _remove_all(path: Path) -> None:
-    """Remove all of a folder that can be removed; OSError of the first that could not."""
+    """Remove as much of a folder as possible; OSError of the first failure."""
     try:
         shutil.rmtree(path)
     except FileNotFoundError:
@@ -353,7 +352,7 @@ def _remove_all(path: Path) -> None:
 
 
 def tidy(config: Config) -> None:
-    """Remove what a killed run has left half made or half removed; bring back what it was about to
+    """Remove what a killed run left half written or half removed; restore the checkpoint that it was about to
     replace."""
     for aside in folder(config).glob("*.tmp"):
         if aside.name.endswith(REPLACED) and not _whole(aside).exists():

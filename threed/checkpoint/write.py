@@ -1,7 +1,7 @@
-"""Write: one rank's tensors into one safetensors file, checksummed on the way and read back from the disk.
+"""Write: one rank's tensors into one safetensors file, with checksums, read back from the disk.
 
-The safetensors library would copy all tensors before it writes the first; here a piece at a time is
-checksummed and written.
+The safetensors library would copy all tensors before it writes the first; this code computes the checksum of
+one piece at a time and writes the piece.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from threed.checkpoint.boxes import Box
 from threed.checkpoint.format import Report
 from threed.checkpoint.proof import MASK, checksum
 
-PIECE = 16 << 20  # bytes that are checksummed and written, or read, at a time
-Parts = list[tuple[int, int]]  # of a file, from its first byte to its last: bytes, CRC-32
+PIECE = 16 << 20  # bytes that are written or read at a time
+Parts = list[tuple[int, int]]  # the parts of a file, in order: (bytes, CRC-32)
 
 
 class Item(NamedTuple):
-    """A tensor to be written: one kind of a parameter's values in a box."""
+    """A tensor to be written: one kind of value of a parameter, in one box."""
 
     kind: str
     box: Box
@@ -36,7 +36,7 @@ class Item(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where an item lies in its file."""
+    """An item's bytes in its file, and their checksums."""
 
     start: int
     size: int  # bytes
@@ -45,7 +45,7 @@ class Place(NamedTuple):
 
 
 def write(path: Path, rank: int, items: list[Item]) -> Report:
-    """Write a file, bring it to the disk and read it back. OSError where one of that fails."""
+    """Write a file, sync it to the disk and read it back. OSError where one of these fails."""
     if not items:
         return Report()
     head = header(items)
@@ -68,7 +68,7 @@ def write(path: Path, rank: int, items: list[Item]) -> Report:
 
 
 def report_of(rank: int, head: bytes, items: list[Item], places: list[Place]) -> Report:
-    """What a rank says of its file. `places`: of each item, in their order."""
+    """The report on a rank's file. `places`: one for each item, in the same order."""
     report = Report(places[-1].start + places[-1].size, (len(head), zlib.crc32(head)))
     boxes: dict[Box, dict[str, tuple[int, int]]] = {}
     for item, place in zip(items, places, strict=True):
@@ -82,8 +82,8 @@ def report_of(rank: int, head: bytes, items: list[Item], places: list[Place]) ->
 
 
 def header(items: list[Item]) -> bytes:
-    """The format's head: its length in 8 bytes, then JSON that names each tensor and its bytes after the
-    head."""
+    """A safetensors header: its length in 8 bytes, then JSON that names each tensor and its range of bytes
+    after the header."""
     entries, at = {}, 0
     for item in items:
         size = 4 * (item.box.stop - item.box.start)
@@ -95,21 +95,21 @@ def header(items: list[Item]) -> bytes:
 
 
 def _write(descriptor: int, data: bytes | memoryview) -> None:
-    """All of it: a disk that fills up takes a part before it refuses."""
+    """Write all of `data`: a disk that fills up takes a part before it refuses."""
     done = 0
     while done < len(data):
         done += os.write(descriptor, data[done:])
 
 
 def check(path: Path, parts: Parts) -> None:
-    """OSError where a file's bytes are not what they must be. What the disk has, as far as the system lets
-    one ask, not what the system still remembers of it."""
+    """OSError where a file does not have the sizes and checksums of `parts`. The system is asked to drop its
+    cached pages of the file first, so that the bytes come from the disk."""
     with path.open("rb", buffering=0) as file:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        size, wanted, at = os.fstat(file.fileno()).st_size, sum(size for size, _ in parts), 0
-        if size != wanted:
-            raise OSError(f"{path.name} has {size} bytes, not {wanted}")
+        actual, wanted, at = os.fstat(file.fileno()).st_size, sum(size for size, _ in parts), 0
+        if actual != wanted:
+            raise OSError(f"{path.name} has {actual} bytes, not {wanted}")
         for size, want in parts:
             crc = 0
             for piece in read(file.fileno(), at, size):
@@ -120,7 +120,7 @@ def check(path: Path, parts: Parts) -> None:
 
 
 def read(descriptor: int, start: int, size: int) -> Iterator[bytes]:
-    """The bytes of a file from `start` on, a piece at a time. OSError where it ends before."""
+    """`size` bytes of a file from `start` on, a piece at a time. OSError where the file ends before."""
     at, stop = start, start + size
     while at < stop:
         piece = os.pread(descriptor, min(PIECE, stop - at), at)

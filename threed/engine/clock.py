@@ -1,7 +1,7 @@
-"""Clocks: a mark is a moment of the work, which the host's clock tells on a CPU and an event in the stream on
-a GPU.
+"""Clocks: a mark is a point in time of the work, taken from the host's clock on a CPU and by an event in the
+stream on a GPU.
 
-Marks on a GPU cost the host a microsecond each and never make it wait; they are read once, after the step.
+A mark on a GPU costs the host a microsecond and never makes it wait; marks are read once, after the step.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import torch
 
 class Clock(Protocol):
     def mark(self) -> Any:
-        """Now: when all the work that was issued so far is done."""
+        """The moment at which all work issued so far is done."""
         ...
 
     def reader(self, begin: Any, end: Any) -> Callable[[Any], float]:
-        """Wait for the mark `end`; a function from a mark to the seconds since `begin`. Marks may be used
-        again after."""
+        """Wait for the mark `end`. Returns a function from a mark to the seconds since `begin`. The next step
+        may reuse the marks."""
         ...
 
     def passed(self, mark: Any) -> bool:
-        """Whether the work has come to this mark. Any thread may ask."""
+        """Whether the work has reached this mark. Any thread may call this."""
         ...
 
 
@@ -40,7 +40,7 @@ class HostClock:
 
 
 class CudaClock:
-    """Events are kept from step to step: making one costs more than recording it."""
+    """Events are kept from step to step: creating one costs more than recording it."""
 
     def __init__(self) -> None:
         self._events: list[torch.cuda.Event] = []
@@ -62,7 +62,7 @@ class CudaClock:
     def passed(self, mark: torch.cuda.Event) -> bool:
         try:
             return mark.query()
-        except RuntimeError:  # the device has failed: whoever uses it next says why
+        except RuntimeError:  # the device has failed: the next use of it raises the reason
             return True
 
 

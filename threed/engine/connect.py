@@ -8,9 +8,8 @@ from threed.comm import Comm
 
 
 def warm(comm: Comm) -> None:
-    """A number through every group and channel. NCCL connects two ranks or more at their first call. Let that
-    be here, where each rank comes to all of its communicators in one order, and not wherever in a step it
-    gets to them first."""
+    """Send a number through every group and channel. NCCL connects the ranks of a communicator at their first
+    call. Here that happens in an order that all ranks share, not at different points of their first step."""
     number = torch.zeros(1, device=comm.device)
     for group in comm.groups.values():
         group.all_reduce(number).wait()

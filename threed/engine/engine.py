@@ -1,7 +1,8 @@
-"""The engine: runs the programs of a plan on one rank, and notes when each instruction ran.
+"""The engine: runs the programs of a plan on one rank, and records when each instruction ran.
 
-It decides nothing. For each instruction it waits for the slots that `effects` says are read or updated, calls
-the handler, and frees the slots that `effects` says are freed. Loopback runs the same engine on threads.
+It makes no decisions. For each instruction it waits for the slots that `effects` lists as read or updated,
+calls the handler, and frees the slots that `effects` lists as freed. Loopback runs the same engine on
+threads.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ class Engine:
         parameters = {name: p for state in self.states.values() for name, p in state.parameters.items()}
         dtype = self.zero.precision.compute
         self.saving = Saving(config.pieces)
-        activation, offload = ActivationRun(comm, table, shared,
-                                            dtype), OffloadRun(comm, table, shared, dtype, self.states)
+        activation = ActivationRun(comm, table, shared, dtype)
+        offload = OffloadRun(comm, table, shared, dtype, self.states)
         context = Context(config.model, comm.groups, config.parallel.sequence_parallel, dtype,
                           weight_grads, self.saving)
         self.pipeline = PipelineRun(config, comm, table, parameters, context, self._keeping, activation)
@@ -59,14 +60,13 @@ class Engine:
                         for name, programs in plan.programs.items()}
         self.sources = {name: sources(effects) for name, effects in self.effects.items()}
         self.clock = make_clock(comm.device)
-        # Marks of the program under way: the end of each instruction, and (index, slot, from, to) of each
-        # wait.
+        # Marks of the program under way: the end of each instruction; (index, slot, from, to) of each wait.
         self._ended: list[Any] = []
         self._waits: list[tuple[int, Slot, Any, Any]] = []
         self.slots = Slots()
-        # (program, index, since): what the watchdog looks at
+        # (program, index of the instruction, time of its start), for the watchdog
         self.current: tuple[str, int, float] | None = None
-        # called after each instruction, to inspect it
+        # called after each instruction
         self.after: Callable[[Instruction, Slots], None] | None = None
 
     def _keeping(self, unit: int) -> AbstractContextManager[Any]:
@@ -80,20 +80,19 @@ class Engine:
         return clipped, trace
 
     def snapshot(self) -> None:
-        """Begin to copy what a checkpoint keeps to the host, where the plan has it so; the next step goes on
-        meanwhile."""
+        """Begin to copy the content of a checkpoint to the host, if the plan has a program for it. The next
+        step runs meanwhile."""
         if self.plan.table.update.snapshots:
             self._run(WAITING if self.zero.waiting is not None else SNAPSHOT, self.pipeline.batch)
 
     def run(self, name: str, batch: Callable[[int], Batch]) -> tuple[Clipped, Trace]:
-        """Run a program that ends in a loss. A failure is raised as RunError, with the instruction, its
-        neighbours and what is alive."""
+        """Run a program that has a CLIP. RunError as from `_run`."""
         trace = self._run(name, batch)
         return self.slots.get(Slot("scale")), trace
 
     def _run(self, name: str, batch: Callable[[int], Batch]) -> Trace:
-        """Run a program once. A failure is raised as RunError, with the instruction, its neighbours and what
-        is alive."""
+        """Run a program once. A failure is raised as RunError, with the instruction, its neighbours and the
+        slots that are alive."""
         program, all_effects = self.plan.programs[name][self.position], self.effects[name]
         slots, handlers, mark = self.slots, self.handlers, self.clock.mark
         slots.keep(self.plan.table.seam(self.position, name))
@@ -117,9 +116,9 @@ class Engine:
                 for slot in all_effects[index].frees:
                     slots.free(slot)
             self.pipeline.finish()
-            # what the host and the disk are still at
+            # work of the host and the disk that is still under way
             for slot in self.plan.table.seam(self.position, name, end=True):
-                if slot.kind != "snapshot":  # the next STEP waits for it
+                if slot.kind != "snapshot":  # the next STEP waits for the snapshot
                     slots.wait(slot)
             end = mark()
             since = self.clock.reader(begin, end)
@@ -137,13 +136,13 @@ class Engine:
         return trace
 
     def rehearse(self, batch: Callable[[int], Batch]) -> Trace:
-        """The next step without its update: everything is afterwards as it was before."""
+        """Run the next step without its update. Weights and optimizer state do not change."""
         self.pipeline.loss_scale = self.zero.scaler.scale
         return self.run(VERIFY, batch)[1]
 
     @contextmanager
     def inspected(self, look: Callable[[Instruction, Slots], None]) -> Iterator[None]:
-        """Inside, `look` is called after each instruction, before slots are freed."""
+        """Within the context, `look` is called after each instruction, before its slots are freed."""
         before = self.after
 
         def both(instruction: Instruction, slots: Slots) -> None:
@@ -158,17 +157,18 @@ class Engine:
             self.after = before
 
     def close(self) -> None:
-        """Remove what the engine has on disk."""
+        """Remove the engine's files on disk."""
         if self.storage.disk is not None:
             self.storage.disk.close()
 
     def where(self) -> str:
-        """Which instruction the rank is at, for whom it waits, its neighbours, and the slots alive."""
+        """The rank's current instruction, the ranks that it waits for, the instructions around it, and the
+        slots that are alive."""
         me = f"rank {self.comm.rank} ({self.comm.here})"
         if self.current is None:
             return f"{me} is between programs"
         name, index, since = self.current
-        # On a GPU the host runs ahead: the rank is where its work is.
+        # On a GPU the host runs ahead: the current instruction is the first that the GPU has not finished.
         index = next((i for i, mark in enumerate(self._ended) if not self.clock.passed(mark)), index)
         programs = self.plan.programs[name]
         instruction = programs[self.position][index]
@@ -180,17 +180,17 @@ class Engine:
         return f"{me} {waiting}\n{place}\n  alive: {shown or 'nothing'}"
 
     def _awaited(self, name: str, index: int) -> str:
-        """For whom an instruction waits: those who take part in it, or in what makes the slot that it waits
-        for."""
+        """The ranks that an instruction waits for, in words: those that take part in it, or in the
+        instruction that writes the slot that it waits for."""
         program, mesh = self.plan.programs[name][self.position], self.comm.mesh
         instruction, text = program[index], ""
         slot = self.slots.waiting or next((slot for at, slot, _, to in self._waits
                                            if at == index and not self.clock.passed(to)), None)
         if slot is not None:
-            made = [i for i in range(index) if slot in (*self.effects[name][i].writes,
-                                                        *self.effects[name][i].adds)]
-            if made:
-                instruction = program[made[-1]]
+            writers = [i for i in range(index) if slot in (*self.effects[name][i].writes,
+                                                           *self.effects[name][i].adds)]
+            if writers:
+                instruction = program[writers[-1]]
                 text = f", which needs '{slot}' of '{instruction}'"
         if instruction.op in MESSAGES:
             return f"{text}, with rank {mesh.group('pp', self.comm.rank)[instruction.peer]}"

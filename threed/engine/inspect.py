@@ -1,9 +1,8 @@
-"""Inspect: what each instruction has made, and which of all ranks' findings came first in the order of the
-data's way.
+"""Inspect: the results of each instruction, and the first of all ranks' findings along the flow of data.
 
-What one rank makes wrongly makes others wrong, too: those it sends to, and all who sum with it. The data's
-way is forward through the units, backward through them, and the sums over ranks: the first of all findings is
-where it began.
+A wrong result on one rank makes results wrong on other ranks, too: on those that receive it, and on all that
+sum with it. Data flow forward through the units, backward through them, and then into sums over ranks: the
+first finding in this order is the origin.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from threed.slots import Slots
 
 
 class Finding(NamedTuple):
-    """Sorts by the data's way."""
+    """Something wrong. Findings sort by the flow of data."""
 
     phase: int  # -1 before the step, 0 forward, 1 backward, 2 sum over ranks, 3 update
-    distance: int  # along the way in that phase
-    turn: int  # of several at one place
+    distance: int  # along the flow of data in that phase
+    turn: int  # orders findings of the same distance
     text: str
 
 
-class Made(NamedTuple):
-    """What an instruction has made."""
+class Result(NamedTuple):
+    """One result of an instruction."""
 
     phase: int
     distance: int
@@ -37,12 +36,12 @@ class Made(NamedTuple):
     values: torch.Tensor
 
 
-_TENSORS = ("act", "grad", "loss")  # kinds of slots that are tensors, as those are that units hand on
+_TENSORS = ("act", "grad", "loss")  # kinds of slots that hold tensors, besides those of `table.handed`
 
 
-def made(engine: Engine, instruction: Instruction, slots: Slots) -> Iterator[Made]:
-    """The results of a forward or backward; the reduced gradients at CLIP, first the part whose sum this rank
-    took."""
+def results(engine: Engine, instruction: Instruction, slots: Slots) -> Iterator[Result]:
+    """The results of a forward or backward; at CLIP the reduced gradients, first the part that this rank
+    summed."""
     op, unit, *_ = instruction
     table = engine.plan.table
     if op == Op.CLIP and instruction.gradients != "none":
@@ -50,23 +49,23 @@ def made(engine: Engine, instruction: Instruction, slots: Slots) -> Iterator[Mad
             whole = state.gradient_prev if instruction.gradients == "wait" else state.gradient
             start, stop = (at - state.owned[0] for at in state.shard)
             for values in (whole[start:stop], whole) if stop - start < len(whole) else (whole,):
-                yield Made(2, p, f"sum over ranks of the gradient of p{p} ({table.parameters[p].name})",
-                           values)
+                yield Result(2, p, f"sum over ranks of the gradient of p{p} ({table.parameters[p].name})",
+                             values)
     if op != Op.FORWARD and op not in BACKWARDS:
         return
     effect, forward = effects(instruction, table, engine.position), op == Op.FORWARD
     what = "gradient" if not forward else "output" if unit < table.last else "loss"
-    place = way(instruction), unit if forward else -unit, f"{what} of {named(engine, instruction)}"
+    place = phase_of(instruction), unit if forward else -unit, f"{what} of {named(engine, instruction)}"
     for slot in (*effect.writes, *effect.adds):
         if slot.kind in _TENSORS or slot.kind in table.handed:
-            yield Made(*place, slots.get(slot))
+            yield Result(*place, slots.get(slot))
         elif slot.kind == "wgrad":
             for values in engine.states[slot.unit].written():
-                yield Made(*place, values)
+                yield Result(*place, values)
 
 
-def way(instruction: Instruction) -> int:
-    """The phase of an instruction."""
+def phase_of(instruction: Instruction) -> int:
+    """The phase of an instruction, as in Finding."""
     return 0 if instruction.op == Op.FORWARD else 2 if instruction.op in (Op.REDUCE, Op.CLIP) else 1
 
 
@@ -82,7 +81,7 @@ def me(engine: Engine) -> str:
     return f"rank {engine.comm.rank} ({engine.comm.here})"
 
 
-def first(engine: Engine, found: Iterable[Finding]) -> Finding | None:
-    """The first of all ranks' findings, on all ranks. All call this together."""
-    return min((each for each in engine.comm.exchange(min(found, default=None)) if each is not None),
-               default=None)
+def first(engine: Engine, findings: Iterable[Finding]) -> Finding | None:
+    """The first of all ranks' findings, on all ranks. All ranks call this together."""
+    firsts = engine.comm.exchange(min(findings, default=None))
+    return min((finding for finding in firsts if finding is not None), default=None)

@@ -1,6 +1,6 @@
-"""Loopback: all ranks of a mesh in one process, a thread each, over a second implementation of `comm`.
+"""Loopback: all ranks of a mesh in one process, one thread per rank, over a second implementation of `comm`.
 
-The engine and its handlers are those of a real run; only the transport differs. Sums are taken in a fixed
+The engine and its handlers are those of a real run; only the transport differs. Sums are added in a fixed
 order.
 """
 
@@ -30,8 +30,9 @@ class Aborted(RuntimeError):
 
 
 class World:
-    """What the ranks share: one lock, and what each has put on the table. Who waits is woken by what it waits
-    for alone: with many ranks, waking all of them for everything would be most of the work."""
+    """The state that all ranks share: one lock, and the tensors of collective calls and messages. Each key
+    has a condition of its own, so that an event wakes only the ranks that wait for it: with many ranks,
+    waking all of them for every event would be most of the work."""
 
     def __init__(self, mesh: Mesh):
         self.mesh = mesh
@@ -43,7 +44,7 @@ class World:
         self._mail: dict[Any, deque[torch.Tensor]] = {}
 
     def _wait_for(self, key: Any, ready: Callable[[], bool]) -> None:
-        """Under the lock, until what has this key is ready."""
+        """Wait until the call or message with this key is ready. The caller holds the lock."""
         if not ready() and self.failure is None:
             condition = self._waiting.setdefault(key, threading.Condition(self._lock))
             if not condition.wait_for(lambda: self.failure is not None or ready(), TIMEOUT_S):
@@ -66,14 +67,14 @@ class World:
                 self._waiting.pop(key).notify_all()
 
     def take(self, key: Any, size: int) -> list[torch.Tensor]:
-        """Everybody's tensor of a call, by index, once all are there."""
+        """The tensors of all ranks of a call, by index, once all have come."""
         with self._lock:
             self._wait_for(key, lambda: len(self._calls.get(key, ())) == size)
-            found = self._calls[key]
+            call = self._calls[key]
             self._taken[key] += 1
             if self._taken[key] == size:
                 del self._calls[key], self._taken[key]
-            return [found[index] for index in range(size)]
+            return [call[index] for index in range(size)]
 
     def post(self, key: Any, tensor: torch.Tensor) -> None:
         with self._lock:
@@ -93,7 +94,7 @@ class ThreadGroup(Group):
         self._world, self._count_calls = world, 0
 
     def _call(self, tensor: torch.Tensor, finish: Callable[[list[torch.Tensor]], None]) -> Handle:
-        """Copies are put on the table, so that a result may overwrite an input."""
+        """Give a copy of the tensor to the call, so that a result may overwrite the input."""
         self._count_calls += 1
         key = (self.name, self.ranks, self._count_calls)
         self._world.put(key, self.rank(), tensor.detach().clone(), self.size())
@@ -132,13 +133,13 @@ class ThreadChannel(Channel):
         return Handle(None)
 
     def recv(self, tensor: torch.Tensor) -> Handle:
-        before = self._latest  # messages are matched in the order that receives were posted in
+        before = self._latest  # receives get messages in the order in which they were posted
 
         def finish() -> None:
             before.wait()
-            got = self._world.receive(self._key)
-            assert got.shape == tensor.shape and got.dtype == tensor.dtype, (got.shape, tensor.shape)
-            tensor.copy_(got)
+            sent = self._world.receive(self._key)
+            assert sent.shape == tensor.shape and sent.dtype == tensor.dtype, (sent.shape, tensor.shape)
+            tensor.copy_(sent)
 
         self._latest = Handle(finish)
         return self._latest
@@ -163,9 +164,9 @@ class ThreadComm(Comm):
 
 @contextmanager
 def initialized() -> Iterator[None]:
-    """torch.distributed with this process alone, for as long as layers are made: megatron-core asks a group
-    for its size only where torch.distributed is there. Taken down after, since a process that forks must not
-    have gloo's threads."""
+    """torch.distributed with this process as its only rank, while layers are constructed: megatron-core asks
+    a group for its size only if torch.distributed is initialized. Destroyed afterwards, since a process that
+    forks must not have gloo's threads."""
     if dist.is_initialized():
         yield
         return
@@ -177,8 +178,8 @@ def initialized() -> Iterator[None]:
 
 
 def run_loopback(config: Config, plan: Plan, mesh: Mesh, work: Callable[[Comm], Any]) -> list[Any]:
-    """Call `work` with each rank's comm, each on its own thread; results by rank. The first failure is
-    raised."""
+    """Call `work` with each rank's comm, each on its own thread. Returns the results by rank; raises the
+    first failure."""
     world = World(mesh)
     pairs = channel_pairs(plan)
     results: list[Any] = [None] * mesh.size

@@ -1,10 +1,10 @@
-"""Watch: no rank waits for ever, and none ends without the others knowing why.
+"""Watch: no rank waits for ever, and when a rank ends, the others know why.
 
-The ranks share a key in the rendezvous store. Whoever fails first writes there what happened (for a rank that
-was killed, its launcher does); the others see it within a second, and end, even while they connect: the watch
-has a client of the store of its own, since one that waits for an answer is locked. A thread beside the engine
-looks at how long the current instruction has waited: past the limit it prints what the rank waits for and
-ends the run, even while the main thread hangs in a collective.
+The ranks share a key in the rendezvous store. The first rank that fails writes the reason to this key (for a
+rank that was killed, its launcher does). The others see it within a second and end, even while they connect:
+the watch has its own client of the store, since a client that waits for an answer is locked. A thread beside
+the engine checks how long the current instruction has waited. Past the limit it prints what the rank waits
+for and ends the run, even while the main thread hangs in a collective.
 """
 
 from __future__ import annotations
@@ -23,26 +23,23 @@ from threed.comm import Comm
 from threed.engine.engine import Engine
 
 KEY = "threed/failure"
-LIMIT = 0.8  # of run.timeout_s: the rest is for telling the others, so that all have ended by then
+LIMIT = 0.8  # share of run.timeout_s; the rest is for telling the others, so that all end within it
 POLL_S = 0.25
-STORE_S = 20.0  # without the store nobody can tell the others of a failure
+STORE_S = 20.0  # the run ends if the store does not answer for so long: it carries the news of failures
 
 
 def say(message: str) -> None:
-    """A line on stderr, in one write: ranks share it, and a handler of signals may be in the middle of
-    another."""
+    """Print a line on stderr in one write: ranks share stderr, and a signal handler may interrupt a print."""
     with contextlib.suppress(OSError):
         os.write(2, f"threed: {message}\n".encode(errors="replace"))
 
 
 LOST = ("closed by peer", "reset by peer", "broken pipe", "connection refused", "connection was",
-        "failed to connect",
-        "remote process exited", "failed to recv")
+        "failed to connect", "remote process exited", "failed to recv")
 
 
 def lost_peer(error: BaseException | None) -> bool:
-    """Whether an error, or what it comes from, is a broken connection: most often the echo of a rank that has
-    ended."""
+    """Whether an error, or one of its causes, is a broken connection: most often another rank has ended."""
     while error is not None:
         if isinstance(error, RuntimeError) and any(words in str(error).lower() for words in LOST):
             return True
@@ -51,25 +48,25 @@ def lost_peer(error: BaseException | None) -> bool:
 
 
 def own_client(store: Any) -> Any:
-    """Another client of a rendezvous store. (torch 2.7 cannot make one: there it is the same.)"""
+    """A second client of a rendezvous store. (torch 2.7 cannot clone a client: then it is the same one.)"""
     return store.clone() if hasattr(store, "clone") else store
 
 
 def tell(store: Any, note: dict[str, Any]) -> dict[str, Any]:
-    """Leave the note of a failure (rank, message, status, hang, step, cause), unless one is there. The one
-    that is."""
+    """Write the note of a failure (rank, message, status, hang, step, cause), unless the store has one
+    already. Returns the note that the store has then."""
     return json.loads(store.compare_set(KEY, "", json.dumps(note)))
 
 
 class Watch:
     def __init__(self, rank: int, store: Any, timeout_s: float):
         self.rank, self._store, self._timeout_s = rank, own_client(store), timeout_s
-        self.step = 0  # under way; 0: none yet
-        self.on_step: Callable[[int], None] | None = None  # whom to tell of each step
+        self.step = 0  # the step under way; 0: none yet
+        self.on_step: Callable[[int], None] | None = None  # called when a step begins
         self.engine: Engine | None = None
         self.comm: Comm | None = None
         self.hosts: list[str] = []  # of each rank, once that is known
-        self.failed = False  # this rank has, and will soon be killed with the others
+        self.failed = False  # whether this rank has failed; it will soon be killed with the others
         self._phase: tuple[str, float | None] | None = None
         self._seen: dict[str, Any] | None = None  # the first failure
         self._told = False
@@ -80,8 +77,8 @@ class Watch:
 
     @contextmanager
     def phase(self, text: str, waits: bool = True) -> Iterator[None]:
-        """Name what the rank does outside of a program. `waits`: all of it counts as waiting for others; if
-        not, only the exchanges in it do, and what lies between may take as long as it takes."""
+        """Name what the rank does outside of a program. `waits`: whether the whole phase counts as waiting
+        for other ranks; if not, only its exchanges do, and the work between them may take any time."""
         self._phase = (text, time.monotonic() if waits else None)
         try:
             yield
@@ -92,25 +89,26 @@ class Watch:
         self._closed.set()
 
     def at(self, step: int) -> None:
-        """A step begins."""
+        """Called when a step begins."""
         self.step = step
         if self.on_step is not None:
             self.on_step(step)
 
     def fail(self, message: str, status: int = 1, hang: bool = False, cause: str | None = None) -> bool:
-        """Tell everybody that this rank failed. False if somebody else was first: then theirs is the reason.
-        `cause`: what would be the same if it failed again; None: it came from outside."""
+        """Tell all ranks that this one failed. False if another rank failed first: then the reason is that
+        rank's. `cause`: text that would be the same if the run failed again for this reason; None: the reason
+        came from outside."""
         note = {"rank": self.rank, "message": message, "status": status, "hang": hang, "step": self.step,
                 "cause": cause}
         return tell(self._store, note)["rank"] == self.rank
 
     def reason(self, wait_s: float = 0.0) -> dict[str, Any] | None:
-        """The first failure of any rank, if there is one by then."""
+        """The first failure of any rank, or None if there is none within `wait_s` seconds."""
         until = time.monotonic() + wait_s
         while True:
             if self._seen is None and self._store.check([KEY]):
                 self._seen = json.loads(self._store.get(KEY))
-            if self._seen is not None:  # it stays known when the store has gone
+            if self._seen is not None:  # also after the store has ended
                 return self._seen
             if time.monotonic() >= until:
                 return None
@@ -125,7 +123,7 @@ class Watch:
         return f"rank {self.rank}{waited} at '{text}', with all ranks"
 
     def _since(self) -> float | None:
-        """Since when the rank waits, if it does."""
+        """The time since which the rank waits; None if it does not."""
         current = self.engine.current if self.engine is not None else None
         if current is not None:
             return current[2]
@@ -139,8 +137,7 @@ class Watch:
             if since is not None and time.monotonic() - since > LIMIT * self._timeout_s:
                 message = f"no answer within run.timeout_s={self._timeout_s:g}: {self.where()}"
                 self.end(message)
-                # The store may hang with the rank that holds it: tell the others if it answers, and end
-                # anyway.
+                # The store may hang with the rank that hosts it: tell the others if it answers; end anyway.
                 threading.Thread(target=self.fail, args=(message, 1, True, "a hang"), daemon=True).start()
                 time.sleep(3 * POLL_S)
                 os._exit(1)
@@ -154,21 +151,20 @@ class Watch:
             except Exception:  # the store is gone or slow: the clock still watches
                 if time.monotonic() - answered > STORE_S:
                     self.end(f"rank {self.rank}: rank 0's host, or the launcher there, has gone: the store "
-                             f"of the run does not "
-                             f"answer for {STORE_S:g} s")
+                             f"of the run has not answered for {STORE_S:g} s")
                     os._exit(1)
                 continue
             if reason is None or reason["rank"] == self.rank:
                 continue
             if reason["hang"]:
                 self.end(f"rank {reason['rank']} got no answer; {self.where()}")
-            # rank 0 may hold the store: it leaves last
+            # rank 0 may host the store: it ends last
             if self._closed.wait((4 if self.rank else 8) * POLL_S):
-                return  # the main thread has seen it too, and ends by itself
+                return  # the main thread has seen the failure too, and ends by itself
             os._exit(reason["status"])
 
     def end(self, message: str) -> None:
-        """Say it once, from whichever thread comes first."""
+        """Print why this rank ends. Only the first call prints, from whichever thread."""
         with self._lock:
             if not self._told:
                 self._told = True
@@ -181,5 +177,5 @@ class Watch:
         return re.sub(r"\brank (\d+)\b(?! on |')", self._with_host, message)
 
     def _with_host(self, match: re.Match[str]) -> str:
-        rank = int(match[1])  # or another library's: "a tensor of rank 4"
+        rank = int(match[1])  # or something else in another library's message: "a tensor of rank 4"
         return f"{match[0]} on {self.hosts[rank]}" if rank < len(self.hosts) else match[0]

@@ -1,13 +1,12 @@
-"""Offload as a pass: where gradients go down to the host, are stepped there, and parameters come up again. No
-torch.
+"""Offload as a pass: gradients go to the host, the optimizer steps there, parameters come back. No torch.
 
     state on the host     ... REDUCE  OFFLOAD gshard ...  CLIP  STEP (on the host)  FETCH pshard
-    on disk, too          ...                             CLIP  FETCH host_state  STEP  OFFLOAD host_state ...
-    parameters there      ... FETCH pshard  GATHER ... RELEASE ...
+    state on disk         ...                             CLIP  FETCH host_state  STEP  OFFLOAD host_state ...
+    parameters, too       ... FETCH pshard  GATHER ... RELEASE ...
 
-A gradient goes down as soon as it is reduced. Units are stepped one after the other: while one is stepped,
-the state of the next is read from disk and the parameters of the one before come up, so two or three units at
-a time are on their way. Units whose state is on the device are stepped meanwhile.
+A gradient goes to the host as soon as it is reduced. Units are stepped one after the other: during one unit's
+step the state of the next is read from disk and the parameters of the one before go to the device, so two or
+three units at a time are under way. Units whose state is on the device are stepped meanwhile.
 """
 
 from __future__ import annotations
@@ -23,45 +22,45 @@ Program = list[Instruction]
 
 
 def homes(sizes: dict[int, int], ratio: float, home: Tier) -> dict[int, Tier]:
-    """Parameter unit -> where its state lives, such that a share of `ratio` of all `sizes` is at `home`, as
-    nearly as units allow: largest first, a unit goes there as long as that brings the share nearer to it."""
-    goal, there = ratio * sum(sizes.values()), 0
-    found = {}
+    """Parameter unit -> tier of its state, such that about `ratio` of the sum of `sizes` is at `home`.
+    Largest first, a unit is placed at `home` if that brings the share nearer to `ratio`."""
+    goal, placed = ratio * sum(sizes.values()), 0
+    tiers = {}
     for unit, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
-        goes = abs(there + size - goal) < abs(there - goal)
-        found[unit] = home if goes else Tier.DEVICE
-        there += size * goes
-    return found
+        nearer = abs(placed + size - goal) < abs(placed - goal)
+        tiers[unit] = home if nearer else Tier.DEVICE
+        placed += size * nearer
+    return tiers
 
 
 def optimizer(programs: Programs, table: Table) -> Programs:
-    """Gradients down, steps on the host, parameters up."""
+    """Gradients to the host, steps on the host, parameters to the device."""
     result = []
     for position, program in enumerate(programs):
         away = _away(table, position)
         if not away:
             result.append(program)
             continue
-        out, here = _down(program, table, away)
+        out, on_device = _down(program, table, away)
         turns = _turns(away, table, Instruction(Op.STEP),
                        lambda unit: [*_weights_home(unit, table), *_state_home(unit, table)])
-        result.append([*out, *turns[0], *turns[1], *here, *(item for turn in turns[2:] for item in turn)])
+        rest = (item for turn in turns[2:] for item in turn)
+        result.append([*out, *turns[0], *turns[1], *on_device, *rest])
     return result
 
 
 def _delay(programs: Programs, table: Table, steps: tuple[str, ...]) -> Programs:
-    """The same, one step late. `steps`: whose gradients are stepped, of the step before (prev) and of this
-    one ("").
+    """As `optimizer`, with updates one step late. `steps`: the gradients to apply, "prev" of the step before
+    and "" of this one.
 
-        train   [STEP prev, a unit at a time, beside forward and backward]  FETCH weights  CLIP: this step's
-                gradients wait
-        enter   forward and backward                                                       CLIP: this step's
-                gradients wait
-        drain   as train                                                                   CLIP  STEP ...
+        train   [STEP prev of each unit, beside forward and backward]  FETCH weights  CLIP
+        enter   forward and backward                                                  CLIP
+        drain   as train                                                              CLIP  STEP ...
 
-    Everything is on the host. The steps are spread evenly over the program, since one waits for the state of
-    the one before to be on disk. New weights come up after the last backward: all micro-batches of a step see
-    the same.
+    After the CLIP of `train` and `enter` this step's gradients wait for the next. All state is on the host or
+    on disk. The STEPs are spread evenly over the program, since each waits until the state of the unit before
+    is on disk. New weights go to the device after the last backward: all micro-batches of a step see the same
+    weights.
     """
     result = []
     for position, program in enumerate(programs):
@@ -80,7 +79,7 @@ def _delay(programs: Programs, table: Table, steps: tuple[str, ...]) -> Programs
     return result
 
 
-# The programs of delayed updates (program.table.Plan), each by its pass.
+# name of a program of delayed updates (program.table.Plan) -> its pass
 DELAYED = {name: partial(_delay, steps=steps) for name, steps in DELAYED_STEPS.items()}
 
 
@@ -89,8 +88,8 @@ def _away(table: Table, position: int) -> list[int]:
 
 
 def _down(program: Program, table: Table, away: list[int]) -> tuple[Program, Program]:
-    """The program up to CLIP, with gradients of these units on their way down; and the STEPs of the
-    others."""
+    """The program up to CLIP, with an OFFLOAD of the gradient of each unit in `away`; and the STEPs of the
+    other units."""
     out: Program = []
     for item in program:
         if item.op != Op.STEP:
@@ -101,8 +100,8 @@ def _down(program: Program, table: Table, away: list[int]) -> tuple[Program, Pro
 
 
 def _turns(away: list[int], table: Table, step: Instruction, then: Callable[[int], Program]) -> list[Program]:
-    """The steps of units whose state is away, one unit reading, one stepping and one writing (`then`) at a
-    time."""
+    """The STEPs of units whose state is off the device, as a pipeline: in one turn one unit reads its state,
+    one is stepped, and one is written back (`then`)."""
     turns: list[Program] = []
     for turn in range(len(away) + 2):
         reads = [unit for unit in away[turn:turn + 1] if table.parameters[unit].state_home == Tier.DISK]
@@ -115,7 +114,7 @@ def _turns(away: list[int], table: Table, step: Instruction, then: Callable[[int
 
 
 def _spread(program: Program, turns: list[Program]) -> Program:
-    """The turns, evenly over a program."""
+    """The turns, spread evenly over a program."""
     out: Program = []
     for turn, items in enumerate(turns):
         first, stop = (len(program) * at // len(turns) for at in (turn, turn + 1))
@@ -124,33 +123,36 @@ def _spread(program: Program, turns: list[Program]) -> Program:
 
 
 def _weights_home(unit: int, table: Table) -> Program:
-    """After a unit's step on the host."""
+    """Bring new weights to their tier after a step on the host."""
     weight = table.weight(unit)
     if weight.tier == Tier.DEVICE:
         return [Instruction(Op.FETCH, unit, kind=weight.kind)]
-    return [Instruction(Op.OFFLOAD, unit, kind=weight.kind,
-                        tier=Tier.HOST)] if weight.tier == Tier.DISK else []
+    if weight.tier == Tier.DISK:
+        return [Instruction(Op.OFFLOAD, unit, kind=weight.kind, tier=Tier.HOST)]
+    return []
 
 
 def _state_home(unit: int, table: Table) -> Program:
+    """Bring the optimizer state to its tier after a step on the host."""
     on_disk = table.state(unit).tier == Tier.DISK
     return [Instruction(Op.OFFLOAD, unit, kind="state", tier=Tier.HOST)] if on_disk else []
 
 
 def snapshot(_: Programs, table: Table, age: str = "") -> Programs:
-    """Between two steps: a copy on the host of what a checkpoint keeps, taken beside what comes next. A
-    unit's next STEP waits for its own."""
+    """Between two steps: copy the content of a checkpoint to the host, beside the next step. A unit's next
+    STEP waits for the unit's copy."""
     return [[Instruction(Op.OFFLOAD, p, kind="snapshot", age=age) for p in table.held(position)
              if table.saves(position, p)] for position in range(table.num_positions)]
 
 
 def snapshot_waiting(programs: Programs, table: Table) -> Programs:
-    """The same, with the gradients that wait for the next step."""
+    """`snapshot`, with the gradients that wait for the next step."""
     return snapshot(programs, table, age="prev")
 
 
 def parameters(programs: Programs, table: Table) -> Programs:
-    """Bring this rank's part up before it is gathered; from disk one GATHER earlier than that."""
+    """Bring this rank's part of a unit to the device before its GATHER; from disk to the host already before
+    the GATHER of the unit before."""
     result = []
     for program in programs:
         gathers = [index for index, item in enumerate(program)
@@ -160,7 +162,7 @@ def parameters(programs: Programs, table: Table) -> Programs:
             unit = program[index].unit
             if table.parameters[unit].weight_home == Tier.DISK:
                 ahead = gathers[max(0, use - 1)]
-                # Not while the part is up for the GATHER before.
+                # Not earlier if the GATHER before is of the same unit.
                 before[index if program[ahead].unit == unit else ahead].append(
                     Instruction(Op.FETCH, unit, kind="pshard", tier=Tier.HOST))
         for index in gathers:

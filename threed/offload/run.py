@@ -1,5 +1,4 @@
-"""What OFFLOAD and FETCH do to tensors: copies between the device, the host and the disk, beside the
-computation."""
+"""The handlers of OFFLOAD and FETCH: copies between the device, the host and the disk, beside computation."""
 
 from __future__ import annotations
 
@@ -18,8 +17,8 @@ from threed.slots import Slots
 
 
 class Offloaded(Protocol):
-    """A parameter unit, as far as it moves between tiers (zero.state.UnitState says what each method
-    does)."""
+    """The part of a parameter unit's interface that moves data between tiers. zero.state.UnitState implements
+    and documents it."""
 
     def lower_gradient(self, lane: Lane) -> Handle: ...
     def raise_weights(self, slot: Slot, brought: torch.Tensor | None,
@@ -51,7 +50,7 @@ class OffloadRun:
             on_device = self.table.state(here.unit).tier == Tier.DEVICE
             handle = state.take_snapshot(instruction.age == "prev",
                                          lane("d2h") if on_device else self.comm.host_lane())
-            if handle is not None:  # else another rank has the same, and writes it
+            if handle is not None:  # None: another rank has the same values, and writes them
                 slots.put(here.below, True, handle)
         elif here.kind == "gshard":
             slots.put(here.below, True, state.lower_gradient(lane("d2h")))
@@ -72,12 +71,13 @@ class OffloadRun:
             return
         name = "state" if here.kind == "state" else "weights"
         buffer = state.room_for_state() if name == "state" else state.room_for_weights()
-        # What was in the buffer may still be on its way to the device.
+        # On the host lane, since the buffer's old content may still be on its way to the device.
         slots.put(here, buffer, self.comm.host_lane("read").submit(lambda: state.read(name, buffer)))
 
     def _keep_on_host(self, here: Slot, slots: Slots) -> None:
         value = slots.get(here)
-        # one at a time: behind a slow link they would pile up on the device, which no plan counts
+        # One at a time: behind a slow link tensors would pile up on the device, in memory that no plan
+        # counts.
         self._leaving.wait()
         away = self.kept.take(value.numel()).view(value.shape)
         self._leaving = self.comm.lane("d2h").submit(lambda: copy(away, value))

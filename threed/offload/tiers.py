@@ -1,8 +1,8 @@
 """The disk tier: files of parameter units, read and written past the page cache.
 
-Files are made, with all their room, before the first step: a disk that is too small says so then. They have
-no name in the folder: they go with the process, however it ends, and runs that share a folder do not meet.
-(`df` shows the room that they take, `ls` does not.)
+Files are created at their full size before the first step, so a disk that is too small gives an error then.
+They have no name in the folder: they disappear with the process, however it ends, and runs can share a
+folder. (`df` shows the space that they take, `ls` does not.)
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import torch
 from threed.errors import InputError, RunError
 from threed.quantity import ALIGNMENT, round_up, show_bytes
 
-BLOCK, FLIGHTS = 16 << 20, 4  # bytes a call, and calls under way at a time: a disk is fastest with several
+BLOCK, FLIGHTS = 16 << 20, 4  # bytes per call, and calls at a time: a disk is fastest with several
 
 
 class Disk:
-    """Files of one rank. RunError where one cannot be read or written: the last checkpoint stands."""
+    """The files of one rank. RunError where a file cannot be read or written."""
 
     def __init__(self, path: str, rank: int):
         self._path, self._rank = path, rank
@@ -33,31 +33,28 @@ class Disk:
         self._flights = ThreadPoolExecutor(FLIGHTS, "disk")
         if not Path(path).is_dir():
             raise InputError(f"offload.nvme_path={path} is not a folder: make it, on the fastest disk of "
-                             f"each machine")
+                             "each machine")
 
     def make(self, name: str, nbytes: int) -> None:
-        """A file of `nbytes`, rounded up to ALIGNMENT, with all its room."""
+        """Create a file of `nbytes`, rounded up to ALIGNMENT, and allocate its space."""
         size = round_up(nbytes, ALIGNMENT)
         try:
-            file = self._files[name] = tempfile.TemporaryFile(dir=self._path, buffering=0)  # noqa: SIM115 (open as long as we are)
+            # It is open as long as the Disk.
+            file = self._files[name] = tempfile.TemporaryFile(dir=self._path, buffering=0)  # noqa: SIM115
         except OSError as error:
-            raise InputError(
-                f"offload.nvme_path={self._path} cannot be used: {error.strerror}; give a "
-                f"folder in which files can "
-                "be made"
-            ) from None
+            raise InputError(f"offload.nvme_path={self._path} cannot be used: {error.strerror}; give a "
+                             "folder in which files can be made") from None
         try:
             os.posix_fallocate(file.fileno(), 0, size)
         except OSError as error:
             raise InputError(f"offload.nvme_path={self._path} has no room for {show_bytes(size)}, {name} of "
-                             f"rank {self._rank} "
-                             f"({error.strerror}): free some, give a folder on a larger disk, or offload "
-                             f"less") from None
+                             f"rank {self._rank} ({error.strerror}): free some, give a folder on a larger "
+                             "disk, or offload less") from None
         try:
             flags = fcntl.fcntl(file, fcntl.F_GETFL)
             fcntl.fcntl(file, fcntl.F_SETFL, flags | getattr(os, "O_DIRECT", 0))
         except OSError as error:
-            if error.errno != errno.EINVAL:  # a file system in memory has no cache to go past
+            if error.errno != errno.EINVAL:  # a file system in memory has no cache to bypass
                 raise
 
     def read(self, name: str, into: torch.Tensor) -> None:
@@ -65,11 +62,11 @@ class Disk:
         self._transfer(name, into, os.preadv, "read")
 
     def write(self, name: str, of: torch.Tensor) -> None:
-        """Put aligned host memory into a file."""
+        """Write aligned host memory to a file."""
         self._transfer(name, of, os.pwritev, "written")
 
     def _transfer(self, name: str, tensor: torch.Tensor, call, done: str) -> None:
-        file = self._files[name]  # held, so that its number is nobody else's for as long as this takes
+        file = self._files[name]  # a reference keeps the file open, even if `close` is called meanwhile
         memory = memoryview(tensor.numpy())  # pyright: ignore[reportArgumentType]
 
         def block(start: int) -> None:
@@ -82,18 +79,16 @@ class Disk:
                                    f"{_STANDS}") from None
                 if moved <= 0:
                     raise RunError(f"{self._called(name)} could be {done} up to byte {at} of {len(memory)} "
-                                   f"only: it was cut "
-                                   f"short while the run used it. {_STANDS}")
+                                   f"only: it was cut short while the run used it. {_STANDS}")
                 at += moved
 
-        under_way = [self._flights.submit(block, start) for start in range(0, len(memory), BLOCK)]
-        wait(under_way)  # all of them, whatever happens to one: the memory is used again after this
-        for flight in under_way:
+        flights = [self._flights.submit(block, start) for start in range(0, len(memory), BLOCK)]
+        wait(flights)  # for all, even if one fails: the caller uses the memory again
+        for flight in flights:
             flight.result()
 
     def map(self, name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A file's content as a tensor, without reading it: for checkpoints and initial values, between
-        steps."""
+        """A file mapped into memory as a tensor: for checkpoints and initial values, between steps."""
         try:
             content = mmap.mmap(self._files[name].fileno(), numel * dtype.itemsize)
         except ValueError:
@@ -104,7 +99,7 @@ class Disk:
         return f"offload.nvme_path={self._path}: {name} of rank {self._rank}"
 
     def close(self) -> None:
-        """Give up all files. Each goes once what is being read or written has been."""
+        """Close all files. A file under way is closed, and so deleted, after its last transfer."""
         self._files.clear()
         self._flights.shutdown(wait=False)
 

@@ -1,1 +1,1 @@
-"""Optimizers: a file each."""
+"""Optimizers, one per file."""

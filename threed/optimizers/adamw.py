@@ -1,5 +1,6 @@
-"""AdamW (Loshchilov and Hutter 2019): by native.c where everything is in host memory, else by torch's fused
-kernel."""
+"""AdamW (Loshchilov and Hutter 2019): native.c where all tensors are in host memory, else torch's fused
+kernel.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +22,18 @@ class AdamW(Optimizer):
         import torch
 
         beta1, beta2 = by.config.betas
-        # The kernel itself: what torch.optim does around it takes longer than a chunk. It divides by its
-        # scale.
+        # The kernel alone: the rest of torch.optim takes longer than a chunk. It divides by its grad_scale.
         count = torch.tensor(float(by.number), device=view.weight.device)
         divisor = torch.tensor(1 / by.scale, device=view.weight.device) if by.scale != 1.0 else None
         with torch.no_grad():
             torch._fused_adamw_([view.weight], [view.grad], [view.state["exp_avg"]],
-                                [view.state["exp_avg_sq"]], [], [count],
-                                amsgrad=False, lr=by.lr, beta1=beta1, beta2=beta2,
-                                weight_decay=by.weight_decay,
-                                eps=by.config.eps, maximize=False, grad_scale=divisor, found_inf=None)
+                                [view.state["exp_avg_sq"]], [], [count], amsgrad=False, lr=by.lr,
+                                beta1=beta1, beta2=beta2, weight_decay=by.weight_decay, eps=by.config.eps,
+                                maximize=False, grad_scale=divisor, found_inf=None)
 
     def update_any(self, view: View, by: Update, copy: Tensor | None) -> bool:
-        """By native.c, with torch's number of threads: fp32 weights in host memory, gradients and copy of any
-        precision."""
+        """The update in native.c, with torch's number of threads, for fp32 weights in host memory, and a
+        gradient and a copy of any precision."""
         import torch
 
         state = view.weight, view.state["exp_avg"], view.state["exp_avg_sq"]
@@ -48,8 +47,7 @@ class AdamW(Optimizer):
                  for tensor in (view.grad, copy)]
         numbers = native.Numbers(
             by.scale, beta1, 1 - beta1, beta2, 1 - beta2, 1 - by.lr * by.weight_decay,
-            by.lr / (1 - beta1**by.number),
-            1 / math.sqrt(1 - beta2**by.number), by.config.eps)
+            by.lr / (1 - beta1**by.number), 1 / math.sqrt(1 - beta2**by.number), by.config.eps)
         native.ADAMW(native.Range(*(tensor.data_ptr() for tensor in (*state, view.grad)),
                                   copy.data_ptr() if copy is not None else None, *kinds),
                      view.weight.numel(), torch.get_num_threads(), numbers)

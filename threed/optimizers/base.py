@@ -1,7 +1,8 @@
-"""What an optimizer is: the buffers that it keeps, and how it updates a range of weights.
+"""The interface of an optimizer: the buffers that it keeps, and how it updates a range of weights.
 
-A file an optimizer. From what it keeps follow the bytes of a plan, files on the host and the disk, contents
-of checkpoints and prices. The planner reads that: torch is imported inside `update`.
+Each optimizer is a file in this folder. From its buffers threed derives a plan's memory, files on the host
+and the disk, the content of checkpoints, and predicted times. The planner reads the buffers, and imports no
+torch: optimizers import torch inside `update`.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ BYTES = {"fp32": 4, "bf16": 2}
 
 
 class Buffer(NamedTuple):
-    """As large as the weights; zeros at first."""
+    """A tensor as large as the weights, initially zeros."""
 
     name: str
     dtype: str = "fp32"
 
 
 class Update(NamedTuple):
-    """What all ranges of a step have in common."""
+    """One update's numbers."""
 
     config: OptimizerConfig
     lr: float
     number: int  # 1 for the first update (Adam's bias correction)
-    decay: bool
-    scale: float  # of the gradients
+    decay: bool  # whether weight decay applies to the range
+    scale: float  # gradients are multiplied by it
 
     @property
     def weight_decay(self) -> float:
@@ -40,7 +41,7 @@ class Update(NamedTuple):
 
 
 class View(NamedTuple):
-    """A flat range of one unit's weights, [n], all of them decayed or none."""
+    """A flat range of one unit's weights, [n]; weight decay applies to all of them or to none."""
 
     weight: Tensor  # updated in place
     grad: Tensor  # to be multiplied by the update's scale; may be overwritten
@@ -48,11 +49,11 @@ class View(NamedTuple):
 
 
 class Optimizer(ABC):
-    """One that works on elements: what it does to one depends on no other, so that any range may be updated
-    by itself."""
+    """An elementwise optimizer: the update of an element depends on no other, so any range can be updated on
+    its own."""
 
     buffers: tuple[Buffer, ...] = ()
-    needs_room = False  # whether `update` makes tensors as large as its range, which is then short
+    needs_room = False  # whether `update` allocates tensors as large as its range; then ranges are short
     compiled = False  # whether native.c has a loop for it
 
     @abstractmethod
@@ -60,11 +61,11 @@ class Optimizer(ABC):
         """Update a range of fp32 weights with fp32 gradients."""
 
     def update_any(self, view: View, by: Update, copy: Tensor | None) -> bool:
-        """A shorter way, of dtypes that it chooses, which writes the weights into `copy`, too. False: nothing
-        was done."""
+        """A faster update, for the dtypes and devices that it supports. Writes the new weights to `copy`,
+        too, if given. False: not supported, and nothing was done."""
         return False
 
     @property
     def bytes(self) -> int:
-        """Of its buffers, an element."""
+        """Bytes of all buffers per element."""
         return sum(BYTES[buffer.dtype] for buffer in self.buffers)

@@ -1,4 +1,4 @@
-"""Lion (Chen et al. 2023, algorithm 2): the sign of a mean of gradients, of which it keeps one."""
+"""Lion (Chen et al. 2023, algorithm 2): steps by the sign of a mean of gradients, and keeps one such mean."""
 
 from __future__ import annotations
 

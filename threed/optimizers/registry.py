@@ -1,4 +1,4 @@
-"""Optimizers by the name that `optimizer.name` gives them. A new one is a file here and a line below."""
+"""Optimizers by their `optimizer.name`. A new one is a file in this folder and a line below."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SGD without momentum, which keeps nothing; weight decay as an L2 gradient."""
+"""SGD without momentum: it keeps no buffers. Weight decay is an L2 gradient."""
 
 from __future__ import annotations
 

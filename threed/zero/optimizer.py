@@ -1,4 +1,4 @@
-"""An optimizer's step over flat ranges, and the learning rate. Both are pure functions of their arguments."""
+"""The learning rate, and an optimizer's step over a flat range."""
 
 from __future__ import annotations
 
@@ -31,14 +31,13 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
     return config.lr + (config.min_lr - config.lr) * share
 
 
-# Elements that are taken at a time where 16 bits are read or written: on a CPU so few that they stay in its
-# cache.
+# Elements per chunk where 16-bit tensors are read or written; on a CPU few enough for its cache.
 CHUNK = {"cpu": 1 << 20, "cuda": 1 << 22}
 
 
 def step(by: Update, view: View, copy: torch.Tensor | None = None) -> None:
-    """Update a flat range in place, and write the weights into `copy`, too. 16-bit weights and gradients are
-    taken through fp32, a chunk at a time."""
+    """Update a flat range in place, and write the new weights to `copy`, too, if given. 16-bit weights and
+    gradients are converted to fp32 a chunk at a time."""
     optimizer, (weight, grad, state) = OPTIMIZERS[by.config.name], view
     if optimizer.update_any(view, by, copy):
         return
@@ -58,7 +57,8 @@ def step(by: Update, view: View, copy: torch.Tensor | None = None) -> None:
 
 
 def step_twice(by: Update, view: View, copy: torch.Tensor | None = None) -> torch.Tensor:
-    """`step`, and the same on copies first. How many elements differ."""
+    """Update copies of the range first, then the range itself. Returns how many elements of the two
+    differ."""
     again = View(view.weight.clone(), view.grad.clone(),
                  {name: each.clone() for name, each in view.state.items()})
     scratch = torch.empty_like(copy) if copy is not None else None
@@ -67,10 +67,10 @@ def step_twice(by: Update, view: View, copy: torch.Tensor | None = None) -> torc
     pairs = [(again.weight, view.weight), *((again.state[name], each) for name, each in view.state.items())]
     if scratch is not None and copy is not None:
         pairs.append((scratch, copy))
-    return torch.stack([((one != other) & ~(one.isnan() & other.isnan())).sum() for one,
-                        other in pairs]).sum()
+    return torch.stack([((one != other) & ~(one.isnan() & other.isnan())).sum()
+                        for one, other in pairs]).sum()
 
 
 def _wide(tensor: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
-    """Itself if it is in fp32, else a copy."""
+    """The tensor if it is fp32, else an fp32 copy in `scratch`."""
     return tensor if tensor.dtype == torch.float32 else scratch[:len(tensor)].copy_(tensor)

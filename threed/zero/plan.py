@@ -3,15 +3,15 @@ step. No torch.
 
     stage 0   ... BACKWARD  REDUCE ...                              CLIP  STEP on everything
     stage 1   GATHER ... FORWARD ... BACKWARD  REDUCE  RELEASE ...  CLIP  STEP on this rank's shard
-    stage 2   the same, and a REDUCE after every `reduce_every` micro-batches, which adds to this rank's part
-    stage 3   the same, and a GATHER before each use of a unit that is not there, a RELEASE when it must make
-              room
+    stage 2   as 1, and a REDUCE after every `reduce_every` micro-batches, which adds to this rank's shard
+    stage 3   as 2, and a GATHER before each use of a unit that is not resident, and a RELEASE when another
+              unit needs its place
 
 A unit's gradient is reduced right after the backward that completes it, so that the reduction overlaps with
-what is left of backward. Units that stay whole are gathered at the start of the step, in order of first use:
-a unit's forward waits for its own parameters only, so the gathers overlap with the forwards before it. The
-others are kept in a window: `residency` of them at a time, `prefetch` uses ahead. Where one must go, it is
-the one whose next use is farthest away (Belady 1966).
+the rest of backward. Units that stay whole are gathered at the start of the step, in order of first use: a
+unit's forward waits for its own parameters only, so the gathers overlap with the forwards before it. Of the
+other units `residency` are resident at a time, each gathered `prefetch` uses ahead. The unit whose next use
+is farthest away is released first (Belady 1966).
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ Program = list[Instruction]
 
 
 class Sums(NamedTuple):
-    """What a unit's gradient is summed over, besides the group that shares its shards."""
+    """Sizes of the sums of a unit's gradient over groups besides the shard group."""
 
-    partial: dict[str, tuple[int, int]]  # group whose ranks hold partial gradients -> its ranks, and elements
-    # concerned
+    # group whose ranks hold partial gradients -> (number of its ranks, number of elements to sum)
+    partial: dict[str, tuple[int, int]]
     kept: int  # elements that a rank keeps of the sum over the shard group
-    copies: int  # shard groups, each with a copy
-    tied: int  # pipeline positions, each with a part of the gradient
+    copies: int  # number of shard groups, each with a copy of the unit
+    tied: int  # number of pipeline positions, each with a part of the gradient
 
 
 def reductions(numel: int, shards: int, shard_group: str, sums: Sums,
@@ -42,21 +42,21 @@ def reductions(numel: int, shards: int, shard_group: str, sums: Sums,
     """The reductions of a parameter unit's gradient, in order.
 
     tp: under sequence parallelism each tp rank has the gradient of its own tokens for parameters replicated
-    over tp. replica: what several groups of dp each keep a copy of is summed over them, too. tie: the two
-    ends of the pipeline each have half of a tied embedding's gradient.
+    over tp. replica: several shard groups each have a copy of the unit, and its gradient is summed over them.
+    tie: the two ends of the pipeline each have a part of a tied embedding's gradient.
     """
-    steps = [(group, ranks, count, elements.grad, False, "wsum") for group,
-             (ranks, count) in sums.partial.items()]
+    steps = [(group, ranks, count, elements.grad, False, "wsum")
+             for group, (ranks, count) in sums.partial.items()]
     steps.append((shard_group, shards, numel, elements.reduce, True, "gpart"))
     if sums.copies > 1:
         steps.append(("replica", sums.copies, sums.kept, elements.reduce, True, "gfull"))
     if sums.tied > 1:
         steps.append(("tie", sums.tied, sums.kept, elements.grad, False, ""))
-    chain, taken = [], "wgrad"
-    for index, (group, ranks, count, size, staged, made) in enumerate(steps):
-        made = "gshard" if index == len(steps) - 1 else made
-        chain.append(Reduction(group, ranks, taken, made, count, size, staged))
-        taken = made
+    chain, source = [], "wgrad"
+    for index, (group, ranks, count, size, staged, target) in enumerate(steps):
+        target = "gshard" if index == len(steps) - 1 else target
+        chain.append(Reduction(group, ranks, source, target, count, size, staged))
+        source = target
     return tuple(chain)
 
 
@@ -74,7 +74,7 @@ def train(programs: Programs, table: Table) -> Programs:
 
 
 def rehearse(programs: Programs, table: Table) -> Programs:
-    """A step without its update: a step up to its CLIP, which then drops the gradients."""
+    """A step up to its CLIP, which then drops the gradients: there is no update."""
     result = []
     for program in programs:
         end = next(index for index, item in enumerate(program) if item.op == Op.CLIP)
@@ -83,15 +83,15 @@ def rehearse(programs: Programs, table: Table) -> Programs:
 
 
 def evaluate(programs: Programs, table: Table) -> Programs:
-    """Forward only: gather, run, release, bring the loss together."""
+    """Forward only: gather, run, release, sum the loss over ranks."""
     return [[*_gather(program, table, position), Instruction(Op.CLIP, gradients="none")]
             for position, program in enumerate(programs)]
 
 
 def _reduce(program: Program, table: Table, position: int) -> tuple[Program, Program]:
-    """The program with its REDUCEs, and those that come after all of it."""
-    added: dict[int, list[int]] = defaultdict(list)  # parameter unit -> where its gradient is added to
-    users: dict[int, set[int]] = defaultdict(set)  # parameter unit -> the compute units that do so
+    """The program with its REDUCEs; and the REDUCEs that come after the whole program."""
+    added: dict[int, list[int]] = defaultdict(list)  # parameter unit -> instructions that add to its gradient
+    users: dict[int, set[int]] = defaultdict(set)  # parameter unit -> compute units of these instructions
     for index, instruction in enumerate(program):
         for slot in effects(instruction, table, position).adds:
             if slot.kind == "wgrad":
@@ -106,9 +106,10 @@ def _reduce(program: Program, table: Table, position: int) -> tuple[Program, Pro
         for place in {*places[period - 1::period], places[-1]}:
             after[place] += [Instruction(Op.REDUCE, unit, group=group) for group in groups[:often]]
         for group in groups[often:]:
-            # Several positions meet at the end, where none makes another wait.
-            where = late if GROUPS[group].across_positions else after[places[-1]]
-            where.append(Instruction(Op.REDUCE, unit, group=group))
+            # Sums over positions come at the end of the program, so that no position waits for another
+            # before.
+            target = late if GROUPS[group].across_positions else after[places[-1]]
+            target.append(Instruction(Op.REDUCE, unit, group=group))
     return [item for index, instruction in enumerate(program) for item in (instruction, *after[index])], late
 
 
@@ -153,16 +154,16 @@ def _capacity(table: Table, position: int) -> int:
 
 def _window(uses: list[tuple[int, list[int]]], capacity: int, prefetch: int, gathers: dict[int, list[int]],
             releases: dict[int, list[int]]) -> None:
-    """Demand paging with known future: at each use what is missing is gathered, what is used last makes
-    room."""
-    next_use: list[dict[int, int]] = []  # of each use: unit -> the use after it
+    """Demand paging with known future: at each use missing units are gathered, and the units that are needed
+    farthest in the future are released."""
+    next_use: list[dict[int, int]] = []  # for each use: unit -> its next use
     coming: dict[int, int] = {}
     for use in range(len(uses) - 1, -1, -1):
         next_use.append({unit: coming.get(unit, len(uses)) for unit in uses[use][1]})
         coming.update(dict.fromkeys(uses[use][1], use))
     next_use.reverse()
     resident: dict[int, tuple[int, int]] = {}  # unit -> (latest use, next use)
-    released: dict[int, int] = {}  # unit -> index after which it went
+    released: dict[int, int] = {}  # unit -> index of the instruction after which it was released
     for use, (index, needed) in enumerate(uses):
         missing = [unit for unit in needed if unit not in resident]
         others = sorted((unit for unit in resident if unit not in needed), key=lambda unit: resident[unit][1])

@@ -1,5 +1,5 @@
-"""The loss scale: small 16-bit gradients would vanish, so the loss is multiplied by it and gradients are
-divided again. No torch.
+"""The loss scale: the loss is multiplied by it and gradients are divided by it, since small fp16 gradients
+would vanish. No torch.
 
 Dynamic (Micikevicius et al. 2018, with the hysteresis of Megatron-LM and DeepSpeed): a step whose gradients
 overflow is skipped; the `hysteresis`-th overflow, and every one after it, halves the scale; after
@@ -27,16 +27,16 @@ class LossScaler:
     def of(cls, config: Config) -> LossScaler:
         precision, fixed = config.precision, config.loss_scale
         return cls(precision.initial_loss_scale if fixed is None else fixed, fixed is None,
-                   precision.loss_scale_window,
-                   precision.hysteresis, precision.min_loss_scale, left=precision.hysteresis)
+                   precision.loss_scale_window, precision.hysteresis, precision.min_loss_scale,
+                   left=precision.hysteresis)
 
     @property
     def exhausted(self) -> bool:
-        """Whether an overflow cannot be helped by a smaller scale."""
+        """Whether the scale cannot become smaller after an overflow."""
         return not self.dynamic or self.scale <= self.least
 
     def update(self, overflow: bool) -> None:
-        """After a step: whether its gradients overflowed."""
+        """Adapt the scale after a step. `overflow`: whether its gradients overflowed."""
         if not self.dynamic:
             return
         if overflow:
@@ -51,12 +51,12 @@ class LossScaler:
             self.scale = min(2 * self.scale, 2.0**96)  # finite in fp32, whatever the window
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint keeps: nothing of a fixed scale, which is no place for a dynamic one to go on
-        from."""
-        return {key: value for key, value in asdict(self).items() if self.dynamic
-                and key in ("scale", "good", "left")}
+        """The numbers that a checkpoint keeps; none for a fixed scale, so that a later dynamic scale does not
+        start from it."""
+        return {key: value for key, value in asdict(self).items()
+                if self.dynamic and key in ("scale", "good", "left")}
 
     def restore(self, state: dict[str, float]) -> None:
-        """Go on from a checkpoint. A fixed scale is the config's."""
+        """Go on from a checkpoint's numbers. A fixed scale stays that of the config."""
         if self.dynamic and state:
             self.scale, self.good, self.left = float(state["scale"]), int(state["good"]), int(state["left"])

@@ -1,12 +1,12 @@
-"""The flat layout of a parameter unit: where each parameter lies in the buffer, and who owns which range. No
+"""The flat layout of a parameter unit: the range of each parameter in the buffer, and of each shard. No
 torch.
 
     | decayed, cut | decayed, whole | plain, cut | plain, whole | padding |
     |<--- shard 0 --->|<--- shard 1 --->|<--- shard 2 --->| ...
 
-All elements of a rank's part of a unit lie in one buffer, in runs, so that weight decay and the gradient norm
-(which counts once what ranks of an axis have copies of) are slices. The buffer is padded so that every shard
-has the same length.
+A rank's part of a unit is one buffer. Parameters are grouped by weight decay and by the axes that cut them,
+so that weight decay and the gradient norm (which counts copies on several ranks once) work on slices. The
+buffer is padded so that all shards have the same length.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class Placed:
 
 @dataclass(frozen=True)
 class Segment:
-    """A run of elements that share their treatment."""
+    """A range of elements with the same weight decay and axes."""
 
     start: int
     stop: int
     decay: bool
-    axes: tuple[str, ...]  # of the mesh, over which it is cut
+    axes: tuple[str, ...]  # of the mesh, over which the parameters are cut
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Layout:
         return self.numel - (self.placed[-1].stop if self.placed else 0)
 
     def whole_over(self, axes: Collection[str]) -> int:
-        """Elements of which all ranks of these axes have copies."""
+        """The number of elements of which all ranks of these axes have copies."""
         return sum(each.stop - each.start for each in self.segments if not set(axes) & set(each.axes))
 
     def shard(self, index: int) -> tuple[int, int]:
@@ -65,7 +65,7 @@ class Layout:
         return index * length, (index + 1) * length
 
     def segments_of(self, index: int) -> list[Segment]:
-        """The parts of the segments that lie in a shard, in buffer coordinates."""
+        """The parts of the segments within a shard, in buffer coordinates."""
         start, stop = self.shard(index)
         return [Segment(max(start, s.start), min(stop, s.stop), s.decay, s.axes)
                 for s in self.segments if s.start < stop and s.stop > start]
@@ -74,7 +74,7 @@ class Layout:
 def layout(parameters: tuple[Parameter, ...], ranks: Mapping[str, int], num_shards: int) -> Layout:
     """Lay out the parameters of a unit for sizes of the axes, cut into `num_shards`."""
     placed, segments, offset = [], [], 0
-    # Also where an axis has one rank, so that buffers look alike on all meshes.
+    # By axes even where an axis has one rank, so that the order in the buffer is the same on all meshes.
     kinds = dict.fromkeys((not parameter.decay, not parameter.axes, parameter.axes)
                           for parameter in parameters)
     for plain, _, axes in sorted(kinds, key=lambda kind: kind[:2]):
@@ -90,6 +90,6 @@ def layout(parameters: tuple[Parameter, ...], ranks: Mapping[str, int], num_shar
 
 
 def counts(axes: tuple[str, ...], place: Mapping[str, int]) -> bool:
-    """Whether a rank counts for what is cut over these axes: of the ranks that have a copy, the first
-    does."""
+    """Whether a rank counts parameters that are cut over these axes: of the ranks that have a copy, the first
+    counts it."""
     return all(place[axis] == 0 for axis in axes_of("parameters") if axis not in axes)

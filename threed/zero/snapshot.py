@@ -1,5 +1,5 @@
-"""Snapshot: a copy on the host of what one rank writes of a parameter unit into a checkpoint, taken beside
-the next step."""
+"""Snapshot: a copy on the host of the part of a parameter unit that one rank writes to a checkpoint. The copy
+is taken while the next step runs."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ class Snapshot:
         self._copied: torch.cuda.Event | None = None  # the end of the copies on a GPU
 
     def begin(self) -> None:
-        """The next copy is about to be taken."""
+        """Prepare for the next copy."""
         self._taken.clear()
         self._error = None
 
     @torch.no_grad()
     def take(self, parts: Iterable[torch.Tensor]) -> None:
-        """Copy a part into each row: the job of a lane. There may be fewer parts than rows."""
+        """Copy a part into each row. There may be fewer parts than rows. Runs on a lane."""
         try:
             for row, part in zip(self.rows, parts, strict=False):
                 row.copy_(part, non_blocking=True)
             if self._device.type == "cuda":
                 self._copied = torch.cuda.Event()
                 self._copied.record()
-        except Exception as error:  # it costs the checkpoint, not the run: `wait` raises it
+        except Exception as error:  # `wait` raises it: the checkpoint fails, the run goes on
             self._error = error
         finally:
             self._taken.set()
 
     def wait(self) -> None:
-        """Return, on the host, when the copy is complete. An error of the copy is raised: half a copy must
-        not be written."""
+        """Block the host until the copy is complete. Raises the copy's error: half a copy must not be
+        written."""
         self._taken.wait()
         if self._error is not None:
             raise self._error

@@ -1,5 +1,5 @@
-"""The buffers of one rank's parameter units: parameters, gradients, master weights and the optimizer's, each
-one flat tensor."""
+"""The buffers of one rank's parameter units: parameters, gradients, master weights and optimizer state, each
+a flat tensor."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PIECE = 1 << 20  # elements that are compared at a time
 
 
 class Reduced(Enum):
-    """How far this step's reduced gradient has come. What is reduced next adds to it."""
+    """Where this step's reduced gradient is so far. The next reduction adds to it."""
 
     NOTHING = "no part of it is reduced"
     SHARD = "a part is in `gshard`"
@@ -36,21 +36,20 @@ class Reduced(Enum):
 class UnitState:
     """One parameter unit on one rank.
 
-        param    [numel]  in the precision of compute; its own buffer where the unit stays whole, else one of
-                          the pool's, or None
-        pshard   [owned]  what this rank steps of it; part of `param` where the unit stays whole; on the host,
-                          or None, where it is offloaded to the host, or to disk
-        grad     [numel]  gradients of micro-batches are added here; from ZeRO-2 on one of the pool's, or None
-        gshard   [owned]  the reduced gradient; below ZeRO-2 part of `grad`; one of the pool's where it goes
-                          down as it comes
-        gradient [owned]  what CLIP and STEP read: `gshard`, or a copy on the host; `host_prev`: that of the
-                          step before, which waits for its STEP
+        param    [numel]  in the precision of compute; a buffer of its own where the unit stays whole, else a
+                          buffer of the pool, or None
+        pshard   [owned]  this rank's part of the parameters; part of `param` where the unit stays whole; on
+                          the host if offloaded to the host; None if offloaded to disk
+        grad     [numel]  the sum over micro-batches; from ZeRO-2 on a buffer of the pool, or None
+        gshard   [owned]  the reduced gradient; below ZeRO-2 part of `grad`; a buffer of the pool where it
+                          goes to the host as soon as it is reduced
+        gradient [owned]  read by CLIP and STEP: `gshard`, or a copy on the host; `host_prev`: the gradient of
+                          the step before, which waits for its STEP
         master   [owned]  fp32 weights; None where the optimizer updates `pshard` itself
-        buffers  [owned]  what the optimizer keeps, by name; on the host, or in a file, where that is
-                          offloaded, with the master
-        snapshot          what the checkpoint under way keeps of what this rank writes; None: nothing
+        buffers  [owned]  the optimizer's, by name; with the master on the host or in a file, if offloaded
+        snapshot          a copy of what this rank writes to the checkpoint under way; None: no copy
 
-    `owned` is the rank's shard from ZeRO-1 on, everything under ZeRO-0.
+    `owned` is the rank's shard from ZeRO-1 on, the whole buffer under ZeRO-0.
     """
 
     def __init__(self, number: int, layout: Layout, index: int, storage: Storage):
@@ -60,40 +59,37 @@ class UnitState:
         self.sharded = table.sharded
         self.owned = layout.shard(index) if self.sharded else (0, layout.numel)
         self.count = self.owned[1] - self.owned[0]
-        stays = self.unit.whole and self.unit.weight_home == Tier.DEVICE
-        param = torch.zeros(layout.numel, dtype=precision.compute, device=device) if stays else None
-        grad = torch.zeros(layout.numel, dtype=precision.grad,
-                           device=device) if table.zero.stage < 2 else None
-        self.param, self.grad = param, grad
-        # whether this rank's shard goes into checkpoints: not where another writes the same
+        self.param = self.grad = None
+        if self.unit.whole and self.unit.weight_home == Tier.DEVICE:
+            self.param = torch.zeros(layout.numel, dtype=precision.compute, device=device)
+        if table.zero.stage < 2:
+            self.grad = torch.zeros(layout.numel, dtype=precision.grad, device=device)
+        # whether this rank writes its shard to checkpoints: one of the ranks with the same values does
         self.writes = False
         self.snapshot: Snapshot | None = None
         self._make_shards()
         self._make_states()
-        # parameters whose part of `grad` holds nothing of use
+        # parameters of which `grad` has no gradient yet
         self._unwritten = set(range(len(layout.placed)))
         self.parameters: dict[str, nn.Parameter] = {}
         values = self.param if self.param is not None else storage.params.sample(layout.numel)
         for number, placed in enumerate(layout.placed):
-            # `.data` is set apart, for a count of changes of its own: the buffer's goes up whenever any unit
-            # is gathered into it.
+            # Setting `.data` gives the parameter its own version counter: the buffer's changes with every
+            # unit that is gathered into it.
             parameter = nn.Parameter(torch.empty(0, dtype=precision.compute, device=device))
             parameter.data = _view(values, placed)
             parameter.add_product = partial(self._add_product, number)  # pyright: ignore[reportAttributeAccessIssue]
-            # A weak reference: Python does not see what a hook refers to, and would never free the ring of
-            # the two.
-            parameter.register_post_accumulate_grad_hook(_hook(weakref.WeakMethod(self._add), number,
-                                                               storage.weight_grads))
+            # A weak reference, since Python cannot collect a reference cycle through a hook.
+            hook = _hook(weakref.WeakMethod(self._add), number, storage.weight_grads)
+            parameter.register_post_accumulate_grad_hook(hook)
             self.parameters[placed.parameter.key] = parameter
 
     @property
     def weights(self) -> torch.Tensor:
-        """What the optimizer updates, and a checkpoint keeps."""
-        found = self.master if self.master is not None else self.pshard
-        assert found is not None
-        return found
+        """The weights that the optimizer updates and a checkpoint keeps."""
+        return not_none(self.master if self.master is not None else self.pshard)
 
-    # ---- what lives where
+    # ---- tiers
 
     def _make_shards(self) -> None:
         storage, precision, owned = self.storage, self.storage.precision, self.owned
@@ -125,8 +121,8 @@ class UnitState:
                             for buffer in self.storage.table.update.buffers}
 
     def bind(self, buffer: torch.Tensor | None) -> None:
-        """The optimizer's state is in this host memory [bytes]; None: in its file, where one may look at it
-        between steps."""
+        """Let `master` and `buffers` be views of this host memory [bytes]; None: of the file, mapped into
+        memory, which is used between steps only."""
         table = self.storage.table
         if buffer is None:
             state = self.storage.files.map(f"p{self.number}.state", self.count * table.state_bytes(Tier.DISK),
@@ -140,31 +136,32 @@ class UnitState:
         self.master, self.buffers = kept.pop("master"), kept
 
     def file_bytes(self, itemsize: int) -> int:
-        """Of a file with so many bytes an element."""
+        """Bytes of a file with `itemsize` bytes per element."""
         return round_up(self.count * itemsize, ALIGNMENT)
 
     @property
     def gradient(self) -> torch.Tensor:
-        """What CLIP and STEP read."""
-        return there(self.gshard if self.host_grad is None else self.host_grad)
+        """The gradient that CLIP and STEP read."""
+        return not_none(self.gshard if self.host_grad is None else self.host_grad)
 
     @property
     def gradient_prev(self) -> torch.Tensor:
-        """That of the step before, where it waits for its STEP."""
-        return there(self.host_prev)
+        """The gradient of the step before, which waits for its STEP."""
+        return not_none(self.host_prev)
 
-    # ---- what a checkpoint keeps
+    # ---- checkpoints
 
     def kept(self, waiting: bool) -> dict[str, torch.Tensor]:
-        """By kind, flat over `owned`. `waiting`: with the gradients that the next step applies."""
+        """Kind -> tensor over `owned` that a checkpoint keeps. `waiting`: with the gradients that the next
+        step applies."""
         kinds = {"param": self.weights, **self.buffers}
         if waiting and self.host_prev is not None:
             kinds["waiting"] = self.host_prev
         return kinds
 
     def take_snapshot(self, waiting: bool, lane: Lane) -> Handle | None:
-        """Copy what this rank writes to the host, beside what comes next; None where another rank writes the
-        same."""
+        """Copy the tensors that this rank writes to the host, while the next program runs; None where another
+        rank writes the same values."""
         if self.snapshot is None:
             return None
         snapshot, part = self.snapshot, slice(*(at - self.owned[0] for at in self.shard))
@@ -172,11 +169,11 @@ class UnitState:
         return lane.submit(lambda: snapshot.take(whole[part] for whole in self.kept(waiting).values()))
 
     def to_save(self, waiting: bool) -> dict[str, Callable[[int, int], torch.Tensor]]:
-        """By kind, what gives a range of this rank's shard, in fp32 on the host: of the snapshot, else of
-        what there is now."""
+        """Kind -> a function that returns a range of this rank's shard, in fp32 on the host: of the snapshot
+        if there is one, else of the current values."""
         first = self.shard[0] - self.owned[0]
 
-        def of_now(whole: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        def current(whole: torch.Tensor, start: int, stop: int) -> torch.Tensor:
             return whole[first + start:first + stop].detach().float().cpu()
 
         def of_snapshot(row: torch.Tensor, start: int, stop: int) -> torch.Tensor:
@@ -184,17 +181,17 @@ class UnitState:
 
         kept = self.kept(waiting)
         if self.snapshot is None:
-            return {kind: partial(of_now, whole) for kind, whole in kept.items()}
+            return {kind: partial(current, whole) for kind, whole in kept.items()}
         return {kind: partial(of_snapshot, row) for kind, row in zip(kept, self.snapshot.rows, strict=False)}
 
     # ---- moves between tiers
 
     def lower_gradient(self, lane: Lane) -> Handle:
-        """A reduced gradient to the host, where it is added to what came before it in this step."""
-        gshard, host = there(self.gshard), there(self.host_grad)
+        """Move the reduced gradient to the host, where it adds to what was reduced before in this step."""
+        gshard, host = not_none(self.gshard), not_none(self.host_grad)
         if self.reduced != Reduced.HOST:
             handle = lane.submit(lambda: copy(host, gshard))
-        elif gshard.is_cuda:  # the sum is taken on the device, which the first part visits again
+        elif gshard.is_cuda:  # the sum is computed on the device: the host's part is copied there and back
             handle = lane.submit(lambda: copy(host, gshard + host.to(gshard.device, non_blocking=True)))
         else:
             handle = lane.submit(lambda: add_to(host, gshard))
@@ -206,12 +203,12 @@ class UnitState:
 
     def raise_weights(self, slot: Slot, brought: torch.Tensor | None,
                       lane: Lane) -> tuple[torch.Tensor, Handle]:
-        """This rank's part of the parameters from the host to the device, as `slot`: to where it lives, or
-        for a GATHER. `brought`: a buffer on the host, which is given back; None: where it lives on the
-        host."""
-        source = there(self.pshard if brought is None else brought)
+        """Copy this rank's part of the parameters from the host to the device, as `slot`: to its home, or to
+        a buffer of the pool for a GATHER. `brought`: a pool's buffer on the host, which is returned to the
+        pool; None: copy from the part's home on the host."""
+        source = not_none(self.pshard if brought is None else brought)
         if slot == self.storage.table.weight(self.number):
-            value = there(self.pshard if slot.kind == "pshard" else self.param)
+            value = not_none(self.pshard if slot.kind == "pshard" else self.param)
         else:
             value = self.storage.pshards.take(self.count)
         handle = lane.submit(lambda: copy(value, source[:self.count]))
@@ -220,62 +217,61 @@ class UnitState:
         return value, handle
 
     def write_state(self, lane: Lane) -> Handle:
-        """The optimizer's state from host memory to its file."""
-        buffer = there(self.state_buffer)
+        """Write the optimizer's state from host memory to its file."""
+        buffer = not_none(self.state_buffer)
         handle = lane.submit(lambda: self.write("state", buffer))
         self.storage.host_states.give(buffer, handle)
         self.bind(None)
         return handle
 
     def write_weights(self, buffer: torch.Tensor, lane: Lane) -> Handle:
-        """This rank's part of the parameters from a buffer on the host to its file."""
+        """Write this rank's part of the parameters from a buffer on the host to its file."""
         handle = lane.submit(lambda: self.write("weights", buffer))
         self.storage.host_weights.give(buffer, handle)
         return handle
 
     def room_for_state(self) -> torch.Tensor:
-        """Host memory, to read the optimizer's state into."""
+        """Take host memory into which the optimizer's state can be read."""
         buffer = self.storage.host_states.take(self.file_bytes(self.storage.table.state_bytes(Tier.HOST)))
         self.bind(buffer)
         return buffer
 
     def room_for_weights(self) -> torch.Tensor:
-        """Host memory for this rank's part of the parameters."""
+        """Take host memory for this rank's part of the parameters."""
         itemsize = self.storage.table.elements.param
         return self.storage.host_weights.take(self.file_bytes(itemsize) // itemsize)
 
     def read(self, name: str, into: torch.Tensor) -> None:
-        """Fill a buffer from the file of the state, or of the weights."""
+        """Fill a buffer from the file `name`: "state" or "weights"."""
         self.storage.files.read(f"p{self.number}.{name}", into.view(torch.uint8))
 
     def write(self, name: str, buffer: torch.Tensor) -> None:
-        """The other way."""
+        """Write a buffer to the file `name`."""
         self.storage.files.write(f"p{self.number}.{name}", buffer.view(torch.uint8))
 
     # ---- parameters that do not stay whole
 
     def occupy(self, buffer: torch.Tensor) -> None:
-        """The whole parameters are (or will be) in this buffer."""
+        """Use this buffer for the whole parameters."""
         self.param = buffer
         for placed, parameter in zip(self.layout.placed, self.parameters.values(), strict=True):
             parameter.data = _view(buffer, placed)
 
     def vacate(self) -> None:
-        """The whole parameters are given up. (The modules' keep their shapes, which autograd looks at, over
-        any memory.)"""
+        """Give up the whole parameters. (Those of the modules keep their shapes, which autograd checks.)"""
         assert self.param is not None
         self.storage.params.give(self.param)
         self.param = None
 
     def whole_param(self) -> torch.Tensor:
-        """The whole parameters, which must be there now."""
+        """The whole parameters, which must be resident."""
         assert self.param is not None, "a parameter is needed that was not gathered"
         return self.param
 
     # ---- gradients
 
     def _into(self, number: int) -> tuple[torch.Tensor, bool]:
-        """Where the gradient of a parameter goes, and whether something is there already."""
+        """The view into which the gradient of a parameter goes, and whether it holds a gradient already."""
         if self.grad is None:
             self.grad = self.storage.grads.take(self.layout.numel)
         fresh = number in self._unwritten
@@ -283,19 +279,19 @@ class UnitState:
         return _view(self.grad, self.layout.placed[number]), not fresh
 
     def _add(self, number: int, grad: torch.Tensor) -> None:
-        into, there = self._into(number)
-        into.add_(grad) if there else into.copy_(grad)  # fp32 += 16 bit too
+        into, written = self._into(number)
+        into.add_(grad) if written else into.copy_(grad)  # also 16 bits into fp32
 
     def _add_product(self, number: int, left: torch.Tensor, right: torch.Tensor) -> None:
-        """Add a product of matrices; where it has the gradient's dtype, without a tensor in between."""
+        """Add a product of matrices; where it has the gradient's dtype, without an intermediate tensor."""
         if left.dtype != self.storage.precision.grad:
             self._add(number, left @ right)
             return
-        into, there = self._into(number)
-        into.addmm_(left, right) if there else torch.mm(left, right, out=into)
+        into, written = self._into(number)
+        into.addmm_(left, right) if written else torch.mm(left, right, out=into)
 
     def whole_grad(self) -> torch.Tensor:
-        """The gradient as it is now, to be reduced."""
+        """The gradient so far, to be reduced; zeros for parameters that have none."""
         assert self.grad is not None
         for number in self._unwritten:
             _view(self.grad, self.layout.placed[number]).zero_()
@@ -303,7 +299,7 @@ class UnitState:
         return self.grad
 
     def begin_anew(self, handle: Handle) -> None:
-        """The next gradient does not add to this one. A buffer of the pool may be used again once `handle` is
+        """Let the next gradient not add to this one. A buffer of the pool is returned once `handle` is
         done."""
         self._unwritten.update(range(len(self.layout.placed)))
         if self.storage.table.zero.stage >= 2 and self.grad is not None:
@@ -311,7 +307,7 @@ class UnitState:
             self.grad = None
 
     def written(self) -> Iterable[torch.Tensor]:
-        """What has been added up so far, by parameter."""
+        """The gradients added up so far, one per parameter that has one."""
         return (_view(self.grad, placed) for number, placed in enumerate(self.layout.placed)
                 if self.grad is not None and number not in self._unwritten)
 
@@ -323,18 +319,18 @@ class UnitState:
         return self.layout.shard(self.index)
 
     def range(self, whole: torch.Tensor, segment: Segment) -> torch.Tensor:
-        """The part of a tensor over `owned` that a segment (in buffer coordinates) names."""
+        """The part of a tensor over `owned` that is in a segment (in buffer coordinates)."""
         return whole[segment.start - self.owned[0]:segment.stop - self.owned[0]]
 
     def segments(self) -> list[Segment]:
-        """Segments of what this rank steps, cut at shard borders even when it steps all shards: the kernel
-        then sees the same ranges under every ZeRO stage, and rounds the same."""
+        """The segments that this rank steps, cut at shard borders even when it steps all shards: the kernel
+        then gets the same ranges under every ZeRO stage, and rounds in the same way."""
         indices = [self.index] if self.sharded else range(self.layout.num_shards)
         return [segment for index in indices for segment in self.layout.segments_of(index)]
 
     @torch.no_grad()
     def fill(self, place: Mapping[str, int], seed: int) -> None:
-        """Draw initial values of what this rank (axis -> its index) steps, straight into it."""
+        """Draw initial values of this rank's part into its weights. `place`: axis -> the rank's index."""
         first, last = self.owned
         for placed in self.layout.placed:
             start, stop = max(placed.start, first), min(placed.stop, last)
@@ -346,8 +342,8 @@ class UnitState:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Bring the master weights to where parameters are gathered from, between steps or after one on the
-        device."""
+        """Copy the master weights to the tensor or file from which parameters are gathered, between steps or
+        after a step on the device."""
         if self.unit.weight_home == Tier.DISK:
             dtype = self.storage.precision.compute
             self.storage.files.map(f"p{self.number}.weights", self.count, dtype).copy_(self.weights)
@@ -356,7 +352,8 @@ class UnitState:
 
     @torch.no_grad()
     def is_published(self) -> bool:
-        """Whether what parameters are gathered from has the bits of the master weights."""
+        """Whether the tensor or file from which parameters are gathered has the bits of the master
+        weights."""
         dtype = self.storage.precision.compute
         if self.unit.weight_home == Tier.DISK:
             return has_bits_of(self.storage.files.map(f"p{self.number}.weights", self.count, dtype),
@@ -365,8 +362,9 @@ class UnitState:
 
 
 def has_bits_of(published: torch.Tensor, weights: torch.Tensor) -> bool:
-    """Whether a flat tensor has the bits of the weights in its dtype, a piece at a time, on its device: the
-    weights may lie on another one. A NaN is a NaN: the bits that rounding gives it are the device's."""
+    """Whether a flat tensor has the bits of the weights converted to its dtype. Compared a piece at a time on
+    the tensor's device; the weights may be on another. All NaNs are equal: their bits depend on the
+    device."""
     bits = {2: torch.int16, 4: torch.int32}[published.dtype.itemsize]
     for start in range(0, len(published), PIECE):
         piece = published[start:start + PIECE]
@@ -381,16 +379,17 @@ def add_to(sum_: torch.Tensor, part: torch.Tensor) -> None:
     sum_.add_(part)
 
 
-def there(tensor: torch.Tensor | None) -> torch.Tensor:
+def not_none(tensor: torch.Tensor | None) -> torch.Tensor:
     assert tensor is not None
     return tensor
 
 
 def _part(whole: torch.Tensor | None, owned: tuple[int, int], dtype: torch.dtype,
           device: torch.device) -> torch.Tensor:
-    """A range of a buffer, or a tensor of its own where there is no such buffer."""
-    return whole[slice(*owned)] if whole is not None else torch.zeros(owned[1] - owned[0], dtype=dtype,
-                                                                      device=device)
+    """A range of a buffer; a new tensor if there is no buffer."""
+    if whole is not None:
+        return whole[slice(*owned)]
+    return torch.zeros(owned[1] - owned[0], dtype=dtype, device=device)
 
 
 def _view(buffer: torch.Tensor, placed: Placed) -> torch.Tensor:
@@ -399,13 +398,13 @@ def _view(buffer: torch.Tensor, placed: Placed) -> torch.Tensor:
 
 def _hook(adder: weakref.WeakMethod, number: int,
           weight_grads: WeightGrads) -> Callable[[torch.Tensor], None]:
-    """What autograd calls with a parameter whose `.grad` is new: add it to the unit's, now or with what was
-    put off."""
+    """The hook that autograd calls when a parameter has a new `.grad`: adds it to the unit's gradient, now or
+    with the other weight gradients that are put off."""
 
     def add(grad: torch.Tensor) -> None:
-        found = adder()
-        assert found is not None
-        found(number, grad)
+        method = adder()
+        assert method is not None
+        method(number, grad)
 
     def hook(parameter: torch.Tensor) -> None:
         grad, parameter.grad = parameter.grad, None

@@ -14,8 +14,8 @@ from threed.zero.storage import Storage
 
 
 def places(states: list[UnitState]) -> list[Place]:
-    """Where autograd must not keep parameters as such: buffers that are used for others until BACKWARD, when
-    the parameters may lie elsewhere."""
+    """Parameters that autograd must not save as tensors, but look up again in BACKWARD: their buffers may
+    hold other units meanwhile."""
     return [Place(state.param, state.whole_param) for state in states if not state.unit.whole
             and state.param is not None]
 

@@ -1,4 +1,4 @@
-"""Storage: where the parameter units of a rank get their memory from."""
+"""Storage: the pools and files from which the parameter units of a rank get their memory."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from threed.tensor.precision import Precision
 
 
 class Storage(NamedTuple):
-    """What all units of a rank have in common: where memory comes from."""
+    """Sources of memory and settings that all units of a rank share."""
 
     table: Table
     precision: Precision
     device: torch.device
-    params: Pool  # whole parameters that do not stay whole
+    params: Pool  # gathered parameters of units that do not stay whole
     grads: Pool  # whole gradients, from ZeRO-2 on
-    pshards: Pool  # this rank's part of parameters that live elsewhere
-    gshards: Pool  # this rank's part of gradients that go down as they come
+    pshards: Pool  # this rank's part of parameters whose home is not the device
+    gshards: Pool  # this rank's part of gradients that go to the host as soon as they are reduced
     host_weights: Pool  # parameters on their way between the host and another tier
     host_states: Pool  # optimizer state on its way between the host and the disk
     disk: Disk | None
@@ -47,7 +47,7 @@ class Storage(NamedTuple):
 
     @property
     def files(self) -> Disk:
-        """The disk of a rank that has something there."""
+        """The disk, which must be in use."""
         assert self.disk is not None
         return self.disk
 

@@ -4,7 +4,7 @@ is taken while the next step runs."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -24,10 +24,11 @@ class Snapshot:
         self._error = None
 
     @torch.no_grad()
-    def take(self, parts: Iterable[torch.Tensor]) -> None:
-        """Copy a part into each row. There may be fewer parts than rows. Runs on a lane."""
+    def take(self, parts: Callable[[], Iterable[torch.Tensor]]) -> None:
+        """Copy a part into each row. There may be fewer parts than rows. Runs on a lane: `wait` hears of any
+        error, of `parts` too."""
         try:
-            for row, part in zip(self.rows, parts, strict=False):
+            for row, part in zip(self.rows, parts(), strict=False):
                 row.copy_(part, non_blocking=True)
             if self._device.type == "cuda":
                 self._copied = torch.cuda.Event()

@@ -166,7 +166,8 @@ class UnitState:
             return None
         snapshot, part = self.snapshot, slice(*(at - self.owned[0] for at in self.shard))
         snapshot.begin()
-        return lane.submit(lambda: snapshot.take(whole[part] for whole in self.kept(waiting).values()))
+        return lane.submit(lambda: snapshot.take(lambda: [whole[part]
+                                                          for whole in self.kept(waiting).values()]))
 
     def to_save(self, waiting: bool) -> dict[str, Callable[[int, int], torch.Tensor]]:
         """Kind -> a function that returns a range of this rank's shard, in fp32 on the host: of the snapshot

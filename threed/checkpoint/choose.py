@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +19,6 @@ from threed.checkpoint.copy import fetch
 from threed.checkpoint.format import INDEX, Unusable, checkpoints, folder, is_name, step_of, unseal
 from threed.checkpoint.lineage import Lineage, owner, read_latest, write_latest
 from threed.errors import InputError, RunError
-from threed.mesh import AXES, Mesh
 from threed.optimizers.registry import OPTIMIZERS
 from threed.schema import Config
 
@@ -151,5 +151,7 @@ def notes(path: Path, manifest: dict[str, Any], config: Config) -> list[str]:
 
 
 def _mesh(sizes: dict[str, Any]) -> str:
-    mesh = Mesh(**{axis: sizes.get(axis, 1) for axis in AXES})
-    return f"{mesh.size} ranks ({mesh.text()})"
+    """`sizes`: as in a manifest, which may name axes that this version does not know."""
+    along = {axis: size for axis, size in sizes.items() if axis != "order"}
+    text = " x ".join(f"{axis} {size}" for axis, size in along.items())
+    return f"{prod(along.values())} ranks ({text})"

@@ -257,7 +257,9 @@ _KEYS: dict[str, Callable[[Any], bool]] = {
     "loss_scaler": lambda value: value == {} or _has(scale=_number, good=_number, left=_number)(value),
     "waiting": lambda value: value is None or (_WAITING(value) and len(value) == 5),
     "lineage": _lineage,
-    "mesh": _has(**dict.fromkeys(("pp", "dp", "tp"), _count)),
+    # axis -> ranks along it, and the order of the axes
+    "mesh": lambda value: _object(value) and all(_count(size) and size > 0
+                                                 for axis, size in value.items() if axis != "order"),
     "config": lambda value: _has(model=_object)(value) and _each(_object)(value),
     "parameters": _each(_has(at=_count, size=_count, crc=_count, sums=_object)),
     "files": _each(lambda value: isinstance(value, list) and len(value) == 3 and all(map(_count, value)),

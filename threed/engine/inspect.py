@@ -54,14 +54,14 @@ def results(engine: Engine, instruction: Instruction, slots: Slots) -> Iterator[
     if op != Op.FORWARD and op not in BACKWARDS:
         return
     effect, forward = effects(instruction, table, engine.position), op == Op.FORWARD
-    what = "gradient" if not forward else "output" if unit < table.last else "loss"
-    place = phase_of(instruction), unit if forward else -unit, f"{what} of {named(engine, instruction)}"
+    place, of = (phase_of(instruction), unit if forward else -unit), named(engine, instruction)
     for slot in (*effect.writes, *effect.adds):
+        what = "gradient" if not forward else "loss" if slot.kind == "loss" else "output"
         if slot.kind in _TENSORS or slot.kind in table.handed:
-            yield Result(*place, slots.get(slot))
+            yield Result(*place, f"{what} of {of}", slots.get(slot))
         elif slot.kind == "wgrad":
             for values in engine.states[slot.unit].written():
-                yield Result(*place, values)
+                yield Result(*place, f"{what} of {of}", values)
 
 
 def phase_of(instruction: Instruction) -> int:

@@ -46,7 +46,7 @@ def choose(schedule: str, p: int, m: int, times: dict[str, float], virtual: int 
     if schedule == "auto":
         found = search(p, m, lambda place: Times.equal(len(place), whole, len(place) // p, times["comm"]),
                        limit, virtual)
-        return found.name, found.virtual, found.place, found.played.order
+        return found.name, found.virtual, found.place, found.timed.order
     if schedule.startswith("file:"):
         order, place = read_order(Path(schedule.removeprefix("file:")), p)
         return schedule, len(place) // p, place, order

@@ -133,7 +133,10 @@ def _held(calls: list[Callable[[], None]]) -> list[torch.Tensor]:
     tensors: list[torch.Tensor] = []
     for call in calls:
         for value in tree_leaves([cell.cell_contents for cell in call.__closure__ or ()]):
-            tensors += [value] if isinstance(value, torch.Tensor) else _held([value]) if _closes(value) else []
+            if isinstance(value, torch.Tensor):
+                tensors.append(value)
+            elif _closes(value):
+                tensors += _held([value])
     return tensors
 
 

@@ -69,7 +69,8 @@ def _draw_matrix(into: torch.Tensor, parameter: Parameter, whole: tuple[int, ...
         offset, end = (top - first[0]) * size[1], (bottom - first[0]) * size[1]
         low, high = max(start, offset), min(stop, end)
         # No variable holds the strip, so that only one is in memory at a time.
-        into[low - start:high - start] = _strip(parameter, whole, (top, bottom), (first[1], first[1] + size[1]),
+        columns = first[1], first[1] + size[1]
+        into[low - start:high - start] = _strip(parameter, whole, (top, bottom), columns,
                                                 seed).view(-1)[low - offset:high - offset]
         row = bottom
 

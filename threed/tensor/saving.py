@@ -71,8 +71,8 @@ class Saving:
 
     def _pack(self, tensor: torch.Tensor, places: Sequence[Place]) -> torch.Tensor | _Part | _Recipe:
         for output, make in self._recipes:
-            if (tensor.data_ptr(), tensor.shape, tensor.stride()) == (output.data_ptr(), output.shape,
-                                                                      output.stride()):
+            same_memory = tensor.data_ptr() == output.data_ptr()
+            if same_memory and tensor.shape == output.shape and tensor.stride() == output.stride():
                 return _Recipe(make)
         for place in places:
             offset = tensor.data_ptr() - place.start.data_ptr()

@@ -14,7 +14,7 @@ import torch
 
 from threed.comm import Group
 
-# The logit of padding. It is finite, since a tile may be all padding, and differences of logits must not be NaN.
+# The logit of padding. It is finite: a tile may be all padding, and differences of logits must not be NaN.
 MASKED = -1e30
 
 

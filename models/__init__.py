@@ -1,2 +1,2 @@
-"""The models: `registry` (sizes by name), `spec` (parameters, work and memory; no torch), `gpt` (the
-layers)."""
+"""The models: `families` (lists of layers, and sizes by name), `layers`, `spec` (parameters and costs) and
+`tiling` (layers cut into tiles)."""

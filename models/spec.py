@@ -1,14 +1,13 @@
-"""What layers say about themselves: parameters and how they are cut, and what they cost a rank. Plain values,
-no torch.
+"""What layers declare: their parameters, how these are cut, and the cost for a rank. Plain values, no torch.
 
-A parameter is cut along some of its dims, over axes of the mesh, and a tile's over the tiles of its layer.
-All cuts are such that a checkpoint fits any mesh:
+A parameter is cut along some of its dims, over axes of the mesh, and also over the tiles of its layer. A cut
+has equal runs, so that a checkpoint fits any mesh:
 
     dim of 1 run, over 2 ranks     | 0 0 0 | 1 1 1 |        each rank has one range
     dim of 2 runs, over 2 ranks    | 0 | 1 | 0 | 1 |        each has its part of each run (gate and up)
 
-Inside a layer, and so in `shape`, the runs of a dim lie one after the other. Where parameters are stored,
-drawn and shared out, a dim of several runs is two dims, `stored`: then every part is a box.
+Inside a layer, and so in `shape`, the runs of a dim follow each other. Initial values, shards and checkpoints
+use the shape `stored`, in which a dim of several runs is two dims: then every rank's part is a box.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from typing import NamedTuple
 
 from threed.quantity import ring
 
-TILES = "tiles"  # what cuts a parameter as an axis of the mesh does: the tiles of a layer
+TILES = "tiles"  # stands for an axis in a Cut: the tiles of a layer
 
 
 class Cut(NamedTuple):
@@ -53,22 +52,22 @@ WHOLE = Tile()
 @dataclass(frozen=True)
 class Parameter:
     name: str  # global: the same on every mesh
-    shape: tuple[int, ...]  # of the whole parameter, all ranks and all tiles together
+    shape: tuple[int, ...]  # of the whole parameter: all ranks and all tiles together
     cuts: tuple[Cut, ...] = ()  # outermost first
     std: float = 0.0  # initial values: normal with this std, or the constant `fill` where std is 0
     fill: float = 0.0
     unpadded: int | None = None  # length of dim 0 without vocabulary padding
     tile: Tile = WHOLE
-    tied: bool = False  # used by two layers and held by neither: a unit of its own
+    tied: bool = False  # two layers use it, and it is a parameter unit of its own
 
     @property
     def numel(self) -> int:
-        """Of this tile, all ranks together."""
+        """Elements of this tile, all ranks together."""
         return math.prod(self.shape) // self.tile.count
 
     @property
     def key(self) -> str:
-        """The name, and which tile of it: the same on every mesh, but not under every tiling."""
+        """The name, with the tile's index: the same on every mesh, but not under every tiling."""
         return self.name if self.tile.count == 1 else f"{self.name}[{self.tile.index}]"
 
     @property
@@ -78,18 +77,18 @@ class Parameter:
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
-        """Axes of the mesh over which it is cut; over the others each rank has a copy."""
+        """Axes of the mesh over which it is cut; ranks along other axes have copies."""
         return tuple(dict.fromkeys(cut.axis for cut in self.cuts if cut.axis != TILES))
 
     @cached_property
     def stored(self) -> tuple[int, ...]:
-        """The shape of the whole, the runs of a dim as a dim of their own before it."""
+        """The shape of the whole parameter, in which the runs of a dim are a dim of their own before it."""
         return tuple(size for dim, length in enumerate(self.shape) for size in self._apart(dim, length))
 
     def part(self, ranks: Mapping[str, int],
              place: Mapping[str, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """(offset, shape) in `stored` of what a rank has of this tile. `ranks`: axis -> its size, 1 where it
-        is not named; `place`: axis -> the rank's index."""
+        """(offset, shape) in `stored` of a rank's part of this tile. `ranks`: axis -> its size, 1 where an
+        axis is missing; `place`: axis -> the rank's index."""
         offset, shape = [0] * len(self.stored), list(self.stored)
         for cut in self.cuts:
             dim = sum(len(self._apart(before, 0)) for before in range(cut.dim + 1)) - 1
@@ -101,27 +100,27 @@ class Parameter:
         return tuple(offset), tuple(shape)
 
     def local_shape(self, ranks: Mapping[str, int]) -> tuple[int, ...]:
-        """Of what a rank has of this tile, as `stored`."""
+        """The shape of a rank's part of this tile, as in `stored`."""
         return self.part(ranks, {})[1]
 
     def module_shape(self, ranks: Mapping[str, int]) -> tuple[int, ...]:
-        """The same inside a layer: the runs of a dim one after the other."""
+        """The shape of a rank's part inside a layer, where the runs of a dim follow each other."""
         sizes = iter(self.local_shape(ranks))
         return tuple(math.prod(next(sizes) for _ in self._apart(dim, 0)) for dim in range(len(self.shape)))
 
     def _apart(self, dim: int, length: int) -> tuple[int, ...]:
-        """A dim as (runs, length of a run), or as it is where it is one run."""
+        """A dim as (runs, length of a run), or as (length,) where it is one run."""
         runs = max((cut.runs for cut in self.cuts if cut.dim == dim), default=1)
         return (length,) if runs == 1 else (runs, length // runs)
 
 
-SEQUENCE = "sequence"  # what is cut as the residual stream is: over all axes that cut its sequence
+SEQUENCE = "sequence"  # stands for all axes that cut the sequence of the residual stream
 
 
 @dataclass(frozen=True)
 class Share:
-    """A rank's share of the work: turns what a layer says of one sequence, all ranks together, into bytes of
-    one rank."""
+    """A rank's share of the work. Its methods turn a layer's numbers, which are of one sequence and all ranks
+    together, into bytes of one rank."""
 
     ranks: Mapping[str, int] = field(default_factory=dict)  # axis -> its size
     sequence: tuple[str, ...] = ()  # axes that cut the sequence of the residual stream
@@ -139,13 +138,13 @@ class Share:
         return seq_len if axis in self.sequence else seq_len // self.over(SEQUENCE)
 
     def bytes(self, elements: int, cut: str = "", element: int | None = None) -> int:
-        """Of a tensor with so many elements a sequence. `element`: bytes of one, if not of the dtype of
-        compute."""
+        """Bytes of a tensor with so many elements a sequence. `element`: bytes of an element, where it has
+        another dtype than compute."""
         return elements * (element or self.element) // self.over(cut) * self.sequences
 
     def sent(self, elements: int, axis: str, rings: int, element: int | None = None) -> int:
-        """Bytes of so many rings (all-gather and reduce-scatter are one, all-reduce is two) of a whole
-        tensor."""
+        """Bytes that a rank sends in so many rings over a whole tensor. (All-gather and reduce-scatter are
+        one ring, all-reduce is two.)"""
         return rings * ring(elements * (element or self.element) * self.sequences, self.over(axis))
 
 
@@ -154,7 +153,7 @@ class Saved(NamedTuple):
 
     what: str
     bytes: int
-    piece: str | None = None  # with this activation piece it is computed again instead
+    piece: str | None = None  # the activation piece that computes it again instead
 
 
 @dataclass(frozen=True)
@@ -174,5 +173,5 @@ class Cost:
                     dict(sent))
 
     def saved_bytes(self, again: tuple[str, ...] = ()) -> int:
-        """Without what is computed again: these pieces."""
+        """Bytes saved from forward to backward, without the pieces `again`, which are computed again."""
         return sum(kept.bytes for kept in self.saved if kept.piece not in again)

@@ -1,11 +1,10 @@
-"""Memory-centric tiling: into how many tiles each layer is cut, so that no more of it than a tile need be in
-memory whole.
+"""Memory-centric tiling: layers are cut into tiles, so that only one tile needs to be gathered at a time.
 
-`model.tile_linears: BYTES` bounds what one unit gathers of matrices that are cut over tp: those of a branch
-(qkv and out, or up, gate and down), of the head, or the table of the embedding, as one tp rank has them in
-the dtype of compute. A block whose branches are larger together is cut into its branches; a branch, head or
-embedding that is larger, into the fewest equal tiles that are not. Tiles are whole cells (kv heads, numbers
-of the hidden layer, tokens), and equal on all ranks. Biases and norms are not counted. No torch.
+`model.tile_linears: BYTES` bounds the bytes that one unit gathers of matrices that are cut over tp: those of
+a branch (qkv and out, or up, gate and down), of the head, or of the embedding, for one tp rank in the dtype
+of compute. A block above the limit is cut into its branches; a branch, head or embedding above it is cut into
+the fewest equal tiles within the limit. A tile has whole cells (kv heads, numbers of the hidden layer, tokens
+of the vocabulary) and has the same size on all ranks. Biases and norms do not count. No torch.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class Limit:
                    for parameter in matrices if parameter.axes)
 
     def cells(self, part: Tileable) -> int:
-        """Of one rank."""
+        """Cells of a part on one rank."""
         return part.cells // self.share.over(part.axis)
 
     def fits(self, part: Any) -> bool:
@@ -53,7 +52,7 @@ class Limit:
 
 
 def share_of(config: Config) -> Share:
-    """What a rank has of a micro-batch."""
+    """A rank's share of a micro-batch."""
     parallel = config.parallel
     ranks = {axis: getattr(parallel, axis) for axis in axes_of("parameters")}
     return Share(ranks, ("tp",) if parallel.sequence_parallel else (), config.train.micro_batch_size,
@@ -66,8 +65,8 @@ def layers_of(config: Config) -> list[Layer]:
 
 
 def cut_layers(config: Config) -> list[list[Layer]]:
-    """What each layer of the model is cut into. InputError where it cannot be cut small enough, or must not
-    be cut."""
+    """The tiles of each layer of the model. Raises InputError where a layer cannot be cut small enough, or
+    must not be cut."""
     whole = layers(config.model)
     if config.model.tile_linears is None:
         return [[layer] for layer in whole]
@@ -82,17 +81,14 @@ def _check(asked: str, limit: Limit, whole: Sequence[Layer]) -> None:
     tied = next((part for part in parts.values() if _tied(part) and not limit.fits(part)), None)
     if tied is not None:
         raise InputError(f"{asked} would cut the word embedding of {show_bytes(limit.size(tied))}, which "
-                         f"embedding and "
-                         "head share whole; set model.tie_embeddings=false, or raise it")
-    least = {kind: -(-limit.size(part) // limit.cells(part)) for kind,
-             part in parts.items() if not limit.count(part)}
+                         "embedding and head share whole; set model.tie_embeddings=false, or raise it")
+    least = {kind: -(-limit.size(part) // limit.cells(part))
+             for kind, part in parts.items() if not limit.count(part)}
     if least:
         worst = max(least, key=lambda kind: least[kind])
         raise InputError(f"{asked}: {worst} has {show_bytes(limit.size(parts[worst]))} a rank, and its "
-                         f"smallest tile, one "
-                         f"{parts[worst].cell}, has {least[worst]} bytes ({show_bytes(least[worst])}): raise "
-                         f"it to that, "
-                         "or raise parallel.tp")
+                         f"smallest tile, one {parts[worst].cell}, has {least[worst]} bytes "
+                         f"({show_bytes(least[worst])}): raise it to that, or raise parallel.tp")
 
 
 def _tied(part: Tileable) -> bool:
@@ -109,17 +105,17 @@ def _fewest(size: int, cells: int, limit: int) -> int:
 
 
 def unit_layers(config: Config) -> tuple[list[Layer], list[tuple[int, int]]]:
-    """The layers of a model, and those of each unit: (first, one past the last). The first and the last layer
-    are units of their own, and between them `parallel.layers_per_unit` are one."""
-    found, per_unit = layers_of(config), config.parallel.layers_per_unit
-    last = len(found) - 1
+    """The layers of a model, and for each unit (first layer, one past the last). The first and the last layer
+    are units of their own; between them, `parallel.layers_per_unit` layers are a unit."""
+    all_layers, per_unit = layers_of(config), config.parallel.layers_per_unit
+    last = len(all_layers) - 1
     between = [(first, min(first + per_unit, last)) for first in range(1, last, per_unit)]
-    return found, [(0, 1), *between, (last, last + 1)]
+    return all_layers, [(0, 1), *between, (last, last + 1)]
 
 
 def together(units: Sequence[Sequence[Layer]]) -> list[int]:
-    """Lengths of the runs of units that are on one stage: tiles of one layer, and from the maker of a tensor
-    that is handed on to its last reader."""
+    """Lengths of the runs of units that must be on one stage: the tiles of a layer, and the units from the
+    maker of a handed tensor to its last reader."""
     makers: dict[str, int] = {}
     joined = [unit[0].tile.index > 0 for unit in units]  # to the unit before
     for index, unit in enumerate(units):
@@ -127,9 +123,9 @@ def together(units: Sequence[Sequence[Layer]]) -> list[int]:
             for maker in (makers.get(name, index) for name in layer.reads):
                 joined[maker + 1:index + 1] = [True] * (index - maker)
             makers |= dict.fromkeys(layer.makes(Share()), index)
-    found: list[int] = []
+    lengths: list[int] = []
     for with_before in joined:
         if not with_before:
-            found.append(0)
-        found[-1] += 1
-    return found
+            lengths.append(0)
+        lengths[-1] += 1
+    return lengths

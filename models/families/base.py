@@ -18,10 +18,9 @@ def nothing(_: Any, __: Mapping[str, int]) -> list[str]:
 class Family:
     """Models of one kind."""
 
-    # Of a configuration, first to last: the first embeds tokens, the last has the loss.
+    # configuration -> its layers, first to last: the first embeds tokens, the last computes the loss
     layers: Callable[[Any], list[Layer]]
     config: type[ModelConfig] = ModelConfig  # keys of `model` and their defaults; a subclass may add its own
     sizes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # model.name -> values of keys
-    # (configuration, axis -> ranks) -> what is wrong with it, one line each, beside what is checked of all
-    # families
+    # (configuration, axis -> ranks) -> its problems, one line each, beside those checked for all families
     check: Callable[[Any, Mapping[str, int]], list[str]] = nothing

@@ -1,7 +1,7 @@
-"""Families by the name that `model.family` gives them, or by where they are.
+"""Families by their name in `model.family`, or by the module or file that has them.
 
-A family is a file here and a line below; or anywhere else, and `model.family` says where:
-`package.module:name`, or `folder/file.py:name`.
+A family is a file in this folder and a line below. Or it is a module or file of your own, which
+`model.family` names: `package.module:name`, or `folder/file.py:name`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def sizes() -> dict[str, str]:
 
 @cache
 def family_of(name: str) -> Family:
-    """What `model.family` stands for. InputError where it stands for nothing."""
+    """The family that `model.family` names. Raises InputError where it names none."""
     if name in FAMILIES:
         return FAMILIES[name]
     asked = f"model.family={name}"
@@ -40,7 +40,8 @@ def family_of(name: str) -> Family:
     module = _from_file(asked, Path(where)) if where.endswith(".py") else _from_package(asked, where)
     family = getattr(module, attribute, None)
     if not isinstance(family, Family):
-        wrong = "has no such name" if family is None else f"has a {type(family).__name__} there"
+        wrong = (f"has no name '{attribute}'" if family is None
+                 else f"has a {type(family).__name__} of this name")
         raise InputError(f"{asked}: {where} {wrong}; it must be a threed.models.families.base.Family")
     if not issubclass(family.config, ModelConfig):
         raise InputError(f"{asked}: its config must be a dataclass that extends threed.schema.ModelConfig")

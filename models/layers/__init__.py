@@ -1,2 +1,2 @@
-"""The layers that models are made of. A file says everything of its layer: what planning must know, and what
-it computes."""
+"""The layers of models. A file has everything about its layer: what planning must know, and the
+computation."""

@@ -1,11 +1,11 @@
-"""Causal self-attention; query heads share key and value heads in groups of G. A tile is a run of key and
-value heads with their queries.
+"""Causal self-attention (grouped-query: G query heads share one key and value head). A tile is a run of key
+and value heads with their queries.
 
-Rows of qkv are sorted by key and value head: the queries that share it, then its key, then its value (as in
-Megatron-LM). So any run of heads is a run of rows.
+The rows of qkv are sorted by key and value head: first the queries that share it, then its key, then its
+value (as in Megatron-LM). So any run of heads is a run of rows.
 
-Shapes: S sequence, s the part of it that a rank has of the residual stream, B micro-batch, D hidden; of this
-rank (and tile) N heads, K key and value heads, G = N/K; E head size.
+Shapes: S sequence, s a rank's part of the sequence in the residual stream, B micro-batch, D hidden, E head
+size; in this rank (and tile) N heads, K key and value heads, and G = N/K.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class Attention(Part):
 
     def cost(self, share: Share) -> Cost:
         seq, hidden = self.model.seq_len, self.model.hidden // self.tile.count
-        # Counted whole, not halved for the mask.
+        # FLOPs of the whole square, not halved for the causal mask.
         core = 4 * seq * seq * hidden * share.sequences // share.over("tp")
         return super().cost(share) + Cost(core, self._saved(share))
 
     def _saved(self, share: Share) -> tuple[Saved, ...]:
-        """Between the norm and the dropout of its branch."""
+        """The tensors saved between the norm and the dropout of its branch."""
         model, tiles = self.model, self.tile.count
         seq, hidden, kv = model.seq_len, model.hidden, model.num_kv_heads * model.head_dim
         grouped, rotary = model.heads > model.num_kv_heads, model.position == "rotary"
@@ -57,8 +57,8 @@ class Attention(Part):
             return (*ends, kept("queries", seq * hidden if rotary or grouped else 0),
                     kept("keys", seq * kv if rotary else 0),
                     kept("log of attention's sums", model.heads * seq, 4))
-        # Unfused. Keys and values are kept for each query head. Queries that were turned or copied are kept
-        # so, and nothing as projected.
+        # Unfused attention saves keys and values for each query head. Where heads are rotated or copied, it
+        # saves the results and not the projection.
         squares, instead = model.heads * seq * seq, 2 * kv if rotary or grouped else 0
         return (*ends, kept("softmax of attention", squares, 4), kept("dropped attention", squares),
                 kept("attention mask", squares, 1),
@@ -84,8 +84,7 @@ class Attention(Part):
         probability, queries = self.model.attention_dropout, self.model.heads // self.model.num_kv_heads
         if probability == 0.0 or not batch.train:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=queries > 1)
-        # Fused attention draws its own dropout, which depends on the mesh: attention weights are made
-        # explicitly.
+        # Fused attention draws its own dropout, which depends on the mesh: the weights are explicit here.
         k, v = (t.repeat_interleave(queries, 1) for t in (k, v))
         seq, heads = q.shape[2], q.shape[1]
         future = torch.full((seq, seq), -torch.inf, dtype=q.dtype, device=q.device).triu(1)  # added: not kept

@@ -1,9 +1,9 @@
-"""Parts and layers: what planning must know of them and what they compute, in one class.
+"""Parts and layers: what planning must know about them, and their computation, in one class.
 
-A **part** is made of parts: a layer has a norm and an MLP, an MLP has two linears. It says which parameters
-it has and what it costs, which is by default what its parts have and cost. A **layer** is a part that a unit
-may consist of. Made from a config, parts are plain values, with which a plan is made without torch; `build`
-binds them to the weights of a rank, and then they compute.
+A **part** consists of parts: a layer has a norm and an MLP, an MLP has two linears. It declares its
+parameters and its cost, by default those of its parts. A **layer** is a part that can be a unit. Parts made
+from a config are plain values, so a plan needs no torch; `build` binds them to the weights of a rank, and
+then they can compute.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ class Part:
                     yield each
 
     def parameters(self) -> list[Parameter]:
-        """All that it computes with."""
+        """All parameters that it uses."""
         return [parameter for part in self.parts() for parameter in part.parameters()]
 
     def cost(self, share: Share) -> Cost:
         return sum((part.cost(share) for part in self.parts()), Cost())
 
     def build(self, context: Context, weights: Mapping[str, torch.nn.Parameter]) -> Self:
-        """Bind it to the weights of a rank: key of a parameter -> weight."""
+        """Bind the part to the weights of a rank (key of a parameter -> weight)."""
         self.context = context
         for part in self.parts():
             part.build(context, weights)
         return self
 
     def modules(self) -> list[torch.nn.Module]:
-        """The modules of torch that hold its weights, after `build`."""
+        """The torch modules that hold its weights, after `build`."""
         return [module for part in self.parts() for module in part.modules()]
 
     def forward(self, *inputs: Any) -> Any:
@@ -55,34 +55,34 @@ class Part:
 
 
 class Out(NamedTuple):
-    """What a layer has computed, where it is more than the residual stream."""
+    """The output of a layer that returns more than the residual stream."""
 
-    x: torch.Tensor | None = None  # what the next layer reads, mostly the residual stream; the last: None
-    makes: Mapping[str, torch.Tensor] = {}  # what it hands to later layers of its stage, by name
+    x: torch.Tensor | None = None  # input of the next layer, mostly the residual stream; None for the last
+    makes: Mapping[str, torch.Tensor] = {}  # tensors for later layers of its stage, by name
     # Added to the loss, equal on all ranks with the same samples: a sum / batch.num_tokens.
     loss: torch.Tensor | None = None
 
 
 class Layer(Part):
-    """Called with the residual stream [s, B, D] and the batch, and by name with the tensors that it reads. It
-    returns the residual stream, or an Out."""
+    """A layer is called with the residual stream [s, B, D], the batch, and by name the tensors that it reads.
+    It returns the residual stream, or an Out."""
 
     name: str
     tile: Tile = WHOLE
-    adds = False  # only adds to its input, and keeps nothing of it: the gradient passes as it is
+    adds = False  # whether it only adds to its input: it keeps nothing, and passes the gradient on unchanged
     loss = False  # whether it adds to the loss; the last layer does
     reads: tuple[str, ...] = ()  # names of tensors that earlier layers hand it
 
     def makes(self, share: Share) -> dict[str, int]:
-        """Tensors that it hands on: name -> bytes."""
+        """Tensors for later layers: name -> bytes."""
         return {}
 
     def running_bytes(self, share: Share) -> int:
-        """Of its output, where that is not the residual stream."""
+        """Bytes of its output, where this is a running softmax and not the residual stream."""
         return 0
 
     def own_parameters(self) -> tuple[Parameter, ...]:
-        """Those that its unit holds: all but tied ones."""
+        """The parameters that its unit holds: all but tied ones."""
         return tuple(parameter for parameter in self.parameters() if not parameter.tied)
 
     def tileable(self) -> tuple[Tileable, ...]:
@@ -99,8 +99,8 @@ class Tileable(Protocol):
 
     kind: str  # what it is called
     axis: str  # of the mesh, over which its matrices are cut
-    cells: int  # that must stay whole
-    cell: str  # what such a cell is
+    cells: int  # the number of pieces that must stay whole
+    cell: str  # the name of such a piece
 
     def parameters(self) -> list[Parameter]: ...
     def tiled(self, tile: Tile) -> Self: ...

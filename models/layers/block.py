@@ -1,12 +1,12 @@
-"""A block is a sequence of branches. A branch adds to the residual stream what its bodies make of its norm's
-output:
+"""A block is a sequence of branches. A branch adds to the residual stream the outputs of its bodies, which
+read the output of its norm:
 
     Block(name, Branch(f"{name}.attention", norm, attention), Branch(f"{name}.mlp", norm, mlp))   in turn
     Block(name, Branch(f"{name}.both", norm, attention, mlp))                                     side by side
 
-A body is a part that is called with (norm's output, batch), and that can be cut into tiles (base.Tileable). A
-block that is too large becomes its branches; a branch, tiles of its bodies. The first has the norm, whose
-output it hands to the others.
+A body is a part that is called with (norm's output, batch) and that can be cut into tiles (base.Tileable). A
+block that is too large is cut into its branches, and a branch into tiles of its bodies. The first tile has
+the norm and hands its output to the other tiles.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Branch(Layer):
         self.dropout = Dropout(norm.model, name)
 
     def cost(self, share: Share) -> Cost:
-        # Of its products, the norm's output and the gradient of what is added: of all bodies the same
-        # tensors, but for each body that gathers a sequence that is cut, which has its own.
+        # Operands of the products: the norm's output, and the gradient of the branch's output. Bodies share
+        # both tensors, but a body that gathers a cut sequence has a gradient of its own.
         size = self.norm.model.seq_len * self.norm.model.hidden
         gathers = [body.axis in share.sequence for body in self.bodies]
         normed, whole = share.bytes(size, SEQUENCE), share.bytes(size)
@@ -73,8 +73,8 @@ class Branch(Layer):
 
 
 class BranchTile(Layer):
-    """What a tile of a body adds to the residual stream. (The tiles' dropout masks are equal: dropout of a
-    sum.)"""
+    """A tile of a body, which adds its output to the residual stream. (All tiles have the same dropout mask,
+    which makes this the dropout of their sum.)"""
 
     def __init__(self, branch: Branch, body: Any, tile: Tile):
         self.model, self.name, self.tile = branch.norm.model, tile.of(branch.name), tile
@@ -90,8 +90,7 @@ class BranchTile(Layer):
     def cost(self, share: Share) -> Cost:
         size = self.model.seq_len * self.model.hidden
         operands = share.bytes(size, SEQUENCE) if self.norm is not None else 0
-        # The gradient of what is added is the same tensor for all tiles, unless dropout makes each its own,
-        # or it is gathered for each.
+        # All tiles share the gradient of the output, unless dropout or a gather makes one for each tile.
         gathers = self.body.axis in share.sequence
         if self.norm is not None or self.model.dropout or gathers:
             operands += share.bytes(size, "" if gathers else SEQUENCE)

@@ -1,7 +1,7 @@
-"""The embedding: token ids to the residual stream. A tile is a run of the vocabulary's rows: it adds what it
-has of the tokens.
+"""The embedding: token ids to the residual stream. A tile is a run of the vocabulary's rows: it adds the rows
+of its tokens.
 
-Shapes: S sequence, s the part of it that a rank has of the residual stream, B micro-batch, D hidden.
+Shapes: S sequence, s a rank's part of the sequence in the residual stream, B micro-batch, D hidden.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Embedding(Layer):
         self.dropout = Dropout(model, "embedding")
 
     def cost(self, share: Share) -> Cost:
-        """All of its backward is weight gradients: what is saved is kept for them."""
+        """All of its backward is weight gradients: all that is saved is an operand of them."""
         tokens = Saved("token ids", share.bytes(self.model.seq_len, element=8))
         cost = super().cost(share) + Cost(saved=(tokens,))
-        # Of all tiles the same tensor.
+        # All tiles share this tensor.
         gradient = share.bytes(self.model.seq_len * self.model.hidden, SEQUENCE)
         return cost + Cost(operands=cost.saved_bytes() + (0 if self.adds else gradient))
 
@@ -61,6 +61,6 @@ class Positions(Held):
         self.held = {"weight": Parameter("embedding.position.weight", shape, std=model.init_std)}
 
     def forward(self) -> torch.Tensor:
-        """Those of this rank's part of the sequence, [s, D]."""
+        """The vectors of this rank's part of the sequence, [s, D]."""
         first, length = self.context.sequence()
         return self.compute.weight[first:first + length]

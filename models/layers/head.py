@@ -1,9 +1,9 @@
 """The head: final norm, projection onto the vocabulary, loss.
 
-A tile is a run of the vocabulary. The first has the norm, whose output all read. What goes from tile to tile
-is not the residual stream but a running softmax, of which the last makes the loss.
+A tile is a run of the vocabulary. The first tile has the norm, and all tiles read its output. A tile passes
+on a running softmax instead of the residual stream, from which the last tile computes the loss.
 
-Shapes: S sequence, s the part of it that a rank has of the residual stream, B micro-batch, D hidden, V
+Shapes: S sequence, s a rank's part of the sequence in the residual stream, B micro-batch, D hidden, V
 vocabulary of this rank (and tile).
 """
 
@@ -44,12 +44,12 @@ class Head(Layer):
     def cost(self, share: Share) -> Cost:
         seq, stream = self.model.seq_len, share.bytes(self.model.seq_len * self.model.hidden, SEQUENCE)
         first, whole = self.tile.index == 0, self.tile.count == 1
-        # Of a token: its id and a mask; in a tile also its index there, and shares of the running softmax.
+        # Bytes a token: its id and a mask; in a tile also its index there and shares of the running softmax.
         token = 8 + 1 if whole else 8 + 1 + 4 if first else 8 + 1 + 4 + 4 + 8
         saved = (Saved("softmax", share.bytes(seq * self.model.padded_vocab // self.tile.count, "tp", 4)),
                  Saved("labels", share.bytes(seq, element=token)),
                  *((Saved("output of the norm", stream),) if whole else ()))
-        # Three all-reduces of a number a token.
+        # Three all-reduces of one number a token.
         loss = {("forward", "tp"): share.sent(seq, "tp", 3 * 2, 4)} if self.tile.last else {}
         return super().cost(share) + Cost(saved=saved, operands=stream if first else 0, sent=loss)
 

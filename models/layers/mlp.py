@@ -1,8 +1,8 @@
 """The MLP: up, the activation, down. A tile is a run of the hidden layer.
 
-With swiglu, up is two products of one input, gate and up, whose rows are two runs of one matrix.
+With swiglu there are two products of one input, gate and up; their rows are two runs of one matrix.
 
-Shapes: S sequence, s the part of it that a rank has of the residual stream, B micro-batch, D hidden, F hidden
+Shapes: S sequence, s a rank's part of the sequence in the residual stream, B micro-batch, D hidden, F hidden
 layer of this rank (and tile).
 """
 

@@ -1,8 +1,8 @@
-"""What layers are made of: linears and tables cut over tp, norms, dropout.
+"""The parts of layers: linears and tables cut over tp, norms, dropout.
 
-A linear counts its products, what it sends over tp, and what it keeps of its cut side for a weight gradient
-that is put off. Its other side is the residual stream, which several may share: that is counted by the layer
-that holds them.
+A linear counts its FLOPs, its bytes over tp, and, for a delayed weight gradient, the operand on its cut side.
+The operand on the other side is of the residual stream, which several linears may share: their layer counts
+it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def vocabulary(model: ModelConfig, name: str, tile: Tile = WHOLE, tied: bool = F
 
 
 class Held(Part):
-    """Parameters by their names inside. After `build` they are those of `compute`, a module of torch."""
+    """A part that holds parameters, by their names in `compute`: the torch module that has them after
+    `build`."""
 
     held: dict[str, Parameter]
 
@@ -41,7 +42,7 @@ class Held(Part):
         return list(self.held.values())
 
     def module(self, context: Context) -> torch.nn.Module:
-        """What holds them: of our own, nothing else; or a layer of megatron-core, which decides how they are
+        """The module for the parameters: empty, or a layer of megatron-core, which decides how they are
         cut."""
         return torch.nn.Module()
 
@@ -63,7 +64,7 @@ class Held(Part):
 
 
 class _Linear(Held):
-    axis: str  # over which it is cut
+    axis: str  # the axis of the mesh over which it is cut
 
     def __init__(self, weight: Parameter, bias: Parameter | None):
         self.held = {"weight": weight} | ({"bias": bias} if bias is not None else {})
@@ -83,8 +84,8 @@ class Column(_Linear):
 
     def __init__(self, model: ModelConfig, name: str, outputs: int, tile: Tile = WHOLE, runs: int = 1,
                  weight: Parameter | None = None, axis: str = "tp"):
-        """`runs`: products of one input, whose rows lie one after the other. `weight`: in place of one of its
-        own."""
+        """`runs`: products of one input, whose rows follow each other. `weight`: a parameter to use instead
+        of one of its own."""
         self.model, self.axis, cuts = model, axis, cut_over(axis, 0, tile, runs)
         shape, bias = (outputs, model.hidden), None
         if model.bias and weight is None:

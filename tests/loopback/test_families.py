@@ -53,8 +53,8 @@ def test_hands_on_two_tensors_and_adds_to_the_loss(name, references):
 
 BAD = {
     "gtp": "there are gpt, llama", "nowhere/family.py:X": "there is no file nowhere/family.py",
-    "tests/families/parallel_block.py:NOTHING": "has no such name",
-    "tests/families/parallel_block.py:block": "has a function there",
+    "tests/families/parallel_block.py:NOTHING": "has no name 'NOTHING'",
+    "tests/families/parallel_block.py:block": "has a function of this name",
     "no_such_package:X": "cannot be imported",
 }
 

@@ -413,4 +413,4 @@ def test_a_gradient_goes_down_once():
                                               Instruction(Op.OFFLOAD, 1, kind="gshard")]
 
     case = Case(0, 1, 3, dp=2, others=(ZERO_1, CPU, UNTIED))
-    assert "writes 'host_gshard p1', which is already there" in refusal(case, edit)
+    assert "writes 'host_gshard p1', which is already alive" in refusal(case, edit)

@@ -74,16 +74,16 @@ def test_the_plan_itself_passes():
 
 
 @pytest.mark.parametrize("text, position, at, reason", [
-    ("BACKWARD u3 m1", 1, "SEND grad u2 m1 -> pp0", "reads 'grad u2 m1', which is not there"),
+    ("BACKWARD u3 m1", 1, "SEND grad u2 m1 -> pp0", "reads 'grad u2 m1', which is not alive"),
     ("BACKWARD u0 m2", 0, "STEP p6", "leaves 'grad u0 m2' behind"),
-    ("FORWARD u1 m1", 0, "FORWARD u2 m1", "reads 'act u1 m1', which is not there"),
+    ("FORWARD u1 m1", 0, "FORWARD u2 m1", "reads 'act u1 m1', which is not alive"),
     ("SEND act u2 m1 -> pp1", 0, "STEP p6", "leaves 'act u2 m1' behind"),
-    ("RECV act u2 m0 <- pp0", 1, "FORWARD u3 m0", "reads 'act u2 m0', which is not there"),
-    ("GATHER p1 (dp)", 0, "FORWARD u1 m0", "reads 'param p1', which is not there"),
-    ("REDUCE p1 (dp)", 0, "CLIP", "reads 'gshard p1', which is not there"),
-    ("REDUCE p6 (dp)", 1, "REDUCE p6 (tie)", "reads 'gpart p6', which is not there"),
-    ("REDUCE p6 (tie)", 1, "CLIP", "reads 'gshard p6', which is not there"),
-    ("CLIP", 0, "STEP p1", "reads 'scale', which is not there"),
+    ("RECV act u2 m0 <- pp0", 1, "FORWARD u3 m0", "reads 'act u2 m0', which is not alive"),
+    ("GATHER p1 (dp)", 0, "FORWARD u1 m0", "reads 'param p1', which is not alive"),
+    ("REDUCE p1 (dp)", 0, "CLIP", "reads 'gshard p1', which is not alive"),
+    ("REDUCE p6 (dp)", 1, "REDUCE p6 (tie)", "reads 'gpart p6', which is not alive"),
+    ("REDUCE p6 (tie)", 1, "CLIP", "reads 'gshard p6', which is not alive"),
+    ("CLIP", 0, "STEP p1", "reads 'scale', which is not alive"),
     ("STEP p1", 0, "STEP p6", "leaves 'gshard p1' behind"),
 ])
 def test_missing(text, position, at, reason):
@@ -93,17 +93,17 @@ def test_missing(text, position, at, reason):
 
 
 @pytest.mark.parametrize("text, behind, position, at, reason", [
-    ("REDUCE p1 (dp)", "CLIP", 0, "CLIP", "reads 'gshard p1', which is not there"),
+    ("REDUCE p1 (dp)", "CLIP", 0, "CLIP", "reads 'gshard p1', which is not alive"),
     ("REDUCE p1 (dp)", "BACKWARD u1 m1", 0, "STEP p6", "leaves 'wgrad p1' behind"),
-    ("REDUCE p6 (tie)", "REDUCE p1 (dp)", 0, "REDUCE p6 (tie)", "reads 'gpart p6', which is not there"),
-    ("STEP p1", "REDUCE p6 (tie)", 0, "STEP p1", "reads 'scale', which is not there"),
-    ("FORWARD u0 m2", "STEP p6", 0, "FORWARD u1 m2", "reads 'act u0 m2', which is not there"),
-    ("FORWARD u5 m2", "STEP p6", 1, "BACKWARD u5 m2", "reads 'saved u5 m2', which is not there"),
-    ("GATHER p2 (dp)", "FORWARD u2 m0", 0, "FORWARD u2 m0", "reads 'param p2', which is not there"),
-    ("GATHER p2 (dp)", "STEP p2", 0, "FORWARD u2 m0", "reads 'param p2', which is not there"),
+    ("REDUCE p6 (tie)", "REDUCE p1 (dp)", 0, "REDUCE p6 (tie)", "reads 'gpart p6', which is not alive"),
+    ("STEP p1", "REDUCE p6 (tie)", 0, "STEP p1", "reads 'scale', which is not alive"),
+    ("FORWARD u0 m2", "STEP p6", 0, "FORWARD u1 m2", "reads 'act u0 m2', which is not alive"),
+    ("FORWARD u5 m2", "STEP p6", 1, "BACKWARD u5 m2", "reads 'saved u5 m2', which is not alive"),
+    ("GATHER p2 (dp)", "FORWARD u2 m0", 0, "FORWARD u2 m0", "reads 'param p2', which is not alive"),
+    ("GATHER p2 (dp)", "STEP p2", 0, "FORWARD u2 m0", "reads 'param p2', which is not alive"),
     ("BACKWARD u3 m0", "SEND grad u2 m0 -> pp0", 1, "SEND grad u2 m0 -> pp0",
      "reads 'grad u2 m0', which is not"),
-    ("RECV act u2 m0 <- pp0", "FORWARD u3 m0", 1, "FORWARD u3 m0", "reads 'act u2 m0', which is not there"),
+    ("RECV act u2 m0 <- pp0", "FORWARD u3 m0", 1, "FORWARD u3 m0", "reads 'act u2 m0', which is not alive"),
 ])
 def test_out_of_order(text, behind, position, at, reason):
     """REDUCE after CLIP or before the last gradient, STEP before CLIP, FORWARD after STEP, use before
@@ -112,17 +112,17 @@ def test_out_of_order(text, behind, position, at, reason):
 
 
 @pytest.mark.parametrize("text, where, position, at, reason", [
-    ("GATHER p1 (dp)", "FORWARD u2 m1", 0, "GATHER p1 (dp)", "writes 'param p1', which is already there"),
+    ("GATHER p1 (dp)", "FORWARD u2 m1", 0, "GATHER p1 (dp)", "writes 'param p1', which is already alive"),
     ("GATHER p1 (dp)", "STEP p1", 0, "STEP p6", "leaves 'param p1' behind"),
-    ("FORWARD u0 m0", "FORWARD u0 m0", 0, "FORWARD u0 m0", "writes 'act u0 m0', which is already there"),
-    ("BACKWARD u4 m1", "BACKWARD u4 m1", 1, "BACKWARD u4 m1", "reads 'saved u4 m1', which is not there"),
+    ("FORWARD u0 m0", "FORWARD u0 m0", 0, "FORWARD u0 m0", "writes 'act u0 m0', which is already alive"),
+    ("BACKWARD u4 m1", "BACKWARD u4 m1", 1, "BACKWARD u4 m1", "reads 'saved u4 m1', which is not alive"),
     ("SEND act u2 m0 -> pp1", "SEND act u2 m0 -> pp1", 0, "SEND act u2 m0 -> pp1",
      "reads 'act u2 m0', which is not"),
     ("RECV act u2 m0 <- pp0", "RECV act u2 m0 <- pp0", 1, "RECV act u2 m0 <- pp0",
      "writes 'act u2 m0', which is al"),
-    ("REDUCE p1 (dp)", "BACKWARD u1 m1", 0, "REDUCE p1 (dp)", "writes 'gshard p1', which is already there"),
-    ("CLIP", "CLIP", 0, "CLIP", "writes 'scale', which is already there"),
-    ("STEP p1", "STEP p1", 0, "STEP p1", "reads 'gshard p1', which is not there"),
+    ("REDUCE p1 (dp)", "BACKWARD u1 m1", 0, "REDUCE p1 (dp)", "writes 'gshard p1', which is already alive"),
+    ("CLIP", "CLIP", 0, "CLIP", "writes 'scale', which is already alive"),
+    ("STEP p1", "STEP p1", 0, "STEP p1", "reads 'gshard p1', which is not alive"),
 ])
 def test_twice(text, where, position, at, reason):
     """Anything that comes twice: a second gather overwrites what is read, a second reduction the first."""
@@ -147,16 +147,16 @@ def test_unit_runs_too_often_or_not_at_all():
 
 
 @pytest.mark.parametrize("old, change, reason", [
-    ("FORWARD u1 m0", {"unit": 9}, "names what does not exist: FORWARD u9 m0"),
-    ("FORWARD u1 m0", {"unit": -1}, "names what does not exist: FORWARD m0"),
-    ("REDUCE p1 (dp)", {"unit": 9}, "names what does not exist: p9 has no reduction over 'dp'"),
+    ("FORWARD u1 m0", {"unit": 9}, "names something that does not exist: FORWARD u9 m0"),
+    ("FORWARD u1 m0", {"unit": -1}, "names something that does not exist: FORWARD m0"),
+    ("REDUCE p1 (dp)", {"unit": 9}, "names something that does not exist: p9 has no reduction over 'dp'"),
     ("REDUCE p1 (dp)", {"group": "tie"}, "p1 has no reduction over 'tie'"),
     ("REDUCE p1 (dp)", {"group": "world"}, "p1 has no reduction over 'world'"),
     ("GATHER p1 (dp)", {"unit": 9}, "p9 is sharded over nothing, not 'dp'"),
-    ("GATHER p1 (dp)", {"unit": 3}, "reads 'pshard p3', which is not there"),
+    ("GATHER p1 (dp)", {"unit": 3}, "reads 'pshard p3', which is not alive"),
     ("GATHER p1 (dp)", {"group": "tp"}, "p1 is sharded over dp, not 'tp'"),
     ("SEND act u2 m0 -> pp1", {"kind": "saved"}, "messages are act or grad, not 'saved'"),
-    ("FORWARD u1 m0", {"keep": "some"}, "names what does not exist"),
+    ("FORWARD u1 m0", {"keep": "some"}, "names something that does not exist"),
     ("FORWARD u1 m0", {"group": "dp"}, "sets group, which FORWARD does not use"),
     ("STEP p1", {"microbatch": 1, "peer": 0}, "sets microbatch and peer, which STEP does not use"),
     ("CLIP", {"unit": 2}, "sets unit, which CLIP does not use"),
@@ -171,7 +171,7 @@ def test_names_that_mean_nothing(old, change, reason):
 
 
 @pytest.mark.parametrize("old, change, position, at, reason", [
-    ("FORWARD u1 m0", {"keep": "none"}, 0, "BACKWARD u1 m0", "reads 'saved u1 m0', which is not there"),
+    ("FORWARD u1 m0", {"keep": "none"}, 0, "BACKWARD u1 m0", "reads 'saved u1 m0', which is not alive"),
     ("CLIP", {"gradients": "none"}, 0, "CLIP gradients=none", "CLIP must run once, over gradients"),
     ("SEND act u2 m0 -> pp1", {"peer": 5}, 0, "SEND act u2 m0 -> pp5", "there is no such peer"),
     ("SEND act u2 m0 -> pp1", {"peer": 0}, 0, "SEND act u2 m0 -> pp0", "there is no such peer"),
@@ -217,7 +217,7 @@ def test_a_message_that_only_one_end_knows():
     mine = parse("SEND act u2 m1 -> pp1", programs[0])
     programs[0][mine] = Instruction(S, 2, 1, "grad", peer=1)
     expect(fault(programs, plan, "evaluate"), 0, "SEND grad u2 m1 -> pp1",
-           "reads 'grad u2 m1', which is not there")
+           "reads 'grad u2 m1', which is not alive")
 
 
 def stuck(programs: Sequence[Sequence[Instruction]], plan: Plan) -> list[bool]:
@@ -295,7 +295,7 @@ def evaluating(change) -> str:
     ("RELEASE p3", 1, "CLIP gradients=none", "leaves 'param p3' behind"),
     ("CLIP gradients=none", 1, "RELEASE p6", "leaves 'loss' behind"),
     ("CLIP gradients=none", 0, "SEND act u2 m2 -> pp1", "CLIP must run once"),
-    ("GATHER p3 (dp)", 1, "FORWARD u3 m0 keep=none", "reads 'param p3', which is not there"),
+    ("GATHER p3 (dp)", 1, "FORWARD u3 m0 keep=none", "reads 'param p3', which is not alive"),
 ])
 def test_evaluate_lacks_something(text, position, at, reason):
     """An evaluation that leaves a batch out, keeps parameters, or never tells the loss."""
@@ -325,7 +325,7 @@ def test_a_step_that_is_never_taken():
     expect(without("STEP p2", 0, plan), 0, "STEP p6", "leaves 'gshard p2' behind")
     programs = [list(program) for program in plan.programs["train"]]
     programs[0].insert(0, Instruction(Op.GATHER, 1, group="dp"))
-    expect(fault(programs, plan), 0, "GATHER p1 (dp)", "reads 'pshard p1', which is not there")
+    expect(fault(programs, plan), 0, "GATHER p1 (dp)", "reads 'pshard p1', which is not alive")
 
 
 def test_split_backward_is_complete_or_refused():
@@ -339,8 +339,8 @@ def test_split_backward_is_complete_or_refused():
                 ([item._replace(op=parts[letter]) for letter in order] if item.op == B else [item])]
 
     check_programs("train", [halves("IW")], plan.table)
-    assert "reads 'operands u5 m0', which is not there" in fault([halves("WI")], plan)
-    assert "reads 'wgrad p5', which is not there" in fault([halves("I")], plan)
+    assert "reads 'operands u5 m0', which is not alive" in fault([halves("WI")], plan)
+    assert "reads 'wgrad p5', which is not alive" in fault([halves("I")], plan)
     late = halves("IW")
     weight = late.pop(parse("BACKWARD_WEIGHT u3 m2", late))
     late.insert(parse("REDUCE p3 (dp)", late) + 1, weight)

@@ -65,7 +65,7 @@ def test_what_is_refused(overrides):
 
     assert "gshard" in fault("verify", keep("step"))
     assert "behind" in fault("verify", keep("wait"))
-    assert "is not there" in fault("plain" if overrides else "train", keep("drop"))
+    assert "is not alive" in fault("plain" if overrides else "train", keep("drop"))
     assert "wgrad" in fault("verify", lambda program: [item for item in program if item.op != Op.BACKWARD])
     stepped = fault("verify", lambda program: [*program[:-1], Instruction(Op.CLIP), *(
         Instruction(Op.STEP, unit)

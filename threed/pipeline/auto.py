@@ -1,10 +1,11 @@
-"""Auto: search an order for given times and a limit on activations. Bounded by candidates, never by the
-clock.
+"""Auto: search an order for given times and a limit on activations. The number of candidates bounds the
+search, never the clock.
 
-Candidates are every named schedule that fits, and orders built by `fill`: a frame of forwards and input
-halves, 1F1B's line or zb-v's V, is played with a clock; where a position would wait, it runs a weights' half
-that is due, or a forward ahead of its turn while memory allows; where memory is full it must run a weights'
-half. How long a wait is worth filling is what the candidates differ in. The best predicted step wins.
+Candidates are every named schedule within the limit, and orders that `_Filler` builds. It plays a frame of
+forwards and input halves (1F1B's line or zb-v's V) with a clock. Where a position would wait, it runs a
+weights' half that is due, or a forward ahead of its turn if memory allows; where memory is full, it must run
+a weights' half. The candidates differ in how long a wait must be to be filled. The shortest predicted step
+wins.
 """
 
 from __future__ import annotations
@@ -16,13 +17,12 @@ from typing import NamedTuple
 from threed.errors import InputError
 from threed.pipeline.orders import SCHEDULES, Order, Task, line, needs, one_f_one_b, vee, zb_v
 
-WORTH = (0.0, 0.1, 0.25, 0.5, 1.0)  # shares of a weights' half: shorter waits are not filled
+WORTH = (0.0, 0.1, 0.25, 0.5, 1.0)  # shares of the time of a weights' half: shorter waits are not filled
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of one stage's forward, input half and weights' half, by stage; and of a message between
-    positions."""
+    """Seconds of each stage's forward, input half and weights' half, and of a message between positions."""
 
     forward: list[float]
     input: list[float]
@@ -36,21 +36,21 @@ class Times:
 
     @classmethod
     def equal(cls, stages: int, whole: tuple[float, float, float], share: int, message: float = 0.0) -> Times:
-        """Every stage the same: `whole` is a position's forward, input and weights; a stage takes 1/share of
-        it."""
-        return cls(*([each / share] * stages for each in whole), message=message)
+        """Equal stages: `whole` is a position's forward, input half and weights' half; a stage takes 1/share
+        of it."""
+        return cls(*([seconds / share] * stages for seconds in whole), message=message)
 
 
-class Played(NamedTuple):
+class TimedOrder(NamedTuple):
     order: Order
     span_s: float  # of the position that takes longest, from its first task to its last
     total_s: float
-    peak: int  # the most chunks that any position keeps, from forward to its weights' half
+    peak: int  # the most chunks that any position keeps at a time, each from its forward to its weights' half
 
 
 class Clock:
-    """Plays tasks one by one: each position has a clock, and a value takes a message's time to reach another
-    position."""
+    """Plays tasks one by one: each position has a clock, and a value takes the time of a message to reach
+    another position."""
 
     def __init__(self, place: Sequence[int], times: Times):
         self.place, self.times = place, times
@@ -61,7 +61,7 @@ class Clock:
         self.order: Order = [[] for _ in range(positions)]
 
     def ready(self, task: Task) -> float | None:
-        """When a task could start by what it needs; None: not known yet."""
+        """The time at which a task has all that it needs; None where this is not known yet."""
         latest = 0.0
         for need in needs(task, len(self.place) - 1):
             end = self.done.get(need)
@@ -81,13 +81,13 @@ class Clock:
         self.peak[position] = max(self.peak[position], self.live[position])
         self.order[position].append(task)
 
-    def result(self) -> Played:
+    def result(self) -> TimedOrder:
         spans = [end - start for start, end in zip(self.first, self.now, strict=True)]
-        return Played(self.order, max(spans), max(self.now), max(self.peak))
+        return TimedOrder(self.order, max(spans), max(self.now), max(self.peak))
 
 
-def play(order: Order, place: Sequence[int], times: Times) -> Played:
-    """An order as it is, with a clock."""
+def play(order: Order, place: Sequence[int], times: Times) -> TimedOrder:
+    """Time an order without changing it."""
     clock = Clock(place, times)
     heads = [0] * len(order)
     moved = True
@@ -105,9 +105,9 @@ def play(order: Order, place: Sequence[int], times: Times) -> Played:
     return clock.result()
 
 
-class _Fill:
-    """Plays a frame (forwards and input halves of each position, in order), filling waits. Keeps at most
-    `limit` chunks."""
+class _Filler:
+    """Plays a frame (each position's forwards and input halves, in order) and fills its waits. A position
+    keeps at most `limit` chunks."""
 
     def __init__(self, frame: Order, clock: Clock, limit: int, worth: float, eager: bool):
         self.frame = [list(tasks) for tasks in frame]
@@ -117,7 +117,7 @@ class _Fill:
         self.reserve = len(clock.place) // len(frame)  # room that a forward ahead of its turn must leave
 
     def choose(self, position: int) -> tuple[float, Task] | None:
-        """(start, task) of a position's next task; None: it can not be known yet, or there is none."""
+        """(start, task) of a position's next task; None where it is not known yet, or no task is left."""
         clock, tasks, due = self.clock, self.frame[position], self.due[position]
         now, head = clock.now[position], self.heads[position]
         if head == len(tasks):
@@ -138,7 +138,7 @@ class _Fill:
         return None if ready is None else (ready, task)
 
     def _ahead(self, position: int, wait: float) -> int | None:
-        """Where in the frame the next forward of the position's first stage is, if it can run now."""
+        """The index in the frame of the next forward of the position's first stage, if it can run now."""
         clock, tasks, head = self.clock, self.frame[position], self.heads[position]
         if clock.live[position] >= self.limit - self.reserve:
             return None
@@ -150,8 +150,8 @@ class _Fill:
                 return index if fits and wait >= self.worth * clock.times.of(task) else None
         return None
 
-    def run(self) -> Played | None:
-        """None: with this limit the frame can not be played to its end."""
+    def run(self) -> TimedOrder | None:
+        """Returns None where the frame cannot be played to its end within the limit."""
         positions = range(len(self.frame))
         left = sum(len(tasks) + sum(task.kind == "I" for task in tasks) for tasks in self.frame)
         chosen: list[tuple[float, Task] | None] = [self.choose(position) for position in positions]
@@ -170,37 +170,37 @@ class _Fill:
                 if task.kind == "I":
                     self.due[position].append(Task("W", task.stage, task.microbatch))
             near = {position, *(place[s] for s in (task.stage - 1, task.stage + 1) if 0 <= s < len(place))}
-            for other in near:  # nobody else's choice can have changed
+            for other in near:  # the choices of other positions cannot have changed
                 chosen[other] = self.choose(other)
         return self.clock.result()
 
 
 def _frame(order: Order) -> Order:
-    """Forwards and input halves of an order, without the weights' halves."""
+    """The forwards and input halves of an order."""
     return [[task._replace(kind="I") if task.kind == "B" else task for task in tasks if task.kind != "W"]
             for tasks in order]
 
 
-class Found(NamedTuple):
+class Candidate(NamedTuple):
     name: str
     virtual: int
     place: tuple[int, ...]
-    played: Played
+    timed: TimedOrder
 
 
 def search(p: int, m: int, times: Callable[[tuple[int, ...]], Times | None], limit: float | None,
-           virtual: int | None = None) -> Found:
+           virtual: int | None = None) -> Candidate:
     """The best order for p positions and m micro-batches.
 
-    `times(place)` gives the times for a placement of stages, or None where the model cannot be cut so.
-    `limit`: how much a position may keep, in micro-batches of its whole share (None: no limit). `virtual`:
-    stages a position, None: any.
+    `times(place)` gives the times for a placement of stages, or None where the model cannot be cut into so
+    many stages. `limit`: how much a position may keep, in micro-batches of its whole share; None for no
+    limit. `virtual`: stages a position; None for any number.
     """
-    found: list[Found] = []
+    candidates: list[Candidate] = []
 
-    def add(name: str, v: int, place: tuple[int, ...], played: Played | None) -> None:
-        if played is not None and (limit is None or played.peak <= limit * v + 1e-9):
-            found.append(Found(name, v, place, played))
+    def add(name: str, v: int, place: tuple[int, ...], timed: TimedOrder | None) -> None:
+        if timed is not None and (limit is None or timed.peak <= limit * v + 1e-9):
+            candidates.append(Candidate(name, v, place, timed))
 
     for name, schedule in SCHEDULES.items():
         v = schedule.virtual or 2
@@ -216,10 +216,9 @@ def search(p: int, m: int, times: Callable[[tuple[int, ...]], Times | None], lim
         frame = one_f_one_b(p, m, most=room) if v == 1 else zb_v(p, m)
         for worth in WORTH:
             for eager in (True, False):
-                add("filled", v, place, _Fill(_frame(frame), Clock(place, known), room, worth, eager).run())
-    if not found:
+                add("filled", v, place, _Filler(_frame(frame), Clock(place, known), room, worth, eager).run())
+    if not candidates:
         raise InputError(f"no schedule of {p} positions and {m} micro-batches keeps at most {limit:g} "
-                         f"micro-batches a position; "
-                         "raise parallel.activation_limit")
-    return min(found, key=lambda each: (round(each.played.total_s, 9), round(each.played.span_s, 9),
-                                        each.played.peak))
+                         "micro-batches a position; raise parallel.activation_limit")
+    return min(candidates, key=lambda candidate: (round(candidate.timed.total_s, 9),
+                                                  round(candidate.timed.span_s, 9), candidate.timed.peak))

@@ -1,9 +1,10 @@
-"""Orders: what each pipeline position computes, and when, without communication. One function and one row of
-`SCHEDULES` a schedule: all else that knows the schedules (choices, checks, the contract) reads the rows.
+"""Orders: what each pipeline position computes, and when, without communication. A schedule is one function
+and one row of `SCHEDULES`; all other code that knows the schedules (choices, checks, the contract) reads the
+rows.
 
-An order is, for each position, a list of (F, B, I or W; stage; micro-batch): forward, backward, or backward's
-two halves, the gradient of the input and of the weights. p positions, m micro-batches, v stages a position.
-With p = 3, m = 4:
+An order is, for each position, a list of (kind, stage, micro-batch). The kind is F for forward, B for
+backward, or I and W for the two halves of backward: the gradient of the input, and of the weights. There are
+p positions, m micro-batches, and v stages a position. With p = 3 and m = 4:
 
     gpipe: all forwards, then all backwards; keeps m micro-batches
 
@@ -17,20 +18,20 @@ With p = 3, m = 4:
     pp1   .  F0 F1 .  .  B0 B0 F2 B1 B1 F3 B2 B2 .  B3 B3
     pp2   .  .  F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3
 
-    zb-h1: 1f1b with the weights' half put off by `rank` micro-batches, to where the rank would wait; keeps p
+    zb-h1: 1f1b with each weights' half delayed by `rank` micro-batches, to where the rank would wait; keeps p
 
     pp0   F0 F1 F2 .  .  B0 W0 F3 B1 W1 B2 W2 B3 W3
     pp1   .  F0 F1 .  B0 F2 B1 W0 F3 B2 W1 B3 W2 W3
     pp2   .  .  F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3
 
-    zb-h2: twice as many forwards ahead, so that nobody waits at the start either; keeps 2p - 1
+    zb-h2: twice as many forwards ahead, so that no rank waits at the start either; keeps 2p - 1
 
     pp0   F0 F1 F2 F3 .  B0 W0 B1 W1 B2 W2 B3 W3
     pp1   .  F0 F1 F2 B0 F3 B1 .  B2 W0 B3 W1 W2 W3
     pp2   .  .  F0 B0 F1 B1 F2 B2 F3 B3 W0 W1 W2 W3
 
-interleaved and breadth-first give each position v stages, p apart; zb-v and dualpipe-v give it two, in V
-shape, so that the first position also has the last stage.
+interleaved and breadth-first give each position v stages, which are p apart; zb-v and dualpipe-v give it two,
+in V shape, so that the first position also has the last stage.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ def gpipe(p: int, m: int, v: int = 1) -> Order:
 
 
 def one_f_one_b(p: int, m: int, v: int = 1, most: int | None = None) -> Order:
-    """Narayanan et al. 2021 (PipeDream-Flush); with `most`, positions keep at most so many micro-batches, and
-    wait instead."""
+    """Narayanan et al. 2021 (PipeDream-Flush). With `most`, a position keeps at most that many micro-batches,
+    and waits instead."""
     order = []
     for position in range(p):
         ahead = min(p - position - 1, m, m if most is None else most - 1)
@@ -70,12 +71,12 @@ def one_f_one_b(p: int, m: int, v: int = 1, most: int | None = None) -> Order:
 
 
 def zb_h1(p: int, m: int, v: int = 1) -> Order:
-    """Qi et al. 2024, handcrafted, the memory of 1F1B."""
+    """Qi et al. 2024, handcrafted: as much memory as 1F1B."""
     return _zero_bubble(p, m, 1)
 
 
 def zb_h2(p: int, m: int, v: int = 1) -> Order:
-    """Qi et al. 2024, handcrafted, twice the memory of 1F1B less one."""
+    """Qi et al. 2024, handcrafted: twice the memory of 1F1B, less one micro-batch."""
     return _zero_bubble(p, m, 2)
 
 
@@ -93,9 +94,9 @@ def _zero_bubble(p: int, m: int, times: int) -> Order:
 
 
 def interleaved(p: int, m: int, v: int) -> Order:
-    """Narayanan et al. 2021: groups of p micro-batches pass through a position's stages by turns; a last
-    group may be smaller. Where its size makes the usual warm-up too short, each position runs further ahead,
-    until the order can run."""
+    """Narayanan et al. 2021: groups of p micro-batches pass through a position's stages in turn. The last
+    group may be smaller; where this makes the usual warm-up too short, each position runs more forwards
+    ahead, until the order can run."""
     groups = [range(first, min(first + p, m)) for first in range(0, m, p)]
     forward = [(chunk, k) for group in groups for chunk in range(v) for k in group]
     backward = [(v - 1 - chunk, k) for chunk, k in forward]
@@ -116,16 +117,15 @@ def interleaved(p: int, m: int, v: int) -> Order:
 
 
 def breadth_first(p: int, m: int, v: int) -> Order:
-    """Lamy-Poirier 2023: every micro-batch passes a stage before the position's next stage begins; keeps v m
-    chunks."""
+    """Lamy-Poirier 2023: every micro-batch passes one stage before the position's next stage begins; keeps v
+    m chunks."""
     return [[*(Task("F", chunk * p + position, k) for chunk in range(v) for k in range(m)),
              *(Task("B", chunk * p + position, k) for chunk in reversed(range(v)) for k in range(m))]
             for position in range(p)]
 
 
 class _Vee:
-    """Collects a position's tasks in V shape: chunk 0 is stage `position`, chunk 1 the stage that mirrors
-    it."""
+    """Collects a position's tasks in V shape: chunk 0 is stage `position`, chunk 1 is its mirror image."""
 
     def __init__(self, p: int, m: int, position: int):
         self.m, self.stages = m, (position, 2 * p - 1 - position)
@@ -133,8 +133,8 @@ class _Vee:
         self.count: Counter[tuple[str, int]] = Counter()
 
     def add(self, *steps: str) -> None:
-        """Steps such as F0 (forward of chunk 0, its next micro-batch); beyond the last micro-batch they are
-        left out."""
+        """Add steps such as F0 (forward of chunk 0 for its next micro-batch). Steps beyond the last
+        micro-batch are left out."""
         for step in steps:
             kind, chunk = step[0], int(step[1])
             counted = "B" if kind == "I" else kind, chunk  # a backward, whole or its first half
@@ -145,9 +145,9 @@ class _Vee:
 
 
 def zb_v(p: int, m: int, v: int = 2) -> Order:
-    """Qi et al. 2024 (pipeline parallelism with controllable memory): zero bubble at the memory of 1F1B, if F
-    = B = W."""
-    # with fewer micro-batches: the order for enough of them, without the missing ones
+    """Qi et al. 2024 (pipeline parallelism with controllable memory): no bubble with the memory of 1F1B,
+    where F, I and W take equal time."""
+    # With fewer micro-batches than it needs, this is the order for enough of them, without the missing ones.
     enough = max(m, 2 * p - 1)
     order = []
     for position in range(p):
@@ -163,15 +163,16 @@ def zb_v(p: int, m: int, v: int = 2) -> Order:
 
 
 def dualpipe_v(p: int, m: int, v: int = 2) -> Order:
-    """DualPipe (DeepSeek-AI 2024) cut in half, so that parameters are held once: forwards of one chunk meet
-    backwards of the other. It fills from both arms of the V at once, so it needs 2p micro-batches."""
+    """DualPipe (DeepSeek-AI 2024) cut in half, so that parameters are held once: forwards of one chunk
+    alternate with backwards of the other. It fills both arms of the V at once, so it needs 2p
+    micro-batches."""
     order = []
     for position in range(p):
         vee = _Vee(p, m, position)
         before, after = p - position - 1, position + 1
         vee.add(*["F0"] * (2 * before), *["F0", "F1"] * after, *["I1", "W1", "F1"] * before)
         vee.add(*["F0", "B1", "F1", "B0"] * (m - 2 * p + after), *["B1", "F1", "B0"] * before)
-        late: list[str] = []  # chunks whose weights' half is put off, towards the end
+        late: list[str] = []  # chunks whose weights' half is delayed towards the end
         for index in range(2 * after):
             chunk = "10"[index % 2]
             if index < after:
@@ -188,7 +189,7 @@ def dualpipe_v(p: int, m: int, v: int = 2) -> Order:
 
 
 def _number_weights(tasks: list[Task]) -> list[Task]:
-    """Give each W the oldest micro-batch of its stage whose input half has run by itself."""
+    """Give each W the oldest micro-batch of its stage whose input half ran alone (as I, not as B)."""
     open_: dict[int, list[int]] = {}
     result = []
     for task in tasks:
@@ -199,13 +200,14 @@ def _number_weights(tasks: list[Task]) -> list[Task]:
 
 
 def forward_only(place: tuple[int, ...], m: int) -> Order:
-    """Evaluation, wherever the stages are: each position takes its tasks in the order of the wave front."""
+    """Evaluation, for any placement of stages: each position runs its tasks in the order of the wave
+    front."""
     tasks = sorted((Task("F", stage, k) for stage in range(len(place)) for k in range(m)),
                    key=lambda task: (task.stage + task.microbatch, task.stage))
     return [[task for task in tasks if place[task.stage] == position] for position in range(max(place) + 1)]
 
 
-# ---------------------------------------------------------------- where stages are
+# ---------------------------------------------------------------- placements of stages
 
 
 def line(p: int, v: int) -> tuple[int, ...]:
@@ -223,8 +225,8 @@ class Schedule:
     make: Callable[[int, int, int], Order]  # (p, m, v) -> order
     place: Callable[[int, int], tuple[int, ...]] = line  # (p, v) -> position of each stage
     virtual: int | None = 1  # stages a position; None: any number of at least 2, from parallel.virtual_stages
-    least: Callable[[int], int] = lambda p: 1  # micro-batches it needs
-    alone: str = "1f1b"  # where `virtual` is None: the schedule that it would be with one stage a position
+    least: Callable[[int], int] = lambda p: 1  # p -> the least number of micro-batches
+    alone: str = "1f1b"  # where `virtual` is None: the schedule that it equals with one stage a position
 
 
 SCHEDULES: dict[str, Schedule] = {
@@ -240,8 +242,8 @@ SCHEDULES: dict[str, Schedule] = {
 
 
 def needs(task: Task, last_stage: int) -> list[Task]:
-    """The tasks of other stages, or earlier ones of its own, that a task waits for. B stands for I where that
-    is split."""
+    """The tasks that a task waits for, of other stages or of its own. A whole backward (B) is named by its
+    input half (I) here."""
     kind, stage, k = task
     if kind == "F":
         return [Task("F", stage - 1, k)] if stage > 0 else []
@@ -251,16 +253,17 @@ def needs(task: Task, last_stage: int) -> list[Task]:
 
 
 def can_run(order: Order) -> bool:
-    """Whether no position waits for ever."""
+    """Whether every position comes to its end."""
     done: set[Task] = set()
     last = max(task.stage for tasks in order for task in tasks)
     heads, moved = [0] * len(order), True
     while moved:
         moved = False
         for position, tasks in enumerate(order):
-            while heads[position] < len(tasks) and all(need in done
-                                                       for need in needs(tasks[heads[position]], last)):
+            while heads[position] < len(tasks):
                 task = tasks[heads[position]]
+                if not all(need in done for need in needs(task, last)):
+                    break
                 done.add(task._replace(kind="I") if task.kind == "B" else task)
                 heads[position] += 1
                 moved = True

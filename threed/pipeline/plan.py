@@ -1,4 +1,4 @@
-"""From an order to programs: stages become units, and messages are put in. No torch."""
+"""From an order to programs: stages become units, and messages are added. No torch."""
 
 from __future__ import annotations
 
@@ -31,20 +31,31 @@ def expand(order: Order, table: Table, keep: str = "all") -> Programs:
 
 
 def communicate(programs: Programs, table: Table) -> Programs:
-    """Put in a SEND and a RECV wherever a value is made at one position and used at another.
+    """Add a SEND and a RECV for every value that one position makes and another uses.
 
-    All positions are walked together with a clock (work in proportion to FLOPs, messages free), which puts
-    every event of the step in one sequence: a message goes where its value is ready. Each position's program
-    is that sequence's part for the position. So both ends of a channel agree on the order of messages;
-    receives come as early as the value can be there; and the plan cannot deadlock, even where every call
-    blocks, since the sequence itself is a way to run it.
+    A walk over all positions puts every event of the step in one sequence, in which a message comes as soon
+    as its value is ready. The program of a position is its part of that sequence. So both ends of a channel
+    agree on the order of messages; a RECV comes as early as its value can arrive; and the plan cannot
+    deadlock, even where every call blocks, because the ranks can run the sequence itself.
     """
+    result: Programs = [[] for _ in programs]
+    for *_, position, instruction in sorted(_events(programs, table)):
+        result[position].append(instruction)
+    return result
+
+
+# (time, whether it is compute, sequence number, position, instruction). Sorted, the messages of one moment
+# come before the compute that waits for them.
+_Event = tuple[float, bool, int, int, Instruction]
+
+
+def _events(programs: Programs, table: Table) -> list[_Event]:
+    """Walk all positions together with a clock (compute takes time in proportion to its FLOPs, messages take
+    none)."""
     clock = [0.0] * len(programs)
     heads = [0] * len(programs)
     ready: dict[Slot, float] = {}
-    # (time, whether it is compute, sequence number, position, instruction): of events at one time, messages
-    # come before the compute that they are ready for.
-    events: list[tuple[float, bool, int, int, Instruction]] = []
+    events: list[_Event] = []
     costs = {(op, u): _cost(op, unit.forward_flops) for u, unit in enumerate(table.units) for op in COMPUTE}
     positions = [table.position(u) for u in range(len(table.units))]
     moved = True
@@ -68,27 +79,28 @@ def communicate(programs: Programs, table: Table) -> Programs:
                         ready[slot] = now
                         reader = positions[slot.unit + (slot.kind == "act")]
                         if reader != position:
-                            for op, here, there in ((Op.SEND, position, reader), (Op.RECV, reader, position)):
-                                message = Instruction(op, *slot[1:3], kind=slot.kind, peer=there)
-                                events.append((now, False, len(events), here, message))
+                            for op, end, peer in ((Op.SEND, position, reader), (Op.RECV, reader, position)):
+                                message = Instruction(op, *slot[1:3], kind=slot.kind, peer=peer)
+                                events.append((now, False, len(events), end, message))
                 head += 1
                 moved = True
             clock[position], heads[position] = now, head
-    if any(heads[position] < len(program) for position, program in enumerate(programs)):
-        stuck = [f"pp{position} {program[heads[position]]}" for position, program in enumerate(programs)
-                 if heads[position] < len(program)]
-        raise PlanError(f"the order can never run: each of these waits for another: {'; '.join(stuck)}")
-    events.sort()
-    result: Programs = [[] for _ in programs]
-    for *_, position, instruction in events:
-        result[position].append(instruction)
-    return result
+    _check_finished(programs, heads)
+    return events
 
 
 _PASSED = ("act", "grad")  # kinds of slots that one unit makes for another
 
 
+def _check_finished(programs: Programs, heads: list[int]) -> None:
+    stuck = [f"pp{position} {program[head]}"
+             for position, (program, head) in enumerate(zip(programs, heads, strict=True))
+             if head < len(program)]
+    if stuck:
+        raise PlanError(f"the order can never run: each of these waits for another: {'; '.join(stuck)}")
+
+
 def _cost(op: Op, forward_flops: int) -> float:
-    """A backward is two forwards long, each of its halves one."""
-    flops = forward_flops + 1.0  # + 1: even a layer without products takes its turn
+    """A backward costs two forwards, and each of its halves costs one."""
+    flops = forward_flops + 1.0  # + 1: even a layer without matrix products takes some time
     return 2 * flops if op == Op.BACKWARD else flops

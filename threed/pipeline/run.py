@@ -1,9 +1,9 @@
 """What FORWARD, BACKWARD, SEND and RECV do to tensors.
 
-Each compute unit is an island of autograd: its input is detached, and BACKWARD runs the graph of that one
-unit with the gradient that came for its output. What a unit hands on to later ones besides is another output
-to it, and another input to each of them, to whose gradient it adds. Tiles of a layer share their norm's
-output so.
+Each compute unit has an autograd graph of its own: its input is detached, and BACKWARD runs the graph of that
+unit with the gradient of its output. A unit may hand further tensors to later units: each is another output
+of the unit, and another input of its readers, which add up its gradient. This is how tiles of a layer share
+the output of their norm.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from threed.tensor.context import Batch, Context
 
 
 class KeptInputs(Protocol):
-    """Where the residual stream that a unit reads lies between FORWARD and RECOMPUTE."""
+    """Storage between FORWARD and RECOMPUTE for the residual stream that a unit reads."""
 
     def keep(self, x: torch.Tensor) -> torch.Tensor: ...
     def give_back(self, x: torch.Tensor) -> torch.Tensor: ...
 
 
 class Saved(NamedTuple):
-    """What BACKWARD needs of a unit: its graph's leaves and roots. (Its outputs belong to others.)"""
+    """The leaves and roots of a unit's graph, which BACKWARD needs. (The outputs are slots of their own.)"""
 
-    x: torch.Tensor | None  # its input; None where no gradient is asked of the graph: tokens, or a sum that
-    # is only added to
-    reads: dict[Slot, torch.Tensor]  # what earlier units have handed it -> its leaf
+    # The unit's input; None where it gets no gradient: tokens, or a sum that the unit only adds to.
+    x: torch.Tensor | None
+    reads: dict[Slot, torch.Tensor]  # tensor of an earlier unit -> its leaf
     output: Any  # None for the last unit
-    makes: dict[Slot, Any]  # what it hands on
-    loss: Any  # None where it adds nothing to it
+    makes: dict[Slot, Any]  # tensor for later units -> its root
+    loss: Any  # None where the unit adds nothing to the loss
 
 
 class PipelineRun:
@@ -50,14 +50,14 @@ class PipelineRun:
 
     def __init__(self, config: Config, comm: Comm, table: Table, parameters: Mapping[str, nn.Parameter],
                  context: Context, keeping: Callable[[int], AbstractContextManager[Any]], inputs: KeptInputs):
-        """`parameters`: key -> parameter, for every unit that the rank holds. `keeping`: the context in which
-        FORWARD of a unit runs, which says how autograd keeps its parameters. `inputs`: where inputs are kept
-        for RECOMPUTE."""
+        """`parameters`: key -> parameter, for every unit that the rank holds. `keeping`: a unit -> the
+        context in which its FORWARD runs, which says how autograd keeps its parameters. `inputs`: storage of
+        kept inputs."""
         self.comm, self.table, self.weight_grads = comm, table, context.weight_grads
         self.position = comm.here.position
         self.dtype = context.dtype
         self.keeping, self.inputs = keeping, inputs
-        self.loss_scale = 1.0  # what backward begins with
+        self.loss_scale = 1.0  # the gradient of the loss with which backward begins
         _, length = context.sequence()
         self.shape = length, config.train.micro_batch_size, config.model.hidden
         layers = layers_of(config)
@@ -69,8 +69,7 @@ class PipelineRun:
         self.handlers: dict[Op, Callable[[Instruction, Slots], None]] = {
             Op.FORWARD: self.forward, Op.RECOMPUTE: self.recompute, Op.BACKWARD: self.backward,
             Op.BACKWARD_INPUT: self.backward_input, Op.BACKWARD_WEIGHT: self.backward_weight,
-            Op.SEND: self.send,
-            Op.RECV: self.recv}
+            Op.SEND: self.send, Op.RECV: self.recv}
 
     def forward(self, instruction: Instruction, slots: Slots) -> None:
         _, unit, microbatch, *_ = instruction
@@ -96,8 +95,8 @@ class PipelineRun:
             slots.put(loss, before + output.loss.detach().double())
 
     def recompute(self, instruction: Instruction, slots: Slots) -> None:
-        """FORWARD once more, for its graph. (Dropout is a function of sample and place, so the numbers are
-        the same.)"""
+        """FORWARD once more, for its graph. (Dropout depends only on the sample and the element's place, so
+        the numbers are the same.)"""
         _, unit, microbatch, *_ = instruction
         x = slots.get(Slot("kept", unit, microbatch))
         if self.table.keeps_stream(unit):
@@ -107,7 +106,7 @@ class PipelineRun:
 
     def _with_graph(self, unit: int, microbatch: int, x: torch.Tensor | None,
                     slots: Slots) -> tuple[Out, Saved]:
-        """What a unit computes, and what BACKWARD needs of it."""
+        """The output of a unit, and what its BACKWARD needs."""
         leaf = None if x is None or self.table.units[unit].adds else x.detach().requires_grad_()
         given = self._read(unit, microbatch, slots)
         reads = {slot: value.detach().requires_grad_() for slot, value in given.items()}
@@ -121,8 +120,8 @@ class PipelineRun:
 
     def _compute(self, unit: int, microbatch: int, x: torch.Tensor | None,
                  reads: dict[Slot, torch.Tensor]) -> Out:
-        """Its layers one after the other, each with the tensors that it reads, of this unit or earlier
-        ones."""
+        """Run a unit's layers one after the other, each with the tensors of this or earlier units that it
+        reads."""
         batch, output = self.batch(microbatch), Out(x)
         given = {slot.kind: value for slot, value in reads.items()}
         for layer in self.layers[unit]:
@@ -136,12 +135,12 @@ class PipelineRun:
         return output._replace(makes={name: value for name, value in output.makes.items() if name in wanted})
 
     def _read(self, unit: int, microbatch: int, slots: Slots) -> dict[Slot, torch.Tensor]:
-        """What earlier units have handed a unit."""
+        """The tensors of earlier units that a unit reads."""
         wanted = [Slot(read.name, read.unit, microbatch) for read in self.table.units[unit].reads]
         return {slot: slots.get(slot) for slot in wanted}
 
     def _hand(self, unit: int, microbatch: int, output: Out, slots: Slots) -> None:
-        """What a unit hands on."""
+        """Store the tensors that a unit makes for later units."""
         for name, value in output.makes.items():
             slots.put(Slot(name, unit, microbatch), value.detach())
 
@@ -151,8 +150,8 @@ class PipelineRun:
         self._mark(unit, slots)
 
     def backward_input(self, instruction: Instruction, slots: Slots) -> None:
-        """The gradient of the unit's input; its weights' products are put off. The embedding's input is
-        tokens: all of its backward is put off."""
+        """The gradient of the unit's input; the products of its weight gradients are delayed. The embedding's
+        input is tokens, so all of its backward is delayed."""
         _, unit, microbatch, *_ = instruction
         saved: Saved = slots.get(Slot("saved", unit, microbatch))
         operands: list[Callable[[], None]] = []
@@ -172,16 +171,17 @@ class PipelineRun:
     def backward_weight(self, instruction: Instruction, slots: Slots) -> None:
         _, unit, microbatch, *_ = instruction
         operands = slots.get(Slot("operands", unit, microbatch))
-        while operands:  # each lets go of its tensors when done
+        while operands:  # each product frees its operands when it is done
             operands.pop(0)()
         self._mark(unit, slots)
 
     def _propagate(self, unit: int, microbatch: int, slots: Slots) -> None:
-        """Run a unit's graph: gradients of its input, of what it has read, and of its weights (by hooks)."""
+        """Run a unit's graph: gradients of its input, of the tensors it read, and (by hooks) of its
+        weights."""
         saved: Saved = slots.get(Slot("saved", unit, microbatch))
         sums = {_gradient(slot): leaf for slot, leaf in saved.reads.items()}
         for slot, leaf in sums.items():
-            leaf.grad = slots.get(slot) if slot in slots else None  # autograd adds to it where it lies
+            leaf.grad = slots.get(slot) if slot in slots else None  # autograd adds to it in place
         torch.autograd.backward(*self._roots(unit, microbatch, saved, slots))
         for slot, leaf in sums.items():
             slots.put(slot, leaf.grad if leaf.grad is not None else torch.zeros_like(leaf))
@@ -192,7 +192,7 @@ class PipelineRun:
 
     def _roots(self, unit: int, microbatch: int, saved: Saved,
                slots: Slots) -> tuple[list[Any], list[torch.Tensor]]:
-        """Where a unit's backward begins, and with which gradients."""
+        """The roots of a unit's graph, and the gradients with which backward begins there."""
         roots, grads = [], []
         if saved.output is not None:
             roots.append(saved.output)
@@ -206,7 +206,8 @@ class PipelineRun:
         return roots, grads
 
     def _hand_on(self, unit: int, microbatch: int, saved: Saved, slots: Slots) -> None:
-        """The gradient of a unit's input, to the unit before it. To a sum it passes as it is."""
+        """Pass the gradient of a unit's input to the unit before it. A unit that only adds to its input
+        passes the gradient of its output on unchanged."""
         if unit > 0:
             slots.put(Slot("grad", unit - 1, microbatch),
                       slots.get(Slot("grad", unit, microbatch)) if saved.x is None else saved.x.grad)
@@ -227,7 +228,7 @@ class PipelineRun:
         slots.put(instruction.slot, buffer, channel.recv(buffer))
 
     def finish(self) -> None:
-        """Wait until everything sent has left."""
+        """Wait until every message has left."""
         while self._sends:
             self._sends.popleft().wait()
 

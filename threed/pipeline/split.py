@@ -1,4 +1,4 @@
-"""Split: units into stages, balanced by cost. No torch."""
+"""Split units into stages, balanced by cost. No torch."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from itertools import pairwise
 
 
 def split_stages(costs: Sequence[float], together: Sequence[int], num_stages: int) -> list[int]:
-    """Units of each stage, as `split_units`, where runs of units must not be parted: `together` are their
-    lengths."""
+    """Units of each stage, as `split_units`, but runs of units whose lengths are `together` are not
+    parted."""
     starts = [sum(together[:run]) for run in range(len(together) + 1)]
     of_runs = [sum(costs[start:stop]) for start, stop in pairwise(starts)]
     sizes, first = [], 0
@@ -19,10 +19,10 @@ def split_stages(costs: Sequence[float], together: Sequence[int], num_stages: in
 
 
 def split_units(costs: Sequence[float], num_stages: int) -> list[int]:
-    """Units of each stage, first to last, so that the costliest stage is as cheap as can be.
+    """Units of each stage, first to last, so that the costliest stage is as cheap as possible.
 
-    Exact: dynamic programming over prefixes. Among equals, earlier stages take more, so that the last, which
-    also has the head, is not the longest.
+    Exact: dynamic programming over prefixes. Among splits of equal cost, earlier stages take more units,
+    since the last stage also has the head.
     """
     count = len(costs)
     if not 1 <= num_stages <= count:

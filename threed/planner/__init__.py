@@ -11,8 +11,7 @@ from threed.program.table import Plan
 from threed.schema import Config
 
 __all__ = ["Pipeline", "layouts", "make_mesh", "make_pipeline", "make_plan", "make_table", "saved_by_piece",
-           "unit_costs",
-           "unit_parameters"]
+           "unit_costs", "unit_parameters"]
 
 
 def make_mesh(config: Config) -> Mesh:
@@ -21,9 +20,9 @@ def make_mesh(config: Config) -> Mesh:
 
 
 def make_plan(config: Config, pipeline: Pipeline | None = None) -> Plan:
-    """The checked plan of a config, or of a pipeline that was made of it elsewhere. Raises PlanError where
-    the programs are not legal: a bug, or a user's own order; InputError where it keeps more than
-    `parallel.activation_limit`."""
+    """The checked plan of a config. `pipeline`: its order, where another rank has made it already. Raises
+    PlanError where the programs are not legal (a bug, or a user's own order), and InputError where the plan
+    keeps more than `parallel.activation_limit`."""
     pipeline = pipeline or make_pipeline(config)
     plan = unchecked_plan(config, pipeline)
     check(plan)

@@ -1,4 +1,4 @@
-"""Facts: what a config says about units, stages, sizes and traffic, as a table. No torch.
+"""Facts: the table of units, stages, sizes and traffic that a config gives. No torch.
 
     layers -> compute units -> stages        pipeline/split
     parameters -> parameter units, laid out  zero/shard
@@ -41,12 +41,12 @@ from threed.zero.shard import Layout, layout
 
 
 def unit_costs(config: Config) -> list[tuple[float, float, float]]:
-    """Forward, input half and weights' half of each unit: seconds as measured by the run `parallel.costs`, or
-    FLOPs."""
+    """Costs of each unit's forward, input half and weights' half: seconds that the run `parallel.costs` has
+    measured, or FLOPs."""
     model_layers, runs = unit_layers(config)
-    if config.parallel.costs is None:  # + 1: even a layer without products takes its turn
-        work = [sum(layer.cost(Share()).flops for layer in model_layers[first:stop]) + 1.0 for first,
-                stop in runs]
+    if config.parallel.costs is None:  # + 1: even a layer without matrix products takes some time
+        work = [sum(layer.cost(Share()).flops for layer in model_layers[first:stop]) + 1.0
+                for first, stop in runs]
         return [(flops, flops, flops) for flops in work]
     measured = cost_of(load_costs(config.parallel.costs))
     forward, first_half, second_half = ([measured(0, Instruction(op, unit, 0)) for unit in range(len(runs))]
@@ -55,9 +55,9 @@ def unit_costs(config: Config) -> list[tuple[float, float, float]]:
 
 
 def unit_parameters(config: Config) -> dict[int, tuple[Parameter, ...]]:
-    """Parameter unit -> its parameters. A tied embedding is the unit after the last compute unit. After it
-    come the small parameters that stay whole under ZeRO-3, a unit for each compute unit that has some besides
-    others."""
+    """Parameter unit -> its parameters. A tied embedding has the number after the last compute unit. The
+    numbers after it are for small parameters that stay whole under ZeRO-3: one unit for each compute unit
+    that has small and other parameters."""
     model_layers, runs = unit_layers(config)
     units = {index: tuple(p for layer in model_layers[first:stop] for p in layer.own_parameters())
              for index, (first, stop) in enumerate(runs)}
@@ -73,7 +73,7 @@ def unit_parameters(config: Config) -> dict[int, tuple[Parameter, ...]]:
 
 
 def persists(config: Config, parameter: Parameter) -> bool:
-    """Whether a parameter stays whole, from its first use in a step to its last, whatever the window."""
+    """Whether a parameter stays whole from its first use in a step to its last, for any zero.residency."""
     return config.zero.stage < 3 or parameter.numel < (config.zero.persist_below or 0)
 
 
@@ -90,17 +90,15 @@ def make_table(config: Config, place: tuple[int, ...]) -> Table:
     costs, together = [sum(parts) for parts in unit_costs(config)], stage_runs(config)
     if len(place) > len(together) or (parallel.stage_units is not None
                                       and len(parallel.stage_units) != len(place)):
+        layers = f" in {len(together)} layers" if len(together) < len(runs) else ""
         raise InputError(f"parallel.schedule={parallel.schedule} has {len(place)} stages; the model has "
-                         f"{len(runs)} units"
-                         f"{f' in {len(together)} layers' if len(together) < len(runs) else ''}, and "
-                         f"parallel.stage_units={parallel.stage_units}")
+                         f"{len(runs)} units{layers}, and parallel.stage_units={parallel.stage_units}")
     ends, tied, laid_out = {place[0], place[-1]}, len(runs), layouts(config)
     if tied in laid_out and not (place[0] == 0 and place[-1] in (0, parallel.pp - 1)):
         raise InputError(f"parallel.schedule={parallel.schedule} has the embedding on position {place[0]} "
-                         f"and the head on "
-                         f"{place[-1]}; tied embeddings need them on the first position and on the first or "
-                         f"the last: number the "
-                         "rows so, or set model.tie_embeddings=false")
+                         f"and the head on {place[-1]}; tied embeddings need the embedding on the first "
+                         "position and the head on the first or the last: change the order of the rows, or "
+                         "set model.tie_embeddings=false")
     sizes = parallel.stage_units or split_stages(costs, together, len(place))
     stage_of = [stage for stage, size in enumerate(sizes) for _ in range(size)]
     members = [model_layers[first:stop] for first, stop in runs]
@@ -111,19 +109,17 @@ def make_table(config: Config, place: tuple[int, ...]) -> Table:
     units = tuple(_compute_unit(config, members[index], runs[index], handed, (stage_of[index], used[index]))
                   for index, handed in enumerate(hand_overs(members)))
     table = Table(units, {}, place, config.num_microbatches, _act_bytes(config), _elements(config),
-                  _zero(config),
-                  _activation(config), _update(config))
+                  _zero(config), _activation(config), _update(config))
     shared = _Shared.of(config, table.elements)
     parameters = {}
     for index, laid in laid_out.items():
-        of = index if index < tied else index - tied - 1  # its compute unit
-        positions = tuple(sorted(ends)) if index == tied else (place[stage_of[of]],)
-        name = "tied embedding" if index == tied else units[of].name + (", small" if index > tied else "")
-        parameters[index] = ParameterUnit(name, positions, laid.numel, laid.padding, shared.group,
-                                          shared.shards,
-                                          shared.reductions(laid, len(positions)),
-                                          whole=all(persists(config, placed.parameter)
-                                                    for placed in laid.placed))
+        user = index if index < tied else index - tied - 1  # its compute unit
+        positions = tuple(sorted(ends)) if index == tied else (place[stage_of[user]],)
+        name = "tied embedding" if index == tied else units[user].name + (", small" if index > tied else "")
+        parameters[index] = ParameterUnit(
+            name, positions, laid.numel, laid.padding, shared.group, shared.shards,
+            shared.reductions(laid, len(positions)),
+            whole=all(persists(config, placed.parameter) for placed in laid.placed))
     _send_home(config, parameters)
     return replace(table, parameters=parameters)
 
@@ -135,7 +131,7 @@ class _Shared(NamedTuple):
     shards: int
     sharded: bool  # whether a rank keeps its shard of a sum alone
     copies: int
-    partial: dict[str, int]  # group whose ranks hold partial gradients of what they all hold -> its ranks
+    partial: dict[str, int]  # group whose ranks hold partial gradients of one parameter -> its ranks
     elements: Elements
 
     @classmethod
@@ -167,14 +163,14 @@ def _zero(config: Config) -> ZeroSettings:
 
 def _activation(config: Config) -> ActivationSettings:
     activation, parallel = config.activation, config.parallel
-    # Under sequence parallelism a kept input is cut over tp already.
+    # Under sequence parallelism, kept inputs are cut over tp already.
     parts = parallel.tp if activation.partition and not parallel.sequence_parallel else 1
     return ActivationSettings("tp" if parts > 1 else "", parts, activation.offload == "cpu",
                               activation.contiguous)
 
 
 def _update(config: Config) -> UpdateSettings:
-    # Snapshots: state that lives on disk has no room on the host.
+    # No snapshots where state lives on disk: the host has no memory for it.
     on_disk = "nvme" in (config.offload.optimizer, config.offload.parameters)
     background = config.checkpoint.background and config.checkpoint.every > 0 and not on_disk
     return UpdateSettings(OPTIMIZERS[config.optimizer.name].buffers,
@@ -183,7 +179,7 @@ def _update(config: Config) -> UpdateSettings:
 
 
 def _send_home(config: Config, parameters: dict[int, ParameterUnit]) -> None:
-    """Say where units' optimizer state and parameters live."""
+    """Set the tiers on which units' optimizer state and parameters live."""
     tiers = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
     asked = config.offload
     for position in {unit.positions[0] for unit in parameters.values()}:
@@ -205,19 +201,18 @@ def _act_bytes(config: Config) -> int:
 
 
 def saved_by_piece(config: Config) -> dict[str, int]:
-    """Bytes of a block, a rank and a micro-batch that each activation piece saves where it is computed
-    again."""
-    found = {str(piece): 0 for piece in PIECES}
+    """Bytes of a block that a rank saves a micro-batch by recomputing each activation piece."""
+    sizes = {str(piece): 0 for piece in PIECES}
     for kept in (kept for layer in cut_layers(config)[1] for kept in layer.cost(share_of(config)).saved):
         if kept.piece is not None:
-            found[kept.piece] += kept.bytes
-    return found
+            sizes[kept.piece] += kept.bytes
+    return sizes
 
 
 def hand_overs(units: Sequence[Sequence[Layer]]) -> list[tuple[set[str], tuple[Read, ...]]]:
-    """What each unit makes that later ones read, and what it reads of earlier ones. (Inside a unit, layers
-    hand on among themselves.)"""
-    makers: dict[str, int] = {}  # of what was made last under a name
+    """For each unit, the tensors that it makes for later units, and those of earlier units that it reads.
+    (Tensors that layers of one unit hand to each other do not count.)"""
+    makers: dict[str, int] = {}  # name of a tensor -> the last unit that made it
     reads: list[dict[str, int]] = []
     for index, unit in enumerate(units):
         reads.append({})
@@ -236,14 +231,13 @@ def _compute_unit(config: Config, members: Sequence[Layer], run: tuple[int, int]
     """`where`: its stage, and the parameter units that it uses."""
     share, (stage, parameters), (makes, reads) = share_of(config), where, handed
     cost = sum((layer.cost(share) for layer in members), Cost())
-    made = {name: size for layer in members for name, size in layer.makes(share).items()}
+    sizes = {name: size for layer in members for name, size in layer.makes(share).items()}
     names = [layer.name for layer in members]
     name = names[0] if len(names) == 1 else f"{names[0]}..{names[-1].rsplit('.', 1)[-1]}"
     traffic = {phase: {axis: size for (when, axis), size in cost.sent.items() if when == phase}
                for phase in ("forward", "input", "weight")}
     return ComputeUnit(name, run, stage, parameters, cost.flops, cost.saved_bytes(config.pieces),
-                       cost.operands,
-                       traffic, tuple(sorted({axis for _, axis in cost.sent})),
-                       makes=tuple(Handed(name, made[name]) for name in sorted(makes)), reads=reads,
+                       cost.operands, traffic, tuple(sorted({axis for _, axis in cost.sent})),
+                       makes=tuple(Handed(name, sizes[name]) for name in sorted(makes)), reads=reads,
                        loss=any(layer.loss for layer in members), adds=all(layer.adds for layer in members),
                        running_bytes=members[-1].running_bytes(share))

@@ -1,7 +1,8 @@
 """The passes: an order becomes programs, one pass after the other. No torch.
 
 A pass is a pure function from the programs of all positions to the programs of all positions; it reads the
-table and nothing else. To add one, write the function and add a line here: where in the list is when it runs.
+table and nothing else. To add a pass, write the function and add a line here: passes run in the order of the
+list.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Pass(NamedTuple):
     apply: Callable[[Programs, Table], Programs]
 
 
-# What a training step goes through, in this order, after its forwards and backwards have been written down.
+# The passes of a training step, after its forwards and backwards have been expanded.
 STEP = (
     Pass("recompute", activation.recompute),
     Pass("partition", activation.partition),
@@ -57,19 +58,19 @@ def recipes(config: Config, pipeline: Pipeline, table: Table) -> dict[str, tuple
     """The passes of each program of a plan (program.table.Plan names them)."""
     step = (Pass("order", partial(_expand, pipeline.order, "all")), *STEP)
     undelayed = "plain" if table.update.delayed else "train"
-    found: dict[str, tuple[Pass, ...]] = {undelayed: (*step, *UPDATE)}
+    passes: dict[str, tuple[Pass, ...]] = {undelayed: (*step, *UPDATE)}
     if table.update.delayed:
-        found |= {name: (*step, Pass("delay", delay)) for name, delay in offload.DELAYED.items()}
+        passes |= {name: (*step, Pass("delay", delay)) for name, delay in offload.DELAYED.items()}
     if config.run.verify_every:
-        found[VERIFY] = (*found[undelayed], Pass("verify", zero.rehearse))
+        passes[VERIFY] = (*passes[undelayed], Pass("verify", zero.rehearse))
     if config.train.eval_every:
         forward = forward_only(pipeline.place, config.num_microbatches)
-        found[EVALUATE] = (Pass("order", partial(_expand, forward, "none")), *FORWARD)
+        passes[EVALUATE] = (Pass("order", partial(_expand, forward, "none")), *FORWARD)
     if table.update.snapshots:
-        found[SNAPSHOT] = (Pass("snapshot", offload.snapshot),)
+        passes[SNAPSHOT] = (Pass("snapshot", offload.snapshot),)
     if table.update.snapshots and table.update.delayed:
-        found[WAITING] = (Pass("snapshot", offload.snapshot_waiting),)
-    return found
+        passes[WAITING] = (Pass("snapshot", offload.snapshot_waiting),)
+    return passes
 
 
 def run_passes(config: Config, pipeline: Pipeline, table: Table) -> Plan:
@@ -77,7 +78,7 @@ def run_passes(config: Config, pipeline: Pipeline, table: Table) -> Plan:
     done: dict[tuple[Pass, ...], Programs] = {(): [[] for _ in range(table.num_positions)]}
 
     def after(passes: tuple[Pass, ...]) -> Programs:
-        if passes not in done:  # programs share the passes that they begin with
+        if passes not in done:  # programs share the results of their first passes
             done[passes] = passes[-1].apply(after(passes[:-1]), table)
         return done[passes]
 
@@ -90,9 +91,9 @@ def stages_of(config: Config, pipeline: Pipeline, table: Table, name: str) -> li
     """The passes of one program, each with the programs after it."""
     programs: Programs = [[] for _ in range(table.num_positions)]
     stages = []
-    for each in recipes(config, pipeline, table)[name]:
-        programs = each.apply(programs, table)
-        stages.append((each.name, programs))
+    for step in recipes(config, pipeline, table)[name]:
+        programs = step.apply(programs, table)
+        stages.append((step.name, programs))
     return stages
 
 

@@ -1,4 +1,5 @@
-"""Search: the order of a config's pipeline, and the units that a budget of memory recomputes. No torch."""
+"""Search: the order of a config's pipeline, and the units that are recomputed to meet a memory budget. No
+torch."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ from threed.validate import parse_limit, stage_runs
 
 
 def make_pipeline(config: Config) -> Pipeline:
-    """The order that a config asks for. Only `auto` and `file:` depend on more than the config: one rank
-    asks, all use."""
+    """The order that a config asks for. `auto` and `file:` depend on more than the config, so one rank calls
+    this and sends the result to all others."""
     parallel, m = config.parallel, config.num_microbatches
     if parallel.schedule.startswith("file:"):
         return Pipeline(*read_order(Path(parallel.schedule.removeprefix("file:")), parallel.pp))
@@ -30,23 +31,22 @@ def make_pipeline(config: Config) -> Pipeline:
     schedule = SCHEDULES[parallel.schedule]
     if m < schedule.least(parallel.pp):
         raise InputError(f"parallel.schedule={parallel.schedule} needs {schedule.least(parallel.pp)} "
-                         f"micro-batches for "
-                         f"parallel.pp={parallel.pp}, and there are {m}: it fills the pipeline from both "
-                         f"ends at once; raise "
-                         "train.global_batch_size or lower train.micro_batch_size")
+                         f"micro-batches for parallel.pp={parallel.pp}, and there are {m}: it fills the "
+                         "pipeline from both ends at once; raise train.global_batch_size or lower "
+                         "train.micro_batch_size")
     v = schedule.virtual or parallel.virtual_stages or 2
     return Pipeline(schedule.make(parallel.pp, m, v), schedule.place(parallel.pp, v))
 
 
 def _search(config: Config) -> Pipeline:
-    """`auto`. A limit in bytes is first taken by what a forward keeps; where the plan then keeps more
-    (messages, operands of split backwards), it is searched again with less room."""
+    """`auto`. A limit in bytes first counts only what FORWARD keeps; where the plan keeps more than the limit
+    (messages, operands of split backwards), the search is repeated with less room."""
     parallel, limit = config.parallel, _limit(config)
     size = parse_limit(parallel.activation_limit)[1] if parallel.activation_limit is not None else None
     while True:
-        found = search(parallel.pp, config.num_microbatches, lambda place: _times(config, place), limit,
-                       parallel.virtual_stages)
-        pipeline = Pipeline(found.played.order, found.place)
+        best = search(parallel.pp, config.num_microbatches, lambda place: _times(config, place), limit,
+                      parallel.virtual_stages)
+        pipeline = Pipeline(best.timed.order, best.place)
         if size is None or limit is None:
             return pipeline
         peak = max(row["activation_peak_bytes"] for row in stages(unchecked_plan(config, pipeline)))
@@ -66,7 +66,8 @@ def unchecked_plan(config: Config, pipeline: Pipeline) -> Plan:
 
 
 def _budgeted(config: Config, pipeline: Pipeline, table: Table) -> Table:
-    """The units that `activation.policy=budget` recomputes. InputError where all of them are not enough."""
+    """The table with the units marked that `activation.policy=budget` recomputes. Raises InputError where
+    even recomputing all of them keeps more than the budget."""
     budget = parse_bytes(config.activation.budget or 0)
 
     def peaks(chosen: Collection[int]) -> list[int]:
@@ -77,23 +78,21 @@ def _budgeted(config: Config, pipeline: Pipeline, table: Table) -> Table:
     if chosen is None:
         least = max(peaks(activation.worthwhile(table)))
         raise InputError(f"activation.budget={config.activation.budget}: with every unit recomputed a rank "
-                         f"still keeps "
-                         f"{show_bytes(least)} of activations at its peak; raise the budget, lower "
-                         f"train.micro_batch_size, or "
-                         "use a schedule that keeps fewer micro-batches")
+                         f"still keeps {show_bytes(least)} of activations at its peak; raise the budget, "
+                         "lower train.micro_batch_size, or use a schedule that keeps fewer micro-batches")
     return activation.mark(table, chosen)
 
 
 def _times(config: Config, place: tuple[int, ...]) -> Times | None:
-    """Times of each stage; None where there are more stages than the units can fill."""
+    """Times of each stage; None where the units cannot fill so many stages."""
     if len(place) > len(stage_runs(config)):
         return None
     table = make_table(config, place)
-    found = Times([0.0] * len(place), [0.0] * len(place), [0.0] * len(place))
+    times = Times([0.0] * len(place), [0.0] * len(place), [0.0] * len(place))
     for unit, parts in zip(table.units, unit_costs(config), strict=True):
-        for times, part in zip((found.forward, found.input, found.weight), parts, strict=True):
-            times[unit.stage] += part
-    return found
+        for row, part in zip((times.forward, times.input, times.weight), parts, strict=True):
+            row[unit.stage] += part
+    return times
 
 
 def _limit(config: Config) -> float | None:
@@ -120,15 +119,14 @@ def check_limit(config: Config, pipeline: Pipeline, plan: Plan) -> None:
         limit = _limit(config)
         if limit is not None and kept > limit + 1e-9:
             raise InputError(f"parallel.schedule={config.parallel.schedule} keeps {kept:g} micro-batches a "
-                             f"rank at its peak, "
-                             f"above parallel.activation_limit={config.parallel.activation_limit} "
-                             f"({limit:g}); use auto, or a "
-                             "schedule that keeps fewer, or raise the limit")
+                             "rank at its peak, above "
+                             f"parallel.activation_limit={config.parallel.activation_limit} ({limit:g}); "
+                             "use auto, or a schedule that keeps fewer, or raise the limit")
         return
     for position, row in enumerate(stages(plan)):
         if size is not None and row["activation_peak_bytes"] > size:
             raise InputError(f"a rank of pp{position} keeps {show_bytes(row['activation_peak_bytes'])} of "
-                             f"activations at its "
-                             f"peak, above parallel.activation_limit={config.parallel.activation_limit}; "
-                             f"lower "
-                             "train.micro_batch_size, use a schedule that keeps fewer, or raise the limit")
+                             "activations at its peak, above "
+                             f"parallel.activation_limit={config.parallel.activation_limit}; lower "
+                             "train.micro_batch_size, use a schedule that keeps fewer micro-batches, or "
+                             "raise the limit")

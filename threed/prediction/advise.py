@@ -1,4 +1,4 @@
-"""Advise: a config's neighbours, side by side. What does another setting save, and what does it cost?"""
+"""Advise: compare a config with its neighbours. What does another setting save, and what does it cost?"""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ Changes = dict[str, Any]  # dotted key -> value
 
 
 def neighbours(config: Config) -> Iterator[Changes]:
-    """Settings that could be otherwise, one or a few at a time. With nobody to share a copy with, ZeRO
-    changes nothing."""
+    """Other values of one setting or a few. ZeRO is left out where shard_size is 1: it changes nothing
+    there."""
     for stage in range(4) if config.shard_size > 1 else ():
         yield {"zero.stage": stage}
         for every in (1, "step") if stage >= 2 else ():
@@ -47,11 +47,11 @@ def neighbours(config: Config) -> Iterator[Changes]:
 
 
 def change(config: Config, changes: Changes) -> Config:
-    """A config with some settings otherwise."""
+    """A copy of a config with some settings changed."""
     other = at_stage(config, changes["zero.stage"]) if "zero.stage" in changes else copy.deepcopy(config)
     if "activation.policy" in changes:
         other.activation = ActivationConfig()
-    if "offload.optimizer" in changes:  # from its beginning, but for the folder, which no default knows
+    if "offload.optimizer" in changes:  # all defaults, but the folder, which has no default
         other.offload = OffloadConfig(nvme_path=config.offload.nvme_path
                                       if changes["offload.optimizer"] == "nvme" else None)
     for key, value in changes.items():
@@ -61,8 +61,7 @@ def change(config: Config, changes: Changes) -> Config:
 
 
 def measure(config: Config, hardware: Hardware) -> dict[str, Any]:
-    """What the rank that holds most holds, what the one that sends most sends over dp, and how long a step
-    is."""
+    """The most bytes that a rank holds, the most bytes that a rank sends over dp, and the time of a step."""
     plan = make_plan(config, make_pipeline(config))
     rows = stages(plan)
     cost = hardware.cost(plan.table, load_costs(config.parallel.costs) if config.parallel.costs else None)
@@ -74,14 +73,13 @@ def measure(config: Config, hardware: Hardware) -> dict[str, Any]:
 
 def advise(config: Config, hardware: Hardware, memory: int | None = None,
            progress: Callable[[str], None] = lambda _: None) -> list[dict[str, Any]]:
-    """The config and its neighbours, the fastest first of those that fit into `memory` bytes, then the others
-    by peak."""
+    """The config, then its neighbours: first those that fit into `memory` bytes, the fastest first, then the
+    others by peak."""
     here = {"setting": "as configured", "changes": {}, **measure(config, hardware)}
     rows, seen = [here], {repr(config.to_dict())}
     for changes in neighbours(config):
         other = change(config, changes)
-        # What a setting means by default is the same plan under another name: those come first, and stand for
-        # it.
+        # A setting at its default gives the same plan as one without it: only the first of them is tried.
         key = repr(_spelled_out(other).to_dict())
         if key in seen or key == repr(_spelled_out(config).to_dict()) or validate(other) or _idle(other):
             continue
@@ -91,21 +89,21 @@ def advise(config: Config, hardware: Hardware, memory: int | None = None,
         try:
             rows.append({"setting": setting, "changes": changes, **measure(other, hardware)})
         except ThreedError:
-            continue  # a limit of the config's own refuses it
+            continue  # a limit in the config, such as activation_limit, refuses this neighbour
     for row in rows:
         row["fits"] = memory is None or row["peak_bytes"] <= memory
-    return [here,
-            *sorted(rows[1:], key=lambda row: (not row["fits"],
-                                               row["step_s"] if row["fits"] else row["peak_bytes"]))]
+    rest = sorted(rows[1:], key=lambda row: (not row["fits"],
+                                             row["step_s"] if row["fits"] else row["peak_bytes"]))
+    return [here, *rest]
 
 
 def _idle(config: Config) -> bool:
-    """Whether a setting of it does nothing here."""
+    """Whether a setting has no effect under this mesh."""
     return config.activation.partition and (config.parallel.tp == 1 or config.parallel.sequence_parallel)
 
 
 def _spelled_out(config: Config) -> Config:
-    """Defaults of ZeRO put in where they are left open."""
+    """A copy of a config in which ZeRO's null settings have the values that null means."""
     other = copy.deepcopy(config)
     zero = other.zero
     if zero.stage >= 2 and zero.reduce_every is None:
@@ -116,7 +114,7 @@ def _spelled_out(config: Config) -> Config:
 
 
 def show(rows: list[dict[str, Any]], memory: int | None = None) -> str:
-    """As a table, each setting against the config."""
+    """The rows as a table that compares each setting with the config."""
     here = rows[0]
     width = max(len(row["setting"]) for row in rows) + 2
     head = ["peak", "sends dp", "step"] + ["fits"] * (memory is not None)
@@ -132,9 +130,6 @@ def show(rows: list[dict[str, Any]], memory: int | None = None) -> str:
 def _against(row: dict[str, Any], here: dict[str, Any]) -> str:
     kept, sent = row["peak_bytes"] - here["peak_bytes"], row["dp_bytes"] - here["dp_bytes"]
     memory = f"{'saves' if kept < 0 else 'takes'} {show_bytes(abs(kept))}" if kept else "the same memory"
-    traffic = (
-        f"{'adds' if sent > 0 else 'spares'} {show_bytes(abs(sent))} of traffic a step"
-        if sent
-        else "the same traffic"
-    )
-    return f"{memory}, {traffic}"
+    if not sent:
+        return f"{memory}, the same traffic"
+    return f"{memory}, {'adds' if sent > 0 else 'spares'} {show_bytes(abs(sent))} of traffic a step"

@@ -1,6 +1,6 @@
-"""Costs before any run: FLOPs over speed, bytes over bandwidth. What it neglects: kernels' start-up,
-memory-bound work, and that a GPU is slower on small products; `efficiency` stands for all of it. Measured
-costs (`--costs RUN`) are better."""
+"""Costs before any run: FLOPs over speed, bytes over bandwidth. They neglect the start-up of kernels,
+memory-bound work, and the lower speed of a GPU on small products; `efficiency` stands for all of these.
+Measured costs (`--costs RUN`) are better."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Hardware:
     tp_gbps: float = 2400.0  # Gbit/s that a rank sends over tp
     dp_gbps: float = 200.0  # Gbit/s that a rank sends over dp
     pp_gbps: float = 200.0  # Gbit/s that a rank sends over pp
-    memory_gbps: float = 12000.0  # Gbit/s of device memory: what the optimizer step is bound by
+    memory_gbps: float = 12000.0  # Gbit/s of device memory, which bounds the optimizer step
     host_gbps: float = 800.0  # Gbit/s of host memory that a rank has for its optimizer step
     link_gbps: float = 200.0  # Gbit/s between device and host, each way
     read_gbps: float = 24.0  # Gbit/s that a rank reads from its disk
@@ -43,17 +43,17 @@ class Hardware:
             except ValueError:
                 values[name] = -1.0
             if name not in names or not values[name] > 0:
-                raise InputError(f"--hardware: '{part}' is not one of {', '.join(names)} with a number above "
-                                 f"0")
+                raise InputError(f"--hardware: '{part}' is not one of {', '.join(names)} with a number "
+                                 "above 0")
         return cls(**values)
 
     def link(self, axis: str) -> float:
-        """Gbit/s that a rank sends over an axis: as over dp where it has no number of its own."""
+        """Gbit/s that a rank sends over an axis. An axis without a number of its own has that of dp."""
         return getattr(self, f"{axis}_gbps", self.dp_gbps)
 
     def cost(self, table: Table, measured: Costs | None = None) -> Cost:
-        """Seconds of an instruction of a plan. `measured` costs take the place of these, but not of what the
-        device only hands over: moves between tiers, and steps on the host."""
+        """Seconds of an instruction of a plan. `measured` costs replace the analytic ones, but not for moves
+        between tiers and steps on the host, which no run measures."""
         by_run = cost_of(measured) if measured is not None else None
         speed = self.tflops * 1e12 * self.efficiency
         ways = {"d2h": self.link_gbps, "h2d": self.link_gbps, "read": self.read_gbps,
@@ -61,8 +61,8 @@ class Hardware:
 
         def travel(instruction: Instruction) -> float:
             sent = {axis: size for axis, size in table.sent(instruction).items() if size}
-            return sum(size * 8 / (self.link(axis) * 1e9) + self.latency_us * 1e-6 for axis,
-                       size in sent.items())
+            return sum(size * 8 / (self.link(axis) * 1e9) + self.latency_us * 1e-6
+                       for axis, size in sent.items())
 
         def cost(position: int, instruction: Instruction) -> float:
             op = instruction.op
@@ -72,7 +72,7 @@ class Hardware:
             if op in COMPUTE:
                 flops = table.units[instruction.unit].forward_flops * (2 if op == Op.BACKWARD else 1)
                 return flops / speed + travel(instruction)
-            # reads gradient, master and buffers; writes all but the gradient, and the parameter
+            # STEP reads gradient, master and buffers, and writes master, buffers and the parameter.
             if op == Op.STEP:
                 numel = table.shard_numel(instruction.unit)
                 speed_gbps = self.memory_gbps if home == Tier.DEVICE else self.host_gbps
@@ -81,8 +81,8 @@ class Hardware:
                                 + table.elements.param) * 8 / (speed_gbps * 1e9)
             if op in (Op.OFFLOAD, Op.FETCH):
                 moved = table.moved(instruction)
-                return sum(size * 8 / (ways[lane] * 1e9) + self.latency_us * 1e-6 for lane,
-                           size in moved.items())
+                return sum(size * 8 / (ways[lane] * 1e9) + self.latency_us * 1e-6
+                           for lane, size in moved.items())
             if op == Op.CLIP:
                 return self.latency_us * 1e-6
             return travel(instruction)

@@ -1,5 +1,4 @@
-"""A bare pipeline: no model, only a schedule and the times of its stages. What the zero-bubble paper's tables
-are about.
+"""A bare pipeline, as in the tables of the zero-bubble paper: no model, only a schedule and times of stages.
 
 Bubble rate (Qi et al. 2024): (cost - m (T_F + T_B + T_W)) / cost, where cost is the longest span of any
 position, from its first task to its last.
@@ -24,19 +23,19 @@ from threed.validate import parse_limit
 
 def parse_times(text: str) -> dict[str, float]:
     """'f=1,b=1,w=1,comm=0' -> numbers; comm may be left out."""
-    found: dict[str, float] = {}
+    times: dict[str, float] = {}
     for part in text.split(","):
         name, _, value = part.partition("=")
         try:
-            found[name.strip()] = float(value)
+            times[name.strip()] = float(value)
         except ValueError:
             raise InputError(f"--times: '{part}' is not name=number; write for example "
-                             f"f=18.5,b=18.1,w=9.3,comm=0.6") from None
-    if not {"f", "b", "w"} <= found.keys() or not found.keys() <= {"f", "b", "w",
-                                                                   "comm"} or min(found.values()) < 0:
+                             "f=18.5,b=18.1,w=9.3,comm=0.6") from None
+    required = {"f", "b", "w"}
+    if not required <= times.keys() <= required | {"comm"} or min(times.values()) < 0:
         raise InputError(f"--times={text}: give f, b (input half of backward), w (weights half) and, if any, "
-                         f"comm; none negative")
-    return {"comm": 0.0, **found}
+                         "comm; none negative")
+    return {"comm": 0.0, **times}
 
 
 def choose(schedule: str, p: int, m: int, times: dict[str, float], virtual: int | None,
@@ -44,9 +43,9 @@ def choose(schedule: str, p: int, m: int, times: dict[str, float], virtual: int 
     """(name, stages a position, placement, order) of a schedule for p positions and m micro-batches."""
     whole = times["f"], times["b"], times["w"]
     if schedule == "auto":
-        found = search(p, m, lambda place: Times.equal(len(place), whole, len(place) // p, times["comm"]),
-                       limit, virtual)
-        return found.name, found.virtual, found.place, found.played.order
+        best = search(p, m, lambda place: Times.equal(len(place), whole, len(place) // p, times["comm"]),
+                      limit, virtual)
+        return best.name, best.virtual, best.place, best.timed.order
     if schedule.startswith("file:"):
         order, place = read_order(Path(schedule.removeprefix("file:")), p)
         return schedule, len(place) // p, place, order
@@ -63,11 +62,11 @@ def choose(schedule: str, p: int, m: int, times: dict[str, float], virtual: int 
 
 def predict_bare(schedule: str, p: int, m: int, times: dict[str, float], virtual: int | None = None,
                  limit: float | None = None) -> dict[str, Any]:
-    """What `threed predict --schedule ...` prints. `limit`: micro-batches of its whole share that a position
-    may keep."""
+    """The values that `threed predict --schedule ...` prints. `limit`: how much a position may keep, in
+    micro-batches of its whole share."""
     name, v, place, order = choose(schedule, p, m, times, virtual, limit)
     programs, table = bare_programs(order, place, m)
-    # a named schedule has been checked by its tests; a large one takes three times as long to check
+    # Tests check the named schedules; a check here would make a large prediction three times as slow.
     if name not in SCHEDULES:
         check_programs("train", programs, table)
     when = clock(programs, table, times, v)
@@ -75,26 +74,25 @@ def predict_bare(schedule: str, p: int, m: int, times: dict[str, float], virtual
     kept = max(stage["peak_activations"] for stage in stages)
     if limit is not None and kept > limit + 1e-9:
         raise InputError(f"{schedule} keeps {kept:g} micro-batches at its peak, above the limit of "
-                         f"{limit:g}; use --schedule "
-                         "auto")
+                         f"{limit:g}; use --schedule auto")
     cost, ideal = max(stage["span"] for stage in stages), m * (times["f"] + times["b"] + times["w"])
     return {"schedule": schedule, "order": name, "pp": p, "micro_batches": m, "virtual_stages": v,
             "bubble_rate": (cost - ideal) / cost if cost else 0.0, "step_time": when.total_s,
             "stages": stages}
 
 
-def show(found: dict[str, Any]) -> str:
-    """What `predict_bare` has returned, as text."""
-    lines = [f"{found['schedule']} ({found['order']}, {found['virtual_stages']} stages a position): "
-             f"bubble rate {found['bubble_rate']:.4f}, step time {found['step_time']:.3f}"]
-    for position, row in enumerate(found["stages"]):
+def show(values: dict[str, Any]) -> str:
+    """The values that `predict_bare` returns, as text."""
+    lines = [f"{values['schedule']} ({values['order']}, {values['virtual_stages']} stages a position): "
+             f"bubble rate {values['bubble_rate']:.4f}, step time {values['step_time']:.3f}"]
+    for position, row in enumerate(values["stages"]):
         lines.append(f"pp{position}".ljust(6) + f"busy {row['busy']:.3f}  span {row['span']:.3f}  "
                      f"keeps {row['peak_activations']:g}")
     return "\n".join(lines)
 
 
 def parse_limit_of_bare(text: str, p: int, m: int) -> float:
-    """'2x' -> micro-batches of its whole share that a position may keep."""
+    """'2x' -> how much a position may keep, in micro-batches of its whole share."""
     multiple, size = parse_limit(text)
     if multiple is None:
         raise InputError(f"--activation-limit {text}: a bare pipeline has no sizes ({size} bytes of what?); "
@@ -118,8 +116,7 @@ def bare_programs(order: Order, place: tuple[int, ...],
 def clock(programs: list[tuple[Instruction, ...]], table: Table, times: dict[str, float], v: int) -> Walk:
     """Walk the programs with these times: a stage takes 1/v of a position's."""
     costs = {Op.FORWARD: times["f"] / v, Op.BACKWARD: (times["b"] + times["w"]) / v,
-             Op.BACKWARD_INPUT: times["b"] / v,
-             Op.BACKWARD_WEIGHT: times["w"] / v, Op.SEND: times["comm"]}
+             Op.BACKWARD_INPUT: times["b"] / v, Op.BACKWARD_WEIGHT: times["w"] / v, Op.SEND: times["comm"]}
     links = [link(program, table, position, set()) for position, program in enumerate(programs)]
     return walk(programs, table, links, Mode.BUFFERED, lambda _, item: costs.get(item.op, 0.0))
 
@@ -128,8 +125,8 @@ def _stages(programs: list[tuple[Instruction, ...]], when: Walk, order: Order,
             v: int) -> list[dict[str, float]]:
     rows = []
     for position, program in enumerate(programs):
-        spans = [(when.start[position][i], when.end[position][i]) for i,
-                 item in enumerate(program) if item.op in COMPUTE]
+        spans = [(when.start[position][i], when.end[position][i])
+                 for i, item in enumerate(program) if item.op in COMPUTE]
         kept = most = 0
         for task in order[position]:
             kept += {"F": 1, "I": 0}.get(task.kind, -1)

@@ -19,8 +19,8 @@ FILE = "costs.json"
 
 
 def save_costs(path: Path, costs: Mapping[tuple[int, Op, int], float], digest: str, steps: int) -> None:
-    """Write costs that are means over `steps` steps of the plan called `digest`: all of the file, or
-    nothing."""
+    """Write costs, which are means over `steps` steps of the plan with this digest. A failed write leaves no
+    file."""
     rows = [{"position": position, "op": str(op), "unit": unit, "seconds": round(seconds, 9)}
             for (position, op, unit), seconds in sorted(costs.items())]
     write_whole(path, json.dumps({"digest": digest, "steps": steps, "costs": rows}, indent=1) + "\n")
@@ -32,14 +32,13 @@ def load_costs(path: str | Path) -> dict[tuple[int, Op, int], float]:
 
 
 def read_costs(path: str | Path) -> tuple[dict[tuple[int, Op, int], float], str, int]:
-    """Costs, the digest of the plan whose they are, and over how many steps they are means."""
+    """(costs, digest of their plan, number of steps over which they are means)."""
     file = Path(path) / FILE if Path(path).is_dir() else Path(path)
     try:
         values = json.loads(file.read_text())
     except FileNotFoundError:
         raise InputError(f"{file}: there are no measured costs. A run with monitor.trace_every > 0 writes "
-                         f"them into its "
-                         "folder at its first traced step") from None
+                         "them into its folder at its first traced step") from None
     except (OSError, ValueError) as error:
         raise InputError(f"{file} cannot be read: {error}") from None
     try:
@@ -52,8 +51,7 @@ def read_costs(path: str | Path) -> tuple[dict[tuple[int, Op, int], float], str,
         return costs, str(values["digest"]), _whole(values["steps"])
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(f"{file} is damaged ({type(error).__name__}: {error}); each of its costs must have "
-                         f"position, op, unit "
-                         "and seconds") from None
+                         "position, op, unit and seconds") from None
 
 
 def _whole(value: Any) -> int:
@@ -63,7 +61,7 @@ def _whole(value: Any) -> int:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Put a file in place at once, so that nobody sees half of it."""
+    """Write a file atomically: no reader sees half of it."""
     aside = path.with_name(path.name + ".tmp")
     try:
         aside.write_text(text)

@@ -9,9 +9,9 @@ moments):
     stage 2   Psi P + Psi (G + O) / N
     stage 3   Psi (P + G + O) / N
 
-Neglected: padding, the buffers that units share in turn, activations. Psi is a rank's own share under tp and
-pp, as if the model were cut evenly. fp32 gradients add 2 bytes a gradient where parameters have 16 bit; both
-are given.
+The formulas neglect padding, the buffers that units share in turn, and activations. Under tp and pp, Psi is a
+rank's own share, as if the model were cut evenly. With 16-bit parameters, fp32 gradients take 2 bytes more;
+the output gives both.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def model_states(parameters: float, shards: int, dtype: str, master: bool,
 
 
 def of_size(parameters: float, shards: int, dtype: str, master: str, optimizer: str) -> dict[str, Any]:
-    """`model_states` of options as the command line gives them. InputError where one has no meaning."""
+    """`model_states` for options of the command line. Raises InputError for an unknown value."""
     if dtype not in ("fp32", "bf16", "fp16") or master not in ("fp32", "none"):
         raise InputError(f"--dtype {dtype} --master {master}: give fp32, bf16 or fp16, and fp32 or none")
     if optimizer not in OPTIMIZERS:
@@ -58,36 +58,35 @@ def _bytes(stage: int, parameters: float, shards: int, param: int, grad: int, st
 
 
 def of_config(config: Config) -> dict[str, Any]:
-    """The same from the plan of a config, exactly: of the pipeline position that holds most, at each
-    stage."""
-    found: dict[str, Any] = {"parameters": 0, "shards": config.shard_size}
+    """The exact bytes from the plan of a config: at each ZeRO stage, for the pipeline position that holds
+    most."""
+    values: dict[str, Any] = {"parameters": 0, "shards": config.shard_size}
     for stage in STAGES:
         rows = stages(make_plan(at_stage(config, stage)))
         most = max(rows, key=fixed_bytes)
-        found["parameters"] = max(found["parameters"], *(row["parameters"] for row in rows))
-        found[f"stage_{stage}"] = fixed_bytes(most) - most["buffer_bytes"]
-        found[f"buffers_{stage}"] = most["buffer_bytes"]
-    return found
+        values["parameters"] = max(values["parameters"], *(row["parameters"] for row in rows))
+        values[f"stage_{stage}"] = fixed_bytes(most) - most["buffer_bytes"]
+        values[f"buffers_{stage}"] = most["buffer_bytes"]
+    return values
 
 
 def at_stage(config: Config, stage: int) -> Config:
-    """A config with another ZeRO stage; settings that have no meaning there are left out."""
+    """A config with another ZeRO stage, without the settings that have no meaning at that stage."""
     other, zero = copy.deepcopy(config), config.zero
     other.zero = replace(zero, stage=stage) if stage >= 3 else ZeroConfig(
         stage, zero.shard_size if stage >= 1 else None, zero.reduce_every if stage >= 2 else None)
     return other
 
 
-def show(found: dict[str, Any]) -> str:
-    """As a table."""
-    lines = [f"a rank has {found['parameters']:.4g} parameters before ZeRO, and shares copies with "
-             f"{found['shards'] - 1} others",
+def show(values: dict[str, Any]) -> str:
+    """The values of `of_size` or `of_config` as a table."""
+    exact = "buffers_0" in values  # from `of_config`
+    lines = [f"a rank has {values['parameters']:.4g} parameters before ZeRO, and shares copies with "
+             f"{values['shards'] - 1} others",
              "stage".ljust(8) + "model states".rjust(14)
-             + ("buffers" if "buffers_0" in found else "fp32 gradients").rjust(16)]
+             + ("buffers" if exact else "fp32 gradients").rjust(16)]
     for stage in STAGES:
-        other = (
-            found[f"buffers_{stage}"] if "buffers_0" in found else found["fp32_gradients"][f"stage_{stage}"]
-        )
-        lines.append(f"{stage}".ljust(8) + show_bytes(found[f"stage_{stage}"]).rjust(14)
+        other = values[f"buffers_{stage}"] if exact else values["fp32_gradients"][f"stage_{stage}"]
+        lines.append(f"{stage}".ljust(8) + show_bytes(values[f"stage_{stage}"]).rjust(14)
                      + show_bytes(other).rjust(16))
     return "\n".join(lines)

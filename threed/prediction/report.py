@@ -1,5 +1,5 @@
-"""What `threed predict CONFIG` says: step time, bubbles, memory over time and bytes, from a plan and its
-instructions' costs."""
+"""The report of `threed predict CONFIG`: step time, bubbles, memory over time and bytes, from a plan and the
+costs of its instructions."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ SAMPLES = 50  # points of memory over time
 
 
 def report(plan: Plan, cost: Cost, source: str, verify_every: int = 0) -> dict[str, Any]:
-    """Times are of one train step; bytes of one rank of a position, by tier: device, host, disk. What is
-    offloaded keeps its memory on the host and on disk all the time. `exposed_transfer_s`: how much longer the
-    step is than if moving between tiers were free. `verify`: how much longer a step is that is computed
-    twice, and steps on average (checksums not counted)."""
+    """Times are of one train step, and bytes of one rank of a position, by tier: device, host, disk.
+    Offloaded values keep their memory on the host and on disk all the time. `exposed_transfer_s`: how much
+    longer the step is than if moves between tiers were free. `verify`: how much longer a step takes that is
+    computed twice, and a step on average (without checksums)."""
     table, programs = plan.table, plan.programs["train"]
-    links = [link(program, table, position, table.seam(position)) for position,
-             program in enumerate(programs)]
+    links = [link(program, table, position, table.seam(position))
+             for position, program in enumerate(programs)]
     when = walk(programs, table, links, Mode.BUFFERED, cost)
     total = when.total_s
     rows = []
@@ -47,23 +47,22 @@ def report(plan: Plan, cost: Cost, source: str, verify_every: int = 0) -> dict[s
             **held,
         })
     bubble = sum(row["bubble"] for row in rows) / len(rows)
-    free = walk(programs, table, links, Mode.BUFFERED, lambda at,
-                item: 0.0 if item.op in _BETWEEN_TIERS else cost(at, item))
+    free = walk(programs, table, links, Mode.BUFFERED,
+                lambda at, item: 0.0 if item.op in _BETWEEN_TIERS else cost(at, item))
     return {"step_time": total, "bubble": bubble, "exposed_transfer_s": total - free.total_s, "costs": source,
             "digest": plan.digest, "checkpoint": _checkpoint(plan, cost, total), "stages": rows,
             **_verifying(plan, cost, verify_every)}
 
 
 def _checkpoint(plan: Plan, cost: Cost, step_s: float) -> dict[str, float] | None:
-    """Of a checkpoint that is written while the run goes on: a rank's bytes, seconds of the copy to the
-    host, and by how much it makes the next step longer, whose STEPs wait for it. None where there is no
-    such copy."""
+    """For a checkpoint that is written while the run goes on: bytes a rank, seconds of the copy to the host,
+    and the delay of the next step, whose STEPs wait for the copy. None where the plan makes no such copy."""
     table, copies = plan.table, plan.programs.get(SNAPSHOT)
     if copies is None:
         return None
     programs = [(*copy, *program) for copy, program in zip(copies, plan.programs["train"], strict=True)]
-    links = [link(program, table, position, table.seam(position)) for position,
-             program in enumerate(programs)]
+    links = [link(program, table, position, table.seam(position))
+             for position, program in enumerate(programs)]
     longer = walk(programs, table, links, Mode.BUFFERED, cost).total_s - step_s
     return {"bytes": max(sum(sum(table.moved(item).values()) for item in copy) for copy in copies),
             "copy_s": max(sum(cost(position, item) for item in copy) for position, copy in enumerate(copies)),
@@ -82,11 +81,11 @@ _BETWEEN_TIERS = (Op.OFFLOAD, Op.FETCH)
 
 def _transfers(program: Program, links: Links, cost: Callable[[Instruction], float]) -> dict[str, float]:
     """Seconds that a position's links between tiers are busy."""
-    found: dict[str, float] = defaultdict(float)
+    seconds: dict[str, float] = defaultdict(float)
     for item, effect in zip(program, links.effects, strict=True):
         if item.op in _BETWEEN_TIERS:
-            found[effect.lane] += cost(item)
-    return dict(found)
+            seconds[effect.lane] += cost(item)
+    return dict(seconds)
 
 
 def show(values: dict[str, Any]) -> str:
@@ -94,8 +93,7 @@ def show(values: dict[str, Any]) -> str:
     lines = [f"step {show_seconds(values['step_time'])}, bubble {values['bubble']:.1%} (costs: "
              f"{values['costs']})",
              "".join(text.rjust(12) for text in ("a rank of", "busy", "bubble", "peak", "fixed",
-                                                 "activations",
-                                                 *(f"sends {axis}" for axis in AXES)))]
+                                                 "activations", *(f"sends {axis}" for axis in AXES)))]
     for position, row in enumerate(values["stages"]):
         peak = row["peak_bytes"]["device"]
         cells = [f"pp{position}", show_seconds(row["busy_s"]), f"{row['bubble']:.1%}", show_bytes(peak),
@@ -107,17 +105,16 @@ def show(values: dict[str, Any]) -> str:
             links = ", ".join(f"{lane} {show_bytes(size)} in {show_seconds(row['transfer_s'].get(lane, 0.0))}"
                               for lane, size in sorted(row["moved_bytes"].items()))
             lines.append(f"pp{position} holds {show_bytes(row['host_bytes'])} on the host and "
-                         f"{show_bytes(row['disk_bytes'])} on "
-                         f"disk; moves a step: {links}")
+                         f"{show_bytes(row['disk_bytes'])} on disk; moves a step: {links}")
     if saved := values["checkpoint"]:
         lines.append(f"a checkpoint copies {show_bytes(saved['bytes'])} a rank to the host in "
-                     f"{show_seconds(saved['copy_s'])}, "
-                     f"beside the next step, which takes {show_seconds(saved['blocked_s'])} longer")
+                     f"{show_seconds(saved['copy_s'])}, beside the next step, which takes "
+                     f"{show_seconds(saved['blocked_s'])} longer")
     if any(row["moved_bytes"] for row in values["stages"]):
         longer = show_seconds(max(0.0, values["exposed_transfer_s"]))
         lines.append(f"moving between tiers makes the step {longer} longer than if it were free")
     if (verify := values.get("verify")) is not None:
         lines.append(f"every {verify['every']} steps one is computed twice: "
-                     f"{show_seconds(verify['rehearsal_s'])} longer, "
-                     f"{show_seconds(verify['step_s'])} a step on average, without checksums")
+                     f"{show_seconds(verify['rehearsal_s'])} longer, {show_seconds(verify['step_s'])} a step "
+                     "on average, without checksums")
     return "\n".join(lines)

@@ -1,5 +1,4 @@
-"""Predict: walk the plan with a clock. The same walk that looks for deadlocks, with a cost for each
-instruction."""
+"""Predict a step: the walk that looks for deadlocks, with a clock and a cost for each instruction."""
 
 from __future__ import annotations
 
@@ -23,9 +22,9 @@ class Prediction:
 
 
 def cost_of(costs: Costs) -> Cost:
-    """Measured costs as a function of (position, instruction). What was not measured where it is asked for is
-    taken from what was: a unit's cost from another position; half a backward from a whole one, or the other
-    way; communication is free."""
+    """Measured costs as a function of (position, instruction). A cost that was not measured is derived from
+    others: from the same unit at another position, half a backward from a whole one, or a whole one from its
+    halves. Communication is free."""
     anywhere: dict[tuple[Op, int], float] = {(op, unit): seconds for (_, op, unit), seconds in costs.items()}
     for (op, unit), seconds in list(anywhere.items()):
         if op == Op.BACKWARD:
@@ -41,14 +40,13 @@ def cost_of(costs: Costs) -> Cost:
         op = instruction.op
         works = op in COMPUTE or op == Op.STEP
         unit = instruction.unit if works else -1
-        found = costs.get((position, op, unit))
-        if found is None:
-            found = anywhere.get((op, unit))
-        if found is None and works:
+        seconds = costs.get((position, op, unit))
+        if seconds is None:
+            seconds = anywhere.get((op, unit))
+        if seconds is None and works:
             raise InputError(f"the costs have none for {op} of unit {unit}: they are of another model; "
-                             f"measure it with a run of "
-                             "this config, or leave --costs out for analytic ones")
-        return found or 0.0
+                             "measure them with a run of this config, or leave --costs out for analytic ones")
+        return seconds or 0.0
 
     return cost
 

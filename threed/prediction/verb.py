@@ -17,14 +17,14 @@ def predict(what: Config | Plan, hardware: str = "", costs: str | Path | None = 
     """Predict a step by walking the plan with a clock.
 
     `hardware` is what `threed predict --hardware` takes ("tflops=989,efficiency=0.4,dp_gbps=400"; the default
-    is an A100). `costs`: seconds that a run has measured, from its folder or costs.json, in place of those.
-    Returns the document of `threed predict --json`: `step_time` in seconds, `bubble` as a share of it, and
-    `stages`, a row a pipeline position (`peak_bytes` by tier, `busy_s`, `sent_bytes` by axis). Raises
-    InputError, of `hardware` and `costs`, too.
+    is an A100). `costs`: the folder or the costs.json of a run, whose measured seconds replace the analytic
+    costs. Returns the document of `threed predict --json`: `step_time` in seconds, `bubble` as a share of it,
+    and `stages`, a row a pipeline position (`peak_bytes` by tier, `busy_s`, `sent_bytes` by axis). Raises
+    InputError, also for a wrong `hardware` or `costs`.
 
     >>> threed.predict(threed.load("configs/toy.yaml"), "tflops=989")["step_time"]
     """
-    made = planned(what)
-    cost = Hardware.parse(hardware).cost(made.table, load_costs(costs) if costs is not None else None)
+    plan = planned(what)
+    cost = Hardware.parse(hardware).cost(plan.table, load_costs(costs) if costs is not None else None)
     source = str(costs) if costs is not None else "analytic"
-    return report(made, cost, source, config_of(made).run.verify_every)
+    return report(plan, cost, source, config_of(plan).run.verify_every)

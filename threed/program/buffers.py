@@ -1,10 +1,10 @@
-"""Buffers that are made once and used again and again: how many of each size a position needs. No torch.
+"""Buffers are allocated once and reused: how many of each size a position needs. No torch.
 
-Values that live for a part of the step only lie in pools: whole parameters that do not stay whole (ZeRO-3),
-gradients that are reduced as they come (ZeRO-2 and 3), kept inputs, and what is on its way between tiers. A
-buffer is as large as the value that it is for, so units of one size share. Whole parameters and gradients
-also lie in larger buffers than they need, where buffers of their own would take more memory: tiles of a layer
-differ by a norm or a bias, and are not all there at a time.
+Values that live for only a part of the step take their buffers from pools: gathered parameters (ZeRO-3),
+gradients that are reduced during backward (ZeRO-2 and 3), kept inputs, and values on their way between tiers.
+A buffer has the size of its value, so units of one size share buffers. Gathered parameters and gradients may
+also use a larger buffer than they need, where this takes less memory than buffers of their own: tiles of a
+layer differ by a norm or a bias, and are not all alive at a time.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ Sizes = dict[int, int]  # elements of a buffer (bytes, of optimizer state) -> ho
 
 
 class Buffers(NamedTuple):
-    params: Sizes  # whole parameters
-    grads: Sizes  # whole gradients
-    pshards: Sizes  # this rank's part of parameters that live elsewhere
-    gshards: Sizes  # this rank's part of gradients that go down as they come
+    params: Sizes  # gathered parameters
+    grads: Sizes  # gradients before their reduction
+    pshards: Sizes  # this rank's part of parameters that live on another tier
+    gshards: Sizes  # this rank's part of gradients that go to the host after each reduction
     kept: Sizes  # the arena of kept inputs
-    host_kept: Sizes  # the same on the host
+    host_kept: Sizes  # kept inputs on the host
     host_weights: Sizes  # parameters on their way between the host and another tier
     host_states: Sizes  # optimizer state on its way between the host and the disk
     staging: int  # bytes of the one buffer in which gradients arrive, or are cast
 
     def bytes(self, table: Table) -> int:
-        """Of the device, but for the arena, whose content counts as activations."""
+        """Bytes on the device, without the arena, whose content counts as activations."""
         return (sum(map(_elements, (self.params, self.pshards))) * table.elements.param
                 + sum(map(_elements, (self.grads, self.gshards))) * table.elements.grad + self.staging)
 
     def host_bytes(self, table: Table) -> int:
-        return sum(map(_elements, (self.host_kept,
-                                   self.host_weights))) * table.elements.param + _elements(self.host_states)
+        elements = _elements(self.host_kept) + _elements(self.host_weights)
+        return elements * table.elements.param + _elements(self.host_states)
 
 
 def _elements(sizes: Sizes) -> int:
@@ -47,10 +47,10 @@ def _elements(sizes: Sizes) -> int:
 
 
 def buffers(plan: Plan, position: int) -> Buffers:
-    """What a rank of a position needs over all programs of the plan."""
+    """The buffers that a rank of a position needs over all programs of the plan."""
     table = plan.table
     held = table.held(position)
-    # sizes alive at some time
+    # the sets of sizes that are alive together
     taken: dict[str, set[tuple[tuple[int, int], ...]]] = {"params": set(), "grads": set()}
     most: dict[str, Counter[int]] = {name: Counter() for name in Buffers._fields if name != "staging"}
     for programs in plan.programs.values():
@@ -72,37 +72,36 @@ def buffers(plan: Plan, position: int) -> Buffers:
                 assert name is not None
                 inside.discard(slot)
                 alive[name][_size(slot, name, table)] -= 1
-    # One more gradient of a size than are alive: the next is added up while the one before it is still on its
-    # way.
+    # One more gradient of a size than are alive: the next is added up while the last is still on its way.
     units = Counter(table.parameters[unit].numel for unit in held)
     parts = Counter(table.shard_numel(unit) for unit in held)
-    most["gshards"] = Counter({numel: min(count + 1, parts[numel]) for numel,
-                               count in most["gshards"].items()})
+    most["gshards"] = Counter({numel: min(count + 1, parts[numel])
+                               for numel, count in most["gshards"].items()})
     shared = {name: _shared(times, units, spare=name == "grads") for name, times in taken.items()}
     return Buffers(**{name: dict(sizes) for name, sizes in most.items()} | shared,
                    staging=_staging(table, held))
 
 
 def _shared(taken: Collection[tuple[tuple[int, int], ...]], units: Counter[int], spare: bool) -> Sizes:
-    """The buffers that take the least memory: neighbouring sizes have buffers of the largest among them, as
-    many as are taken at a time. `taken`: (size, how many) at each time. `units`: how many units have a size;
-    no more buffers are needed."""
+    """The buffers that take the least memory: each run of neighbouring sizes uses buffers of its largest
+    size, as many as are in use at a time. `taken`: (size, how many) at each time. `units`: size -> units of
+    that size; no more buffers are needed."""
     sizes = sorted({numel for time in taken for numel, _ in time})
     best: list[tuple[int, Sizes]] = [(0, {})]  # of the smallest sizes: elements, buffers
     for stop in range(1, len(sizes) + 1):
-        found = []
+        options = []
         for start in range(stop - 1, -1, -1):
             among = sizes[start:stop]
             count = max(sum(count for numel, count in time if numel in among) for time in taken)
             count = min(count + spare, sum(units[numel] for numel in among))
             elements, rest = best[start]
-            found.append((elements + count * among[-1], {**rest, among[-1]: count}))
-        best.append(min(found, key=lambda each: each[0]))
+            options.append((elements + count * among[-1], {**rest, among[-1]: count}))
+        best.append(min(options, key=lambda option: option[0]))
     return best[-1][1]
 
 
 def _pool(slot: Slot, table: Table) -> str | None:
-    """The pool that a slot lies in; None where it has memory of its own."""
+    """The pool of a slot; None where the slot has memory of its own."""
     kind, on_host = slot.kind, slot.tier == Tier.HOST
     if kind in ("kept", "kpart"):
         if not table.keeps_stream(slot.unit):
@@ -131,13 +130,14 @@ def _size(slot: Slot, name: str, table: Table) -> int:
         return round_up(table.size(slot), ALIGNMENT) // table.elements.param
     if name in ("params", "grads"):
         return table.parameters[slot.unit].numel
-    return table.size(slot) // table.elements.param if name in ("kept",
-                                                                "host_kept") else table.shard_numel(slot.unit)
+    if name in ("kept", "host_kept"):
+        return table.size(slot) // table.elements.param
+    return table.shard_numel(slot.unit)
 
 
 def _staging(table: Table, held: tuple[int, ...]) -> int:
-    """Every part of a gradient arrives before the sum is taken; a gradient that travels in another dtype is
-    cast first."""
+    """Bytes of the staging buffer: every part of a gradient arrives before the sum is taken, and a gradient
+    that travels in another dtype is cast first."""
     if not any(step.staged and step.ranks > 1 for unit in held for step in table.reductions(unit)):
         return 0
     times = 1 if table.elements.reduce == table.elements.grad else 2

@@ -1,10 +1,10 @@
-"""Check: is a plan legal, complete and free of deadlock? If not: which rank, index, instruction, neighbours,
-and why.
+"""Check that a plan is legal, complete and free of deadlock. An error names the position, the instruction,
+its neighbours, and what is wrong.
 
-Legal: slots are written once, read while alive, freed once, and what is alive at the end of a program is what
-its seam says. Complete: every unit runs forward and backward once for every micro-batch, at its own position.
-Messages: the two ends of each channel name the same slots in the same order (there are no tags). Deadlock:
-`walk` in its three modes.
+Legal: slots are written once, read while alive and freed once, and the slots alive at the end of a program
+are those of its seam. Complete: every unit runs forward and backward once for every micro-batch, at its own
+position. Messages: the two ends of each channel name the same slots in the same order (there are no tags).
+Deadlock: `walk` in its three modes.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from threed.program.walk import Links, Mode, Program, channels, link, walk
 
 
 def check(plan: Plan) -> dict[str, list[Links]]:
-    """Raise PlanError unless every program of the plan can run and does all of its work. Returns the
-    links."""
+    """Raise PlanError unless every program of the plan can run and does all of its work. Returns the links of
+    each program."""
     return {name: check_programs(name, programs, plan.table) for name, programs in plan.programs.items()}
 
 
 def check_programs(name: str, programs: Sequence[Program], table: Table) -> list[Links]:
-    """Check the programs of all positions that run together. `evaluate` is forward only, every other program
-    trains."""
+    """Check the programs of all positions that run together. `evaluate` and the snapshot programs do not
+    train; every other program does."""
     if len(programs) != table.num_positions:
         raise PlanError(f"program '{name}' has {len(programs)} positions, but the table has "
                         f"{table.num_positions}")
@@ -38,18 +38,18 @@ def check_programs(name: str, programs: Sequence[Program], table: Table) -> list
             if strays := instruction.strays():
                 raise PlanError(describe(name, programs, position, index,
                                          f"sets {' and '.join(strays)}, which {instruction.op} does not use"))
-        found = link(program, table, position, seam)
-        if found.faults:
-            raise PlanError(describe(name, programs, position, *found.faults[0]))
-        left = found.alive - ends - {Slot("scale")}
-        lost = ends - found.alive
+        linked = link(program, table, position, seam)
+        if linked.faults:
+            raise PlanError(describe(name, programs, position, *linked.faults[0]))
+        left = linked.alive - ends - {Slot("scale")}
+        lost = ends - linked.alive
         if left or lost:
             what = f"leaves '{min(left)}' behind" if left else f"has lost '{min(lost)}'"
             raise PlanError(describe(name, programs, position, len(program) - 1,
                                      f"the program ends here and {what}"))
         _check_complete(name, programs, position, table)
-        _check_copies(name, programs, position, found)
-        links.append(found)
+        _check_copies(name, programs, position, linked)
+        links.append(linked)
     _check_channels(name, programs)
     _check_collectives(name, programs, table)
     for mode in Mode:
@@ -70,8 +70,8 @@ def describe(name: str, programs: Sequence[Program], position: int, index: int, 
 
 
 def _check_complete(name: str, programs: Sequence[Program], position: int, table: Table) -> None:
-    """Each unit of the position, each micro-batch: FORWARD once, BACKWARD once, whole or as its two
-    halves."""
+    """For each unit of the position and each micro-batch, FORWARD runs once, and BACKWARD once, whole or as
+    its two halves."""
     program = programs[position]
     if name in (SNAPSHOT, WAITING):
         _check_snapshot(name, programs, position, table)
@@ -111,29 +111,30 @@ def _check_complete(name: str, programs: Sequence[Program], position: int, table
 
 
 def _check_steps(name: str, programs: Sequence[Program], position: int, table: Table) -> None:
-    """Each unit is stepped once for each step whose gradients this program applies, an older step's first."""
+    """STEP runs once a unit for each step whose gradients this program applies, first for the older step."""
     ages = () if name == VERIFY else (DELAYED_STEPS if table.update.delayed else {}).get(name, ("",))
     asked = [(unit, age) for unit in table.held(position) for age in ages]
     steps = [(item.unit, item.age) for item in programs[position] if item.op == Op.STEP]
-    done: set[int] = set()  # units whose gradient of this step is applied
+    done: set[int] = set()  # units that have applied their gradient of this step
     in_order = True
     for unit, age in steps:
         in_order = in_order and not (age == "prev" and unit in done)
         done.update([unit] if age == "" else [])
     if sorted(steps) != sorted(asked) or not in_order:
         raise PlanError(describe(name, programs, position, len(programs[position]) - 1,
-                                 f"STEP runs for {_named(steps)}, and should for {_named(asked)}, older "
-                                 f"gradients first"))
+                                 f"STEP runs for {_named(steps)}, but must run for {_named(asked)}, "
+                                 "older gradients first"))
 
 
 def _check_snapshot(name: str, programs: Sequence[Program], position: int, table: Table) -> None:
-    """Each unit that the position writes into checkpoints is copied once, and nothing else is done."""
+    """Each unit that the position writes into checkpoints is copied once, and the program does nothing
+    else."""
     copied = [item.unit for item in programs[position] if item.op == Op.OFFLOAD
               and (item.age == "prev") == (name == WAITING)]
     asked = [unit for unit in table.held(position) if table.saves(position, unit)]
     if sorted(copied) != asked or len(copied) < len(programs[position]):
         raise PlanError(describe(name, programs, position, 0,
-                                 f"copies units {copied}, and should copy {asked}"))
+                                 f"copies units {copied}, but must copy {asked}"))
 
 
 def _named(steps: Sequence[tuple[int, str]]) -> str:
@@ -141,8 +142,8 @@ def _named(steps: Sequence[tuple[int, str]]) -> str:
 
 
 def _check_copies(name: str, programs: Sequence[Program], position: int, links: Links) -> None:
-    """STEP changes what GATHER reads: no whole copy may be there then, or on its way. And nothing of the step
-    may read what has changed: all micro-batches see the same weights."""
+    """STEP changes the shard that GATHER reads, so no gathered copy may be alive then. And no instruction of
+    the step may read a shard after its STEP: all micro-batches see the same weights."""
     whole: set[int] = set()
     changed: set[int] = set()
     for index, effect in enumerate(links.effects):
@@ -150,7 +151,7 @@ def _check_copies(name: str, programs: Sequence[Program], position: int, links: 
             if slot.name == "pshard" and slot.unit in whole:
                 raise PlanError(describe(name, programs, position, index,
                                          f"updates '{slot}' while 'param p{slot.unit}', which is gathered "
-                                         f"from it, is there"))
+                                         "from it, is alive"))
             changed.update([slot.unit] if slot.name in ("param", "pshard") else [])
         for slot in effect.reads:
             if slot.name in ("param", "pshard") and slot.unit in changed:
@@ -161,12 +162,12 @@ def _check_copies(name: str, programs: Sequence[Program], position: int, links: 
 
 
 def _check_channels(name: str, programs: Sequence[Program]) -> None:
-    found = channels(programs)
-    for (sender, receiver, _), (sends, receives) in found.items():
+    ends = channels(programs)
+    for (sender, receiver, _), (sends, receives) in ends.items():
         if not (0 <= sender < len(programs) and 0 <= receiver < len(programs)) or sender == receiver:
             position, index = (sends or receives)[0]
             raise PlanError(describe(name, programs, position, index, "there is no such peer"))
-    for (sender, receiver, kind), (sends, receives) in found.items():
+    for (sender, receiver, kind), (sends, receives) in ends.items():
         for k in range(max(len(sends), len(receives))):
             if k >= len(sends) or k >= len(receives):
                 position, index = (sends if k < len(sends) else receives)[k]
@@ -179,15 +180,16 @@ def _check_channels(name: str, programs: Sequence[Program]) -> None:
 
 
 def _check_collectives(name: str, programs: Sequence[Program], table: Table) -> None:
-    """A REDUCE over a group whose members sit at several positions is one call of them all, on the same unit:
-    of the two ends of the pipeline for a tie. CLIP, one call of all positions, has been counted."""
+    """A REDUCE over a group with members at several positions is one collective of all of them, on the same
+    unit: for a tied embedding, of the two ends of the pipeline. (CLIP is a collective of all positions;
+    `_check_complete` has counted it.)"""
     for group in (group for group, row in GROUPS.items() if row.across_positions):
         calls = [[item.unit for item in program if item.op == Op.REDUCE and item.group == group]
                  for program in programs]
         members = {position for unit in table.parameters.values() for position in unit.positions
                    if any(step.group == group for step in unit.reductions)}
         first, last = min(members, default=0), max(members, default=len(programs) - 1)
-        if any(calls[first] != each if position in members else each for position, each in enumerate(calls)):
+        expected = [calls[first] if position in members else [] for position in range(len(programs))]
+        if calls != expected:
             raise PlanError(f"program '{name}': REDUCE ({group}) must run for the same units on the first "
-                            f"position "
-                            f"({calls[first]}) and on the last ({calls[last]}), and nowhere else")
+                            f"position ({calls[first]}) and on the last ({calls[last]}), and nowhere else")

@@ -1,7 +1,7 @@
 """The only dependency rule: what an instruction reads, writes, adds to, updates and frees, on which lane it
 runs, and which ranks take part.
 
-Checker, memory meter, simulator, loopback and engine all call `effects`; nobody restates it.
+Checker, memory meter, simulator, loopback and engine all call `effects`; no other code states the rule again.
 
 A **lane** is one queue of work: `compute`; one for each kind of group that has its own (mesh.GROUPS: dp,
 tie); `send` and `recv` for each (peer, act or grad); `d2h` and `h2d` (device to host and back); `read` and
@@ -24,25 +24,25 @@ class Effects(NamedTuple):
     lane: str
     reads: tuple[Slot, ...] = ()
     writes: tuple[Slot, ...] = ()  # must not be alive before
-    adds: tuple[Slot, ...] = ()  # alive or not; not after the sum has been read
+    adds: tuple[Slot, ...] = ()  # may be alive before; the sum must not have been read yet
     updates: tuple[Slot, ...] = ()  # alive before and after, with another value
     frees: tuple[Slot, ...] = ()  # alive before, not after; happens last
-    groups: tuple[str, ...] = ()  # whose other members take part; those of a message are its two ends
+    groups: tuple[str, ...] = ()  # whose members take part; a message has none, only its two ends
 
 
-# Asked for each instruction, by one pass after another: a set is faster than three tests.
+# Every pass checks the words of every instruction: one look-up in a set is faster than three tests.
 _WORDS = frozenset(product(*(WORDS[field] for field in ("keep", "gradients", "age"))))
 
 
 def effects(instruction: Instruction, table: Table, position: int) -> Effects:
-    """Effects of one instruction of the program of a pipeline position. KeyError: it names what does not
-    exist."""
+    """Effects of one instruction of a position's program. Raises KeyError where the instruction names
+    something that does not exist."""
     known = table.known.get(instruction)
     if known is None:
         if (instruction.keep, instruction.gradients, instruction.age) not in _WORDS:
             raise KeyError(f"{instruction}: the words that a field may hold are {WORDS}")
         known = _EFFECTS[instruction.op](instruction, table, position)
-        if instruction.op in COMPUTE:  # the same at every position, and asked for by one pass after another
+        if instruction.op in COMPUTE:  # the same at every position, and every pass asks for them
             table.known[instruction] = known
     return known
 
@@ -51,7 +51,7 @@ def effects(instruction: Instruction, table: Table, position: int) -> Effects:
 
 
 class Passed(NamedTuple):
-    """What a unit makes for later units of its stage, and what it reads of earlier ones."""
+    """Tensors that a unit makes for later units of its stage, and tensors of earlier units that it reads."""
 
     makes: tuple[Slot, ...]
     reads: tuple[Slot, ...]
@@ -102,7 +102,7 @@ def _backward(item: Instruction, table: Table, _: int) -> Effects:
     unit, microbatch = item.turn
     passed = _passed(item, table)
     used = (Slot("saved", unit, microbatch), *_slots("grad", unit, microbatch, unit < table.last))
-    used += (*passed.makes, *_gradients_of(passed.makes))  # its readers' backwards come before its own
+    used += (*passed.makes, *_gradients_of(passed.makes))  # their readers ran backward before this unit
     reads, adds = (*_params(table, unit), *used, *passed.reads), _gradients_of(passed.reads)
     writes = _slots("grad", unit - 1, microbatch, unit > 0)
     if item.op == Op.BACKWARD:
@@ -158,8 +158,8 @@ def _gather(item: Instruction, table: Table, _: int) -> Effects:
         raise KeyError(f"p{item.unit} is sharded over {unit.shard_group if unit else 'nothing'}, not "
                        f"'{item.group}'")
     part = (Slot("pshard", item.unit),)
-    stays = table.weight(item.unit) in part  # else it was fetched for this
-    return Effects(GROUPS[item.group].lane, part, (Slot("param", item.unit),), frees=() if stays else part,
+    resident = table.weight(item.unit) in part  # otherwise it was fetched for this GATHER
+    return Effects(GROUPS[item.group].lane, part, (Slot("param", item.unit),), frees=() if resident else part,
                    groups=(item.group,))
 
 
@@ -170,19 +170,19 @@ def _release(item: Instruction, table: Table, _: int) -> Effects:
 def _reduce(item: Instruction, table: Table, _: int) -> Effects:
     """A gradient is summed over a group, on its way from `wgrad` to `gshard`."""
     unit = item.unit
-    step = next((each for each in table.reductions(unit) if each.group == item.group), None)
+    step = next((step for step in table.reductions(unit) if step.group == item.group), None)
     if step is None:
         raise KeyError(f"p{unit} has no reduction over '{item.group}'")
-    taken, made, lane = (Slot(step.takes, unit),), (Slot(step.makes, unit),), GROUPS[item.group].lane
-    if lane == "compute":  # summed in place: nothing may be added to `wgrad` before the sum has gone on
-        return Effects(lane, taken, made, groups=(item.group,))
-    frees = (*taken, Slot("wgrad", unit)) if step.takes == "wsum" else taken
-    # One of several, added up on the rank that keeps it: on its device, or as they arrive on its host.
-    several = (
-        item.group == table.parameters[unit].shard_group and table.zero.stage >= 2 and not table.streams(unit)
-    )
-    writes, adds = ((), made) if several else (made, ())
-    return Effects(lane, taken, writes, adds, frees=frees, groups=(item.group,))
+    source, target, lane = (Slot(step.takes, unit),), (Slot(step.makes, unit),), GROUPS[item.group].lane
+    if lane == "compute":  # summed in place: nothing may be added to `wgrad` until the next reduction
+        return Effects(lane, source, target, groups=(item.group,))
+    frees = (*source, Slot("wgrad", unit)) if step.takes == "wsum" else source
+    # From ZeRO-2 on a step has several such reductions: their results are added up on the device of the rank
+    # that keeps them. (Where `streams` says so, they are added up on its host instead.)
+    several = (item.group == table.parameters[unit].shard_group and table.zero.stage >= 2
+               and not table.streams(unit))
+    writes, adds = ((), target) if several else (target, ())
+    return Effects(lane, source, writes, adds, frees=frees, groups=(item.group,))
 
 
 def _clip(item: Instruction, table: Table, position: int) -> Effects:
@@ -190,8 +190,8 @@ def _clip(item: Instruction, table: Table, position: int) -> Effects:
     gradients = () if item.gradients == "none" else tuple(_gradient(table, p) for p in held)
     loss = (Slot("loss"),) if table.makes_loss(position) else ()
     waiting = tuple(Slot("gprev", p, tier=Tier.HOST) for p in held) if item.gradients == "wait" else ()
-    gone = gradients if item.gradients in ("wait", "drop") else ()
-    return Effects("compute", (*gradients, *loss), (Slot("scale"), *waiting), frees=(*gone, *loss),
+    freed = gradients if item.gradients in ("wait", "drop") else ()
+    return Effects("compute", (*gradients, *loss), (Slot("scale"), *waiting), frees=(*freed, *loss),
                    groups=("world",))
 
 
@@ -199,20 +199,20 @@ def _step(item: Instruction, table: Table, position: int) -> Effects:
     unit = item.unit
     weight, state = table.weight(unit), table.state(unit)
     gradient = (_gradient(table, unit),) if item.age == "" else (Slot("gprev", unit, tier=Tier.HOST),)
-    # its own CLIP was that of the step before
+    # A gradient of the step before was scaled by the CLIP of that step.
     reads = (*gradient, Slot("scale")) if item.age == "" else gradient
-    if table.update.snapshots and table.saves(position, unit):  # it overwrites what is being copied
+    if table.update.snapshots and table.saves(position, unit):  # STEP overwrites what the snapshot copies
         reads = (*reads, Slot("snapshot", unit, tier=Tier.HOST))
     if state.tier == Tier.DEVICE:
         return Effects("compute", reads, updates=(weight, state), frees=gradient)
-    on_host, brought = state.on(Tier.HOST), weight.on(Tier.HOST)
-    if weight == brought:
-        return Effects("host", reads, updates=(weight, on_host), frees=gradient)
-    return Effects("host", reads, (brought,), updates=(on_host,), frees=gradient)
+    host_state, host_weight = state.on(Tier.HOST), weight.on(Tier.HOST)
+    if weight == host_weight:
+        return Effects("host", reads, updates=(weight, host_state), frees=gradient)
+    return Effects("host", reads, (host_weight,), updates=(host_state,), frees=gradient)
 
 
 def _gradient(table: Table, unit: int) -> Slot:
-    """What CLIP and STEP read."""
+    """The gradient that CLIP and STEP read."""
     away = table.parameters[unit].state_home != Tier.DEVICE
     return Slot("gshard", unit, tier=Tier.HOST if away else Tier.DEVICE)
 
@@ -238,76 +238,72 @@ def _move_kept(item: Instruction, table: Table, _: int) -> Effects:
     if (not 0 <= item.unit < len(table.units) or not table.keeps_stream(item.unit) or item.tier != Tier.DEVICE
             or (reshaped and item.kind != "kept")):
         raise KeyError(str(item))
-    here = item.slot
-    away = here._replace(kind="kpart") if reshaped else here.below
-    taken, made = (here, away) if item.op in (Op.SPLIT, Op.OFFLOAD) else (away, here)
+    upper = item.slot
+    lower = upper._replace(kind="kpart") if reshaped else upper.below
+    source, target = (upper, lower) if item.op in (Op.SPLIT, Op.OFFLOAD) else (lower, upper)
     groups = (table.activation.partition,) if item.op == Op.JOIN and table.activation.partition else ()
-    return Effects("compute" if reshaped else _LANES[item.op, item.tier], (taken,), (made,), frees=(taken,),
-                   groups=groups)
+    lane = "compute" if reshaped else _LANES[item.op, item.tier]
+    return Effects(lane, (source,), (target,), frees=(source,), groups=groups)
 
 
-def _of_unit(move: Callable[[Instruction, Table], Effects | None]) -> Callable[[Instruction, Table, int],
-                                                                               Effects]:
-    """A move of a parameter unit's slot between tiers. None says that there is no such move."""
+def _of_unit(move: Callable[[Instruction, Table], Effects | None],
+             ) -> Callable[[Instruction, Table, int], Effects]:
+    """A move of a parameter unit's slot between tiers. Where `move` returns None there is no such move."""
 
     def checked(item: Instruction, table: Table, _: int) -> Effects:
-        fits = (
-            (item.op, item.tier) in _LANES
-            and item.unit in table.parameters
-            and item.microbatch < 0
-            and not item.age
-        )
-        found = move(item, table) if fits else None
-        if found is None:
+        legal = ((item.op, item.tier) in _LANES and item.unit in table.parameters
+                 and item.microbatch < 0 and not item.age)
+        effect = move(item, table) if legal else None
+        if effect is None:
             raise KeyError(f"{item.op} does not move '{item.slot}'")
-        return found
+        return effect
 
     return checked
 
 
 def _move_gradient(item: Instruction, table: Table) -> Effects | None:
-    """To the host, where it is stepped."""
-    here = item.slot
-    if item.op != Op.OFFLOAD or here.tier != Tier.DEVICE or table.state(item.unit).tier == Tier.DEVICE:
+    """A gradient goes to the host, where STEP reads it."""
+    upper = item.slot
+    if item.op != Op.OFFLOAD or upper.tier != Tier.DEVICE or table.state(item.unit).tier == Tier.DEVICE:
         return None
-    # Below ZeRO-2 `gshard` is a part of `wgrad`: it goes down once, before the next BACKWARD adds to that.
+    # Below ZeRO-2 `gshard` is a part of `wgrad`: it goes down once, before the next BACKWARD adds to `wgrad`.
     several = table.streams(item.unit)
-    writes, adds = ((), (here.below,)) if several else ((here.below,), ())
-    return Effects("d2h", (here,), writes, adds, frees=(here,))
+    writes, adds = ((), (upper.below,)) if several else ((upper.below,), ())
+    return Effects("d2h", (upper,), writes, adds, frees=(upper,))
 
 
 def _move_state(item: Instruction, table: Table) -> Effects | None:
-    """Between host and disk: one of the two has it."""
-    here = item.slot
-    if here.tier != Tier.HOST or table.state(item.unit) != here.below:
+    """Optimizer state goes between host and disk: only one of the two holds it."""
+    upper = item.slot
+    if upper.tier != Tier.HOST or table.state(item.unit) != upper.below:
         return None
-    taken, made = (here, here.below) if item.op == Op.OFFLOAD else (here.below, here)
-    return Effects(_LANES[item.op, here.tier], (taken,), (made,), frees=(taken,))
+    source, target = (upper, upper.below) if item.op == Op.OFFLOAD else (upper.below, upper)
+    return Effects(_LANES[item.op, upper.tier], (source,), (target,), frees=(source,))
 
 
 def _move_weight(item: Instruction, table: Table) -> Effects | None:
-    """Up for a GATHER, or to where it lives after the host has stepped it."""
-    here, weight = item.slot, table.weight(item.unit)
-    away, lane = here.below, _LANES[item.op, item.tier]
-    if item.op == Op.FETCH and here == weight and table.state(item.unit).tier != Tier.DEVICE:
-        return Effects(lane, (away,), updates=(here,), frees=(away,))
-    if item.op == Op.FETCH and here.kind == "pshard" and weight.tier.depth >= away.tier.depth:
-        return Effects(lane, (away,), (here,), frees=() if away == weight else (away,))
-    if item.op == Op.OFFLOAD and away == weight and here.tier == Tier.HOST:
-        return Effects(lane, (here,), updates=(away,), frees=(here,))
+    """A weight goes up for a GATHER, or to its home tier after the host has stepped it."""
+    upper, weight = item.slot, table.weight(item.unit)
+    lower, lane = upper.below, _LANES[item.op, item.tier]
+    if item.op == Op.FETCH and upper == weight and table.state(item.unit).tier != Tier.DEVICE:
+        return Effects(lane, (lower,), updates=(upper,), frees=(lower,))
+    if item.op == Op.FETCH and upper.kind == "pshard" and weight.tier.depth >= lower.tier.depth:
+        return Effects(lane, (lower,), (upper,), frees=() if lower == weight else (lower,))
+    if item.op == Op.OFFLOAD and lower == weight and upper.tier == Tier.HOST:
+        return Effects(lane, (upper,), updates=(lower,), frees=(upper,))
     return None
 
 
 def _move_snapshot(item: Instruction, table: Table, position: int) -> Effects:
-    """What a checkpoint keeps of a parameter unit is copied to the host; with age=prev, the gradients that
-    wait, too."""
+    """Copy to the host what a checkpoint keeps of a parameter unit; with age=prev, also the gradients that
+    wait for their STEP."""
     unit = item.unit
     saves = table.update.snapshots and unit in table.held(position) and table.saves(position, unit)
     if item.op != Op.OFFLOAD or item.tier != Tier.DEVICE or item.microbatch >= 0 or not saves:
         raise KeyError(str(item))
     waiting = (Slot("gprev", unit, tier=Tier.HOST),) if item.age == "prev" else ()
     state = table.state(unit)
-    lane = "d2h" if state.tier == Tier.DEVICE else "host"  # inside the host it is a thread's work
+    lane = "d2h" if state.tier == Tier.DEVICE else "host"  # a copy inside the host is a thread's work
     return Effects(lane, (table.weight(unit), state, *waiting), updates=(item.slot.below,))
 
 

@@ -1,5 +1,5 @@
-"""Explain: what one instruction of a plan is for: which pass put it there, what it reads and makes, who takes
-part, what it sends and moves, and what waits for it."""
+"""Explain one instruction of a plan: the pass that put it in, the slots that it reads and writes, the ranks
+that take part, the bytes that it sends and moves, and the instructions that wait for it."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ SHOWN = 5  # instructions that wait, and ranks that take part
 
 
 def origin(stages: Sequence[tuple[str, Sequence[Instruction]]], index: int) -> str:
-    """The pass that put in instruction `index` of the last stage. `stages`: of one position, each pass with
-    the program after it. Of equal instructions the n-th is taken for the n-th."""
+    """The name of the pass that put in instruction `index` of the last program. `stages`: each pass, with
+    the program of one position after it. Among equal instructions, the n-th of one program is taken to be the
+    n-th of the next."""
     item = stages[-1][1][index]
     turn = Counter(stages[-1][1][:index])[item]
     return next(name for name, program in stages if Counter(program)[item] > turn)
 
 
 def explain(plan: Plan, name: str, position: int, index: int) -> dict[str, Any]:
-    """One instruction as values: all that the plan says of it by itself."""
+    """One instruction as values: everything that the plan alone says about it."""
     program, table = plan.programs[name][position], plan.table
     item = program[index]
     effect = effects(item, table, position)
@@ -37,7 +38,7 @@ def explain(plan: Plan, name: str, position: int, index: int) -> dict[str, Any]:
         "of": _name(item, table), "lane": effect.lane,
         **{what: [_slot(slot, table) for slot in slots] for what, slots in uses.items() if slots},
         "after": [f"{at}  {program[at]}" for at in sorted(set(producers[index]))],
-        "waits for it": [f"{at}  {program[at]}" for at, made in enumerate(producers) if index in made],
+        "waits for it": [f"{at}  {program[at]}" for at, waited in enumerate(producers) if index in waited],
         "groups": list(effect.groups),
         "sends": {axis: size for axis, size in table.sent(item).items() if size},
         "moves": table.moved(item),
@@ -45,7 +46,7 @@ def explain(plan: Plan, name: str, position: int, index: int) -> dict[str, Any]:
 
 
 def _name(item: Instruction, table: Table) -> str:
-    """The unit that an instruction is of, in words."""
+    """The unit that an instruction works on, in words."""
     if item.unit < 0:
         return "the whole model"
     if item.op in (Op.GATHER, Op.RELEASE, Op.REDUCE, Op.STEP) or item.kind in PARAMETER_KINDS:
@@ -57,27 +58,27 @@ def _slot(slot: Slot, table: Table) -> dict[str, Any]:
     return {"slot": str(slot), "tier": str(slot.tier), "bytes": table.size(slot)}
 
 
-def show(found: dict[str, Any]) -> str:
-    """What `explain` has returned, with its `pass` and `with ranks`, as text."""
-    lines = [f"program '{found['program']}', position pp{found['position']}, instruction {found['index']}: "
-             f"{found['instruction']}",
-             _line("of", found["of"]), _line("put in by", f"the pass '{found['pass']}'"),
-             _line("lane", found["lane"])]
+def show(values: dict[str, Any]) -> str:
+    """The values that `explain` returns, with `pass` and `with ranks` added, as text."""
+    place = f"program '{values['program']}', position pp{values['position']}, instruction {values['index']}"
+    lines = [f"{place}: {values['instruction']}",
+             _line("of", values["of"]), _line("put in by", f"the pass '{values['pass']}'"),
+             _line("lane", values["lane"])]
     for what in ("reads", "writes", "adds to", "updates", "frees"):
-        for each in found.get(what, ()):
-            size = f", {show_bytes(each['bytes'])}" if each["bytes"] else ""
-            lines.append(_line(what, f"{each['slot']} (on the {each['tier']}{size})"))
-    sizes = [f"{show_bytes(size)} over {axis}" for axis, size in found["sends"].items()]
-    moved = [f"{show_bytes(size)} by {lane}" for lane, size in found["moves"].items() if size]
+        for slot in values.get(what, ()):
+            size = f", {show_bytes(slot['bytes'])}" if slot["bytes"] else ""
+            lines.append(_line(what, f"{slot['slot']} (on the {slot['tier']}{size})"))
+    sizes = [f"{show_bytes(size)} over {axis}" for axis, size in values["sends"].items()]
+    moved = [f"{show_bytes(size)} by {lane}" for lane, size in values["moves"].items() if size]
     lines += [_line("sends", "; ".join(sizes))] if sizes else []
     lines += [_line("moves", "; ".join(moved))] if moved else []
-    if found["with ranks"]:
-        lines.append(_line("with ranks", _some(found["with ranks"])))
+    if values["with ranks"]:
+        lines.append(_line("with ranks", _some(values["with ranks"])))
     for what in ("after", "waits for it"):
-        rows = found[what]
+        rows = values[what]
         lines += [_line(what if at == 0 else "", row) for at, row in enumerate(rows[:SHOWN])]
         lines += [_line("", f"and {len(rows) - SHOWN} more")] if len(rows) > SHOWN else []
-    if not found["waits for it"]:
+    if not values["waits for it"]:
         lines.append(_line("waits for it", "nothing in this program"))
     return "\n".join(lines)
 

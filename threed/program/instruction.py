@@ -5,31 +5,32 @@ dp and tp peers) run the same program, so a plan holds one program a position, w
 
 A **slot** is a named value:
 
-    act u3 m1        output of compute unit 3 for micro-batch 1, what FORWARD of unit 4 reads
+    act u3 m1        output of compute unit 3 for micro-batch 1, which FORWARD of unit 4 reads
     grad u3 m1       the loss's gradient with respect to act u3 m1
     saved u3 m1      what FORWARD keeps for BACKWARD
     kept u3 m1       what FORWARD keeps for RECOMPUTE: its input
-    kpart u3 m1      this tp rank's part of it
+    kpart u3 m1      this tp rank's part of kept u3 m1
     operands u3 m1   what BACKWARD_INPUT leaves for BACKWARD_WEIGHT
-    normed u3 m1     a tensor that u3 hands to later units of its stage: a norm's output, to tiles
-    gnormed u3 m1    the gradient with respect to it, added up over those units
+    normed u3 m1     a tensor that u3 hands to later units of its stage: a norm's output, which tiles share
+    gnormed u3 m1    the gradient with respect to normed u3 m1, added up over those units
     param p3         a parameter unit, whole (this tp rank's part), as compute units read it
-    pshard p3        this rank's shard of it, which STEP updates
+    pshard p3        this rank's shard of p3, which STEP updates
     state p3         optimizer state of that shard
-    wgrad p3         its gradient, accumulated over micro-batches on this rank
+    wgrad p3         gradient of p3, accumulated over micro-batches on this rank
     wsum p3          the same, summed over tp (where tp ranks hold partial gradients)
-    gpart p3         the same, summed over dp, or over a shard group of it, on the rank that keeps it
-    gfull p3         the same, summed over all shard groups, still without the other half of a tied embedding
-    gshard p3        the gradient, reduced over everything: what CLIP and STEP read
-    gprev p3         that of the step before, which waits for its STEP (offload.delayed_update)
-    snapshot p3      what the next checkpoint keeps of p3
-    loss, scale      sum of losses; what CLIP says STEP must multiply gradients by
+    gpart p3         the same, summed over dp or over one shard group, on the rank that keeps it
+    gfull p3         the same, summed over all shard groups, still without the other end of a tied embedding
+    gshard p3        the gradient, reduced over everything, which CLIP and STEP read
+    gprev p3         the gradient of the step before, which waits for its STEP (offload.delayed_update)
+    snapshot p3      a copy of what the next checkpoint saves of p3
+    loss, scale      the sum of losses; the factor by which STEP multiplies gradients, which CLIP computes
 
-A slot is on a tier: the device, its host, or a disk. The text of one that is not on the device begins with
+A slot is on a tier: the device, its host, or a disk. The name of a slot that is not on the device begins with
 its tier: `host_kept u3 m1`.
 
-A compute unit is written u3 and a parameter unit p3. They are one to one (u3 uses p3), but for a tied
-embedding: it is a parameter unit of its own, used by the first and the last compute unit.
+A compute unit is written u3 and a parameter unit p3. u3 uses p3, with two exceptions: a tied embedding is a
+parameter unit of its own, which the first and the last compute unit use; and the small parameters of a
+compute unit that stay whole under ZeRO-3 are a second unit (zero.persist_below).
 """
 
 from __future__ import annotations
@@ -60,9 +61,9 @@ class Op(StrEnum):
 BACKWARDS = (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 COMPUTE = (Op.FORWARD, Op.RECOMPUTE, *BACKWARDS)
 MESSAGES = (Op.SEND, Op.RECV)
-MOVES = (Op.SPLIT, Op.JOIN, Op.OFFLOAD, Op.FETCH)  # of a slot, to another form or tier and back
+MOVES = (Op.SPLIT, Op.JOIN, Op.OFFLOAD, Op.FETCH)  # they move a slot to another form or tier, and back
 
-# The fields that an op uses. The others keep their defaults, so that what is printed is all there is.
+# The fields that an op uses. The others must keep their defaults: they are not printed.
 FIELDS: dict[Op, tuple[str, ...]] = {
     Op.FORWARD: ("unit", "microbatch", "keep"),
     **dict.fromkeys((Op.RECOMPUTE, *BACKWARDS), ("unit", "microbatch")),
@@ -83,7 +84,7 @@ WORDS: dict[str, tuple[str, ...]] = {
 
 
 class Tier(StrEnum):
-    """Where a slot is in memory."""
+    """The memory that a slot is in."""
 
     DEVICE = "device"
     HOST = "host"
@@ -91,7 +92,7 @@ class Tier(StrEnum):
 
     @property
     def below(self) -> Tier:
-        """The next one down. IndexError: there is none."""
+        """The next tier down. Raises IndexError for the lowest."""
         return _TIERS[_TIERS.index(self) + 1]
 
     @property
@@ -113,7 +114,7 @@ class Slot(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Its tier, where that is not the device, and its kind."""
+        """The kind, after the tier where the tier is not the device."""
         return self.kind if self.tier == Tier.DEVICE else f"{self.tier}_{self.kind}"
 
     @property
@@ -137,25 +138,25 @@ class Slot(NamedTuple):
 
 class Instruction(NamedTuple):
     op: Op
-    unit: int = -1  # compute unit of COMPUTE and of a slot of one; else parameter unit
+    unit: int = -1  # compute unit of COMPUTE and of slots of compute units; else parameter unit
     microbatch: int = -1
     kind: str = ""  # MESSAGES, MOVES: of the slot
     tier: Tier = Tier.DEVICE  # MOVES: of the slot, the upper one of the two
     group: str = ""  # GATHER, REDUCE: the ranks that take part
     peer: int = -1  # MESSAGES: the other pipeline position
     keep: str = "all"  # FORWARD: what it keeps for backward: all, its input, or none
-    gradients: str = "step"  # CLIP: STEP takes them, they wait for the next step's, they are dropped, there
-    # are none
-    age: str = ""  # STEP, OFFLOAD of a snapshot: prev: (with) the gradients of the step before
+    # CLIP: STEP applies the gradients, they wait for the next step, they are dropped, or there are none.
+    gradients: str = "step"
+    age: str = ""  # prev: STEP applies gradients of the step before, OFFLOAD of a snapshot copies them too
 
     @property
     def slot(self) -> Slot:
-        """What MESSAGES and MOVES name."""
+        """The slot that MESSAGES and MOVES name."""
         return Slot(self.kind, self.unit, self.microbatch, self.tier)
 
     @property
     def turn(self) -> tuple[int, int]:
-        """Unit and micro-batch: what a forward shares with its backward."""
+        """Unit and micro-batch, which a forward shares with its backward."""
         return self.unit, self.microbatch
 
     def __str__(self) -> str:
@@ -163,7 +164,7 @@ class Instruction(NamedTuple):
             arrow = "->" if self.op == Op.SEND else "<-"
             return f"{self.op} {self.kind} u{self.unit} m{self.microbatch} {arrow} pp{self.peer}"
         if self.op in MOVES:
-            return f"{self.op} {self.slot}{' with what waits' if self.age else ''}"
+            return f"{self.op} {self.slot}{' with waiting gradients' if self.age else ''}"
         parts: list[str] = [self.op]
         if self.unit >= 0:
             parts.append(f"{'u' if self.op in COMPUTE else 'p'}{self.unit}")
@@ -181,4 +182,4 @@ class Instruction(NamedTuple):
                 if getattr(self, name) != default and name not in FIELDS[self.op]]
 
 
-Programs = list[list[Instruction]]  # of all positions, while passes work on them
+Programs = list[list[Instruction]]  # one program a position, while passes work on them

@@ -11,15 +11,15 @@ from threed.program.table import Plan, Table
 from threed.program.walk import Mode, Walk, link, walk
 
 _COLORS = {Op.FORWARD: "#4c78a8", Op.RECOMPUTE: "#9ecae9", Op.BACKWARD: "#f58518",
-           Op.BACKWARD_INPUT: "#f58518",
-           Op.BACKWARD_WEIGHT: "#54a24b", Op.CLIP: "#bab0ac", Op.STEP: "#b279a2"}
+           Op.BACKWARD_INPUT: "#f58518", Op.BACKWARD_WEIGHT: "#54a24b", Op.CLIP: "#bab0ac",
+           Op.STEP: "#b279a2"}
 _LETTERS = {Op.FORWARD: "F", Op.RECOMPUTE: "R", Op.BACKWARD: "B", Op.BACKWARD_INPUT: "B",
             Op.BACKWARD_WEIGHT: "W"}
 
 
 def unit_cost(table: Table):
-    """Costs for pictures: a FORWARD of a stage takes 1, a BACKWARD 2 (its halves 1 each), split over the
-    stage's units."""
+    """Costs for pictures: FORWARD of a stage takes 1 and BACKWARD takes 2 (each half 1), split over the units
+    of the stage."""
     counts = [0] * len(table.stage_positions)
     for unit in table.units:
         counts[unit.stage] += 1
@@ -33,16 +33,16 @@ def unit_cost(table: Table):
 
 
 def timeline(plan: Plan, name: str = "train", cost=None) -> Walk:
-    """When each instruction runs, every lane by itself."""
+    """When each instruction runs, where every lane runs by itself."""
     programs, table = plan.programs[name], plan.table
-    links = [link(program, table, position, table.seam(position, name)) for position,
-             program in enumerate(programs)]
+    links = [link(program, table, position, table.seam(position, name))
+             for position, program in enumerate(programs)]
     return walk(programs, table, links, Mode.BUFFERED, cost or unit_cost(table))
 
 
 def grid(plan: Plan, name: str = "train", most: int = 160) -> str:
-    """One row a position, one column a unit of time: what each computes when (F3 is FORWARD of micro-batch
-    3)."""
+    """One row a position, one column a unit of time: what the position computes then (F3 is FORWARD of
+    micro-batch 3)."""
     table, when = plan.table, timeline(plan, name)
     width = len(str(table.num_microbatches - 1)) + 2
     lines = []
@@ -50,8 +50,7 @@ def grid(plan: Plan, name: str = "train", most: int = 160) -> str:
         columns: dict[int, str] = {}
         for index, instruction in enumerate(program):
             if instruction.op in COMPUTE:
-                # A stage's units share its columns; sums of fractions such as 1/3 may miss a whole number by
-                # a hair.
+                # A stage's units share its columns; sums of fractions such as 1/3 are not exactly whole.
                 first = math.floor(when.start[position][index] + 1e-6)
                 for column in range(first, max(first + 1, math.ceil(when.end[position][index] - 1e-6))):
                     columns[column] = f"{_LETTERS[instruction.op]}{instruction.microbatch}"
@@ -63,8 +62,8 @@ def grid(plan: Plan, name: str = "train", most: int = 160) -> str:
 
 def listing(plan: Plan, position: int, name: str = "train") -> str:
     """The program of a position, one instruction a line."""
-    return "\n".join(f"{index:5d}  {instruction}" for index,
-                     instruction in enumerate(plan.programs[name][position]))
+    program = plan.programs[name][position]
+    return "\n".join(f"{index:5d}  {instruction}" for index, instruction in enumerate(program))
 
 
 def picture(plan: Plan, name: str = "train") -> str:
@@ -76,23 +75,21 @@ def picture(plan: Plan, name: str = "train") -> str:
 
 
 def svg(programs: Sequence[Sequence[Instruction]], when: Walk, title: str) -> str:
-    """A timeline: a row a position, colours by op, shades and numbers by micro-batch. Units that run one
-    after the other for one micro-batch are drawn as one."""
+    """A timeline: one row a position; the op chooses the colour, the micro-batch the shade and the number.
+    Units that run one after the other for one micro-batch are drawn as one block."""
     scale, row = 1000 / (when.total_s or 1.0), 26
     height = row * len(programs) + 40
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="1080" height="{height}" '
-             f'font-family="sans-serif" '
-             f'font-size="10">', f'<text x="8" y="16" font-size="12">{escape(title)}</text>']
+             'font-family="sans-serif" font-size="10">',
+             f'<text x="8" y="16" font-size="12">{escape(title)}</text>']
     for position, program in enumerate(programs):
         y = 26 + row * position
         parts.append(f'<text x="8" y="{y + 15}">pp{position}</text>')
         for op, microbatch, first, last, name in _blocks(program, when.start[position], when.end[position]):
             x, width = 50 + first * scale, (last - first) * scale
             parts.append(f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{row - 4}" '
-                         f'fill="{_COLORS[op]}" '
-                         f'fill-opacity="{0.6 + 0.4 * (microbatch % 2):.1f}" stroke="#fff" '
-                         f'stroke-width="0.6">'
-                         f"<title>{escape(name)}</title></rect>")
+                         f'fill="{_COLORS[op]}" fill-opacity="{0.6 + 0.4 * (microbatch % 2):.1f}" '
+                         f'stroke="#fff" stroke-width="0.6"><title>{escape(name)}</title></rect>')
             if microbatch >= 0 and width > 9:
                 parts.append(f'<text x="{x + width / 2:.1f}" y="{y + 15}" fill="#fff" '
                              f'text-anchor="middle">{microbatch}</text>')
@@ -101,19 +98,16 @@ def svg(programs: Sequence[Sequence[Instruction]], when: Walk, title: str) -> st
 
 def _blocks(program: Sequence[Instruction], start: Sequence[float],
             end: Sequence[float]) -> list[tuple[Op, int, float, float, str]]:
-    """(op, micro-batch, start, end, name) of what to draw: neighbours of one op, one micro-batch and
-    adjoining units joined."""
+    """(op, micro-batch, start, end, name) of each block to draw: consecutive instructions of one op, one
+    micro-batch and neighbouring units are joined."""
     blocks: list[tuple[Op, int, float, float, str]] = []
     previous = Instruction(Op.CLIP)
     for instruction, first, last in zip(program, start, end, strict=True):
         if instruction.op not in _COLORS or last <= first:
             continue
         alike = (previous.op, previous.microbatch) == (instruction.op, instruction.microbatch)
-        if (
-            alike
-            and abs(previous.unit - instruction.unit) == 1
-            and first - blocks[-1][3] < 0.1 * (last - first)
-        ):
+        neighbours = abs(previous.unit - instruction.unit) == 1
+        if alike and neighbours and first - blocks[-1][3] < 0.1 * (last - first):
             op, microbatch, begin, _, name = blocks[-1]
             blocks[-1] = (op, microbatch, begin, last, f"{name.split(' to ')[0]} to u{instruction.unit}")
         else:

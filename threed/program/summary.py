@@ -19,14 +19,15 @@ def activations(table: Table) -> tuple[str, ...]:
 
 
 def stages(plan: Plan) -> list[dict[str, Any]]:
-    """One object a pipeline position: parameters and bytes of one of its ranks; collectives and bytes sent in
-    a train step.
+    """One object a pipeline position: parameters and bytes of one of its ranks, and its collectives and bytes
+    sent in a train step.
 
-    Parameters, gradients and optimizer state keep their memory from step to step, as shards or whole by the
-    ZeRO stage; buffers are what units share in turn (whole parameters and gradients that do not stay,
-    staging). Host and disk have what is offloaded, and the host what is on its way; `moved_bytes` is what
-    goes between tiers, by lane. `snapshot_bytes` come on top on the host: the copy from which a checkpoint is
-    written. `slot_peak_bytes` is the most that slots of each kind take over the step, wherever they live.
+    Parameters, gradients and optimizer state keep their memory from step to step, sharded or whole as the
+    ZeRO stage says. `buffer_bytes` are buffers that units share in turn: gathered parameters, gradients
+    before their reduction, staging. `host_bytes` and `disk_bytes` are offloaded values; the host also has
+    buffers for values on their way. `moved_bytes` is the traffic between tiers, by lane. `snapshot_bytes` are
+    additional bytes on the host: the copy from which a checkpoint is written. `slot_peak_bytes` is the most
+    that slots of each kind take over the step, on all tiers.
     """
     table, rows = plan.table, []
     for position, program in enumerate(plan.programs["train"]):
@@ -37,7 +38,7 @@ def stages(plan: Plan) -> list[dict[str, Any]]:
         moved: Counter[str] = Counter()
         for instruction in program:
             moved.update(table.moved(instruction))
-        # What is summed in place, between forward and backward, is not counted.
+        # A REDUCE on the compute lane sums in place; it is not counted.
         counts = Counter(item.op for item in program
                          if item.op != Op.REDUCE or GROUPS[item.group].lane != "compute")
         pools, away = buffers(plan, position), _away(table, position)
@@ -47,8 +48,7 @@ def stages(plan: Plan) -> list[dict[str, Any]]:
             "parameter_bytes": sum(_parameter_bytes(table, p) for p in held),
             # Below ZeRO-2 the reduced shard is a part of the whole gradient.
             "gradient_bytes": sum(table.size(Slot("wgrad" if table.zero.stage < 2 else "gshard", p))
-                                  for p in held
-                                  if not table.streams(p)),
+                                  for p in held if not table.streams(p)),
             "optimizer_bytes": sum(table.size(table.state(p)) for p in held
                                    if table.parameters[p].state_home == Tier.DEVICE),
             "buffer_bytes": pools.bytes(table),
@@ -71,32 +71,32 @@ def _parameter_bytes(table: Table, unit: int) -> int:
 
 
 def _snapshot_bytes(table: Table, position: int) -> int:
-    """Of the copy from which a checkpoint is written while the run goes on."""
+    """Bytes of the copy from which a checkpoint is written while the run goes on."""
     return sum(table.size(slot) for slot in table.seam(position) if slot.kind == "snapshot")
 
 
 def _away(table: Table, position: int) -> dict[Tier, int]:
-    """Bytes of what lives on the host and on disk from step to step, and of gradients that have come down."""
-    found = {Tier.HOST: 0, Tier.DISK: 0}
+    """Bytes that stay on the host and on disk from step to step, and of gradients that STEP reads there."""
+    sizes = {Tier.HOST: 0, Tier.DISK: 0}
     for p in table.held(position):
         held = table.parameters[p]
         for slot in (table.weight(p), table.state(p)):
             if slot.tier != Tier.DEVICE:
-                found[slot.tier] += table.size(slot)
+                sizes[slot.tier] += table.size(slot)
         if held.state_home != Tier.DEVICE:
             kinds = ("gshard", "gprev") if table.update.delayed else ("gshard",)
-            found[Tier.HOST] += sum(table.size(Slot(kind, p, tier=Tier.HOST)) for kind in kinds)
-    return found
+            sizes[Tier.HOST] += sum(table.size(Slot(kind, p, tier=Tier.HOST)) for kind in kinds)
+    return sizes
 
 
 def alive_bytes(plan: Plan, position: int) -> Memory:
-    """Bytes of the slots of a position over its train step."""
+    """Bytes of a position's slots over its train step."""
     program, seam = plan.programs["train"][position], plan.table.seam(position)
     return memory(program, plan.table, link(program, plan.table, position, seam), seam)
 
 
 def fixed_bytes(row: dict[str, Any]) -> int:
-    """What a rank holds all the time."""
+    """Bytes that a rank holds on its device all the time."""
     return row["parameter_bytes"] + row["gradient_bytes"] + row["optimizer_bytes"] + row["buffer_bytes"]
 
 
@@ -108,7 +108,7 @@ HELD = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "buffer_bytes", 
 
 
 def show(rows: list[dict[str, Any]]) -> str:
-    """The rows of `stages` as a table, and what lives on other tiers."""
+    """The rows of `stages` as a table, then the bytes on other tiers."""
     table: list[tuple[str, ...]] = [HEAD]
     for position, row in enumerate(rows):
         table.append((f"pp{position}", show_count(row["parameters"]), *(show_bytes(row[key]) for key in HELD),

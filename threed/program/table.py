@@ -1,8 +1,8 @@
-"""The table: what units are, where they live, and how large everything is. With the programs it makes a plan.
+"""The table: the units, their positions, and the size of everything. Table and programs together are a plan.
 
-Sizes are of one rank of a pipeline position (its dp and tp peers have the same), in bytes. Traffic is what a
-rank sends, by the ring formulas: of a buffer of S bytes over n ranks, all-gather and reduce-scatter send S
-(n-1)/n, all-reduce twice that.
+Sizes are bytes of one rank of a pipeline position (its dp and tp peers have the same). Traffic is the bytes
+that a rank sends, by the ring formulas: for a buffer of S bytes over n ranks, all-gather and reduce-scatter
+send S (n-1)/n, and all-reduce sends twice as much.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from threed.program.instruction import PARAMETER_KINDS, Instruction, Op, Slot, T
 from threed.quantity import ring
 from threed.schema import Config
 
-# Names of programs: one only runs forward; one trains and updates nothing; two copy what a checkpoint keeps.
+# Names of programs that `Plan` describes.
 EVALUATE, VERIFY, SNAPSHOT, WAITING = "evaluate", "verify", "snapshot", "snapshot_waiting"
-# Programs of delayed updates -> whose gradients their STEPs are of: the step before (prev), this one ("").
+# Programs of delayed updates -> the step whose gradients STEP applies: the one before (prev), this one ("").
 DELAYED_STEPS: dict[str, tuple[str, ...]] = {"enter": (), "train": ("prev",), "drain": ("prev", "")}
 
 
 class Handed(NamedTuple):
-    """A tensor besides its output that a unit makes for later units of its stage: a slot of this kind.
-    The slot of its gradient has a g before the name."""
+    """A tensor, besides its output, that a unit makes for later units of its stage. `name` is the kind of its
+    slot; the kind of its gradient's slot has a g before the name."""
 
     name: str
     bytes: int
 
 
 class Read(NamedTuple):
-    """A handed tensor that a unit reads. To its gradient every reader adds."""
+    """A handed tensor that a unit reads. Every reader adds to its gradient."""
 
     name: str
-    unit: int  # that makes it
+    unit: int  # the unit that makes it
     last: bool  # whether no later unit reads it
 
 
@@ -52,15 +52,15 @@ class ComputeUnit:
     forward_flops: int  # of a micro-batch, this rank's share
     saved_bytes: int  # kept from FORWARD to BACKWARD, a micro-batch
     operand_bytes: int  # kept from BACKWARD_INPUT to BACKWARD_WEIGHT
-    traffic: dict[str, dict[str, int]]  # phase (forward, input, weight) -> axis -> bytes sent inside it
-    groups: tuple[str, ...] = ()  # over which they are sent
-    recompute: bool = False  # whether FORWARD keeps its input alone, and RECOMPUTE makes the rest again
+    traffic: dict[str, dict[str, int]]  # phase (forward, input, weight) -> axis -> bytes sent in that phase
+    groups: tuple[str, ...] = ()  # groups over which they are sent
+    recompute: bool = False  # whether FORWARD keeps only its input, and RECOMPUTE computes the rest again
     makes: tuple[Handed, ...] = ()
     reads: tuple[Read, ...] = ()
     loss: bool = False  # whether it adds to the loss; the last unit does, and has no other output
-    adds: bool = False  # only adds to its input: keeps nothing of it, and hands its output's gradient on as
-    # it is
-    running_bytes: int = 0  # of its output, where that is a running softmax, not the residual stream
+    # Whether it only adds to its input: it keeps nothing, and passes its output's gradient on unchanged.
+    adds: bool = False
+    running_bytes: int = 0  # bytes of its output, where this is a running softmax and not the residual stream
 
 
 class Reduction(NamedTuple):
@@ -71,8 +71,8 @@ class Reduction(NamedTuple):
     takes: str  # kind of slot
     makes: str
     numel: int  # elements that are summed
-    bytes: int  # of an element on its way
-    staged: bool = False  # whether it is cast in the staging buffer where it travels in another dtype
+    bytes: int  # of an element in the message
+    staged: bool = False  # whether a gradient that travels in another dtype is cast in the staging buffer
 
 
 @dataclass(frozen=True)
@@ -80,14 +80,15 @@ class ParameterUnit:
     name: str
     positions: tuple[int, ...]  # pipeline positions that hold it (two for a tied embedding)
     numel: int  # this rank's elements, padded to a multiple of its shards
-    padding: int  # of them, padding
-    shard_group: str  # the group over which it is sharded,
-    shards: int  # and the ranks in it
+    padding: int  # elements of numel that are padding
+    shard_group: str  # the group over which it is sharded
+    shards: int  # ranks in that group
     reductions: tuple[Reduction, ...]  # of its gradient, in order
-    state_home: Tier = Tier.DEVICE  # where its optimizer state lives, and is stepped (disk: through the host)
-    weight_home: Tier = Tier.DEVICE  # where this rank's part of the parameters lives
-    whole: bool = True  # stays whole from its first use in a step to its last, in a buffer of its own (not so
-    # in ZeRO-3)
+    state_home: Tier = Tier.DEVICE  # tier of its optimizer state and its STEP (disk: STEP runs on the host)
+    weight_home: Tier = Tier.DEVICE  # tier of this rank's part of the parameters
+    # Whether it stays whole from its first use in a step to its last, in a buffer of its own. (Under ZeRO-3
+    # only small parameters do.)
+    whole: bool = True
 
 
 @dataclass(frozen=True)
@@ -96,37 +97,36 @@ class Elements:
 
     param: int = 4  # as compute reads it: 4 or 2
     grad: int = 4  # of an accumulated gradient
-    reduce: int = 4  # of a gradient on its way over dp
+    reduce: int = 4  # of a gradient in a message over dp
 
 
 @dataclass(frozen=True)
 class ZeroSettings:
-    """What the pass in zero/plan reads."""
+    """The settings that the pass in zero/plan reads."""
 
     stage: int = 0
     reduce_every: int = 1  # micro-batches between two reductions of a gradient
-    residency: int | str = "step"  # units that are not whole and may be gathered at a time; stage: those of
-    # the largest
-    prefetch: int = 0  # uses ahead of its own that a unit is gathered
+    residency: int | str = "step"  # units that may be gathered at a time; stage: as many as the largest has
+    prefetch: int = 0  # how many uses ahead of its own a unit is gathered
 
 
 @dataclass(frozen=True)
 class ActivationSettings:
-    """What the passes in activation/plan read."""
+    """The settings that the passes in activation/plan read."""
 
     partition: str = ""  # the group over which a kept input is cut; empty: it is whole
     parts: int = 1  # ranks in that group
-    offload: bool = False  # whether it then goes to the host
-    contiguous: bool = False  # whether kept inputs lie in one arena
+    offload: bool = False  # whether kept inputs go to the host
+    contiguous: bool = False  # whether kept inputs are in one arena
 
 
 @dataclass(frozen=True)
 class UpdateSettings:
-    """What the passes in offload/plan read of the optimizer's step, and what it keeps."""
+    """The settings of the optimizer's step that the passes in offload/plan read."""
 
-    buffers: tuple[Buffer, ...] = ()  # what the optimizer keeps of each element
+    buffers: tuple[Buffer, ...] = ()  # the optimizer's tensors for each parameter
     master: bool = False  # whether STEP updates an fp32 copy of a 16-bit weight
-    delayed: bool = False  # whether gradients are stepped in the step after theirs
+    delayed: bool = False  # whether STEP applies gradients one step later
     snapshots: bool = False  # whether checkpoints are written from a copy on the host, while the run goes on
 
 
@@ -157,7 +157,7 @@ class Table:
 
     @cached_property
     def known(self) -> dict[Instruction, Any]:
-        """What `effects` remembers of this table."""
+        """Effects that `effects` has computed for this table already."""
         return {}
 
     @cached_property
@@ -174,8 +174,8 @@ class Table:
         return any(self.units[unit].loss for unit in self.units_of(position))
 
     def keeps_stream(self, unit: int) -> bool:
-        """Whether the input that a compute unit keeps for RECOMPUTE is the residual stream: the first unit
-        reads tokens, which all ranks have; one that only adds keeps nothing; and some read a running
+        """Whether a compute unit keeps the residual stream for RECOMPUTE. The first unit does not (it reads
+        tokens), nor a unit that only adds to its input (it keeps nothing), nor one that reads a running
         softmax."""
         return unit > 0 and not self.units[unit].adds and not self.units[unit - 1].running_bytes
 
@@ -194,7 +194,7 @@ class Table:
         return self.zero.stage >= 1
 
     def reductions(self, unit: int) -> tuple[Reduction, ...]:
-        """Those of a parameter unit's gradient, in order; none where there is no such unit."""
+        """The reductions of a parameter unit's gradient, in order; none for a unit that does not exist."""
         return self.parameters[unit].reductions if unit in self.parameters else ()
 
     def shard_numel(self, unit: int) -> int:
@@ -203,15 +203,15 @@ class Table:
         return held.numel // (held.shards if self.sharded else 1)
 
     def seam(self, position: int, program: str = "train", end: bool = False) -> set[Slot]:
-        """Slots alive between two programs, before this one or after it: what a checkpoint saves."""
-        stays = {slot for p in self.held(position) for slot in (self.weight(p), self.state(p))}
-        if self.update.snapshots:  # the last one, which may still be under way
-            stays |= {Slot("snapshot", p, tier=Tier.HOST) for p in self.held(position)
+        """Slots alive before a program, or after its end: the values that a checkpoint saves."""
+        slots = {slot for p in self.held(position) for slot in (self.weight(p), self.state(p))}
+        if self.update.snapshots:  # the last snapshot may still be in progress
+            slots |= {Slot("snapshot", p, tier=Tier.HOST) for p in self.held(position)
                       if self.saves(position, p)}
-        if self.update.delayed and program in (("enter", "train", WAITING) if end
-                                               else ("train", "drain", WAITING)):
-            stays |= {Slot("gprev", p, tier=Tier.HOST) for p in self.held(position)}
-        return stays
+        waiting = ("enter", "train", WAITING) if end else ("train", "drain", WAITING)
+        if self.update.delayed and program in waiting:
+            slots |= {Slot("gprev", p, tier=Tier.HOST) for p in self.held(position)}
+        return slots
 
     def saves(self, position: int, unit: int) -> bool:
         """Whether ranks of a position write a parameter unit into checkpoints: a tied embedding is written
@@ -220,27 +220,27 @@ class Table:
 
     @property
     def kept_kinds(self) -> int:
-        """Tensors that a checkpoint keeps of a parameter: weights, the optimizer's, and what waits for the
-        next step."""
+        """Tensors that a checkpoint saves for a parameter: its weight, the optimizer's buffers, and a
+        gradient that waits for the next step."""
         return 1 + len(self.update.buffers) + self.update.delayed
 
     def state_bytes(self, home: Tier) -> int:
-        """Of an element of optimizer state on a tier: its buffers, and the fp32 master where that is a
-        separate copy."""
+        """Bytes of optimizer state for an element, on a tier: the buffers, and the fp32 master where this is
+        a separate copy."""
         master = 4 if self.update.master or home != Tier.DEVICE else 0
         return sum(BYTES[buffer.dtype] for buffer in self.update.buffers) + master
 
     def weight(self, unit: int) -> Slot:
-        """Where what STEP updates of a parameter unit lives."""
+        """The slot of a parameter unit's weights that STEP updates."""
         return Slot("pshard" if self.sharded else "param", unit, tier=self.parameters[unit].weight_home)
 
     def state(self, unit: int) -> Slot:
-        """Where the optimizer state of a parameter unit lives."""
+        """The slot of a parameter unit's optimizer state."""
         return Slot("state", unit, tier=self.parameters[unit].state_home)
 
     def streams(self, unit: int) -> bool:
-        """Whether each reduced part of a gradient goes down at once and is added up there. (What is still to
-        be summed over other groups is added up on the device, and goes down after that.)"""
+        """Whether each reduced part of a gradient goes to the host at once and is added up there. (A gradient
+        that is still to be summed over other groups is added up on the device, and goes down after that.)"""
         held = self.parameters[unit]
         return (held.state_home != Tier.DEVICE and self.zero.stage >= 2
                 and held.reductions[-1].group == held.shard_group)
@@ -269,14 +269,14 @@ class Table:
         unit = self.parameters[slot.unit]
         if slot.kind == "param":
             return unit.numel * self.elements.param
-        if slot.kind == "pshard":  # that of a unit that stays whole is a part of the whole one's buffer
+        if slot.kind == "pshard":  # the shard of a unit that stays whole is a part of the whole unit's buffer
             inside = unit.whole and slot.tier == Tier.DEVICE
             return 0 if inside else self.shard_numel(slot.unit) * self.elements.param
         if slot.kind == "state":
             return self.shard_numel(slot.unit) * self.state_bytes(slot.tier)
         if slot.kind == "wgrad":
             return unit.numel * self.elements.grad
-        # in fp32; one of the groups that share a copy writes it, whatever the stage
+        # A snapshot is fp32; at every ZeRO stage, each rank of one shard group copies its part of it.
         if slot.kind == "snapshot":
             return unit.numel // unit.shards * 4 * self.kept_kinds
         return self.shard_numel(slot.unit) * self.elements.grad
@@ -295,7 +295,7 @@ class Table:
             held = self.parameters[unit]
             return {GROUPS[instruction.group].counts: ring(held.numel * self.elements.param, held.shards)}
         if op == Op.REDUCE:
-            step = next(each for each in self.reductions(unit) if each.group == instruction.group)
+            step = next(step for step in self.reductions(unit) if step.group == instruction.group)
             return {GROUPS[step.group].counts: self._reduced_bytes(self.parameters[unit], step)}
         return {}
 
@@ -303,7 +303,7 @@ class Table:
         part = ring(step.numel * step.bytes, step.ranks)
         if step.group != unit.shard_group:
             return 2 * part
-        # Not sharded, the parts are gathered after they are summed.
+        # Where gradients are not sharded, the summed parts are gathered again.
         return part if self.sharded else part + ring(step.numel * self.elements.grad, step.ranks)
 
     def moved(self, instruction: Instruction) -> dict[str, int]:
@@ -314,24 +314,24 @@ class Table:
         if slot.kind == "snapshot":
             return {"d2h": self.size(slot)}
         size = self.size(slot)
-        if not down and size == 0 and slot.kind in PARAMETER_KINDS:  # into a part of the whole
+        if not down and size == 0 and slot.kind in PARAMETER_KINDS:  # a shard inside the whole unit's buffer
             size = self.size(slot.on(Tier.HOST))
         if slot.tier == Tier.HOST:
             return {"write" if down else "read": size}
         return {"d2h" if down else "h2d": size}
 
 
-# What each op of compute does: the forward pass, the input's gradient, the weights' gradients.
+# The phases that each compute op runs: the forward pass, the input's gradient, the weights' gradients.
 PHASES: dict[Op, tuple[str, ...]] = {Op.FORWARD: ("forward",), Op.RECOMPUTE: ("forward",),
                                      Op.BACKWARD: ("input", "weight"), Op.BACKWARD_INPUT: ("input",),
                                      Op.BACKWARD_WEIGHT: ("weight",)}
 
 
 def add_up(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """The sum of each name."""
+    """Add up the counts of each name."""
     total: Counter[str] = Counter()
-    for each in counts:
-        total.update(each)
+    for count in counts:
+        total.update(count)
     return dict(total)
 
 
@@ -344,20 +344,20 @@ def gradient_kind(name: str) -> str:
 class Plan:
     """All positions' programs, by name, with the table. `programs[name][position]`.
 
-    train      a step of the run. With delayed updates it steps the gradients of the step before, and is one
-               of four:
-    plain      a step that is not delayed
-    enter      the first one that is: it steps nothing
-    drain      the last one: it steps what waits, and its own
-    verify     a step without its update: what comes before one that is computed twice (run.verify_every)
+    train      a step of the run; with delayed updates it applies the gradients of the step before
+    plain      with delayed updates: a step that applies its own gradients
+    enter      with delayed updates: the first delayed step, which applies no gradients
+    drain      with delayed updates: the last step, which applies the waiting gradients and its own
+    verify     a step without its update: the first computation of a step that is computed twice
+               (run.verify_every)
     evaluate   forward only
-    snapshot   between two steps: what a checkpoint keeps is copied to the host, beside what comes next
-    snapshot_waiting   the same while gradients wait to be stepped
+    snapshot   between two steps: copies to the host what a checkpoint saves, while the next step begins
+    snapshot_waiting   the same while gradients wait for their STEP
     """
 
     table: Table
     programs: dict[str, list[tuple[Instruction, ...]]]
-    config: Config | None = field(default=None, compare=False, repr=False)  # that it was made of, if any
+    config: Config | None = field(default=None, compare=False, repr=False)  # None: not made from a config
 
     @cached_property
     def digest(self) -> str:

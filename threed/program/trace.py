@@ -14,17 +14,17 @@ class Wait(NamedTuple):
     """An instruction waited for a slot that was still on its way."""
 
     index: int  # of the instruction that waited
-    source: int  # of the instruction that makes the slot
+    source: int  # index of the instruction that makes the slot
     wait_s: float
 
 
 @dataclass
 class Trace:
-    """Times of one run of a program, in seconds from its start: issue, inputs there, end; one entry an
-    instruction.
+    """Times of one run of a program, in seconds from its start, one entry an instruction: when it was issued,
+    when its inputs were ready and it started, and when it ended.
 
-    Between issue and `started` an instruction waits, and `waits` say for what. After the last one ends the
-    rank waits until everything it sent has left: that is the rest up to `total_s`.
+    Between issue and start an instruction waits for the slots that `waits` names. After the last instruction
+    the rank waits until everything that it sent has left: this fills the rest up to `total_s`.
     """
 
     name: str
@@ -37,18 +37,18 @@ class Trace:
 
 
 def sources(effects: Sequence[Effects]) -> list[dict[Slot, int]]:
-    """For each instruction of a program: slot that it reads or updates -> the latest instruction that made
-    it."""
-    made: dict[Slot, int] = {}
-    found = []
+    """For each instruction of a program: slot that it reads or updates -> the latest instruction that changed
+    the slot."""
+    latest: dict[Slot, int] = {}
+    rows = []
     for index, effect in enumerate(effects):
-        found.append({slot: made[slot] for slot in (*effect.reads, *effect.updates) if slot in made})
-        made |= dict.fromkeys((*effect.writes, *effect.adds, *effect.updates), index)
-    return found
+        rows.append({slot: latest[slot] for slot in (*effect.reads, *effect.updates) if slot in latest})
+        latest |= dict.fromkeys((*effect.writes, *effect.adds, *effect.updates), index)
+    return rows
 
 
 def compute_s(trace: Trace, program: Sequence[Instruction]) -> float:
-    """Seconds in compute instructions, waiting for their inputs not counted. STEP is work too; CLIP is a
-    barrier."""
+    """Seconds in compute instructions and STEP, without the time that they wait for inputs. CLIP does not
+    count: it is a barrier."""
     return sum(trace.ended[i] - trace.started[i] for i, instruction in enumerate(program)
                if instruction.op in COMPUTE or instruction.op == Op.STEP)

@@ -21,9 +21,9 @@ def compute_units(plan: Plan) -> list[dict[str, Any]]:
 
 
 def parameter_units(plan: Plan, contents: Contents) -> list[dict[str, Any]]:
-    """A row a parameter unit. Bytes are of one rank: of the whole unit as compute reads it, of the part of it
-    that the rank updates, of its optimizer state and of the gradient of that part. `ranks` share one copy of
-    what is sharded, over `group`."""
+    """A row a parameter unit. Bytes are of one rank: of the whole unit as compute reads it, of the shard that
+    the rank updates, and of that shard's optimizer state and gradient. `ranks` ranks of `group` share one
+    copy of the sharded values."""
     table = plan.table
     rows = []
     for index, unit in table.parameters.items():
@@ -46,8 +46,8 @@ def parameter_units(plan: Plan, contents: Contents) -> list[dict[str, Any]]:
 
 
 def _kind(table: Table, index: int) -> str:
-    """tied: used by two compute units. small: of a compute unit that has another unit, too, which does not
-    stay whole."""
+    """tied: two compute units use it. small: it stays whole, beside another parameter unit of the same
+    compute unit that does not. own: any other."""
     users = [unit for unit in table.units if index in unit.parameters]
     if index == len(table.units):
         return "tied"
@@ -57,7 +57,7 @@ def _kind(table: Table, index: int) -> str:
 
 
 def show_compute_units(plan: Plan) -> str:
-    """Which unit is what and where."""
+    """The rows of `compute_units` as text."""
     rows = compute_units(plan)
     width = max(20, *(len(row["name"]) + 2 for row in rows))
     return "\n".join(row["unit"].ljust(5) + f"pp{row['position']}".ljust(6) + row["name"].ljust(width)
@@ -65,7 +65,7 @@ def show_compute_units(plan: Plan) -> str:
 
 
 def show_parameter_units(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The rows of `parameter_units` as a table; under each unit its parameters."""
+    """The rows of `parameter_units` as a table, with the parameters of each unit below it."""
     heads = ("", "kind", "at", "used by", "shared by", "whole", "shard", "optimizer", "")
     table = [heads, *(_cells(row) for row in rows)]
     widths = [max(len(row[column]) for row in table) + 2 for column in range(len(heads))]
@@ -82,8 +82,8 @@ def show_parameter_units(rows: Sequence[Mapping[str, Any]]) -> str:
                   for each in row["parameters"]]
     return "\n".join([
         *lines, "", "whole: bytes of the unit as compute reads it; shard: of the part that a rank updates;",
-        "optimizer: of its optimizer state. Shapes and bytes are of one rank. A number that is missing is of",
-        "a compute unit without parameters of its own (threed show --units u says which it uses)."])
+        "optimizer: of its optimizer state. Shapes and bytes are of one rank. A missing number belongs to a",
+        "compute unit without parameters of its own (threed show --units u says which units it uses)."])
 
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:

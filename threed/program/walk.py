@@ -1,14 +1,16 @@
 """Walking a program: which instruction waits for which, when each runs, and whether all of them can.
 
 `link` follows the slots of one program and finds each instruction's producers. `walk` builds one graph over
-all positions and visits it; with costs it is also the clock of the simulator. What may block is the mode:
+all positions and visits it; with costs it is also the clock of the simulator. The mode says what may block:
 
-    BUFFERED     every lane runs by itself, a SEND never waits for its RECV (what a GPU does when all goes
-                 well)
-    RENDEZVOUS   one host a rank issues in order and waits for compute; a SEND waits until its RECV is posted
-    BLOCKING     one blocking queue a rank: every call, compute or communication, ends before the next begins
+    BUFFERED     every lane runs by itself, and a SEND never waits for its RECV (as on a GPU at its best)
+    RENDEZVOUS   the host of each rank issues in order and waits for compute; a SEND waits until its RECV is
+                 posted
+    BLOCKING     each rank has one blocking queue: every compute or communication call ends before the next
+                 begins
 
-Each finds deadlocks that the ones above it cannot. A program that passes BLOCKING runs on any backend.
+Each mode finds deadlocks that the modes above it cannot find. A program that passes BLOCKING runs on any
+backend.
 """
 
 from __future__ import annotations
@@ -33,10 +35,10 @@ class Mode(Enum):
 
 
 class Links(NamedTuple):
-    """What `link` finds in one program."""
+    """The result of `link` for one program."""
 
     effects: list[Effects]
-    producers: list[list[int]]  # of each instruction: the earlier ones whose results it uses
+    producers: list[list[int]]  # for each instruction: the earlier instructions whose results it uses
     alive: set[Slot]  # at the end
     faults: list[tuple[int, str]]  # (index, reason): reads of dead slots, double writes, ...
 
@@ -50,24 +52,24 @@ def link(program: Program, table: Table, position: int, start: set[Slot]) -> Lin
         try:
             effect = effects(instruction, table, position)
         except KeyError as error:
-            faults.append((index, f"names what does not exist: {error.args[0]}"))
+            faults.append((index, f"names something that does not exist: {error.args[0]}"))
             all_effects.append(Effects("compute"))
             producers.append([])
             continue
         needs: list[int] = []
         for slot in effect.reads:
             if slot not in made_by:
-                faults.append((index, f"reads '{slot}', which is not there"))
+                faults.append((index, f"reads '{slot}', which is not alive"))
             needs += made_by.get(slot, ())
             sealed.add(slot)
         for slot in effect.updates:
             if slot not in made_by:
-                faults.append((index, f"updates '{slot}', which is not there"))
+                faults.append((index, f"updates '{slot}', which is not alive"))
             needs += made_by.get(slot, ())
             made_by[slot] = [index]
         for slot in effect.writes:
             if slot in made_by:
-                faults.append((index, f"writes '{slot}', which is already there"))
+                faults.append((index, f"writes '{slot}', which is already alive"))
             made_by[slot] = [index]
         for slot in effect.adds:
             if slot in sealed:
@@ -76,7 +78,7 @@ def link(program: Program, table: Table, position: int, start: set[Slot]) -> Lin
         for slot in effect.frees:
             if slot not in made_by:
                 if slot not in effect.reads:
-                    faults.append((index, f"frees '{slot}', which is not there"))
+                    faults.append((index, f"frees '{slot}', which is not alive"))
                 continue
             del made_by[slot]
             sealed.discard(slot)
@@ -86,8 +88,8 @@ def link(program: Program, table: Table, position: int, start: set[Slot]) -> Lin
 
 
 class Walk(NamedTuple):
-    """When each instruction ran, in seconds from the start of the step; `stuck` holds those that never
-    could."""
+    """When each instruction ran, in seconds from the start of the step; `stuck` names instructions that never
+    could run."""
 
     start: list[list[float]]  # [position][index]
     end: list[list[float]]
@@ -114,8 +116,7 @@ def walk(programs: Sequence[Program], table: Table, links: Sequence[Links], mode
         tails: dict[str, int] = {}
         for node, effect in zip(nodes, links[position].effects, strict=True):
             lane = effect.lane if buffered else "host"
-            # These begin no sooner than the host comes to them, after the compute that was issued before
-            # them.
+            # An instruction on an issued lane begins when the host issues it, after the compute before it.
             for behind in (lane, "compute") if lane in _ISSUED else (lane,):
                 previous = tails.get(behind, node)
                 if previous != node:
@@ -123,7 +124,7 @@ def walk(programs: Sequence[Program], table: Table, links: Sequence[Links], mode
                     waits[node] += 1
             tails[lane] = node
     sent_by: dict[tuple[int, int], int] = {}  # a receive -> the node whose end brings its slot
-    for sends, receives in () if blocking else _channels(programs).values():
+    for sends, receives in () if blocking else channels(programs).values():
         for (sender, i), (receiver, j) in zip(sends, receives, strict=False):
             send, receive = node_of[sender][i], node_of[receiver][j]
             first, then = (send, receive) if buffered else (receive, send)
@@ -141,14 +142,14 @@ def walk(programs: Sequence[Program], table: Table, links: Sequence[Links], mode
     return _visit(node_of, seconds, after, waits)
 
 
-# Lanes beside compute whose work the host issues between instructions.
+# Lanes other than compute whose work the host issues between instructions.
 _ISSUED = ("dp", "d2h", "h2d", "read", "write", "host")
 
 
 def _merge(programs: Sequence[Program], links: Sequence[Links], mode: Mode,
            cost: Cost | None) -> tuple[list[list[int]], list[float]]:
-    """Give each instruction a node, and each node its seconds. Collectives over several positions are one
-    node: they begin and end together. In BLOCKING mode a SEND and its RECV are one node too."""
+    """Give each instruction a node, and each node its seconds. A collective over several positions is one
+    node: it begins and ends everywhere together. In BLOCKING mode a SEND and its RECV are one node too."""
     shared: dict[object, int] = {}
     node_of: list[list[int]] = []
     seconds: list[float] = []
@@ -174,7 +175,7 @@ def _merge(programs: Sequence[Program], links: Sequence[Links], mode: Mode,
 
 
 def _visit(node_of: list[list[int]], seconds: list[float], after: list[list[int]], waits: list[int]) -> Walk:
-    """Topological visit with clocks. What is left over waits in a circle, or for somebody in one."""
+    """Topological visit with clocks. Nodes that are never visited form a cycle, or wait for one."""
     begin, end = [0.0] * len(seconds), [0.0] * len(seconds)
     ready = [node for node, count in enumerate(waits) if count == 0]
     done = [False] * len(seconds)
@@ -206,18 +207,15 @@ def _channel(position: int, instruction: Instruction) -> tuple[int, int, str]:
 Channels = dict[tuple[int, int, str], tuple[list[tuple[int, int]], list[tuple[int, int]]]]
 
 
-def _channels(programs: Sequence[Program]) -> Channels:
-    """Channel -> where its sends and its receives are, in program order."""
-    found: Channels = {}
+def channels(programs: Sequence[Program]) -> Channels:
+    """Channel -> (position, index) of its sends, and of its receives, in program order."""
+    ends: Channels = {}
     for position, program in enumerate(programs):
         for index, instruction in enumerate(program):
             if instruction.op in MESSAGES:
-                pair = found.setdefault(_channel(position, instruction), ([], []))
+                pair = ends.setdefault(_channel(position, instruction), ([], []))
                 pair[instruction.op == Op.RECV].append((position, index))
-    return found
-
-
-channels = _channels
+    return ends
 
 
 class Memory(NamedTuple):
@@ -226,7 +224,7 @@ class Memory(NamedTuple):
     by_kind: dict[str, list[int]]
 
     def peak(self, *kinds: str) -> int:
-        """The most bytes that slots of these kinds (none: of all kinds) take together."""
+        """The most bytes that slots of these kinds (without arguments, of all kinds) take together."""
         rows = [row for kind, row in self.by_kind.items() if not kinds or kind in kinds]
         return max((sum(column) for column in zip(*rows, strict=True)), default=0)
 

@@ -1,4 +1,4 @@
-"""What layers are built with, and the data that they are called with."""
+"""The context with which layers are built, and the data with which they are called."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ class Batch:
 
     tokens_BS: torch.Tensor  # input ids; empty where the rank does not need them
     labels_BS: torch.Tensor  # the token that follows each
-    samples_B: torch.Tensor  # global sample numbers, int64: they key dropout
+    samples_B: torch.Tensor  # global sample numbers, int64: keys of the dropout masks
     seed: int
-    num_tokens: int  # of the global batch: what the loss is divided by
+    num_tokens: int  # of the global batch: the loss is divided by it
     train: bool = True  # dropout is on
 
 
 @dataclass
 class Context:
-    """What every layer of a rank is built with: sizes, its group, and the operations that depend on them."""
+    """Sizes, groups, and the operations that depend on them, for every layer of a rank."""
 
     model: ModelConfig
     groups: Mapping[str, Group]
@@ -54,7 +54,7 @@ class Context:
 
     @property
     def group(self) -> Group:
-        """Over tp."""
+        """The tp group."""
         return self.groups["tp"]
 
     def column(self, inputs: int, outputs: int, bias: bool, axis: str = "tp") -> ColumnParallelLinear:
@@ -72,12 +72,12 @@ class Context:
         return parallel_config(self.groups[axis], self.sequence_parallel and axis == "tp", self.dtype)
 
     def cross_entropy(self, logits_SBV: torch.Tensor, labels_SB: torch.Tensor) -> torch.Tensor:
-        """Loss of each token, [S, B]. The logits are used up."""
+        """Loss of each token, [S, B]. It overwrites the logits."""
         return vocab_parallel_cross_entropy(logits_SBV, labels_SB, self.model.vocab, self.group)
 
     def add_to_softmax(self, before: torch.Tensor | None, logits_SBV: torch.Tensor, labels_SB: torch.Tensor,
                        first: int) -> torch.Tensor:
-        """The running softmax [2, S, B] after logits of the ids from `first` on, which are used up."""
+        """The running softmax [2, S, B] after logits of the ids from `first` on. It overwrites the logits."""
         return add_to_softmax(before, logits_SBV, labels_SB, first, self.model.vocab)
 
     def cross_entropy_of(self, running: torch.Tensor) -> torch.Tensor:
@@ -85,8 +85,8 @@ class Context:
         return cross_entropy_of(running, self.group)
 
     def total(self, part: torch.Tensor) -> torch.Tensor:
-        """A sum over tokens of the residual stream, of those of all ranks: what is added to the loss must be
-        equal on all tp ranks."""
+        """A sum over the residual stream's tokens of all tp ranks. (Terms of the loss must be equal on all tp
+        ranks.)"""
         return total(part, self.group) if self.sequence_parallel else part
 
     def rotary(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

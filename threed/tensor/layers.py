@@ -23,8 +23,8 @@ from threed.comm import Group
 
 @contextlib.contextmanager
 def _without_extras() -> Iterator[None]:
-    """Import megatron-core without its notes on optional packages, and without wandb, which it takes for
-    inference: that costs a second, and folders in TMPDIR that a killed process leaves."""
+    """Import megatron-core without its warnings about optional packages, and without wandb, which it imports
+    for inference: that import takes a second and makes folders in TMPDIR, which a killed process leaves."""
     hidden = "wandb" not in sys.modules
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -44,10 +44,10 @@ with _without_extras():
 
 
 class WeightGrads:
-    """Where weight gradients go: on top of the parameters' gradients, or, during BACKWARD_INPUT, put off.
+    """Adds weight gradients to the parameters' gradients, or, during BACKWARD_INPUT, delays them.
 
-    While `put_off` is a list, layers append their weight-gradient product to it instead of computing it: each
-    entry is a call that does so later. One object a rank, shared by its layers and parameters.
+    While `put_off` is a list, layers append to it a function that computes their weight gradient later. There
+    is one object a rank, which its layers and parameters share.
     """
 
     def __init__(self) -> None:
@@ -55,10 +55,10 @@ class WeightGrads:
 
     def take(self, weight: torch.Tensor, grad: torch.Tensor, x: torch.Tensor,
              gather: Group | None) -> torch.Tensor | None:
-        """The gradient of `weight` from its product's output gradient and input (to be gathered over tp
-        first), or None where it goes past autograd: `weight.add_product` is given the factors, now or
-        later."""
-        # their graph would keep the unit's input, if the product is put off
+        """The gradient of `weight` from its product's output gradient and its input (which is gathered over
+        tp first, with `gather`). Returns None where autograd must not add the gradient: `weight.add_product`
+        gets the factors instead, now or later."""
+        # The graph of a delayed product would keep the unit's input alive.
         grad, x = grad.detach(), x.detach()
 
         def factors() -> tuple[torch.Tensor, torch.Tensor]:
@@ -72,7 +72,7 @@ class WeightGrads:
             self.put_off.append(lambda: add(*factors()))
             return None
         left, right = factors()
-        if add is None:  # a parameter that autograd looks after
+        if add is None:  # a parameter whose gradient autograd accumulates
             return left @ right
         add(left, right)
         return None
@@ -119,7 +119,7 @@ class _Column(torch.autograd.Function):
             handle, grad_x = group.reduce_scatter(output, grad_x), output
         else:
             handle = group.all_reduce(grad_x)
-        # While the input's gradient travels. Of x only this rank's tokens were kept.
+        # This overlaps with the sum of the input's gradient. Of x, only this rank's tokens were saved.
         grad_weight = ctx.layer.weight_grads.take(ctx.weight, grad, x, group if ctx.layer.sp else None)
         grad_bias = grad.sum((0, 1)) if ctx.has_bias else None
         handle.wait()
@@ -147,7 +147,7 @@ class _Row(torch.autograd.Function):
 
 
 class _SumOverTp(torch.autograd.Function):
-    """The sum of a part on each rank: [S, B, H] -> [S or s, B, H]."""
+    """Sums the parts of all ranks: [S, B, H] -> [S or s, B, H]."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Group, sp: bool):
@@ -164,7 +164,7 @@ class _SumOverTp(torch.autograd.Function):
 
 
 class _Total(torch.autograd.Function):
-    """The sum of what each rank has; the gradient of each part is that of the sum."""
+    """Sums the parts of all ranks; each part has the gradient of the sum."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, group: Group):
@@ -210,8 +210,8 @@ class RowParallelLinear(megatron.RowParallelLinear):
 
 
 class VocabParallelEmbedding(megatron.VocabParallelEmbedding):
-    """Token ids [B, S] -> [S or s, B, H], with rows of the table cut over tp. Of a tile: zeros for ids that
-    are not in it."""
+    """Token ids [B, S] -> [S or s, B, H], with rows of the table cut over tp. A tile gives zeros for ids that
+    it does not have."""
 
     def __init__(self, vocab: int, hidden: int, config: ModelParallelConfig, group: Group, tile: int = 0,
                  tiles: int = 1):
@@ -226,16 +226,16 @@ class VocabParallelEmbedding(megatron.VocabParallelEmbedding):
         if self.whole:
             return F.embedding(tokens, self.weight)
         elsewhere = (tokens < self.vocab_start_index) | (tokens >= self.vocab_end_index)
-        found = F.embedding((tokens - self.vocab_start_index).masked_fill(elsewhere, 0), self.weight)
-        found = found.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        part = F.embedding((tokens - self.vocab_start_index).masked_fill(elsewhere, 0), self.weight)
+        part = part.masked_fill(elsewhere.unsqueeze(-1), 0.0)
         if self.group.size() == 1:
-            return found
-        return _SumOverTp.apply(found, self.group, self.sp)  # pyright: ignore[reportReturnType]
+            return part
+        return _SumOverTp.apply(part, self.group, self.sp)  # pyright: ignore[reportReturnType]
 
 
 class _RmsNorm(torch.autograd.Function):
-    """Keeps its input and one number a token, as the fused kernel does; the sum of single operations keeps
-    fp32 copies."""
+    """Saves its input and one number a token, as the fused kernel does; separate operations would save fp32
+    copies."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float):
@@ -250,12 +250,12 @@ class _RmsNorm(torch.autograd.Function):
         grad, normed = grads[0].float(), x.float() * scale
         grad_weight = (grad * normed).flatten(0, -2).sum(0).to(weight.dtype)
         grad = grad * weight
-        return (scale * (grad - normed * (grad * normed).mean(-1,
-                                                              keepdim=True))).to(x.dtype), grad_weight, None
+        grad_x = scale * (grad - normed * (grad * normed).mean(-1, keepdim=True))
+        return grad_x.to(x.dtype), grad_weight, None
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / sqrt(mean of x^2 + eps) * weight over the last dim, in fp32 inside. [..., H], [H] -> [..., H]."""
+    """x / sqrt(mean of x^2 + eps) * weight over the last dim, computed in fp32. [..., H], [H] -> [..., H]."""
     if x.is_cuda and hasattr(torch, "_fused_rms_norm"):
         return F.rms_norm(x, x.shape[-1:], weight, eps)
     return _RmsNorm.apply(x, weight, eps)  # pyright: ignore[reportReturnType]
@@ -289,8 +289,8 @@ class _CrossEntropy(torch.autograd.Function):
 
 def vocab_parallel_cross_entropy(logits: torch.Tensor, target: torch.Tensor, vocab: int,
                                  group: Group) -> torch.Tensor:
-    """Loss of each token in fp32, [S, B]; `logits` [S, B, V/tp] are used up. Ids from `vocab` on are padding:
-    masked."""
+    """Loss of each token in fp32, [S, B]. It overwrites `logits` [S, B, V/tp]. Ids from `vocab` on are
+    padding and are masked."""
     width = logits.shape[-1]
     real = min(max(vocab - group.rank() * width, 0), width)
     if real < width:

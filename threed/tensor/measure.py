@@ -1,8 +1,7 @@
-"""Measure what a layer costs: run it once, alone, and look. What a layer declares (`cost`) must be exactly
-that.
+"""Measure the cost of a layer in one run of the layer alone. The cost that a layer declares must equal it.
 
-The layer runs with a group that carries nothing, so that one process is any rank of any size: shapes, bytes
-and products are right, values are not.
+The layer runs with groups that send nothing, so that one process can be any rank of a mesh of any size:
+shapes, bytes and FLOPs are right, but values are not.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from threed.tensor.saving import Saving
 
 
 class SilentGroup(Group):
-    """Counts what is sent, and sends nothing: every rank has given what this one has."""
+    """Counts bytes but sends nothing: results are as if every rank had this rank's values."""
 
     def _all_reduce(self, tensor: torch.Tensor, op: str) -> Handle:
         return Handle(None)
@@ -44,11 +43,12 @@ class SilentGroup(Group):
 
 
 class Measured:
-    """A layer as one rank of `share` has it, and what is measured of it."""
+    """A layer as one rank of `share` has it, and its measured cost."""
 
     def __init__(self, layer: Layer, model: ModelConfig, share: Share, running: int = 0,
                  pieces: Iterable[str] = ()):
-        """`running`: bytes of its input, where that is a running softmax. `pieces`: are computed again."""
+        """`running`: bytes of the layer's input, where this is a running softmax, else 0. `pieces`: the
+        activation pieces that are computed again."""
         self.layer, self.share, self.sent = layer, share, Counter()
         dtype = DTYPES["fp32" if share.element == 4 else "bf16"]
         groups = {axis: SilentGroup(axis, range(share.over(axis)), share.over(axis) - 1, self.sent)
@@ -67,7 +67,7 @@ class Measured:
         self.batch = Batch(tokens[:, :-1].clone(), tokens[:, 1:].clone(), samples, 0, tokens.numel())
 
     def cost(self, first: bool = False) -> Cost:
-        """`first`: the layer reads tokens alone."""
+        """`first`: whether the layer reads only tokens."""
         with FlopCounterMode(display=False) as flops, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
             self._forward(None if first else self.x)
         self.sent.clear()
@@ -78,18 +78,18 @@ class Measured:
             saved.setdefault(_number(tensor), tensor)
             return tensor
 
-        # The hooks of pieces that are computed again are the inner ones: what they pass on is kept.
+        # Hooks for pieces that are computed again run inside this one; `pack` sees only what they still save.
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept):
             out = self._forward(self.x if leaf is None and not first else leaf)
         sent = _phase("forward", self.sent)
         shared = self.context.rotary(torch.device("cpu"))  # one table a rank
         others = {_number(tensor) for tensor in (*self.weights.values(), *self.reads.values(), *shared)}
-        made = {_number(tensor) for tensor in out.makes.values()}  # slots of their own, until backward
+        handed = {_number(tensor) for tensor in out.makes.values()}  # they are slots of their own
         kept = tuple(Saved(f"{list(tensor.shape)} {tensor.dtype}", tensor.untyped_storage().nbytes())
-                     for number, tensor in saved.items() if number not in others | made)
+                     for number, tensor in saved.items() if number not in others | handed)
         roots = [root for root in (out.x, *out.makes.values(), out.loss) if root is not None]
         grads = [torch.ones_like(root) for root in roots]
-        if leaf is None and not self.reads:  # all of its backward waits for the weights' half
+        if leaf is None and not self.reads:  # all of its backward belongs to the weights' half
             operands = sum(saved.bytes for saved in kept) + (0 if self.layer.adds else grads[0].nbytes)
             torch.autograd.backward(roots, grads)
             return Cost(flops.get_total_flops(), kept, operands, sent | _phase("input", self.sent))
@@ -97,7 +97,7 @@ class Measured:
         torch.autograd.backward(roots, grads)
         self.grads.put_off = None
         sent |= _phase("input", self.sent)
-        passed = {_number(grads[0])} if self.layer.adds else set()  # to the unit before, as it is
+        passed = {_number(grads[0])} if self.layer.adds else set()  # passed to the unit before, unchanged
         held = {_number(tensor): tensor for tensor in _held(put_off)}
         operands = sum(tensor.untyped_storage().nbytes() for number, tensor in held.items()
                        if number not in others | passed)
@@ -122,19 +122,22 @@ def _number(tensor: torch.Tensor) -> int:
 
 
 def _phase(phase: str, sent: Counter[str]) -> dict[tuple[str, str], int]:
-    """What was sent since the last time."""
-    found = {(phase, axis): size for axis, size in sent.items() if size}
+    """The bytes sent in a phase; empties the counter for the next phase."""
+    sizes = {(phase, axis): size for axis, size in sent.items() if size}
     sent.clear()
-    return found
+    return sizes
 
 
 def _held(calls: list[Callable[[], None]]) -> list[torch.Tensor]:
-    """Tensors that calls hold in what they close over."""
-    found: list[torch.Tensor] = []
+    """Tensors in the closures of functions."""
+    tensors: list[torch.Tensor] = []
     for call in calls:
         for value in tree_leaves([cell.cell_contents for cell in call.__closure__ or ()]):
-            found += [value] if isinstance(value, torch.Tensor) else _held([value]) if _closes(value) else []
-    return found
+            if isinstance(value, torch.Tensor):
+                tensors.append(value)
+            elif _closes(value):
+                tensors += _held([value])
+    return tensors
 
 
 def _closes(value: Any) -> bool:

@@ -14,7 +14,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 class Precision(NamedTuple):
     compute: torch.dtype  # weights as compute reads them, activations, messages
     grad: torch.dtype  # accumulated gradients
-    reduce: torch.dtype  # gradients on their way over dp
+    reduce: torch.dtype  # gradients in messages over dp
     master: bool  # whether a 16-bit weight has an fp32 copy
 
     @classmethod

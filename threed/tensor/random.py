@@ -23,8 +23,8 @@ def _seed(*words: object) -> int:
 
 def initial_values(parameter: Parameter, ranks: Mapping[str, int], place: Mapping[str, int],
                    seed: int) -> torch.Tensor:
-    """The fp32 values of a rank's part of a parameter (of a tile of it), on the CPU. `ranks`, `place`: axis
-    -> its size, the rank's index."""
+    """The fp32 values of a rank's part of a parameter or of its tile, on the CPU. `ranks`: axis -> its size;
+    `place`: axis -> the rank's index."""
     values = torch.empty(parameter.local_shape(ranks))
     draw(values.view(-1), parameter, parameter.part(ranks, place), seed)
     return values
@@ -60,7 +60,7 @@ def draw(into: torch.Tensor, parameter: Parameter, part: tuple[tuple[int, ...], 
 
 def _draw_matrix(into: torch.Tensor, parameter: Parameter, whole: tuple[int, ...],
                  part: tuple[tuple[int, ...], tuple[int, ...]], key: tuple[int, int]) -> None:
-    """The same of a part of a matrix. `key`: seed, and the first element."""
+    """`draw` for a part of one matrix. `key`: the seed, and the first element."""
     (first, size), (seed, start) = part, key
     stop = start + len(into)
     row, last = first[0] + start // size[1], first[0] + -(-stop // size[1])
@@ -68,15 +68,16 @@ def _draw_matrix(into: torch.Tensor, parameter: Parameter, whole: tuple[int, ...
         top, bottom = max(row - row % BLOCK, first[0]), min(row - row % BLOCK + BLOCK, first[0] + size[0])
         offset, end = (top - first[0]) * size[1], (bottom - first[0]) * size[1]
         low, high = max(start, offset), min(stop, end)
-        into[low - start:high - start] = _strip(  # nowhere else, so that there is one at a time
-            parameter, whole, (top, bottom), (first[1], first[1] + size[1]),
-            seed).view(-1)[low - offset:high - offset]
+        # No variable holds the strip, so that only one is in memory at a time.
+        columns = first[1], first[1] + size[1]
+        into[low - start:high - start] = _strip(parameter, whole, (top, bottom), columns,
+                                                seed).view(-1)[low - offset:high - offset]
         row = bottom
 
 
 def _strip(parameter: Parameter, whole: tuple[int, ...], rows: tuple[int, int], columns: tuple[int, int],
            seed: int) -> torch.Tensor:
-    """These (from, to) rows and columns of a whole matrix. The rows lie in one row of blocks."""
+    """The (from, to) rows and columns of a whole matrix. The rows must be within one row of blocks."""
     row = rows[0] - rows[0] % BLOCK
     strip = torch.empty(rows[1] - rows[0], columns[1] - columns[0])
     for column in range(columns[0] - columns[0] % BLOCK, columns[1], BLOCK):
@@ -93,7 +94,7 @@ def _strip(parameter: Parameter, whole: tuple[int, ...], rows: tuple[int, int], 
 
 def keep_mask(probability: float, key: tuple[int, str], samples: torch.Tensor,
               counters: torch.Tensor) -> torch.Tensor:
-    """Dropout from counters: which elements stay, [B, *counters.shape], and the same on every mesh.
+    """The dropout mask [B, *counters.shape], True where an element is kept: the same on every mesh.
 
     `key` is (seed, site), `samples` the global sample numbers [B], `counters` the global number of each
     element within its sample at this site. Each decision is a hash of the four (the mixing steps are those of

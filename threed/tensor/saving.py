@@ -1,8 +1,8 @@
-"""What autograd keeps of a forward: tensors, or how to have them again.
+"""What autograd saves in forward: tensors, or a way to get them back.
 
-Two kinds of tensors are not kept as such. One that lies in memory which will hold other things until backward
-(the parameters of a unit under ZeRO-3) is kept as its place there. One that is cheap to compute again (a
-norm's output) is kept as its recipe.
+Two kinds of tensors are not saved themselves. A tensor in memory that is reused before backward (the gathered
+parameters of a unit under ZeRO-3) is saved as its place in that memory. A tensor that is cheap to compute
+again (the output of a norm) is saved as a recipe.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Place(NamedTuple):
-    """Memory in which tensors are not kept as such."""
+    """Memory whose tensors are not saved themselves."""
 
-    start: torch.Tensor  # flat
-    again: Callable[[], torch.Tensor]  # the same content at the time of backward, wherever it is then
+    start: torch.Tensor  # the memory, as a flat tensor
+    again: Callable[[], torch.Tensor]  # returns memory with the same content at the time of backward
 
 
 class _Part(NamedTuple):
@@ -34,21 +34,22 @@ class _Recipe(NamedTuple):
 
 
 class Saving:
-    """One a rank. `pieces`: the kinds of tensors that are computed again (activation.pieces)."""
+    """Decides how each tensor of a rank is saved. `pieces`: the kinds of tensors that are computed again
+    (activation.pieces)."""
 
     def __init__(self, pieces: Sequence[str] = ()):
         self.pieces = frozenset(pieces)
         self._recipes: list[tuple[torch.Tensor, Callable[[], torch.Tensor]]] = []
 
     def again(self, piece: str) -> bool:
-        """Whether tensors of this kind are computed again, in the forward under way."""
+        """Whether the current forward saves recipes for tensors of this kind."""
         return piece in self.pieces and torch.is_grad_enabled()
 
     @contextmanager
     def instead(self, piece: str, tensor: torch.Tensor, make: Callable[[], torch.Tensor]) -> Iterator[None]:
-        """Inside, an operation that would keep `tensor` for its backward keeps `make`, which computes it
-        again."""
-        # The tensor is held until the end: as long as it lives, no other has its address.
+        """Inside this context, an operation that would save `tensor` for its backward saves `make`, which
+        computes it again."""
+        # The tensor is held until the context ends, so that no other tensor gets its address.
         before = len(self._recipes)
         if self.again(piece):
             self._recipes.append((tensor, make))
@@ -58,7 +59,7 @@ class Saving:
             del self._recipes[before:]
 
     def through(self, piece: str, function: Callable[..., torch.Tensor], *inputs: Any) -> torch.Tensor:
-        """function(*inputs); of pieces of this kind nothing is kept but the inputs."""
+        """function(*inputs), which saves only its inputs if pieces of this kind are computed again."""
         if not self.again(piece):
             return function(*inputs)
         return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)  # pyright: ignore
@@ -69,12 +70,9 @@ class Saving:
             if places or self.pieces else nullcontext()
 
     def _pack(self, tensor: torch.Tensor, places: Sequence[Place]) -> torch.Tensor | _Part | _Recipe:
-        for made, make in self._recipes:
-            if (
-                tensor.data_ptr() == made.data_ptr()
-                and tensor.shape == made.shape
-                and tensor.stride() == made.stride()
-            ):
+        for output, make in self._recipes:
+            same_memory = tensor.data_ptr() == output.data_ptr()
+            if same_memory and tensor.shape == output.shape and tensor.stride() == output.stride():
                 return _Recipe(make)
         for place in places:
             offset = tensor.data_ptr() - place.start.data_ptr()

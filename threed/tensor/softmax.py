@@ -1,9 +1,9 @@
-"""Cross entropy over a vocabulary that comes tile by tile: a running softmax.
+"""Cross entropy over a vocabulary that is computed tile by tile: a running softmax.
 
-What goes from tile to tile is [2, S, B] in fp32: the log of the sum of exponents so far, and the label's
-logit (0 until its tile has come). Each tp rank has those of its own part of the vocabulary; after the last
-tile they are put together over tp. Shapes as in `layers`: S sequence, B micro-batch, V the rank's part of a
-tile.
+Each tile passes a tensor [2, S, B] in fp32 to the next: the log of the sum of exponentials so far, and the
+label's logit (0 before the tile with the label). Each tp rank has both for its own part of the vocabulary;
+after the last tile they are combined over tp. Shapes as in `layers`: S sequence, B micro-batch, V the rank's
+part of a tile.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from threed.comm import Group
 
-# the logit of what pads the vocabulary. Finite: a tile may be all padding, and differences are taken
+# The logit of padding. It is finite: a tile may be all padding, and differences of logits must not be NaN.
 MASKED = -1e30
 
 
@@ -68,11 +68,12 @@ class _CrossEntropyOf(torch.autograd.Function):
 
 def add_to_softmax(before: torch.Tensor | None, logits: torch.Tensor, labels: torch.Tensor, first: int,
                    vocab: int) -> torch.Tensor:
-    """The running softmax [2, S, B] after a tile more. `logits` [S, B, V], of ids from `first` on, are used
-    up; `labels` [S, B]. `before`: None for the first tile. Ids from `vocab` on are padding: masked."""
+    """The running softmax [2, S, B] after one more tile. It overwrites `logits` [S, B, V], which are of the
+    ids from `first` on; `labels` are [S, B]. `before`: None for the first tile. Ids from `vocab` on are
+    padding and are masked."""
     return _AddToSoftmax.apply(before, logits, labels.contiguous(), first, vocab)  # pyright: ignore[reportReturnType]
 
 
 def cross_entropy_of(running: torch.Tensor, group: Group) -> torch.Tensor:
-    """Loss of each token [S, B] in fp32, of the running softmax after the last tile, put together over tp."""
+    """Loss of each token [S, B] in fp32, from the running softmax after the last tile, combined over tp."""
     return _CrossEntropyOf.apply(running, group)  # pyright: ignore[reportReturnType]

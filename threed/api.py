@@ -123,14 +123,15 @@ def explain(what: Config | Plan, index: int, rank: int = 0, program: str = "trai
     if not 0 <= index < length:
         raise InputError(f"explain={index}: program '{program}' of rank {rank} has instructions 0 to "
                          f"{length - 1}")
-    stages = stages_of(config, make_pipeline(config), plan.table, program)
+    stages = [(name, programs[position])
+              for name, programs in stages_of(config, make_pipeline(config), plan.table, program)]
     item, mesh = plan.programs[program][position][index], make_mesh(config)
     explained = explaining.explain(plan, program, position, index)
     others = {other for group in explained["groups"] for other in mesh.group(group, rank)} - {rank}
     if item.peer >= 0:
         others = {mesh.group("pp", rank)[item.peer]}
     return {"rank": rank, **explained, "with ranks": sorted(others),
-            "pass": explaining.origin([(name, programs[position]) for name, programs in stages], index)}
+            "pass": explaining.origin(stages, plan.programs[program][position], index)}
 
 
 def list_units(plan: Plan, kind: str) -> list[dict[str, Any]]:

@@ -1,9 +1,9 @@
 """The one door to other ranks: groups made from a mesh, every collective and message, and their byte counts.
 
-Every call returns a `Handle`, which knows its axis, label and bytes, and adds them to `Comm.sent` when it is
-issued: what a rank sends by the ring formulas (all-gather and reduce-scatter of S bytes over n ranks: S
-(n-1)/n; all-reduce twice that), which is what gloo and NCCL put on the wire. Waiting for a handle blocks the
-host on CPU, and only the current stream on a GPU.
+Every call returns a `Handle`, and adds its bytes to those of its axis in `Comm.sent` when it is issued: what
+a rank sends by the ring formulas (all-gather and reduce-scatter of S bytes over n ranks: S (n-1)/n;
+all-reduce twice that), which is what gloo and NCCL put on the wire. Waiting for a handle blocks the host on
+CPU, and only the current stream on a GPU.
 
 `ProcessComm` runs over torch.distributed (gloo on CPU, NCCL on GPU). `engine.loopback` has another, over
 threads.

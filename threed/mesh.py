@@ -124,6 +124,11 @@ class Mesh:
         """Whether dp is cut into several shard groups, each with a copy of what is sharded."""
         return self.shard_size < self.sizes["dp"]
 
+    @property
+    def shard_group(self) -> str:
+        """The name of the group over which state is sharded."""
+        return "shard" if self.has_copies else "dp"
+
     def coordinate(self, rank: int) -> Coordinate:
         """The coordinate of a rank."""
         if not 0 <= rank < self.size:

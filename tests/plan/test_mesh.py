@@ -94,3 +94,15 @@ def test_unknown_rank_and_group():
         Mesh(pp=2, dp=2).coordinate(4)
     with pytest.raises(ValueError, match="no group called ep"):
         Mesh().group("ep", 0)
+
+
+def test_groups_of_a_large_mesh(monkeypatch):
+    """Listing them asks once for each group, not once for each rank: every rank does it at its start."""
+    mesh, asked, original = Mesh(pp=4, dp=8, tp=8, shard=4), [], Mesh.group
+    monkeypatch.setattr(Mesh, "group",
+                        lambda self, name, rank: (asked.append(name), original(self, name, rank))[1])
+    for name in GROUPS:
+        groups = mesh.groups(name)
+        assert sorted(rank for group in groups for rank in group) == list(range(mesh.size))
+        assert groups == sorted(groups) and len(asked) == len(groups)
+        asked.clear()

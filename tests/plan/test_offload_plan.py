@@ -16,6 +16,7 @@ from threed.errors import ConfigError
 from threed.offload.plan import homes
 from threed.planner import make_plan
 from threed.program.buffers import buffers
+from threed.program.effects import effects
 from threed.program.instruction import Instruction, Op, Tier
 from threed.program.summary import stages
 from threed.program.table import Plan, Table
@@ -248,7 +249,8 @@ def moved(plan: Plan) -> list[tuple[Counter[str], int]]:
     for position, program in enumerate(plan.programs["train"]):
         lanes: Counter[str] = Counter()
         for item in program:
-            lanes.update(plan.table.moved(item))
+            if item.op in (Op.OFFLOAD, Op.FETCH):
+                lanes[effects(item, plan.table, position).lane] += plan.table.moved(item)
         found.append((lanes, sum(plan.table.shard_numel(p) for p in plan.table.held(position))))
         assert stages(plan)[position]["moved_bytes"] == lanes
     return found

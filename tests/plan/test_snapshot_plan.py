@@ -123,3 +123,14 @@ def test_what_it_costs():
         assert "a checkpoint copies" in show(values)
     assert report(plan_of("checkpoint.every=0"), Hardware().cost(plan.table),
                   "analytic")["checkpoint"] is None
+
+
+@pytest.mark.parametrize("home, gbps", [("none", 100.0), ("cpu", 50.0)])
+def test_the_link_of_a_copy(home, gbps):
+    """State that the host steps is copied inside the host, and does not take the device's link."""
+    plan = plan_of("parallel.dp=2", "zero.stage=2", f"offload.optimizer={home}")
+    cost = Hardware(link_gbps=100.0, host_gbps=50.0, latency_us=0.0).cost(plan.table)
+    for item in plan.programs[SNAPSHOT][0]:
+        lane = "d2h" if home == "none" else "host"
+        assert effects(item, plan.table, 0).lane == lane
+        assert cost(0, item) == pytest.approx(plan.table.moved(item) * 8 / (gbps * 1e9))

@@ -80,7 +80,8 @@ def _events(programs: Programs, table: Table) -> list[_Event]:
                         reader = positions[slot.unit + (slot.kind == "act")]
                         if reader != position:
                             for op, end, peer in ((Op.SEND, position, reader), (Op.RECV, reader, position)):
-                                message = Instruction(op, *slot[1:3], kind=slot.kind, peer=peer)
+                                message = Instruction(op, slot.unit, slot.microbatch, kind=slot.kind,
+                                                      peer=peer)
                                 events.append((now, False, len(events), end, message))
                 head += 1
                 moved = True

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from threed.mesh import Mesh
-from threed.planner.facts import layouts, make_table, saved_by_piece, unit_costs, unit_parameters
+from threed.planner.facts import layouts, make_mesh, make_table, saved_by_piece, unit_costs, unit_parameters
 from threed.planner.passes import Pipeline
 from threed.planner.search import check_limit, make_pipeline, unchecked_plan
 from threed.program.check import check
@@ -12,11 +11,6 @@ from threed.schema import Config
 
 __all__ = ["Pipeline", "layouts", "make_mesh", "make_pipeline", "make_plan", "make_table", "saved_by_piece",
            "unit_costs", "unit_parameters"]
-
-
-def make_mesh(config: Config) -> Mesh:
-    parallel = config.parallel
-    return Mesh(tuple(parallel.axis_order.split("-")), config.shard_size, **config.axis_sizes)
 
 
 def make_plan(config: Config, pipeline: Pipeline | None = None) -> Plan:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from threed.errors import InputError
-from threed.mesh import GROUPS
+from threed.mesh import GROUPS, Mesh
 from threed.models.layers.base import Layer
 from threed.models.model import tied_parameter
 from threed.models.spec import SEQUENCE, Cost, Parameter, Share
@@ -21,7 +21,7 @@ from threed.optimizers.registry import OPTIMIZERS
 from threed.pipeline.split import split_stages
 from threed.prediction.cost import load_costs
 from threed.prediction.simulate import cost_of
-from threed.program.instruction import Instruction, Op, Tier
+from threed.program.instruction import KINDS, Instruction, Op, Tier
 from threed.program.table import (
     ActivationSettings,
     ComputeUnit,
@@ -33,6 +33,7 @@ from threed.program.table import (
     Table,
     UpdateSettings,
     ZeroSettings,
+    gradient_kind,
 )
 from threed.schema import Config
 from threed.validate import PIECES, stage_runs
@@ -70,6 +71,11 @@ def unit_parameters(config: Config) -> dict[int, tuple[Parameter, ...]]:
     if tied is not None:
         units[len(runs)] = (tied,)
     return {index: parameters for index, parameters in sorted(units.items()) if parameters}
+
+
+def make_mesh(config: Config) -> Mesh:
+    parallel = config.parallel
+    return Mesh(tuple(parallel.axis_order.split("-")), config.shard_size, **config.axis_sizes)
 
 
 def persists(config: Config, parameter: Parameter) -> bool:
@@ -139,7 +145,7 @@ class _Shared(NamedTuple):
         copies = config.dp // config.shard_size
         share = share_of(config)
         partial = {axis: share.over(axis) for axis in share.sequence}
-        return cls("shard" if copies > 1 else "dp", config.shard_size, config.zero.stage >= 1, copies,
+        return cls(make_mesh(config).shard_group, config.shard_size, config.zero.stage >= 1, copies,
                    partial, elements)
 
     def reductions(self, laid: Layout, positions: int) -> tuple[Reduction, ...]:
@@ -217,8 +223,15 @@ def hand_overs(units: Sequence[Sequence[Layer]]) -> list[tuple[set[str], tuple[R
     for index, unit in enumerate(units):
         reads.append({})
         for layer in unit:
+            if missing := [name for name in layer.reads if name not in makers]:
+                raise InputError(f"layer {layer.name} reads '{missing[0]}', which no layer before it makes")
             reads[index] |= {name: makers[name] for name in layer.reads if makers[name] != index}
             makers |= dict.fromkeys(layer.makes(Share()), index)
+    for name in makers:
+        if taken := {name, gradient_kind(name)} & KINDS or {gradient_kind(name)} & makers.keys():
+            raise InputError(f"layers hand on a tensor called '{name}', but the slots of that tensor and of "
+                             f"its gradient cannot be called '{taken.pop()}', which is the name of another "
+                             "slot: give the tensor another name")
     last = {read: index for index, mine in enumerate(reads) for read in mine.items()}
     return [({name for name, maker in last if maker == index},
              tuple(Read(name, maker, last[name, maker] == index) for name, maker in mine.items()))
@@ -237,7 +250,7 @@ def _compute_unit(config: Config, members: Sequence[Layer], run: tuple[int, int]
     traffic = {phase: {axis: size for (when, axis), size in cost.sent.items() if when == phase}
                for phase in ("forward", "input", "weight")}
     return ComputeUnit(name, run, stage, parameters, cost.flops, cost.saved_bytes(config.pieces),
-                       cost.operands, traffic, tuple(sorted({axis for _, axis in cost.sent})),
+                       cost.operands, traffic,
                        makes=tuple(Handed(name, sizes[name]) for name in sorted(makes)), reads=reads,
                        loss=any(layer.loss for layer in members), adds=all(layer.adds for layer in members),
                        running_bytes=members[-1].running_bytes(share))

@@ -7,8 +7,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from threed.errors import InputError
-from threed.optimizers.base import BYTES
 from threed.prediction.simulate import Costs, cost_of
+from threed.program.effects import effects
 from threed.program.instruction import COMPUTE, Instruction, Op, Tier
 from threed.program.table import Table
 from threed.program.walk import Cost
@@ -57,7 +57,7 @@ class Hardware:
         by_run = cost_of(measured) if measured is not None else None
         speed = self.tflops * 1e12 * self.efficiency
         ways = {"d2h": self.link_gbps, "h2d": self.link_gbps, "read": self.read_gbps,
-                "write": self.write_gbps}
+                "write": self.write_gbps, "host": self.host_gbps}
 
         def travel(instruction: Instruction) -> float:
             sent = {axis: size for axis, size in table.sent(instruction).items() if size}
@@ -76,13 +76,12 @@ class Hardware:
             if op == Op.STEP:
                 numel = table.shard_numel(instruction.unit)
                 speed_gbps = self.memory_gbps if home == Tier.DEVICE else self.host_gbps
-                kept = 4 + sum(BYTES[buffer.dtype] for buffer in table.update.buffers)
+                kept = table.state_bytes(Tier.HOST)
                 return numel * (2 * kept + table.elements.grad
                                 + table.elements.param) * 8 / (speed_gbps * 1e9)
             if op in (Op.OFFLOAD, Op.FETCH):
-                moved = table.moved(instruction)
-                return sum(size * 8 / (ways[lane] * 1e9) + self.latency_us * 1e-6
-                           for lane, size in moved.items())
+                gbps = ways[effects(instruction, table, position).lane]
+                return table.moved(instruction) * 8 / (gbps * 1e9) + self.latency_us * 1e-6
             if op == Op.CLIP:
                 return self.latency_us * 1e-6
             return travel(instruction)

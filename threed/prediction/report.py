@@ -64,7 +64,7 @@ def _checkpoint(plan: Plan, cost: Cost, step_s: float) -> dict[str, float] | Non
     links = [link(program, table, position, table.seam(position))
              for position, program in enumerate(programs)]
     longer = walk(programs, table, links, Mode.BUFFERED, cost).total_s - step_s
-    return {"bytes": max(sum(sum(table.moved(item).values()) for item in copy) for copy in copies),
+    return {"bytes": max(sum(table.moved(item) for item in copy) for copy in copies),
             "copy_s": max(sum(cost(position, item) for item in copy) for position, copy in enumerate(copies)),
             "blocked_s": max(0.0, longer)}
 

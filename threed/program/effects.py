@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from threed.mesh import GROUPS
 from threed.program.instruction import COMPUTE, WORDS, Instruction, Op, Slot, Tier
-from threed.program.table import Table, gradient_kind
+from threed.program.table import PHASES, Table, gradient_kind
 
 
 class Effects(NamedTuple):
@@ -84,7 +84,7 @@ def _forward(item: Instruction, table: Table, _: int) -> Effects:
     loss = (Slot("loss"),) if table.units[unit].loss else ()
     return Effects("compute", (*_params(table, unit), *before, *passed.reads),
                    (*after, *saved, *passed.makes), adds=loss,
-                   frees=(*before, *unused), groups=table.units[unit].groups)
+                   frees=(*before, *unused), groups=_groups(item, table))
 
 
 def _recompute(item: Instruction, table: Table, _: int) -> Effects:
@@ -93,7 +93,7 @@ def _recompute(item: Instruction, table: Table, _: int) -> Effects:
     kept, passed = (Slot("kept", unit, microbatch),), _passed(item, table)
     return Effects("compute", (*_params(table, unit), *kept, *passed.reads),
                    (Slot("saved", unit, microbatch),),
-                   updates=passed.makes, frees=kept, groups=table.units[unit].groups)
+                   updates=passed.makes, frees=kept, groups=_groups(item, table))
 
 
 def _backward(item: Instruction, table: Table, _: int) -> Effects:
@@ -109,14 +109,21 @@ def _backward(item: Instruction, table: Table, _: int) -> Effects:
         adds = (*_wgrads(table, unit), *adds)
     else:
         writes = (*writes, Slot("operands", unit, microbatch))
-    return Effects("compute", reads, writes, adds=adds, frees=used, groups=table.units[unit].groups)
+    return Effects("compute", reads, writes, adds=adds, frees=used, groups=_groups(item, table))
 
 
 def _backward_weight(item: Instruction, table: Table, _: int) -> Effects:
     _computes(item, table)
     operands = (Slot("operands", item.unit, item.microbatch),)
     return Effects("compute", operands, adds=_wgrads(table, item.unit), frees=operands,
-                   groups=table.units[item.unit].groups)
+                   groups=_groups(item, table))
+
+
+def _groups(item: Instruction, table: Table) -> tuple[str, ...]:
+    """The groups over which a compute instruction sends. The group with an axis's name is all ranks along
+    it."""
+    traffic = table.units[item.unit].traffic
+    return tuple(sorted({axis for phase in PHASES[item.op] for axis, size in traffic[phase].items() if size}))
 
 
 def _slots(kind: str, unit: int, microbatch: int, exists: bool) -> tuple[Slot, ...]:
@@ -175,6 +182,8 @@ def _reduce(item: Instruction, table: Table, _: int) -> Effects:
         raise KeyError(f"p{unit} has no reduction over '{item.group}'")
     source, target, lane = (Slot(step.takes, unit),), (Slot(step.makes, unit),), GROUPS[item.group].lane
     if lane == "compute":  # summed in place: nothing may be added to `wgrad` until the next reduction
+        if source == target:
+            return Effects(lane, updates=target, groups=(item.group,))
         return Effects(lane, source, target, groups=(item.group,))
     frees = (*source, Slot("wgrad", unit)) if step.takes == "wsum" else source
     # From ZeRO-2 on a step has several such reductions: their results are added up on the device of the rank

@@ -16,13 +16,13 @@ from threed.quantity import show_bytes
 SHOWN = 5  # instructions that wait, and ranks that take part
 
 
-def origin(stages: Sequence[tuple[str, Sequence[Instruction]]], index: int) -> str:
-    """The name of the pass that put in instruction `index` of the last program. `stages`: each pass, with
-    the program of one position after it. Among equal instructions, the n-th of one program is taken to be the
-    n-th of the next."""
-    item = stages[-1][1][index]
-    turn = Counter(stages[-1][1][:index])[item]
-    return next(name for name, program in stages if Counter(program)[item] > turn)
+def origin(stages: Sequence[tuple[str, Sequence[Instruction]]], program: Sequence[Instruction],
+           index: int) -> str | None:
+    """The name of the pass that put in instruction `index` of a program. `stages`: each pass, with the
+    program of that position after it. Among equal instructions, the n-th of one program is taken to be the
+    n-th of the next. None where the plan was changed after its passes."""
+    item, turn = program[index], Counter(program[:index])[program[index]]
+    return next((name for name, stage in stages if Counter(stage)[item] > turn), None)
 
 
 def explain(plan: Plan, name: str, position: int, index: int) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def explain(plan: Plan, name: str, position: int, index: int) -> dict[str, Any]:
         "waits for it": [f"{at}  {program[at]}" for at, waited in enumerate(producers) if index in waited],
         "groups": list(effect.groups),
         "sends": {axis: size for axis, size in table.sent(item).items() if size},
-        "moves": table.moved(item),
+        "moves": {effect.lane: size} if (size := table.moved(item)) else {},
     }
 
 
@@ -62,7 +62,8 @@ def show(values: dict[str, Any]) -> str:
     """The values that `explain` returns, with `pass` and `with ranks` added, as text."""
     place = f"program '{values['program']}', position pp{values['position']}, instruction {values['index']}"
     lines = [f"{place}: {values['instruction']}",
-             _line("of", values["of"]), _line("put in by", f"the pass '{values['pass']}'"),
+             _line("of", values["of"]),
+             _line("put in by", f"the pass '{values['pass']}'" if values["pass"] else "no pass"),
              _line("lane", values["lane"])]
     for what in ("reads", "writes", "adds to", "updates", "frees"):
         for slot in values.get(what, ()):

@@ -102,8 +102,10 @@ class Tier(StrEnum):
 
 
 _TIERS = list(Tier)
+# Kinds of slots, besides those of the tensors that units hand on and of their gradients.
 PARAMETER_KINDS = frozenset({"param", "pshard", "state", "wgrad", "wsum", "gpart", "gfull", "gshard", "gprev",
                              "snapshot"})
+KINDS = PARAMETER_KINDS | {"act", "grad", "kept", "kpart", "saved", "operands", "loss", "scale"}
 
 
 class Slot(NamedTuple):

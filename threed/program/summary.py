@@ -7,6 +7,7 @@ from typing import Any
 
 from threed.mesh import AXES, GROUPS
 from threed.program.buffers import buffers
+from threed.program.effects import effects
 from threed.program.instruction import Op, Slot, Tier
 from threed.program.table import Plan, Table
 from threed.program.walk import Memory, link, memory
@@ -33,11 +34,11 @@ def stages(plan: Plan) -> list[dict[str, Any]]:
     for position, program in enumerate(plan.programs["train"]):
         alive = alive_bytes(plan, position)
         sent: Counter[str] = Counter(dict.fromkeys(AXES, 0))
-        for instruction in program:
-            sent.update(table.sent(instruction))
         moved: Counter[str] = Counter()
         for instruction in program:
-            moved.update(table.moved(instruction))
+            sent.update(table.sent(instruction))
+            if instruction.op in (Op.OFFLOAD, Op.FETCH):
+                moved[effects(instruction, table, position).lane] += table.moved(instruction)
         # A REDUCE on the compute lane sums in place; it is not counted.
         counts = Counter(item.op for item in program
                          if item.op != Op.REDUCE or GROUPS[item.group].lane != "compute")

@@ -53,7 +53,6 @@ class ComputeUnit:
     saved_bytes: int  # kept from FORWARD to BACKWARD, a micro-batch
     operand_bytes: int  # kept from BACKWARD_INPUT to BACKWARD_WEIGHT
     traffic: dict[str, dict[str, int]]  # phase (forward, input, weight) -> axis -> bytes sent in that phase
-    groups: tuple[str, ...] = ()  # groups over which they are sent
     recompute: bool = False  # whether FORWARD keeps only its input, and RECOMPUTE computes the rest again
     makes: tuple[Handed, ...] = ()
     reads: tuple[Read, ...] = ()
@@ -306,19 +305,13 @@ class Table:
         # Where gradients are not sharded, the summed parts are gathered again.
         return part if self.sharded else part + ring(step.numel * self.elements.grad, step.ranks)
 
-    def moved(self, instruction: Instruction) -> dict[str, int]:
-        """Bytes that an instruction moves between tiers, by lane."""
+    def moved(self, instruction: Instruction) -> int:
+        """Bytes that an instruction moves between tiers, on its lane."""
         if instruction.op not in (Op.OFFLOAD, Op.FETCH):
-            return {}
-        down, slot = instruction.op == Op.OFFLOAD, instruction.slot
-        if slot.kind == "snapshot":
-            return {"d2h": self.size(slot)}
-        size = self.size(slot)
-        if not down and size == 0 and slot.kind in PARAMETER_KINDS:  # a shard inside the whole unit's buffer
-            size = self.size(slot.on(Tier.HOST))
-        if slot.tier == Tier.HOST:
-            return {"write" if down else "read": size}
-        return {"d2h" if down else "h2d": size}
+            return 0
+        slot = instruction.slot
+        inside = instruction.op == Op.FETCH and slot.kind == "pshard" and self.size(slot) == 0
+        return self.size(slot.on(Tier.HOST) if inside else slot)  # inside: of a whole unit's buffer
 
 
 # The phases that each compute op runs: the forward pass, the input's gradient, the weights' gradients.

@@ -182,10 +182,10 @@ class ZeroRun:
                 # The stream waits for the copies to the host, and the host reads them now.
                 torch.cuda.current_stream().synchronize()
             here = self.comm.here
-            for state, mine in ((self.states[p], self._counts(p)) for p in self.table.held(here.position)):
+            for state in self.states.values():
                 for segment in state.layout.segments_of(state.index):
                     # Copies that another rank counts are checked for overflows, too: they may differ.
-                    counted = mine and counts(segment.axes, here.on)
+                    counted = state.writes and counts(segment.axes, here.on)
                     numbers[0 if counted else 1] += squared_norm(state.range(state.gradient, segment))
         if Slot("loss") in slots and self._speaks:
             numbers[2] = slots.get(Slot("loss"))
@@ -217,11 +217,6 @@ class ZeroRun:
         for unit, state in self.states.items() if waiting is not None else ():
             state.host_grad, state.host_prev = state.host_prev, state.host_grad
             slots.put(Slot("gprev", unit, tier=Tier.HOST), True)
-
-    def _counts(self, unit: int) -> bool:
-        """Whether this rank counts a unit in the gradient norm: a tied embedding counts at the first of its
-        positions, copies in several shard groups count in the first group."""
-        return self.table.saves(self.comm.here.position, unit) and self.comm.is_first_copy
 
     @torch.no_grad()
     def step(self, instruction: Instruction, slots: Slots) -> None:

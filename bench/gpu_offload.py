@@ -233,8 +233,8 @@ def measure(args: argparse.Namespace, device: torch.device, memory: int,
                     f"{found[which][setting].tokens_per_s:.0f} tokens/s")
         comm.close()
     base = found[0]["nothing"]
-    most = [f"--most {args.most} ends the search of: " + "; ".join(name for name,
-                                                                   n in blocks.items() if n == args.most), ""]
+    at_most = [name for name, num_blocks in blocks.items() if num_blocks == args.most]
+    most = [f"--most {args.most} ends the search of: {'; '.join(at_most)}", ""]
     return ["## The largest that fits", "", *table(found[0], base), "",
             *(most if args.most in blocks.values() else []),
             "## The largest that needs nothing, with each setting", "", *table(found[1], found[1]["nothing"])]

@@ -68,9 +68,8 @@ class Work(NamedTuple):
     copy: bool  # a bf16 copy of the weights is wanted
 
     def __str__(self) -> str:
-        gradients = ("bf16" if self.narrow else "fp32") + (" gradients, scaled" if self.scale != 1.0
-                                                           else " gradients")
-        return gradients + (", bf16 copy of the weights" if self.copy else "")
+        dtype, scaled = "bf16" if self.narrow else "fp32", ", scaled" if self.scale != 1.0 else ""
+        return f"{dtype} gradients{scaled}" + (", bf16 copy of the weights" if self.copy else "")
 
 
 WORKS = (Work(False, 1.0, False), Work(False, 1.0, True), Work(True, 0.5, True))

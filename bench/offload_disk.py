@@ -87,8 +87,10 @@ def measure_disk(args: argparse.Namespace, say: Callable[[str], None]) -> tuple[
     with tempfile.TemporaryDirectory(dir=args.folder, prefix="threed-bench-") as scratch:
         folder = Path(scratch)
         files = Files(folder, args.files, nbytes)
-        sides: dict[str, Callable[[str], float]] = {"threed": files.run,
-                                                    "dd": lambda what: dd(folder, args.files, nbytes, what)}
+        sides: dict[str, Callable[[str], float]] = {
+            "threed": files.run,
+            "dd": lambda what: dd(folder, args.files, nbytes, what),
+        }
         if shutil.which("fio"):
             sides["fio, as threed"] = lambda what: fio(folder, args.files, nbytes, what, BLOCK, 1)
             sides["fio, 1 MiB x 16"] = lambda what: fio(folder, args.files, nbytes, what, 1 << 20, 16)

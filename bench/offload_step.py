@@ -112,17 +112,18 @@ def lines(args: argparse.Namespace, rounds: list[dict[str, Any]]) -> list[str]:
     config = config_of(args)
     numel = sum(p.numel for layer in layers(config.model) for p in layer.own_parameters())
     out = [f"{show_count(numel)} parameters, {config.train.micro_batch_size} x {config.model.seq_len} tokens "
-           f"a rank, {RANKS} "
-           "ranks", "", "| executor | ms | of threed | cpu of threed |", "|---|---:|---:|---:|"]
+           f"a rank, {RANKS} ranks", "",
+           "| executor | ms | of threed | cpu of threed |", "|---|---:|---:|---:|"]
+
+    def seconds(name: str) -> list[float]:
+        return [each[name].end - each[name].begin for each in rounds]
 
     def ratios(name: str, base: str) -> tuple[float, float]:
-        return (median((each[name].end - each[name].begin) / (each[base].end - each[base].begin)
-                       for each in rounds),
+        return (median(mine / its for mine, its in zip(seconds(name), seconds(base))),
                 median(each[name].cpu_s / each[base].cpu_s for each in rounds))
 
     for name in sorted(rounds[0], reverse=True):
-        (ratio, cpu), step_s = ratios(name, BASE), median(each[name].end - each[name].begin
-                                                          for each in rounds)
+        (ratio, cpu), step_s = ratios(name, BASE), median(seconds(name))
         out.append(f"| {name} | {1e3 * step_s:.0f} | {ratio:.3f} | {cpu:.3f} |")
     out.append("")
     if DEEPSPEED is None:
@@ -130,6 +131,5 @@ def lines(args: argparse.Namespace, rounds: list[dict[str, Any]]) -> list[str]:
     for name in (BASE, NARROW):
         ratio, cpu = ratios(name, PEER)
         out += [f"`{'met   ' if ratio < 1 else 'missed'}`  {name} faster than {PEER}: {ratio:.3f} of its "
-                f"time (processor time "
-                f"{cpu:.3f})", ""]
+                f"time (processor time {cpu:.3f})", ""]
     return out

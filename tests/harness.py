@@ -264,8 +264,8 @@ def assert_parity(ranks: Ranks, reference, tolerance: Tolerance = FP32) -> None:
     for got, want in zip(ranks.losses, reference.losses, strict=True):
         assert abs(got - want) <= loss * want, (ranks.losses, reference.losses)
     if ranks.evaluated is not None:
-        assert abs(ranks.evaluated - reference.evaluated) <= loss * reference.evaluated, (ranks.evaluated,
-                                                                                          reference.evaluated)
+        got, want = ranks.evaluated, reference.evaluated
+        assert abs(got - want) <= loss * want, (got, want)
     for got, want in zip(ranks.norms, reference.norms, strict=True):
         assert abs(got - want) <= norm * want, (ranks.norms, reference.norms)
     for all_got, all_want, most in ((ranks.first_grads, reference.first_grads, grad),

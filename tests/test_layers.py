@@ -144,8 +144,8 @@ def test_imports_point_down(module):
     near = {other for other in MODULES if folder not in ("", "models") and other.rpartition(".")[0] == folder}
     wrong = {other for other in ours(module) - near if layer(other) >= here}
     wrong |= {other for other in ours(module) & near if layer(other)[0] > here[0]}
-    assert not wrong, f"{module} (level, row {here}) imports " + ", ".join(f"{o} (layer {layer(o)})"
-                                                                      for o in sorted(wrong))
+    listed = ", ".join(f"{other} (layer {layer(other)})" for other in sorted(wrong))
+    assert not wrong, f"{module} (level, row {here}) imports {listed}"
 
 
 def test_models_are_found_under_one_name():

@@ -126,8 +126,8 @@ class Trial:
 
     def wait(self, run: Sister, instant: Instant) -> bool:
         """Wait for an instant. Whether the run is still under way."""
-        return self.until_begun(run) and self.until_step(run,
-                                                         instant.step) and self.sleep(run, instant.seconds)
+        return (self.until_begun(run) and self.until_step(run, instant.step)
+                and self.sleep(run, instant.seconds))
 
     def sleep(self, run: Sister, seconds: float) -> bool:
         """Wait, or until the run has ended. Whether it is still under way."""

@@ -31,8 +31,8 @@ def judge(trial: Trial, fault: Fault) -> dict[str, str]:
         found |= _numbers(trial)
     if left := _leftovers(trial):
         found["leftover"] = ", ".join(left)
-    if fault.says and trial.marker.exists() and not trial.too_late() and not re.search(fault.says,
-                                                                                       trial.output):
+    expected = fault.says and trial.marker.exists() and not trial.too_late()
+    if expected and not re.search(fault.says, trial.output):
         found["silent"] = f"no message has /{fault.says}/"
     if noise := re.search(NOISE, trial.output):
         lines = trial.output[:noise.start()].count("\n")

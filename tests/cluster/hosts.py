@@ -178,8 +178,8 @@ class HostRun(Run):
     def __init__(self, host: Host, argv: tuple[str, ...], env: dict[str, str], own: Path | None):
         self.host, self.log = host, host.folder / f"log-{host.name}-{time.monotonic_ns()}.txt"
         parent = os.getpid()
-        self.process = multiprocessing.get_context("fork").Process(target=self._be,
-                                                                   args=(argv, env, own, parent))
+        fork = multiprocessing.get_context("fork")
+        self.process = fork.Process(target=self._be, args=(argv, env, own, parent))
         self.process.start()
 
     def _be(self, argv: tuple[str, ...], env: dict[str, str], own: Path | None, parent: int) -> None:

@@ -272,8 +272,8 @@ def test_the_link_is_down_for_a_moment(two, alone, measured):
     measured("link down for 5 s", "goes on; seconds until 20 further steps were done", clock.seconds)
     two.runs[0].process.terminate()
     assert two.end() == [0, 0], two.output
-    assert [losses(two.folder / "run")[step] for step in range(1, 13)] == [alone[2][step]
-                                                                           for step in range(1, 13)]
+    steps, got = range(1, 13), losses(two.folder / "run")
+    assert [got[step] for step in steps] == [alone[2][step] for step in steps]
 
 
 @pytest.mark.parametrize("number", [0, 1])

@@ -92,8 +92,8 @@ def test_there_and_back(start, serve, tmp_path):
     job = {**server.env, "SLURM_JOB_ID": "17"}
     other = start(*named, "train.steps=7", env=job)
     assert other.wait() == 0, other.output
-    assert metrics(tmp_path / "named")[0]["train/loss"] == pytest.approx(losses(tmp_path / "whole")[7][0],
-                                                                         rel=1e-5)
+    unbroken = losses(tmp_path / "whole")[7][0]
+    assert metrics(tmp_path / "named")[0]["train/loss"] == pytest.approx(unbroken, rel=1e-5)
     restarted = start(*named, "train.steps=8", env={**job, "SLURM_RESTART_COUNT": "1"})
     assert restarted.wait() == 0, restarted.output
     assert "fetch" not in restarted.output and "after step 7" in restarted.output

@@ -62,17 +62,16 @@ def test_files(traced):
     """A file a rank that explains itself: every instruction of its program, its times in order, of the steps
     asked for."""
     plan = make_plan(load_config(traced))
-    assert sorted(path.name for path in (traced / "trace").iterdir()) == [f"rank-{rank:05d}.jsonl"
-                                                                          for rank in range(8)]
-    for rank in range(8):
-        header, *lines = map(json.loads,
-                             (traced / "trace" / f"rank-{rank:05d}.jsonl").read_text().splitlines())
+    names = [f"rank-{rank:05d}.jsonl" for rank in range(8)]
+    assert sorted(path.name for path in (traced / "trace").iterdir()) == names
+    for rank, name in enumerate(names):
+        header, *lines = map(json.loads, (traced / "trace" / name).read_text().splitlines())
         position, program = header["pp"], plan.programs["train"][header["pp"]]
         assert (header["rank"], header["world_size"], header["digest"]) == (rank, 8, plan.digest)
         assert tuple(header["columns"]) == COLUMNS
         assert [row[0] for row in header["train"]] == [str(item) for item in program]
-        assert [row[1] for row in header["train"]] == [effects(item, plan.table, position).lane
-                                                       for item in program]
+        lanes = [effects(item, plan.table, position).lane for item in program]
+        assert [row[1] for row in header["train"]] == lanes
         assert [line["step"] for line in lines] == [2, 4, 6, 8, 9]
         for line in lines:
             before = 0.0
@@ -112,10 +111,10 @@ def test_merged_trace(traced, tmp_path):
             mine = [event for event in complete if event["pid"] == rank and event["args"]["step"] == step]
             ran = sorted((event for event in mine if event["cat"] != "wait"),
                          key=lambda event: event["args"]["index"])
-            assert [event["name"] for event in ran] == [str(item)
-                                                        for item in plan.programs["train"][position]]
+            program = plan.programs["train"][position]
+            assert [event["name"] for event in ran] == [str(item) for item in program]
             assert [lanes[rank, event["tid"]] for event in ran] == [
-                effects(item, plan.table, position).lane for item in plan.programs["train"][position]]
+                effects(item, plan.table, position).lane for item in program]
             assert any(event["name"].startswith("wait RECV act" if position else "wait RECV grad")
                        for event in mine)
     ends = {(event["args"]["step"], round(event["ts"] + event["dur"], 0)) for event in complete

@@ -131,8 +131,8 @@ def test_split_backward(schedule, references):
     what BACKWARD_INPUT leaves is all that waits for BACKWARD_WEIGHT, however long."""
     config = small(f"parallel.schedule={schedule}", *DROPOUT)
     plan = make_plan(config)
-    assert counted(config, Op.BACKWARD_INPUT) and 0 < counted(config,
-                                                              Op.RECOMPUTE) <= counted(config, Op.FORWARD)
+    assert counted(config, Op.BACKWARD_INPUT)
+    assert 0 < counted(config, Op.RECOMPUTE) <= counted(config, Op.FORWARD)
     for program in plan.programs["train"]:
         halves = [item[1:3] for item in program if item.op == Op.BACKWARD_INPUT]
         assert len(halves) == len(set(halves))
@@ -186,6 +186,6 @@ def test_traffic(policy, tp):
     config.train.eval_every = 0
     ranks, mesh, rows = loopback(config, steps=2), make_mesh(config), stages(make_plan(config))
     for rank, sent in enumerate(ranks.sent):
-        expected = rows[mesh.coordinate(rank).position]["sent_bytes"]
-        assert {axis: sent.get(axis, 0) for axis in expected} == {axis: 2 * size for axis,
-                                                                  size in expected.items()}, rank
+        a_step = rows[mesh.coordinate(rank).position]["sent_bytes"]
+        two_steps = {axis: 2 * size for axis, size in a_step.items()}
+        assert {axis: sent.get(axis, 0) for axis in a_step} == two_steps, rank

@@ -126,9 +126,9 @@ def test_a_copy_of_one_moment(way, tmp_path, monkeypatch):
         if key == "parameters":
             mine, theirs = ({name: entry["sums"] for name, entry in each.items()} for each in (mine, theirs))
         assert mine == theirs, key
-    assert losses == on_ranks(replace(config, checkpoint=replace(config.checkpoint, background=False)),
-                              lambda engine, comm: step(engine, comm,
-                                                        4))[0][2:], "the copy has changed the run"
+    undisturbed = replace(config, checkpoint=replace(config.checkpoint, background=False))
+    expected = on_ranks(undisturbed, lambda engine, comm: step(engine, comm, 4))[0][2:]
+    assert losses == expected, "the copy has changed the run"
 
 
 def test_a_step_waits_for_its_copy(tmp_path):

@@ -83,8 +83,8 @@ def test_room_is_not_made_in_vain(tmp_path, monkeypatch):
         patch.setattr(saving, "write", fail)
         _, outcome = go_on(config)
     assert outcome.problem is not None
-    assert {path.name for path in (tmp_path / "checkpoints").glob("step-*")} == {"step-00000001",
-                                                                                 "step-00000002"}
+    left = {path.name for path in (tmp_path / "checkpoints").glob("step-*")}
+    assert left == {"step-00000001", "step-00000002"}
 
 
 def names(path: Path) -> set[str]:
@@ -137,11 +137,11 @@ def test_a_second_attempt_is_said(older, tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "mkdir", mkdir)
     _, outcome = go_on(config, say=said.append)
-    assert outcome.problem is None and names(tmp_path) == {f"step-{step:08d}"
-                                                           for step in {older, older + 1} - {0}}
+    assert outcome.problem is None
+    assert names(tmp_path) == {f"step-{step:08d}" for step in {older, older + 1} - {0}}
     (line,) = said
-    assert "Disk quota exceeded" in line and ("step-00000001 make room" if older
-                                              else "it is tried once more") in line
+    assert "Disk quota exceeded" in line
+    assert ("step-00000001 make room" if older else "it is tried once more") in line
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), OSError(5, "Input/output error")])

@@ -241,11 +241,14 @@ def test_older_copies_that_stay(saved, place, monkeypatch):
     """The newest copy is whole all the same."""
     copied(place, saved[0])
     original = Store.remove
-    monkeypatch.setattr(Store, "remove", lambda self,
-                        name: original(self, name) if name.startswith("step-00000002") else 1 / 0)
+
+    def remove(self, name):
+        return original(self, name) if name.startswith("step-00000002") else 1 / 0
+
+    monkeypatch.setattr(Store, "remove", remove)
     (end,) = copied(place, saved[1], keep=1)
-    assert end.size and end.problem is not None and list(Store(place).newest()) == ["step-00000002",
-                                                                                    "step-00000001"]
+    assert end.size and end.problem is not None
+    assert list(Store(place).newest()) == ["step-00000002", "step-00000001"]
 
 
 def test_a_copy_of_which_nobody_knows(saved, place, monkeypatch):
@@ -337,11 +340,11 @@ def test_another_of_that_name(saved, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Store, "put", put)
         (end,) = copied(place, saved[0])
-    assert end.size is None and files(place, other.name) == before and Store(place).names() == ([other.name],
-                                                                                                [])
+    assert end.size is None and files(place, other.name) == before
+    assert Store(place).names() == ([other.name], [])
     (end,) = copied(place, saved[0])
-    assert end.size and files(place, other.name) == {path.name: path.read_bytes()
-                                                     for path in saved[0].iterdir()}
+    assert end.size
+    assert files(place, other.name) == {path.name: path.read_bytes() for path in saved[0].iterdir()}
     assert Store(place).names() == ([other.name], [])
 
 
@@ -407,13 +410,13 @@ def test_a_run_goes_on_from_an_address(mesh, saved, tmp_path):
                  for name, where in (("near", saved[1]), ("far", f"{place}/step-00000002")))
 
     def sums(path: Path) -> Any:
-        return {name: entry["sums"] for name,
-                entry in json.loads((path / "manifest.json").read_text())["parameters"].items()}
+        parameters = json.loads((path / "manifest.json").read_text())["parameters"]
+        return {name: entry["sums"] for name, entry in parameters.items()}
 
     assert sums(train(near, 3)[-1]) == sums(train(far, 3)[-1])
-    fetched = folder(far) / "step-00000002"
-    assert {path.name: path.read_bytes() for path in fetched.iterdir()} == {path.name: path.read_bytes()
-                                                                           for path in saved[1].iterdir()}
+    fetched, original = ({path.name: path.read_bytes() for path in checkpoint.iterdir()}
+                         for checkpoint in (folder(far) / "step-00000002", saved[1]))
+    assert fetched == original
 
 
 def test_the_newest_of_an_address(saved, tmp_path, place):
@@ -548,8 +551,10 @@ def test_refused_before_anything_starts(override, text):
     assert text in str(caught.value)
 
 
-@pytest.mark.parametrize("address, package, extra", [("s3://bucket/run", "s3fs", "threed[s3]"),
-                                                     ("gs://bucket/run", "gcsfs", "threed[gcs]")])
+@pytest.mark.parametrize("address, package, extra", [
+    ("s3://bucket/run", "s3fs", "threed[s3]"),
+    ("gs://bucket/run", "gcsfs", "threed[gcs]"),
+])
 def test_without_its_package(address, package, extra, monkeypatch):
     """One message, which says what to install."""
     monkeypatch.setitem(sys.modules, package, None)

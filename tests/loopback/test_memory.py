@@ -137,9 +137,9 @@ PROFILED = (10, 201)
 
 
 class Mallinfo(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd",
-                                                     "usmblks", "fsmblks",
-                                                     "uordblks", "fordblks", "keepcost")]
+    NAMES = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks",
+             "keepcost")
+    _fields_ = [(name, ctypes.c_size_t) for name in NAMES]
 
 
 def malloc_bytes() -> int:

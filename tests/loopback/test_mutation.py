@@ -48,8 +48,8 @@ class Case(NamedTuple):
 
     def config(self, path: Path | None = None) -> Config:
         """Files go to `path`, where there are any."""
-        files = [f"offload.nvme_path={path or '/disk'}"] if any(text.endswith("=nvme")
-                                                                for text in self.others) else []
+        needs_files = any(text.endswith("=nvme") for text in self.others)
+        files = [f"offload.nvme_path={path or '/disk'}"] if needs_files else []
         return tiny(*SMALL, *files, f"model.layers={self.layers}", f"parallel.pp={self.pp}",
                     f"parallel.dp={self.dp}",
                     f"parallel.tp={self.tp}", f"train.global_batch_size={self.dp * self.microbatches}",
@@ -101,8 +101,8 @@ CASES = {
     "zero3-stage": Case(60, 2, 3, dp=2, others=(ZERO_3, ahead(1), STAGE, GPIPE, UNTIED)),
     "zero3-persist": Case(60, 2, 2, dp=2, others=(ZERO_3, ahead(1), "zero.persist_below=100")),
     "zero3-zb-v": Case(60, 2, 3, dp=2, others=(ZERO_3, "parallel.schedule=zb-v")),
-    "zero3-zb-v-untied": Case(60, 2, 3, dp=2, others=(ZERO_3, "parallel.schedule=zb-v", UNTIED,
-                                                      "zero.reduce_every=2")),
+    "zero3-zb-v-untied": Case(60, 2, 3, dp=2,
+                              others=(ZERO_3, "parallel.schedule=zb-v", UNTIED, "zero.reduce_every=2")),
     "zero3-zb-h1": Case(60, 2, 3, dp=2, others=(ZERO_3, "parallel.schedule=zb-h1", "zero.residency=2")),
     "zero3-zb-h1-sequence-parallel": Case(60, 2, 2, dp=2, tp=2,
                                           others=(ZERO_3, "parallel.schedule=zb-h1", UNTIED, SP)),
@@ -129,18 +129,18 @@ CASES = {
     "cpu-zero1": Case(150, 1, 3, dp=2, others=(ZERO_1, CPU, UNTIED)),
     "cpu-zero2-tied": Case(100, 2, 3, dp=2, others=(ZERO_2, CPU)),
     "cpu-half-zero2": Case(80, 1, 3, dp=2, others=(ZERO_2, CPU, UNTIED, "offload.ratio=0.5")),
-    "cpu-zero3-zb-h1": Case(100, 2, 3, dp=2, others=(ZERO_3, CPU, "offload.parameters=cpu",
-                                                     "parallel.schedule=zb-h1")),
-    "cpu-zero3-recompute": Case(80, 2, 2, dp=2, others=(ZERO_3, CPU, "offload.parameters=cpu", UNTIED,
-                                                        ahead(2),
-                                                         "activation.policy=full", "activation.offload=cpu")),
+    "cpu-zero3-zb-h1": Case(100, 2, 3, dp=2,
+                            others=(ZERO_3, CPU, "offload.parameters=cpu", "parallel.schedule=zb-h1")),
+    "cpu-zero3-recompute": Case(80, 2, 2, dp=2,
+                                others=(ZERO_3, CPU, "offload.parameters=cpu", UNTIED, ahead(2),
+                                        "activation.policy=full", "activation.offload=cpu")),
     "nvme-zero1": Case(100, 2, 2, dp=2, others=(ZERO_1, NVME, UNTIED)),
     "nvme-zero3": Case(100, 1, 3, dp=2, others=(ZERO_3, NVME, "offload.parameters=nvme", UNTIED)),
     "delayed-zero1": Case(100, 1, 2, dp=2, others=(ZERO_1, CPU, UNTIED, *DELAYED)),
     "delayed-zero0-tied": Case(80, 2, 2, others=(ZERO_0, CPU, *DELAYED)),
     "delayed-nvme-zero3": Case(80, 1, 3, dp=2, others=(ZERO_3, NVME, UNTIED, *DELAYED)),
-    "nvme-zero3-tied": Case(80, 2, 2, dp=2, others=(ZERO_3, NVME, "offload.parameters=nvme",
-                                                    "zero.residency=2")),
+    "nvme-zero3-tied": Case(80, 2, 2, dp=2,
+                            others=(ZERO_3, NVME, "offload.parameters=nvme", "zero.residency=2")),
 }
 
 

@@ -97,9 +97,8 @@ def test_copies_are_rounded_as_torch_does(dtype):
     above, below = (torch.nextafter(middle, torch.tensor(way)) for way in (torch.inf, -torch.inf))
     limits = torch.tensor([65519.99, 65520.0, -65520.0, 2**-25, 2**-24 * 1.5])
     weight = torch.cat([anything, numbers, middle, above, below, limits])
-    before, copy, zeros = weight.clone(), torch.empty(len(weight),
-                                                      dtype=dtype), [torch.zeros(len(weight))
-                                                                     for _ in range(3)]
+    before, copy = weight.clone(), torch.empty(len(weight), dtype=dtype)
+    zeros = [torch.zeros(len(weight)) for _ in range(3)]
     optimizer.step(update(lr=0.0), view(weight, *zeros), copy)
     assert same(weight, before)
     assert same(copy.float(), before.to(dtype).float())

@@ -68,8 +68,8 @@ def test_any_single_bit(either):
             wrong.view(np.uint32)[place] ^= np.uint32(1 << bit)
             assert checksum(torch.from_numpy(wrong), box) != want
     assert checksum(tensor.flip(0).contiguous().view(-1), box) != want
-    assert checksum(torch.zeros(20), box) != checksum(torch.zeros(20),
-                                                      Box("w", (1, 0), (4, 5), (5, 5), 0, ()))
+    zeros, beside = torch.zeros(20), Box("w", (1, 0), (4, 5), (5, 5), 0, ())
+    assert checksum(zeros, box) != checksum(zeros, beside)
 
 
 @pytest.mark.parametrize("chunk", [3, 7, 16, 1 << 20])

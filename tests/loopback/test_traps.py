@@ -141,8 +141,8 @@ def test_messages_have_the_dtype_of_compute(dtype, schedule, sp):
 
     shape = (8 // (2 if sp else 1), 1, 16)
     for seen, received in run_loopback(config, plan, make_mesh(config), work):
-        assert seen == {(wanted, shape, math.prod(shape) * wanted.itemsize)} == {(wanted, shape,
-                                                                                  plan.table.act_bytes)}
+        assert seen == {(wanted, shape, math.prod(shape) * wanted.itemsize)}
+        assert seen == {(wanted, shape, plan.table.act_bytes)}
         assert received >= config.num_microbatches
 
 
@@ -194,8 +194,8 @@ def test_an_overflow_seen_by_one_stage_only(sharded, position):
 
     def work(comm: Comm) -> tuple[bool, float, bool]:
         engine = Engine(config, plan, comm)
-        backward, before = engine.handlers[Op.BACKWARD], {p: state.weights.clone() for p,
-                                                          state in engine.states.items()}
+        backward = engine.handlers[Op.BACKWARD]
+        before = {p: state.weights.clone() for p, state in engine.states.items()}
 
         def handle(instruction, slots):
             backward(instruction, slots)

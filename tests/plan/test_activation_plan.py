@@ -99,8 +99,8 @@ def test_not_where_backward_follows_at_once():
     table = activation.mark(table, {1})
     f, g, b = (Instruction(op, 1, m) for op, m in ((Op.FORWARD, 0), (Op.FORWARD, 1), (Op.BACKWARD, 0)))
     assert activation.recompute([[f, b]], table) == [[f, b]]
-    assert activation.recompute([[f, g, b]], table) == [[f._replace(keep="input"), g._replace(keep="input"),
-                                                        Instruction(Op.RECOMPUTE, 1, 0), b]]
+    marked = [f._replace(keep="input"), g._replace(keep="input"), Instruction(Op.RECOMPUTE, 1, 0), b]
+    assert activation.recompute([[f, g, b]], table) == [marked]
 
 
 def test_which_units():
@@ -144,8 +144,8 @@ def test_pools_are_as_large_as_needed(schedule, way):
 def peak_and_cost(config: Config, units: set[int]) -> tuple[int, float]:
     pipeline = make_pipeline(config)
     plan = run_passes(config, pipeline, activation.mark(make_table(config, pipeline.place), units))
-    return max(row["activation_peak_bytes"] for row in stages(plan)), sum(unit_costs(config)[u][0]
-                                                                          for u in units)
+    peak = max(row["activation_peak_bytes"] for row in stages(plan))
+    return peak, sum(unit_costs(config)[u][0] for u in units)
 
 
 BUDGETS = {

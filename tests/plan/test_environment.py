@@ -101,8 +101,8 @@ def test_kubernetes():
         container = spec["template"]["spec"]["containers"][0]
         script, config = container["command"]
         assert (ROOT / script).is_file() and (ROOT / config).is_file()
-        assert not {"NNODES", "NODE_RANK", "MASTER_ADDR"} & {variable["name"]
-                                                             for variable in container["env"]}
+        variables = {variable["name"] for variable in container["env"]}
+        assert not {"NNODES", "NODE_RANK", "MASTER_ADDR"} & variables
     assert problems({**job, "kind": "Job", "sepc": {}}, JOB) == [".kind is 'Job'", ".sepc is not known"]
 
 

@@ -27,13 +27,13 @@ PASSES: dict[Op, tuple[str, ...]] = {
     **dict.fromkeys((Op.GATHER, Op.RELEASE, Op.REDUCE), ("zero",)),
     Op.CLIP: ("zero", "delay", "verify"),
     Op.STEP: ("zero", "offload the optimizer", "delay"),
-    **dict.fromkeys((Op.OFFLOAD, Op.FETCH), ("offload activations", "offload the optimizer", "delay",
-                                             "offload parameters", "snapshot")),
+    **dict.fromkeys((Op.OFFLOAD, Op.FETCH), (
+        "offload activations", "offload the optimizer", "delay", "offload parameters", "snapshot")),
 }
 
 
-@pytest.mark.parametrize("overrides", [[], CPU, [*CPU, *FULL], ["offload.optimizer=cpu",
-                                                               "offload.delayed_update=true"]], ids=str)
+@pytest.mark.parametrize(
+    "overrides", [[], CPU, [*CPU, *FULL], ["offload.optimizer=cpu", "offload.delayed_update=true"]], ids=str)
 def test_each_instruction_has_its_pass(overrides):
     """A pass that is blamed for another's instruction; slots, ranks or bytes that are not the plan's."""
     plan = threed.plan(threed.load(None, [*BASE, *overrides]))

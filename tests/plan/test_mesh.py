@@ -50,8 +50,8 @@ def test_tie_joins_first_and_last_position():
         for rank in range(mesh.size):
             here = mesh.coordinate(rank)
             ends = {mesh.beside(here, pp=0), mesh.beside(here, pp=mesh.positions - 1)}
-            assert set(mesh.group("tie", rank)) == (ends if here.position in (0, mesh.positions - 1)
-                                                    else {rank})
+            at_an_end = here.position in (0, mesh.positions - 1)
+            assert set(mesh.group("tie", rank)) == (ends if at_an_end else {rank})
 
 
 def test_shard_and_replica_cut_dp():

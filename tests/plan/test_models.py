@@ -34,8 +34,8 @@ def test_published_counts(name):
 def test_gpt_formula(name):
     """12 l h^2 + 13 l h for the blocks, (V + s) h for the embeddings, 2 h for the last norm."""
     m = model_of(name)
-    blocks, ends = 12 * m.layers * m.hidden**2 + 13 * m.layers * m.hidden, (m.vocab + m.seq_len
-                                                                            + 2) * m.hidden
+    blocks = 12 * m.layers * m.hidden**2 + 13 * m.layers * m.hidden
+    ends = (m.vocab + m.seq_len + 2) * m.hidden
     assert parameter_count(m) == blocks + ends
     assert parameter_count(m, padded=True) == blocks + ends + (m.padded_vocab - m.vocab) * m.hidden
 

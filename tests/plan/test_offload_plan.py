@@ -73,9 +73,8 @@ def test_ratio_of_a_model(ratio):
     for position in (0, 1):
         mine = {p: unit for p, unit in table.parameters.items() if unit.positions[0] == position}
         away = sum(unit.numel for unit in mine.values() if unit.state_home == "host")
-        assert abs(away - ratio * sum(unit.numel
-                                      for unit in mine.values())) <= max(unit.numel
-                                                                         for unit in mine.values()) / 2
+        sizes = [unit.numel for unit in mine.values()]
+        assert abs(away - ratio * sum(sizes)) <= max(sizes) / 2
         for unit in mine.values():
             assert unit.weight_home == ("device" if unit.whole else unit.state_home)
     assert any(unit.whole for unit in table.parameters.values())

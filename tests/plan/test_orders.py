@@ -67,19 +67,20 @@ def test_refused_counts():
 
 def test_shapes():
     """GPipe: all forward, then all backward. 1F1B: p - rank - 1 ahead, then by turns, then what is left."""
-    assert ["".join(task.kind for task in tasks) for tasks in gpipe(2, 3)] == ["FFFBBB"] * 2
-    assert ["".join(task.kind for task in tasks) for tasks in one_f_one_b(3, 4)] == ["FFFBFBBB", "FFBFBFBB",
-                                                                                     "FBFBFBFB"]
-    assert ["".join(task.kind for task in tasks) for tasks in one_f_one_b(4, 2)] == ["FFBB", "FFBB", "FFBB",
-                                                                                     "FBFB"]
+    def kinds(order: list) -> list[str]:
+        return ["".join(task.kind for task in tasks) for tasks in order]
+
+    assert kinds(gpipe(2, 3)) == ["FFFBBB"] * 2
+    assert kinds(one_f_one_b(3, 4)) == ["FFFBFBBB", "FFBFBFBB", "FBFBFBFB"]
+    assert kinds(one_f_one_b(4, 2)) == ["FFBB", "FFBB", "FFBB", "FBFB"]
 
 
 @pytest.mark.parametrize("p, m", [(2, 4), (4, 8), (4, 13), (8, 16), (8, 24)])
 def test_peak_activations(p, m):
     """What a schedule keeps on the fullest position, in micro-batches of its whole share."""
     def peak(name: str, v: int = 1) -> float:
-        return max(stage["peak_activations"] for stage in predict_bare(name, p, m, UNIT,
-                                                                       v if v > 1 else None)["stages"])
+        report = predict_bare(name, p, m, UNIT, v if v > 1 else None)
+        return max(stage["peak_activations"] for stage in report["stages"])
 
     assert (
         peak("gpipe") == m

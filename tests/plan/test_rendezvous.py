@@ -148,8 +148,8 @@ def test_what_a_rank_has_said_is_not_said_twice():
     start(first, second)
     meeting.stores[0].note = {"rank": 2, "message": "the seventh seal", "status": 1, "hang": False}
     fail(second, 1)
-    assert hear(first, "clear")["text"] == "rank 2 on host1: the seventh seal" and hear(second,
-                                                                                        "clear")["text"] == ""
+    assert hear(first, "clear")["text"] == "rank 2 on host1: the seventh seal"
+    assert hear(second, "clear")["text"] == ""
 
 
 def test_fewer_nodes_and_more():
@@ -171,8 +171,8 @@ def test_fewer_nodes_and_more():
 
 def test_nobody_waits_for_ever():
     meeting = Meeting(2, 2, limit_s=0.5)
-    assert "1 of 2 nodes came within run.connect_timeout_s=0.5; missing: node 1" in hear(meeting.join(0),
-                                                                                         "end")["text"]
+    text = hear(meeting.join(0), "end")["text"]
+    assert "1 of 2 nodes came within run.connect_timeout_s=0.5; missing: node 1" in text
     nodes = dataclasses.replace(meeting.nodes, port=1)
     with pytest.raises(RunError, match=r"node 0 did not answer within run\.connect_timeout_s=0\.2: .* "
                                        r"connection refused"):

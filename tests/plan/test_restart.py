@@ -20,8 +20,8 @@ def test_waits_double_up_to_a_limit():
 
 def test_a_newer_checkpoint_begins_the_count_anew():
     restarts = Restarts(2, 1.0)
-    assert [restarts.after(fails(9), newest)[0] for newest in ("", "", "a", "b", "b",
-                                                               "b")] == [1.0, 2.0, 1.0, 1.0, 2.0, None]
+    waits = [restarts.after(fails(9), newest)[0] for newest in ("", "", "a", "b", "b", "b")]
+    assert waits == [1.0, 2.0, 1.0, 1.0, 2.0, None]
 
 
 def test_the_same_twice_is_the_run_s():

@@ -55,12 +55,12 @@ def test_segments_treat_each_parameter_right():
 
 def test_shards_cover_the_buffer():
     """Shards that are unequal (a reduce-scatter needs equal ones), overlap, or begin off the alignment."""
-    for _, _, found in all_layouts():
-        ends = [found.shard(index) for index in range(found.num_shards)]
-        assert ends[0][0] == 0 and ends[-1][1] == found.numel and all(a[1] == b[0] for a,
-                                                                      b in zip(ends, ends[1:]))
-        assert len({stop - start for start, stop in ends}) == 1 and all(start % ALIGNMENT == 0 for start,
-                                                                        _ in ends)
+    for _, _, buffer in all_layouts():
+        ends = [buffer.shard(index) for index in range(buffer.num_shards)]
+        assert ends[0][0] == 0 and ends[-1][1] == buffer.numel
+        assert all(a[1] == b[0] for a, b in zip(ends, ends[1:]))
+        assert len({stop - start for start, stop in ends}) == 1
+        assert all(start % ALIGNMENT == 0 for start, _ in ends)
 
 
 def test_segments_of_shards_are_the_segments():

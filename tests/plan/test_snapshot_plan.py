@@ -100,10 +100,12 @@ def test_a_copy_in_the_step_is_refused():
         check(late)
 
 
-@pytest.mark.parametrize(("others", "kinds", "share"), [([], 3, 1), (["parallel.dp=4", "zero.stage=0"], 3, 4),
-                                                        (["parallel.dp=4", "zero.stage=2",
-                                                          "zero.shard_size=2"], 3, 2),
-                                                        (MESHES["delayed"][1:], 4, 1)])
+@pytest.mark.parametrize(("others", "kinds", "share"), [
+    ([], 3, 1),
+    (["parallel.dp=4", "zero.stage=0"], 3, 4),
+    (["parallel.dp=4", "zero.stage=2", "zero.shard_size=2"], 3, 2),
+    (MESHES["delayed"][1:], 4, 1),
+])
 def test_bytes(others, kinds, share):
     """fp32 of weights and two moments, and of gradients that wait, of this rank's shard."""
     plan = plan_of(*others)

@@ -111,8 +111,8 @@ def watch_lanes(comm: Comm) -> dict[str, TimedLane]:
 
 def overlap(intervals: Intervals, others: Intervals) -> float:
     """Seconds of `intervals` inside `others`; neither has two at the same time."""
-    return sum(max(0.0, min(end, stop) - max(begin, start)) for begin, end in intervals for start,
-               stop in others)
+    return sum(max(0.0, min(end, stop) - max(begin, start))
+               for begin, end in intervals for start, stop in others)
 
 
 # ---------------------------------------------------------------- one setting
@@ -156,8 +156,8 @@ def train(size: Sizes, blocks: int, setting: str, comm: Comm, steps: int) -> Mea
         _, trace = engine.train_step(lambda microbatch, data=data: data[microbatch])
         if number and (best is None or trace.total_s < best[0]):
             program = engine.plan.programs["train"][0]
-            best = trace.total_s, {name: hidden(lane, trace, program, begin, origin) for name,
-                                   lane in lanes.items()}
+            best = trace.total_s, {name: hidden(lane, trace, program, begin, origin)
+                                   for name, lane in lanes.items()}
     assert best is not None
     for lane in lanes.values():
         lane.close()
@@ -280,14 +280,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     text = "\n".join([
         "# Offload: the largest model", "",
         f"`python bench/gpu_offload.py {' '.join(argv or sys.argv[1:])}`, {time.strftime('%Y-%m-%d')}. "
-        f"{name}; {machine()}; "
-        f"processors {busy:.0%} busy, this bench included.",
+        f"{name}; {machine()}; processors {busy:.0%} busy, this bench included.",
         f"GPT of width {size.hidden} in {size.dtype}, {size.num_microbatches} micro-batches of "
-        f"{size.micro_batch} x "
-        f"{size.seq_len} tokens, {show_bytes(memory)} of device memory.",
-        *([] if device.type == "cuda"
-          else ["Without a GPU memory is a limit that plans are held against, and copies are within "
-                                             "the host: the times say nothing of a GPU."]),
+        f"{size.micro_batch} x {size.seq_len} tokens, {show_bytes(memory)} of device memory.",
+        *([] if device.type == "cuda" else [
+            "Without a GPU memory is a limit that plans are held against, and copies are within the host: "
+            "the times say nothing of a GPU."]),
         "What the columns are is in [../README.md](../README.md).", "", *lines, ""])
     print(text)
     if args.markdown:

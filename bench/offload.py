@@ -23,6 +23,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -172,8 +173,7 @@ def adam_body(numel: int, rounds: int, pipe: Any) -> None:
         for work in WORKS:
             names = [name for name in everybody if work == WORKS[0]
                      or name not in ("torch, foreach", "torch, for-loop")]
-            found[work] = best_of(rounds, {name: lambda side=everybody[name],
-                                           work=work: side(work) for name in names})
+            found[work] = best_of(rounds, {name: partial(everybody[name], work) for name in names})
         pipe.send(found)
     except BaseException:
         pipe.send(traceback.format_exc())
@@ -190,8 +190,8 @@ def best_of(rounds: int, jobs: dict[str, Callable[[], None]]) -> dict[str, Took]
             jobs[name]()
             if number:
                 took[name].append(Took(time.monotonic() - begin, time.process_time() - used))
-    return {name: Took(min(t.seconds for t in each), min(t.cpu_s for t in each)) for name,
-            each in took.items()}
+    return {name: Took(min(t.seconds for t in each), min(t.cpu_s for t in each))
+            for name, each in took.items()}
 
 
 def measure_adam(args: argparse.Namespace, say: Callable[[str], None]) -> Section:

@@ -12,6 +12,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -37,8 +38,7 @@ class Files:
     def run(self, what: str) -> float:
         move = self.disk.write if what == "write" else self.disk.read
         begin = time.monotonic()
-        handles = [self.lanes[what].submit(lambda name=name,
-                                           buffer=self.buffers[number % 2]: move(name, buffer))
+        handles = [self.lanes[what].submit(partial(move, name, self.buffers[number % 2]))
                    for number, name in enumerate(self.names)]
         for handle in handles:
             handle.wait()

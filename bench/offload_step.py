@@ -87,11 +87,11 @@ def measure_step(args: argparse.Namespace, say: Callable[[str], None]) -> tuple[
             agree(losses)
             rounds = []
             for number in range(args.rounds + 1):
-                found = [answer(rank, pipe) for rank, pipe in enumerate(pipes)]
-                rounds.append({name: join([each[name] for each in found]) for name in found[0]})
+                of_ranks = [answer(rank, pipe) for rank, pipe in enumerate(pipes)]
+                rounds.append({name: join([each[name] for each in of_ranks]) for name in of_ranks[0]})
                 say(f"step, round {number} of {args.rounds}: " + ", ".join(
-                    f"{name} {1e3 * (ran.end - ran.begin):.0f} ms" for name,
-                    ran in sorted(rounds[-1].items())))
+                    f"{name} {1e3 * (ran.end - ran.begin):.0f} ms"
+                    for name, ran in sorted(rounds[-1].items())))
         finally:
             for process in processes:
                 process.kill()

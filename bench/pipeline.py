@@ -211,8 +211,8 @@ def sum_up(case: Case, times: Times, ranks: Sequence[Results], busy: tuple[float
                Op.BACKWARD_INPUT: share.input,
                Op.BACKWARD_WEIGHT: share.weight}
     programs = plan.programs["train"]
-    exact = {(position, item): nominal.get(item.op, 0.0) for position,
-             program in enumerate(programs) for item in program}
+    exact = {(position, item): nominal.get(item.op, 0.0)
+             for position, program in enumerate(programs) for item in program}
     ours = side(list(zip(*(rank.threed for rank in ranks))),
                 lambda each: simulate_threed(plan, each, transfer_s))
     peers = side(list(zip(*(rank.torch for rank in ranks))),
@@ -295,11 +295,10 @@ def _ms(seconds: float) -> str:
 def table_text(rows: Sequence[Row]) -> str:
     lines = [HEAD, *map(cells, rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(HEAD))]
-    texts = ["| " + " | ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i,
-                               (cell, w) in enumerate(zip(line, widths))) + " |"
+    first, *others = widths
+    texts = ["| " + " | ".join([line[0].ljust(first), *map(str.rjust, line[1:], others)]) + " |"
              for line in lines]
-    rule = "|" + "|".join("-" * (w + 2) if i == 0 else "-" * (w + 1) + ":" for i,
-                          w in enumerate(widths)) + "|"
+    rule = "|" + "|".join(["-" * (first + 2), *("-" * (width + 1) + ":" for width in others)]) + "|"
     return "\n".join([texts[0], rule, *texts[1:]])
 
 
@@ -308,11 +307,10 @@ def verdict(rows: Sequence[Row], target: float) -> str:
     behind = [f"{row.case} ({row.threed.step_s / row.torch.step_s:.3f})" for row in rows
               if row.torch and row.threed.step_s >= row.torch.step_s]
     compared = sum(row.torch is not None for row in rows)
+    goals = ((f"threed within {target} of its simulation", len(rows), slow),
+             ("threed below torch", compared, behind))
     return "\n".join(f"{what}: {total - len(missed)} of {total}"
-                     + (f"; missed: {', '.join(missed)}" if missed else "")
-                     for what, total,
-                     missed in ((f"threed within {target} of its simulation", len(rows), slow),
-                                                 ("threed below torch", compared, behind)))
+                     + (f"; missed: {', '.join(missed)}" if missed else "") for what, total, missed in goals)
 
 
 def to_json(rows: Sequence[Row], args: argparse.Namespace) -> dict[str, Any]:

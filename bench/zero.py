@@ -235,11 +235,10 @@ def table_text(result: Result) -> str:
     lines = [HEAD, *((row.name, f"{1e3 * row.step_s:.0f}", f"{row.ratio:.3f}", f"{row.cpu_ratio:.3f}",
                       show_bytes(row.sent) if row.sent else "-") for row in result.rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(HEAD))]
-    texts = ["| " + " | ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i,
-                               (cell, w) in enumerate(zip(line, widths))) + " |"
+    first, *others = widths
+    texts = ["| " + " | ".join([line[0].ljust(first), *map(str.rjust, line[1:], others)]) + " |"
              for line in lines]
-    rule = "|" + "|".join("-" * (w + 2) if i == 0 else "-" * (w + 1) + ":" for i,
-                          w in enumerate(widths)) + "|"
+    rule = "|" + "|".join(["-" * (first + 2), *("-" * (width + 1) + ":" for width in others)]) + "|"
     return "\n".join([texts[0], rule, *texts[1:]])
 
 

@@ -13,6 +13,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -177,8 +178,10 @@ def ddp(config: Config, comm: Comm, make: Callable[..., Any] = torch.optim.AdamW
 
 
 def zero_redundancy(config: Config, comm: Comm) -> Step:
-    return ddp(config, comm, lambda groups,
-               **options: ZeroRedundancyOptimizer(groups, torch.optim.AdamW, **options))
+    def make(groups: Any, **options: Any) -> Any:
+        return ZeroRedundancyOptimizer(groups, torch.optim.AdamW, **options)
+
+    return ddp(config, comm, make)
 
 
 def fsdp2(config: Config, comm: Comm, reshard: bool) -> Step:
@@ -233,14 +236,12 @@ def deepspeed(config: Config, comm: Comm, stage: int) -> Step:
 
 def executors() -> dict[str, Callable[[Config, Comm], Step]]:
     """Name -> how to make one."""
-    found: dict[str, Callable[[Config, Comm], Step]] = {
+    makers: dict[str, Callable[[Config, Comm], Step]] = {
         "DDP": ddp, "ZeroRedundancyOptimizer": zero_redundancy,
-        "FSDP2, reshard": lambda config, comm: fsdp2(config, comm, True),
-        "FSDP2, keep": lambda config, comm: fsdp2(config, comm, False),
-        **{f"threed {stage}": lambda config, comm,
-           stage=stage: threed(config, comm, stage=stage) for stage in range(4)},
-        "threed 3, step": lambda config, comm: threed(config, comm, stage=3, residency="step")}
+        "FSDP2, reshard": partial(fsdp2, reshard=True),
+        "FSDP2, keep": partial(fsdp2, reshard=False),
+        **{f"threed {stage}": partial(threed, stage=stage) for stage in range(4)},
+        "threed 3, step": partial(threed, stage=3, residency="step")}
     if DEEPSPEED is not None:
-        found |= {f"DeepSpeed {stage}": lambda config, comm,
-                  stage=stage: deepspeed(config, comm, stage) for stage in (1, 2, 3)}
-    return found
+        makers |= {f"DeepSpeed {stage}": partial(deepspeed, stage=stage) for stage in (1, 2, 3)}
+    return makers

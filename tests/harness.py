@@ -121,8 +121,8 @@ def covering() -> list[Cell]:
     """Cells that work, few, in which every pair of values that works anywhere is met."""
     works = [cell for cell in cells() if refusal(cell) is None]
     starts = {cell[:count] for cell in works for count in range(len(cell) + 1)}
-    chosen = [Cell(*row) for row in AllPairs(list(AXES.values()),
-                                             filter_func=lambda row: tuple(row) in starts)]
+    rows = AllPairs(list(AXES.values()), filter_func=lambda row: tuple(row) in starts)
+    chosen = [Cell(*row) for row in rows]
     missing = pairs(works) - pairs(chosen)
     while missing:  # by rows that the library could not complete
         row, i, j = min(missing, key=str)
@@ -229,8 +229,8 @@ def collect(config: Config, results: list) -> Ranks:
         for key, buffer in buffers[which].items():
             for placed in layouts[key].placed:
                 value = buffer[placed.start:placed.stop].view(placed.shape)
-                into = whole[which].setdefault(placed.parameter.name,
-                                               torch.full(placed.parameter.stored, torch.nan))
+                empty = torch.full(placed.parameter.stored, torch.nan)
+                into = whole[which].setdefault(placed.parameter.name, empty)
                 offset, shape = placed.parameter.part(config.axis_sizes, dict(zip(cut, key[1])))
                 into[tuple(slice(at, at + size) for at, size in zip(offset, shape))] = value
     losses, norms, evaluated = results[0][0], results[0][1], results[0][7]

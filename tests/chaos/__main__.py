@@ -61,8 +61,8 @@ def main(faults: Annotated[int, typer.Option(help="how many trials")] = 100,
         base = Path(folder)
         from tests.chaos import campaign, sister
 
-        chosen = [(number, *pair) for number,
-                  pair in enumerate(itertools.islice(campaign.kinds(seed), faults))]
+        kinds = itertools.islice(campaign.kinds(seed), faults)
+        chosen = [(number, *pair) for number, pair in enumerate(kinds)]
         chosen = [entry for entry in chosen if only in entry[1].name and (not trial or entry[0] in trial)]
         begin = time.monotonic()
         with _Pool(jobs or max(1, (os.cpu_count() or 2) // 2), base) as pool:
@@ -176,8 +176,8 @@ class _Pool:
 
 
 def _line(result: Any) -> str:
-    seen = "; ".join(f"{name}: {text.splitlines()[0] if text else ''}" for name,
-                     text in result.verdicts.items())
+    seen = "; ".join(f"{name}: {text.splitlines()[0] if text else ''}"
+                     for name, text in result.verdicts.items())
     return f"trial {result.number} ({result.kind}) {result.text}\n    {seen}".replace("[", r"\[")
 
 

@@ -86,5 +86,5 @@ def _measure(trial: Trial, fault: Fault, result: Result) -> None:
     moment, _, result.struck = trial.marker.read_text().strip().partition("\t")
     result.site = fault.site if trial.reference.name == FIRST else None
     before = max((step for at, step in steps if at <= float(moment)), default=0)
-    result.recovery_s = next((at - float(moment) for at,
-                              step in steps if at > float(moment) and step > before), None)
+    result.recovery_s = next((at - float(moment) for at, step in steps
+                              if at > float(moment) and step > before), None)

@@ -51,8 +51,7 @@ class Cluster:
                  "GPUS_PER_NODE": "1", "OMP_NUM_THREADS": "1"}
         given = {name: value for name, value in (given | (env or {})).items() if value != ""}
         run = self.hosts[number].start(*TINY, *self.cache, f"run.dir={self.folder / 'run'}", "run.restarts=0",
-                                       *overrides,
-                                       env=given, own=own)
+                                       *overrides, env=given, own=own)
         self.runs.append(run)
         return run
 

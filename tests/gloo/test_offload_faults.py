@@ -251,8 +251,11 @@ def test_in_pieces(disk, monkeypatch):
     files.make("a", 4 * 4096)
     for call in ("preadv", "pwritev"):
         original = getattr(os, call)
-        monkeypatch.setattr(os, call, lambda number, parts, at,
-                            original=original: original(number, [parts[0][:4096]], at))
+
+        def partly(number, parts, at, original=original):
+            return original(number, [parts[0][:4096]], at)
+
+        monkeypatch.setattr(os, call, partly)
     buffer, again = memory(4096), memory(4096)
     files.write("a", buffer.copy_(value).view(torch.uint8))
     files.read("a", again.view(torch.uint8))

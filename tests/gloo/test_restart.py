@@ -143,9 +143,8 @@ def test_a_loss_that_is_not_finite_again(start):
     run = start("train.steps=40", "optimizer.lr=1e30", "optimizer.clip_grad=0", "optimizer.weight_decay=0",
                 *AGAIN)
     assert run.wait() == 1, run.output
-    assert (
-        run.output.count("threed: step") == 2 and "not started again: the same failed at step" in run.output
-    )
+    assert run.output.count("threed: step") == 2
+    assert "not started again: the same failed at step" in run.output
 
 
 def test_a_mistake_is_not_repeated(start, fail_at):
@@ -174,9 +173,8 @@ def test_a_rank_that_hangs(start, fail_at, tmp_path, unbroken):
     fail_at(5, 3, lambda restarts: os.kill(os.getpid(), signal.SIGSTOP) if not restarts else None)
     run = start("train.steps=12", "checkpoint.every=2", "run.timeout_s=8", *AGAIN)
     assert run.wait() == 0, run.output
-    assert (
-        "restart 1 of 2 since the newest checkpoint, in 0.1 s: no answer within run.timeout_s=8" in run.output
-    )
+    assert ("restart 1 of 2 since the newest checkpoint, in 0.1 s: no answer within "
+            "run.timeout_s=8") in run.output
     assert losses(tmp_path / "run") == unbroken
 
 

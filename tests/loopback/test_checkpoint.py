@@ -277,10 +277,10 @@ def test_every_copy_is_looked_at(tmp_path):
         shutil.rmtree(tmp_path / "source")
 
 
-@pytest.mark.parametrize(("key", "value"), [("samples", 113), ("updates", 3), ("step", 1000), ("skipped", 1),
-                                            ("format", 3),
-                                            ("lineage", ["x", []]),
-                                            ("loss_scaler", {"scale": 2.0, "good": 0, "left": 0})])
+@pytest.mark.parametrize(("key", "value"), [
+    ("samples", 113), ("updates", 3), ("step", 1000), ("skipped", 1), ("format", 3), ("lineage", ["x", []]),
+    ("loss_scaler", {"scale": 2.0, "good": 0, "left": 0}),
+])
 def test_an_edited_manifest(key, value, source, tmp_path):
     """One digit of a counter would train on other data, or not at all."""
     copy = tmp_path / "copy"
@@ -326,17 +326,15 @@ def test_the_one_before_is_taken(tmp_path):
     folder = tmp_path / "checkpoints"
     (folder / "step-00000003" / "rank-00001.safetensors").write_bytes(b"short")
     found, notes = take(config)
-    assert (
-        found == "step-00000002"
-        and "step-00000003 is damaged: rank-00001.safetensors has 5 bytes" in notes[0]
-    )
+    assert found == "step-00000002"
+    assert "step-00000003 is damaged: rank-00001.safetensors has 5 bytes" in notes[0]
     content = bytearray((folder / "step-00000002" / "rank-00001.safetensors").read_bytes())
     content[-3] ^= 4  # noticed by the rank that reads it, not by rank 0
     (folder / "step-00000002" / "rank-00001.safetensors").write_bytes(content)
     found, notes = take(config)
-    assert (
-        found == "step-00000001" and len(notes) == 2 and "does not have the checksum of the index" in notes[1]
-    )
+    assert found == "step-00000001"
+    assert len(notes) == 2
+    assert "does not have the checksum of the index" in notes[1]
     refused(named(config, folder / "step-00000002"), "resume from another one with train.resume=PATH")
     shutil.rmtree(folder / "step-00000001")
     refused(config, "none of the checkpoints can be used")

@@ -149,9 +149,9 @@ def test_the_others_stop(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Reader, "read", slow)
     found, notes = take(config)
-    assert (
-        found == "step-00000001" and "does not have the checksum of the index" in notes[0] and len(boxes) == 1
-    )
+    assert found == "step-00000001"
+    assert "does not have the checksum of the index" in notes[0]
+    assert len(boxes) == 1
 
 
 # ---------------------------------------------------------------- what a file system does
@@ -222,12 +222,12 @@ def test_an_index_of_somebody_else(tmp_path):
     path, lines, parameters, place = tmp_path / "checkpoints" / "step-00000002", [], {}, 0
     for text in (path / "index.jsonl").read_text().splitlines():
         values = json.loads(text)
-        values["boxes"] = [[rank, offset[:1], shape[:1], pieces] for rank, offset, shape,
-                           pieces in values["boxes"]]
-        lines.append(json.dumps(values).encode() + b"\n")
-        parameters[values["name"]] = {**manifest(path)["parameters"][values["name"]], "at": place,
-                                      "size": len(lines[-1]),
-                                      "crc": zlib.crc32(lines[-1])}
+        values["boxes"] = [[rank, offset[:1], shape[:1], pieces]
+                           for rank, offset, shape, pieces in values["boxes"]]
+        line = json.dumps(values).encode() + b"\n"
+        lines.append(line)
+        parameters[values["name"]] = {**manifest(path)["parameters"][values["name"]],
+                                      "at": place, "size": len(line), "crc": zlib.crc32(line)}
         place += len(lines[-1])
     (path / "index.jsonl").write_bytes(b"".join(lines))
     edit(path, parameters=parameters)

@@ -166,8 +166,8 @@ def test_what_fails_after_the_rename(error, tmp_path, monkeypatch):
 
 def test_what_is_not_removed_at_once_is_said(tmp_path, monkeypatch):
     """One call failed; all that could go has gone."""
-    config, said, original = replace(at(tmp_path, *DP),
-                                     checkpoint=replace(at(tmp_path).checkpoint, keep=1)), [], shutil.rmtree
+    config = replace(at(tmp_path, *DP), checkpoint=replace(at(tmp_path).checkpoint, keep=1))
+    said, original = [], shutil.rmtree
     saved_after(config, 1)
 
     def once(path: Path, ignore_errors: bool = False) -> None:
@@ -191,9 +191,8 @@ def test_what_cannot_be_read_is_left_alone(tmp_path):
     (tmp_path / "checkpoints" / "step-00000001" / "manifest.json").write_text("{")
     _, outcome = go_on(config, say=said.append)
     assert outcome.problem is None and names(tmp_path) == {"step-00000001", "step-00000003"}
-    assert (
-        len(said) == 1 and "step-00000001 is left alone, whatever checkpoint.keep says: checkpoint" in said[0]
-    )
+    assert len(said) == 1
+    assert "step-00000001 is left alone, whatever checkpoint.keep says: checkpoint" in said[0]
 
 
 def test_a_file_that_cannot_be_replaced(tmp_path, monkeypatch):
@@ -277,9 +276,9 @@ def test_a_save_after_one_that_failed(tmp_path, monkeypatch):
         return saver.drain()
 
     outcome = on_ranks(at(tmp_path, *DP), work)[0]
-    assert (
-        outcome is not None and outcome.problem is None and (outcome.path / "rank-00001.safetensors").exists()
-    )
+    assert outcome is not None
+    assert outcome.problem is None
+    assert (outcome.path / "rank-00001.safetensors").exists()
     assert take(at(tmp_path))[0] == outcome.path.name
 
 
@@ -336,9 +335,8 @@ def test_the_newest_is_gone(tmp_path):
     folder = tmp_path / "checkpoints"
     (folder / "step-00000003" / "manifest.json").unlink()
     found, notes = take(config)
-    assert (
-        found == "step-00000002" and "step-00000003 cannot be used: manifest.json cannot be read" in notes[0]
-    )
+    assert found == "step-00000002"
+    assert "step-00000003 cannot be used: manifest.json cannot be read" in notes[0]
     shutil.rmtree(folder / "step-00000003")
     found, notes = take(config)
     assert found == "step-00000002" and "step-00000003 cannot be used" in notes[0]

@@ -201,8 +201,8 @@ def test_damaged_on_the_way(broken, how, saved, tmp_path, monkeypatch):
         original(self, source, target, **others)
         if Path(source).name == broken:
             data = Path(target).read_bytes()
-            Path(target).write_bytes({"flipped": flipped(data, 0.7), "short": data[:-1],
-                                      "long": data + b" "}[how])
+            damaged = {"flipped": flipped(data, 0.7), "short": data[:-1], "long": data + b" "}
+            Path(target).write_bytes(damaged[how])
 
     original = LocalFileSystem.put_file
     monkeypatch.setattr(LocalFileSystem, "put_file", put_file)
@@ -387,8 +387,8 @@ def test_the_last_copy_is_tried_again(failures, tmp_path, monkeypatch):
     monkeypatch.setattr(running, "PAUSE_S", 0.0)
 
     def work(engine: Engine, comm: Comm) -> None:
-        log, watch = SimpleNamespace(say=said.append,
-                                     sync=lambda: None), SimpleNamespace(phase=lambda *a, **b: nullcontext())
+        log = SimpleNamespace(say=said.append, sync=lambda: None)
+        watch = SimpleNamespace(phase=lambda *a, **b: nullcontext())
         mine: Any = Checkpoints(config, engine, watch, log, Resumed(path, {}, NEW, []))  # pyright: ignore[reportArgumentType]
         mine.close(lambda: False)
 
@@ -442,11 +442,9 @@ def test_a_flipped_bit_in_a_copy(broken, where, saved, tmp_path, place):
     assert not (tmp_path / "into").exists() or not list((tmp_path / "into").iterdir())
     said = []
     fetched = fetch(place, tmp_path / "into", said.append)
-    assert (
-        fetched is not None
-        and fetched.name == "step-00000001"
-        and [path.name for path in fetched.parent.iterdir()] == ["step-00000001"]
-    )
+    assert fetched is not None
+    assert fetched.name == "step-00000001"
+    assert [path.name for path in fetched.parent.iterdir()] == ["step-00000001"]
     assert "step-00000002 is damaged" in said[0] or "step-00000002 is damaged" in said[1]
 
 

@@ -127,8 +127,8 @@ def test_pieces_and_threads_give_the_same_bits():
     whole = in_thread([0, 400_001], 1)
     for edges, threads in (([0, 400_001], 3), ([0, 1, 7, 33_000, 33_000, 399_999, 400_001], 1),
                            ([0, 140_003, 400_001], 2)):
-        assert all(torch.equal(one, other) for one,
-                   other in zip(whole, in_thread(edges, threads), strict=True))
+        pieces = in_thread(edges, threads)
+        assert all(torch.equal(one, other) for one, other in zip(whole, pieces, strict=True))
 
 
 def test_it_is_torchs_to_rounding(monkeypatch):
@@ -142,15 +142,16 @@ def test_it_is_torchs_to_rounding(monkeypatch):
 
 def test_why_there_is_none(monkeypatch, tmp_path: Path):
     """No compiler; a library that does not load, or that an older native.c made."""
-    def found(path: Path | None):
-        spec = importlib.machinery.ModuleSpec("threed._native", None,
-                                              origin=str(path)) if path is not None else None
+    def load(path: Path | None):
+        spec = None
+        if path is not None:
+            spec = importlib.machinery.ModuleSpec("threed._native", None, origin=str(path))
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
         return native._load()
 
-    assert found(None) == (None, None, "threed was installed where there was no C compiler with OpenMP")
+    assert load(None) == (None, None, "threed was installed where there was no C compiler with OpenMP")
     (tmp_path / "text.so").write_text("no library")
-    *functions, why = found(tmp_path / "text.so")
+    *functions, why = load(tmp_path / "text.so")
     assert functions == [None, None] and why == f"{tmp_path / 'text.so'}: file too short"
     monkeypatch.undo()
     monkeypatch.setattr(native, "VERSION", native.VERSION + 1)

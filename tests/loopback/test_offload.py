@@ -336,8 +336,8 @@ def test_a_skipped_delayed_step(tmp_path):
         for step in range(20):
             before = [torch.clone(state.weights) for state in engine.states.values()]
             clipped, _ = engine.train_step(batches(config, comm, step))
-            moved = any(not a.equal(state.weights) for a,
-                        state in zip(before, engine.states.values(), strict=True))
+            moved = any(not weights.equal(state.weights)
+                        for weights, state in zip(before, engine.states.values(), strict=True))
             seen.append((clipped.finite, moved, engine.zero.updates))
         return seen
 

@@ -248,10 +248,8 @@ def test_a_backward_in_two_halves(schedule):
         flip(next(iter(engine.states[tied].written())))
 
     said = message(config, after(Op.BACKWARD_WEIGHT, 0, 0, wrong, rank=1))
-    assert (
-        "first in the gradient of u0 (embedding), micro-batch 0, BACKWARD_WEIGHT, on rank 1 (pp0 dp1 tp0)"
-        in said
-    ), said
+    assert ("first in the gradient of u0 (embedding), micro-batch 0, BACKWARD_WEIGHT, on rank 1 "
+            "(pp0 dp1 tp0)") in said, said
     said = message(config, after(Op.BACKWARD_INPUT, 2, 3, grad, rank=make_plan(config).table.position(2) * 2))
     assert "first in the gradient of u2 (blocks.1), micro-batch 3, BACKWARD_INPUT" in said, said
 
@@ -271,10 +269,9 @@ def test_a_message_that_comes_wrong():
 
         engine.handlers[Op.FORWARD] = handle
 
-    assert (
-        "first in the input, received from pp0, of u2 (blocks.1), micro-batch 0, FORWARD, on rank 1"
-        in message(config, broken)
-    )
+    said = message(config, broken)
+    assert ("first in the input, received from pp0, of u2 (blocks.1), micro-batch 0, FORWARD, on rank "
+            "1") in said
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -256,9 +256,9 @@ def test_cycle_in_the_order():
     programs[0] = [*gathers, *early, *(item for item in program if item not in early and item not in gathers)]
     assert stuck(programs, plan) == [True, True, True]
     message = fault(programs, plan)
-    assert (
-        message.startswith("deadlock (buffered)") and "position pp0" in message and "position pp1" in message
-    )
+    assert message.startswith("deadlock (buffered)")
+    assert "position pp0" in message
+    assert "position pp1" in message
 
 
 def test_collectives_of_positions_meet():

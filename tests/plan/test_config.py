@@ -204,11 +204,9 @@ def test_warnings():
     assert warnings(load(None)) == []
     lines = warnings(load(None, ["optimizer.warmup_steps=500", "train.steps=10", "parallel.pp=4",
                                  "parallel.dp=8"]))
-    assert (
-        len(lines) == 2
-        and "warmup_steps=500 is longer than train.steps=10" in lines[0]
-        and "bubble" in lines[1]
-    )
+    assert len(lines) == 2
+    assert "warmup_steps=500 is longer than train.steps=10" in lines[0]
+    assert "bubble" in lines[1]
 
 
 def test_registry_name_with_override(tmp_path):

@@ -49,11 +49,11 @@ def test_ratio(sizes, ratio):
     """A share that another unit would bring nearer, or that is off by more than half a unit."""
     units = dict(enumerate(sizes))
     found = homes(units, ratio, Tier.HOST)
-    there = sum(size for unit, size in units.items() if found[unit] == "host")
+    offloaded = sum(size for unit, size in units.items() if found[unit] == "host")
     goal = ratio * sum(sizes)
-    assert abs(there - goal) <= max(sizes) / 2
-    assert all(abs(there + size - goal) >= abs(there - goal) for unit,
-               size in units.items() if found[unit] == "device")
+    assert abs(offloaded - goal) <= max(sizes) / 2
+    assert all(abs(offloaded + size - goal) >= abs(offloaded - goal)
+               for unit, size in units.items() if found[unit] == "device")
 
 
 def test_ratio_of_equal_units():
@@ -89,8 +89,7 @@ def draw(rng: random.Random) -> Config:
     """A random valid config with offload."""
     while True:
         stage, dp, tp, pp, schedule = (rng.choice((0, 1, 2, 3, 3, 3)), rng.choice((1, 2, 4)),
-                                       rng.choice((1, 2)),
-                                       rng.choice((1, 2, 3)), rng.choice(SCHEDULES))
+                                       rng.choice((1, 2)), rng.choice((1, 2, 3)), rng.choice(SCHEDULES))
         zero = ZeroConfig(stage, rng.choice((1, 2, dp)) if stage else None)
         if stage >= 2:
             zero.reduce_every = rng.choice((1, 2, "step"))
@@ -204,8 +203,8 @@ def test_steps_of_disk_and_device_overlap():
     for program in plan_of(*NVME).programs["train"]:
         steps = [item for item in program if item.op == Op.STEP]
         for before, step in zip(steps, steps[1:]):
-            assert program.index(Instruction(Op.FETCH, step.unit, kind="state",
-                                             tier=Tier.HOST)) < program.index(before)
+            fetch = Instruction(Op.FETCH, step.unit, kind="state", tier=Tier.HOST)
+            assert program.index(fetch) < program.index(before)
 
 
 def rooms_of(table: Table) -> dict[str, Callable[[int], int]]:
@@ -234,8 +233,8 @@ def test_buffers_are_enough_and_no_more(drawn):
             for name, pool in (("states", found.host_states), ("weights", found.host_weights),
                                ("up", found.pshards)):
                 assert pool == most[name], name
-            assert found.gshards == {numel: min(count + 1, of_size[numel]) for numel,
-                                     count in most["gradients"].items()}
+            assert found.gshards == {numel: min(count + 1, of_size[numel])
+                                     for numel, count in most["gradients"].items()}
 
 
 # ---------------------------------------------------------------- bytes

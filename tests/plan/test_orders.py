@@ -82,11 +82,9 @@ def test_peak_activations(p, m):
         report = predict_bare(name, p, m, UNIT, v if v > 1 else None)
         return max(stage["peak_activations"] for stage in report["stages"])
 
-    assert (
-        peak("gpipe") == m
-        and peak("1f1b") == peak("zb-h1") == peak("zb-v") == p
-        and peak("zb-h2") == min(m, 2 * p - 1)
-    )
+    assert peak("gpipe") == m
+    assert peak("1f1b") == peak("zb-h1") == peak("zb-v") == p
+    assert peak("zb-h2") == min(m, 2 * p - 1)
     assert peak("breadth-first", 2) == m
     if m % p == 0 and m > p:
         assert peak("interleaved", 2) == pytest.approx(p * (1 + (p - 1) / (2 * p)))  # Korthikanti et al. 2022
@@ -112,8 +110,8 @@ def test_bubble(schedule, p, m, backward):
     position."""
     plan = plan_of(schedule, p, m)
     programs, table = plan.programs["train"], plan.table
-    links = [link(program, table, position, table.seam(position)) for position,
-             program in enumerate(programs)]
+    links = [link(program, table, position, table.seam(position))
+             for position, program in enumerate(programs)]
     whole = unit_cost(table)
 
     def cost(position, instruction):
@@ -199,8 +197,8 @@ def test_messages_overlap_with_compute():
     end."""
     plan = plan_of("1f1b", 4, 8)
     programs, table = plan.programs["train"], plan.table
-    links = [link(program, table, position, table.seam(position)) for position,
-             program in enumerate(programs)]
+    links = [link(program, table, position, table.seam(position))
+             for position, program in enumerate(programs)]
     times = [walk(programs, table, links, mode, unit_cost(table)).total_s for mode in Mode]
     assert times == sorted(times) and times[0] == 3 * (8 + 4 - 1)
 

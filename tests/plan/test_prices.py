@@ -52,8 +52,8 @@ def test_memory_over_the_mesh():
 def test_memory_of_a_config():
     """From the plan: the formula, but for padding, where every position is alike."""
     config = load("configs/gpt2-small.yaml", ["parallel.pp=1", "parallel.tp=1", "parallel.dp=8",
-                                              "precision.dtype=bf16",
-                                              "precision.grad_dtype=bf16", "train.global_batch_size=64",
+                                              "precision.dtype=bf16", "precision.grad_dtype=bf16",
+                                              "train.global_batch_size=64",
                                               "parallel.sequence_parallel=false"])
     found = of_config(config)
     psi = found["parameters"]
@@ -62,8 +62,8 @@ def test_memory_of_a_config():
 
 
 @pytest.mark.parametrize("arguments", [[], ["configs/toy.yaml", "--parameters", "1e9"],
-                                       ["--parameters", "-1"],
-                                       ["--parameters", "nan"], ["--parameters", "1e9", "--dtype", "int8"]])
+                                       ["--parameters", "-1"], ["--parameters", "nan"],
+                                       ["--parameters", "1e9", "--dtype", "int8"]])
 def test_memory_refuses(arguments):
     with pytest.raises(InputError):
         CliRunner().invoke(app, ["memory", *arguments], catch_exceptions=False)

@@ -40,8 +40,8 @@ def plan_of(*others: str) -> Plan:
 def test_every_unit_is_copied_once(mesh):
     """On the position that writes it; a tied embedding is written by the first of its two."""
     plan = plan_of(*MESHES[mesh])
-    copied = [(position, item.unit) for position,
-              program in enumerate(plan.programs[SNAPSHOT]) for item in program]
+    copied = [(position, item.unit) for position, program in enumerate(plan.programs[SNAPSHOT])
+              for item in program]
     assert sorted(unit for _, unit in copied) == sorted(plan.table.parameters)
     assert all(plan.table.parameters[unit].positions[0] == position for position, unit in copied)
     assert (WAITING in plan.programs) == plan.table.update.delayed
@@ -110,8 +110,8 @@ def test_bytes(others, kinds, share):
     """fp32 of weights and two moments, and of gradients that wait, of this rank's shard."""
     plan = plan_of(*others)
     (row,) = stages(plan)
-    assert row["snapshot_bytes"] == sum(unit.numel
-                                        for unit in plan.table.parameters.values()) // share * 4 * kinds
+    numel = sum(unit.numel for unit in plan.table.parameters.values())
+    assert row["snapshot_bytes"] == numel // share * 4 * kinds
 
 
 def test_what_it_costs():

@@ -221,8 +221,8 @@ def test_every_use_has_its_gather(drawn):
     """A unit read where it is not, gathered where it is, or left at the end; by the instructions alone, not
     by `effects`."""
     for _, plan in drawn:
-        for position, program in ((p, each) for programs in plan.programs.values() for p,
-                                  each in enumerate(programs)):
+        for position, program in ((position, program) for programs in plan.programs.values()
+                                  for position, program in enumerate(programs)):
             table, there = plan.table, set()
             for item in program:
                 if item.op == Op.GATHER:
@@ -297,11 +297,11 @@ def test_number_of_reductions(place, stage):
         plan = make_plan(config)
         times = 1 if k == "step" else -(-m // int(k))
         for position, program in enumerate(plan.programs["train"]):
-            found = Counter((item.unit, item.group) for item in program if item.op == Op.REDUCE)
+            reduced = Counter((item.unit, item.group) for item in program if item.op == Op.REDUCE)
             often = ("tp", "dp", "shard")
-            assert found == Counter({(p, step.group): times if step.group in often else 1
-                                     for p in plan.table.held(position)
-                                     for step in plan.table.reductions(p)}), (m, k)
+            expected = {(p, step.group): times if step.group in often else 1
+                        for p in plan.table.held(position) for step in plan.table.reductions(p)}
+            assert reduced == Counter(expected), (m, k)
 
 
 def test_no_reduction_waits_longer_than_it_should(drawn):
@@ -365,11 +365,11 @@ def test_buffers_are_enough_and_no_more(drawn):
                 # a buffer is for sizes above the next smaller one's
                 for below, end in zip([0, *ends], ends, strict=False):
                     most = max(sum(below < size <= end for size in taken) for taken in times[kind])
-                    assert sizes[end] == min(most + spare,
-                                             sum(below < size <= end for size in numel.values())) > 0
+                    num_units = sum(below < size <= end for size in numel.values())
+                    assert sizes[end] == min(most + spare, num_units) > 0
                 assert max(separate, default=0) == max(ends, default=0)
-                own = sum(size * min(count + spare, Counter(numel.values())[size]) for size,
-                          count in separate.items())
+                own = sum(size * min(count + spare, Counter(numel.values())[size])
+                          for size, count in separate.items())
                 assert sum(size * count for size, count in sizes.items()) <= own
             times = 2 if config.precision.reduce_dtype != config.precision.grad_dtype else 1
             assert found.staging == max(numel.values(), default=0) * 4 * times

@@ -62,7 +62,7 @@ class Section(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What every side does: some of it in passes of their own, or in one."""
+    """What every side does, in one pass or in passes of their own."""
 
     narrow: bool  # gradients are in bf16
     scale: float  # gradients are multiplied by this: clipping
@@ -125,8 +125,8 @@ def threed_side(memory: Memory, options: OptimizerConfig) -> Side:
 
 
 def peer_side(memory: Memory, options: OptimizerConfig, make: Callable[..., Any]) -> Side:
-    """An optimizer of torch's kind over the same memory; what it does not do comes before and after, unit by
-    unit."""
+    """A torch-like optimizer over the same memory; the work that it does not do comes before and after, unit
+    by unit."""
     parameters = [torch.nn.Parameter(weight) for weight in memory.weights]
     beta1, beta2 = options.betas
     optimizer = make(parameters, lr=options.lr, betas=(beta1, beta2), eps=options.eps,

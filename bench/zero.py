@@ -68,7 +68,7 @@ class Round(NamedTuple):
 
 
 def serve(rank: int, store: str, config: Config, args: argparse.Namespace, pipe: Any) -> None:
-    """Body of a process: sends what it checked, then each round, or what went wrong."""
+    """Body of a process: sends the losses it checked, then each round, or the traceback of a failure."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", FutureWarning)  # of the names that torch's own collectives go by
     try:
@@ -129,8 +129,8 @@ class Result(NamedTuple):
     others: float  # share of the machine's processors that was busy with other work
 
     def compare(self, name: str, peer: str) -> tuple[float, float] | None:
-        """The medians of the rounds' ratios, of time and of processor time; None where one of the two is not
-        there."""
+        """The medians of the rounds' ratios, of time and of processor time; None if one of the two is
+        missing."""
         found = {row.name: row for row in self.rows}
         if name not in found or peer not in found:
             return None
@@ -193,7 +193,7 @@ def join(ranks: Sequence[Ran]) -> Ran:
 
 
 def agree(losses: dict[str, list[float]], say: Callable[[str], None]) -> None:
-    """All losses to 1e-5, or nothing is compared."""
+    """All losses agree to 1e-5; otherwise nothing is compared."""
     base = losses[BASE]
     far = {name: max(abs(a - b) / abs(b) for a, b in zip(each, base)) for name, each in losses.items()}
     say(f"losses {', '.join(f'{loss:.6f}' for loss in base)}; furthest from DDP: "

@@ -37,7 +37,7 @@ from threed.tensor.random import initial_values
 
 
 def import_deepspeed() -> tuple[Any, str]:
-    """The module and its version, or None and why it is not there."""
+    """DeepSpeed's module and version, or None and the reason why it is missing."""
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     logging.disable(logging.WARNING)  # it talks a lot
@@ -235,7 +235,7 @@ def deepspeed(config: Config, comm: Comm, stage: int) -> Step:
 
 
 def executors() -> dict[str, Callable[[Config, Comm], Step]]:
-    """Name -> how to make one."""
+    """Name -> function that makes the executor."""
     makers: dict[str, Callable[[Config, Comm], Step]] = {
         "DDP": ddp, "ZeroRedundancyOptimizer": zero_redundancy,
         "FSDP2, reshard": partial(fsdp2, reshard=True),

@@ -90,8 +90,8 @@ MAX_FILE, MAX_FUNCTION, MAX_ARGUMENTS = 420, 70, 7  # lines, lines, arguments be
 
 
 def paths() -> dict[str, Path]:
-    """Module (without `threed.`) -> file. The models are the files of models/, wherever a link leads to
-    them."""
+    """Module (without `threed.`) -> file. The models' files are those of models/, to which threed/models is a
+    link."""
     found = {}
     for path in sorted([*(ROOT / "threed").rglob("*.py"), *(ROOT / "models").rglob("*.py")]):
         parts = path.relative_to(ROOT / "threed" if ROOT / "threed" in path.parents
@@ -107,14 +107,14 @@ TREES = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
 
 
 def layer(module: str) -> tuple[int, int]:
-    """Level, and row in it."""
+    """The level, and the row in it."""
     fits = [key for key in LAYERS if module == key or (key.endswith(".") and f"{module}.".startswith(key))]
     assert fits, f"{module} has no layer yet: give it one here"
     return LAYERS[module if module in fits else max(fits, key=len)]
 
 
 def imports(module: str) -> set[str]:
-    """Modules that a module imports, anywhere in it; but not those it only names for the type checker."""
+    """Modules that a module imports anywhere; imports for the type checker alone do not count."""
     found = set()
     only_types = {child for node in ast.walk(TREES[module]) if isinstance(node, ast.If)
                   and ast.unparse(node.test) == "TYPE_CHECKING" for child in ast.walk(node)}
@@ -220,7 +220,7 @@ def test_no_global(module):
 
 @pytest.mark.parametrize("module", MODULES)
 def test_budgets(module):
-    """What does not fit a screen or two is not read."""
+    """A file or function that is longer than a screen or two is not read."""
     length = len(MODULES[module].read_text().splitlines())
     assert length <= MAX_FILE, f"{module} has {length} lines"
     for node in ast.walk(TREES[module]):

@@ -29,7 +29,8 @@ def is_core(path: Path, marked: bool) -> bool:
 
 
 def over_budget(tier: str, elapsed_s: float, cores: int) -> tuple[str, bool]:
-    """What to say of a run of a whole tier ("": nothing), and whether it fails: not on less than CORES."""
+    """The message about a whole tier's run that is over its budget ("" if it is not), and whether the run
+    fails: never on fewer than CORES."""
     budget_s = BUDGET_S[tier]
     if elapsed_s <= budget_s:
         return "", False
@@ -42,5 +43,5 @@ def over_budget(tier: str, elapsed_s: float, cores: int) -> tuple[str, bool]:
 
 
 def cores() -> int:
-    """Of this process."""
+    """Processors that this process may use."""
     return len(os.sched_getaffinity(0))

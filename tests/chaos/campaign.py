@@ -30,8 +30,8 @@ def kinds(seed: int) -> Iterator[tuple[Kind, int]]:
 
 
 def draw(seed: int, number: int, kind: Kind, attempt: int = 1) -> tuple[random.Random, str]:
-    """What a trial draws from, and the sister that it is about, unless it walks through the calls of the
-    first one's saves."""
+    """The random numbers of a trial and its sister, unless the kind walks through the calls of the first
+    sister's saves."""
     rng = random.Random(f"{seed}, {number}")
     name = rng.choice(list(kind.sisters))
     return (rng if attempt == 1 else random.Random(f"{seed}, {number}, {attempt}")), name
@@ -44,7 +44,7 @@ def wanted(seed: int, number: int, kind: Kind) -> set[str]:
 
 def make(seed: int, number: int, kind: Kind, index: int, references: dict[str, Reference], base: Path,
          data: list[str]) -> Result:
-    """One trial; another one where the run was over before the fault could strike."""
+    """Run a trial, and again if the run was over before the fault could strike."""
     begin = time.monotonic()
     for attempt in range(1, ATTEMPTS + 1):
         rng, name = draw(seed, number, kind, attempt)
@@ -78,7 +78,7 @@ def _make(trial: Trial, kind: Kind, result: Result) -> Result:
 
 
 def _measure(trial: Trial, fault: Fault, result: Result) -> None:
-    """What was struck, and how long it took to be again where the run was."""
+    """What the fault struck, and the seconds until the run was again at the step it had reached."""
     steps = read_steps(trial.folder)
     result.repeated = len(steps) - len({step for _, step in steps})
     if not trial.marker.exists():

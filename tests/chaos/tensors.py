@@ -14,7 +14,7 @@ DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.ui
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
-    """Those that were published, oldest first."""
+    """The published checkpoints, oldest first."""
     found = (run_dir / "checkpoints").glob("step-*")
     return sorted(path for path in found if re.fullmatch(r"step-\d{8}", path.name)
                   and (path / "manifest.json").is_file())

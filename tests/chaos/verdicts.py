@@ -25,7 +25,7 @@ TOLERANCE = 1e-5  # of losses on another mesh, relative
 
 
 def judge(trial: Trial, fault: Fault) -> dict[str, str]:
-    """By name: what was seen."""
+    """Name of a broken rule -> what was seen."""
     found = dict(trial.verdicts)
     if trial.done():
         found |= _numbers(trial)

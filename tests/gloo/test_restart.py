@@ -35,7 +35,7 @@ def start(begin):
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory, cache):
-    """The losses of a run that nothing happens to."""
+    """The losses of a run without faults."""
     folder = tmp_path_factory.mktemp("unbroken")
     run = Run(folder, *SMALL, *cache, f"run.dir={folder / 'run'}", "train.steps=12")
     assert run.wait() == 0, run.output
@@ -67,7 +67,7 @@ def kill_once(restarts: int) -> None:
 
 
 def said(run: Run) -> list[str]:
-    """What is said of failures, a line each."""
+    """The lines of the output about failures."""
     return [line for line in run.output.splitlines() if line.startswith("threed: ")]
 
 
@@ -123,8 +123,8 @@ def test_all_ranks_killed_again_and_again(start, fail_at, tmp_path, unbroken):
 
 
 def test_the_same_again(start, fail_at):
-    """What fails twice at one step for one reason is the run's: it ends with the status and the words of the
-    failure."""
+    """A failure at the same step for the same reason is the run's own: the run ends with the failure's status
+    and message."""
     def fail(_: int) -> None:
         raise RuntimeError("the seventh seal")
 
@@ -180,7 +180,7 @@ def test_a_rank_that_hangs(start, fail_at, tmp_path, unbroken):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_stopped_while_it_waits(number, start, fail_at):
-    """A request to stop ends the wait."""
+    """A request to stop ends the wait for a restart."""
     fail_at(2, 0, kill_once)
     run = start("train.steps=6", "run.restarts=2", "run.restart_wait_s=1000")
     run.wait_for("in 1000 s")
@@ -231,7 +231,7 @@ def test_the_folder_is_removed(start, tmp_path):
 
 @pytest.fixture
 def endless(monkeypatch):
-    """Preparing data takes for ever."""
+    """Preparation of data that never ends."""
     from threed.data import tokens
 
     def fill(folder: Path, *_: object) -> None:

@@ -44,7 +44,7 @@ def traced(tmp_path_factory, cache):
 
 @pytest.fixture
 def copy(traced, tmp_path):
-    """A copy of the traced run, to damage."""
+    """A copy of the traced run, for damage."""
     shutil.copytree(traced / "trace", tmp_path / "run" / "trace")
     for name in ("config.json", "costs.json"):
         shutil.copy(traced / name, tmp_path / "run")
@@ -261,7 +261,7 @@ def test_bad_config(damage, words, copy):
 
 
 def test_exit_status(traced, tmp_path):
-    """2, one line, no traceback."""
+    """Status 2 and one line, no traceback."""
     for argv in (["compare", str(tmp_path)], ["trace", str(traced), "--step", "7"],
                  ["trace", str(traced), "-o", str(tmp_path / "no" / "where.json")],
                  ["trace", str(traced), "--svg", str(tmp_path / "no" / "where.svg")]):

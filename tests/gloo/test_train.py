@@ -35,7 +35,7 @@ def start(begin):
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory, cache):
-    """A run of 12 steps that nothing happens to."""
+    """A run of 12 steps without faults."""
     folder = tmp_path_factory.mktemp("unbroken")
     run = Run(folder, *TOY, *cache, f"run.dir={folder / 'run'}", "train.steps=12", "checkpoint.every=4",
               "checkpoint.keep=0",
@@ -218,7 +218,7 @@ def test_a_validation_loss_that_is_not_finite(start):
 
 
 def test_a_rank_that_leaves(start, monkeypatch):
-    """A rank that ends without a word is named."""
+    """The message names a rank that ends without one of its own."""
     import threed.engine.engine as engine
 
     def leave(self, batch):

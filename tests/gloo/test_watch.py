@@ -83,8 +83,8 @@ def test_a_failure_while_ranks_connect(how, start, never_connects):
 
 
 def test_a_failure_while_ranks_connect_over_tcp(as_ranks, never_connects):
-    """As under torchrun: each by itself sees it in the store, although it waits for another answer from
-    there."""
+    """As under torchrun: each rank reads the failure from the store, although it waits there for another
+    answer."""
     never_connects(2, "raises")
     runs = as_ranks(4, "train.steps=2", "parallel.dp=2", "parallel.tp=1", "parallel.pp=2")
     statuses, outputs = [run.wait(40) for run in runs], [run.output for run in runs]

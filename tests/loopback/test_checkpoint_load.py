@@ -46,7 +46,7 @@ def steps_in(config: Config) -> list[int]:
 
 
 def edit(path: Path, **change: Any) -> None:
-    """Another manifest, with the checksum that it should have."""
+    """Replace the manifest, with the right checksum."""
     values = {key: value for key, value in manifest(path).items() if key != "checksum"}
     (path / "manifest.json").write_text(formats.seal({**values, **change}))
 
@@ -55,7 +55,7 @@ def edit(path: Path, **change: Any) -> None:
 
 
 class Elsewhere(torch.Tensor):
-    """On another device: it cannot be computed with, only cut and brought here."""
+    """A tensor on another device: it can only be cut and copied to the host, not computed with."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -84,7 +84,7 @@ def test_bits_of_weights(dtype, monkeypatch):
 
 
 def test_a_weight_that_is_no_number(tmp_path):
-    """A checkpoint of a run that went wrong can be looked at: its weights are loaded as they were saved."""
+    """A checkpoint of a run that diverged can be inspected: its NaN weights are loaded as saved."""
     config = at(tmp_path, *DP, "zero.stage=1", "precision.dtype=bf16")
 
     def work(engine: Engine, comm: Comm) -> None:
@@ -158,8 +158,8 @@ def test_the_others_stop(tmp_path, monkeypatch):
 
 
 def test_one_that_cannot_be_looked_into(tmp_path, monkeypatch):
-    """It is tried, and refused with its reason; where the folder of all cannot be listed, nothing begins
-    anew."""
+    """An unreadable checkpoint is tried, and refused with its reason; if the folder of checkpoints cannot be
+    listed, nothing begins anew."""
     config = at(tmp_path)
     for steps in (1, 2):
         saved_after(config, steps)
@@ -204,7 +204,7 @@ def test_an_index_that_is_late(tmp_path, monkeypatch):
 
 
 def test_an_index_that_is_gone(tmp_path, monkeypatch):
-    """Rank 0 sees it at once: nobody waits for it."""
+    """Rank 0 notices the missing index at once: no rank waits for it."""
     config = at(tmp_path)
     for steps in (1, 2):
         saved_after(config, steps)

@@ -165,7 +165,7 @@ def test_what_fails_after_the_rename(error, tmp_path, monkeypatch):
 
 
 def test_what_is_not_removed_at_once_is_said(tmp_path, monkeypatch):
-    """One call failed; all that could go has gone."""
+    """One call failed: a message says so, and all that could be removed is gone."""
     config = replace(at(tmp_path, *DP), checkpoint=replace(at(tmp_path).checkpoint, keep=1))
     said, original = [], shutil.rmtree
     saved_after(config, 1)
@@ -184,7 +184,8 @@ def test_what_is_not_removed_at_once_is_said(tmp_path, monkeypatch):
 
 
 def test_what_cannot_be_read_is_left_alone(tmp_path):
-    """It may be another's: it stays beyond checkpoint.keep, which is said once."""
+    """An unreadable checkpoint may be another run's: it is kept beyond checkpoint.keep, and one message says
+    so."""
     config, said = replace(at(tmp_path, *DP), checkpoint=replace(at(tmp_path).checkpoint, keep=1)), []
     saved_after(config, 2)
     saved_after(replace(config, checkpoint=replace(config.checkpoint, keep=0)), 1)
@@ -298,7 +299,7 @@ def test_a_copy_that_fails(tmp_path, monkeypatch):
 
 
 def test_older_ones_that_cannot_be_removed(tmp_path, monkeypatch):
-    """The new one is saved for all that."""
+    """The new checkpoint is saved all the same."""
     config = at(tmp_path, "checkpoint.keep=1")
     saved_after(config, 1)
 

@@ -54,7 +54,7 @@ def on_ranks(config: Config, work: Any) -> list[Any]:
 
 
 def train(config: Config, steps: int, lineage: Lineage = NEW, held: Any = lambda: None) -> list[Path]:
-    """Steps from wherever train.resume says, a checkpoint after each."""
+    """Take steps from where train.resume says, with a checkpoint after each."""
     def work(engine: Engine, comm: Comm) -> list[Path]:
         resume(config, engine.zero)
         saver, paths = Saver(engine, lineage, lambda: None, being_copied=held), []
@@ -81,7 +81,7 @@ def place(request, tmp_path) -> str:
 
 
 def copied(place: str, *paths: Path, keep: int = 0) -> list[Copied]:
-    """Each after the other."""
+    """Copy the checkpoints one after the other."""
     copier = Copier(place, keep)
     for path in paths:
         copier.offer(path)
@@ -96,7 +96,7 @@ def files(place: str, name: str = "") -> dict[str, bytes]:
 
 
 def overwrite(place: str, name: str, change: Any) -> None:
-    """Change a file that is there."""
+    """Change an existing file."""
     system, root = url_to_fs(place)
     system.pipe_file(f"{root}/{name}", change(system.cat_file(f"{root}/{name}")))
 
@@ -229,7 +229,7 @@ def test_a_store_that_loses_bytes(broken, saved, monkeypatch):
 
 
 def test_a_copy_that_cannot_be_looked_at(saved, place, monkeypatch):
-    """A moment without an answer takes away nothing that is there."""
+    """A store that does not answer for a moment: no existing copy is removed."""
     copied(place, saved[0])
     before = files(place)
     monkeypatch.setattr(Store, "read", lambda *args: 1 / 0)
@@ -274,7 +274,7 @@ def test_a_copy_of_which_nobody_knows(saved, place, monkeypatch):
 
 
 def test_a_copy_of_nobody(saved, place):
-    """One whose manifest cannot be read, or is of another version, may be another run's: it stays, and is not
+    """A copy whose manifest cannot be read, or has another version, may be another run's: it is kept, and not
     counted."""
     copied(place, *saved[:3])
     overwrite(place, "step-00000001/manifest.json", lambda data: b"{")
@@ -450,7 +450,7 @@ def test_a_flipped_bit_in_a_copy(broken, where, saved, tmp_path, place):
 
 @pytest.mark.parametrize("gone", ["manifest.json", "index.jsonl", "rank-00001.safetensors"])
 def test_half_a_copy(gone, saved, tmp_path, place):
-    """One without a manifest is no copy; one without another file is refused."""
+    """A copy without a manifest does not count; a copy without another file is refused."""
     copied(place, *saved[:2])
     system, root = url_to_fs(place)
     system.rm(f"{root}/step-00000002/{gone}")
@@ -461,8 +461,8 @@ def test_half_a_copy(gone, saved, tmp_path, place):
 
 
 def test_nothing_there(tmp_path, place):
-    """An address that holds nothing: refused where it was named, and the run begins where it was only the
-    last resort."""
+    """An empty address: refused if the user named it; otherwise, as the last resort, the run begins at step
+    0."""
     named = at(tmp_path / "run", f"train.resume={place}" if "://" in place
                else f"train.resume=file://{place}")
     with pytest.raises(InputError, match="there is no complete checkpoint"):
@@ -543,7 +543,7 @@ def test_nobody_waits_for_what_is_fetched(tmp_path):
     ("checkpoint.copy_keep=3", "needs checkpoint.copy_to"),
     ("checkpoint.copy_wait_s=-1", "must be at least 0")])
 def test_refused_before_anything_starts(override, text):
-    """An address that cannot be one, and settings without it."""
+    """An impossible address, and settings that need an address without one."""
     with pytest.raises(ConfigError) as caught:
         load(None, [override])
     assert text in str(caught.value)
@@ -554,7 +554,7 @@ def test_refused_before_anything_starts(override, text):
     ("gs://bucket/run", "gcsfs", "threed[gcs]"),
 ])
 def test_without_its_package(address, package, extra, monkeypatch):
-    """One message, which says what to install."""
+    """One message, with the package to install."""
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, address.partition(":")[0], raising=False)
     with pytest.raises(ConfigError) as caught:

@@ -151,7 +151,7 @@ def malloc_bytes() -> int:
 
 
 def peak_of(prof: profile) -> int:
-    """The most that was allocated at one time, of what this thread allocated."""
+    """The most bytes that this thread had allocated at one time."""
     now = peak = 0
     for event in prof.profiler.kineto_results.events():  # pyright: ignore[reportOptionalMemberAccess]
         if event.name() == "[memory]":

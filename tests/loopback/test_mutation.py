@@ -47,7 +47,7 @@ class Case(NamedTuple):
     others: tuple[str, ...] = ()
 
     def config(self, path: Path | None = None) -> Config:
-        """Files go to `path`, where there are any."""
+        """`path` is the folder of files, if the case needs any."""
         needs_files = any(text.endswith("=nvme") for text in self.others)
         files = [f"offload.nvme_path={path or '/disk'}"] if needs_files else []
         return tiny(*SMALL, *files, f"model.layers={self.layers}", f"parallel.pp={self.pp}",
@@ -286,7 +286,7 @@ class Haste:
         return issue
 
     def pause(self) -> None:
-        """In a late lane: whoever should wait for its job and does not now goes on without it."""
+        """In a late lane, a reader that does not wait for its job goes on without the job's result."""
         if self.lanes == "late" and threading.current_thread().name in LATE:
             time.sleep(self.rng.choice((0, 0, 0.001)))
 
@@ -356,7 +356,7 @@ def test_more_edits(name, monkeypatch, tmp_path):
 @pytest.mark.parametrize("seed", [11, 12])
 @pytest.mark.parametrize("name", CASES)
 def test_many_edits(name, seed, monkeypatch, tmp_path):
-    """The same, with 1,000 others."""
+    """The same, with 1,000 other edits."""
     check(CASES[name]._replace(edits=1000), seed, tmp_path, monkeypatch)
 
 

@@ -49,8 +49,8 @@ def update(scale: float = 1.0, decay: bool = True, lr: float = 0.1, betas: tuple
 @pytest.mark.parametrize(("grad_dtype", "copy_dtype", "decay", "scale"), [*itertools.product(
     NARROW, [None, *NARROW], [True, False], [1.0, 0.37])])
 def test_its_formula(grad_dtype, copy_dtype, decay, scale):
-    """On a piece in the middle: 5000 elements, no multiple of a block, that are not aligned; what is beside
-    them stays."""
+    """On a slice of 5000 unaligned elements, not a multiple of a block; the elements beside it are
+    unchanged."""
     made = weight, grad, first, second = tensors(6001, grad_dtype)
     copy = torch.full((6001,), 7.0, dtype=copy_dtype) if copy_dtype is not None else None
     everything = [*made, *([copy] if copy is not None else [])]
@@ -141,7 +141,7 @@ def test_it_is_torchs_to_rounding(monkeypatch):
 
 
 def test_why_there_is_none(monkeypatch, tmp_path: Path):
-    """No compiler; a library that does not load, or that an older native.c made."""
+    """No compiler; a library that does not load, or that was built from an older native.c."""
     def load(path: Path | None):
         spec = None
         if path is not None:

@@ -84,7 +84,7 @@ SAMPLE = [tuple(row) for row in AllPairs(list(AXES.values()), filter_func=works)
 
 @pytest.mark.parametrize("row", SAMPLE, ids=lambda row: "-".join(map(str, row)))
 def test_pairs(row, references, tmp_path):
-    """Two features that do not get on: every two values of two axes meet here."""
+    """Two features that do not work together: every two values of two axes meet here."""
     assert_contract(composed(tmp_path, *row), references)
 
 
@@ -299,7 +299,7 @@ def test_delayed_pairs(row, references, tmp_path):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
 def test_delayed_tiers_and_stages_are_equal_to_the_bit(schedule, precision, tmp_path):
-    """Over 8 steps, all programs among them."""
+    """Over 8 steps, which run all programs."""
     over = [f"parallel.schedule={schedule}", "offload.delayed_update=true", "offload.warmup=2",
             "train.steps=8",
             "optimizer.clip_grad=1.0", "zero.reduce_every=step", *PRECISIONS[precision]]
@@ -324,8 +324,8 @@ def test_a_delayed_step_hides_the_host(tmp_path):
 
 
 def test_a_skipped_delayed_step(tmp_path):
-    """Two overflows and then none: each is applied a step late, as nothing. The updates' count follows what
-    is applied."""
+    """Two overflows, then none: each skipped update is applied a step late, as nothing. The count of updates
+    follows what is applied."""
     config = small(tmp_path, 2, "precision.dtype=fp16", f"precision.initial_loss_scale={2.0**24}",
                    "precision.hysteresis=1",
                    *CPU, "offload.delayed_update=true", "train.steps=20")
@@ -366,8 +366,8 @@ HOSTILE = {
 
 @pytest.fixture
 def late_lanes(monkeypatch):
-    """Jobs beside the computation begin up to 3 ms late: whoever does not wait for one that it needs is there
-    before it."""
+    """Jobs on lanes begin up to 3 ms late: an instruction that does not wait for a job it needs comes before
+    it."""
     rng, submit, names = random.Random(3), ThreadLane.submit, {}
     start = ThreadLane.__init__
 

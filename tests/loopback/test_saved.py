@@ -47,7 +47,7 @@ class Seen(NamedTuple):
 
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch):
-    """Copies that loopback makes to carry tensors from thread to thread are not a rank's."""
+    """Leave out the copies by which loopback carries tensors between threads: they are not a rank's."""
     for kind, name in ((loopback.ThreadGroup, "_call"), (loopback.ThreadChannel, "_send")):
         monkeypatch.setattr(kind, name, _unseen(getattr(kind, name)))
 
@@ -91,7 +91,7 @@ def watch(config: Config, plan: Plan) -> list[Seen]:
 
 
 def fresh(config: Config) -> Batch:
-    """A micro-batch of its own memory."""
+    """A micro-batch in newly allocated memory."""
     shape = (config.train.micro_batch_size, config.model.seq_len)
     tokens, labels = (torch.randint(0, config.model.vocab, shape) for _ in range(2))
     return Batch(tokens, labels, torch.arange(config.train.micro_batch_size), 0, config.tokens_per_step)

@@ -72,7 +72,7 @@ def compare(overrides: list[str], references) -> None:
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else [])
                                   for name in CASES])
 def test_parity(name, references):
-    """A part of a layer that no tile has, or two have: loss, norm, every gradient and the weights."""
+    """A part of a layer that is in no tile, or in two: loss, norm, every gradient and the weights."""
     compare(CASES[name], references)
 
 
@@ -150,7 +150,7 @@ def from_checkpoint(config: Config, path: Path) -> Config:
 
 
 def go_on(config: Config, steps: int, path: Path | None = None) -> tuple[Ranks, Path]:
-    """Some steps from a checkpoint on (or from the start), and a checkpoint."""
+    """Take some steps from a checkpoint (or from the start), and save a checkpoint."""
     plan = make_plan(config)
     torch.set_num_threads(1)
 

@@ -56,8 +56,8 @@ def full(schedule: str, way: str, zero: int) -> list[str]:
 
 @pytest.mark.parametrize("schedule, way, zero", CELLS, ids=lambda value: str(value))
 def test_passes(schedule, way, zero):
-    """A RECOMPUTE too many or too few, or before the wrong half of backward; a SPLIT without its JOIN; an
-    input fetched that was never sent away, or later than its use."""
+    """One RECOMPUTE too many or too few, or one before the wrong half of backward; a SPLIT without its JOIN;
+    a FETCH of an input that was never offloaded, or after the input's use."""
     plan = plan_of(*full(schedule, way, zero))
     table = plan.table
     for program in plan.programs["train"]:
@@ -89,8 +89,8 @@ def test_passes(schedule, way, zero):
 
 
 def test_not_where_backward_follows_at_once():
-    """A unit whose forward is followed by its own backward keeps all: the last unit of 1F1B is marked, and
-    never recomputed."""
+    """A unit whose backward follows its forward directly keeps everything: the last unit of 1F1B is marked,
+    and never recomputed."""
     plan = plan_of(*FULL)
     last = plan.table.last
     assert plan.table.units[last].recompute
@@ -104,7 +104,8 @@ def test_not_where_backward_follows_at_once():
 
 
 def test_which_units():
-    """`every` counts from a wrong unit, or a unit is recomputed that keeps no more than its input."""
+    """`every` that counts from the wrong unit; a unit that is recomputed although it keeps no more than its
+    input."""
     for every in (1, 2, 3):
         table = plan_of(*FULL, f"activation.every={every}").table
         for u, unit in enumerate(table.units):
@@ -113,7 +114,7 @@ def test_which_units():
 
 
 def most_taken(plan: Plan, position: int, name: str) -> Counter[int]:
-    """Elements -> the most buffers of that size that are taken at a time, by the ops that take and give."""
+    """Elements -> the most buffers of that size in use at one time, by the ops that take and return them."""
     table, taken, most = plan.table, set(), Counter()
     for item in plan.programs["train"][position]:
         slot = Slot(name.removeprefix("host_"), item.unit, item.microbatch)
@@ -188,8 +189,8 @@ def test_budget_above_everything_changes_nothing():
 # ---------------------------------------------------------------- prices
 
 def test_prices():
-    """RECOMPUTE that is predicted to be free: it costs a forward, in time and in traffic; JOIN an all-gather
-    of the input."""
+    """RECOMPUTE that is predicted to be free: it costs a forward, in time and in traffic. JOIN costs an
+    all-gather of the input."""
     plan = plan_of(*FULL, "activation.partition=true", "parallel.tp=2")
     cost, table = Hardware().cost(plan.table), plan.table
     for item in plan.programs["train"][0]:
@@ -230,8 +231,7 @@ def test_prices():
     (["activation.recompute=true"], "activation.recompute"),
 ])
 def test_refusals(overrides, said):
-    """A setting that means nothing under the policy, or a value that is none: refused alone, with the
-    reason."""
+    """A setting without meaning under the policy, or a wrong value: one problem alone, with the reason."""
     with pytest.raises(ConfigError) as error:
         config_of("parallel.tp=2", *overrides)
     assert said in str(error.value) and len(error.value.problems) == 1

@@ -57,7 +57,7 @@ def test_places(env, place, monkeypatch):
     ({"SLURM_STEP_ID": "0", "SLURM_NTASKS": "4"}, "MASTER_ADDR must name the first node"),
 ])
 def test_contradictions(env, words):
-    """Never a pod that trains alone and ends with status 0."""
+    """A pod must never train alone and end with status 0."""
     with pytest.raises(InputError, match=words):
         place_of_environment(env)
 

@@ -35,7 +35,7 @@ PASSES: dict[Op, tuple[str, ...]] = {
 @pytest.mark.parametrize(
     "overrides", [[], CPU, [*CPU, *FULL], ["offload.optimizer=cpu", "offload.delayed_update=true"]], ids=str)
 def test_each_instruction_has_its_pass(overrides):
-    """A pass that is blamed for another's instruction; slots, ranks or bytes that are not the plan's."""
+    """An instruction that is attributed to the wrong pass; slots, ranks or bytes that are not the plan's."""
     plan = threed.plan(threed.load(None, [*BASE, *overrides]))
     for name, programs in plan.programs.items():
         for index, item in enumerate(programs[0]):
@@ -67,6 +67,6 @@ def test_text(capsys):
 
 @pytest.mark.parametrize("index", [-1, 10_000])
 def test_there_is_no_such_instruction(index):
-    """An index that another program has, or none."""
+    """An index of another program, or of none."""
     with pytest.raises(InputError, match=r"program 'train' of rank 0 has instructions 0 to \d+"):
         explain(threed.load("configs/toy.yaml"), index)

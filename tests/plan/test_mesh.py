@@ -45,7 +45,7 @@ def test_groups_partition_the_world(name):
 
 
 def test_tie_joins_first_and_last_position():
-    """The two halves of a tied embedding's gradient that never meet."""
+    """The two halves of a tied embedding's gradient are never added."""
     for mesh in MESHES:
         for rank in range(mesh.size):
             here = mesh.coordinate(rank)
@@ -83,7 +83,7 @@ def test_draw():
 @pytest.mark.parametrize("wrong", [
     {"order": ("pp", "dp")}, {"order": ("pp", "dp", "dp")}, {"tp": 0}, {"dp": 4, "shard": 3}, {"ep": 2}])
 def test_impossible_meshes(wrong):
-    """A mesh that cannot be is refused, not built."""
+    """An impossible mesh is refused, not built."""
     with pytest.raises(ValueError):
         Mesh(**wrong)
 

@@ -26,7 +26,7 @@ def model_of(name: str, *overrides: str):
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_counts(name):
-    """A size that is called by a name and is not that model."""
+    """A named model that has not the size of that model."""
     assert parameter_count(model_of(name)) == PUBLISHED[name]
 
 

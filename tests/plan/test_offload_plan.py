@@ -46,7 +46,8 @@ def plan_of(*overrides: str) -> Plan:
 @settings(max_examples=300, deadline=None, derandomize=True, database=None)
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=12), st.floats(0.01, 1))
 def test_ratio(sizes, ratio):
-    """A share that another unit would bring nearer, or that is off by more than half a unit."""
+    """An offloaded share that one unit more or less would bring nearer to the ratio, or that is off by more
+    than half a unit."""
     units = dict(enumerate(sizes))
     found = homes(units, ratio, Tier.HOST)
     offloaded = sum(size for unit, size in units.items() if found[unit] == "host")
@@ -65,8 +66,8 @@ def test_ratio_of_equal_units():
 
 @pytest.mark.parametrize("ratio", [0.3, 0.5, 1])
 def test_ratio_of_a_model(ratio):
-    """A position that offloads nothing because the others do; ends of a tied embedding that live apart;
-    parameters that are offloaded although their state is not, or that stay whole."""
+    """A position that offloads nothing because the others do; two ends of a tied embedding with different
+    homes; offloaded parameters whose optimizer state is not offloaded, or which every rank holds whole."""
     table = plan_of(*CPU, f"offload.ratio={ratio}", "offload.parameters=cpu", "parallel.pp=2",
                     "parallel.dp=2", "zero.stage=3",
                     "train.global_batch_size=4", "zero.persist_below=20").table
@@ -118,8 +119,8 @@ def drawn() -> list[tuple[Config, Plan]]:
 
 
 class Tiers:
-    """A program played by its instructions alone: which units' state and weights are off their home, or up,
-    and what the handlers take from the pools and give back."""
+    """A program played by its instructions alone: which units' state and weights are away from home or on the
+    device, and what the handlers take from the pools and return."""
 
     def __init__(self, table: Table):
         self.table = table
@@ -184,7 +185,7 @@ def test_everything_comes_home(drawn):
 
 
 def test_few_units_are_on_their_way(drawn):
-    """A host that must hold the state of half the model at a time, which is what the disk was to save."""
+    """A host that must hold the state of half the model at a time, which the disk was to save."""
     seen: Counter[int] = Counter()
     for config, plan in drawn:
         for program in plan.programs["train"]:
@@ -198,7 +199,7 @@ def test_few_units_are_on_their_way(drawn):
 
 
 def test_steps_of_disk_and_device_overlap():
-    """While one unit is stepped the next is read: in a program where each waits for the one before nothing
+    """While one unit is stepped the next is read: in a program where each waits for the previous one nothing
     overlaps."""
     for program in plan_of(*NVME).programs["train"]:
         steps = [item for item in program if item.op == Op.STEP]
@@ -208,8 +209,8 @@ def test_steps_of_disk_and_device_overlap():
 
 
 def rooms_of(table: Table) -> dict[str, Callable[[int], int]]:
-    """Of a buffer for a unit, as its pool counts: elements, or bytes; whole blocks where a file is read into
-    it."""
+    """The size of a unit's buffer as its pool counts it: elements, or bytes; whole blocks if a file is read
+    into it."""
     part, itemsize = table.shard_numel, table.elements.param
     return {"states": lambda p: round_up(part(p) * 12, ALIGNMENT), "up": part, "gradients": part,
             "weights": lambda p: round_up(part(p) * itemsize, ALIGNMENT) // itemsize}

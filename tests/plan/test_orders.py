@@ -204,7 +204,7 @@ def test_messages_overlap_with_compute():
 
 
 def test_an_order_that_waits_for_itself():
-    """An order with a circle (pp0 wants a gradient first, pp1 an activation) is refused where it is made."""
+    """An order with a cycle (pp0 wants a gradient first, pp1 an activation) is refused when it is built."""
     table = make_table(load(None, ["parallel.pp=2", "train.global_batch_size=2"]), (0, 1))
     order = gpipe(2, 2)
     order[0] = [Task(kind, 0, m) for m in (0, 1) for kind in "FB"]

@@ -33,7 +33,7 @@ def printed(*arguments: str) -> dict:
     (128e9, 64, (2048, 536, 284, 32)),
     (1e12, 1024, (16000, 4011, 2013, 15.6))])
 def test_paper(parameters, dp, expected):
-    """Formulas that leave the master weights out, or unsharded (both are about)."""
+    """Formulas that leave out the master weights, or do not shard them (the paper has both)."""
     found = printed("memory", "--parameters", str(parameters), "--dp", str(dp))
     for stage, value in enumerate(expected):
         place = 10.0 ** -len(str(value).partition(".")[2])
@@ -50,7 +50,7 @@ def test_memory_over_the_mesh():
 
 
 def test_memory_of_a_config():
-    """From the plan: the formula, but for padding, where every position is alike."""
+    """From the plan: the formula except for padding, when all positions are alike."""
     config = load("configs/gpt2-small.yaml", ["parallel.pp=1", "parallel.tp=1", "parallel.dp=8",
                                               "precision.dtype=bf16", "precision.grad_dtype=bf16",
                                               "train.global_batch_size=64",
@@ -95,7 +95,7 @@ def test_advice():
 
 
 def test_advice_to_those_who_offload():
-    """The other tier, none at all, or the same without its delay: whatever keys of the tier that is left
+    """The other tier, no offload, or the same tier without delayed updates: keys of the tier that is left
     would be refused."""
     over = ["offload.optimizer=nvme", "offload.nvme_path=disk", "offload.delayed_update=true"]
     rows = {row["setting"]: row for row in advise(load("configs/toy.yaml", over), Hardware())}
@@ -107,7 +107,7 @@ def test_advice_to_those_who_offload():
 @pytest.mark.parametrize("over", [["offload.optimizer=cpu"],
                                   ["offload.optimizer=nvme", "offload.nvme_path=disk"]])
 def test_measured_costs_leave_moves_their_price(over):
-    """A run measures how long it takes to hand a move or a host's step over, not how long that takes."""
+    """A run measures how long the hand-over of a move or of a host's step takes, not the move or the step."""
     plan = make_plan(load("configs/toy.yaml", over))
     measured = {(position, op, unit): 1e-6 for position in range(2) for unit in range(20)
                 for op in (*COMPUTE, Op.STEP)}

@@ -26,7 +26,7 @@ def all_layouts():
 
 
 def test_every_parameter_in_one_place():
-    """Two parameters that overlap, a hole between them, or one that is not there."""
+    """Two parameters that overlap, a hole between them, or a parameter that is missing."""
     for parameters, tp, found in all_layouts():
         assert {placed.parameter
                 for placed in found.placed} == set(parameters) and len(found.placed) == len(parameters)

@@ -11,8 +11,8 @@ MESH = Mesh(pp=2, dp=3, tp=2)
 
 
 def rows(slow: dict[int, float], what: str = "compute", mesh: Mesh = MESH) -> list[dict[str, float]]:
-    """Every rank computes 1 s, at position 1 twice as long; the slow ones so many times that. Others wait for
-    them."""
+    """Every rank computes 1 s, at position 1 twice as long; slow ranks take a multiple of that, and the
+    others wait for them."""
     made = []
     for rank in range(mesh.size):
         row = {"compute": 1.0 + mesh.coordinate(rank).position, "optimizer": 0.2, "offload": 0.1,
@@ -31,8 +31,8 @@ def test_evenly_fast():
 
 @pytest.mark.parametrize("what, times", [("compute", 3.0), ("optimizer", 30.0), ("offload", 90.0)])
 def test_it_persists(what, times):
-    """Named in each step's metrics; with a line at the tenth step, at no other, and with one when it is
-    over."""
+    """A slow rank is in each step's metrics; a line names it at the tenth step, at no other, and says when it
+    is over."""
     watch = Stragglers(MESH)
     rank = MESH.rank(pp=1, dp=2)
     for step in range(1, 3 * STEPS):
@@ -65,7 +65,7 @@ def test_now_and_then():
 
 
 def test_two_and_one():
-    """Of two ranks the faster one is as it should be; one alone is not compared."""
+    """Of two ranks the faster one has the expected time; a single rank is not compared."""
     two = Mesh(pp=1, dp=2, tp=1)
     row = Stragglers(two).look(rows({1: 2.0}, mesh=two))
     assert row == {"straggler/rank": 1.0, "straggler/slower": pytest.approx(2.3 / 1.3)}

@@ -43,7 +43,7 @@ def window(uses: Uses, capacity: int, prefetch: int) -> tuple[dict[int, list[int
 
 
 def fewest(uses: Uses, capacity: int) -> int:
-    """Gathers of the best of all ways to choose what stays, by trying all of them."""
+    """The fewest gathers of all ways to choose the units that stay resident, by trying all of them."""
 
     @cache
     def from_here(use: int, resident: frozenset[int]) -> int:
@@ -84,7 +84,7 @@ def sequences(draw: st.DrawFn, longest: int, most: int = 4) -> Uses:
 @settings(max_examples=300, deadline=None, derandomize=True, database=None)
 @given(sequences(40, 9), st.integers(1, 6), st.integers(0, 5))
 def test_window_is_legal(uses, capacity, prefetch):
-    """A use of what is not there, a unit gathered twice, one that is never released, or more memory than was
+    """A use of a unit that is not resident, a unit gathered twice or never released, or more memory than was
     asked for."""
     gathers, releases = window(uses, capacity, prefetch)
     needed = dict(uses)
@@ -104,8 +104,8 @@ def test_window_is_legal(uses, capacity, prefetch):
 @settings(max_examples=300, deadline=None, derandomize=True, database=None)
 @given(sequences(10), st.integers(1, 4))
 def test_no_window_gathers_less(uses, capacity):
-    """What makes room is not what is used last: traffic that another choice would have saved. Compared with
-    all choices."""
+    """Room is made by releasing another unit than the one that is used last: traffic that a better choice
+    saves. Compared with all choices."""
     gathers, _ = window(uses, capacity, 0)
     assert sum(map(len, gathers.values())) == fewest(uses, capacity)
 
@@ -113,7 +113,7 @@ def test_no_window_gathers_less(uses, capacity):
 @settings(max_examples=100, deadline=None, derandomize=True, database=None)
 @given(sequences(30, 6), st.integers(1, 4), st.integers(1, 6))
 def test_prefetch_moves_gathers_and_adds_none(uses, capacity, prefetch):
-    """A gather ahead of its use that costs traffic, or one that comes later than without."""
+    """A prefetched gather that adds traffic, or one that comes later than without prefetch."""
     plain, early = (window(uses, capacity, ahead)[0] for ahead in (0, prefetch))
     when = [{unit: sorted(index for index, units in found.items() for u in units if u == unit)
              for unit in range(7)}
@@ -172,7 +172,8 @@ def test_stage_residency_counts_what_comes_and_goes():
 
 
 def residents(program: tuple[Instruction, ...], table: Table) -> list[tuple[Instruction, set[int]]]:
-    """Each instruction of a program with the units that are gathered at a time and there while it runs."""
+    """Each instruction of a program, with the units that are being gathered and those that are resident while
+    it runs."""
     alive: set[int] = set()
     found = []
     for item in program:
@@ -218,8 +219,8 @@ def drawn() -> list[tuple[Config, Plan]]:
 
 
 def test_every_use_has_its_gather(drawn):
-    """A unit read where it is not, gathered where it is, or left at the end; by the instructions alone, not
-    by `effects`."""
+    """A unit that is read while it is not resident, gathered while it is, or left resident at the end; by the
+    instructions alone, not by `effects`."""
     for _, plan in drawn:
         for position, program in ((position, program) for programs in plan.programs.values()
                                   for position, program in enumerate(programs)):
@@ -236,7 +237,7 @@ def test_every_use_has_its_gather(drawn):
 
 
 def test_no_more_units_than_asked_for(drawn):
-    """A window that holds more than residency and prefetch say: memory that was not planned for."""
+    """More resident units than residency and prefetch allow: memory that was not planned for."""
     seen = Counter()
     for config, plan in drawn:
         zero, table = config.zero, plan.table
@@ -376,8 +377,8 @@ def test_buffers_are_enough_and_no_more(drawn):
 
 
 def test_bytes_by_stage():
-    """Slots whose sizes do not go down with the stage: full gradients or parameters that are held and not
-    said so."""
+    """Slots whose sizes do not go down with the stage: full gradients or parameters that are held, but not in
+    the plan."""
     sizes = {}
     for stage in range(4):
         table = plan_of("parallel.dp=4", f"zero.stage={stage}", "train.global_batch_size=4").table

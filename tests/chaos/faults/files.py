@@ -17,7 +17,8 @@ DAMAGED = r"damaged|checksum|cannot be read|incomplete|not there whole|unusable"
 
 
 def after_a_crash(trial: Trial, text: str, damage: Callable[[Path], str], says: str = DAMAGED) -> Fault:
-    """The power goes once two checkpoints are there; then `damage` is done to the newest and says to what."""
+    """The power fails once there are two checkpoints; then `damage` is done to the newest. It returns what it
+    damaged."""
     after = trial.rng.uniform(0.0, 3 * PACE_S)
 
     def act(trial: Trial, run: Sister) -> None:

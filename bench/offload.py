@@ -156,25 +156,25 @@ def sides(memory: Memory, options: OptimizerConfig) -> dict[str, Side]:
     def adamw(**how: bool) -> Side:
         return peer_side(memory, options, lambda parameters, **rest: AdamW(parameters, **rest, **how))
 
-    found = {"threed": threed_side(memory, options), "torch, fused": adamw(fused=True),
+    steps = {"threed": threed_side(memory, options), "torch, fused": adamw(fused=True),
              "torch, foreach": adamw(foreach=True),
              "torch, for-loop": adamw(foreach=False)}
     if DEEPSPEED is not None:
         from deepspeed.ops.adam import DeepSpeedCPUAdam  # pyright: ignore[reportMissingImports]
-        found["DeepSpeedCPUAdam"] = peer_side(memory, options, DeepSpeedCPUAdam)
-    return found
+        steps["DeepSpeedCPUAdam"] = peer_side(memory, options, DeepSpeedCPUAdam)
+    return steps
 
 
 def adam_body(numel: int, rounds: int, pipe: Any) -> None:
     """In a process of its own, whose number of threads the environment says: sends {work: {side: best}}."""
     try:
-        memory, found = Memory(numel), {}
+        memory, results = Memory(numel), {}
         everybody = sides(memory, OptimizerConfig())
         for work in WORKS:
             names = [name for name in everybody if work == WORKS[0]
                      or name not in ("torch, foreach", "torch, for-loop")]
-            found[work] = best_of(rounds, {name: partial(everybody[name], work) for name in names})
-        pipe.send(found)
+            results[work] = best_of(rounds, {name: partial(everybody[name], work) for name in names})
+        pipe.send(results)
     except BaseException:
         pipe.send(traceback.format_exc())
 
@@ -200,14 +200,15 @@ def measure_adam(args: argparse.Namespace, say: Callable[[str], None]) -> Sectio
         for threads in sorted({1, os.cpu_count() or 1}):
             rounds = min(args.rounds, FEW_ROUNDS) if numel > LARGE else args.rounds
             say(f"AdamW, {show_count(numel)} parameters, {threads} thread{'s' * (threads > 1)}")
-            for work, found in in_process(threads, numel, rounds).items():
+            for work, results in in_process(threads, numel, rounds).items():
                 lines += [f"{show_count(numel)} parameters, {threads} thread{'s' * (threads > 1)}, {work}",
                           "", "| side | ms | of threed | cpu of threed |", "|---|---:|---:|---:|"]
-                ours = found["threed"]
+                ours = results["threed"]
                 lines += [f"| {name} | {1e3 * took.seconds:.1f} | {took.seconds / ours.seconds:.3f} | "
-                          f"{took.cpu_s / ours.cpu_s:.3f} |" for name, took in found.items()]
-                peer = min((name for name in found if name != "threed"), key=lambda name: found[name].seconds)
-                ratio, cpu = ours.seconds / found[peer].seconds, ours.cpu_s / found[peer].cpu_s
+                          f"{took.cpu_s / ours.cpu_s:.3f} |" for name, took in results.items()]
+                peers = [name for name in results if name != "threed"]
+                peer = min(peers, key=lambda name: results[name].seconds)
+                ratio, cpu = ours.seconds / results[peer].seconds, ours.cpu_s / results[peer].cpu_s
                 lines += ["", verdict(ratio <= NOISE,
                                       f"threed at most {NOISE:g} x the best, {peer}: {ratio:.3f} (processor "
                                       f"time {cpu:.3f})"), ""]
@@ -227,18 +228,18 @@ def in_process(threads: int, numel: int, rounds: int) -> dict[Work, dict[str, To
     process.start()
     theirs.close()
     try:
-        found = ours.recv()
+        message = ours.recv()
     except EOFError:
-        found = f"it ended without a word; {show_count(numel)} parameters take {26 * numel / 2**30:.0f} GiB"
+        message = f"it ended without a word; {show_count(numel)} parameters take {26 * numel / 2**30:.0f} GiB"
     finally:
         process.kill()
         process.join()
         os.environ.pop("OMP_NUM_THREADS")
         if before is not None:
             os.environ["OMP_NUM_THREADS"] = before
-    if isinstance(found, str):
-        raise SystemExit(f"AdamW failed:\n{found}")
-    return found
+    if isinstance(message, str):
+        raise SystemExit(f"AdamW failed:\n{message}")
+    return message
 
 
 # ---------------------------------------------------------------- the bench

@@ -60,8 +60,8 @@ def fio(folder: Path, count: int, nbytes: int, what: str, block: int, depth: int
                          capture_output=True, text=True)
     if run.returncode:
         raise SystemExit(f"fio failed: {run.stderr or run.stdout}")
-    found = json.loads(run.stdout[run.stdout.index("{"):])["jobs"][0][what]
-    return count * nbytes / found["bw_bytes"]
+    result = json.loads(run.stdout[run.stdout.index("{"):])["jobs"][0][what]
+    return count * nbytes / result["bw_bytes"]
 
 
 def dd(folder: Path, count: int, nbytes: int, what: str) -> float:
@@ -73,10 +73,10 @@ def dd(folder: Path, count: int, nbytes: int, what: str) -> float:
                else [f"if={file}", "of=/dev/null", "iflag=direct"])
         run = subprocess.run(["dd", *how, *size], capture_output=True, text=True,
                              env={"LC_ALL": "C", "PATH": "/usr/bin:/bin"})
-        found = re.search(r"copied, ([0-9.e-]+) s", run.stderr)
-        if run.returncode or not found:
+        match = re.search(r"copied, ([0-9.e-]+) s", run.stderr)
+        if run.returncode or not match:
             raise SystemExit(f"dd failed: {run.stderr}")
-        seconds += float(found[1])
+        seconds += float(match[1])
     return seconds
 
 
@@ -98,11 +98,11 @@ def measure_disk(args: argparse.Namespace, say: Callable[[str], None]) -> tuple[
                                                    for what in ("write", "read")}
         for number in range(args.rounds + 1):
             say(f"disk, round {number} of {args.rounds}")
-            for what, found in took.items():
+            for what, seconds_of in took.items():
                 for name in order.sample(list(sides), len(sides)):
                     seconds = sides[name](what)
                     if number:
-                        found[name].append(seconds)
+                        seconds_of[name].append(seconds)
         files.close()
     return "The disk tier", list(lines(args, nbytes, total, took))
 
@@ -112,13 +112,13 @@ def lines(args: argparse.Namespace, nbytes: int, total: int,
     out = [f"{args.files} files of {nbytes >> 20} MiB; the best of {args.rounds} rounds" +
            ("" if shutil.which("fio") else "; fio is not installed"), "", "| side | write MB/s | read MB/s |",
            "|---|---:|---:|"]
-    speed = {what: {name: total / min(each) for name, each in found.items()} for what, found in took.items()}
+    speed = {what: {name: total / min(each) for name, each in rates.items()} for what, rates in took.items()}
     out += [f"| {name} | {speed['write'][name] / 1e6:.0f} | {speed['read'][name] / 1e6:.0f} |"
             for name in speed["write"]]
     out.append("")
-    for what, found in speed.items():
-        peer = max((name for name in found if name != "threed"), key=found.__getitem__)
-        ratio = found["threed"] / found[peer]
+    for what, rates in speed.items():
+        peer = max((name for name in rates if name != "threed"), key=rates.__getitem__)
+        ratio = rates["threed"] / rates[peer]
         out += [f"`{'met   ' if ratio >= TARGET else 'missed'}`  {what} at least {TARGET:g} x the best, "
                 f"{peer}: {ratio:.3f}", ""]
     return out

@@ -45,10 +45,10 @@ def executors(args: argparse.Namespace, comm: Comm) -> dict[str, Step]:
     config = config_of(args)
     narrow = config_of(args, "precision.grad_dtype=bf16", "precision.reduce_dtype=bf16")
     resident = dataclasses.replace(config, offload=OffloadConfig())
-    found = {BASE: threed(config, comm), NARROW: threed(narrow, comm), RESIDENT: threed(resident, comm)}
+    steps = {BASE: threed(config, comm), NARROW: threed(narrow, comm), RESIDENT: threed(resident, comm)}
     if DEEPSPEED is not None:
-        found[PEER] = deepspeed(config, comm, 2)
-    return found
+        steps[PEER] = deepspeed(config, comm, 2)
+    return steps
 
 
 def serve(rank: int, store: str, args: argparse.Namespace, pipe: Any) -> None:
@@ -101,9 +101,9 @@ def measure_step(args: argparse.Namespace, say: Callable[[str], None]) -> tuple[
 
 def agree(losses: dict[str, list[float]]) -> None:
     """Unless all train the same model, nothing is compared."""
-    for name, found in losses.items():
-        if any(abs(a - b) > TOLERANCE * b for a, b in zip(found, losses[BASE], strict=True)):
-            raise SystemExit(f"{name} does not train the model that {BASE} trains: losses {found}, not "
+    for name, of_ranks in losses.items():
+        if any(abs(a - b) > TOLERANCE * b for a, b in zip(of_ranks, losses[BASE], strict=True)):
+            raise SystemExit(f"{name} does not train the model that {BASE} trains: losses {of_ranks}, not "
                              f"{losses[BASE]}")
 
 

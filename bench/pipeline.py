@@ -106,10 +106,10 @@ def ping_pong(comm: ProcessComm) -> list[float]:
     """Seconds of a message between ranks 0 and 1, one way, as half a round trip. As in a pipeline, the
     receiver waits already, and the sender has slept: the pauses are taken off."""
     start_together(comm)
-    there, back = (0, 1, "act"), (1, 0, "grad")
-    value, found = torch.zeros(SHAPE), []
+    forth, back = (0, 1, "act"), (1, 0, "grad")
+    value, seconds = torch.zeros(SHAPE), []
     for _ in range(PINGS if comm.rank < 2 else 0):
-        mine, other = (there, back) if comm.rank == 0 else (back, there)
+        mine, other = (forth, back) if comm.rank == 0 else (back, forth)
         if comm.rank == 1:
             comm.channels[other].recv(value).wait()
         before = time.monotonic()
@@ -119,9 +119,9 @@ def ping_pong(comm: ProcessComm) -> list[float]:
         sent = comm.channels[mine].send(slept)
         if comm.rank == 0:
             comm.channels[other].recv(value).wait()
-            found.append((time.monotonic() - begin - value.flatten()[0].item()) / 2)
+            seconds.append((time.monotonic() - begin - value.flatten()[0].item()) / 2)
         sent.wait()
-    return found[PINGS // 6:]
+    return seconds[PINGS // 6:]
 
 
 # ---------------------------------------------------------------- the simulation
@@ -264,12 +264,12 @@ def _answer(rank: int, pipe: Any) -> Results:
     if not pipe.poll(TIMEOUT_S + 60):
         raise SystemExit(f"rank {rank} does not answer")
     try:
-        found = pipe.recv()
+        message = pipe.recv()
     except EOFError:
-        found = "it ended without a word"
-    if not isinstance(found, Results):
-        raise SystemExit(f"rank {rank} failed:\n{found}")
-    return found
+        message = "it ended without a word"
+    if not isinstance(message, Results):
+        raise SystemExit(f"rank {rank} failed:\n{message}")
+    return message
 
 
 HEAD = ("schedule", "p", "m", "ideal ms", "threed ms", "simulated ms", "ratio", "best", "torch ms",

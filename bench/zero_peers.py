@@ -82,14 +82,14 @@ def batches(config: Config, step: int, rank: int, device: torch.device) -> list[
     generator = torch.Generator().manual_seed(1000 + step)
     tokens = torch.randint(0, model.vocab, (config.train.global_batch_size, model.seq_len + 1),
                            generator=generator).to(device)
-    found = []
+    micro_batches = []
     for number in range(config.num_microbatches):
         first = (number * config.dp + rank) * micro
         rows = slice(first, first + micro)
         samples = torch.arange(first, first + micro, device=device)
-        found.append(Batch(tokens[rows, :-1], tokens[rows, 1:], samples, config.train.seed,
+        micro_batches.append(Batch(tokens[rows, :-1], tokens[rows, 1:], samples, config.train.seed,
                            config.tokens_per_step))
-    return found
+    return micro_batches
 
 
 Step = Callable[[Sequence[Batch]], float]  # one optimizer step; the loss

@@ -85,15 +85,15 @@ def references(tmp_path_factory, worker_id):
     base = tmp_path_factory.getbasetemp()
     folder = (base if worker_id == "master" else base.parent) / "references"
     folder.mkdir(exist_ok=True)
-    made = {}
+    by_key = {}
 
     def get(config, steps: int = 5):
         key = str((config.model, config.precision, config.optimizer, config.train,
                    config.offload.delayed_update, config.offload.warmup, steps))
-        if key not in made:
+        if key not in by_key:
             path = folder / hashlib.sha256(key.encode()).hexdigest()
-            made[key] = kept(path, lambda: reference.run(config, steps))
-        return made[key]
+            by_key[key] = kept(path, lambda: reference.run(config, steps))
+        return by_key[key]
 
     return get
 

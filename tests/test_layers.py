@@ -92,14 +92,14 @@ MAX_FILE, MAX_FUNCTION, MAX_ARGUMENTS = 420, 70, 7  # lines, lines, arguments be
 def paths() -> dict[str, Path]:
     """Module (without `threed.`) -> file. The models' files are those of models/, to which threed/models is a
     link."""
-    found = {}
+    files = {}
     for path in sorted([*(ROOT / "threed").rglob("*.py"), *(ROOT / "models").rglob("*.py")]):
         parts = path.relative_to(ROOT / "threed" if ROOT / "threed" in path.parents
                                  else ROOT).with_suffix("").parts
         name = ".".join(part for part in parts if part != "__init__")
         if parts[0] not in ("configs", "__init__"):
-            found[name] = path
-    return found
+            files[name] = path
+    return files
 
 
 MODULES = paths()
@@ -115,21 +115,21 @@ def layer(module: str) -> tuple[int, int]:
 
 def imports(module: str) -> set[str]:
     """Modules that a module imports anywhere; imports for the type checker alone do not count."""
-    found = set()
+    names = set()
     only_types = {child for node in ast.walk(TREES[module]) if isinstance(node, ast.If)
                   and ast.unparse(node.test) == "TYPE_CHECKING" for child in ast.walk(node)}
     for node in ast.walk(TREES[module]):
         if node in only_types:
             continue
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{module}: imports are absolute"
             base = node.module or ""
-            found |= {f"{base}.{alias.name}" if f"{base}.{alias.name}".removeprefix("threed.") in MODULES
+            names |= {f"{base}.{alias.name}" if f"{base}.{alias.name}".removeprefix("threed.") in MODULES
                       else base
                       for alias in node.names}
-    return found
+    return names
 
 
 def ours(module: str) -> set[str]:

@@ -35,8 +35,7 @@ def over_budget(tier: str, elapsed_s: float, cores: int) -> tuple[str, bool]:
     if elapsed_s <= budget_s:
         return "", False
     text = (f"make {tier} took {elapsed_s:.0f} s; its budget is {budget_s} s (tests/tiers.py). Make the "
-            f"slowest "
-            "tests cheaper, or leave them to the next larger tier")
+            "slowest tests cheaper, or leave them to the next larger tier")
     if cores >= CORES:
         return text, True
     return f"{text}. Not a failure here: the budget is for {CORES} cores", False

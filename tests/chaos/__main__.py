@@ -189,19 +189,19 @@ def _table(results: list[Any]) -> Table:
     groups = {kind: [result for result in results if result.kind == kind]
               for kind in sorted({r.kind for r in results})}
     for kind, group in {**groups, "all": results}.items():
-        made = [result for result in group if not result.skipped]
-        lost = sum(any(name in result.verdicts for name in LOST) for result in made)
-        hangs = sum("hang" in result.verdicts for result in made)
-        other = Counter(name for result in made for name in result.verdicts if name not in (*LOST, "hang"))
-        times = [result.recovery_s for result in made if result.recovery_s is not None]
+        done = [result for result in group if not result.skipped]
+        lost = sum(any(name in result.verdicts for name in LOST) for result in done)
+        hangs = sum("hang" in result.verdicts for result in done)
+        other = Counter(name for result in done for name in result.verdicts if name not in (*LOST, "hang"))
+        times = [result.recovery_s for result in done if result.recovery_s is not None]
         if kind == "all":
             table.add_section()
-        table.add_row(kind, str(len(made)), str(sum(not result.verdicts for result in made)), str(lost),
+        table.add_row(kind, str(len(done)), str(sum(not result.verdicts for result in done)), str(lost),
                       str(hangs),
                       ", ".join(f"{count} {name}" for name, count in other.items()) or "0",
                       f"{statistics.median(times):.1f} s" if times else "",
-                      str(sum(result.repeated for result in made)),
-                      str(len(group) - len(made) or ""))
+                      str(sum(result.repeated for result in done)),
+                      str(len(group) - len(done) or ""))
     return table
 
 

@@ -30,8 +30,8 @@ def kinds(seed: int) -> Iterator[tuple[Kind, int]]:
 
 
 def draw(seed: int, number: int, kind: Kind, attempt: int = 1) -> tuple[random.Random, str]:
-    """The random numbers of a trial and its sister, unless the kind walks through the calls of the first
-    sister's saves."""
+    """A trial's random numbers and the name of its sister. (A kind that walks through the calls of the first
+    sister's saves takes that sister.)"""
     rng = random.Random(f"{seed}, {number}")
     name = rng.choice(list(kind.sisters))
     return (rng if attempt == 1 else random.Random(f"{seed}, {number}, {attempt}")), name

@@ -232,9 +232,10 @@ def make_folder(folder: Path) -> Path:
 def make_reference(name: str, base: Path, data: list[str]) -> Reference:
     """Run a sister undisturbed; once more if a busy machine has skipped a save."""
     for attempt in itertools.count():
-        found = _make_reference(name, base / f"undisturbed {name} {attempt}", data)
-        if attempt == 4 or not interposer.preloaded() or any("latest" in site.path for site in found.sites):
-            return found
+        reference = _make_reference(name, base / f"undisturbed {name} {attempt}", data)
+        whole = any("latest" in site.path for site in reference.sites)
+        if attempt == 4 or not interposer.preloaded() or whole:
+            return reference
     raise AssertionError
 
 
@@ -252,9 +253,9 @@ def _make_reference(name: str, folder: Path, data: list[str]) -> Reference:
     assert status == 0, f"an undisturbed run of '{name}' ends with {status}:\n{run.output}"
     seconds = time.monotonic() - begin
     sites = [site for rank, file in enumerate(reports) if file.exists() for site in calls_of_save(rank, file)]
-    found = newest(folder / "run")
-    assert found is not None
-    return Reference(name, found, running.losses(folder / "run"), seconds, sites)
+    checkpoint = newest(folder / "run")
+    assert checkpoint is not None
+    return Reference(name, checkpoint, running.losses(folder / "run"), seconds, sites)
 
 
 def calls_of_save(rank: int, file: Path) -> list[Site]:

@@ -105,7 +105,7 @@ def test_a_kill_at_a_call(op, path, left, program):
     """The process dies before the call and after the previous one, once."""
     status, output, folder = program(op, path, "kill")
     assert status == -9 and "done" not in output
-    assert sorted(str(found.relative_to(folder / "run")) for found in (folder / "run").rglob("*")) == left
+    assert sorted(str(file.relative_to(folder / "run")) for file in (folder / "run").rglob("*")) == left
     assert (folder / "marker").read_text().split("\t")[1] == op
 
 

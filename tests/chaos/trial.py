@@ -163,12 +163,12 @@ class Trial:
 
     def family(self, run: Sister) -> list[psutil.Process]:
         """All processes of a run except its launchers."""
-        found = []
+        processes = []
         for pid in run.pids:
             with contextlib.suppress(psutil.NoSuchProcess):
-                found += [child for child in psutil.Process(pid).children(recursive=True)
+                processes += [child for child in psutil.Process(pid).children(recursive=True)
                           if child.status() != "zombie"]
-        return found
+        return processes
 
     def kill_node(self, run: Sister) -> None:
         """Kill everything at once, like a power failure."""
@@ -229,8 +229,8 @@ class Trial:
                 run.kill()
 
     def done(self) -> bool:
-        found = tensors.newest(self.run_dir)
-        return found is not None and tensors.step_of(found) == STEPS
+        newest = tensors.newest(self.run_dir)
+        return newest is not None and tensors.step_of(newest) == STEPS
 
     def too_late(self) -> bool:
         """Whether nothing was left to disturb when the fault came: the first start ended as if nothing had
@@ -286,8 +286,8 @@ class Trial:
         return (self.folder / "stacks").read_text()
 
     def _orphans(self, run: Sister) -> None:
-        """Processes that outlive the run that started them. (This process adopts those whose parent has
-        ended.)"""
+        """Record and kill processes that outlive the run that started them. (This process adopts those whose
+        parent has ended.)"""
         until, begin = time.monotonic() + ORPHAN_S, time.monotonic()
         while left := self._left():
             if time.monotonic() > until:
@@ -300,7 +300,7 @@ class Trial:
             time.sleep(POLL_S)
 
     def _left(self) -> list[psutil.Process]:
-        found = []
+        processes = []
         launchers = [pid for run in self.runs for pid in run.pids]
         for child in psutil.Process().children(recursive=True):
             try:
@@ -308,15 +308,15 @@ class Trial:
                     if child.ppid() == os.getpid() and child.pid not in launchers:
                         os.waitpid(child.pid, os.WNOHANG)
                 elif child.pid not in launchers:
-                    found.append(child)
+                    processes.append(child)
             except (psutil.NoSuchProcess, ChildProcessError):
                 pass
-        return found
+        return processes
 
     def _status(self, run: Sister) -> None:
         """Status 0 says: all that was asked for is saved."""
-        found = tensors.newest(self.run_dir)
-        step = tensors.step_of(found) if found else 0
+        newest = tensors.newest(self.run_dir)
+        step = tensors.step_of(newest) if newest else 0
         stopped = re.findall(r"stopped on request after step (\d+)", run.output)
         wanted = int(stopped[-1]) if stopped else STEPS
         if self.statuses[-1] == 0 and step < wanted:

@@ -27,13 +27,13 @@ FOR_EVER = ("train.steps=100000", "monitor.console_every=50")
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory, cache):
     """Losses of 12 steps on this machine alone, with dp=2 and dp=3."""
-    found = {}
+    results = {}
     for dp in (2, 3):
         folder = tmp_path_factory.mktemp(f"alone-{dp}")
         run = Run(folder, *TINY, *cache, f"run.dir={folder / 'run'}", "train.steps=12", f"parallel.dp={dp}")
         assert run.wait() == 0, run.output
-        found[dp] = losses(folder / "run")
-    return found
+        results[dp] = losses(folder / "run")
+    return results
 
 
 class Cluster:

@@ -75,8 +75,8 @@ def test_there_and_back(start, serve, tmp_path):
     run = start("train.steps=6", "checkpoint.every=2", to, "checkpoint.copy_keep=2", env=server.env)
     assert run.wait() == 0, run.output
     assert f"copied step-00000006 to {PLACE}: " in run.output and LOUD not in run.output
-    there = {name.split("/")[1] for name in server.objects()}
-    assert "step-00000006" in there and len(there - {"latest"}) <= 2
+    names = {name.split("/")[1] for name in server.objects()}
+    assert "step-00000006" in names and len(names - {"latest"}) <= 2
     assert server.objects("run/step-00000006/") == {
         f"run/step-00000006/{path.name}": path.stat().st_size
         for path in (tmp_path / "run" / "checkpoints" / "step-00000006").iterdir()

@@ -77,14 +77,14 @@ def said_once(run: Run, status: int, *words: str) -> None:
 
 def files_of(run: Run) -> list[Path]:
     """The open files of a run's ranks in the offload folder, as Linux shows them."""
-    found = []
+    links = []
     for rank in run.ranks():
         for link in Path(f"/proc/{rank.pid}/fd").iterdir():
             # one that was closed after it was listed is not open
             with contextlib.suppress(FileNotFoundError):
                 if "/disk/" in os.readlink(link):
-                    found.append(link)
-    return found
+                    links.append(link)
+    return links
 
 
 def resumes(start, tmp_path: Path, unbroken: Path) -> None:

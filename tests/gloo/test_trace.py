@@ -145,20 +145,22 @@ def test_picture_of_a_step(traced, tmp_path):
 
 def test_compare(traced):
     """Predicted beside measured, and a rank's parts add up to its step."""
-    found = json.loads(command("compare", traced, "--json"))
-    assert set(found) >= {"digest", "steps", "step", "stages", "ranks", "ops", "lanes", "units"}
-    assert set(found["steps"]) < {2, 4, 6, 8, 9} and len(found["steps"]) == 3
-    rows = [*found["ranks"],
-            *(stage[kind] for stage in found["stages"] for kind in ("predicted", "measured"))]
+    comparison = json.loads(command("compare", traced, "--json"))
+    assert set(comparison) >= {"digest", "steps", "step", "stages", "ranks", "ops", "lanes", "units"}
+    assert set(comparison["steps"]) < {2, 4, 6, 8, 9} and len(comparison["steps"]) == 3
+    rows = [*comparison["ranks"],
+            *(stage[kind] for stage in comparison["stages"] for kind in ("predicted", "measured"))]
     for row in rows:
         assert sum(row[cause] for cause in CAUSES) == pytest.approx(row["step"], rel=0.01)
         assert min(row[cause] for cause in CAUSES) >= -1e-6
-    assert [row["rank"] for row in found["ranks"]] == list(range(8))
-    assert 0 < found["step"]["predicted"] <= found["step"]["measured"] * 1.05
+    assert [row["rank"] for row in comparison["ranks"]] == list(range(8))
+    assert 0 < comparison["step"]["predicted"] <= comparison["step"]["measured"] * 1.05
     for op in ("FORWARD", "BACKWARD", "STEP"):
-        assert found["ops"][op]["predicted"] == pytest.approx(found["ops"][op]["measured"], rel=1e-3)
-    assert {"compute", "dp", "recv act", "recv grad", "send act", "send grad", "tie"} == set(found["lanes"])
-    assert found["units"].keys() == {"u0", "u1", "u2", "u3", "p1", "p2", "p3", "p4"}
+        seconds = comparison["ops"][op]
+        assert seconds["predicted"] == pytest.approx(seconds["measured"], rel=1e-3)
+    lanes = {"compute", "dp", "recv act", "recv grad", "send act", "send grad", "tie"}
+    assert set(comparison["lanes"]) == lanes
+    assert comparison["units"].keys() == {"u0", "u1", "u2", "u3", "p1", "p2", "p3", "p4"}
     text = command("compare", traced)
     for words in ("where the time of a rank went", "p2p wait", "rank 7 pp1 dp1 tp1", "BACKWARD", "recv act",
                   "blocks.1"):
@@ -195,8 +197,8 @@ def test_resume_appends(cache, tmp_path):
     assert traced.steps == [1, 2, 3, 4, 5] and not traced.notes
     assert all(rank.first_steps == {1, 4} for rank in traced.ranks)
     assert read_costs(tmp_path / "run")[2] == 3  # without step 4
-    found = json.loads(command("compare", tmp_path / "run", "--json"))
-    assert set(found["steps"]) <= {2, 3, 5}
+    comparison = json.loads(command("compare", tmp_path / "run", "--json"))
+    assert set(comparison["steps"]) <= {2, 3, 5}
 
 
 def test_none_is_none(cache, tmp_path):

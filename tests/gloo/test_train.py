@@ -218,7 +218,7 @@ def test_a_validation_loss_that_is_not_finite(start):
 
 
 def test_a_rank_that_leaves(start, monkeypatch):
-    """The message names a rank that ends without one of its own."""
+    """A rank that ends without a message of its own is named."""
     import threed.engine.engine as engine
 
     def leave(self, batch):

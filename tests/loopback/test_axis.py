@@ -79,8 +79,8 @@ def test_layers_cost_what_they_declare(cut, monkeypatch):
     assert sent == {"xp", "tp"} if SP[0] in cut else {"xp"}
     for layer in blocks:
         with initialized():
-            found = Measured(layer, config.model, share_of(config)).cost()
-        assert shown(layer.cost(share_of(config))) == shown(found), layer.name
+            cost = Measured(layer, config.model, share_of(config)).cost()
+        assert shown(layer.cost(share_of(config))) == shown(cost), layer.name
 
 
 def shown(cost: Cost) -> dict[str, object]:

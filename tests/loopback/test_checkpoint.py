@@ -326,14 +326,14 @@ def test_the_one_before_is_taken(tmp_path):
         saved_after(config, steps)
     folder = tmp_path / "checkpoints"
     (folder / "step-00000003" / "rank-00001.safetensors").write_bytes(b"short")
-    found, notes = take(config)
-    assert found == "step-00000002"
+    taken, notes = take(config)
+    assert taken == "step-00000002"
     assert "step-00000003 is damaged: rank-00001.safetensors has 5 bytes" in notes[0]
     content = bytearray((folder / "step-00000002" / "rank-00001.safetensors").read_bytes())
     content[-3] ^= 4  # noticed by the rank that reads it, not by rank 0
     (folder / "step-00000002" / "rank-00001.safetensors").write_bytes(content)
-    found, notes = take(config)
-    assert found == "step-00000001"
+    taken, notes = take(config)
+    assert taken == "step-00000001"
     assert len(notes) == 2
     assert "does not have the checksum of the index" in notes[1]
     refused(named(config, folder / "step-00000002"), "resume from another one with train.resume=PATH")

@@ -148,8 +148,8 @@ def test_the_others_stop(tmp_path, monkeypatch):
         read(self, *others)
 
     monkeypatch.setattr(Reader, "read", slow)
-    found, notes = take(config)
-    assert found == "step-00000001"
+    taken, notes = take(config)
+    assert taken == "step-00000001"
     assert "does not have the checksum of the index" in notes[0]
     assert len(boxes) == 1
 
@@ -172,8 +172,8 @@ def test_one_that_cannot_be_looked_into(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "stat", stale)
-        found, notes = take(config)
-    assert found == "step-00000001" and "manifest.json cannot be read (Input/output error)" in notes[0]
+        taken, notes = take(config)
+    assert taken == "step-00000001" and "manifest.json cannot be read (Input/output error)" in notes[0]
 
     def broken(path: Any) -> Any:
         if path == tmp_path / "checkpoints":
@@ -210,8 +210,8 @@ def test_an_index_that_is_gone(tmp_path, monkeypatch):
         saved_after(config, steps)
     (tmp_path / "checkpoints" / "step-00000002" / "index.jsonl").unlink()
     monkeypatch.setattr(formats, "PATIENCE_S", 600)
-    found, notes = take(config)
-    assert found == "step-00000001" and "is incomplete: index.jsonl cannot be read" in notes[0]
+    taken, notes = take(config)
+    assert taken == "step-00000001" and "is incomplete: index.jsonl cannot be read" in notes[0]
 
 
 def test_an_index_of_somebody_else(tmp_path):
@@ -231,8 +231,8 @@ def test_an_index_of_somebody_else(tmp_path):
         place += len(lines[-1])
     (path / "index.jsonl").write_bytes(b"".join(lines))
     edit(path, parameters=parameters)
-    found, notes = take(config)
-    assert found == "step-00000001" and "its index is not as threed writes it" in notes[0]
+    taken, notes = take(config)
+    assert taken == "step-00000001" and "its index is not as threed writes it" in notes[0]
 
 
 # ---------------------------------------------------------------- which one, and what stays

@@ -65,8 +65,8 @@ def test_room_is_not_made_of_the_last_good_one(latest, tmp_path, monkeypatch):
         if not latest:
             patch.setattr(saving, "write_latest", lambda *_: None)
             (folder / "latest").write_text("")
-        found, outcome = go_on(config, 2)
-    assert found == "step-00000002" and outcome.problem is not None
+        origin, outcome = go_on(config, 2)
+    assert origin == "step-00000002" and outcome.problem is not None
     assert take(config)[0] == "step-00000002"
 
 
@@ -103,8 +103,8 @@ def test_room_is_not_made_of_anothers(tmp_path, monkeypatch):
     copied, said = tmp_path / "checkpoints" / "step-00000002", []
     with monkeypatch.context() as patch:
         patch.setattr(saving, "write", no_room)
-        found, outcome = go_on(begun, being_copied=lambda: copied, say=said.append)
-    assert found == "step-00000003" and "No space left" in str(outcome.problem)
+        origin, outcome = go_on(begun, being_copied=lambda: copied, say=said.append)
+    assert origin == "step-00000003" and "No space left" in str(outcome.problem)
     assert names(tmp_path) == {f"step-{step:08d}" for step in (2, 3, 5, 6)}
     assert [line.rpartition(": ")[2]
             for line in said] == ["step-00000001 make room for the checkpoint of step 4"]
@@ -335,12 +335,12 @@ def test_the_newest_is_gone(tmp_path):
         saved_after(config, steps)
     folder = tmp_path / "checkpoints"
     (folder / "step-00000003" / "manifest.json").unlink()
-    found, notes = take(config)
-    assert found == "step-00000002"
+    taken, notes = take(config)
+    assert taken == "step-00000002"
     assert "step-00000003 cannot be used: manifest.json cannot be read" in notes[0]
     shutil.rmtree(folder / "step-00000003")
-    found, notes = take(config)
-    assert found == "step-00000002" and "step-00000003 cannot be used" in notes[0]
+    taken, notes = take(config)
+    assert taken == "step-00000002" and "step-00000003 cannot be used" in notes[0]
     for name in ("step-00000001", "step-00000002"):
         shutil.rmtree(folder / name)
     with pytest.raises(InputError, match="none of the checkpoints can be used"):

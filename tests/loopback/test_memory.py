@@ -32,8 +32,8 @@ Storages = dict[int, int]  # address -> bytes
 
 
 def storages(things: Iterable[Any]) -> Storages:
-    found = [tensor.untyped_storage() for tensor in tensors(things) if tensor.device.type == "cpu"]
-    return {storage.data_ptr(): storage.nbytes() for storage in found if storage.nbytes()}
+    on_cpu = [tensor.untyped_storage() for tensor in tensors(things) if tensor.device.type == "cpu"]
+    return {storage.data_ptr(): storage.nbytes() for storage in on_cpu if storage.nbytes()}
 
 
 def tensors(things: Iterable[Any]) -> list[torch.Tensor]:

@@ -286,7 +286,8 @@ class Haste:
         return issue
 
     def pause(self) -> None:
-        """In a late lane, a reader that does not wait for its job goes on without the job's result."""
+        """In a late lane: pause, so that a reader which should wait for the lane's job, and does not, comes
+        before it."""
         if self.lanes == "late" and threading.current_thread().name in LATE:
             time.sleep(self.rng.choice((0, 0, 0.001)))
 
@@ -327,10 +328,10 @@ def difference(before: list[tuple[Instruction, ...]], after: list[tuple[Instruct
 def check(case: Case, seed: int, path: Path, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How many edits were rejected and right; none is wrong."""
     monkeypatch.setattr(loopback, "TIMEOUT_S", 30.0)
-    found: list[str] = []
-    counts = hunt(case, seed, Haste(monkeypatch, seed + 1), path, found.append)
+    wrong: list[str] = []
+    counts = hunt(case, seed, Haste(monkeypatch, seed + 1), path, wrong.append)
     print(", ".join(f"{counts[verdict]} {verdict}" for verdict in ("rejected", "right", "wrong")))
-    assert not found, "\n\n".join(found[:5])
+    assert not wrong, "\n\n".join(wrong[:5])
     assert counts["rejected"] > counts["right"]
     return counts
 

@@ -51,12 +51,12 @@ def update(scale: float = 1.0, decay: bool = True, lr: float = 0.1, betas: tuple
 def test_its_formula(grad_dtype, copy_dtype, decay, scale):
     """On a slice of 5000 unaligned elements, not a multiple of a block; the elements beside it are
     unchanged."""
-    made = weight, grad, first, second = tensors(6001, grad_dtype)
+    stepped = weight, grad, first, second = tensors(6001, grad_dtype)
     copy = torch.full((6001,), 7.0, dtype=copy_dtype) if copy_dtype is not None else None
-    everything = [*made, *([copy] if copy is not None else [])]
+    everything = [*stepped, *([copy] if copy is not None else [])]
     before = [tensor.clone() for tensor in everything]
     piece = slice(501, 5501)
-    optimizer.step(update(scale, decay), view(*(tensor[piece] for tensor in made)),
+    optimizer.step(update(scale, decay), view(*(tensor[piece] for tensor in stepped)),
                    copy[piece] if copy is not None else None)
     for tensor, old in zip(everything, before, strict=True):
         assert torch.equal(tensor[:501], old[:501]) and torch.equal(tensor[5501:], old[5501:])

@@ -208,8 +208,8 @@ def test_evaluation_in_between(tier, tmp_path):
 
         return run_loopback(config, plan, make_mesh(config), work)
 
-    found = run(*TIERS[tier])
-    assert found == run() and found[0][0] == found[0][1] != found[0][3]
+    evaluated = run(*TIERS[tier])
+    assert evaluated == run() and evaluated[0][0] == evaluated[0][1] != evaluated[0][3]
 
 
 @pytest.mark.parametrize("tier", TIERS)

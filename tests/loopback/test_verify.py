@@ -51,9 +51,9 @@ def verified(config: Config, steps: int, broken: Break | None = None, exact: boo
             verifier.rehearse(batch)
             return verifier.step(batch)
 
-        found = drive(config, engine, comm, steps, step)
+        results = drive(config, engine, comm, steps, step)
         assert verifier.verified == steps
-        return found
+        return results
 
     return collect(config, run_loopback(config, plan, make_mesh(config), work))
 

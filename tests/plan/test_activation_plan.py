@@ -134,10 +134,10 @@ def test_pools_are_as_large_as_needed(schedule, way):
     used."""
     plan = plan_of(*full(schedule, way, 1))
     for position in range(2):
-        found = buffers(plan, position)
+        pools = buffers(plan, position)
         kind = "kpart" if "partition" in way else "kept"
-        assert found.kept == (most_taken(plan, position, kind) if "contiguous" in way else {})
-        assert found.host_kept == (most_taken(plan, position, f"host_{kind}") if "cpu" in way else {})
+        assert pools.kept == (most_taken(plan, position, kind) if "contiguous" in way else {})
+        assert pools.host_kept == (most_taken(plan, position, f"host_{kind}") if "cpu" in way else {})
 
 
 # ---------------------------------------------------------------- budget

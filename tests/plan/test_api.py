@@ -133,10 +133,10 @@ def test_parameter_units(overrides):
     """p0 and all others, what is in them, who shares them, and bytes that add up to what a rank holds."""
     from threed.api import list_units
 
-    made = threed.plan(threed.load("configs/toy.yaml", overrides))
-    rows, table = list_units(made, "p"), made.table
+    plan = threed.plan(threed.load("configs/toy.yaml", overrides))
+    rows, table = list_units(plan, "p"), plan.table
     assert [row["unit"] for row in rows] == [f"p{index}" for index in table.parameters]
-    text = threed.show(made, units="p")
+    text = threed.show(plan, units="p")
     for row in rows:
         assert row["unit"] in text and row["parameters"]
         assert sum(_numel(each["shape"]) for each in row["parameters"]) == row["elements"]
@@ -145,7 +145,7 @@ def test_parameter_units(overrides):
     kinds = [row["kind"] for row in rows]
     assert kinds.count("tied") == ("model.tie_embeddings=false" not in overrides)
     assert ("small" in kinds) == ("zero.persist_below=1000" in overrides)
-    for position, stage in enumerate(threed.check(made)["stages"]):
+    for position, stage in enumerate(threed.check(plan)["stages"]):
         held = [row for row in rows if position in row["positions"]]
         assert sum(row["elements"] for row in held) == stage["parameters"]
         on_device = [row["optimizer_bytes"] for row in held if row["optimizer"] == "device"]

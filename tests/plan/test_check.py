@@ -223,7 +223,7 @@ def test_a_message_that_only_one_end_knows():
 def stuck(programs: Sequence[Sequence[Instruction]], plan: Plan) -> list[bool]:
     """Which of the three modes find a deadlock."""
     links = [link(program, plan.table, p, plan.table.seam(p)) for p, program in enumerate(programs)]
-    assert not any(found.faults for found in links)
+    assert not any(ends.faults for ends in links)
     return [bool(walk(programs, plan.table, links, mode).stuck) for mode in Mode]
 
 

@@ -287,15 +287,15 @@ def _reads(path: Path) -> set[tuple[str, str]]:
     """(section, key) for each `section.key` that a module reads. In config.py and validate.py only the
     properties of a section count (`self.key`), since checking a value is not using it."""
     tree = ast.parse(path.read_text())
-    found = set()
+    keys = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
             base = node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", "")
             if path.name not in ("config.py", "validate.py", "values.py", "schema.py"):
-                found.add((base, node.attr))
+                keys.add((base, node.attr))
             elif base == "self":
-                found.add(("config", node.attr))
-    return found
+                keys.add(("config", node.attr))
+    return keys
 
 
 def test_defaults_are_a_config():

@@ -176,8 +176,8 @@ def test_rates():
     rows = re.findall(r"\| `([\w-]+)` \| .* \| (0\.\d{3}) \|", (ROOT / "docs" / "schedules.md").read_text())
     assert len(rows) == len(SCHEDULES)
     for name, rate in rows:
-        found = predict_bare(name, 8, 24, {"f": 1.0, "b": 1.0, "w": 1.0, "comm": 0.0})
-        assert f"{found['bubble_rate']:.3f}" == rate, name
+        report = predict_bare(name, 8, 24, {"f": 1.0, "b": 1.0, "w": 1.0, "comm": 0.0})
+        assert f"{report['bubble_rate']:.3f}" == rate, name
 
 
 def test_named_files_exist():

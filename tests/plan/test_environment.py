@@ -81,8 +81,8 @@ JOB = {"*apiVersion": {"kubeflow.org/v1"}, "*kind": {"PyTorchJob"}, "*metadata":
 def problems(value, schema, where="") -> list[str]:
     if isinstance(schema, dict):
         known = {key.lstrip("*"): inner for key, inner in schema.items()}
-        found = [f"{where}.{key} is missing" for key in schema if key[0] == "*" and key[1:] not in value]
-        return found + [problem for key, inner in value.items() for problem in
+        missing = [f"{where}.{key} is missing" for key in schema if key[0] == "*" and key[1:] not in value]
+        return missing + [problem for key, inner in value.items() for problem in
                         (problems(inner, known[key], f"{where}.{key}") if key in known
                          else [f"{where}.{key} is not known"])]
     if isinstance(schema, list):

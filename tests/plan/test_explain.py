@@ -39,20 +39,20 @@ def test_each_instruction_has_its_pass(overrides):
     plan = threed.plan(threed.load(None, [*BASE, *overrides]))
     for name, programs in plan.programs.items():
         for index, item in enumerate(programs[0]):
-            found = explain(plan, index, 0, name)
-            assert found["pass"] in PASSES[item.op], (str(item), found["pass"])
+            answer = explain(plan, index, 0, name)
+            assert answer["pass"] in PASSES[item.op], (str(item), answer["pass"])
             effect = effects(item, plan.table, 0)
-            assert [each["slot"] for each in found.get("reads", ())] == list(map(str, effect.reads))
-            assert found["sends"] == {axis: size for axis, size in plan.table.sent(item).items() if size}
-            for after in found["after"]:
+            assert [each["slot"] for each in answer.get("reads", ())] == list(map(str, effect.reads))
+            assert answer["sends"] == {axis: size for axis, size in plan.table.sent(item).items() if size}
+            for after in answer["after"]:
                 assert int(after.split()[0]) < index
-            for waits in found["waits for it"]:
+            for waits in answer["waits for it"]:
                 later = explain(plan, int(waits.split()[0]), 0, name)
                 assert f"{index}  {item}" in later["after"]
             if item.op == Op.CLIP:
-                assert found["with ranks"] == list(range(1, 8))
+                assert answer["with ranks"] == list(range(1, 8))
             if item.op in MESSAGES:
-                assert found["with ranks"] == [4]
+                assert answer["with ranks"] == [4]
 
 
 def test_text(capsys):

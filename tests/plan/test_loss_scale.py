@@ -18,11 +18,11 @@ def scaler(*overrides: str) -> LossScaler:
 
 def scales(subject: LossScaler, steps: str) -> list[float]:
     """The scale after each step: `x` overflows, `.` does not."""
-    found = []
+    after = []
     for step in steps:
         subject.update(step == "x")
-        found.append(subject.scale)
-    return found
+        after.append(subject.scale)
+    return after
 
 
 SMALL = ("precision.initial_loss_scale=1024", "precision.loss_scale_window=3")

@@ -16,10 +16,10 @@ MESHES = [Mesh(order, pp=pp, dp=dp, tp=tp) for pp, dp, tp in product((1, 2, 3, 4
 def test_round_trip(order):
     """Two ranks at one coordinate, or a rank that does not come back to itself."""
     mesh = Mesh(order, pp=3, dp=4, tp=2)
-    found = [mesh.coordinate(rank) for rank in range(mesh.size)]
-    assert [mesh.rank(**here.on) for here in found] == list(range(24))
-    assert {tuple(here.on.values()) for here in found} == set(product(range(3), range(4), range(2)))
-    step = [axis for axis in AXES if found[0].on[axis] != found[1].on[axis]]
+    coordinates = [mesh.coordinate(rank) for rank in range(mesh.size)]
+    assert [mesh.rank(**here.on) for here in coordinates] == list(range(24))
+    assert {tuple(here.on.values()) for here in coordinates} == set(product(range(3), range(4), range(2)))
+    step = [axis for axis in AXES if coordinates[0].on[axis] != coordinates[1].on[axis]]
     assert step == [order[-1]], "neighbouring ranks are neighbours on the last axis"
 
 

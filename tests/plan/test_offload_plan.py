@@ -49,12 +49,12 @@ def test_ratio(sizes, ratio):
     """An offloaded share that one unit more or less would bring nearer to the ratio, or that is off by more
     than half a unit."""
     units = dict(enumerate(sizes))
-    found = homes(units, ratio, Tier.HOST)
-    offloaded = sum(size for unit, size in units.items() if found[unit] == "host")
+    home = homes(units, ratio, Tier.HOST)
+    offloaded = sum(size for unit, size in units.items() if home[unit] == "host")
     goal = ratio * sum(sizes)
     assert abs(offloaded - goal) <= max(sizes) / 2
     assert all(abs(offloaded + size - goal) >= abs(offloaded - goal)
-               for unit, size in units.items() if found[unit] == "device")
+               for unit, size in units.items() if home[unit] == "device")
 
 
 def test_ratio_of_equal_units():
@@ -229,12 +229,12 @@ def test_buffers_are_enough_and_no_more(drawn):
                     tiers.play(item)
                     for name, room in rooms.items():
                         most[name] |= Counter(map(room, getattr(tiers, name)))
-            found = buffers(plan, position)
+            pools = buffers(plan, position)
             of_size = Counter(map(table.shard_numel, table.held(position)))
-            for name, pool in (("states", found.host_states), ("weights", found.host_weights),
-                               ("up", found.pshards)):
+            for name, pool in (("states", pools.host_states), ("weights", pools.host_weights),
+                               ("up", pools.pshards)):
                 assert pool == most[name], name
-            assert found.gshards == {numel: min(count + 1, of_size[numel])
+            assert pools.gshards == {numel: min(count + 1, of_size[numel])
                                      for numel, count in most["gradients"].items()}
 
 
@@ -243,14 +243,14 @@ def test_buffers_are_enough_and_no_more(drawn):
 
 def moved(plan: Plan) -> list[tuple[Counter[str], int]]:
     """Of each position: bytes by lane in a step, and elements of a rank's shards."""
-    found = []
+    of_positions = []
     for position, program in enumerate(plan.programs["train"]):
         lanes: Counter[str] = Counter()
         for item in program:
             lanes.update(plan.table.moved(item))
-        found.append((lanes, sum(plan.table.shard_numel(p) for p in plan.table.held(position))))
+        of_positions.append((lanes, sum(plan.table.shard_numel(p) for p in plan.table.held(position))))
         assert stages(plan)[position]["moved_bytes"] == lanes
-    return found
+    return of_positions
 
 
 SHAPE = ["parallel.pp=2", "parallel.dp=2", "train.global_batch_size=8"]

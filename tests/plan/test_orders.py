@@ -148,9 +148,9 @@ def test_zero_bubble_paper(p, m, times, plain, h1, h2, searched):
     """The paper's rates to four places; `auto` no worse than its search at 2x the memory, nor than ZB-H1 at
     1x."""
     def rate(name: str, limit: float | None = None) -> float:
-        found = predict_bare(name, p, m, parse_times(times), None, limit and limit * p)
-        assert limit is None or max(stage["peak_activations"] for stage in found["stages"]) <= limit * p
-        return round(found["bubble_rate"], 4)
+        report = predict_bare(name, p, m, parse_times(times), None, limit and limit * p)
+        assert limit is None or max(stage["peak_activations"] for stage in report["stages"]) <= limit * p
+        return round(report["bubble_rate"], 4)
 
     assert (rate("1f1b"), rate("zb-h1"), rate("zb-h2")) == (plain, h1, h2)
     assert rate("auto", 2) <= searched and rate("auto", 1) <= h1
@@ -165,8 +165,8 @@ def test_auto_is_the_best():
         whole = {"f": rng.uniform(1, 3), "b": rng.uniform(1, 3), "w": rng.uniform(0.5, 3),
                  "comm": rng.choice((0.0, 0.3))}
         room = None if limit is None else limit * min(p, m)
-        found = predict_bare("auto", p, m, whole, None, room)
-        assert found == predict_bare("auto", p, m, whole, None, room)
+        best = predict_bare("auto", p, m, whole, None, room)
+        assert best == predict_bare("auto", p, m, whole, None, room)
         for name, schedule in SCHEDULES.items():
             if m < schedule.least(p):
                 continue
@@ -174,7 +174,7 @@ def test_auto_is_the_best():
                 other = predict_bare(name, p, m, whole, schedule.virtual or 2, room)
             except InputError:
                 continue  # it keeps more than the limit
-            assert found["step_time"] <= other["step_time"] * (1 + 1e-9), (name, p, m, limit)
+            assert best["step_time"] <= other["step_time"] * (1 + 1e-9), (name, p, m, limit)
 
 
 def test_auto_in_a_plan():

@@ -34,18 +34,19 @@ def printed(*arguments: str) -> dict:
     (1e12, 1024, (16000, 4011, 2013, 15.6))])
 def test_paper(parameters, dp, expected):
     """Formulas that leave out the master weights, or do not shard them (the paper has both)."""
-    found = printed("memory", "--parameters", str(parameters), "--dp", str(dp))
+    memory = printed("memory", "--parameters", str(parameters), "--dp", str(dp))
     for stage, value in enumerate(expected):
         place = 10.0 ** -len(str(value).partition(".")[2])
-        assert abs(found[f"stage_{stage}"] / GB - value) <= place, stage
-        more = found["fp32_gradients"][f"stage_{stage}"] - found[f"stage_{stage}"]
+        assert abs(memory[f"stage_{stage}"] / GB - value) <= place, stage
+        more = memory["fp32_gradients"][f"stage_{stage}"] - memory[f"stage_{stage}"]
         assert more == pytest.approx(2 * parameters / (dp if stage >= 2 else 1))
 
 
 def test_memory_over_the_mesh():
     """tp and pp divide the parameters, precision the bytes."""
-    found = printed("memory", "--parameters", "8e9", "--dp", "4", "--tp", "2", "--pp", "4", "--dtype", "fp32")
-    assert found["stage_0"] == 1e9 * 16 and found["stage_3"] == 1e9 * 16 / 4
+    memory = printed("memory", "--parameters", "8e9", "--dp", "4", "--tp", "2", "--pp", "4",
+                     "--dtype", "fp32")
+    assert memory["stage_0"] == 1e9 * 16 and memory["stage_3"] == 1e9 * 16 / 4
     assert printed("memory", "--parameters", "1e9", "--master", "none")["stage_0"] == 1e9 * 12
 
 
@@ -55,10 +56,10 @@ def test_memory_of_a_config():
                                               "precision.dtype=bf16", "precision.grad_dtype=bf16",
                                               "train.global_batch_size=64",
                                               "parallel.sequence_parallel=false"])
-    found = of_config(config)
-    psi = found["parameters"]
+    memory = of_config(config)
+    psi = memory["parameters"]
     for stage, formula in enumerate((16 * psi, 4 * psi + 1.5 * psi, 2 * psi + 14 * psi / 8, 2 * psi)):
-        assert found[f"stage_{stage}"] == pytest.approx(formula, rel=1e-3), stage
+        assert memory[f"stage_{stage}"] == pytest.approx(formula, rel=1e-3), stage
 
 
 @pytest.mark.parametrize("arguments", [[], ["configs/toy.yaml", "--parameters", "1e9"],
@@ -131,13 +132,13 @@ def test_advice_is_printed():
 
 def test_matrix():
     """Each cell has a verdict, a reason where it is refused, and a test of its name."""
-    found = printed("matrix")
-    assert found["works"] + found["refused"] == len(found["cells"])
-    assert len({cell["test"] for cell in found["cells"]}) == len(found["cells"])
-    for cell in found["cells"]:
+    matrix = printed("matrix")
+    assert matrix["works"] + matrix["refused"] == len(matrix["cells"])
+    assert len({cell["test"] for cell in matrix["cells"]}) == len(matrix["cells"])
+    for cell in matrix["cells"]:
         assert (cell["verdict"] == "refused") == bool(cell["reason"])
     listed = {line.strip() for line in CliRunner().invoke(app, ["matrix", "--refused"]).stdout.splitlines()}
-    assert {cell["test"].split("[")[1][:-1] for cell in found["cells"] if cell["reason"]} <= listed
+    assert {cell["test"].split("[")[1][:-1] for cell in matrix["cells"] if cell["reason"]} <= listed
 
 
 def test_configs_are_refused_by_the_contract():

@@ -115,8 +115,8 @@ def test_digest_does_not_depend_on_the_process():
     """A digest that depends on hash seeds: every run would stop at the first step."""
     code = ("from threed.config import load; from threed.planner import make_plan; "
             "print(make_plan(load(None, ['parallel.pp=4', 'train.eval_every=1'])).digest)")
-    found = {run(code, PYTHONHASHSEED=seed) for seed in ("1", "2")}
-    assert found == {make_plan(load(None, ["parallel.pp=4", "train.eval_every=1"])).digest}
+    digests = {run(code, PYTHONHASHSEED=seed) for seed in ("1", "2")}
+    assert digests == {make_plan(load(None, ["parallel.pp=4", "train.eval_every=1"])).digest}
 
 
 @pytest.mark.parametrize("stage", [0, 1])

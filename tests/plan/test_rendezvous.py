@@ -306,7 +306,8 @@ def test_what_is_no_launcher(bytes_):
 
 
 def test_enough_nodes_at_the_limit():
-    """Fewer than the maximum of nodes, of which the last came just before the limit: the run begins."""
+    """Enough nodes, but fewer than the maximum, which have not settled when the time is up: the run
+    begins."""
     meeting = Meeting(2, 4, limit_s=1.0)
     meeting.head.settle_s = 60.0
     first = meeting.join(0)

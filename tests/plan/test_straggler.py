@@ -13,13 +13,13 @@ MESH = Mesh(pp=2, dp=3, tp=2)
 def rows(slow: dict[int, float], what: str = "compute", mesh: Mesh = MESH) -> list[dict[str, float]]:
     """Every rank computes 1 s, at position 1 twice as long; slow ranks take a multiple of that, and the
     others wait for them."""
-    made = []
+    table = []
     for rank in range(mesh.size):
         row = {"compute": 1.0 + mesh.coordinate(rank).position, "optimizer": 0.2, "offload": 0.1,
                "p2p_wait": 5.0, "dp_wait": 9.0}
         row[what] *= slow.get(rank, 1.0)
-        made.append(row)
-    return made
+        table.append(row)
+    return table
 
 
 def test_evenly_fast():
@@ -36,8 +36,8 @@ def test_it_persists(what, times):
     watch = Stragglers(MESH)
     rank = MESH.rank(pp=1, dp=2)
     for step in range(1, 3 * STEPS):
-        found = watch.look(rows({rank: times}, what))
-        assert found["straggler/rank"] == rank and (found["straggler/slower"] or 0) > 1.5
+        metrics = watch.look(rows({rank: times}, what))
+        assert metrics["straggler/rank"] == rank and (metrics["straggler/slower"] or 0) > 1.5
         assert len(watch.warnings) == (step == STEPS)
         if watch.warnings:
             assert f"ranks {rank}, {rank + 1} (pp1 dp2) are slow" in watch.warnings[0]

@@ -80,10 +80,10 @@ def test_show_and_predict(capsys):
         standalone_mode=False)
     assert capsys.readouterr().out.rstrip().endswith("CLIP gradients=drop")
     app(["predict", "configs/toy.yaml", "run.verify_every=10", "--json"], standalone_mode=False)
-    found = json.loads(capsys.readouterr().out)
-    assert found["verify"]["every"] == 10
-    assert found["verify"]["rehearsal_s"] == pytest.approx(10 * found["verify"]["step_s"])
-    assert 0.8 * found["step_time"] < found["verify"]["rehearsal_s"] <= found["step_time"]
+    predicted = json.loads(capsys.readouterr().out)
+    assert predicted["verify"]["every"] == 10
+    assert predicted["verify"]["rehearsal_s"] == pytest.approx(10 * predicted["verify"]["step_s"])
+    assert 0.8 * predicted["step_time"] < predicted["verify"]["rehearsal_s"] <= predicted["step_time"]
     app(["predict", "configs/toy.yaml", "run.verify_every=10"], standalone_mode=False)
     assert "every 10 steps one is computed twice: " in capsys.readouterr().out
     app(["predict", "configs/toy.yaml", "--json"], standalone_mode=False)

@@ -104,8 +104,8 @@ def test_window_is_legal(uses, capacity, prefetch):
 @settings(max_examples=300, deadline=None, derandomize=True, database=None)
 @given(sequences(10), st.integers(1, 4))
 def test_no_window_gathers_less(uses, capacity):
-    """Room is made by releasing another unit than the one that is used last: traffic that a better choice
-    saves. Compared with all choices."""
+    """Room is made by releasing another unit than the one whose next use is furthest away: traffic that a
+    better choice saves. Compared with all choices."""
     gathers, _ = window(uses, capacity, 0)
     assert sum(map(len, gathers.values())) == fewest(uses, capacity)
 
@@ -115,9 +115,9 @@ def test_no_window_gathers_less(uses, capacity):
 def test_prefetch_moves_gathers_and_adds_none(uses, capacity, prefetch):
     """A prefetched gather that adds traffic, or one that comes later than without prefetch."""
     plain, early = (window(uses, capacity, ahead)[0] for ahead in (0, prefetch))
-    when = [{unit: sorted(index for index, units in found.items() for u in units if u == unit)
+    when = [{unit: sorted(index for index, units in chosen.items() for u in units if u == unit)
              for unit in range(7)}
-            for found in (plain, early)]
+            for chosen in (plain, early)]
     for unit in range(7):
         assert len(when[0][unit]) == len(when[1][unit])
         assert all(b <= a for a, b in zip(when[0][unit], when[1][unit]))
@@ -175,16 +175,16 @@ def residents(program: tuple[Instruction, ...], table: Table) -> list[tuple[Inst
     """Each instruction of a program, with the units that are being gathered and those that are resident while
     it runs."""
     alive: set[int] = set()
-    found = []
+    rows = []
     for item in program:
         if item.op == Op.GATHER and not table.parameters[item.unit].whole:
             assert item.unit not in alive
             alive.add(item.unit)
-        found.append((item, set(alive)))
+        rows.append((item, set(alive)))
         if item.op == Op.RELEASE:
             alive.discard(item.unit)
     assert not alive
-    return found
+    return rows
 
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v", "breadth-first")
@@ -224,16 +224,16 @@ def test_every_use_has_its_gather(drawn):
     for _, plan in drawn:
         for position, program in ((position, program) for programs in plan.programs.values()
                                   for position, program in enumerate(programs)):
-            table, there = plan.table, set()
+            table, resident = plan.table, set()
             for item in program:
                 if item.op == Op.GATHER:
-                    assert item.unit not in there and position in table.parameters[item.unit].positions
-                    there.add(item.unit)
+                    assert item.unit not in resident and position in table.parameters[item.unit].positions
+                    resident.add(item.unit)
                 elif item.op in COMPUTE and item.op != Op.BACKWARD_WEIGHT:
-                    assert there >= set(table.units[item.unit].parameters)
+                    assert resident >= set(table.units[item.unit].parameters)
                 elif item.op == Op.RELEASE:
-                    there.remove(item.unit)
-            assert not there
+                    resident.remove(item.unit)
+            assert not resident
 
 
 def test_no_more_units_than_asked_for(drawn):
@@ -358,8 +358,8 @@ def test_buffers_are_enough_and_no_more(drawn):
                         holds["grad"].discard(item.unit)
                     for kind, units in holds.items():
                         times[kind].append([numel[p] for p in units])
-            found = buffers(plan, position)
-            for kind, sizes, spare in (("param", found.params, 0), ("grad", found.grads, 1)):
+            pools = buffers(plan, position)
+            for kind, sizes, spare in (("param", pools.params, 0), ("grad", pools.grads, 1)):
                 ends, separate = sorted(sizes), Counter()
                 for taken in times[kind]:
                     separate |= Counter(taken)
@@ -373,7 +373,7 @@ def test_buffers_are_enough_and_no_more(drawn):
                           for size, count in separate.items())
                 assert sum(size * count for size, count in sizes.items()) <= own
             times = 2 if config.precision.reduce_dtype != config.precision.grad_dtype else 1
-            assert found.staging == max(numel.values(), default=0) * 4 * times
+            assert pools.staging == max(numel.values(), default=0) * 4 * times
 
 
 def test_bytes_by_stage():

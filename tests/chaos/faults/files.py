@@ -26,9 +26,9 @@ def after_a_crash(trial: Trial, text: str, damage: Callable[[Path], str], says: 
             trial.kill_node(run)
 
     def between(trial: Trial) -> None:
-        found = tensors.newest(trial.run_dir)
-        if found is not None and not trial.done():
-            fault.text = f"{text}: {damage(found)}"
+        newest = tensors.newest(trial.run_dir)
+        if newest is not None and not trial.done():
+            fault.text = f"{text}: {damage(newest)}"
         else:
             trial.marker.unlink(missing_ok=True)
 

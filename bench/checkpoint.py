@@ -103,8 +103,8 @@ class Rank:
         return Cost(blocked, time.monotonic() - begin, steps, self._clear(path))
 
     def _clear(self, path: Path) -> int:
-        """Bytes of a checkpoint, which is removed. What a mode has left to be written is not the next one's
-        work."""
+        """Remove a checkpoint and return its bytes, so that the next mode does not write what this one
+        left."""
         size = 0
         if self.comm.rank == 0:
             size = sum(file.stat().st_size for file in path.iterdir())

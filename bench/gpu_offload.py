@@ -94,25 +94,25 @@ class TimedLane(Lane):
 
 def event() -> Any:
     """A mark in the current stream."""
-    found = torch.cuda.Event(enable_timing=True)
-    found.record()
-    return found
+    mark = torch.cuda.Event(enable_timing=True)
+    mark.record()
+    return mark
 
 
 def watch_lanes(comm: Comm) -> dict[str, TimedLane]:
     """Put a TimedLane around each lane of LANES. The host's lanes tell the host's time, whatever the
     device."""
-    found = {}
+    lanes = {}
     for name in LANES:
         streams = comm.device.type == "cuda" and name not in HOST_LANES
-        found[name] = comm._lanes[name] = TimedLane(comm.lane(name), event if streams else time.monotonic)
-    return found
+        lanes[name] = comm._lanes[name] = TimedLane(comm.lane(name), event if streams else time.monotonic)
+    return lanes
 
 
 def overlap(intervals: Intervals, others: Intervals) -> float:
     """Seconds of `intervals` inside `others`; neither has two at the same time."""
-    return sum(max(0.0, min(end, stop) - max(begin, start)) for begin, end in intervals for start,
-               stop in others)
+    return sum(max(0.0, min(end, stop) - max(begin, start))
+               for begin, end in intervals for start, stop in others)
 
 
 # ---------------------------------------------------------------- one setting
@@ -133,8 +133,8 @@ def largest(size: Sizes, setting: str, device: int, host: int, most: int) -> int
     low, high = 0, most + 1
     while high - low > 1:
         middle = (low + high) // 2
-        found = needs(size, middle, setting)
-        low, high = (middle, high) if found[0] <= device and found[1] <= host else (low, middle)
+        needed = needs(size, middle, setting)
+        low, high = (middle, high) if needed[0] <= device and needed[1] <= host else (low, middle)
     return low
 
 
@@ -156,8 +156,8 @@ def train(size: Sizes, blocks: int, setting: str, comm: Comm, steps: int) -> Mea
         _, trace = engine.train_step(lambda microbatch, data=data: data[microbatch])
         if number and (best is None or trace.total_s < best[0]):
             program = engine.plan.programs["train"][0]
-            best = trace.total_s, {name: hidden(lane, trace, program, begin, origin) for name,
-                                   lane in lanes.items()}
+            best = trace.total_s, {name: hidden(lane, trace, program, begin, origin)
+                                   for name, lane in lanes.items()}
     assert best is not None
     for lane in lanes.values():
         lane.close()
@@ -198,11 +198,11 @@ def attempt(size: Sizes, blocks: int, setting: str, comm: Comm, args: argparse.N
 # ---------------------------------------------------------------- the bench
 
 
-def table(found: dict[str, Measured], base: Measured) -> list[str]:
+def table(rows: dict[str, Measured], base: Measured) -> list[str]:
     head = ["setting", "blocks", "parameters", "of nothing", "device", "measured", "host", "tokens/s",
             "of nothing", *(f"{lane}: ms, hidden" for lane in LANES)]
     out = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
-    for name, row in found.items():
+    for name, row in rows.items():
         spent = [f"{1e3 * busy:.0f}, {share:.0%}" if busy else "-" for busy, share in row.lanes.values()]
         cells = [name, str(row.layers), show_count(row.parameters), f"{row.parameters / base.parameters:.2f}",
                  show_bytes(row.device), show_bytes(row.peak) if row.peak else "-", show_bytes(row.host),
@@ -224,20 +224,21 @@ def measure(args: argparse.Namespace, device: torch.device, memory: int,
     with tempfile.TemporaryDirectory(prefix="threed-bench-") as scratch:
         comm = ProcessComm(make_mesh(config_of(size, 1, "nothing")), 0, device, 60.0,
                            file_store(str(Path(scratch) / "store"), 1))
-        found: list[dict[str, Measured]] = [{}, {}]
+        measured: list[dict[str, Measured]] = [{}, {}]
         for which, of in enumerate((lambda setting: blocks[setting],
-                                    lambda setting: found[0]["nothing"].layers)):
+                                    lambda setting: measured[0]["nothing"].layers)):
             for setting in SETTINGS:
-                found[which][setting] = attempt(size, of(setting), setting, comm, args)
-                say(f"{setting}, {found[which][setting].layers} blocks: "
-                    f"{found[which][setting].tokens_per_s:.0f} tokens/s")
+                measured[which][setting] = attempt(size, of(setting), setting, comm, args)
+                say(f"{setting}, {measured[which][setting].layers} blocks: "
+                    f"{measured[which][setting].tokens_per_s:.0f} tokens/s")
         comm.close()
-    base = found[0]["nothing"]
-    most = [f"--most {args.most} ends the search of: " + "; ".join(name for name,
-                                                                   n in blocks.items() if n == args.most), ""]
-    return ["## The largest that fits", "", *table(found[0], base), "",
+    base = measured[0]["nothing"]
+    at_most = [name for name, num_blocks in blocks.items() if num_blocks == args.most]
+    most = [f"--most {args.most} ends the search of: {'; '.join(at_most)}", ""]
+    return ["## The largest that fits", "", *table(measured[0], base), "",
             *(most if args.most in blocks.values() else []),
-            "## The largest that needs nothing, with each setting", "", *table(found[1], found[1]["nothing"])]
+            "## The largest that needs nothing, with each setting", "",
+            *table(measured[1], measured[1]["nothing"])]
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -280,14 +281,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     text = "\n".join([
         "# Offload: the largest model", "",
         f"`python bench/gpu_offload.py {' '.join(argv or sys.argv[1:])}`, {time.strftime('%Y-%m-%d')}. "
-        f"{name}; {machine()}; "
-        f"processors {busy:.0%} busy, this bench included.",
+        f"{name}; {machine()}; processors {busy:.0%} busy, this bench included.",
         f"GPT of width {size.hidden} in {size.dtype}, {size.num_microbatches} micro-batches of "
-        f"{size.micro_batch} x "
-        f"{size.seq_len} tokens, {show_bytes(memory)} of device memory.",
-        *([] if device.type == "cuda"
-          else ["Without a GPU memory is a limit that plans are held against, and copies are within "
-                                             "the host: the times say nothing of a GPU."]),
+        f"{size.micro_batch} x {size.seq_len} tokens, {show_bytes(memory)} of device memory.",
+        *([] if device.type == "cuda" else [
+            "Without a GPU memory is a limit that plans are held against, and copies are within the host: "
+            "the times say nothing of a GPU."]),
         "What the columns are is in [../README.md](../README.md).", "", *lines, ""])
     print(text)
     if args.markdown:

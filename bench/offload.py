@@ -23,6 +23,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,16 +62,15 @@ class Section(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What every side does: some of it in passes of their own, or in one."""
+    """What every side does, in one pass or in passes of their own."""
 
     narrow: bool  # gradients are in bf16
     scale: float  # gradients are multiplied by this: clipping
     copy: bool  # a bf16 copy of the weights is wanted
 
     def __str__(self) -> str:
-        gradients = ("bf16" if self.narrow else "fp32") + (" gradients, scaled" if self.scale != 1.0
-                                                           else " gradients")
-        return gradients + (", bf16 copy of the weights" if self.copy else "")
+        dtype, scaled = "bf16" if self.narrow else "fp32", ", scaled" if self.scale != 1.0 else ""
+        return f"{dtype} gradients{scaled}" + (", bf16 copy of the weights" if self.copy else "")
 
 
 WORKS = (Work(False, 1.0, False), Work(False, 1.0, True), Work(True, 0.5, True))
@@ -125,8 +125,8 @@ def threed_side(memory: Memory, options: OptimizerConfig) -> Side:
 
 
 def peer_side(memory: Memory, options: OptimizerConfig, make: Callable[..., Any]) -> Side:
-    """An optimizer of torch's kind over the same memory; what it does not do comes before and after, unit by
-    unit."""
+    """A torch-like optimizer over the same memory; the work that it does not do comes before and after, unit
+    by unit."""
     parameters = [torch.nn.Parameter(weight) for weight in memory.weights]
     beta1, beta2 = options.betas
     optimizer = make(parameters, lr=options.lr, betas=(beta1, beta2), eps=options.eps,
@@ -156,26 +156,25 @@ def sides(memory: Memory, options: OptimizerConfig) -> dict[str, Side]:
     def adamw(**how: bool) -> Side:
         return peer_side(memory, options, lambda parameters, **rest: AdamW(parameters, **rest, **how))
 
-    found = {"threed": threed_side(memory, options), "torch, fused": adamw(fused=True),
+    steps = {"threed": threed_side(memory, options), "torch, fused": adamw(fused=True),
              "torch, foreach": adamw(foreach=True),
              "torch, for-loop": adamw(foreach=False)}
     if DEEPSPEED is not None:
         from deepspeed.ops.adam import DeepSpeedCPUAdam  # pyright: ignore[reportMissingImports]
-        found["DeepSpeedCPUAdam"] = peer_side(memory, options, DeepSpeedCPUAdam)
-    return found
+        steps["DeepSpeedCPUAdam"] = peer_side(memory, options, DeepSpeedCPUAdam)
+    return steps
 
 
 def adam_body(numel: int, rounds: int, pipe: Any) -> None:
     """In a process of its own, whose number of threads the environment says: sends {work: {side: best}}."""
     try:
-        memory, found = Memory(numel), {}
+        memory, results = Memory(numel), {}
         everybody = sides(memory, OptimizerConfig())
         for work in WORKS:
             names = [name for name in everybody if work == WORKS[0]
                      or name not in ("torch, foreach", "torch, for-loop")]
-            found[work] = best_of(rounds, {name: lambda side=everybody[name],
-                                           work=work: side(work) for name in names})
-        pipe.send(found)
+            results[work] = best_of(rounds, {name: partial(everybody[name], work) for name in names})
+        pipe.send(results)
     except BaseException:
         pipe.send(traceback.format_exc())
 
@@ -191,8 +190,8 @@ def best_of(rounds: int, jobs: dict[str, Callable[[], None]]) -> dict[str, Took]
             jobs[name]()
             if number:
                 took[name].append(Took(time.monotonic() - begin, time.process_time() - used))
-    return {name: Took(min(t.seconds for t in each), min(t.cpu_s for t in each)) for name,
-            each in took.items()}
+    return {name: Took(min(t.seconds for t in each), min(t.cpu_s for t in each))
+            for name, each in took.items()}
 
 
 def measure_adam(args: argparse.Namespace, say: Callable[[str], None]) -> Section:
@@ -201,14 +200,15 @@ def measure_adam(args: argparse.Namespace, say: Callable[[str], None]) -> Sectio
         for threads in sorted({1, os.cpu_count() or 1}):
             rounds = min(args.rounds, FEW_ROUNDS) if numel > LARGE else args.rounds
             say(f"AdamW, {show_count(numel)} parameters, {threads} thread{'s' * (threads > 1)}")
-            for work, found in in_process(threads, numel, rounds).items():
+            for work, results in in_process(threads, numel, rounds).items():
                 lines += [f"{show_count(numel)} parameters, {threads} thread{'s' * (threads > 1)}, {work}",
                           "", "| side | ms | of threed | cpu of threed |", "|---|---:|---:|---:|"]
-                ours = found["threed"]
+                ours = results["threed"]
                 lines += [f"| {name} | {1e3 * took.seconds:.1f} | {took.seconds / ours.seconds:.3f} | "
-                          f"{took.cpu_s / ours.cpu_s:.3f} |" for name, took in found.items()]
-                peer = min((name for name in found if name != "threed"), key=lambda name: found[name].seconds)
-                ratio, cpu = ours.seconds / found[peer].seconds, ours.cpu_s / found[peer].cpu_s
+                          f"{took.cpu_s / ours.cpu_s:.3f} |" for name, took in results.items()]
+                peers = [name for name in results if name != "threed"]
+                peer = min(peers, key=lambda name: results[name].seconds)
+                ratio, cpu = ours.seconds / results[peer].seconds, ours.cpu_s / results[peer].cpu_s
                 lines += ["", verdict(ratio <= NOISE,
                                       f"threed at most {NOISE:g} x the best, {peer}: {ratio:.3f} (processor "
                                       f"time {cpu:.3f})"), ""]
@@ -228,18 +228,18 @@ def in_process(threads: int, numel: int, rounds: int) -> dict[Work, dict[str, To
     process.start()
     theirs.close()
     try:
-        found = ours.recv()
+        message = ours.recv()
     except EOFError:
-        found = f"it ended without a word; {show_count(numel)} parameters take {26 * numel / 2**30:.0f} GiB"
+        message = f"it ended without a word; {show_count(numel)} parameters take {26 * numel / 2**30:.0f} GiB"
     finally:
         process.kill()
         process.join()
         os.environ.pop("OMP_NUM_THREADS")
         if before is not None:
             os.environ["OMP_NUM_THREADS"] = before
-    if isinstance(found, str):
-        raise SystemExit(f"AdamW failed:\n{found}")
-    return found
+    if isinstance(message, str):
+        raise SystemExit(f"AdamW failed:\n{message}")
+    return message
 
 
 # ---------------------------------------------------------------- the bench

@@ -12,6 +12,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -37,8 +38,7 @@ class Files:
     def run(self, what: str) -> float:
         move = self.disk.write if what == "write" else self.disk.read
         begin = time.monotonic()
-        handles = [self.lanes[what].submit(lambda name=name,
-                                           buffer=self.buffers[number % 2]: move(name, buffer))
+        handles = [self.lanes[what].submit(partial(move, name, self.buffers[number % 2]))
                    for number, name in enumerate(self.names)]
         for handle in handles:
             handle.wait()
@@ -60,8 +60,8 @@ def fio(folder: Path, count: int, nbytes: int, what: str, block: int, depth: int
                          capture_output=True, text=True)
     if run.returncode:
         raise SystemExit(f"fio failed: {run.stderr or run.stdout}")
-    found = json.loads(run.stdout[run.stdout.index("{"):])["jobs"][0][what]
-    return count * nbytes / found["bw_bytes"]
+    result = json.loads(run.stdout[run.stdout.index("{"):])["jobs"][0][what]
+    return count * nbytes / result["bw_bytes"]
 
 
 def dd(folder: Path, count: int, nbytes: int, what: str) -> float:
@@ -73,10 +73,10 @@ def dd(folder: Path, count: int, nbytes: int, what: str) -> float:
                else [f"if={file}", "of=/dev/null", "iflag=direct"])
         run = subprocess.run(["dd", *how, *size], capture_output=True, text=True,
                              env={"LC_ALL": "C", "PATH": "/usr/bin:/bin"})
-        found = re.search(r"copied, ([0-9.e-]+) s", run.stderr)
-        if run.returncode or not found:
+        match = re.search(r"copied, ([0-9.e-]+) s", run.stderr)
+        if run.returncode or not match:
             raise SystemExit(f"dd failed: {run.stderr}")
-        seconds += float(found[1])
+        seconds += float(match[1])
     return seconds
 
 
@@ -87,8 +87,10 @@ def measure_disk(args: argparse.Namespace, say: Callable[[str], None]) -> tuple[
     with tempfile.TemporaryDirectory(dir=args.folder, prefix="threed-bench-") as scratch:
         folder = Path(scratch)
         files = Files(folder, args.files, nbytes)
-        sides: dict[str, Callable[[str], float]] = {"threed": files.run,
-                                                    "dd": lambda what: dd(folder, args.files, nbytes, what)}
+        sides: dict[str, Callable[[str], float]] = {
+            "threed": files.run,
+            "dd": lambda what: dd(folder, args.files, nbytes, what),
+        }
         if shutil.which("fio"):
             sides["fio, as threed"] = lambda what: fio(folder, args.files, nbytes, what, BLOCK, 1)
             sides["fio, 1 MiB x 16"] = lambda what: fio(folder, args.files, nbytes, what, 1 << 20, 16)
@@ -96,11 +98,11 @@ def measure_disk(args: argparse.Namespace, say: Callable[[str], None]) -> tuple[
                                                    for what in ("write", "read")}
         for number in range(args.rounds + 1):
             say(f"disk, round {number} of {args.rounds}")
-            for what, found in took.items():
+            for what, seconds_of in took.items():
                 for name in order.sample(list(sides), len(sides)):
                     seconds = sides[name](what)
                     if number:
-                        found[name].append(seconds)
+                        seconds_of[name].append(seconds)
         files.close()
     return "The disk tier", list(lines(args, nbytes, total, took))
 
@@ -110,13 +112,13 @@ def lines(args: argparse.Namespace, nbytes: int, total: int,
     out = [f"{args.files} files of {nbytes >> 20} MiB; the best of {args.rounds} rounds" +
            ("" if shutil.which("fio") else "; fio is not installed"), "", "| side | write MB/s | read MB/s |",
            "|---|---:|---:|"]
-    speed = {what: {name: total / min(each) for name, each in found.items()} for what, found in took.items()}
+    speed = {what: {name: total / min(each) for name, each in rates.items()} for what, rates in took.items()}
     out += [f"| {name} | {speed['write'][name] / 1e6:.0f} | {speed['read'][name] / 1e6:.0f} |"
             for name in speed["write"]]
     out.append("")
-    for what, found in speed.items():
-        peer = max((name for name in found if name != "threed"), key=found.__getitem__)
-        ratio = found["threed"] / found[peer]
+    for what, rates in speed.items():
+        peer = max((name for name in rates if name != "threed"), key=rates.__getitem__)
+        ratio = rates["threed"] / rates[peer]
         out += [f"`{'met   ' if ratio >= TARGET else 'missed'}`  {what} at least {TARGET:g} x the best, "
                 f"{peer}: {ratio:.3f}", ""]
     return out

@@ -45,10 +45,10 @@ def executors(args: argparse.Namespace, comm: Comm) -> dict[str, Step]:
     config = config_of(args)
     narrow = config_of(args, "precision.grad_dtype=bf16", "precision.reduce_dtype=bf16")
     resident = dataclasses.replace(config, offload=OffloadConfig())
-    found = {BASE: threed(config, comm), NARROW: threed(narrow, comm), RESIDENT: threed(resident, comm)}
+    steps = {BASE: threed(config, comm), NARROW: threed(narrow, comm), RESIDENT: threed(resident, comm)}
     if DEEPSPEED is not None:
-        found[PEER] = deepspeed(config, comm, 2)
-    return found
+        steps[PEER] = deepspeed(config, comm, 2)
+    return steps
 
 
 def serve(rank: int, store: str, args: argparse.Namespace, pipe: Any) -> None:
@@ -87,11 +87,11 @@ def measure_step(args: argparse.Namespace, say: Callable[[str], None]) -> tuple[
             agree(losses)
             rounds = []
             for number in range(args.rounds + 1):
-                found = [answer(rank, pipe) for rank, pipe in enumerate(pipes)]
-                rounds.append({name: join([each[name] for each in found]) for name in found[0]})
+                of_ranks = [answer(rank, pipe) for rank, pipe in enumerate(pipes)]
+                rounds.append({name: join([each[name] for each in of_ranks]) for name in of_ranks[0]})
                 say(f"step, round {number} of {args.rounds}: " + ", ".join(
-                    f"{name} {1e3 * (ran.end - ran.begin):.0f} ms" for name,
-                    ran in sorted(rounds[-1].items())))
+                    f"{name} {1e3 * (ran.end - ran.begin):.0f} ms"
+                    for name, ran in sorted(rounds[-1].items())))
         finally:
             for process in processes:
                 process.kill()
@@ -101,9 +101,9 @@ def measure_step(args: argparse.Namespace, say: Callable[[str], None]) -> tuple[
 
 def agree(losses: dict[str, list[float]]) -> None:
     """Unless all train the same model, nothing is compared."""
-    for name, found in losses.items():
-        if any(abs(a - b) > TOLERANCE * b for a, b in zip(found, losses[BASE], strict=True)):
-            raise SystemExit(f"{name} does not train the model that {BASE} trains: losses {found}, not "
+    for name, of_ranks in losses.items():
+        if any(abs(a - b) > TOLERANCE * b for a, b in zip(of_ranks, losses[BASE], strict=True)):
+            raise SystemExit(f"{name} does not train the model that {BASE} trains: losses {of_ranks}, not "
                              f"{losses[BASE]}")
 
 
@@ -112,17 +112,18 @@ def lines(args: argparse.Namespace, rounds: list[dict[str, Any]]) -> list[str]:
     config = config_of(args)
     numel = sum(p.numel for layer in layers(config.model) for p in layer.own_parameters())
     out = [f"{show_count(numel)} parameters, {config.train.micro_batch_size} x {config.model.seq_len} tokens "
-           f"a rank, {RANKS} "
-           "ranks", "", "| executor | ms | of threed | cpu of threed |", "|---|---:|---:|---:|"]
+           f"a rank, {RANKS} ranks", "",
+           "| executor | ms | of threed | cpu of threed |", "|---|---:|---:|---:|"]
+
+    def seconds(name: str) -> list[float]:
+        return [each[name].end - each[name].begin for each in rounds]
 
     def ratios(name: str, base: str) -> tuple[float, float]:
-        return (median((each[name].end - each[name].begin) / (each[base].end - each[base].begin)
-                       for each in rounds),
+        return (median(mine / its for mine, its in zip(seconds(name), seconds(base))),
                 median(each[name].cpu_s / each[base].cpu_s for each in rounds))
 
     for name in sorted(rounds[0], reverse=True):
-        (ratio, cpu), step_s = ratios(name, BASE), median(each[name].end - each[name].begin
-                                                          for each in rounds)
+        (ratio, cpu), step_s = ratios(name, BASE), median(seconds(name))
         out.append(f"| {name} | {1e3 * step_s:.0f} | {ratio:.3f} | {cpu:.3f} |")
     out.append("")
     if DEEPSPEED is None:
@@ -130,6 +131,5 @@ def lines(args: argparse.Namespace, rounds: list[dict[str, Any]]) -> list[str]:
     for name in (BASE, NARROW):
         ratio, cpu = ratios(name, PEER)
         out += [f"`{'met   ' if ratio < 1 else 'missed'}`  {name} faster than {PEER}: {ratio:.3f} of its "
-                f"time (processor time "
-                f"{cpu:.3f})", ""]
+                f"time (processor time {cpu:.3f})", ""]
     return out

@@ -106,10 +106,10 @@ def ping_pong(comm: ProcessComm) -> list[float]:
     """Seconds of a message between ranks 0 and 1, one way, as half a round trip. As in a pipeline, the
     receiver waits already, and the sender has slept: the pauses are taken off."""
     start_together(comm)
-    there, back = (0, 1, "act"), (1, 0, "grad")
-    value, found = torch.zeros(SHAPE), []
+    forth, back = (0, 1, "act"), (1, 0, "grad")
+    value, seconds = torch.zeros(SHAPE), []
     for _ in range(PINGS if comm.rank < 2 else 0):
-        mine, other = (there, back) if comm.rank == 0 else (back, there)
+        mine, other = (forth, back) if comm.rank == 0 else (back, forth)
         if comm.rank == 1:
             comm.channels[other].recv(value).wait()
         before = time.monotonic()
@@ -119,9 +119,9 @@ def ping_pong(comm: ProcessComm) -> list[float]:
         sent = comm.channels[mine].send(slept)
         if comm.rank == 0:
             comm.channels[other].recv(value).wait()
-            found.append((time.monotonic() - begin - value.flatten()[0].item()) / 2)
+            seconds.append((time.monotonic() - begin - value.flatten()[0].item()) / 2)
         sent.wait()
-    return found[PINGS // 6:]
+    return seconds[PINGS // 6:]
 
 
 # ---------------------------------------------------------------- the simulation
@@ -211,8 +211,8 @@ def sum_up(case: Case, times: Times, ranks: Sequence[Results], busy: tuple[float
                Op.BACKWARD_INPUT: share.input,
                Op.BACKWARD_WEIGHT: share.weight}
     programs = plan.programs["train"]
-    exact = {(position, item): nominal.get(item.op, 0.0) for position,
-             program in enumerate(programs) for item in program}
+    exact = {(position, item): nominal.get(item.op, 0.0)
+             for position, program in enumerate(programs) for item in program}
     ours = side(list(zip(*(rank.threed for rank in ranks))),
                 lambda each: simulate_threed(plan, each, transfer_s))
     peers = side(list(zip(*(rank.torch for rank in ranks))),
@@ -264,12 +264,12 @@ def _answer(rank: int, pipe: Any) -> Results:
     if not pipe.poll(TIMEOUT_S + 60):
         raise SystemExit(f"rank {rank} does not answer")
     try:
-        found = pipe.recv()
+        message = pipe.recv()
     except EOFError:
-        found = "it ended without a word"
-    if not isinstance(found, Results):
-        raise SystemExit(f"rank {rank} failed:\n{found}")
-    return found
+        message = "it ended without a word"
+    if not isinstance(message, Results):
+        raise SystemExit(f"rank {rank} failed:\n{message}")
+    return message
 
 
 HEAD = ("schedule", "p", "m", "ideal ms", "threed ms", "simulated ms", "ratio", "best", "torch ms",
@@ -295,11 +295,10 @@ def _ms(seconds: float) -> str:
 def table_text(rows: Sequence[Row]) -> str:
     lines = [HEAD, *map(cells, rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(HEAD))]
-    texts = ["| " + " | ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i,
-                               (cell, w) in enumerate(zip(line, widths))) + " |"
+    first, *others = widths
+    texts = ["| " + " | ".join([line[0].ljust(first), *map(str.rjust, line[1:], others)]) + " |"
              for line in lines]
-    rule = "|" + "|".join("-" * (w + 2) if i == 0 else "-" * (w + 1) + ":" for i,
-                          w in enumerate(widths)) + "|"
+    rule = "|" + "|".join(["-" * (first + 2), *("-" * (width + 1) + ":" for width in others)]) + "|"
     return "\n".join([texts[0], rule, *texts[1:]])
 
 
@@ -308,11 +307,10 @@ def verdict(rows: Sequence[Row], target: float) -> str:
     behind = [f"{row.case} ({row.threed.step_s / row.torch.step_s:.3f})" for row in rows
               if row.torch and row.threed.step_s >= row.torch.step_s]
     compared = sum(row.torch is not None for row in rows)
+    goals = ((f"threed within {target} of its simulation", len(rows), slow),
+             ("threed below torch", compared, behind))
     return "\n".join(f"{what}: {total - len(missed)} of {total}"
-                     + (f"; missed: {', '.join(missed)}" if missed else "")
-                     for what, total,
-                     missed in ((f"threed within {target} of its simulation", len(rows), slow),
-                                                 ("threed below torch", compared, behind)))
+                     + (f"; missed: {', '.join(missed)}" if missed else "") for what, total, missed in goals)
 
 
 def to_json(rows: Sequence[Row], args: argparse.Namespace) -> dict[str, Any]:

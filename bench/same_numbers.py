@@ -101,7 +101,7 @@ def _tree(commit: str, folder: Path) -> Path:
 
 
 def _compare(name: str, other: Path, base: Path) -> bool:
-    """Whether a case has the same numbers, which are printed where it has not."""
+    """Whether a case has the same numbers; prints them if not."""
     own = base / name.replace(" ", "-")
     own.mkdir()
     (own / "order.yaml").write_text(json.dumps(FILE))  # JSON is YAML
@@ -121,7 +121,7 @@ def _compare(name: str, other: Path, base: Path) -> bool:
 
 
 def _train(tree: Path, folder: Path, overrides: list[str]) -> object:
-    """[(step, loss, gradient norm)] of a run; its last lines where it fails."""
+    """[(step, loss, gradient norm)] of a run; the last lines of its output if it fails."""
     env = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
     config = ROOT / "configs" / "toy.yaml"  # for both
     done = subprocess.run([sys.executable, "-m", "threed", "train", config, *overrides, f"run.dir={folder}"],

@@ -100,8 +100,8 @@ def make_case(case: Case) -> tuple[Config, Plan]:
         f"parallel.stage_units={[case.units] * stages}"])
     order, place = make_pipeline(config)
     table = make_table(config, place)
-    table = dataclasses.replace(table, units=tuple(dataclasses.replace(unit, forward_flops=1000)
-                                                   for unit in table.units))
+    units = tuple(dataclasses.replace(unit, forward_flops=1000) for unit in table.units)
+    table = dataclasses.replace(table, units=units)
     programs = zero.train(communicate(expand(order, table), table), table)
     plan = Plan(table, {"train": [tuple(program) for program in programs]})
     check(plan)
@@ -230,9 +230,8 @@ class Torch:
                   for stage, position in enumerate(place) if position == rank]
         make = PEERS[case.schedule]
         alone = issubclass(make, tp.schedules.PipelineScheduleSingle)
-        self.schedule = make(stages[0] if alone else stages, case.m, loss_fn=lambda output,
-                             target: output.sum(),
-                             scale_grads=False)
+        self.schedule = make(stages[0] if alone else stages, case.m,
+                             loss_fn=lambda output, target: output.sum(), scale_grads=False)
         self.inputs = [torch.zeros(case.m * SHAPE[0], *SHAPE[1:])] if place[0] == rank else []
         self.target = torch.zeros(case.m) if place[-1] == rank else None
 

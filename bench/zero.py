@@ -68,7 +68,7 @@ class Round(NamedTuple):
 
 
 def serve(rank: int, store: str, config: Config, args: argparse.Namespace, pipe: Any) -> None:
-    """Body of a process: sends what it checked, then each round, or what went wrong."""
+    """Body of a process: sends the losses it checked, then each round, or the traceback of a failure."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", FutureWarning)  # of the names that torch's own collectives go by
     try:
@@ -129,12 +129,12 @@ class Result(NamedTuple):
     others: float  # share of the machine's processors that was busy with other work
 
     def compare(self, name: str, peer: str) -> tuple[float, float] | None:
-        """The medians of the rounds' ratios, of time and of processor time; None where one of the two is not
-        there."""
-        found = {row.name: row for row in self.rows}
-        if name not in found or peer not in found:
+        """The medians of the rounds' ratios, of time and of processor time; None if one of the two is
+        missing."""
+        by_name = {row.name: row for row in self.rows}
+        if name not in by_name or peer not in by_name:
             return None
-        ours, theirs = found[name], found[peer]
+        ours, theirs = by_name[name], by_name[peer]
         return (median(a / b for a, b in zip(ours.steps_s, theirs.steps_s)),
                 median(a / b for a, b in zip(ours.cpu_s, theirs.cpu_s)))
 
@@ -173,10 +173,10 @@ def measure(ranks: int, pipes: Sequence[Any], args: argparse.Namespace, say: Cal
     rounds: list[dict[str, Ran]] = []  # from the first rank's begin to the last one's end
     cpu_s, busy = [], []  # of the ranks and of the machine, after each round
     for number in range(1, args.warmup + args.repeat + 1):
-        found: list[Round] = [answer(rank, pipe) for rank, pipe in enumerate(pipes)]
-        cpu_s.append(sum(each.cpu_s for each in found))
+        of_ranks: list[Round] = [answer(rank, pipe) for rank, pipe in enumerate(pipes)]
+        cpu_s.append(sum(each.cpu_s for each in of_ranks))
         busy.append(processors())
-        together = {name: join([each.ran[name] for each in found]) for name in found[0].ran}
+        together = {name: join([each.ran[name] for each in of_ranks]) for name in of_ranks[0].ran}
         rounds.append(together)
         seconds = {name: ran.end - ran.begin for name, ran in together.items()}
         say(f"round {number} of {args.warmup + args.repeat}, DDP {1e3 * seconds[BASE]:.0f} ms; times that: "
@@ -193,7 +193,7 @@ def join(ranks: Sequence[Ran]) -> Ran:
 
 
 def agree(losses: dict[str, list[float]], say: Callable[[str], None]) -> None:
-    """All losses to 1e-5, or nothing is compared."""
+    """All losses agree to 1e-5; otherwise nothing is compared."""
     base = losses[BASE]
     far = {name: max(abs(a - b) / abs(b) for a, b in zip(each, base)) for name, each in losses.items()}
     say(f"losses {', '.join(f'{loss:.6f}' for loss in base)}; furthest from DDP: "
@@ -220,12 +220,12 @@ def answer(rank: int, pipe: Any) -> Any:
     if not pipe.poll(TIMEOUT_S + 60):
         raise SystemExit(f"rank {rank} does not answer")
     try:
-        found = pipe.recv()
+        message = pipe.recv()
     except EOFError:
-        found = "it ended without a word"
-    if isinstance(found, str):
-        raise SystemExit(f"rank {rank} failed:\n{found}")
-    return found
+        message = "it ended without a word"
+    if isinstance(message, str):
+        raise SystemExit(f"rank {rank} failed:\n{message}")
+    return message
 
 
 HEAD = ("executor", "ms", "of DDP", "cpu of DDP", "bytes sent")
@@ -235,19 +235,18 @@ def table_text(result: Result) -> str:
     lines = [HEAD, *((row.name, f"{1e3 * row.step_s:.0f}", f"{row.ratio:.3f}", f"{row.cpu_ratio:.3f}",
                       show_bytes(row.sent) if row.sent else "-") for row in result.rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(HEAD))]
-    texts = ["| " + " | ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i,
-                               (cell, w) in enumerate(zip(line, widths))) + " |"
+    first, *others = widths
+    texts = ["| " + " | ".join([line[0].ljust(first), *map(str.rjust, line[1:], others)]) + " |"
              for line in lines]
-    rule = "|" + "|".join("-" * (w + 2) if i == 0 else "-" * (w + 1) + ":" for i,
-                          w in enumerate(widths)) + "|"
+    rule = "|" + "|".join(["-" * (first + 2), *("-" * (width + 1) + ":" for width in others)]) + "|"
     return "\n".join([texts[0], rule, *texts[1:]])
 
 
 def verdicts(result: Result) -> str:
     lines = []
     for name, peer, limit in TARGETS:
-        if found := result.compare(name, peer):
-            ratio, cpu_ratio = found
+        if ratios := result.compare(name, peer):
+            ratio, cpu_ratio = ratios
             lines.append(f"{'met   ' if ratio <= limit else 'missed'}  {name} at most {limit:g} x {peer}: "
                          f"{ratio:.3f} (processor time {cpu_ratio:.3f})")
     return "\n".join(lines)

@@ -13,6 +13,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +37,7 @@ from threed.tensor.random import initial_values
 
 
 def import_deepspeed() -> tuple[Any, str]:
-    """The module and its version, or None and why it is not there."""
+    """DeepSpeed's module and version, or None and the reason why it is missing."""
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     logging.disable(logging.WARNING)  # it talks a lot
@@ -81,14 +82,14 @@ def batches(config: Config, step: int, rank: int, device: torch.device) -> list[
     generator = torch.Generator().manual_seed(1000 + step)
     tokens = torch.randint(0, model.vocab, (config.train.global_batch_size, model.seq_len + 1),
                            generator=generator).to(device)
-    found = []
+    micro_batches = []
     for number in range(config.num_microbatches):
         first = (number * config.dp + rank) * micro
         rows = slice(first, first + micro)
         samples = torch.arange(first, first + micro, device=device)
-        found.append(Batch(tokens[rows, :-1], tokens[rows, 1:], samples, config.train.seed,
+        micro_batches.append(Batch(tokens[rows, :-1], tokens[rows, 1:], samples, config.train.seed,
                            config.tokens_per_step))
-    return found
+    return micro_batches
 
 
 Step = Callable[[Sequence[Batch]], float]  # one optimizer step; the loss
@@ -177,8 +178,10 @@ def ddp(config: Config, comm: Comm, make: Callable[..., Any] = torch.optim.AdamW
 
 
 def zero_redundancy(config: Config, comm: Comm) -> Step:
-    return ddp(config, comm, lambda groups,
-               **options: ZeroRedundancyOptimizer(groups, torch.optim.AdamW, **options))
+    def make(groups: Any, **options: Any) -> Any:
+        return ZeroRedundancyOptimizer(groups, torch.optim.AdamW, **options)
+
+    return ddp(config, comm, make)
 
 
 def fsdp2(config: Config, comm: Comm, reshard: bool) -> Step:
@@ -232,15 +235,13 @@ def deepspeed(config: Config, comm: Comm, stage: int) -> Step:
 
 
 def executors() -> dict[str, Callable[[Config, Comm], Step]]:
-    """Name -> how to make one."""
-    found: dict[str, Callable[[Config, Comm], Step]] = {
+    """Name -> function that makes the executor."""
+    makers: dict[str, Callable[[Config, Comm], Step]] = {
         "DDP": ddp, "ZeroRedundancyOptimizer": zero_redundancy,
-        "FSDP2, reshard": lambda config, comm: fsdp2(config, comm, True),
-        "FSDP2, keep": lambda config, comm: fsdp2(config, comm, False),
-        **{f"threed {stage}": lambda config, comm,
-           stage=stage: threed(config, comm, stage=stage) for stage in range(4)},
-        "threed 3, step": lambda config, comm: threed(config, comm, stage=3, residency="step")}
+        "FSDP2, reshard": partial(fsdp2, reshard=True),
+        "FSDP2, keep": partial(fsdp2, reshard=False),
+        **{f"threed {stage}": partial(threed, stage=stage) for stage in range(4)},
+        "threed 3, step": partial(threed, stage=3, residency="step")}
     if DEEPSPEED is not None:
-        found |= {f"DeepSpeed {stage}": lambda config, comm,
-                  stage=stage: deepspeed(config, comm, stage) for stage in (1, 2, 3)}
-    return found
+        makers |= {f"DeepSpeed {stage}": partial(deepspeed, stage=stage) for stage in (1, 2, 3)}
+    return makers

@@ -1,5 +1,5 @@
-"""Shared fixtures, and what runs in which tier. One thread a process: many-process tests on few cores would
-fight for them otherwise."""
+"""Shared fixtures, and the choice of tests by tier. Each process has one thread: otherwise tests with many
+processes would compete for few cores."""
 
 from __future__ import annotations
 
@@ -52,15 +52,15 @@ class Budget:
 
 
 def pytest_configure(config):
-    """A part of a tier has no budget, nor has a worker of xdist."""
+    """Only a whole tier has a budget; a part of one, or a worker of xdist, has none."""
     whole = config.args_source == pytest.Config.ArgsSource.TESTPATHS and not config.getoption("keyword")
     if config.getoption("tier") and whole and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Budget(config.getoption("tier")), "budget")
 
 
 def pytest_collection_finish():
-    """What was imported stays: Python's collector, here and in what is forked from here, need not look at it
-    again and again."""
+    """Imported objects live until the end: freeze them, so that the garbage collector here and in forked
+    processes does not visit them again and again."""
     gc.collect()
     gc.freeze()
 
@@ -78,27 +78,28 @@ def workers():
 
 @pytest.fixture(scope="session")
 def references(tmp_path_factory, worker_id):
-    """Reference runs by what changes them. Each is made once and kept in a file, for all workers."""
+    """Reference runs, one for each set of values that changes the numbers: computed once, and shared by all
+    workers in a file."""
     from tests import reference
 
     base = tmp_path_factory.getbasetemp()
     folder = (base if worker_id == "master" else base.parent) / "references"
     folder.mkdir(exist_ok=True)
-    made = {}
+    by_key = {}
 
     def get(config, steps: int = 5):
         key = str((config.model, config.precision, config.optimizer, config.train,
                    config.offload.delayed_update, config.offload.warmup, steps))
-        if key not in made:
+        if key not in by_key:
             path = folder / hashlib.sha256(key.encode()).hexdigest()
-            made[key] = kept(path, lambda: reference.run(config, steps))
-        return made[key]
+            by_key[key] = kept(path, lambda: reference.run(config, steps))
+        return by_key[key]
 
     return get
 
 
 def kept(path: Path, make):
-    """What the file holds; made and written there if no other process was faster."""
+    """The content of the file; if no other process has written it, `make()` is called and written."""
     if not path.exists():
         scratch = path.with_name(f"{path.name}.{os.getpid()}")
         scratch.write_bytes(pickle.dumps(make()))

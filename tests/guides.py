@@ -12,18 +12,18 @@ EXTENDING = ROOT / "docs" / "extending"
 
 
 def blocks(page: Path, language: str) -> list[str]:
-    """What stands in a page's code blocks of a language."""
+    """The contents of a page's code blocks of a language."""
     return re.findall(rf"^```{language}\n(.*?)\n```$", page.read_text(), re.DOTALL | re.MULTILINE)
 
 
 def code(guide: str) -> list[str]:
-    """The blocks of Python of a guide."""
+    """A guide's blocks of Python."""
     return blocks(EXTENDING / f"{guide}.md", "python")
 
 
 def add_schedule() -> None:
-    """Edit threed/pipeline/orders.py as the guide says. For a process of its own, before anything else
-    of threed is imported: what reads the rows does so when it is imported."""
+    """Edit threed/pipeline/orders.py as the guide says. Call it in a process of its own, before the rest of
+    threed is imported: other modules read the rows on import."""
     from threed.pipeline import orders
 
     function, row = code("schedule")

@@ -118,11 +118,11 @@ def least_budget(*overrides: str) -> int:
 
 @cache
 def covering() -> list[Cell]:
-    """Cells that work, few, in which every pair of values that works anywhere is met."""
+    """A few working cells in which every pair of values meets that works together anywhere."""
     works = [cell for cell in cells() if refusal(cell) is None]
     starts = {cell[:count] for cell in works for count in range(len(cell) + 1)}
-    chosen = [Cell(*row) for row in AllPairs(list(AXES.values()),
-                                             filter_func=lambda row: tuple(row) in starts)]
+    rows = AllPairs(list(AXES.values()), filter_func=lambda row: tuple(row) in starts)
+    chosen = [Cell(*row) for row in rows]
     missing = pairs(works) - pairs(chosen)
     while missing:  # by rows that the library could not complete
         row, i, j = min(missing, key=str)
@@ -134,7 +134,7 @@ def covering() -> list[Cell]:
 
 
 def each_value(some: Iterable[Cell]) -> list[Cell]:
-    """Of these, the cells that bring a value that none before has."""
+    """The cells of `some` with a value that no earlier cell has."""
     seen: set[tuple[int, object]] = set()
     chosen = []
     for cell in some:
@@ -145,7 +145,7 @@ def each_value(some: Iterable[Cell]) -> list[Cell]:
 
 
 def pairs(some: Iterable[Cell]) -> set[tuple[tuple[object, object], int, int]]:
-    """((value, value), axis, axis) of all two values that meet in a cell."""
+    """((value, value), axis, axis) of any two values that meet in a cell."""
     return {((cell[i], cell[j]), i, j) for cell in some for i in range(len(AXES)) for j in range(i)}
 
 
@@ -186,8 +186,8 @@ def loopback(config: Config, steps: int = 5, plan: Plan | None = None) -> Ranks:
 
 def drive(config: Config, engine: Engine, comm: Comm, steps: int,
           train_step: Callable[..., Any] | None = None):
-    """Train for some steps, then evaluate where the plan does; this rank's numbers and its parts of gradients
-    and weights. `train_step`: in place of the engine's."""
+    """Train for some steps, then evaluate if the plan does; returns this rank's numbers and its parts of
+    gradients and weights. `train_step` replaces the engine's."""
     train_step = train_step or engine.train_step
     losses, norms, grads, scale = [], [], {}, engine.zero.scaler.scale
 
@@ -229,8 +229,8 @@ def collect(config: Config, results: list) -> Ranks:
         for key, buffer in buffers[which].items():
             for placed in layouts[key].placed:
                 value = buffer[placed.start:placed.stop].view(placed.shape)
-                into = whole[which].setdefault(placed.parameter.name,
-                                               torch.full(placed.parameter.stored, torch.nan))
+                empty = torch.full(placed.parameter.stored, torch.nan)
+                into = whole[which].setdefault(placed.parameter.name, empty)
                 offset, shape = placed.parameter.part(config.axis_sizes, dict(zip(cut, key[1])))
                 into[tuple(slice(at, at + size) for at, size in zip(offset, shape))] = value
     losses, norms, evaluated = results[0][0], results[0][1], results[0][7]
@@ -240,7 +240,7 @@ def collect(config: Config, results: list) -> Ranks:
 
 
 class Tolerance(NamedTuple):
-    """Of the numerics contract: relative, or of a tensor's largest element."""
+    """Tolerances of the numerics contract: relative, or relative to a tensor's largest element."""
 
     loss: float
     norm: float
@@ -264,8 +264,8 @@ def assert_parity(ranks: Ranks, reference, tolerance: Tolerance = FP32) -> None:
     for got, want in zip(ranks.losses, reference.losses, strict=True):
         assert abs(got - want) <= loss * want, (ranks.losses, reference.losses)
     if ranks.evaluated is not None:
-        assert abs(ranks.evaluated - reference.evaluated) <= loss * reference.evaluated, (ranks.evaluated,
-                                                                                          reference.evaluated)
+        got, want = ranks.evaluated, reference.evaluated
+        assert abs(got - want) <= loss * want, (got, want)
     for got, want in zip(ranks.norms, reference.norms, strict=True):
         assert abs(got - want) <= norm * want, (ranks.norms, reference.norms)
     for all_got, all_want, most in ((ranks.first_grads, reference.first_grads, grad),

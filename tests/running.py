@@ -16,7 +16,7 @@ import psutil
 
 
 class Forked:
-    """A process under way that is forked from the tests' and calls `body`; its output goes to a file."""
+    """A process, forked from the tests', that calls `body`; its output goes to a file."""
 
     def __init__(self, folder: Path, body: Callable[[], int]):
         self.log = folder / f"log-{time.monotonic_ns()}.txt"

@@ -18,7 +18,7 @@ BUCKET = "bucket"
 
 
 class Server:
-    """The process, seen from a test."""
+    """A test's handle of the server's process."""
 
     def __init__(self, deadly: str = ""):
         self._process = subprocess.Popen([sys.executable, "-m", "tests.s3_server", deadly],

@@ -90,16 +90,16 @@ MAX_FILE, MAX_FUNCTION, MAX_ARGUMENTS = 420, 70, 7  # lines, lines, arguments be
 
 
 def paths() -> dict[str, Path]:
-    """Module (without `threed.`) -> file. The models are the files of models/, wherever a link leads to
-    them."""
-    found = {}
+    """Module (without `threed.`) -> file. The models' files are those of models/, to which threed/models is a
+    link."""
+    files = {}
     for path in sorted([*(ROOT / "threed").rglob("*.py"), *(ROOT / "models").rglob("*.py")]):
         parts = path.relative_to(ROOT / "threed" if ROOT / "threed" in path.parents
                                  else ROOT).with_suffix("").parts
         name = ".".join(part for part in parts if part != "__init__")
         if parts[0] not in ("configs", "__init__"):
-            found[name] = path
-    return found
+            files[name] = path
+    return files
 
 
 MODULES = paths()
@@ -107,29 +107,29 @@ TREES = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
 
 
 def layer(module: str) -> tuple[int, int]:
-    """Level, and row in it."""
+    """The level, and the row in it."""
     fits = [key for key in LAYERS if module == key or (key.endswith(".") and f"{module}.".startswith(key))]
     assert fits, f"{module} has no layer yet: give it one here"
     return LAYERS[module if module in fits else max(fits, key=len)]
 
 
 def imports(module: str) -> set[str]:
-    """Modules that a module imports, anywhere in it; but not those it only names for the type checker."""
-    found = set()
+    """Modules that a module imports anywhere; imports for the type checker alone do not count."""
+    names = set()
     only_types = {child for node in ast.walk(TREES[module]) if isinstance(node, ast.If)
                   and ast.unparse(node.test) == "TYPE_CHECKING" for child in ast.walk(node)}
     for node in ast.walk(TREES[module]):
         if node in only_types:
             continue
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{module}: imports are absolute"
             base = node.module or ""
-            found |= {f"{base}.{alias.name}" if f"{base}.{alias.name}".removeprefix("threed.") in MODULES
+            names |= {f"{base}.{alias.name}" if f"{base}.{alias.name}".removeprefix("threed.") in MODULES
                       else base
                       for alias in node.names}
-    return found
+    return names
 
 
 def ours(module: str) -> set[str]:
@@ -144,8 +144,8 @@ def test_imports_point_down(module):
     near = {other for other in MODULES if folder not in ("", "models") and other.rpartition(".")[0] == folder}
     wrong = {other for other in ours(module) - near if layer(other) >= here}
     wrong |= {other for other in ours(module) & near if layer(other)[0] > here[0]}
-    assert not wrong, f"{module} (level, row {here}) imports " + ", ".join(f"{o} (layer {layer(o)})"
-                                                                      for o in sorted(wrong))
+    listed = ", ".join(f"{other} (layer {layer(other)})" for other in sorted(wrong))
+    assert not wrong, f"{module} (level, row {here}) imports {listed}"
 
 
 def test_models_are_found_under_one_name():
@@ -220,7 +220,7 @@ def test_no_global(module):
 
 @pytest.mark.parametrize("module", MODULES)
 def test_budgets(module):
-    """What does not fit a screen or two is not read."""
+    """A file or function that is longer than a screen or two is not read."""
     length = len(MODULES[module].read_text().splitlines())
     assert length <= MAX_FILE, f"{module} has {length} lines"
     for node in ast.walk(TREES[module]):

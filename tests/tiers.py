@@ -29,18 +29,18 @@ def is_core(path: Path, marked: bool) -> bool:
 
 
 def over_budget(tier: str, elapsed_s: float, cores: int) -> tuple[str, bool]:
-    """What to say of a run of a whole tier ("": nothing), and whether it fails: not on less than CORES."""
+    """The message about a whole tier's run that is over its budget ("" if it is not), and whether the run
+    fails: never on fewer than CORES."""
     budget_s = BUDGET_S[tier]
     if elapsed_s <= budget_s:
         return "", False
     text = (f"make {tier} took {elapsed_s:.0f} s; its budget is {budget_s} s (tests/tiers.py). Make the "
-            f"slowest "
-            "tests cheaper, or leave them to the next larger tier")
+            "slowest tests cheaper, or leave them to the next larger tier")
     if cores >= CORES:
         return text, True
     return f"{text}. Not a failure here: the budget is for {CORES} cores", False
 
 
 def cores() -> int:
-    """Of this process."""
+    """Processors that this process may use."""
     return len(os.sched_getaffinity(0))

@@ -61,8 +61,8 @@ def main(faults: Annotated[int, typer.Option(help="how many trials")] = 100,
         base = Path(folder)
         from tests.chaos import campaign, sister
 
-        chosen = [(number, *pair) for number,
-                  pair in enumerate(itertools.islice(campaign.kinds(seed), faults))]
+        kinds = itertools.islice(campaign.kinds(seed), faults)
+        chosen = [(number, *pair) for number, pair in enumerate(kinds)]
         chosen = [entry for entry in chosen if only in entry[1].name and (not trial or entry[0] in trial)]
         begin = time.monotonic()
         with _Pool(jobs or max(1, (os.cpu_count() or 2) // 2), base) as pool:
@@ -176,8 +176,8 @@ class _Pool:
 
 
 def _line(result: Any) -> str:
-    seen = "; ".join(f"{name}: {text.splitlines()[0] if text else ''}" for name,
-                     text in result.verdicts.items())
+    seen = "; ".join(f"{name}: {text.splitlines()[0] if text else ''}"
+                     for name, text in result.verdicts.items())
     return f"trial {result.number} ({result.kind}) {result.text}\n    {seen}".replace("[", r"\[")
 
 
@@ -189,19 +189,19 @@ def _table(results: list[Any]) -> Table:
     groups = {kind: [result for result in results if result.kind == kind]
               for kind in sorted({r.kind for r in results})}
     for kind, group in {**groups, "all": results}.items():
-        made = [result for result in group if not result.skipped]
-        lost = sum(any(name in result.verdicts for name in LOST) for result in made)
-        hangs = sum("hang" in result.verdicts for result in made)
-        other = Counter(name for result in made for name in result.verdicts if name not in (*LOST, "hang"))
-        times = [result.recovery_s for result in made if result.recovery_s is not None]
+        done = [result for result in group if not result.skipped]
+        lost = sum(any(name in result.verdicts for name in LOST) for result in done)
+        hangs = sum("hang" in result.verdicts for result in done)
+        other = Counter(name for result in done for name in result.verdicts if name not in (*LOST, "hang"))
+        times = [result.recovery_s for result in done if result.recovery_s is not None]
         if kind == "all":
             table.add_section()
-        table.add_row(kind, str(len(made)), str(sum(not result.verdicts for result in made)), str(lost),
+        table.add_row(kind, str(len(done)), str(sum(not result.verdicts for result in done)), str(lost),
                       str(hangs),
                       ", ".join(f"{count} {name}" for name, count in other.items()) or "0",
                       f"{statistics.median(times):.1f} s" if times else "",
-                      str(sum(result.repeated for result in made)),
-                      str(len(group) - len(made) or ""))
+                      str(sum(result.repeated for result in done)),
+                      str(len(group) - len(done) or ""))
     return table
 
 

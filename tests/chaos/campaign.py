@@ -30,8 +30,8 @@ def kinds(seed: int) -> Iterator[tuple[Kind, int]]:
 
 
 def draw(seed: int, number: int, kind: Kind, attempt: int = 1) -> tuple[random.Random, str]:
-    """What a trial draws from, and the sister that it is about, unless it walks through the calls of the
-    first one's saves."""
+    """A trial's random numbers and the name of its sister. (A kind that walks through the calls of the first
+    sister's saves takes that sister.)"""
     rng = random.Random(f"{seed}, {number}")
     name = rng.choice(list(kind.sisters))
     return (rng if attempt == 1 else random.Random(f"{seed}, {number}, {attempt}")), name
@@ -44,7 +44,7 @@ def wanted(seed: int, number: int, kind: Kind) -> set[str]:
 
 def make(seed: int, number: int, kind: Kind, index: int, references: dict[str, Reference], base: Path,
          data: list[str]) -> Result:
-    """One trial; another one where the run was over before the fault could strike."""
+    """Run a trial, and again if the run was over before the fault could strike."""
     begin = time.monotonic()
     for attempt in range(1, ATTEMPTS + 1):
         rng, name = draw(seed, number, kind, attempt)
@@ -78,7 +78,7 @@ def _make(trial: Trial, kind: Kind, result: Result) -> Result:
 
 
 def _measure(trial: Trial, fault: Fault, result: Result) -> None:
-    """What was struck, and how long it took to be again where the run was."""
+    """What the fault struck, and the seconds until the run was again at the step it had reached."""
     steps = read_steps(trial.folder)
     result.repeated = len(steps) - len({step for _, step in steps})
     if not trial.marker.exists():
@@ -86,5 +86,5 @@ def _measure(trial: Trial, fault: Fault, result: Result) -> None:
     moment, _, result.struck = trial.marker.read_text().strip().partition("\t")
     result.site = fault.site if trial.reference.name == FIRST else None
     before = max((step for at, step in steps if at <= float(moment)), default=0)
-    result.recovery_s = next((at - float(moment) for at,
-                              step in steps if at > float(moment) and step > before), None)
+    result.recovery_s = next((at - float(moment) for at, step in steps
+                              if at > float(moment) and step > before), None)

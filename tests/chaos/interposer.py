@@ -37,14 +37,14 @@ class Site:
 
     @property
     def changes(self) -> bool:
-        """Whether it changes the disk, so that a full or broken one makes it fail. (A folder that is there is
-        not made again.)"""
+        """Whether the call changes the disk, so that a full or broken disk makes it fail. (mkdir of an
+        existing folder does not.)"""
         return self.op not in ("open", "read", "close") and (self.op, self.path) != ("mkdir", "checkpoints")
 
 
 @dataclass(frozen=True)
 class Strike:
-    """What is done at a site. `amount`: an errno, or milliseconds. `times`: failing calls in a row."""
+    """What happens at a site. `amount`: an errno, or milliseconds. `times`: failing calls in a row."""
 
     site: Site
     what: str
@@ -76,7 +76,7 @@ def in_front() -> Iterator[None]:
 
 
 def compile_into(folder: Path) -> Path | None:
-    """The library; None without a compiler."""
+    """Path of the compiled library; None without a compiler."""
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
         return None

@@ -108,7 +108,7 @@ class Sister(running.Run):
 
     @property
     def pids(self) -> list[int]:
-        """Of the launchers."""
+        """Process ids of the launchers."""
         return [process.pid for process in self.launchers if process.pid is not None]
 
     @property
@@ -125,7 +125,8 @@ class Sister(running.Run):
 
 
 def _begin(log: Path, argv: list[str], folder: Path, hooks: list[Callable[[], None]]) -> None:
-    """The process of the launcher: what must be true of each, then what a fault wants, then the command."""
+    """The body of a launcher's process: settings that every launcher needs, then the fault's hook, then the
+    command."""
     interposer.die_with_parent()
     for number in children.SIGNALS:
         signal.signal(number, signal.SIG_DFL)
@@ -141,13 +142,13 @@ def _begin(log: Path, argv: list[str], folder: Path, hooks: list[Callable[[], No
 
 
 def patch(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Stand in for a function, in this process and those that it forks."""
+    """Replace a function, in this process and those that it forks."""
     original = getattr(owner, name)
     setattr(owner, name, functools.wraps(original)(make(original)))
 
 
 def in_ranks(body: Callable[[int], None]) -> None:
-    """Call body(rank) first thing in the process of each rank."""
+    """Call body(rank) first in the process of each rank."""
     signature = inspect.signature(launcher.run_rank)
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -175,7 +176,7 @@ def write_steps(file: Path) -> None:
 
 
 def slow_down() -> None:
-    """A step of a model as small as this takes no time."""
+    """Make steps slower: those of such a small model take no time."""
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def train_step(self: Engine, batch: Any) -> Any:
             time.sleep(PACE_S)
@@ -199,7 +200,7 @@ def read_steps(folder: Path) -> list[tuple[float, int]]:
 
 
 def make_corpus(folder: Path) -> list[str]:
-    """Overrides for a small corpus in `folder`, which the first run prepares."""
+    """Write a small corpus into `folder`; returns overrides. The first run prepares the data."""
     (folder / "text").mkdir(parents=True)
     for name in ("argparse", "ast"):
         shutil.copy(Path(os.__file__).parent / f"{name}.py", folder / "text")
@@ -208,7 +209,7 @@ def make_corpus(folder: Path) -> list[str]:
 
 @dataclass
 class Reference:
-    """A run that nothing happened to."""
+    """An undisturbed run."""
 
     name: str
     folder: Path  # of the last checkpoint
@@ -229,11 +230,12 @@ def make_folder(folder: Path) -> Path:
 
 
 def make_reference(name: str, base: Path, data: list[str]) -> Reference:
-    """Once more where a busy machine has left a save out."""
+    """Run a sister undisturbed; once more if a busy machine has skipped a save."""
     for attempt in itertools.count():
-        found = _make_reference(name, base / f"undisturbed {name} {attempt}", data)
-        if attempt == 4 or not interposer.preloaded() or any("latest" in site.path for site in found.sites):
-            return found
+        reference = _make_reference(name, base / f"undisturbed {name} {attempt}", data)
+        whole = any("latest" in site.path for site in reference.sites)
+        if attempt == 4 or not interposer.preloaded() or whole:
+            return reference
     raise AssertionError
 
 
@@ -251,9 +253,9 @@ def _make_reference(name: str, folder: Path, data: list[str]) -> Reference:
     assert status == 0, f"an undisturbed run of '{name}' ends with {status}:\n{run.output}"
     seconds = time.monotonic() - begin
     sites = [site for rank, file in enumerate(reports) if file.exists() for site in calls_of_save(rank, file)]
-    found = newest(folder / "run")
-    assert found is not None
-    return Reference(name, found, running.losses(folder / "run"), seconds, sites)
+    checkpoint = newest(folder / "run")
+    assert checkpoint is not None
+    return Reference(name, checkpoint, running.losses(folder / "run"), seconds, sites)
 
 
 def calls_of_save(rank: int, file: Path) -> list[Site]:

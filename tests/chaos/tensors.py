@@ -14,9 +14,9 @@ DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.ui
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
-    """Those that were published, oldest first."""
-    found = (run_dir / "checkpoints").glob("step-*")
-    return sorted(path for path in found if re.fullmatch(r"step-\d{8}", path.name)
+    """The published checkpoints, oldest first."""
+    folders = (run_dir / "checkpoints").glob("step-*")
+    return sorted(path for path in folders if re.fullmatch(r"step-\d{8}", path.name)
                   and (path / "manifest.json").is_file())
 
 
@@ -48,20 +48,20 @@ def read(path: Path) -> dict[str, np.ndarray]:
 def _whole(name: str, parts: list[tuple[tuple[int, ...], np.ndarray]]) -> np.ndarray:
     shape = [max(offset[axis] + values.shape[axis] for offset, values in parts)
              for axis in range(parts[0][1].ndim)]
-    whole, there = np.full(shape, np.nan, parts[0][1].dtype), np.zeros(shape, bool)
+    whole, filled = np.full(shape, np.nan, parts[0][1].dtype), np.zeros(shape, bool)
     for offset, values in parts:
         where = tuple(slice(start, start + size) for start, size in zip(offset, values.shape))
-        assert np.array_equal(whole[where][there[where]],
-                              values[there[where]]), f"{name} is in two files with other values"
-        whole[where], there[where] = values, True
+        assert np.array_equal(whole[where][filled[where]],
+                              values[filled[where]]), f"{name} is in two files with other values"
+        whole[where], filled[where] = values, True
     return whole
 
 
 def differences(path: Path, wanted: Path) -> list[str]:
     """Names of tensors that are not equal to the bit, and of counters that differ."""
     mine, theirs = read(path), read(wanted)
-    found = [name for name in sorted(mine.keys() | theirs.keys())
+    names = [name for name in sorted(mine.keys() | theirs.keys())
              if name not in mine or name not in theirs or mine[name].tobytes() != theirs[name].tobytes()]
-    here, there = (json.loads((folder / "manifest.json").read_text()) for folder in (path, wanted))
-    return found + [key for key in ("step", "updates", "samples", "skipped", "loss_scaler")
-                    if here.get(key) != there.get(key)]
+    here, undisturbed = (json.loads((folder / "manifest.json").read_text()) for folder in (path, wanted))
+    return names + [key for key in ("step", "updates", "samples", "skipped", "loss_scaler")
+                    if here.get(key) != undisturbed.get(key)]

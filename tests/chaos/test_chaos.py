@@ -38,7 +38,8 @@ def test_a_sample(tmp_path):
 
 
 def test_what_is_drawn():
-    """A trial is the seed's and its number's, however many there are; each kind comes by its weight."""
+    """A trial depends on the seed and its number alone, not on the number of trials; each kind comes by its
+    weight."""
     short, long = (list(itertools.islice(campaign.kinds(7), count)) for count in (20, 400))
     assert long[:20] == short
     block = sum(kind.weight for kind in KINDS.values())
@@ -101,10 +102,10 @@ def test_calls_are_seen(program):
                                                   ("rename", "a/one -> *", ["a", "a/one"]),
                                                   ("unlink", "a/t*", ["a", "a/two"]), ("rmdir", "a", ["a"])])
 def test_a_kill_at_a_call(op, path, left, program):
-    """Before the call, after the one before it; once."""
+    """The process dies before the call and after the previous one, once."""
     status, output, folder = program(op, path, "kill")
     assert status == -9 and "done" not in output
-    assert sorted(str(found.relative_to(folder / "run")) for found in (folder / "run").rglob("*")) == left
+    assert sorted(str(file.relative_to(folder / "run")) for file in (folder / "run").rglob("*")) == left
     assert (folder / "marker").read_text().split("\t")[1] == op
 
 

@@ -57,7 +57,7 @@ class Fault:
 
 @dataclass
 class Result:
-    """What a trial has shown. Plain values: it goes from process to process."""
+    """What a trial has shown, in plain values: it is sent between processes."""
 
     seed: int
     number: int
@@ -86,7 +86,7 @@ class Instant(NamedTuple):
 
 
 class Skip(Exception):
-    """A trial that cannot be made here: its reason."""
+    """A trial that cannot run here, with the reason."""
 
 
 class Trial:
@@ -113,11 +113,11 @@ class Trial:
 
     @property
     def output(self) -> str:
-        """What all starts have printed."""
+        """The output of all starts."""
         return "\n".join(path.read_text(errors="replace") for path in sorted(self.folder.glob("log-*.txt")))
 
     def instant(self) -> Instant:
-        """Somewhere in a run: one in four while it starts."""
+        """A random moment of a run: one in four during the start."""
         if self.rng.random() < 0.25:
             return Instant(0, self.rng.uniform(0.0, 1.0))
         return Instant(self.rng.randrange(1, STEPS - 1), self.rng.uniform(0.0, 2 * PACE_S))
@@ -125,23 +125,23 @@ class Trial:
     # ------------------------------------------------------------ for faults
 
     def wait(self, run: Sister, instant: Instant) -> bool:
-        """Wait for an instant. Whether the run is still under way."""
-        return self.until_begun(run) and self.until_step(run,
-                                                         instant.step) and self.sleep(run, instant.seconds)
+        """Wait for an instant. Returns whether the run is still under way."""
+        return (self.until_begun(run) and self.until_step(run, instant.step)
+                and self.sleep(run, instant.seconds))
 
     def sleep(self, run: Sister, seconds: float) -> bool:
-        """Wait, or until the run has ended. Whether it is still under way."""
+        """Wait for some seconds, or until the run has ended. Returns whether it is still under way."""
         until = time.monotonic() + seconds
         while run.alive() and time.monotonic() < until:
             time.sleep(POLL_S)
         return run.alive()
 
     def until_begun(self, run: Sister) -> bool:
-        """Wait until a signal finds threed."""
+        """Wait until threed handles signals."""
         return self.until(run, (self.folder / "begun").exists)
 
     def until_step(self, run: Sister, step: int) -> bool:
-        """Wait until a step was logged. Whether the run is still under way."""
+        """Wait until a step was logged. Returns whether the run is still under way."""
         return self.until(run, lambda: step == 0 or any(done >= step for _, done in read_steps(self.folder)))
 
     def until(self, run: Sister, true: Callable[[], object]) -> bool:
@@ -153,32 +153,32 @@ class Trial:
         return False
 
     def until_saved(self, run: Sister, count: int) -> bool:
-        """Wait until so many checkpoints are there."""
+        """Wait until there are this many checkpoints."""
         return self.until(run, lambda: len(tensors.checkpoints(self.run_dir)) >= count)
 
     def strike(self, text: str = "") -> None:
-        """The fault happens now."""
+        """Record that the fault happens now."""
         if not self.marker.exists():
             self.marker.write_text(f"{time.monotonic():.6f}\tfault\t{text}\n")
 
     def family(self, run: Sister) -> list[psutil.Process]:
-        """All processes of a run but its launchers."""
-        found = []
+        """All processes of a run except its launchers."""
+        processes = []
         for pid in run.pids:
             with contextlib.suppress(psutil.NoSuchProcess):
-                found += [child for child in psutil.Process(pid).children(recursive=True)
+                processes += [child for child in psutil.Process(pid).children(recursive=True)
                           if child.status() != "zombie"]
-        return found
+        return processes
 
     def kill_node(self, run: Sister) -> None:
-        """Everything at once, as when the power goes."""
+        """Kill everything at once, like a power failure."""
         victims = [*run.pids, *(child.pid for child in self.family(run))]
         self.strike()
         for pid in victims:
             send(pid, signal.SIGKILL)
 
     def mount(self, folder: Path, options: str) -> None:
-        """A small file system in memory."""
+        """Mount a small file system in memory."""
         folder.mkdir(parents=True, exist_ok=True)
         if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder],
                                                capture_output=True).returncode:
@@ -229,18 +229,18 @@ class Trial:
                 run.kill()
 
     def done(self) -> bool:
-        found = tensors.newest(self.run_dir)
-        return found is not None and tensors.step_of(found) == STEPS
+        newest = tensors.newest(self.run_dir)
+        return newest is not None and tensors.step_of(newest) == STEPS
 
     def too_late(self) -> bool:
-        """Whether the fault came when there was nothing left to disturb: the first start has ended as if
-        nothing had been."""
+        """Whether nothing was left to disturb when the fault came: the first start ended as if nothing had
+        happened."""
         struck = float(self.marker.read_text().split("\t")[0])
         before = [step for moment, step in read_steps(self.folder) if moment <= struck]
         return len(self.runs) == 1 and self.done() and max(before, default=0) >= STEPS - 1
 
     def _stuck(self) -> bool:
-        """Twice the same refusal: it will not go by itself."""
+        """The same refusal came twice: it will not pass by itself."""
         if len(self.runs) < 3 or self.statuses[-1] != 2 or self.statuses[-2] != 2:
             return False
         return _refusal(self.runs[-1].output) == _refusal(self.runs[-2].output)
@@ -264,7 +264,7 @@ class Trial:
             fault.between(self)
 
     def _attend(self, run: Sister) -> int | None:
-        """Wait for the end of a run; its exit status."""
+        """Wait for the end of a run; return its exit status."""
         known, since = read_steps(self.folder), time.monotonic()
         while run.alive():
             steps = read_steps(self.folder)
@@ -286,7 +286,8 @@ class Trial:
         return (self.folder / "stacks").read_text()
 
     def _orphans(self, run: Sister) -> None:
-        """Whatever a run has started ends with it. (This process adopts those whose parent has gone.)"""
+        """Record and kill processes that outlive the run that started them. (This process adopts those whose
+        parent has ended.)"""
         until, begin = time.monotonic() + ORPHAN_S, time.monotonic()
         while left := self._left():
             if time.monotonic() > until:
@@ -299,7 +300,7 @@ class Trial:
             time.sleep(POLL_S)
 
     def _left(self) -> list[psutil.Process]:
-        found = []
+        processes = []
         launchers = [pid for run in self.runs for pid in run.pids]
         for child in psutil.Process().children(recursive=True):
             try:
@@ -307,15 +308,15 @@ class Trial:
                     if child.ppid() == os.getpid() and child.pid not in launchers:
                         os.waitpid(child.pid, os.WNOHANG)
                 elif child.pid not in launchers:
-                    found.append(child)
+                    processes.append(child)
             except (psutil.NoSuchProcess, ChildProcessError):
                 pass
-        return found
+        return processes
 
     def _status(self, run: Sister) -> None:
         """Status 0 says: all that was asked for is saved."""
-        found = tensors.newest(self.run_dir)
-        step = tensors.step_of(found) if found else 0
+        newest = tensors.newest(self.run_dir)
+        step = tensors.step_of(newest) if newest else 0
         stopped = re.findall(r"stopped on request after step (\d+)", run.output)
         wanted = int(stopped[-1]) if stopped else STEPS
         if self.statuses[-1] == 0 and step < wanted:

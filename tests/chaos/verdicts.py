@@ -25,42 +25,42 @@ TOLERANCE = 1e-5  # of losses on another mesh, relative
 
 
 def judge(trial: Trial, fault: Fault) -> dict[str, str]:
-    """By name: what was seen."""
-    found = dict(trial.verdicts)
+    """Name of a broken rule -> what was seen."""
+    broken = dict(trial.verdicts)
     if trial.done():
-        found |= _numbers(trial)
+        broken |= _numbers(trial)
     if left := _leftovers(trial):
-        found["leftover"] = ", ".join(left)
-    if fault.says and trial.marker.exists() and not trial.too_late() and not re.search(fault.says,
-                                                                                       trial.output):
-        found["silent"] = f"no message has /{fault.says}/"
+        broken["leftover"] = ", ".join(left)
+    expected = fault.says and trial.marker.exists() and not trial.too_late()
+    if expected and not re.search(fault.says, trial.output):
+        broken["silent"] = f"no message has /{fault.says}/"
     if noise := re.search(NOISE, trial.output):
         lines = trial.output[:noise.start()].count("\n")
-        found["noise"] = trial.output.splitlines()[lines][:200]
-    return found
+        broken["noise"] = trial.output.splitlines()[lines][:200]
+    return broken
 
 
 def _numbers(trial: Trial) -> dict[str, str]:
     """Final weights, and the steps of metrics.jsonl."""
-    found: dict[str, str] = {}
+    broken: dict[str, str] = {}
     newest = tensors.newest(trial.run_dir)
     assert newest is not None
     if trial.other is None:
         try:
             if wrong := tensors.differences(newest, trial.reference.folder):
-                found["wrong"] = f"{len(wrong)} differ from the undisturbed run: {', '.join(wrong[:4])}"
+                broken["wrong"] = f"{len(wrong)} differ from the undisturbed run: {', '.join(wrong[:4])}"
         except (OSError, ValueError, AssertionError, KeyError) as error:
-            found["wrong"] = f"the last checkpoint cannot be read: {type(error).__name__}: {error}"
+            broken["wrong"] = f"the last checkpoint cannot be read: {type(error).__name__}: {error}"
     lines = (trial.run_dir / "metrics.jsonl").read_text(errors="replace").splitlines()
     try:
         rows = [json.loads(line) for line in lines]
         steps = [row["step"] for row in rows]
     except (ValueError, KeyError) as error:
-        return {**found, "steps": f"metrics.jsonl cannot be read: {error}"}
+        return {**broken, "steps": f"metrics.jsonl cannot be read: {error}"}
     if steps != list(range(1, STEPS + 1)):
         twice = sorted({step for step in steps if steps.count(step) > 1})
         missing = sorted(set(range(1, STEPS + 1)) - set(steps))
-        found["steps"] = (
+        broken["steps"] = (
             f"twice: {twice}, missing: {missing}" if twice or missing else f"in this order: {steps}"
         )
     for row in rows:
@@ -69,9 +69,9 @@ def _numbers(trial: Trial) -> dict[str, str]:
             good = (row["train/loss"], row["train/grad_norm"]) == (loss, norm)
         else:
             good = math.isclose(row["train/loss"], loss, rel_tol=TOLERANCE)
-        if not good and "wrong" not in found:
-            found["wrong"] = f"step {row['step']}: loss {row['train/loss']!r}, undisturbed {loss!r}"
-    return found
+        if not good and "wrong" not in broken:
+            broken["wrong"] = f"step {row['step']}: loss {row['train/loss']!r}, undisturbed {loss!r}"
+    return broken
 
 
 def _leftovers(trial: Trial) -> list[str]:

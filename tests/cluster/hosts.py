@@ -37,9 +37,9 @@ def missing() -> str | None:
     if shutil.which("ip") is None or shutil.which("unshare") is None:
         return "ip (package iproute2) or unshare (util-linux) is missing"
     name = f"{PREFIX}-{os.getpid()}-probe"
-    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
+    added = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
     subprocess.run(["ip", "netns", "del", name], capture_output=True)
-    return f"this kernel gives no network namespaces: {made.stderr.strip()}" if made.returncode else None
+    return f"this kernel gives no network namespaces: {added.stderr.strip()}" if added.returncode else None
 
 
 def ip(*words: str) -> None:
@@ -87,17 +87,17 @@ def remove_stale() -> None:
 
 def inside(namespace: Path) -> list[psutil.Process]:
     """Processes whose network this is."""
-    found, wanted = [], os.stat(namespace).st_ino
+    processes, wanted = [], os.stat(namespace).st_ino
     for process in psutil.process_iter():
         try:
             if (
                 os.stat(f"/proc/{process.pid}/ns/net").st_ino == wanted
                 and process.status() != psutil.STATUS_ZOMBIE
             ):
-                found.append(process)
+                processes.append(process)
         except (OSError, psutil.Error):
             continue
-    return found
+    return processes
 
 
 class Host:
@@ -178,8 +178,8 @@ class HostRun(Run):
     def __init__(self, host: Host, argv: tuple[str, ...], env: dict[str, str], own: Path | None):
         self.host, self.log = host, host.folder / f"log-{host.name}-{time.monotonic_ns()}.txt"
         parent = os.getpid()
-        self.process = multiprocessing.get_context("fork").Process(target=self._be,
-                                                                   args=(argv, env, own, parent))
+        fork = multiprocessing.get_context("fork")
+        self.process = fork.Process(target=self._be, args=(argv, env, own, parent))
         self.process.start()
 
     def _be(self, argv: tuple[str, ...], env: dict[str, str], own: Path | None, parent: int) -> None:

@@ -27,13 +27,13 @@ FOR_EVER = ("train.steps=100000", "monitor.console_every=50")
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory, cache):
     """Losses of 12 steps on this machine alone, with dp=2 and dp=3."""
-    found = {}
+    results = {}
     for dp in (2, 3):
         folder = tmp_path_factory.mktemp(f"alone-{dp}")
         run = Run(folder, *TINY, *cache, f"run.dir={folder / 'run'}", "train.steps=12", f"parallel.dp={dp}")
         assert run.wait() == 0, run.output
-        found[dp] = losses(folder / "run")
-    return found
+        results[dp] = losses(folder / "run")
+    return results
 
 
 class Cluster:
@@ -51,8 +51,7 @@ class Cluster:
                  "GPUS_PER_NODE": "1", "OMP_NUM_THREADS": "1"}
         given = {name: value for name, value in (given | (env or {})).items() if value != ""}
         run = self.hosts[number].start(*TINY, *self.cache, f"run.dir={self.folder / 'run'}", "run.restarts=0",
-                                       *overrides,
-                                       env=given, own=own)
+                                       *overrides, env=given, own=own)
         self.runs.append(run)
         return run
 
@@ -272,8 +271,8 @@ def test_the_link_is_down_for_a_moment(two, alone, measured):
     measured("link down for 5 s", "goes on; seconds until 20 further steps were done", clock.seconds)
     two.runs[0].process.terminate()
     assert two.end() == [0, 0], two.output
-    assert [losses(two.folder / "run")[step] for step in range(1, 13)] == [alone[2][step]
-                                                                           for step in range(1, 13)]
+    steps, got = range(1, 13), losses(two.folder / "run")
+    assert [got[step] for step in steps] == [alone[2][step] for step in steps]
 
 
 @pytest.mark.parametrize("number", [0, 1])

@@ -96,9 +96,9 @@ class Slurm:
         out = self.command("sbatch", "--nodes=2", "--cpus-per-task=1", f"--output={self.folder}/job-%j.log",
                            *options,
                            "launch/slurm.sbatch", *overrides)
-        found = re.search(r"Submitted batch job (\d+)", out)
-        assert found, out
-        return found[1]
+        match = re.search(r"Submitted batch job (\d+)", out)
+        assert match, out
+        return match[1]
 
     def job(self, job: str) -> dict[str, str]:
         return dict(re.findall(r"(\w+)=(\S*)", self.control("show", "job", job)))

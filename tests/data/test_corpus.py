@@ -77,10 +77,8 @@ def test_fingerprint_of_jsonl_depends_on_the_field(tmp_path):
     line = json.dumps({"text": "a", "body": "b"})
     (tmp_path / "a.jsonl").write_text(line)
     (tmp_path / "a.txt").write_text(line)
-    prints = {fingerprint(str(tmp_path / name), key) for name,
-              key in (("a.jsonl", "text"), ("a.jsonl", "body"),
-                                                                       ("a.txt", "text"))}
-    assert len(prints) == 3
+    corpora = [("a.jsonl", "text"), ("a.jsonl", "body"), ("a.txt", "text")]
+    assert len({fingerprint(str(tmp_path / name), key) for name, key in corpora}) == 3
 
 
 @pytest.mark.parametrize("name, says", [

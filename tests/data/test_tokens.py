@@ -178,10 +178,11 @@ def test_cache_that_cannot_be_made(source, tmp_path):
         prepare(config(source, tmp_path), MODEL)
 
 
-@pytest.mark.parametrize("name, change",
-                         [("tokens.bin", lambda path: path.write_bytes(path.read_bytes()[:-2])),
-                                          ("meta.json", lambda path: path.write_text("{")),
-                                          ("tokenizer.json", lambda path: path.unlink())])
+@pytest.mark.parametrize("name, change", [
+    ("tokens.bin", lambda path: path.write_bytes(path.read_bytes()[:-2])),
+    ("meta.json", lambda path: path.write_text("{")),
+    ("tokenizer.json", lambda path: path.unlink()),
+])
 def test_damaged_cache(source, tmp_path, name, change):
     folder = prepare(config(source, tmp_path), MODEL).prefix.parent
     change(folder / name)

@@ -69,9 +69,8 @@ def test_a_rank_that_cannot_be_killed(monkeypatch, capfd):
     with pytest.raises(SystemExit) as ended:
         children.end_all([Stuck()], limit_s=0.0, why="node 0 has gone")
     assert ended.value.code == 1
-    assert (
-        "node 0 has gone; rank 3 (process 77) cannot be killed: stuck in the kernel" in capfd.readouterr().err
-    )
+    printed = capfd.readouterr().err
+    assert "node 0 has gone; rank 3 (process 77) cannot be killed: stuck in the kernel" in printed
 
 
 def test_whom_to_blame():

@@ -54,10 +54,8 @@ def test_a_stop_and_a_kill(node, tmp_path):
 def test_a_node_that_does_not_fit(node):
     """Another NNODES, or what no node says: refused, and the first goes on waiting until its limit."""
     first = node(0, "run.connect_timeout_s=8")
-    assert (
-        first.wait(40) == 1
-        and "1 of 2 nodes came within run.connect_timeout_s=8; missing: node 1" in first.output
-    )
+    assert first.wait(40) == 1
+    assert "1 of 2 nodes came within run.connect_timeout_s=8; missing: node 1" in first.output
 
 
 @pytest.mark.skipif(missing() is not None, reason=str(missing()))

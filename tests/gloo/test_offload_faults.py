@@ -33,7 +33,7 @@ SMALL = ["train", "configs/toy.yaml", "model.layers=2", "model.hidden=32", "mode
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory, cache):
-    """A run of 12 steps that nothing happens to, with a checkpoint after 4."""
+    """A run of 12 steps without faults, with a checkpoint after 4."""
     folder = tmp_path_factory.mktemp("unbroken")
     (folder / "disk").mkdir()
     run = Run(folder, *SMALL, *cache, f"run.dir={folder / 'run'}", f"offload.nvme_path={folder / 'disk'}",
@@ -67,7 +67,7 @@ def start(tmp_path, cache, disk):
 
 
 def said_once(run: Run, status: int, *words: str) -> None:
-    """It ended with this status, and one message, which has these words."""
+    """The run ended with this status and one message, which contains these words."""
     assert run.wait() == status, run.output
     assert "Traceback" not in run.output and run.output.count("offload.nvme_path=") == 1, run.output
     (line,) = (line for line in run.output.splitlines() if "offload.nvme_path=" in line)
@@ -76,19 +76,19 @@ def said_once(run: Run, status: int, *words: str) -> None:
 
 
 def files_of(run: Run) -> list[Path]:
-    """The open files of a run's ranks that lie in its folder on disk, as Linux shows them."""
-    found = []
+    """The open files of a run's ranks in the offload folder, as Linux shows them."""
+    links = []
     for rank in run.ranks():
         for link in Path(f"/proc/{rank.pid}/fd").iterdir():
             # one that was closed after it was listed is not open
             with contextlib.suppress(FileNotFoundError):
                 if "/disk/" in os.readlink(link):
-                    found.append(link)
-    return found
+                    links.append(link)
+    return links
 
 
 def resumes(start, tmp_path: Path, unbroken: Path) -> None:
-    """The checkpoint is whole: the run goes on from it as if nothing had been."""
+    """The checkpoint is whole: the run resumes from it as if there had been no fault."""
     again = start("train.steps=12")
     assert again.wait() == 0, again.output
     assert "resumed from" in again.output
@@ -112,7 +112,7 @@ def test_a_file(start, tmp_path):
 
 
 def test_a_folder_without_files(start):
-    """Where even root can make none."""
+    """A folder in which even root cannot create a file."""
     said_once(start("train.steps=2", "offload.nvme_path=/proc/self"), 2,
               "offload.nvme_path=/proc/self cannot be used")
 
@@ -123,7 +123,7 @@ def test_read_only(start, mount):
 
 
 def test_too_small(start, mount):
-    """Said before the first step, not hours into it; and what was taken is given back."""
+    """Refused before the first step, not hours into the run; and the space that was taken is given back."""
     small = mount("size=200k")
     said_once(start("train.steps=2", f"offload.nvme_path={small}"), 2,
               f"offload.nvme_path={small} has no room for", "of rank",
@@ -147,7 +147,7 @@ def test_a_limit_on_files(start, unbroken):
 
 @pytest.mark.parametrize("size", [0, 4096])
 def test_a_file_is_cut_short(size, start, tmp_path, unbroken):
-    """State of zeros, or of whatever was in memory, is trained with."""
+    """Zeros, or old memory, in place of the state: the run would train with them."""
     assert start("train.steps=4").wait() == 0
     run = start("train.steps=100000")
     run.wait_for("step      6/100000")
@@ -251,8 +251,11 @@ def test_in_pieces(disk, monkeypatch):
     files.make("a", 4 * 4096)
     for call in ("preadv", "pwritev"):
         original = getattr(os, call)
-        monkeypatch.setattr(os, call, lambda number, parts, at,
-                            original=original: original(number, [parts[0][:4096]], at))
+
+        def partly(number, parts, at, original=original):
+            return original(number, [parts[0][:4096]], at)
+
+        monkeypatch.setattr(os, call, partly)
     buffer, again = memory(4096), memory(4096)
     files.write("a", buffer.copy_(value).view(torch.uint8))
     files.read("a", again.view(torch.uint8))
@@ -260,7 +263,7 @@ def test_in_pieces(disk, monkeypatch):
 
 
 def test_a_system_without_direct_access(mount):
-    """A file system in memory: the same, through the cache."""
+    """A file system in memory, which has no direct I/O: the same, through the page cache."""
     files, buffer = Disk(str(mount("size=1m")), 0), memory(1024)
     files.make("a", 4096)
     files.write("a", buffer.fill_(2.0).view(torch.uint8))

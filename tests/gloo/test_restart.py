@@ -35,7 +35,7 @@ def start(begin):
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory, cache):
-    """The losses of a run that nothing happens to."""
+    """The losses of a run without faults."""
     folder = tmp_path_factory.mktemp("unbroken")
     run = Run(folder, *SMALL, *cache, f"run.dir={folder / 'run'}", "train.steps=12")
     assert run.wait() == 0, run.output
@@ -67,7 +67,7 @@ def kill_once(restarts: int) -> None:
 
 
 def said(run: Run) -> list[str]:
-    """What is said of failures, a line each."""
+    """The lines of the output about failures."""
     return [line for line in run.output.splitlines() if line.startswith("threed: ")]
 
 
@@ -123,8 +123,8 @@ def test_all_ranks_killed_again_and_again(start, fail_at, tmp_path, unbroken):
 
 
 def test_the_same_again(start, fail_at):
-    """What fails twice at one step for one reason is the run's: it ends with the status and the words of the
-    failure."""
+    """A failure at the same step for the same reason is the run's own: the run ends with the failure's status
+    and message."""
     def fail(_: int) -> None:
         raise RuntimeError("the seventh seal")
 
@@ -143,9 +143,8 @@ def test_a_loss_that_is_not_finite_again(start):
     run = start("train.steps=40", "optimizer.lr=1e30", "optimizer.clip_grad=0", "optimizer.weight_decay=0",
                 *AGAIN)
     assert run.wait() == 1, run.output
-    assert (
-        run.output.count("threed: step") == 2 and "not started again: the same failed at step" in run.output
-    )
+    assert run.output.count("threed: step") == 2
+    assert "not started again: the same failed at step" in run.output
 
 
 def test_a_mistake_is_not_repeated(start, fail_at):
@@ -174,15 +173,14 @@ def test_a_rank_that_hangs(start, fail_at, tmp_path, unbroken):
     fail_at(5, 3, lambda restarts: os.kill(os.getpid(), signal.SIGSTOP) if not restarts else None)
     run = start("train.steps=12", "checkpoint.every=2", "run.timeout_s=8", *AGAIN)
     assert run.wait() == 0, run.output
-    assert (
-        "restart 1 of 2 since the newest checkpoint, in 0.1 s: no answer within run.timeout_s=8" in run.output
-    )
+    assert ("restart 1 of 2 since the newest checkpoint, in 0.1 s: no answer within "
+            "run.timeout_s=8") in run.output
     assert losses(tmp_path / "run") == unbroken
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_stopped_while_it_waits(number, start, fail_at):
-    """A request to stop ends the wait."""
+    """A request to stop ends the wait for a restart."""
     fail_at(2, 0, kill_once)
     run = start("train.steps=6", "run.restarts=2", "run.restart_wait_s=1000")
     run.wait_for("in 1000 s")
@@ -233,7 +231,7 @@ def test_the_folder_is_removed(start, tmp_path):
 
 @pytest.fixture
 def endless(monkeypatch):
-    """Preparing data takes for ever."""
+    """Preparation of data that never ends."""
     from threed.data import tokens
 
     def fill(folder: Path, *_: object) -> None:

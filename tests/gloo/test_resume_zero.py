@@ -75,12 +75,12 @@ def test_resumed_to_the_bit(name, start, tmp_path):
     start("run", f"train.steps={STOP}", *RUNS[name])
     again = start("run", f"train.steps={STEPS}", *RUNS[name])
     assert f"after step {STOP}" in again.output and rows(tmp_path / "run") == rows(tmp_path / "unbroken")
-    wanted, found = (manifest(tmp_path / which, STEPS) for which in ("unbroken", "run"))
+    wanted, resumed = (manifest(tmp_path / which, STEPS) for which in ("unbroken", "run"))
     # weights and moments, to the bit
     for key in ("step", "updates", "samples", "skipped", "loss_scaler", "parameters"):
-        assert found[key] == wanted[key], key
+        assert resumed[key] == wanted[key], key
     at_stop = manifest(tmp_path / "run", STOP)
-    assert at_stop["samples"] == 8 * STOP and found["updates"] == STEPS - found["skipped"]
+    assert at_stop["samples"] == 8 * STOP and resumed["updates"] == STEPS - resumed["skipped"]
     assert (at_stop["skipped"] >= 2) == fp16
     assert (len({row["train/loss_scale"] for row in rows(tmp_path / "run")[STOP:]} - {None}) > 1) == fp16
 
@@ -104,9 +104,9 @@ def test_delayed_updates_are_resumed_to_the_bit(name, start, tmp_path):
         before = tmp_path / "unbroken" / "checkpoints" / f"step-{step:08d}"
         start(f"run-{step}", f"train.steps={STEPS}", *DELAYED_RUNS[name], f"train.resume={before}")
         assert rows(tmp_path / f"run-{step}") == rows(tmp_path / "unbroken")[step:]
-        found = manifest(tmp_path / f"run-{step}", STEPS)
+        resumed = manifest(tmp_path / f"run-{step}", STEPS)
         for key in ("updates", "skipped", "loss_scaler", "waiting", "parameters"):
-            assert found[key] == wanted[key], (step, key)
+            assert resumed[key] == wanted[key], (step, key)
 
 
 def test_what_waits_goes_to_another_mesh_and_nowhere_else(start, tmp_path):
@@ -114,13 +114,11 @@ def test_what_waits_goes_to_another_mesh_and_nowhere_else(start, tmp_path):
     start("first", "train.steps=5", *DELAYED, *CPU, "zero.stage=2")
     at = f"train.resume={tmp_path / 'first' / 'checkpoints' / 'step-00000003'}"
     dropped = start("dropped", "train.steps=5", *PP, *CPU, "zero.stage=2", at, status=2)
-    assert (
-        "holds gradients that its next step was to apply; go on with offload.delayed_update=true"
-        in dropped.output
-    )
+    assert ("holds gradients that its next step was to apply; go on with "
+            "offload.delayed_update=true") in dropped.output
     start("other", "train.steps=5", *DELAYED, *NVME, "zero.stage=3", at, "parallel.dp=1", "parallel.pp=4")
-    wanted, found = ([row["train/loss"] for row in metrics(tmp_path / name)] for name in ("first", "other"))
-    assert found == pytest.approx(wanted[3:], rel=1e-5)
+    wanted, losses = ([row["train/loss"] for row in metrics(tmp_path / name)] for name in ("first", "other"))
+    assert losses == pytest.approx(wanted[3:], rel=1e-5)
 
 
 def test_a_skipped_step(start, tmp_path):
@@ -153,9 +151,8 @@ def test_an_overflow_that_no_scale_helps(lower, overrides, start, tmp_path):
     assert "step 1: not finite (loss " in stop.output and "first in the gradient of u" in stop.output
     assert f"Lower {lower}, or set train.on_nonfinite=skip" in stop.output
     skip = start("skip", *common, "train.on_nonfinite=skip")
-    assert (
-        skip.output.count("not finite (loss") == 3 and rows(tmp_path / "skip")[-1]["train/skipped_steps"] == 3
-    )
+    assert skip.output.count("not finite (loss") == 3
+    assert rows(tmp_path / "skip")[-1]["train/skipped_steps"] == 3
 
 
 def test_a_loss_that_is_not_finite(start):
@@ -205,10 +202,10 @@ def test_from_zero_1_to_elsewhere(name, start, tmp_path, source):
           f"train.resume={source / 'checkpoints' / f'step-{STOP:08d}'}")
     start("back", f"train.steps={STEPS}", *PP, "zero.stage=1",
           f"train.resume={tmp_path / 'run' / 'checkpoints' / f'step-{STEPS - 2:08d}'}")
-    found = {row["step"]: row for which in ("run", "back") for row in rows(tmp_path / which)}
-    assert sorted(found) == list(range(STOP + 1, STEPS + 1))
+    resumed = {row["step"]: row for which in ("run", "back") for row in rows(tmp_path / which)}
+    assert sorted(resumed) == list(range(STOP + 1, STEPS + 1))
     for row in rows(source)[STOP:]:
-        got = found[row["step"]]
+        got = resumed[row["step"]]
         assert got["train/loss"] == pytest.approx(row["train/loss"], rel=tolerance, abs=0)
         assert got["train/grad_norm"] == pytest.approx(row["train/grad_norm"], rel=10 * tolerance, abs=0)
         assert got["train/lr"] == row["train/lr"]
@@ -222,7 +219,5 @@ def test_a_scale_goes_to_another_mesh(start, tmp_path):
           f"train.resume={tmp_path / 'run' / 'checkpoints' / f'step-{STOP:08d}'}")
     (row,) = rows(tmp_path / "other")
     assert row["train/loss_scale"] == saved["loss_scaler"]["scale"] < 2**24 and saved["skipped"] >= 3
-    assert (
-        row["train/skipped_steps"] >= saved["skipped"]
-        and row["train/lr"] == rows(tmp_path / "run")[0]["train/lr"]
-    )
+    assert row["train/skipped_steps"] >= saved["skipped"]
+    assert row["train/lr"] == rows(tmp_path / "run")[0]["train/lr"]

@@ -26,7 +26,7 @@ def start(begin):
 
 
 def fill(folder, leave: int = 0) -> None:
-    """Take all room of a small file system."""
+    """Use up the space of a small file system."""
     with (folder / "filler").open("wb", buffering=0) as file:
         try:
             while True:
@@ -36,8 +36,8 @@ def fill(folder, leave: int = 0) -> None:
 
 
 def test_a_request_to_stop_on_a_full_disk(start, mount):
-    """It is not said that the run goes on from where it stops, and the status is not 0; once there is room,
-    it goes on from what was saved before."""
+    """The message does not promise a resume from the last step, and the status is not 0; once there is room,
+    the run resumes from the last saved checkpoint."""
     small = mount("size=4m")
     run = start(f"run.dir={small}", "train.steps=100000", "checkpoint.every=5")
     run.wait_for("saved ")
@@ -90,9 +90,8 @@ def test_steps_that_are_left_out(start, tmp_path):
                 "train.max_skipped=5", "optimizer.lr=1e30", "optimizer.clip_grad=0",
                 "optimizer.weight_decay=0")
     assert run.wait() == 1, run.output
-    assert (
-        "5 steps in a row were left out (train.max_skipped)" in run.output and "Traceback" not in run.output
-    )
+    assert "5 steps in a row were left out (train.max_skipped)" in run.output
+    assert "Traceback" not in run.output
     assert "no checkpoint of step" in run.output and "steps in a row were not finite" in run.output
     for path in (tmp_path / "run" / "checkpoints").glob("step-*"):
         assert json.loads((path / "manifest.json").read_text())["skipped"] == 0

@@ -44,7 +44,7 @@ def traced(tmp_path_factory, cache):
 
 @pytest.fixture
 def copy(traced, tmp_path):
-    """A copy of the traced run, to damage."""
+    """A copy of the traced run, for damage."""
     shutil.copytree(traced / "trace", tmp_path / "run" / "trace")
     for name in ("config.json", "costs.json"):
         shutil.copy(traced / name, tmp_path / "run")
@@ -62,17 +62,16 @@ def test_files(traced):
     """A file a rank that explains itself: every instruction of its program, its times in order, of the steps
     asked for."""
     plan = make_plan(load_config(traced))
-    assert sorted(path.name for path in (traced / "trace").iterdir()) == [f"rank-{rank:05d}.jsonl"
-                                                                          for rank in range(8)]
-    for rank in range(8):
-        header, *lines = map(json.loads,
-                             (traced / "trace" / f"rank-{rank:05d}.jsonl").read_text().splitlines())
+    names = [f"rank-{rank:05d}.jsonl" for rank in range(8)]
+    assert sorted(path.name for path in (traced / "trace").iterdir()) == names
+    for rank, name in enumerate(names):
+        header, *lines = map(json.loads, (traced / "trace" / name).read_text().splitlines())
         position, program = header["pp"], plan.programs["train"][header["pp"]]
         assert (header["rank"], header["world_size"], header["digest"]) == (rank, 8, plan.digest)
         assert tuple(header["columns"]) == COLUMNS
         assert [row[0] for row in header["train"]] == [str(item) for item in program]
-        assert [row[1] for row in header["train"]] == [effects(item, plan.table, position).lane
-                                                       for item in program]
+        lanes = [effects(item, plan.table, position).lane for item in program]
+        assert [row[1] for row in header["train"]] == lanes
         assert [line["step"] for line in lines] == [2, 4, 6, 8, 9]
         for line in lines:
             before = 0.0
@@ -112,10 +111,10 @@ def test_merged_trace(traced, tmp_path):
             mine = [event for event in complete if event["pid"] == rank and event["args"]["step"] == step]
             ran = sorted((event for event in mine if event["cat"] != "wait"),
                          key=lambda event: event["args"]["index"])
-            assert [event["name"] for event in ran] == [str(item)
-                                                        for item in plan.programs["train"][position]]
+            program = plan.programs["train"][position]
+            assert [event["name"] for event in ran] == [str(item) for item in program]
             assert [lanes[rank, event["tid"]] for event in ran] == [
-                effects(item, plan.table, position).lane for item in plan.programs["train"][position]]
+                effects(item, plan.table, position).lane for item in program]
             assert any(event["name"].startswith("wait RECV act" if position else "wait RECV grad")
                        for event in mine)
     ends = {(event["args"]["step"], round(event["ts"] + event["dur"], 0)) for event in complete
@@ -146,20 +145,22 @@ def test_picture_of_a_step(traced, tmp_path):
 
 def test_compare(traced):
     """Predicted beside measured, and a rank's parts add up to its step."""
-    found = json.loads(command("compare", traced, "--json"))
-    assert set(found) >= {"digest", "steps", "step", "stages", "ranks", "ops", "lanes", "units"}
-    assert set(found["steps"]) < {2, 4, 6, 8, 9} and len(found["steps"]) == 3
-    rows = [*found["ranks"],
-            *(stage[kind] for stage in found["stages"] for kind in ("predicted", "measured"))]
+    comparison = json.loads(command("compare", traced, "--json"))
+    assert set(comparison) >= {"digest", "steps", "step", "stages", "ranks", "ops", "lanes", "units"}
+    assert set(comparison["steps"]) < {2, 4, 6, 8, 9} and len(comparison["steps"]) == 3
+    rows = [*comparison["ranks"],
+            *(stage[kind] for stage in comparison["stages"] for kind in ("predicted", "measured"))]
     for row in rows:
         assert sum(row[cause] for cause in CAUSES) == pytest.approx(row["step"], rel=0.01)
         assert min(row[cause] for cause in CAUSES) >= -1e-6
-    assert [row["rank"] for row in found["ranks"]] == list(range(8))
-    assert 0 < found["step"]["predicted"] <= found["step"]["measured"] * 1.05
+    assert [row["rank"] for row in comparison["ranks"]] == list(range(8))
+    assert 0 < comparison["step"]["predicted"] <= comparison["step"]["measured"] * 1.05
     for op in ("FORWARD", "BACKWARD", "STEP"):
-        assert found["ops"][op]["predicted"] == pytest.approx(found["ops"][op]["measured"], rel=1e-3)
-    assert {"compute", "dp", "recv act", "recv grad", "send act", "send grad", "tie"} == set(found["lanes"])
-    assert found["units"].keys() == {"u0", "u1", "u2", "u3", "p1", "p2", "p3", "p4"}
+        seconds = comparison["ops"][op]
+        assert seconds["predicted"] == pytest.approx(seconds["measured"], rel=1e-3)
+    lanes = {"compute", "dp", "recv act", "recv grad", "send act", "send grad", "tie"}
+    assert set(comparison["lanes"]) == lanes
+    assert comparison["units"].keys() == {"u0", "u1", "u2", "u3", "p1", "p2", "p3", "p4"}
     text = command("compare", traced)
     for words in ("where the time of a rank went", "p2p wait", "rank 7 pp1 dp1 tp1", "BACKWARD", "recv act",
                   "blocks.1"):
@@ -196,8 +197,8 @@ def test_resume_appends(cache, tmp_path):
     assert traced.steps == [1, 2, 3, 4, 5] and not traced.notes
     assert all(rank.first_steps == {1, 4} for rank in traced.ranks)
     assert read_costs(tmp_path / "run")[2] == 3  # without step 4
-    found = json.loads(command("compare", tmp_path / "run", "--json"))
-    assert set(found["steps"]) <= {2, 3, 5}
+    comparison = json.loads(command("compare", tmp_path / "run", "--json"))
+    assert set(comparison["steps"]) <= {2, 3, 5}
 
 
 def test_none_is_none(cache, tmp_path):
@@ -262,7 +263,7 @@ def test_bad_config(damage, words, copy):
 
 
 def test_exit_status(traced, tmp_path):
-    """2, one line, no traceback."""
+    """Status 2 and one line, no traceback."""
     for argv in (["compare", str(tmp_path)], ["trace", str(traced), "--step", "7"],
                  ["trace", str(traced), "-o", str(tmp_path / "no" / "where.json")],
                  ["trace", str(traced), "--svg", str(tmp_path / "no" / "where.svg")]):

@@ -35,7 +35,7 @@ def start(begin):
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory, cache):
-    """A run of 12 steps that nothing happens to."""
+    """A run of 12 steps without faults."""
     folder = tmp_path_factory.mktemp("unbroken")
     run = Run(folder, *TOY, *cache, f"run.dir={folder / 'run'}", "train.steps=12", "checkpoint.every=4",
               "checkpoint.keep=0",
@@ -94,8 +94,8 @@ def test_same_numbers_on_every_mesh(mesh, start, tmp_path, unbroken):
     for step in range(1, 7):
         assert got[step][0] == pytest.approx(want[step][0], rel=1e-5)
         assert got[step][1] == pytest.approx(want[step][1], rel=1e-4)
-    assert metrics(tmp_path / "run")[5]["val/loss"] == pytest.approx(metrics(unbroken[0])[5]["val/loss"],
-                                                                     rel=1e-5)
+    evaluated = metrics(unbroken[0])[5]["val/loss"]
+    assert metrics(tmp_path / "run")[5]["val/loss"] == pytest.approx(evaluated, rel=1e-5)
 
 
 @pytest.mark.parametrize("victims", ["one", "all"])
@@ -218,7 +218,7 @@ def test_a_validation_loss_that_is_not_finite(start):
 
 
 def test_a_rank_that_leaves(start, monkeypatch):
-    """A rank that ends without a word is named."""
+    """A rank that ends without a message of its own is named."""
     import threed.engine.engine as engine
 
     def leave(self, batch):

@@ -83,14 +83,14 @@ def test_a_failure_while_ranks_connect(how, start, never_connects):
 
 
 def test_a_failure_while_ranks_connect_over_tcp(as_ranks, never_connects):
-    """As under torchrun: each by itself sees it in the store, although it waits for another answer from
-    there."""
+    """As under torchrun: each rank reads the failure from the store, although it waits there for another
+    answer."""
     never_connects(2, "raises")
     runs = as_ranks(4, "train.steps=2", "parallel.dp=2", "parallel.tp=1", "parallel.pp=2")
-    assert [run.wait(40) for run in runs] == [1] * 4, [run.output for run in runs]
-    assert ["no such network" in run.output for run in runs] == [False, False, True,
-                                                                 False], [run.output for run in runs]
-    assert sum(run.output.count("threed: ") for run in runs) == 1, [run.output for run in runs]
+    statuses, outputs = [run.wait(40) for run in runs], [run.output for run in runs]
+    assert statuses == [1] * 4, outputs
+    assert ["no such network" in output for output in outputs] == [False, False, True, False], outputs
+    assert sum(output.count("threed: ") for output in outputs) == 1, outputs
 
 
 @pytest.mark.parametrize("victim", [1, 3])
@@ -122,10 +122,10 @@ def test_a_slow_rank(start, monkeypatch, tmp_path):
     run = start("train.steps=12", "parallel.dp=4", "parallel.tp=1", "parallel.pp=1")
     assert run.wait() == 0, run.output
     rows = metrics(tmp_path / "run")[1:]
-    assert [row["straggler/rank"] for row in rows] == [2] * 11 and min(row["straggler/slower"]
-                                                                       for row in rows) > 1.5
-    assert run.output.count("warning: rank 2 (pp0 dp2) is slow for 10 steps "
-                            "now") == 1 and "most of it in compute" in run.output
+    assert [row["straggler/rank"] for row in rows] == [2] * 11
+    assert min(row["straggler/slower"] for row in rows) > 1.5
+    assert run.output.count("warning: rank 2 (pp0 dp2) is slow for 10 steps now") == 1
+    assert "most of it in compute" in run.output
 
 
 def warmed(rank: int, path: str, config):

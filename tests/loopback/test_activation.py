@@ -61,12 +61,11 @@ PRODUCT = [(policy, schedule, DRAW.choice(list(TP)), DRAW.choice((0, 1, 2, 3)), 
 
 def small(*others: str, policy: str = "full") -> Config:
     """A config of a policy. A tight budget is the least that there can be."""
-    virtual = ["parallel.virtual_stages=2"] if {"parallel.schedule=interleaved",
-                                                "parallel.schedule=breadth-first"} & {
-        *others} else []
+    looped = {"parallel.schedule=interleaved", "parallel.schedule=breadth-first"} & {*others}
+    virtual = ["parallel.virtual_stages=2"] if looped else []
     base = ["model.layers=4", "model.hidden=16", "model.heads=4", "model.seq_len=8", "model.vocab=30",
-            "model.vocab_multiple=16",
-            "parallel.pp=2", "train.global_batch_size=4", "train.eval_every=1", *virtual, *others]
+            "model.vocab_multiple=16", "parallel.pp=2", "train.global_batch_size=4", "train.eval_every=1",
+            *virtual, *others]
     if policy.startswith("tight"):
         return tiny(*base, *POLICIES[policy], f"activation.budget={least_budget(*base)}")
     return tiny(*base, *POLICIES[policy])
@@ -116,9 +115,9 @@ def test_same_bits(schedule, zero, dtype):
     runs = [loopback(small(*mesh, *DROPOUT, f"precision.dtype={dtype}", policy=policy), 3)
             for policy in ("none", "full", "pieces", "partition-cpu")]
     for run in runs[1:]:
-        assert (
-            run.losses == runs[0].losses and run.norms == runs[0].norms and run.evaluated == runs[0].evaluated
-        )
+        assert run.losses == runs[0].losses
+        assert run.norms == runs[0].norms
+        assert run.evaluated == runs[0].evaluated
         assert all(value.equal(runs[0].weights[name]) for name, value in run.weights.items())
 
 
@@ -131,16 +130,15 @@ def test_split_backward(schedule, references):
     what BACKWARD_INPUT leaves is all that waits for BACKWARD_WEIGHT, however long."""
     config = small(f"parallel.schedule={schedule}", *DROPOUT)
     plan = make_plan(config)
-    assert counted(config, Op.BACKWARD_INPUT) and 0 < counted(config,
-                                                              Op.RECOMPUTE) <= counted(config, Op.FORWARD)
+    assert counted(config, Op.BACKWARD_INPUT)
+    assert 0 < counted(config, Op.RECOMPUTE) <= counted(config, Op.FORWARD)
     for program in plan.programs["train"]:
         halves = [item[1:3] for item in program if item.op == Op.BACKWARD_INPUT]
         assert len(halves) == len(set(halves))
-        made = [item[1:3] for item in program if item.op == Op.RECOMPUTE]
-        assert len(made) == len(set(made))
-    for full, none in zip(stages(plan),
-                          stages(make_plan(small(f"parallel.schedule={schedule}", *DROPOUT,
-                                                 policy="budget")))):
+        recomputed = [item[1:3] for item in program if item.op == Op.RECOMPUTE]
+        assert len(recomputed) == len(set(recomputed))
+    unlimited = make_plan(small(f"parallel.schedule={schedule}", *DROPOUT, policy="budget"))
+    for full, none in zip(stages(plan), stages(unlimited)):
         assert full["activation_peak_bytes"] < none["activation_peak_bytes"]
         assert full["slot_peak_bytes"].get("operands") == none["slot_peak_bytes"].get("operands")
     assert_contract(config, references)
@@ -186,6 +184,6 @@ def test_traffic(policy, tp):
     config.train.eval_every = 0
     ranks, mesh, rows = loopback(config, steps=2), make_mesh(config), stages(make_plan(config))
     for rank, sent in enumerate(ranks.sent):
-        expected = rows[mesh.coordinate(rank).position]["sent_bytes"]
-        assert {axis: sent.get(axis, 0) for axis in expected} == {axis: 2 * size for axis,
-                                                                  size in expected.items()}, rank
+        a_step = rows[mesh.coordinate(rank).position]["sent_bytes"]
+        two_steps = {axis: 2 * size for axis, size in a_step.items()}
+        assert {axis: sent.get(axis, 0) for axis in a_step} == two_steps, rank

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.core
     ["precision.dtype=bf16", "precision.master=none"],
     ["precision.dtype=fp16", "offload.optimizer=cpu", "zero.stage=3"]])
 def test_who_takes_the_compiled_step(settings, monkeypatch):
-    """The config says of a run on a CPU whether it does."""
+    """The config alone decides whether a run on a CPU takes the compiled step."""
     calls = []
     monkeypatch.setattr(native, "ADAMW", lambda *args: calls.append(args))
     config = tiny("parallel.dp=2", *settings)

@@ -70,7 +70,7 @@ def test_contract(cell, cut, references, monkeypatch):
 
 @pytest.mark.parametrize("cut", [SMALL, [*SMALL, *SP], [*SMALL, *TILED, *SP]], ids=["xp", "sp", "tiles-sp"])
 def test_layers_cost_what_they_declare(cut, monkeypatch):
-    """What is sent over it, too."""
+    """Bytes sent over the new axis included."""
     add_axis(monkeypatch)
     config = with_xp(2, SECOND_AXIS, *cut)
     all_layers = layers_of(config)
@@ -79,8 +79,8 @@ def test_layers_cost_what_they_declare(cut, monkeypatch):
     assert sent == {"xp", "tp"} if SP[0] in cut else {"xp"}
     for layer in blocks:
         with initialized():
-            found = Measured(layer, config.model, share_of(config)).cost()
-        assert shown(layer.cost(share_of(config))) == shown(found), layer.name
+            cost = Measured(layer, config.model, share_of(config)).cost()
+        assert shown(layer.cost(share_of(config))) == shown(cost), layer.name
 
 
 def shown(cost: Cost) -> dict[str, object]:
@@ -92,7 +92,7 @@ def shown(cost: Cost) -> dict[str, object]:
 
 
 def train(config: Config, steps: int) -> tuple[list[float], Path]:
-    """Go on from where `train.resume` says, take some steps, and save."""
+    """Resume where `train.resume` says, take some steps, and save."""
     plan = make_plan(config)
 
     def work(comm: Comm) -> tuple[list[float], Path]:
@@ -122,7 +122,7 @@ def test_resumes_on_another_size(saved, resumed, tmp_path, references, monkeypat
 
 
 def test_resumes_from_before_the_axis(tmp_path, monkeypatch):
-    """A checkpoint that knows nothing of it."""
+    """A checkpoint that was written before the axis existed."""
     _, path = train(tiny(*SMALL, *TP, f"run.dir={tmp_path}"), 2)
     first, _ = train(tiny(*SMALL, *TP, f"train.resume={path}", f"run.dir={tmp_path}/alone"), 2)
     add_axis(monkeypatch)

@@ -61,7 +61,7 @@ def step(engine: Engine, comm: Comm, count: int = 1) -> list[float]:
 
 
 def saved_after(config: Config, steps: int) -> Path:
-    """Some steps, and a checkpoint for which the run waits."""
+    """Take some steps, then save a checkpoint in the foreground."""
     def work(engine: Engine, comm: Comm) -> Path:
         step(engine, comm, steps)
         saver = Saver(engine, Lineage("test-0"), lambda: None)
@@ -126,9 +126,9 @@ def test_a_copy_of_one_moment(way, tmp_path, monkeypatch):
         if key == "parameters":
             mine, theirs = ({name: entry["sums"] for name, entry in each.items()} for each in (mine, theirs))
         assert mine == theirs, key
-    assert losses == on_ranks(replace(config, checkpoint=replace(config.checkpoint, background=False)),
-                              lambda engine, comm: step(engine, comm,
-                                                        4))[0][2:], "the copy has changed the run"
+    undisturbed = replace(config, checkpoint=replace(config.checkpoint, background=False))
+    expected = on_ranks(undisturbed, lambda engine, comm: step(engine, comm, 4))[0][2:]
+    assert losses == expected, "the copy has changed the run"
 
 
 def test_a_step_waits_for_its_copy(tmp_path):
@@ -160,7 +160,7 @@ def test_a_step_waits_for_its_copy(tmp_path):
 
 
 def test_stages_are_entered_together(tmp_path):
-    """With statuses that arrive with steps, as in a run: nobody publishes before all have written."""
+    """Statuses arrive with the steps, as in a run: no rank publishes before all have written."""
     def work(engine: Engine, comm: Comm) -> int:
         saver = Saver(engine, Lineage("test-0"), lambda: None)
         saver.begin(COUNTERS)
@@ -178,7 +178,8 @@ def test_stages_are_entered_together(tmp_path):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_cannot_write(rank, tmp_path, monkeypatch):
-    """It costs that checkpoint, all ranks know why, nothing is left, and the next save is fine."""
+    """The failure costs that checkpoint only: all ranks know why, no file is left, and the next save
+    succeeds."""
     original = saving.write
 
     def fail(path: Path, number: int, items: list) -> Any:
@@ -277,10 +278,10 @@ def test_every_copy_is_looked_at(tmp_path):
         shutil.rmtree(tmp_path / "source")
 
 
-@pytest.mark.parametrize(("key", "value"), [("samples", 113), ("updates", 3), ("step", 1000), ("skipped", 1),
-                                            ("format", 3),
-                                            ("lineage", ["x", []]),
-                                            ("loss_scaler", {"scale": 2.0, "good": 0, "left": 0})])
+@pytest.mark.parametrize(("key", "value"), [
+    ("samples", 113), ("updates", 3), ("step", 1000), ("skipped", 1), ("format", 3), ("lineage", ["x", []]),
+    ("loss_scaler", {"scale": 2.0, "good": 0, "left": 0}),
+])
 def test_an_edited_manifest(key, value, source, tmp_path):
     """One digit of a counter would train on other data, or not at all."""
     copy = tmp_path / "copy"
@@ -325,18 +326,16 @@ def test_the_one_before_is_taken(tmp_path):
         saved_after(config, steps)
     folder = tmp_path / "checkpoints"
     (folder / "step-00000003" / "rank-00001.safetensors").write_bytes(b"short")
-    found, notes = take(config)
-    assert (
-        found == "step-00000002"
-        and "step-00000003 is damaged: rank-00001.safetensors has 5 bytes" in notes[0]
-    )
+    taken, notes = take(config)
+    assert taken == "step-00000002"
+    assert "step-00000003 is damaged: rank-00001.safetensors has 5 bytes" in notes[0]
     content = bytearray((folder / "step-00000002" / "rank-00001.safetensors").read_bytes())
     content[-3] ^= 4  # noticed by the rank that reads it, not by rank 0
     (folder / "step-00000002" / "rank-00001.safetensors").write_bytes(content)
-    found, notes = take(config)
-    assert (
-        found == "step-00000001" and len(notes) == 2 and "does not have the checksum of the index" in notes[1]
-    )
+    taken, notes = take(config)
+    assert taken == "step-00000001"
+    assert len(notes) == 2
+    assert "does not have the checksum of the index" in notes[1]
     refused(named(config, folder / "step-00000002"), "resume from another one with train.resume=PATH")
     shutil.rmtree(folder / "step-00000001")
     refused(config, "none of the checkpoints can be used")
@@ -346,7 +345,7 @@ def test_the_one_before_is_taken(tmp_path):
 
 @pytest.mark.parametrize("latest", ["", "nonsense", "step-00000099 x", "x" * 5000, "\xff\xfe", None])
 def test_latest_is_damaged(latest, tmp_path):
-    """The newest that is whole is taken."""
+    """The newest whole checkpoint is taken."""
     config = at(tmp_path)
     for steps in (1, 2):
         saved_after(config, steps)
@@ -454,8 +453,8 @@ SAMPLE = random.Random(7).sample(PAIRS, 24)
 @pytest.mark.parametrize(("before", "after"), [
     pytest.param(*pair, marks=[] if pair in SAMPLE else [pytest.mark.slow]) for pair in PAIRS])
 def test_any_to_any(before, after, tmp_path, references):
-    """Two steps on one layout and two on another, optimizer state included: the reference's curve. Saved
-    again without a step, the whole tensors have the bits that they had."""
+    """Two steps on one layout and two on another, with the optimizer state, give the reference's losses.
+    Saved again without a step, the whole tensors keep their bits."""
     untied = ["model.tie_embeddings=false", "checkpoint.every=0"]
     first, second = (at(tmp_path / name, *untied, *LAYOUTS[name]) for name in (before, after))
 
@@ -486,7 +485,8 @@ def test_any_to_any(before, after, tmp_path, references):
 
 
 def test_any_bit_of_latest(tmp_path):
-    """The newest is taken all the same: nothing begins anew, and nothing older is taken."""
+    """A flipped bit in `latest`: the newest checkpoint is still taken; nothing begins anew, and nothing older
+    is taken."""
     config = at(tmp_path)
     for steps in (1, 2):
         saved_after(config, steps)
@@ -509,7 +509,7 @@ def test_any_bit_of_latest(tmp_path):
     {"mesh": {"pp": "1", "dp": 1, "tp": 1}},
     {"config": {"model": {}, "train": 3}}], ids=str)
 def test_a_manifest_of_somebody_else(change, source, tmp_path):
-    """Its checksum is right and its content is not: one message, no traceback."""
+    """A manifest with a right checksum and wrong content: one message, no traceback."""
     copy = tmp_path / "copy"
     shutil.copytree(source, copy)
     values = {key: value for key, value in manifest(copy).items() if key != "checksum"}
@@ -528,7 +528,7 @@ def test_no_proof_is_no_load(source, tmp_path):
 
 
 def test_a_manifest_that_is_no_file(source, tmp_path):
-    """A pipe, whose reader would wait for ever."""
+    """The manifest is a pipe: to read it would block for ever."""
     copy = tmp_path / "copy"
     shutil.copytree(source, copy)
     (copy / "manifest.json").unlink()

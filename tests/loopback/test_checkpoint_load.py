@@ -46,7 +46,7 @@ def steps_in(config: Config) -> list[int]:
 
 
 def edit(path: Path, **change: Any) -> None:
-    """Another manifest, with the checksum that it should have."""
+    """Replace the manifest, with the right checksum."""
     values = {key: value for key, value in manifest(path).items() if key != "checksum"}
     (path / "manifest.json").write_text(formats.seal({**values, **change}))
 
@@ -55,7 +55,7 @@ def edit(path: Path, **change: Any) -> None:
 
 
 class Elsewhere(torch.Tensor):
-    """On another device: it cannot be computed with, only cut and brought here."""
+    """A tensor on another device: it can only be cut and copied to the host, not computed with."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -84,7 +84,7 @@ def test_bits_of_weights(dtype, monkeypatch):
 
 
 def test_a_weight_that_is_no_number(tmp_path):
-    """A checkpoint of a run that went wrong can be looked at: its weights are loaded as they were saved."""
+    """A checkpoint of a run that diverged can be inspected: its NaN weights are loaded as saved."""
     config = at(tmp_path, *DP, "zero.stage=1", "precision.dtype=bf16")
 
     def work(engine: Engine, comm: Comm) -> None:
@@ -148,18 +148,18 @@ def test_the_others_stop(tmp_path, monkeypatch):
         read(self, *others)
 
     monkeypatch.setattr(Reader, "read", slow)
-    found, notes = take(config)
-    assert (
-        found == "step-00000001" and "does not have the checksum of the index" in notes[0] and len(boxes) == 1
-    )
+    taken, notes = take(config)
+    assert taken == "step-00000001"
+    assert "does not have the checksum of the index" in notes[0]
+    assert len(boxes) == 1
 
 
 # ---------------------------------------------------------------- what a file system does
 
 
 def test_one_that_cannot_be_looked_into(tmp_path, monkeypatch):
-    """It is tried, and refused with its reason; where the folder of all cannot be listed, nothing begins
-    anew."""
+    """An unreadable checkpoint is tried, and refused with its reason; if the folder of checkpoints cannot be
+    listed, nothing begins anew."""
     config = at(tmp_path)
     for steps in (1, 2):
         saved_after(config, steps)
@@ -172,8 +172,8 @@ def test_one_that_cannot_be_looked_into(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "stat", stale)
-        found, notes = take(config)
-    assert found == "step-00000001" and "manifest.json cannot be read (Input/output error)" in notes[0]
+        taken, notes = take(config)
+    assert taken == "step-00000001" and "manifest.json cannot be read (Input/output error)" in notes[0]
 
     def broken(path: Any) -> Any:
         if path == tmp_path / "checkpoints":
@@ -204,14 +204,14 @@ def test_an_index_that_is_late(tmp_path, monkeypatch):
 
 
 def test_an_index_that_is_gone(tmp_path, monkeypatch):
-    """Rank 0 sees it at once: nobody waits for it."""
+    """Rank 0 notices the missing index at once: no rank waits for it."""
     config = at(tmp_path)
     for steps in (1, 2):
         saved_after(config, steps)
     (tmp_path / "checkpoints" / "step-00000002" / "index.jsonl").unlink()
     monkeypatch.setattr(formats, "PATIENCE_S", 600)
-    found, notes = take(config)
-    assert found == "step-00000001" and "is incomplete: index.jsonl cannot be read" in notes[0]
+    taken, notes = take(config)
+    assert taken == "step-00000001" and "is incomplete: index.jsonl cannot be read" in notes[0]
 
 
 def test_an_index_of_somebody_else(tmp_path):
@@ -222,17 +222,17 @@ def test_an_index_of_somebody_else(tmp_path):
     path, lines, parameters, place = tmp_path / "checkpoints" / "step-00000002", [], {}, 0
     for text in (path / "index.jsonl").read_text().splitlines():
         values = json.loads(text)
-        values["boxes"] = [[rank, offset[:1], shape[:1], pieces] for rank, offset, shape,
-                           pieces in values["boxes"]]
-        lines.append(json.dumps(values).encode() + b"\n")
-        parameters[values["name"]] = {**manifest(path)["parameters"][values["name"]], "at": place,
-                                      "size": len(lines[-1]),
-                                      "crc": zlib.crc32(lines[-1])}
+        values["boxes"] = [[rank, offset[:1], shape[:1], pieces]
+                           for rank, offset, shape, pieces in values["boxes"]]
+        line = json.dumps(values).encode() + b"\n"
+        lines.append(line)
+        parameters[values["name"]] = {**manifest(path)["parameters"][values["name"]],
+                                      "at": place, "size": len(line), "crc": zlib.crc32(line)}
         place += len(lines[-1])
     (path / "index.jsonl").write_bytes(b"".join(lines))
     edit(path, parameters=parameters)
-    found, notes = take(config)
-    assert found == "step-00000001" and "its index is not as threed writes it" in notes[0]
+    taken, notes = take(config)
+    assert taken == "step-00000001" and "its index is not as threed writes it" in notes[0]
 
 
 # ---------------------------------------------------------------- which one, and what stays

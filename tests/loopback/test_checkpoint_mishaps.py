@@ -65,8 +65,8 @@ def test_room_is_not_made_of_the_last_good_one(latest, tmp_path, monkeypatch):
         if not latest:
             patch.setattr(saving, "write_latest", lambda *_: None)
             (folder / "latest").write_text("")
-        found, outcome = go_on(config, 2)
-    assert found == "step-00000002" and outcome.problem is not None
+        origin, outcome = go_on(config, 2)
+    assert origin == "step-00000002" and outcome.problem is not None
     assert take(config)[0] == "step-00000002"
 
 
@@ -83,8 +83,8 @@ def test_room_is_not_made_in_vain(tmp_path, monkeypatch):
         patch.setattr(saving, "write", fail)
         _, outcome = go_on(config)
     assert outcome.problem is not None
-    assert {path.name for path in (tmp_path / "checkpoints").glob("step-*")} == {"step-00000001",
-                                                                                 "step-00000002"}
+    left = {path.name for path in (tmp_path / "checkpoints").glob("step-*")}
+    assert left == {"step-00000001", "step-00000002"}
 
 
 def names(path: Path) -> set[str]:
@@ -103,8 +103,8 @@ def test_room_is_not_made_of_anothers(tmp_path, monkeypatch):
     copied, said = tmp_path / "checkpoints" / "step-00000002", []
     with monkeypatch.context() as patch:
         patch.setattr(saving, "write", no_room)
-        found, outcome = go_on(begun, being_copied=lambda: copied, say=said.append)
-    assert found == "step-00000003" and "No space left" in str(outcome.problem)
+        origin, outcome = go_on(begun, being_copied=lambda: copied, say=said.append)
+    assert origin == "step-00000003" and "No space left" in str(outcome.problem)
     assert names(tmp_path) == {f"step-{step:08d}" for step in (2, 3, 5, 6)}
     assert [line.rpartition(": ")[2]
             for line in said] == ["step-00000001 make room for the checkpoint of step 4"]
@@ -137,11 +137,11 @@ def test_a_second_attempt_is_said(older, tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "mkdir", mkdir)
     _, outcome = go_on(config, say=said.append)
-    assert outcome.problem is None and names(tmp_path) == {f"step-{step:08d}"
-                                                           for step in {older, older + 1} - {0}}
+    assert outcome.problem is None
+    assert names(tmp_path) == {f"step-{step:08d}" for step in {older, older + 1} - {0}}
     (line,) = said
-    assert "Disk quota exceeded" in line and ("step-00000001 make room" if older
-                                              else "it is tried once more") in line
+    assert "Disk quota exceeded" in line
+    assert ("step-00000001 make room" if older else "it is tried once more") in line
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), OSError(5, "Input/output error")])
@@ -165,9 +165,9 @@ def test_what_fails_after_the_rename(error, tmp_path, monkeypatch):
 
 
 def test_what_is_not_removed_at_once_is_said(tmp_path, monkeypatch):
-    """One call failed; all that could go has gone."""
-    config, said, original = replace(at(tmp_path, *DP),
-                                     checkpoint=replace(at(tmp_path).checkpoint, keep=1)), [], shutil.rmtree
+    """One call failed: a message says so, and all that could be removed is gone."""
+    config = replace(at(tmp_path, *DP), checkpoint=replace(at(tmp_path).checkpoint, keep=1))
+    said, original = [], shutil.rmtree
     saved_after(config, 1)
 
     def once(path: Path, ignore_errors: bool = False) -> None:
@@ -184,16 +184,16 @@ def test_what_is_not_removed_at_once_is_said(tmp_path, monkeypatch):
 
 
 def test_what_cannot_be_read_is_left_alone(tmp_path):
-    """It may be another's: it stays beyond checkpoint.keep, which is said once."""
+    """An unreadable checkpoint may be another run's: it is kept beyond checkpoint.keep, and one message says
+    so."""
     config, said = replace(at(tmp_path, *DP), checkpoint=replace(at(tmp_path).checkpoint, keep=1)), []
     saved_after(config, 2)
     saved_after(replace(config, checkpoint=replace(config.checkpoint, keep=0)), 1)
     (tmp_path / "checkpoints" / "step-00000001" / "manifest.json").write_text("{")
     _, outcome = go_on(config, say=said.append)
     assert outcome.problem is None and names(tmp_path) == {"step-00000001", "step-00000003"}
-    assert (
-        len(said) == 1 and "step-00000001 is left alone, whatever checkpoint.keep says: checkpoint" in said[0]
-    )
+    assert len(said) == 1
+    assert "step-00000001 is left alone, whatever checkpoint.keep says: checkpoint" in said[0]
 
 
 def test_a_file_that_cannot_be_replaced(tmp_path, monkeypatch):
@@ -277,9 +277,9 @@ def test_a_save_after_one_that_failed(tmp_path, monkeypatch):
         return saver.drain()
 
     outcome = on_ranks(at(tmp_path, *DP), work)[0]
-    assert (
-        outcome is not None and outcome.problem is None and (outcome.path / "rank-00001.safetensors").exists()
-    )
+    assert outcome is not None
+    assert outcome.problem is None
+    assert (outcome.path / "rank-00001.safetensors").exists()
     assert take(at(tmp_path))[0] == outcome.path.name
 
 
@@ -299,7 +299,7 @@ def test_a_copy_that_fails(tmp_path, monkeypatch):
 
 
 def test_older_ones_that_cannot_be_removed(tmp_path, monkeypatch):
-    """The new one is saved for all that."""
+    """The new checkpoint is saved all the same."""
     config = at(tmp_path, "checkpoint.keep=1")
     saved_after(config, 1)
 
@@ -335,13 +335,12 @@ def test_the_newest_is_gone(tmp_path):
         saved_after(config, steps)
     folder = tmp_path / "checkpoints"
     (folder / "step-00000003" / "manifest.json").unlink()
-    found, notes = take(config)
-    assert (
-        found == "step-00000002" and "step-00000003 cannot be used: manifest.json cannot be read" in notes[0]
-    )
+    taken, notes = take(config)
+    assert taken == "step-00000002"
+    assert "step-00000003 cannot be used: manifest.json cannot be read" in notes[0]
     shutil.rmtree(folder / "step-00000003")
-    found, notes = take(config)
-    assert found == "step-00000002" and "step-00000003 cannot be used" in notes[0]
+    taken, notes = take(config)
+    assert taken == "step-00000002" and "step-00000003 cannot be used" in notes[0]
     for name in ("step-00000001", "step-00000002"):
         shutil.rmtree(folder / name)
     with pytest.raises(InputError, match="none of the checkpoints can be used"):

@@ -64,8 +64,8 @@ def written(request, tmp_path_factory):
     begin = time.process_time()
     index, parameters = index_of(reports)
     (path / "index.jsonl").write_bytes(index)
-    files = {file_name(rank): [report.size, *report.header] for rank,
-             report in enumerate(reports) if report.size}
+    files = {file_name(rank): [report.size, *report.header] for rank, report in enumerate(reports)
+             if report.size}
     others = {"step": 1, "updates": 1, "samples": 1, "skipped": 0, "loss_scaler": {}, "waiting": None,
               "lineage": ["test-0", []],
               "mesh": {"pp": 16, "dp": mesh.sizes["dp"], "tp": 8}, "config": config.to_dict()}

@@ -54,7 +54,7 @@ def on_ranks(config: Config, work: Any) -> list[Any]:
 
 
 def train(config: Config, steps: int, lineage: Lineage = NEW, held: Any = lambda: None) -> list[Path]:
-    """Steps from wherever train.resume says, a checkpoint after each."""
+    """Take steps from where train.resume says, with a checkpoint after each."""
     def work(engine: Engine, comm: Comm) -> list[Path]:
         resume(config, engine.zero)
         saver, paths = Saver(engine, lineage, lambda: None, being_copied=held), []
@@ -81,7 +81,7 @@ def place(request, tmp_path) -> str:
 
 
 def copied(place: str, *paths: Path, keep: int = 0) -> list[Copied]:
-    """Each after the other."""
+    """Copy the checkpoints one after the other."""
     copier = Copier(place, keep)
     for path in paths:
         copier.offer(path)
@@ -96,7 +96,7 @@ def files(place: str, name: str = "") -> dict[str, bytes]:
 
 
 def overwrite(place: str, name: str, change: Any) -> None:
-    """Change a file that is there."""
+    """Change an existing file."""
     system, root = url_to_fs(place)
     system.pipe_file(f"{root}/{name}", change(system.cat_file(f"{root}/{name}")))
 
@@ -201,8 +201,8 @@ def test_damaged_on_the_way(broken, how, saved, tmp_path, monkeypatch):
         original(self, source, target, **others)
         if Path(source).name == broken:
             data = Path(target).read_bytes()
-            Path(target).write_bytes({"flipped": flipped(data, 0.7), "short": data[:-1],
-                                      "long": data + b" "}[how])
+            damaged = {"flipped": flipped(data, 0.7), "short": data[:-1], "long": data + b" "}
+            Path(target).write_bytes(damaged[how])
 
     original = LocalFileSystem.put_file
     monkeypatch.setattr(LocalFileSystem, "put_file", put_file)
@@ -229,7 +229,7 @@ def test_a_store_that_loses_bytes(broken, saved, monkeypatch):
 
 
 def test_a_copy_that_cannot_be_looked_at(saved, place, monkeypatch):
-    """A moment without an answer takes away nothing that is there."""
+    """A store that does not answer for a moment: no existing copy is removed."""
     copied(place, saved[0])
     before = files(place)
     monkeypatch.setattr(Store, "read", lambda *args: 1 / 0)
@@ -241,11 +241,14 @@ def test_older_copies_that_stay(saved, place, monkeypatch):
     """The newest copy is whole all the same."""
     copied(place, saved[0])
     original = Store.remove
-    monkeypatch.setattr(Store, "remove", lambda self,
-                        name: original(self, name) if name.startswith("step-00000002") else 1 / 0)
+
+    def remove(self, name):
+        return original(self, name) if name.startswith("step-00000002") else 1 / 0
+
+    monkeypatch.setattr(Store, "remove", remove)
     (end,) = copied(place, saved[1], keep=1)
-    assert end.size and end.problem is not None and list(Store(place).newest()) == ["step-00000002",
-                                                                                    "step-00000001"]
+    assert end.size and end.problem is not None
+    assert list(Store(place).newest()) == ["step-00000002", "step-00000001"]
 
 
 def test_a_copy_of_which_nobody_knows(saved, place, monkeypatch):
@@ -271,7 +274,7 @@ def test_a_copy_of_which_nobody_knows(saved, place, monkeypatch):
 
 
 def test_a_copy_of_nobody(saved, place):
-    """One whose manifest cannot be read, or is of another version, may be another run's: it stays, and is not
+    """A copy whose manifest cannot be read, or has another version, may be another run's: it is kept, and not
     counted."""
     copied(place, *saved[:3])
     overwrite(place, "step-00000001/manifest.json", lambda data: b"{")
@@ -337,11 +340,11 @@ def test_another_of_that_name(saved, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Store, "put", put)
         (end,) = copied(place, saved[0])
-    assert end.size is None and files(place, other.name) == before and Store(place).names() == ([other.name],
-                                                                                                [])
+    assert end.size is None and files(place, other.name) == before
+    assert Store(place).names() == ([other.name], [])
     (end,) = copied(place, saved[0])
-    assert end.size and files(place, other.name) == {path.name: path.read_bytes()
-                                                     for path in saved[0].iterdir()}
+    assert end.size
+    assert files(place, other.name) == {path.name: path.read_bytes() for path in saved[0].iterdir()}
     assert Store(place).names() == ([other.name], [])
 
 
@@ -384,8 +387,8 @@ def test_the_last_copy_is_tried_again(failures, tmp_path, monkeypatch):
     monkeypatch.setattr(running, "PAUSE_S", 0.0)
 
     def work(engine: Engine, comm: Comm) -> None:
-        log, watch = SimpleNamespace(say=said.append,
-                                     sync=lambda: None), SimpleNamespace(phase=lambda *a, **b: nullcontext())
+        log = SimpleNamespace(say=said.append, sync=lambda: None)
+        watch = SimpleNamespace(phase=lambda *a, **b: nullcontext())
         mine: Any = Checkpoints(config, engine, watch, log, Resumed(path, {}, NEW, []))  # pyright: ignore[reportArgumentType]
         mine.close(lambda: False)
 
@@ -407,13 +410,13 @@ def test_a_run_goes_on_from_an_address(mesh, saved, tmp_path):
                  for name, where in (("near", saved[1]), ("far", f"{place}/step-00000002")))
 
     def sums(path: Path) -> Any:
-        return {name: entry["sums"] for name,
-                entry in json.loads((path / "manifest.json").read_text())["parameters"].items()}
+        parameters = json.loads((path / "manifest.json").read_text())["parameters"]
+        return {name: entry["sums"] for name, entry in parameters.items()}
 
     assert sums(train(near, 3)[-1]) == sums(train(far, 3)[-1])
-    fetched = folder(far) / "step-00000002"
-    assert {path.name: path.read_bytes() for path in fetched.iterdir()} == {path.name: path.read_bytes()
-                                                                           for path in saved[1].iterdir()}
+    fetched, original = ({path.name: path.read_bytes() for path in checkpoint.iterdir()}
+                         for checkpoint in (folder(far) / "step-00000002", saved[1]))
+    assert fetched == original
 
 
 def test_the_newest_of_an_address(saved, tmp_path, place):
@@ -439,17 +442,15 @@ def test_a_flipped_bit_in_a_copy(broken, where, saved, tmp_path, place):
     assert not (tmp_path / "into").exists() or not list((tmp_path / "into").iterdir())
     said = []
     fetched = fetch(place, tmp_path / "into", said.append)
-    assert (
-        fetched is not None
-        and fetched.name == "step-00000001"
-        and [path.name for path in fetched.parent.iterdir()] == ["step-00000001"]
-    )
+    assert fetched is not None
+    assert fetched.name == "step-00000001"
+    assert [path.name for path in fetched.parent.iterdir()] == ["step-00000001"]
     assert "step-00000002 is damaged" in said[0] or "step-00000002 is damaged" in said[1]
 
 
 @pytest.mark.parametrize("gone", ["manifest.json", "index.jsonl", "rank-00001.safetensors"])
 def test_half_a_copy(gone, saved, tmp_path, place):
-    """One without a manifest is no copy; one without another file is refused."""
+    """A copy without a manifest does not count; a copy without another file is refused."""
     copied(place, *saved[:2])
     system, root = url_to_fs(place)
     system.rm(f"{root}/step-00000002/{gone}")
@@ -460,8 +461,8 @@ def test_half_a_copy(gone, saved, tmp_path, place):
 
 
 def test_nothing_there(tmp_path, place):
-    """An address that holds nothing: refused where it was named, and the run begins where it was only the
-    last resort."""
+    """An empty address: refused if the user named it; otherwise, as the last resort, the run begins at step
+    0."""
     named = at(tmp_path / "run", f"train.resume={place}" if "://" in place
                else f"train.resume=file://{place}")
     with pytest.raises(InputError, match="there is no complete checkpoint"):
@@ -542,16 +543,18 @@ def test_nobody_waits_for_what_is_fetched(tmp_path):
     ("checkpoint.copy_keep=3", "needs checkpoint.copy_to"),
     ("checkpoint.copy_wait_s=-1", "must be at least 0")])
 def test_refused_before_anything_starts(override, text):
-    """An address that cannot be one, and settings without it."""
+    """An impossible address, and settings that need an address without one."""
     with pytest.raises(ConfigError) as caught:
         load(None, [override])
     assert text in str(caught.value)
 
 
-@pytest.mark.parametrize("address, package, extra", [("s3://bucket/run", "s3fs", "threed[s3]"),
-                                                     ("gs://bucket/run", "gcsfs", "threed[gcs]")])
+@pytest.mark.parametrize("address, package, extra", [
+    ("s3://bucket/run", "s3fs", "threed[s3]"),
+    ("gs://bucket/run", "gcsfs", "threed[gcs]"),
+])
 def test_without_its_package(address, package, extra, monkeypatch):
-    """One message, which says what to install."""
+    """One message, with the package to install."""
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, address.partition(":")[0], raising=False)
     with pytest.raises(ConfigError) as caught:

@@ -44,7 +44,7 @@ def test_hands_on_two_tensors_and_adds_to_the_loss(name, references):
     config = tiny(*SMALL, FAMILY.format("handing.py:HANDING"), *HANDING[name])
     units = make_plan(config).table.units
     if name != "one-unit":
-        assert [made.name for made in units[1].makes] == ["gate", "skip"]
+        assert [tensor.name for tensor in units[1].makes] == ["gate", "skip"]
         assert [(read.name, read.unit, read.last) for read in units[2].reads] == [("gate", 1, False)]
         assert sorted(read[:] for read in units[3].reads) == [("gate", 1, True), ("skip", 1, True)]
         assert units[1].stage == units[3].stage and [unit.loss for unit in units].count(True) == 3
@@ -67,10 +67,8 @@ def test_bad_families(family):
 
 
 def test_sizes_imply_their_family():
-    assert (
-        tiny("model.name=llama3-8b").model.family == "llama"
-        and tiny("model.name=gpt2-small").model.family == "gpt"
-    )
+    assert tiny("model.name=llama3-8b").model.family == "llama"
+    assert tiny("model.name=gpt2-small").model.family == "gpt"
     with pytest.raises(ThreedError, match=r"is a size of model.family=llama, not of gpt"):
         tiny("model.name=llama3-8b", "model.family=gpt")
     assert tiny("model.family=llama").model.norm == "rmsnorm"

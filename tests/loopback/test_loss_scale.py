@@ -162,8 +162,8 @@ def test_a_huge_scale_finds_its_level():
     seen = run(config, 20)[0]
     skipped = sum(not step.clipped.finite for step in seen)
     assert 2 < skipped < 18 and seen[-1].scale == 2.0 ** (28 - skipped) and seen[-1].updates == 20 - skipped
-    assert not any(step.clipped.finite for step in seen[:3]) and sum(step.clipped.finite
-                                                                     for step in seen[-6:]) > 3
+    assert not any(step.clipped.finite for step in seen[:3])
+    assert sum(step.clipped.finite for step in seen[-6:]) > 3
     assert all(torch.isfinite(torch.tensor(step.clipped.loss)) for step in seen)
 
 
@@ -181,12 +181,11 @@ def test_the_scale_is_in_no_number():
 def test_small_gradients_survive():
     """What the scale is for: with weights so small that fp16 gradients vanish, only the scaled run learns."""
     def norm(*overrides: str) -> float:
-        return run(tiny("model.layers=2", "model.init_std=1e-4", "model.seq_len=64", *overrides),
-                   1)[0][0].clipped.grad_norm
+        config = tiny("model.layers=2", "model.init_std=1e-4", "model.seq_len=64", *overrides)
+        return run(config, 1)[0][0].clipped.grad_norm
 
-    fp16 = "precision.dtype=fp16"
-    exact, scaled, plain = norm(), norm(fp16, "precision.loss_scale=4096"), norm(fp16,
-                                                                                 "precision.loss_scale=1")
+    exact = norm()
+    scaled, plain = (norm("precision.dtype=fp16", f"precision.loss_scale={scale}") for scale in (4096, 1))
     assert scaled == pytest.approx(exact, rel=5e-3) and abs(plain - exact) > 10 * abs(scaled - exact)
 
 

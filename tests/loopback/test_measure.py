@@ -67,9 +67,9 @@ def test_layers_cost_what_they_declare(name, mesh, tiled):
     all_layers = layers_of(config)
     assert bool(tiled) == (len(all_layers) > 3)
     for index, layer in enumerate(all_layers):
-        found = measured(config, all_layers, index)
+        cost = measured(config, all_layers, index)
         declared = layer.cost(share_of(config)) + known_difference(config, layer)
-        assert shown(declared) == shown(found), f"{layer.name} declares {declared}, and it is {found}"
+        assert shown(declared) == shown(cost), f"{layer.name} declares {declared}, and it is {cost}"
 
 
 @pytest.mark.parametrize("what, wrong", [
@@ -79,8 +79,8 @@ def test_a_wrong_declaration_is_seen(what, wrong, monkeypatch):
     config = tiny(*SIZES, *MESHES["sp"])
     right = Mlp.cost
     monkeypatch.setattr(Mlp, "cost", lambda self, share: right(self, share) + wrong)
-    declared, found = layers_of(config)[1].cost(share_of(config)), measured(config, layers_of(config), 1)
-    assert {key for key, value in shown(declared).items() if value != shown(found)[key]} == {what}
+    declared, cost = layers_of(config)[1].cost(share_of(config)), measured(config, layers_of(config), 1)
+    assert {key for key, value in shown(declared).items() if value != shown(cost)[key]} == {what}
 
 
 def test_a_wrong_shape_is_refused():

@@ -32,8 +32,8 @@ Storages = dict[int, int]  # address -> bytes
 
 
 def storages(things: Iterable[Any]) -> Storages:
-    found = [tensor.untyped_storage() for tensor in tensors(things) if tensor.device.type == "cpu"]
-    return {storage.data_ptr(): storage.nbytes() for storage in found if storage.nbytes()}
+    on_cpu = [tensor.untyped_storage() for tensor in tensors(things) if tensor.device.type == "cpu"]
+    return {storage.data_ptr(): storage.nbytes() for storage in on_cpu if storage.nbytes()}
 
 
 def tensors(things: Iterable[Any]) -> list[torch.Tensor]:
@@ -137,9 +137,9 @@ PROFILED = (10, 201)
 
 
 class Mallinfo(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd",
-                                                     "usmblks", "fsmblks",
-                                                     "uordblks", "fordblks", "keepcost")]
+    NAMES = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks",
+             "keepcost")
+    _fields_ = [(name, ctypes.c_size_t) for name in NAMES]
 
 
 def malloc_bytes() -> int:
@@ -151,7 +151,7 @@ def malloc_bytes() -> int:
 
 
 def peak_of(prof: profile) -> int:
-    """The most that was allocated at one time, of what this thread allocated."""
+    """The most bytes that this thread had allocated at one time."""
     now = peak = 0
     for event in prof.profiler.kineto_results.events():  # pyright: ignore[reportOptionalMemberAccess]
         if event.name() == "[memory]":

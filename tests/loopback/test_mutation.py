@@ -47,9 +47,9 @@ class Case(NamedTuple):
     others: tuple[str, ...] = ()
 
     def config(self, path: Path | None = None) -> Config:
-        """Files go to `path`, where there are any."""
-        files = [f"offload.nvme_path={path or '/disk'}"] if any(text.endswith("=nvme")
-                                                                for text in self.others) else []
+        """`path` is the folder of files, if the case needs any."""
+        needs_files = any(text.endswith("=nvme") for text in self.others)
+        files = [f"offload.nvme_path={path or '/disk'}"] if needs_files else []
         return tiny(*SMALL, *files, f"model.layers={self.layers}", f"parallel.pp={self.pp}",
                     f"parallel.dp={self.dp}",
                     f"parallel.tp={self.tp}", f"train.global_batch_size={self.dp * self.microbatches}",
@@ -82,8 +82,8 @@ CASES = {
     "one-unit-stages": Case(300, 4, 4, others=(UNTIED, ZERO_0)),
     "sequence-parallel": Case(180, 2, 2, tp=2, others=(SP,)),
     "interleaved": Case(150, 2, 3, others=INTERLEAVED),
-    "breadth-first": Case(120, 2, 2, others=("parallel.schedule=breadth-first", "parallel.virtual_stages=2",
-                                             UNTIED)),
+    "breadth-first": Case(120, 2, 2,
+                          others=("parallel.schedule=breadth-first", "parallel.virtual_stages=2", UNTIED)),
     "zb-h1": Case(200, 2, 3, others=("parallel.schedule=zb-h1",)),
     "zb-h2": Case(150, 2, 4, others=("parallel.schedule=zb-h2", UNTIED)),
     "zb-v": Case(200, 2, 3, others=("parallel.schedule=zb-v",)),
@@ -101,8 +101,8 @@ CASES = {
     "zero3-stage": Case(60, 2, 3, dp=2, others=(ZERO_3, ahead(1), STAGE, GPIPE, UNTIED)),
     "zero3-persist": Case(60, 2, 2, dp=2, others=(ZERO_3, ahead(1), "zero.persist_below=100")),
     "zero3-zb-v": Case(60, 2, 3, dp=2, others=(ZERO_3, "parallel.schedule=zb-v")),
-    "zero3-zb-v-untied": Case(60, 2, 3, dp=2, others=(ZERO_3, "parallel.schedule=zb-v", UNTIED,
-                                                      "zero.reduce_every=2")),
+    "zero3-zb-v-untied": Case(60, 2, 3, dp=2,
+                              others=(ZERO_3, "parallel.schedule=zb-v", UNTIED, "zero.reduce_every=2")),
     "zero3-zb-h1": Case(60, 2, 3, dp=2, others=(ZERO_3, "parallel.schedule=zb-h1", "zero.residency=2")),
     "zero3-zb-h1-sequence-parallel": Case(60, 2, 2, dp=2, tp=2,
                                           others=(ZERO_3, "parallel.schedule=zb-h1", UNTIED, SP)),
@@ -129,18 +129,18 @@ CASES = {
     "cpu-zero1": Case(150, 1, 3, dp=2, others=(ZERO_1, CPU, UNTIED)),
     "cpu-zero2-tied": Case(100, 2, 3, dp=2, others=(ZERO_2, CPU)),
     "cpu-half-zero2": Case(80, 1, 3, dp=2, others=(ZERO_2, CPU, UNTIED, "offload.ratio=0.5")),
-    "cpu-zero3-zb-h1": Case(100, 2, 3, dp=2, others=(ZERO_3, CPU, "offload.parameters=cpu",
-                                                     "parallel.schedule=zb-h1")),
-    "cpu-zero3-recompute": Case(80, 2, 2, dp=2, others=(ZERO_3, CPU, "offload.parameters=cpu", UNTIED,
-                                                        ahead(2),
-                                                         "activation.policy=full", "activation.offload=cpu")),
+    "cpu-zero3-zb-h1": Case(100, 2, 3, dp=2,
+                            others=(ZERO_3, CPU, "offload.parameters=cpu", "parallel.schedule=zb-h1")),
+    "cpu-zero3-recompute": Case(80, 2, 2, dp=2,
+                                others=(ZERO_3, CPU, "offload.parameters=cpu", UNTIED, ahead(2),
+                                        "activation.policy=full", "activation.offload=cpu")),
     "nvme-zero1": Case(100, 2, 2, dp=2, others=(ZERO_1, NVME, UNTIED)),
     "nvme-zero3": Case(100, 1, 3, dp=2, others=(ZERO_3, NVME, "offload.parameters=nvme", UNTIED)),
     "delayed-zero1": Case(100, 1, 2, dp=2, others=(ZERO_1, CPU, UNTIED, *DELAYED)),
     "delayed-zero0-tied": Case(80, 2, 2, others=(ZERO_0, CPU, *DELAYED)),
     "delayed-nvme-zero3": Case(80, 1, 3, dp=2, others=(ZERO_3, NVME, UNTIED, *DELAYED)),
-    "nvme-zero3-tied": Case(80, 2, 2, dp=2, others=(ZERO_3, NVME, "offload.parameters=nvme",
-                                                    "zero.residency=2")),
+    "nvme-zero3-tied": Case(80, 2, 2, dp=2,
+                            others=(ZERO_3, NVME, "offload.parameters=nvme", "zero.residency=2")),
 }
 
 
@@ -286,7 +286,8 @@ class Haste:
         return issue
 
     def pause(self) -> None:
-        """In a late lane: whoever should wait for its job and does not now goes on without it."""
+        """In a late lane: pause, so that a reader which should wait for the lane's job, and does not, comes
+        before it."""
         if self.lanes == "late" and threading.current_thread().name in LATE:
             time.sleep(self.rng.choice((0, 0, 0.001)))
 
@@ -327,10 +328,10 @@ def difference(before: list[tuple[Instruction, ...]], after: list[tuple[Instruct
 def check(case: Case, seed: int, path: Path, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How many edits were rejected and right; none is wrong."""
     monkeypatch.setattr(loopback, "TIMEOUT_S", 30.0)
-    found: list[str] = []
-    counts = hunt(case, seed, Haste(monkeypatch, seed + 1), path, found.append)
+    wrong: list[str] = []
+    counts = hunt(case, seed, Haste(monkeypatch, seed + 1), path, wrong.append)
     print(", ".join(f"{counts[verdict]} {verdict}" for verdict in ("rejected", "right", "wrong")))
-    assert not found, "\n\n".join(found[:5])
+    assert not wrong, "\n\n".join(wrong[:5])
     assert counts["rejected"] > counts["right"]
     return counts
 
@@ -356,7 +357,7 @@ def test_more_edits(name, monkeypatch, tmp_path):
 @pytest.mark.parametrize("seed", [11, 12])
 @pytest.mark.parametrize("name", CASES)
 def test_many_edits(name, seed, monkeypatch, tmp_path):
-    """The same, with 1,000 others."""
+    """The same, with 1,000 other edits."""
     check(CASES[name]._replace(edits=1000), seed, tmp_path, monkeypatch)
 
 

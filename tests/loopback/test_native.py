@@ -49,14 +49,14 @@ def update(scale: float = 1.0, decay: bool = True, lr: float = 0.1, betas: tuple
 @pytest.mark.parametrize(("grad_dtype", "copy_dtype", "decay", "scale"), [*itertools.product(
     NARROW, [None, *NARROW], [True, False], [1.0, 0.37])])
 def test_its_formula(grad_dtype, copy_dtype, decay, scale):
-    """On a piece in the middle: 5000 elements, no multiple of a block, that are not aligned; what is beside
-    them stays."""
-    made = weight, grad, first, second = tensors(6001, grad_dtype)
+    """On a slice of 5000 unaligned elements, not a multiple of a block; the elements beside it are
+    unchanged."""
+    stepped = weight, grad, first, second = tensors(6001, grad_dtype)
     copy = torch.full((6001,), 7.0, dtype=copy_dtype) if copy_dtype is not None else None
-    everything = [*made, *([copy] if copy is not None else [])]
+    everything = [*stepped, *([copy] if copy is not None else [])]
     before = [tensor.clone() for tensor in everything]
     piece = slice(501, 5501)
-    optimizer.step(update(scale, decay), view(*(tensor[piece] for tensor in made)),
+    optimizer.step(update(scale, decay), view(*(tensor[piece] for tensor in stepped)),
                    copy[piece] if copy is not None else None)
     for tensor, old in zip(everything, before, strict=True):
         assert torch.equal(tensor[:501], old[:501]) and torch.equal(tensor[5501:], old[5501:])
@@ -97,9 +97,8 @@ def test_copies_are_rounded_as_torch_does(dtype):
     above, below = (torch.nextafter(middle, torch.tensor(way)) for way in (torch.inf, -torch.inf))
     limits = torch.tensor([65519.99, 65520.0, -65520.0, 2**-25, 2**-24 * 1.5])
     weight = torch.cat([anything, numbers, middle, above, below, limits])
-    before, copy, zeros = weight.clone(), torch.empty(len(weight),
-                                                      dtype=dtype), [torch.zeros(len(weight))
-                                                                     for _ in range(3)]
+    before, copy = weight.clone(), torch.empty(len(weight), dtype=dtype)
+    zeros = [torch.zeros(len(weight)) for _ in range(3)]
     optimizer.step(update(lr=0.0), view(weight, *zeros), copy)
     assert same(weight, before)
     assert same(copy.float(), before.to(dtype).float())
@@ -128,8 +127,8 @@ def test_pieces_and_threads_give_the_same_bits():
     whole = in_thread([0, 400_001], 1)
     for edges, threads in (([0, 400_001], 3), ([0, 1, 7, 33_000, 33_000, 399_999, 400_001], 1),
                            ([0, 140_003, 400_001], 2)):
-        assert all(torch.equal(one, other) for one,
-                   other in zip(whole, in_thread(edges, threads), strict=True))
+        pieces = in_thread(edges, threads)
+        assert all(torch.equal(one, other) for one, other in zip(whole, pieces, strict=True))
 
 
 def test_it_is_torchs_to_rounding(monkeypatch):
@@ -142,16 +141,17 @@ def test_it_is_torchs_to_rounding(monkeypatch):
 
 
 def test_why_there_is_none(monkeypatch, tmp_path: Path):
-    """No compiler; a library that does not load, or that an older native.c made."""
-    def found(path: Path | None):
-        spec = importlib.machinery.ModuleSpec("threed._native", None,
-                                              origin=str(path)) if path is not None else None
+    """No compiler; a library that does not load, or that was built from an older native.c."""
+    def load(path: Path | None):
+        spec = None
+        if path is not None:
+            spec = importlib.machinery.ModuleSpec("threed._native", None, origin=str(path))
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
         return native._load()
 
-    assert found(None) == (None, None, "threed was installed where there was no C compiler with OpenMP")
+    assert load(None) == (None, None, "threed was installed where there was no C compiler with OpenMP")
     (tmp_path / "text.so").write_text("no library")
-    *functions, why = found(tmp_path / "text.so")
+    *functions, why = load(tmp_path / "text.so")
     assert functions == [None, None] and why == f"{tmp_path / 'text.so'}: file too short"
     monkeypatch.undo()
     monkeypatch.setattr(native, "VERSION", native.VERSION + 1)

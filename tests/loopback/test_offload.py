@@ -63,8 +63,9 @@ ACTIVATIONS = {"none": [], "full": ["activation.policy=full"],
 def works(row: list) -> bool:
     """What the contract does not refuse."""
     parameters = len(row) > 0 and any("parameters" in text for text in TIERS[row[0]])
-    return not (len(row) > 1 and parameters and row[1] < 3) and not (len(row) > 4 and row[1] == 0
-                                                                     and row[4] == "groups")
+    if len(row) > 1 and parameters and row[1] < 3:
+        return False
+    return not (len(row) > 4 and row[1] == 0 and row[4] == "groups")
 
 
 def composed(path: Path, tier: str, stage: int, ratio: float, schedule: str, mesh: str, tied: bool,
@@ -83,7 +84,7 @@ SAMPLE = [tuple(row) for row in AllPairs(list(AXES.values()), filter_func=works)
 
 @pytest.mark.parametrize("row", SAMPLE, ids=lambda row: "-".join(map(str, row)))
 def test_pairs(row, references, tmp_path):
-    """Two features that do not get on: every two values of two axes meet here."""
+    """Two features that do not work together: every two values of two axes meet here."""
     assert_contract(composed(tmp_path, *row), references)
 
 
@@ -207,8 +208,8 @@ def test_evaluation_in_between(tier, tmp_path):
 
         return run_loopback(config, plan, make_mesh(config), work)
 
-    found = run(*TIERS[tier])
-    assert found == run() and found[0][0] == found[0][1] != found[0][3]
+    evaluated = run(*TIERS[tier])
+    assert evaluated == run() and evaluated[0][0] == evaluated[0][1] != evaluated[0][3]
 
 
 @pytest.mark.parametrize("tier", TIERS)
@@ -273,10 +274,15 @@ DELAYED_AXES: dict[str, list] = {
 }
 
 
-@pytest.mark.parametrize("row",
-                         [tuple(row) for row in AllPairs(list(DELAYED_AXES.values()),
-                                                         filter_func=lambda row: not (
-    len(row) > 5 and row[1] == 0 and row[5] == "groups"))], ids=lambda row: "-".join(map(str, row)))
+def delayed_works(row: list) -> bool:
+    """What the contract does not refuse, of DELAYED_AXES."""
+    return not (len(row) > 5 and row[1] == 0 and row[5] == "groups")
+
+
+DELAYED_PAIRS = [tuple(row) for row in AllPairs(list(DELAYED_AXES.values()), filter_func=delayed_works)]
+
+
+@pytest.mark.parametrize("row", DELAYED_PAIRS, ids=lambda row: "-".join(map(str, row)))
 def test_delayed_pairs(row, references, tmp_path):
     """A gradient that is stepped twice, late, or never; weights that change inside a step. The reference is a
     plain model that applies each gradient a step later, from the first step that is delayed to the last of
@@ -293,7 +299,7 @@ def test_delayed_pairs(row, references, tmp_path):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
 def test_delayed_tiers_and_stages_are_equal_to_the_bit(schedule, precision, tmp_path):
-    """Over 8 steps, all programs among them."""
+    """Over 8 steps, which run all programs."""
     over = [f"parallel.schedule={schedule}", "offload.delayed_update=true", "offload.warmup=2",
             "train.steps=8",
             "optimizer.clip_grad=1.0", "zero.reduce_every=step", *PRECISIONS[precision]]
@@ -306,10 +312,8 @@ def test_delayed_tiers_and_stages_are_equal_to_the_bit(schedule, precision, tmp_
 def test_a_delayed_step_hides_the_host(tmp_path):
     """The point of it: with a slow host, predicted, the step is as long as without it."""
     config = small(tmp_path, 2, *CPU)
-    plain, late = (make_plan(dataclasses.replace(config,
-                                                 offload=dataclasses.replace(config.offload,
-                                                                             delayed_update=delayed)))
-                   for delayed in (False, True))
+    sections = (dataclasses.replace(config.offload, delayed_update=delayed) for delayed in (False, True))
+    plain, late = (make_plan(dataclasses.replace(config, offload=section)) for section in sections)
 
     def cost(_: int, instruction: Instruction) -> float:
         return 1.0 if instruction.op in COMPUTE else 4.0 if instruction.op == Op.STEP else 0.0
@@ -320,8 +324,8 @@ def test_a_delayed_step_hides_the_host(tmp_path):
 
 
 def test_a_skipped_delayed_step(tmp_path):
-    """Two overflows and then none: each is applied a step late, as nothing. The updates' count follows what
-    is applied."""
+    """Two overflows, then none: each skipped update is applied a step late, as nothing. The count of updates
+    follows what is applied."""
     config = small(tmp_path, 2, "precision.dtype=fp16", f"precision.initial_loss_scale={2.0**24}",
                    "precision.hysteresis=1",
                    *CPU, "offload.delayed_update=true", "train.steps=20")
@@ -332,8 +336,8 @@ def test_a_skipped_delayed_step(tmp_path):
         for step in range(20):
             before = [torch.clone(state.weights) for state in engine.states.values()]
             clipped, _ = engine.train_step(batches(config, comm, step))
-            moved = any(not a.equal(state.weights) for a,
-                        state in zip(before, engine.states.values(), strict=True))
+            moved = any(not weights.equal(state.weights)
+                        for weights, state in zip(before, engine.states.values(), strict=True))
             seen.append((clipped.finite, moved, engine.zero.updates))
         return seen
 
@@ -362,8 +366,8 @@ HOSTILE = {
 
 @pytest.fixture
 def late_lanes(monkeypatch):
-    """Jobs beside the computation begin up to 3 ms late: whoever does not wait for one that it needs is there
-    before it."""
+    """Jobs on lanes begin up to 3 ms late: an instruction that does not wait for a job it needs comes before
+    it."""
     rng, submit, names = random.Random(3), ThreadLane.submit, {}
     start = ThreadLane.__init__
 

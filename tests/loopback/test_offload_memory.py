@@ -108,16 +108,16 @@ def test_bytes_alive(name, tmp_path):
         left.pop(address, None)
     for rank, engine in enumerate(engines):
         row = rows[mesh.coordinate(rank).position]
-        for kind, found in zip(KINDS, map(by_tier(engine).__getitem__, KINDS), strict=True):
-            assert sum(found.values()) == pytest.approx(row[kind], rel=0.02,
-                                                        abs=4096 * len(found)), (rank, kind)
-            for address, size in found.items():
+        for kind, sizes in zip(KINDS, map(by_tier(engine).__getitem__, KINDS), strict=True):
+            planned = pytest.approx(row[kind], rel=0.02, abs=4096 * len(sizes))
+            assert sum(sizes.values()) == planned, (rank, kind)
+            for address, size in sizes.items():
                 assert left.pop(address) == size, f"{kind} of rank {rank} is in memory that counts as another"
         disk = engine.storage.disk
         on_disk = [os.fstat(file.fileno()) for file in disk._files.values()] if disk is not None else []
-        assert sum(file.st_size for file in on_disk) == pytest.approx(row["disk_bytes"], rel=0.02)
-        assert sum(file.st_blocks * 512 for file in on_disk) == pytest.approx(row["disk_bytes"],
-                                                                              rel=0.02), "not allocated"
+        planned = pytest.approx(row["disk_bytes"], rel=0.02)
+        assert sum(file.st_size for file in on_disk) == planned
+        assert sum(file.st_blocks * 512 for file in on_disk) == planned, "not allocated"
         for state in engine.states.values():  # a file that is looked at is no memory
             if state.unit.state_home == "disk":
                 assert state.state_buffer is None

@@ -54,7 +54,7 @@ def test_the_reference(name, way, references):
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_stages_have_the_same_bits(name):
-    """Where all sum in one order."""
+    """All stages that sum in one order."""
     once = {2: ["zero.reduce_every=step"], 3: ["zero.reduce_every=step"]}
     same_bits([loopback(tiny(*WAYS[f"zero-{stage}"], *once.get(stage, []), f"optimizer.name={name}"), 3)
                for stage in range(4)])

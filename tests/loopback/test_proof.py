@@ -18,8 +18,8 @@ pytestmark = pytest.mark.core
 
 def slowly(values: np.ndarray) -> int:
     """The formula, an element at a time."""
-    return sum((bits + 1) * (mix(index) | 1) for index,
-               bits in enumerate(values.view(np.uint32).ravel().tolist())) & MASK
+    elements = values.view(np.uint32).ravel().tolist()
+    return sum((bits + 1) * (mix(index) | 1) for index, bits in enumerate(elements)) & MASK
 
 
 def parts(tensor: torch.Tensor, cut: int, count: int, flats: int):
@@ -30,8 +30,8 @@ def parts(tensor: torch.Tensor, cut: int, count: int, flats: int):
         for start, stop in zip(ends, ends[1:], strict=False):
             at = start
             for offset, shape in rectangles(tuple(part.shape), start, stop):
-                moved = tuple(o + (index * (tensor.shape[cut] // count) if dim == cut else 0) for dim,
-                              o in enumerate(offset))
+                moved = tuple(first + (index * (tensor.shape[cut] // count) if dim == cut else 0)
+                              for dim, first in enumerate(offset))
                 size = int(np.prod(shape))
                 yield Box("w", moved, shape, tuple(tensor.shape), at, ()), flat[at:at + size]
                 at += size
@@ -53,8 +53,8 @@ def test_however_it_is_cut(shape, either):
     want = slowly(tensor.numpy())
     for cut, size in enumerate(shape):
         for count in (n for n in range(1, size + 1) if size % n == 0):
-            assert sum(checksum(values, box) for box,
-                       values in parts(tensor, cut, count, 3)) & MASK == want, (cut, count)
+            total = sum(checksum(values, box) for box, values in parts(tensor, cut, count, 3))
+            assert total & MASK == want, (cut, count)
 
 
 def test_any_single_bit(either):
@@ -68,8 +68,8 @@ def test_any_single_bit(either):
             wrong.view(np.uint32)[place] ^= np.uint32(1 << bit)
             assert checksum(torch.from_numpy(wrong), box) != want
     assert checksum(tensor.flip(0).contiguous().view(-1), box) != want
-    assert checksum(torch.zeros(20), box) != checksum(torch.zeros(20),
-                                                      Box("w", (1, 0), (4, 5), (5, 5), 0, ()))
+    zeros, beside = torch.zeros(20), Box("w", (1, 0), (4, 5), (5, 5), 0, ())
+    assert checksum(zeros, box) != checksum(zeros, beside)
 
 
 @pytest.mark.parametrize("chunk", [3, 7, 16, 1 << 20])

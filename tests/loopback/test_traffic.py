@@ -35,9 +35,9 @@ CASES = {
 def check(config: Config) -> None:
     ranks, mesh, rows = loopback(config, steps=2), make_mesh(config), stages(make_plan(config))
     for rank, sent in enumerate(ranks.sent):
-        expected = rows[mesh.coordinate(rank).position]["sent_bytes"]
-        assert {axis: sent.get(axis, 0) for axis in expected} == {axis: 2 * size for axis,
-                                                                  size in expected.items()}, rank
+        a_step = rows[mesh.coordinate(rank).position]["sent_bytes"]
+        two_steps = {axis: 2 * size for axis, size in a_step.items()}
+        assert {axis: sent.get(axis, 0) for axis in a_step} == two_steps, rank
 
 
 @pytest.mark.parametrize("name", CASES)

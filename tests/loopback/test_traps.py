@@ -121,8 +121,8 @@ def test_messages_have_the_dtype_of_compute(dtype, schedule, sp):
     config = tiny(*SMALL, "parallel.pp=2", "parallel.tp=2", f"parallel.schedule={schedule}",
                   f"precision.dtype={dtype}",
                   "train.eval_every=1", f"parallel.sequence_parallel={sp}")
-    plan, wanted = make_plan(config), {"fp32": torch.float32, "bf16": torch.bfloat16,
-                                       "fp16": torch.float16}[dtype]
+    plan = make_plan(config)
+    wanted = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
 
     def work(comm: Comm) -> tuple[set, int]:
         engine, seen, received = Engine(config, plan, comm), set(), 0
@@ -141,8 +141,8 @@ def test_messages_have_the_dtype_of_compute(dtype, schedule, sp):
 
     shape = (8 // (2 if sp else 1), 1, 16)
     for seen, received in run_loopback(config, plan, make_mesh(config), work):
-        assert seen == {(wanted, shape, math.prod(shape) * wanted.itemsize)} == {(wanted, shape,
-                                                                                  plan.table.act_bytes)}
+        assert seen == {(wanted, shape, math.prod(shape) * wanted.itemsize)}
+        assert seen == {(wanted, shape, plan.table.act_bytes)}
         assert received >= config.num_microbatches
 
 
@@ -194,8 +194,8 @@ def test_an_overflow_seen_by_one_stage_only(sharded, position):
 
     def work(comm: Comm) -> tuple[bool, float, bool]:
         engine = Engine(config, plan, comm)
-        backward, before = engine.handlers[Op.BACKWARD], {p: state.weights.clone() for p,
-                                                          state in engine.states.items()}
+        backward = engine.handlers[Op.BACKWARD]
+        before = {p: state.weights.clone() for p, state in engine.states.items()}
 
         def handle(instruction, slots):
             backward(instruction, slots)
@@ -252,8 +252,8 @@ def observed(config: Config) -> dict[str, Any]:
         for step in range(3):
             clipped, _ = engine.train_step(batches(config, comm, step))
             numbers.append((clipped.loss, str(clipped.grad_norm), clipped.loss_scale, clipped.finite))
-        owned = [t for s in states for t in (s.pshard, s.gradient, s.weights, s.buffers["exp_avg"],
-                                             s.buffers["exp_avg_sq"])
+        owned = [t for s in states
+                 for t in (s.pshard, s.gradient, s.weights, s.buffers["exp_avg"], s.buffers["exp_avg_sq"])
                  if t is not None]
         held = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in owned}.values())
         storage = next(iter(states)).storage
@@ -285,9 +285,9 @@ def test_every_key_is_among_them():
     assert {*KEYS, "offload.nvme_path"} == every
 
 
-@pytest.mark.parametrize("stage, key, value", [(1, "shard_size", 4), (2, "reduce_every", 1),
-                                               (3, "residency", 1),
-                                               (3, "prefetch", 1), (3, "persist_below", 0)])
+@pytest.mark.parametrize("stage, key, value", [
+    (1, "shard_size", 4), (2, "reduce_every", 1), (3, "residency", 1), (3, "prefetch", 1),
+    (3, "persist_below", 0)])
 def test_null_means_what_the_schema_says(stage, key, value):
     """A default that is documented as one thing and done as another."""
     base = ["parallel.dp=4", f"zero.stage={stage}"]

@@ -51,9 +51,9 @@ def verified(config: Config, steps: int, broken: Break | None = None, exact: boo
             verifier.rehearse(batch)
             return verifier.step(batch)
 
-        found = drive(config, engine, comm, steps, step)
+        results = drive(config, engine, comm, steps, step)
         assert verifier.verified == steps
-        return found
+        return results
 
     return collect(config, run_loopback(config, plan, make_mesh(config), work))
 
@@ -113,10 +113,11 @@ def test_a_dynamic_loss_scale(stage):
 
         return run_loopback(config, plan, make_mesh(config), work)
 
-    usual, found = run(False), run(True)
-    assert usual == found
-    assert len({scale for _, _, _, scale, _ in usual[0][0]}) > 2 and {finite for _, _, finite,
-                                                                      *_ in usual[0][0]} == {True, False}
+    usual, verified = run(False), run(True)
+    assert usual == verified
+    numbers = usual[0][0]
+    assert len({scale for _, _, _, scale, _ in numbers}) > 2
+    assert {finite for _, _, finite, _, _ in numbers} == {True, False}
 
 
 def test_within_tolerance():
@@ -247,10 +248,8 @@ def test_a_backward_in_two_halves(schedule):
         flip(next(iter(engine.states[tied].written())))
 
     said = message(config, after(Op.BACKWARD_WEIGHT, 0, 0, wrong, rank=1))
-    assert (
-        "first in the gradient of u0 (embedding), micro-batch 0, BACKWARD_WEIGHT, on rank 1 (pp0 dp1 tp0)"
-        in said
-    ), said
+    assert ("first in the gradient of u0 (embedding), micro-batch 0, BACKWARD_WEIGHT, on rank 1 "
+            "(pp0 dp1 tp0)") in said, said
     said = message(config, after(Op.BACKWARD_INPUT, 2, 3, grad, rank=make_plan(config).table.position(2) * 2))
     assert "first in the gradient of u2 (blocks.1), micro-batch 3, BACKWARD_INPUT" in said, said
 
@@ -270,10 +269,9 @@ def test_a_message_that_comes_wrong():
 
         engine.handlers[Op.FORWARD] = handle
 
-    assert (
-        "first in the input, received from pp0, of u2 (blocks.1), micro-batch 0, FORWARD, on rank 1"
-        in message(config, broken)
-    )
+    said = message(config, broken)
+    assert ("first in the input, received from pp0, of u2 (blocks.1), micro-batch 0, FORWARD, on rank "
+            "1") in said
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

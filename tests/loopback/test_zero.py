@@ -206,8 +206,8 @@ def test_a_step_in_chunks(name, dtype, grad_dtype, scale, monkeypatch):
         monkeypatch.setitem(optimizer.CHUNK, "cpu", chunk)
         generator = torch.Generator().manual_seed(0)
         weight, grad, first, second = (torch.randn(1000, generator=generator) for _ in range(4))
-        weight, grad, copy = weight.to(dtype), grad.to(grad_dtype), torch.full((1000,), torch.nan,
-                                                                               dtype=torch.bfloat16)
+        weight, grad = weight.to(dtype), grad.to(grad_dtype)
+        copy = torch.full((1000,), torch.nan, dtype=torch.bfloat16)
         before, averaged, scaled = weight.float().clone(), first.clone(), grad.float() * scale
         state = {"exp_avg": first, "exp_avg_sq": second.square()}
         config = OptimizerConfig(name=name, weight_decay=0.1)

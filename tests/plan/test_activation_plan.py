@@ -56,8 +56,8 @@ def full(schedule: str, way: str, zero: int) -> list[str]:
 
 @pytest.mark.parametrize("schedule, way, zero", CELLS, ids=lambda value: str(value))
 def test_passes(schedule, way, zero):
-    """A RECOMPUTE too many or too few, or before the wrong half of backward; a SPLIT without its JOIN; an
-    input fetched that was never sent away, or later than its use."""
+    """One RECOMPUTE too many or too few, or one before the wrong half of backward; a SPLIT without its JOIN;
+    a FETCH of an input that was never offloaded, or after the input's use."""
     plan = plan_of(*full(schedule, way, zero))
     table = plan.table
     for program in plan.programs["train"]:
@@ -89,8 +89,8 @@ def test_passes(schedule, way, zero):
 
 
 def test_not_where_backward_follows_at_once():
-    """A unit whose forward is followed by its own backward keeps all: the last unit of 1F1B is marked, and
-    never recomputed."""
+    """A unit whose backward follows its forward directly keeps everything: the last unit of 1F1B is marked,
+    and never recomputed."""
     plan = plan_of(*FULL)
     last = plan.table.last
     assert plan.table.units[last].recompute
@@ -99,12 +99,13 @@ def test_not_where_backward_follows_at_once():
     table = activation.mark(table, {1})
     f, g, b = (Instruction(op, 1, m) for op, m in ((Op.FORWARD, 0), (Op.FORWARD, 1), (Op.BACKWARD, 0)))
     assert activation.recompute([[f, b]], table) == [[f, b]]
-    assert activation.recompute([[f, g, b]], table) == [[f._replace(keep="input"), g._replace(keep="input"),
-                                                        Instruction(Op.RECOMPUTE, 1, 0), b]]
+    marked = [f._replace(keep="input"), g._replace(keep="input"), Instruction(Op.RECOMPUTE, 1, 0), b]
+    assert activation.recompute([[f, g, b]], table) == [marked]
 
 
 def test_which_units():
-    """`every` counts from a wrong unit, or a unit is recomputed that keeps no more than its input."""
+    """`every` that counts from the wrong unit; a unit that is recomputed although it keeps no more than its
+    input."""
     for every in (1, 2, 3):
         table = plan_of(*FULL, f"activation.every={every}").table
         for u, unit in enumerate(table.units):
@@ -113,7 +114,7 @@ def test_which_units():
 
 
 def most_taken(plan: Plan, position: int, name: str) -> Counter[int]:
-    """Elements -> the most buffers of that size that are taken at a time, by the ops that take and give."""
+    """Elements -> the most buffers of that size in use at one time, by the ops that take and return them."""
     table, taken, most = plan.table, set(), Counter()
     for item in plan.programs["train"][position]:
         slot = Slot(name.removeprefix("host_"), item.unit, item.microbatch)
@@ -133,10 +134,10 @@ def test_pools_are_as_large_as_needed(schedule, way):
     used."""
     plan = plan_of(*full(schedule, way, 1))
     for position in range(2):
-        found = buffers(plan, position)
+        pools = buffers(plan, position)
         kind = "kpart" if "partition" in way else "kept"
-        assert found.kept == (most_taken(plan, position, kind) if "contiguous" in way else {})
-        assert found.host_kept == (most_taken(plan, position, f"host_{kind}") if "cpu" in way else {})
+        assert pools.kept == (most_taken(plan, position, kind) if "contiguous" in way else {})
+        assert pools.host_kept == (most_taken(plan, position, f"host_{kind}") if "cpu" in way else {})
 
 
 # ---------------------------------------------------------------- budget
@@ -144,8 +145,8 @@ def test_pools_are_as_large_as_needed(schedule, way):
 def peak_and_cost(config: Config, units: set[int]) -> tuple[int, float]:
     pipeline = make_pipeline(config)
     plan = run_passes(config, pipeline, activation.mark(make_table(config, pipeline.place), units))
-    return max(row["activation_peak_bytes"] for row in stages(plan)), sum(unit_costs(config)[u][0]
-                                                                          for u in units)
+    peak = max(row["activation_peak_bytes"] for row in stages(plan))
+    return peak, sum(unit_costs(config)[u][0] for u in units)
 
 
 BUDGETS = {
@@ -188,8 +189,8 @@ def test_budget_above_everything_changes_nothing():
 # ---------------------------------------------------------------- prices
 
 def test_prices():
-    """RECOMPUTE that is predicted to be free: it costs a forward, in time and in traffic; JOIN an all-gather
-    of the input."""
+    """RECOMPUTE that is predicted to be free: it costs a forward, in time and in traffic. JOIN costs an
+    all-gather of the input."""
     plan = plan_of(*FULL, "activation.partition=true", "parallel.tp=2")
     cost, table = Hardware().cost(plan.table), plan.table
     for item in plan.programs["train"][0]:
@@ -230,8 +231,7 @@ def test_prices():
     (["activation.recompute=true"], "activation.recompute"),
 ])
 def test_refusals(overrides, said):
-    """A setting that means nothing under the policy, or a value that is none: refused alone, with the
-    reason."""
+    """A setting without meaning under the policy, or a wrong value: one problem alone, with the reason."""
     with pytest.raises(ConfigError) as error:
         config_of("parallel.tp=2", *overrides)
     assert said in str(error.value) and len(error.value.problems) == 1

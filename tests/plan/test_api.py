@@ -25,7 +25,7 @@ def plan():
 
 
 def test_names():
-    """About ten, sorted, each there, and nothing else is promised."""
+    """About ten public names, sorted; each exists, and nothing else is promised."""
     assert sorted(threed.__all__) == list(threed.__all__) and 8 <= len(threed.__all__) <= 14
     for name in threed.__all__:
         assert getattr(threed, name) is not None and name in dir(threed)
@@ -67,7 +67,8 @@ def test_examples(name, monkeypatch):
 
 
 def test_nothing_imports_torch():
-    """But training. In a fresh Python; and `predict` is a verb before and after its package is imported."""
+    """Only training imports torch, as a fresh Python shows; and `predict` is a function before and after the
+    package of that name is imported."""
     code = ("import sys, threed\n"
             "assert not [name for name in sys.modules if name.startswith('threed.')]\n"
             "config = threed.load('configs/toy.yaml', ['parallel.pp=4'])\n"
@@ -92,7 +93,7 @@ def test_verbs_take_configs_and_plans(plan):
 
 
 def test_check_finds_an_edited_plan(plan):
-    """A plan that a pass of one's own has broken."""
+    """A plan that a user's own pass has broken."""
     programs = {**plan.programs, "train": [plan.programs["train"][0][:-1], *plan.programs["train"][1:]]}
     with pytest.raises(PlanError, match="pp0, instruction 68 of 69"):
         threed.check(dataclasses.replace(plan, programs=programs))
@@ -132,10 +133,10 @@ def test_parameter_units(overrides):
     """p0 and all others, what is in them, who shares them, and bytes that add up to what a rank holds."""
     from threed.api import list_units
 
-    made = threed.plan(threed.load("configs/toy.yaml", overrides))
-    rows, table = list_units(made, "p"), made.table
+    plan = threed.plan(threed.load("configs/toy.yaml", overrides))
+    rows, table = list_units(plan, "p"), plan.table
     assert [row["unit"] for row in rows] == [f"p{index}" for index in table.parameters]
-    text = threed.show(made, units="p")
+    text = threed.show(plan, units="p")
     for row in rows:
         assert row["unit"] in text and row["parameters"]
         assert sum(_numel(each["shape"]) for each in row["parameters"]) == row["elements"]
@@ -144,7 +145,7 @@ def test_parameter_units(overrides):
     kinds = [row["kind"] for row in rows]
     assert kinds.count("tied") == ("model.tie_embeddings=false" not in overrides)
     assert ("small" in kinds) == ("zero.persist_below=1000" in overrides)
-    for position, stage in enumerate(threed.check(made)["stages"]):
+    for position, stage in enumerate(threed.check(plan)["stages"]):
         held = [row for row in rows if position in row["positions"]]
         assert sum(row["elements"] for row in held) == stage["parameters"]
         on_device = [row["optimizer_bytes"] for row in held if row["optimizer"] == "device"]
@@ -178,7 +179,7 @@ def test_units_on_the_command_line(capsys):
 
 
 def test_a_run_is_read(tmp_path):
-    """Half a line at the end is left out; a damaged one is named."""
+    """A half-written last line is left out; a damaged line is named."""
     file = tmp_path / "metrics.jsonl"
     run = threed.Run(tmp_path)
     with pytest.raises(InputError, match="has not ended a step"):
@@ -243,7 +244,8 @@ def _step():
 
 
 def test_a_callback_that_fails():
-    """Its name, its method, the rank and the line; errors meant for people pass as they are."""
+    """The message has the callback's name, its method, the rank and the line; errors meant for people pass
+    unchanged."""
     trainer: typing.Any = FakeTrainer()
     where = f"ValueError: no such number \\({re.escape(__file__)}, line \\d+\\)"
     with pytest.raises(RunError, match=f"Fails: on_step_end after step 7 has failed on rank 3: {where}"):
@@ -256,6 +258,6 @@ def test_a_callback_that_fails():
 
 
 def test_a_guard_passes_all_methods():
-    """A method that is added to Callback and forgotten here would never be called."""
+    """A new method of Callback that the guard forgets would never be called."""
     assert set(METHODS) <= set(vars(Guarded))
     assert all(method in (callback.__doc__ or "") for method in METHODS)

@@ -28,11 +28,11 @@ def walked(pp: int, microbatches: int, *overrides: str):
              for op, seconds in ((Op.FORWARD, F), (Op.BACKWARD, B))}
     costs |= {(p, Op.STEP, unit): 0.0 for p in range(pp) for unit in table.held(p)}
     prediction = predict(plan, costs)
-    found = []
+    attributions = []
     for position, program in enumerate(plan.programs["train"]):
         trace = _as_trace(plan, prediction.walk, position)
-        found.append(attribute(parts(trace, program), 0.0, prediction.step_s))
-    return found, prediction.step_s
+        attributions.append(attribute(parts(trace, program), 0.0, prediction.step_s))
+    return attributions, prediction.step_s
 
 
 @pytest.mark.parametrize(("pp", "microbatches"), [(1, 4), (2, 4), (4, 4), (4, 8)])
@@ -40,8 +40,8 @@ def walked(pp: int, microbatches: int, *overrides: str):
 def test_bubble_of_1f1b(pp, microbatches, tied):
     """(p-1)/(m+p-1) of the step, all of it waiting: for messages (a tied embedding's other half included), or
     for CLIP."""
-    found, step_s = walked(pp, microbatches, f"model.tie_embeddings={tied}")
-    for position, causes in enumerate(found):
+    attributions, step_s = walked(pp, microbatches, f"model.tie_embeddings={tied}")
+    for position, causes in enumerate(attributions):
         assert tuple(causes) == CAUSES
         assert sum(causes.values()) == pytest.approx(step_s)
         assert causes["compute"] == pytest.approx(microbatches * (F + B))
@@ -61,8 +61,8 @@ def test_each_moment_counts_once():
     trace = Trace("train", issued=[0, 1, 3, 12, 14, 16, 30, 33], started=[0, 1, 8, 12, 14, 22, 30, 33],
                   ended=[1, 2, 12, 13, 15, 29, 33, 34],
                   waits=[Wait(2, 0, 2.0), Wait(2, 1, 3.0), Wait(5, 3, 2.0), Wait(5, 4, 4.0)], total_s=35)
-    found = attribute(parts(trace, program), 3.0, 40.0)
-    assert found == {"compute": 4, "p2p_wait": 1 + 3 + 1 + 4 + 1, "dp_wait": 1 + 2 + 1 + 2 + 3,
+    causes = attribute(parts(trace, program), 3.0, 40.0)
+    assert causes == {"compute": 4, "p2p_wait": 1 + 3 + 1 + 4 + 1, "dp_wait": 1 + 2 + 1 + 2 + 3,
                      "optimizer": 3, "offload": 1,
                      "idle": 13}
 

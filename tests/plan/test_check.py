@@ -29,7 +29,7 @@ def plan_of(*overrides: str) -> Plan:
 
 
 def parse(text: str, program: Sequence[Instruction]) -> int:
-    """Where the instruction that prints as `text` is."""
+    """The place of the instruction that prints as `text`."""
     return [str(instruction) for instruction in program].index(text)
 
 
@@ -87,8 +87,8 @@ def test_the_plan_itself_passes():
     ("STEP p1", 0, "STEP p6", "leaves 'gshard p1' behind"),
 ])
 def test_missing(text, position, at, reason):
-    """Anything that is left out: a backward, a message, a gather, a reduction, the other half of a tie, a
-    step."""
+    """Any instruction that is left out: a backward, a message, a gather, a reduction, the other half of a
+    tie, a step."""
     expect(without(text, position), position, at, reason)
 
 
@@ -125,7 +125,8 @@ def test_out_of_order(text, behind, position, at, reason):
     ("STEP p1", "STEP p1", 0, "STEP p1", "reads 'gshard p1', which is not alive"),
 ])
 def test_twice(text, where, position, at, reason):
-    """Anything that comes twice: a second gather overwrites what is read, a second reduction the first."""
+    """Any instruction that comes twice: a second gather overwrites what is read, a second reduction the
+    first."""
     plan = plan_of()
     programs = [list(program) for program in plan.programs["train"]]
     program = programs[position]
@@ -204,8 +205,7 @@ def test_swapped_receives():
 
 
 def test_a_message_that_only_one_end_knows():
-    """A receive that nobody answers hangs the run; a message that nobody takes is refused too, whichever end
-    it is."""
+    """A receive without a send hangs the run; a send without a receive is refused too, at either end."""
     plan = plan_of()
     programs = [list(program) for program in plan.programs["train"]]
     send = parse("SEND grad u2 m2 -> pp0", programs[1])
@@ -223,7 +223,7 @@ def test_a_message_that_only_one_end_knows():
 def stuck(programs: Sequence[Sequence[Instruction]], plan: Plan) -> list[bool]:
     """Which of the three modes find a deadlock."""
     links = [link(program, plan.table, p, plan.table.seam(p)) for p, program in enumerate(programs)]
-    assert not any(found.faults for found in links)
+    assert not any(ends.faults for ends in links)
     return [bool(walk(programs, plan.table, links, mode).stuck) for mode in Mode]
 
 
@@ -256,9 +256,9 @@ def test_cycle_in_the_order():
     programs[0] = [*gathers, *early, *(item for item in program if item not in early and item not in gathers)]
     assert stuck(programs, plan) == [True, True, True]
     message = fault(programs, plan)
-    assert (
-        message.startswith("deadlock (buffered)") and "position pp0" in message and "position pp1" in message
-    )
+    assert message.startswith("deadlock (buffered)")
+    assert "position pp0" in message
+    assert "position pp1" in message
 
 
 def test_collectives_of_positions_meet():

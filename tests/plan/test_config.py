@@ -36,7 +36,7 @@ def one(*overrides: str, world_size: int | None = None) -> str:
     ("model.layer", "model.layers"), ("modle.layers", "model.layers"), ("hiden", "model.hidden"),
     ("optimiser.lr", "optimizer.lr"), ("train.optimizer.lr", "optimizer.lr"), ("parallel.zero", None)])
 def test_unknown_key(key, nearest):
-    """A slip of the pen that is ignored trains another model than the one asked for."""
+    """A misspelt key that is ignored: another model is trained than the one asked for."""
     problem = one(f"{key}=3")
     assert problem.startswith(f"{key}: unknown key")
     assert nearest is None or problem.endswith(f"did you mean {nearest}?")
@@ -49,7 +49,7 @@ def test_unknown_key(key, nearest):
     "model.bias=3", "parallel.dp=2.5", "parallel.dp=true", "parallel.dp=some", "parallel.stage_units=[1,x]",
     "parallel.stage_units=3", "run.dir=null", "model=3"])
 def test_wrong_type(override):
-    """A value of another type that is bent until it fits."""
+    """A value of the wrong type that is coerced."""
     assert one(override).startswith(override.split("=")[0])
 
 
@@ -67,7 +67,7 @@ def test_wrong_type(override):
     "model.norm=batchnorm", "optimizer.name=adagrad", "precision.dtype=fp8", "zero.stage=7",
     "run.device=tpu"])
 def test_impossible_value(override):
-    """A value with which the run would fail, or worse, not fail."""
+    """A value with which the run would fail, or worse, go on."""
     assert override.split("=")[0] in one(override)
 
 
@@ -81,19 +81,18 @@ def test_value_that_makes_nan(override):
 
 
 def test_world_size():
-    """Degrees that do not multiply to the processes that are there would hang at the first collective."""
+    """Degrees whose product is not the number of processes would hang at the first collective."""
     problem = one("parallel.dp=2", "parallel.tp=2", "parallel.pp=2", world_size=6)
     assert problem == ("parallel.dp=2 x tp=2 x pp=2 = 8 processes, but the world size is 6, which tp x pp = "
                        "4 does not divide")
-    assert "= 6 processes, but the world size is 8" in one("parallel.tp=3", "parallel.dp=auto",
-                                                           "model.heads=6",
-                                                            "model.hidden=96", "model.vocab_multiple=96",
-                                                           world_size=8)
+    problem = one("parallel.tp=3", "parallel.dp=auto", "model.heads=6", "model.hidden=96",
+                  "model.vocab_multiple=96", world_size=8)
+    assert "= 6 processes, but the world size is 8" in problem
 
 
 @pytest.mark.parametrize("world_size, dp", [(16, 4), (4, 1), (None, 1)])
 def test_dp_auto(world_size, dp):
-    """`auto` that does not fill what the world leaves."""
+    """`auto` that does not use all remaining ranks."""
     config = load(None, ["parallel.tp=2", "parallel.pp=2"], world_size)
     assert config.dp == dp and config.world_size == 4 * dp
     assert load(None, ["parallel.dp=4"]).dp == 4
@@ -151,25 +150,23 @@ UNTIED = "model.tie_embeddings=false"
      "5 stages, more than the model's 4 layers"),
 ])
 def test_bad_tiles(overrides, text):
-    """Nonsense, tiles of what is shared whole, tiles on two stages."""
+    """Values without meaning, tiles of parameters that are shared whole, tiles on two stages."""
     assert text in one(*overrides)
 
 
 @pytest.mark.parametrize("limit", ["0", "1000", "16KiB", "32767"])
 def test_too_small_tiles(limit):
-    """The smallest limit that works is said, and works."""
+    """The message names the smallest limit that works, and that limit works."""
     problem = one(f"model.tile_linears={limit}", UNTIED)
-    assert (
-        "attention has 256.0 KiB a rank, and its smallest tile, one kv head with its queries, has 32768 bytes"
-        in problem
-    )
+    assert ("attention has 256.0 KiB a rank, and its smallest tile, one kv head with its queries, has "
+            "32768 bytes") in problem
     config = load(None, ["model.tile_linears=32768", UNTIED])
-    assert [len(cut) for cut in cut_layers(config)] == [16, *[8 + 16] * 8,
-                                                        16] and num_units(config) == 8 * (8 + 16) + 2 * 16
+    assert [len(cut) for cut in cut_layers(config)] == [16, *[8 + 16] * 8, 16]
+    assert num_units(config) == 8 * (8 + 16) + 2 * 16
 
 
 def test_idle_tiles():
-    """A limit, or a piece to recompute, that changes nothing is said to."""
+    """A warning names a limit, or a piece to recompute, that changes nothing."""
     assert any("tile_linears=1GiB does nothing" in line
                for line in warnings(load(None, ["model.tile_linears=1GiB"])))
     tiled = load(None, ["model.tile_linears=64KiB", UNTIED, "activation.policy=selective"])
@@ -178,7 +175,7 @@ def test_idle_tiles():
 
 
 def test_idle_delay():
-    """Delayed updates that begin after the run are said to do nothing."""
+    """A warning says that delayed updates which begin after the last step do nothing."""
     late = ["offload.optimizer=cpu", "offload.delayed_update=true", "train.steps=10"]
     assert any("delayed_update=true does nothing" in line
                for line in warnings(load(None, [*late, "offload.warmup=9"])))
@@ -194,7 +191,7 @@ def test_batch_divides():
 
 
 def test_all_problems_at_once():
-    """One problem at a time makes five attempts of one."""
+    """A user who is told of one problem at a time needs five attempts instead of one."""
     assert len(refused("modle.layers=3", "train.steps=x", "optimizer.lr=-1", "zero.stage=4",
                        "model.norm=none")) == 5
     assert len(refused("model.heads=6", "parallel.pp=12", "train.global_batch_size=7", "parallel.dp=2")) == 3
@@ -203,19 +200,17 @@ def test_all_problems_at_once():
 
 
 def test_warnings():
-    """What may run but is hardly meant is said, and no more than that."""
+    """Settings that can run but are hardly intended give a warning; others give none."""
     assert warnings(load(None)) == []
     lines = warnings(load(None, ["optimizer.warmup_steps=500", "train.steps=10", "parallel.pp=4",
                                  "parallel.dp=8"]))
-    assert (
-        len(lines) == 2
-        and "warmup_steps=500 is longer than train.steps=10" in lines[0]
-        and "bubble" in lines[1]
-    )
+    assert len(lines) == 2
+    assert "warmup_steps=500 is longer than train.steps=10" in lines[0]
+    assert "bubble" in lines[1]
 
 
 def test_registry_name_with_override(tmp_path):
-    """A size by name, of which a field given beside it is lost, in a file or on the command line."""
+    """A model chosen by name loses a field that is given beside it, in a file or on the command line."""
     path = tmp_path / "c.yaml"
     path.write_text("model: {name: gpt2-small, layers: 3}\n")
     model = load(path, ["model.seq_len=64"]).model
@@ -234,7 +229,7 @@ def test_registry_name_with_override(tmp_path):
     ("model: {layers: '${nothing}'}", "cannot be read as YAML"), ("- 1\n- 2", "must be a mapping"),
     ("just words", None), ("modle:", None)])
 def test_bad_yaml(tmp_path, text, message):
-    """A file that is no config ends in a traceback."""
+    """A file that is not a config ends in a traceback."""
     path = tmp_path / "bad.yaml"
     path.write_text(text)
     with pytest.raises(InputError) as caught:
@@ -257,7 +252,7 @@ def test_files(tmp_path):
 
 @pytest.mark.parametrize("override", ["train.steps", "=3", "", "train.steps=${nothing}", "model.layers=[1"])
 def test_bad_override(override):
-    """An override that is none is named, not dropped."""
+    """A malformed override is named, not dropped."""
     with pytest.raises(InputError, match="overr"):
         load(None, [override])
 
@@ -277,11 +272,9 @@ def test_every_key_of_the_checks_exists():
 
 
 def test_every_key_is_read():
-    """A key that is accepted and read by nobody has no effect: the defect that a config exists to prevent.
-
-    Keys that can only have one value yet are honoured by being refused; model.name is read where a config is
-    built.
-    """
+    """A key that is accepted and never read has no effect: the defect that a config exists to prevent. A key
+    with only one possible value so far is honoured by refusing the others; model.name is read where a config
+    is built."""
     paths = [*(ROOT / "threed").rglob("*.py"), *(ROOT / "models").rglob("*.py")]
     read = {pair for path in paths for pair in _reads(path)}
     exempt = {key for key, choices in values.CHOICES.items() if len(choices) == 1} | {"model.name"}
@@ -294,15 +287,15 @@ def _reads(path: Path) -> set[tuple[str, str]]:
     """(section, key) for each `section.key` that a module reads. In config.py and validate.py only the
     properties of a section count (`self.key`), since checking a value is not using it."""
     tree = ast.parse(path.read_text())
-    found = set()
+    keys = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
             base = node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", "")
             if path.name not in ("config.py", "validate.py", "values.py", "schema.py"):
-                found.add((base, node.attr))
+                keys.add((base, node.attr))
             elif base == "self":
-                found.add(("config", node.attr))
-    return found
+                keys.add(("config", node.attr))
+    return keys
 
 
 def test_defaults_are_a_config():

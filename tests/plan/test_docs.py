@@ -143,13 +143,13 @@ def _texts(file: Path) -> list[str]:
 
 
 def test_deepspeed_keys():
-    """docs/coming-from.md has each key that the errors know."""
+    """docs/coming-from.md has each of DeepSpeed's keys that the errors know."""
     text = (ROOT / "docs" / "coming-from.md").read_text()
     assert not [key for key in synonyms._KEYS if f"`{key}`" not in text]
 
 
 def test_named_keys_exist():
-    """What the guides write as a key is one."""
+    """What the guides write as a key is a key of the schema."""
     sections = "|".join({key.split(".")[0] for key in known_keys()})
     for page in GUIDES:
         if page.name == "coming-from.md":
@@ -176,8 +176,8 @@ def test_rates():
     rows = re.findall(r"\| `([\w-]+)` \| .* \| (0\.\d{3}) \|", (ROOT / "docs" / "schedules.md").read_text())
     assert len(rows) == len(SCHEDULES)
     for name, rate in rows:
-        found = predict_bare(name, 8, 24, {"f": 1.0, "b": 1.0, "w": 1.0, "comm": 0.0})
-        assert f"{found['bubble_rate']:.3f}" == rate, name
+        report = predict_bare(name, 8, 24, {"f": 1.0, "b": 1.0, "w": 1.0, "comm": 0.0})
+        assert f"{report['bubble_rate']:.3f}" == rate, name
 
 
 def test_named_files_exist():

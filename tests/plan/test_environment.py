@@ -57,7 +57,7 @@ def test_places(env, place, monkeypatch):
     ({"SLURM_STEP_ID": "0", "SLURM_NTASKS": "4"}, "MASTER_ADDR must name the first node"),
 ])
 def test_contradictions(env, words):
-    """Never a pod that trains alone and ends with status 0."""
+    """A pod must never train alone and end with status 0."""
     with pytest.raises(InputError, match=words):
         place_of_environment(env)
 
@@ -81,8 +81,8 @@ JOB = {"*apiVersion": {"kubeflow.org/v1"}, "*kind": {"PyTorchJob"}, "*metadata":
 def problems(value, schema, where="") -> list[str]:
     if isinstance(schema, dict):
         known = {key.lstrip("*"): inner for key, inner in schema.items()}
-        found = [f"{where}.{key} is missing" for key in schema if key[0] == "*" and key[1:] not in value]
-        return found + [problem for key, inner in value.items() for problem in
+        missing = [f"{where}.{key} is missing" for key in schema if key[0] == "*" and key[1:] not in value]
+        return missing + [problem for key, inner in value.items() for problem in
                         (problems(inner, known[key], f"{where}.{key}") if key in known
                          else [f"{where}.{key} is not known"])]
     if isinstance(schema, list):
@@ -101,8 +101,8 @@ def test_kubernetes():
         container = spec["template"]["spec"]["containers"][0]
         script, config = container["command"]
         assert (ROOT / script).is_file() and (ROOT / config).is_file()
-        assert not {"NNODES", "NODE_RANK", "MASTER_ADDR"} & {variable["name"]
-                                                             for variable in container["env"]}
+        variables = {variable["name"] for variable in container["env"]}
+        assert not {"NNODES", "NODE_RANK", "MASTER_ADDR"} & variables
     assert problems({**job, "kind": "Job", "sepc": {}}, JOB) == [".kind is 'Job'", ".sepc is not known"]
 
 

@@ -29,34 +29,34 @@ PASSES: dict[Op, tuple[str, ...]] = {
     **dict.fromkeys((Op.GATHER, Op.RELEASE, Op.REDUCE), ("zero",)),
     Op.CLIP: ("zero", "delay", "verify"),
     Op.STEP: ("zero", "offload the optimizer", "delay"),
-    **dict.fromkeys((Op.OFFLOAD, Op.FETCH), ("offload activations", "offload the optimizer", "delay",
-                                             "offload parameters", "snapshot")),
+    **dict.fromkeys((Op.OFFLOAD, Op.FETCH), (
+        "offload activations", "offload the optimizer", "delay", "offload parameters", "snapshot")),
 }
 
 
-@pytest.mark.parametrize("overrides", [[], CPU, [*CPU, *FULL], ["offload.optimizer=cpu",
-                                                               "offload.delayed_update=true"]], ids=str)
+@pytest.mark.parametrize(
+    "overrides", [[], CPU, [*CPU, *FULL], ["offload.optimizer=cpu", "offload.delayed_update=true"]], ids=str)
 def test_each_instruction_has_its_pass(overrides):
-    """A pass that is blamed for another's instruction; slots, ranks or bytes that are not the plan's."""
+    """An instruction that is attributed to the wrong pass; slots, ranks or bytes that are not the plan's."""
     plan = threed.plan(threed.load(None, [*BASE, *overrides]))
     for name, programs in plan.programs.items():
         for index, item in enumerate(programs[0]):
-            found = explain(plan, index, 0, name)
-            assert found["pass"] in PASSES[item.op], (str(item), found["pass"])
+            answer = explain(plan, index, 0, name)
+            assert answer["pass"] in PASSES[item.op], (str(item), answer["pass"])
             effect = effects(item, plan.table, 0)
-            assert [each["slot"] for each in found.get("reads", ())] == list(map(str, effect.reads))
-            assert found["sends"] == {axis: size for axis, size in plan.table.sent(item).items() if size}
+            assert [each["slot"] for each in answer.get("reads", ())] == list(map(str, effect.reads))
+            assert answer["sends"] == {axis: size for axis, size in plan.table.sent(item).items() if size}
             if item.op in PHASES:
-                assert set(effect.groups) == set(found["sends"]), str(item)
-            for after in found["after"]:
+                assert set(effect.groups) == set(answer["sends"]), str(item)
+            for after in answer["after"]:
                 assert int(after.split()[0]) < index
-            for waits in found["waits for it"]:
+            for waits in answer["waits for it"]:
                 later = explain(plan, int(waits.split()[0]), 0, name)
                 assert f"{index}  {item}" in later["after"]
             if item.op == Op.CLIP:
-                assert found["with ranks"] == list(range(1, 8))
+                assert answer["with ranks"] == list(range(1, 8))
             if item.op in MESSAGES:
-                assert found["with ranks"] == [4]
+                assert answer["with ranks"] == [4]
 
 
 def test_a_plan_that_was_changed():
@@ -83,6 +83,6 @@ def test_text(capsys):
 
 @pytest.mark.parametrize("index", [-1, 10_000])
 def test_there_is_no_such_instruction(index):
-    """An index that another program has, or none."""
+    """An index of another program, or of none."""
     with pytest.raises(InputError, match=r"program 'train' of rank 0 has instructions 0 to \d+"):
         explain(threed.load("configs/toy.yaml"), index)

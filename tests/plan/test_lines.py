@@ -32,7 +32,8 @@ def steps(path) -> list[int]:
 @pytest.mark.parametrize("tail", ["", '{"step": 99, "tra', "garbage\n", "\0" * 5000])
 @pytest.mark.parametrize("step, left", [(0, 0), (3, 3), (4, 4), (7, 7), (9, 7)])
 def test_cut(tmp_path, size, tail, step, left):
-    """Later steps and what a kill leaves; whole lines are kept beside, and nothing else is lost."""
+    """Later steps and half a line left by a kill are cut off; whole lines are kept in a file beside, and
+    nothing else is lost."""
     path, undone = tmp_path / "a.jsonl", tmp_path / "undone.jsonl"
     path.write_text("".join(line(each, size) for each in range(1, 8)) + tail)
     cut(path, step, undone)
@@ -42,7 +43,7 @@ def test_cut(tmp_path, size, tail, step, left):
 
 
 def test_cut_of_traces(tmp_path):
-    """A header whose steps are all made again goes with them; the one before stays."""
+    """A header is cut if all of its steps are run again; the header before it is kept."""
     path = tmp_path / "rank.jsonl"
     before = '{"rank":0}\n{"step":2,"x":1}\n{"step":4,"x":1}\n'
     path.write_text(before + '{"rank":0}\n{"step":6,"x":1}\n')
@@ -53,7 +54,7 @@ def test_cut_of_traces(tmp_path):
 
 
 def test_a_crash_while_cutting(tmp_path, monkeypatch):
-    """Killed before the file is cut: it is whole, and cut the next time."""
+    """Killed before it is cut, the file is whole; the next start cuts it."""
     path, undone = tmp_path / "a.jsonl", tmp_path / "undone.jsonl"
     path.write_text("".join(map(line, range(1, 8))))
 
@@ -80,8 +81,8 @@ def at_most(size: int):
 
 
 def test_a_full_disk(tmp_path, monkeypatch):
-    """Lines wait, one warning is given, no half line is left; with room again all are there. More than fit in
-    memory are missing, and that is said."""
+    """Lines wait, one warning is given, and no half line is written; once there is room all lines are
+    written. Lines that do not fit in memory are missing, and a message says so."""
     file = StepLines(tmp_path / "a.jsonl")
     assert file.add(1, line(1)) is None
     with at_most(100):
@@ -101,7 +102,7 @@ def test_a_full_disk(tmp_path, monkeypatch):
 
 
 def test_a_folder_that_is_removed(tmp_path):
-    """Written on into a file that nobody sees. When the folder is there again, so are all lines."""
+    """Lines go into a deleted file that nobody sees. Once the folder exists again, it has all lines."""
     folder = tmp_path / "run"
     folder.mkdir()
     file = StepLines(folder / "a.jsonl")
@@ -119,8 +120,8 @@ def test_a_folder_that_is_removed(tmp_path):
 
 
 def test_a_log_that_cannot_be_closed(tmp_path, monkeypatch, capsys):
-    """A disk or a server that does not answer keeps a run for a while, and an error there is a warning: all
-    is done."""
+    """A disk or a server that does not answer delays the end of a run for a while; an error while closing is
+    a warning, because the work is done."""
     log = Log(load("configs/toy.yaml", [f"run.dir={tmp_path}", "monitor.wandb=disabled"]))
     monkeypatch.setattr(Log, "_close", lambda self: time.sleep(60))
     log.close(0.1)
@@ -131,8 +132,7 @@ def test_a_log_that_cannot_be_closed(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(("number", "status"), [(errno.EACCES, 2), (errno.EROFS, 2), (errno.EIO, 1),
-                                                (errno.ENOSPC, 1),
-                                                (errno.ESTALE, 1)])
+                                                (errno.ENOSPC, 1), (errno.ESTALE, 1)])
 def test_whose_a_folder_s_failure_is(number, status):
-    """The person's, after which nothing starts again; or the disk's."""
+    """An error that the user must mend, after which nothing is restarted, or an error of the disk."""
     assert of_folder("run.dir cannot be used", OSError(number, "why")).status == status

@@ -18,11 +18,11 @@ def scaler(*overrides: str) -> LossScaler:
 
 def scales(subject: LossScaler, steps: str) -> list[float]:
     """The scale after each step: `x` overflows, `.` does not."""
-    found = []
+    after = []
     for step in steps:
         subject.update(step == "x")
-        found.append(subject.scale)
-    return found
+        after.append(subject.scale)
+    return after
 
 
 SMALL = ("precision.initial_loss_scale=1024", "precision.loss_scale_window=3")
@@ -44,7 +44,7 @@ def test_hysteresis_and_window(hysteresis, steps, expected):
 
 
 def test_never_below_the_minimum():
-    """A scale that goes to zero, and gradients with it; and when an overflow can no longer be helped."""
+    """A scale that goes to zero, and the gradients with it; and whether a smaller scale can still help."""
     subject = scaler("precision.initial_loss_scale=16", "precision.min_loss_scale=3",
                      "precision.hysteresis=1")
     states = [(subject.scale, subject.exhausted)]
@@ -64,21 +64,21 @@ def test_finite_however_long():
 @pytest.mark.parametrize("overrides", [["precision.loss_scale=64"], ["precision.dtype=bf16"],
                                        ["precision.dtype=fp32"]])
 def test_fixed(overrides):
-    """A fixed scale that moves; or an overflow under it that is taken for one that will pass."""
+    """A fixed scale that changes; an overflow under it that is treated as one that will pass."""
     subject = scaler(*overrides)
     assert subject.exhausted and not subject.dynamic
     assert set(scales(subject, "x.x" * 2000)) == {64.0 if "64" in overrides[0] else 1.0}
 
 
 def test_dynamic_where_asked_for():
-    """loss_scale=dynamic that is heard in fp16 only, or not there."""
+    """loss_scale=dynamic that is obeyed in fp16 only, or not even there."""
     assert LossScaler.of(load(None, ["precision.dtype=bf16", "precision.loss_scale=dynamic"])).dynamic
     assert scaler().dynamic and scaler("precision.loss_scale=dynamic").dynamic and scaler().scale == 65536
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_goes_on_where_it_was(seed):
-    """A checkpoint that forgets good steps or overflows: after a resume the scale takes another way."""
+    """A checkpoint that forgets good steps or overflows: after a resume the scale changes at other steps."""
     rng = random.Random(seed)
     steps = "".join(rng.choice("....x") for _ in range(60))
     at = rng.randrange(60)

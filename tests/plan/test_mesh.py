@@ -16,10 +16,10 @@ MESHES = [Mesh(order, pp=pp, dp=dp, tp=tp) for pp, dp, tp in product((1, 2, 3, 4
 def test_round_trip(order):
     """Two ranks at one coordinate, or a rank that does not come back to itself."""
     mesh = Mesh(order, pp=3, dp=4, tp=2)
-    found = [mesh.coordinate(rank) for rank in range(mesh.size)]
-    assert [mesh.rank(**here.on) for here in found] == list(range(24))
-    assert {tuple(here.on.values()) for here in found} == set(product(range(3), range(4), range(2)))
-    step = [axis for axis in AXES if found[0].on[axis] != found[1].on[axis]]
+    coordinates = [mesh.coordinate(rank) for rank in range(mesh.size)]
+    assert [mesh.rank(**here.on) for here in coordinates] == list(range(24))
+    assert {tuple(here.on.values()) for here in coordinates} == set(product(range(3), range(4), range(2)))
+    step = [axis for axis in AXES if coordinates[0].on[axis] != coordinates[1].on[axis]]
     assert step == [order[-1]], "neighbouring ranks are neighbours on the last axis"
 
 
@@ -45,13 +45,13 @@ def test_groups_partition_the_world(name):
 
 
 def test_tie_joins_first_and_last_position():
-    """The two halves of a tied embedding's gradient that never meet."""
+    """The two halves of a tied embedding's gradient are never added."""
     for mesh in MESHES:
         for rank in range(mesh.size):
             here = mesh.coordinate(rank)
             ends = {mesh.beside(here, pp=0), mesh.beside(here, pp=mesh.positions - 1)}
-            assert set(mesh.group("tie", rank)) == (ends if here.position in (0, mesh.positions - 1)
-                                                    else {rank})
+            at_an_end = here.position in (0, mesh.positions - 1)
+            assert set(mesh.group("tie", rank)) == (ends if at_an_end else {rank})
 
 
 def test_shard_and_replica_cut_dp():
@@ -83,7 +83,7 @@ def test_draw():
 @pytest.mark.parametrize("wrong", [
     {"order": ("pp", "dp")}, {"order": ("pp", "dp", "dp")}, {"tp": 0}, {"dp": 4, "shard": 3}, {"ep": 2}])
 def test_impossible_meshes(wrong):
-    """A mesh that cannot be is refused, not built."""
+    """An impossible mesh is refused, not built."""
     with pytest.raises(ValueError):
         Mesh(**wrong)
 

@@ -26,7 +26,7 @@ def model_of(name: str, *overrides: str):
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_counts(name):
-    """A size that is called by a name and is not that model."""
+    """A named model that has not the size of that model."""
     assert parameter_count(model_of(name)) == PUBLISHED[name]
 
 
@@ -34,8 +34,8 @@ def test_published_counts(name):
 def test_gpt_formula(name):
     """12 l h^2 + 13 l h for the blocks, (V + s) h for the embeddings, 2 h for the last norm."""
     m = model_of(name)
-    blocks, ends = 12 * m.layers * m.hidden**2 + 13 * m.layers * m.hidden, (m.vocab + m.seq_len
-                                                                            + 2) * m.hidden
+    blocks = 12 * m.layers * m.hidden**2 + 13 * m.layers * m.hidden
+    ends = (m.vocab + m.seq_len + 2) * m.hidden
     assert parameter_count(m) == blocks + ends
     assert parameter_count(m, padded=True) == blocks + ends + (m.padded_vocab - m.vocab) * m.hidden
 
@@ -43,10 +43,8 @@ def test_gpt_formula(name):
 def test_untied_and_swiglu():
     """An output projection that is counted twice or never; a swiglu MLP without its gate."""
     m = model_of("gpt2-small", "model.tie_embeddings=false")
-    assert (
-        parameter_count(m) == PUBLISHED["gpt2-small"] + m.vocab * m.hidden
-        and tied_parameter(layers(m)) is None
-    )
+    assert parameter_count(m) == PUBLISHED["gpt2-small"] + m.vocab * m.hidden
+    assert tied_parameter(layers(m)) is None
     m = load(None, ["model.activation=swiglu", "model.bias=false", "model.norm=rmsnorm",
                     "model.kv_heads=2"]).model
     h, kv, ffn = m.hidden, 2 * m.head_dim, m.num_ffn_hidden

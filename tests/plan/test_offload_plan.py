@@ -47,14 +47,15 @@ def plan_of(*overrides: str) -> Plan:
 @settings(max_examples=300, deadline=None, derandomize=True, database=None)
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=12), st.floats(0.01, 1))
 def test_ratio(sizes, ratio):
-    """A share that another unit would bring nearer, or that is off by more than half a unit."""
+    """An offloaded share that one unit more or less would bring nearer to the ratio, or that is off by more
+    than half a unit."""
     units = dict(enumerate(sizes))
-    found = homes(units, ratio, Tier.HOST)
-    there = sum(size for unit, size in units.items() if found[unit] == "host")
+    home = homes(units, ratio, Tier.HOST)
+    offloaded = sum(size for unit, size in units.items() if home[unit] == "host")
     goal = ratio * sum(sizes)
-    assert abs(there - goal) <= max(sizes) / 2
-    assert all(abs(there + size - goal) >= abs(there - goal) for unit,
-               size in units.items() if found[unit] == "device")
+    assert abs(offloaded - goal) <= max(sizes) / 2
+    assert all(abs(offloaded + size - goal) >= abs(offloaded - goal)
+               for unit, size in units.items() if home[unit] == "device")
 
 
 def test_ratio_of_equal_units():
@@ -66,17 +67,16 @@ def test_ratio_of_equal_units():
 
 @pytest.mark.parametrize("ratio", [0.3, 0.5, 1])
 def test_ratio_of_a_model(ratio):
-    """A position that offloads nothing because the others do; ends of a tied embedding that live apart;
-    parameters that are offloaded although their state is not, or that stay whole."""
+    """A position that offloads nothing because the others do; two ends of a tied embedding with different
+    homes; offloaded parameters whose optimizer state is not offloaded, or which every rank holds whole."""
     table = plan_of(*CPU, f"offload.ratio={ratio}", "offload.parameters=cpu", "parallel.pp=2",
                     "parallel.dp=2", "zero.stage=3",
                     "train.global_batch_size=4", "zero.persist_below=20").table
     for position in (0, 1):
         mine = {p: unit for p, unit in table.parameters.items() if unit.positions[0] == position}
         away = sum(unit.numel for unit in mine.values() if unit.state_home == "host")
-        assert abs(away - ratio * sum(unit.numel
-                                      for unit in mine.values())) <= max(unit.numel
-                                                                         for unit in mine.values()) / 2
+        sizes = [unit.numel for unit in mine.values()]
+        assert abs(away - ratio * sum(sizes)) <= max(sizes) / 2
         for unit in mine.values():
             assert unit.weight_home == ("device" if unit.whole else unit.state_home)
     assert any(unit.whole for unit in table.parameters.values())
@@ -91,8 +91,7 @@ def draw(rng: random.Random) -> Config:
     """A random valid config with offload."""
     while True:
         stage, dp, tp, pp, schedule = (rng.choice((0, 1, 2, 3, 3, 3)), rng.choice((1, 2, 4)),
-                                       rng.choice((1, 2)),
-                                       rng.choice((1, 2, 3)), rng.choice(SCHEDULES))
+                                       rng.choice((1, 2)), rng.choice((1, 2, 3)), rng.choice(SCHEDULES))
         zero = ZeroConfig(stage, rng.choice((1, 2, dp)) if stage else None)
         if stage >= 2:
             zero.reduce_every = rng.choice((1, 2, "step"))
@@ -121,8 +120,8 @@ def drawn() -> list[tuple[Config, Plan]]:
 
 
 class Tiers:
-    """A program played by its instructions alone: which units' state and weights are off their home, or up,
-    and what the handlers take from the pools and give back."""
+    """A program played by its instructions alone: which units' state and weights are away from home or on the
+    device, and what the handlers take from the pools and return."""
 
     def __init__(self, table: Table):
         self.table = table
@@ -187,7 +186,7 @@ def test_everything_comes_home(drawn):
 
 
 def test_few_units_are_on_their_way(drawn):
-    """A host that must hold the state of half the model at a time, which is what the disk was to save."""
+    """A host that must hold the state of half the model at a time, which the disk was to save."""
     seen: Counter[int] = Counter()
     for config, plan in drawn:
         for program in plan.programs["train"]:
@@ -201,18 +200,18 @@ def test_few_units_are_on_their_way(drawn):
 
 
 def test_steps_of_disk_and_device_overlap():
-    """While one unit is stepped the next is read: in a program where each waits for the one before nothing
+    """While one unit is stepped the next is read: in a program where each waits for the previous one nothing
     overlaps."""
     for program in plan_of(*NVME).programs["train"]:
         steps = [item for item in program if item.op == Op.STEP]
         for before, step in zip(steps, steps[1:]):
-            assert program.index(Instruction(Op.FETCH, step.unit, kind="state",
-                                             tier=Tier.HOST)) < program.index(before)
+            fetch = Instruction(Op.FETCH, step.unit, kind="state", tier=Tier.HOST)
+            assert program.index(fetch) < program.index(before)
 
 
 def rooms_of(table: Table) -> dict[str, Callable[[int], int]]:
-    """Of a buffer for a unit, as its pool counts: elements, or bytes; whole blocks where a file is read into
-    it."""
+    """The size of a unit's buffer as its pool counts it: elements, or bytes; whole blocks if a file is read
+    into it."""
     part, itemsize = table.shard_numel, table.elements.param
     return {"states": lambda p: round_up(part(p) * 12, ALIGNMENT), "up": part, "gradients": part,
             "weights": lambda p: round_up(part(p) * itemsize, ALIGNMENT) // itemsize}
@@ -231,13 +230,13 @@ def test_buffers_are_enough_and_no_more(drawn):
                     tiers.play(item)
                     for name, room in rooms.items():
                         most[name] |= Counter(map(room, getattr(tiers, name)))
-            found = buffers(plan, position)
+            pools = buffers(plan, position)
             of_size = Counter(map(table.shard_numel, table.held(position)))
-            for name, pool in (("states", found.host_states), ("weights", found.host_weights),
-                               ("up", found.pshards)):
+            for name, pool in (("states", pools.host_states), ("weights", pools.host_weights),
+                               ("up", pools.pshards)):
                 assert pool == most[name], name
-            assert found.gshards == {numel: min(count + 1, of_size[numel]) for numel,
-                                     count in most["gradients"].items()}
+            assert pools.gshards == {numel: min(count + 1, of_size[numel])
+                                     for numel, count in most["gradients"].items()}
 
 
 # ---------------------------------------------------------------- bytes
@@ -245,15 +244,15 @@ def test_buffers_are_enough_and_no_more(drawn):
 
 def moved(plan: Plan) -> list[tuple[Counter[str], int]]:
     """Of each position: bytes by lane in a step, and elements of a rank's shards."""
-    found = []
+    of_positions = []
     for position, program in enumerate(plan.programs["train"]):
         lanes: Counter[str] = Counter()
         for item in program:
             if item.op in (Op.OFFLOAD, Op.FETCH):
                 lanes[effects(item, plan.table, position).lane] += plan.table.moved(item)
-        found.append((lanes, sum(plan.table.shard_numel(p) for p in plan.table.held(position))))
+        of_positions.append((lanes, sum(plan.table.shard_numel(p) for p in plan.table.held(position))))
         assert stages(plan)[position]["moved_bytes"] == lanes
-    return found
+    return of_positions
 
 
 SHAPE = ["parallel.pp=2", "parallel.dp=2", "train.global_batch_size=8"]

@@ -67,25 +67,24 @@ def test_refused_counts():
 
 def test_shapes():
     """GPipe: all forward, then all backward. 1F1B: p - rank - 1 ahead, then by turns, then what is left."""
-    assert ["".join(task.kind for task in tasks) for tasks in gpipe(2, 3)] == ["FFFBBB"] * 2
-    assert ["".join(task.kind for task in tasks) for tasks in one_f_one_b(3, 4)] == ["FFFBFBBB", "FFBFBFBB",
-                                                                                     "FBFBFBFB"]
-    assert ["".join(task.kind for task in tasks) for tasks in one_f_one_b(4, 2)] == ["FFBB", "FFBB", "FFBB",
-                                                                                     "FBFB"]
+    def kinds(order: list) -> list[str]:
+        return ["".join(task.kind for task in tasks) for tasks in order]
+
+    assert kinds(gpipe(2, 3)) == ["FFFBBB"] * 2
+    assert kinds(one_f_one_b(3, 4)) == ["FFFBFBBB", "FFBFBFBB", "FBFBFBFB"]
+    assert kinds(one_f_one_b(4, 2)) == ["FFBB", "FFBB", "FFBB", "FBFB"]
 
 
 @pytest.mark.parametrize("p, m", [(2, 4), (4, 8), (4, 13), (8, 16), (8, 24)])
 def test_peak_activations(p, m):
     """What a schedule keeps on the fullest position, in micro-batches of its whole share."""
     def peak(name: str, v: int = 1) -> float:
-        return max(stage["peak_activations"] for stage in predict_bare(name, p, m, UNIT,
-                                                                       v if v > 1 else None)["stages"])
+        report = predict_bare(name, p, m, UNIT, v if v > 1 else None)
+        return max(stage["peak_activations"] for stage in report["stages"])
 
-    assert (
-        peak("gpipe") == m
-        and peak("1f1b") == peak("zb-h1") == peak("zb-v") == p
-        and peak("zb-h2") == min(m, 2 * p - 1)
-    )
+    assert peak("gpipe") == m
+    assert peak("1f1b") == peak("zb-h1") == peak("zb-v") == p
+    assert peak("zb-h2") == min(m, 2 * p - 1)
     assert peak("breadth-first", 2) == m
     if m % p == 0 and m > p:
         assert peak("interleaved", 2) == pytest.approx(p * (1 + (p - 1) / (2 * p)))  # Korthikanti et al. 2022
@@ -111,8 +110,8 @@ def test_bubble(schedule, p, m, backward):
     position."""
     plan = plan_of(schedule, p, m)
     programs, table = plan.programs["train"], plan.table
-    links = [link(program, table, position, table.seam(position)) for position,
-             program in enumerate(programs)]
+    links = [link(program, table, position, table.seam(position))
+             for position, program in enumerate(programs)]
     whole = unit_cost(table)
 
     def cost(position, instruction):
@@ -149,9 +148,9 @@ def test_zero_bubble_paper(p, m, times, plain, h1, h2, searched):
     """The paper's rates to four places; `auto` no worse than its search at 2x the memory, nor than ZB-H1 at
     1x."""
     def rate(name: str, limit: float | None = None) -> float:
-        found = predict_bare(name, p, m, parse_times(times), None, limit and limit * p)
-        assert limit is None or max(stage["peak_activations"] for stage in found["stages"]) <= limit * p
-        return round(found["bubble_rate"], 4)
+        report = predict_bare(name, p, m, parse_times(times), None, limit and limit * p)
+        assert limit is None or max(stage["peak_activations"] for stage in report["stages"]) <= limit * p
+        return round(report["bubble_rate"], 4)
 
     assert (rate("1f1b"), rate("zb-h1"), rate("zb-h2")) == (plain, h1, h2)
     assert rate("auto", 2) <= searched and rate("auto", 1) <= h1
@@ -166,8 +165,8 @@ def test_auto_is_the_best():
         whole = {"f": rng.uniform(1, 3), "b": rng.uniform(1, 3), "w": rng.uniform(0.5, 3),
                  "comm": rng.choice((0.0, 0.3))}
         room = None if limit is None else limit * min(p, m)
-        found = predict_bare("auto", p, m, whole, None, room)
-        assert found == predict_bare("auto", p, m, whole, None, room)
+        best = predict_bare("auto", p, m, whole, None, room)
+        assert best == predict_bare("auto", p, m, whole, None, room)
         for name, schedule in SCHEDULES.items():
             if m < schedule.least(p):
                 continue
@@ -175,7 +174,7 @@ def test_auto_is_the_best():
                 other = predict_bare(name, p, m, whole, schedule.virtual or 2, room)
             except InputError:
                 continue  # it keeps more than the limit
-            assert found["step_time"] <= other["step_time"] * (1 + 1e-9), (name, p, m, limit)
+            assert best["step_time"] <= other["step_time"] * (1 + 1e-9), (name, p, m, limit)
 
 
 def test_auto_in_a_plan():
@@ -198,14 +197,14 @@ def test_messages_overlap_with_compute():
     end."""
     plan = plan_of("1f1b", 4, 8)
     programs, table = plan.programs["train"], plan.table
-    links = [link(program, table, position, table.seam(position)) for position,
-             program in enumerate(programs)]
+    links = [link(program, table, position, table.seam(position))
+             for position, program in enumerate(programs)]
     times = [walk(programs, table, links, mode, unit_cost(table)).total_s for mode in Mode]
     assert times == sorted(times) and times[0] == 3 * (8 + 4 - 1)
 
 
 def test_an_order_that_waits_for_itself():
-    """An order with a circle (pp0 wants a gradient first, pp1 an activation) is refused where it is made."""
+    """An order with a cycle (pp0 wants a gradient first, pp1 an activation) is refused when it is built."""
     table = make_table(load(None, ["parallel.pp=2", "train.global_batch_size=2"]), (0, 1))
     order = gpipe(2, 2)
     order[0] = [Task(kind, 0, m) for m in (0, 1) for kind in "FB"]

@@ -33,37 +33,38 @@ def printed(*arguments: str) -> dict:
     (128e9, 64, (2048, 536, 284, 32)),
     (1e12, 1024, (16000, 4011, 2013, 15.6))])
 def test_paper(parameters, dp, expected):
-    """Formulas that leave the master weights out, or unsharded (both are about)."""
-    found = printed("memory", "--parameters", str(parameters), "--dp", str(dp))
+    """Formulas that leave out the master weights, or do not shard them (the paper has both)."""
+    memory = printed("memory", "--parameters", str(parameters), "--dp", str(dp))
     for stage, value in enumerate(expected):
         place = 10.0 ** -len(str(value).partition(".")[2])
-        assert abs(found[f"stage_{stage}"] / GB - value) <= place, stage
-        more = found["fp32_gradients"][f"stage_{stage}"] - found[f"stage_{stage}"]
+        assert abs(memory[f"stage_{stage}"] / GB - value) <= place, stage
+        more = memory["fp32_gradients"][f"stage_{stage}"] - memory[f"stage_{stage}"]
         assert more == pytest.approx(2 * parameters / (dp if stage >= 2 else 1))
 
 
 def test_memory_over_the_mesh():
     """tp and pp divide the parameters, precision the bytes."""
-    found = printed("memory", "--parameters", "8e9", "--dp", "4", "--tp", "2", "--pp", "4", "--dtype", "fp32")
-    assert found["stage_0"] == 1e9 * 16 and found["stage_3"] == 1e9 * 16 / 4
+    memory = printed("memory", "--parameters", "8e9", "--dp", "4", "--tp", "2", "--pp", "4",
+                     "--dtype", "fp32")
+    assert memory["stage_0"] == 1e9 * 16 and memory["stage_3"] == 1e9 * 16 / 4
     assert printed("memory", "--parameters", "1e9", "--master", "none")["stage_0"] == 1e9 * 12
 
 
 def test_memory_of_a_config():
-    """From the plan: the formula, but for padding, where every position is alike."""
+    """From the plan: the formula except for padding, when all positions are alike."""
     config = load("configs/gpt2-small.yaml", ["parallel.pp=1", "parallel.tp=1", "parallel.dp=8",
-                                              "precision.dtype=bf16",
-                                              "precision.grad_dtype=bf16", "train.global_batch_size=64",
+                                              "precision.dtype=bf16", "precision.grad_dtype=bf16",
+                                              "train.global_batch_size=64",
                                               "parallel.sequence_parallel=false"])
-    found = of_config(config)
-    psi = found["parameters"]
+    memory = of_config(config)
+    psi = memory["parameters"]
     for stage, formula in enumerate((16 * psi, 4 * psi + 1.5 * psi, 2 * psi + 14 * psi / 8, 2 * psi)):
-        assert found[f"stage_{stage}"] == pytest.approx(formula, rel=1e-3), stage
+        assert memory[f"stage_{stage}"] == pytest.approx(formula, rel=1e-3), stage
 
 
 @pytest.mark.parametrize("arguments", [[], ["configs/toy.yaml", "--parameters", "1e9"],
-                                       ["--parameters", "-1"],
-                                       ["--parameters", "nan"], ["--parameters", "1e9", "--dtype", "int8"]])
+                                       ["--parameters", "-1"], ["--parameters", "nan"],
+                                       ["--parameters", "1e9", "--dtype", "int8"]])
 def test_memory_refuses(arguments):
     with pytest.raises(InputError):
         CliRunner().invoke(app, ["memory", *arguments], catch_exceptions=False)
@@ -81,8 +82,8 @@ def test_advice():
     assert "zero.stage=1" not in rows, "it is the config itself"
     assert rows["zero.stage=0"]["fixed_bytes"] > here["fixed_bytes"]
     assert rows["zero.stage=3"]["fixed_bytes"] < rows["zero.stage=2"]["fixed_bytes"] < here["fixed_bytes"]
-    assert rows["zero.stage=2"]["dp_bytes"] > here["dp_bytes"] == rows["zero.stage=2 "
-                                                                       "zero.reduce_every=step"]["dp_bytes"]
+    once_a_step = rows["zero.stage=2 zero.reduce_every=step"]
+    assert rows["zero.stage=2"]["dp_bytes"] > here["dp_bytes"] == once_a_step["dp_bytes"]
     plans = [tuple(sorted((k, v) for k, v in row.items() if k.endswith("bytes") or k == "step_s"))
              for row in rows.values()]
     assert len(rows) >= 8 and len(set(plans)) >= 7, "one setting is listed under several names"
@@ -95,7 +96,7 @@ def test_advice():
 
 
 def test_advice_to_those_who_offload():
-    """The other tier, none at all, or the same without its delay: whatever keys of the tier that is left
+    """The other tier, no offload, or the same tier without delayed updates: keys of the tier that is left
     would be refused."""
     over = ["offload.optimizer=nvme", "offload.nvme_path=disk", "offload.delayed_update=true"]
     rows = {row["setting"]: row for row in advise(load("configs/toy.yaml", over), Hardware())}
@@ -107,7 +108,7 @@ def test_advice_to_those_who_offload():
 @pytest.mark.parametrize("over", [["offload.optimizer=cpu"],
                                   ["offload.optimizer=nvme", "offload.nvme_path=disk"]])
 def test_measured_costs_leave_moves_their_price(over):
-    """A run measures how long it takes to hand a move or a host's step over, not how long that takes."""
+    """A run measures how long the hand-over of a move or of a host's step takes, not the move or the step."""
     plan = make_plan(load("configs/toy.yaml", over))
     measured = {(position, op, unit): 1e-6 for position in range(2) for unit in range(20)
                 for op in (*COMPUTE, Op.STEP)}
@@ -131,13 +132,13 @@ def test_advice_is_printed():
 
 def test_matrix():
     """Each cell has a verdict, a reason where it is refused, and a test of its name."""
-    found = printed("matrix")
-    assert found["works"] + found["refused"] == len(found["cells"])
-    assert len({cell["test"] for cell in found["cells"]}) == len(found["cells"])
-    for cell in found["cells"]:
+    matrix = printed("matrix")
+    assert matrix["works"] + matrix["refused"] == len(matrix["cells"])
+    assert len({cell["test"] for cell in matrix["cells"]}) == len(matrix["cells"])
+    for cell in matrix["cells"]:
         assert (cell["verdict"] == "refused") == bool(cell["reason"])
     listed = {line.strip() for line in CliRunner().invoke(app, ["matrix", "--refused"]).stdout.splitlines()}
-    assert {cell["test"].split("[")[1][:-1] for cell in found["cells"] if cell["reason"]} <= listed
+    assert {cell["test"].split("[")[1][:-1] for cell in matrix["cells"] if cell["reason"]} <= listed
 
 
 def test_configs_are_refused_by_the_contract():

@@ -93,8 +93,8 @@ def test_nothing_is_stuck_in_any_mode():
 
 
 def test_digest():
-    """Two builds that differ, or two configs that do not: ranks would run different plans, or refuse to run
-    equal ones."""
+    """Two builds of one config that differ, or two configs with one digest: ranks would refuse to run equal
+    plans, or run different ones."""
     rng = random.Random(9)
     for _ in range(50):
         config = draw(rng)
@@ -112,11 +112,11 @@ def test_digest():
 
 
 def test_digest_does_not_depend_on_the_process():
-    """A digest that hangs on hash seeds: every run would stop at the first step."""
+    """A digest that depends on hash seeds: every run would stop at the first step."""
     code = ("from threed.config import load; from threed.planner import make_plan; "
             "print(make_plan(load(None, ['parallel.pp=4', 'train.eval_every=1'])).digest)")
-    found = {run(code, PYTHONHASHSEED=seed) for seed in ("1", "2")}
-    assert found == {make_plan(load(None, ["parallel.pp=4", "train.eval_every=1"])).digest}
+    digests = {run(code, PYTHONHASHSEED=seed) for seed in ("1", "2")}
+    assert digests == {make_plan(load(None, ["parallel.pp=4", "train.eval_every=1"])).digest}
 
 
 @pytest.mark.parametrize("stage", [0, 1])

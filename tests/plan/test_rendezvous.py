@@ -89,7 +89,7 @@ def start(first: Line, *others: Line) -> list[dict]:
 
 
 def test_a_run():
-    """All come, prepare, start, are done."""
+    """All nodes come, prepare, start, and are done."""
     meeting = Meeting(2, 2)
     second, first = meeting.join(1), meeting.join(0)
     starts = start(first, second)
@@ -118,7 +118,8 @@ def test_who_is_refused(hello, words):
 @pytest.mark.parametrize("failure", ["killed", "mistake", "gone"])
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_failures(failure, restarts):
-    """Everybody hears of it; it starts again if it may, and not after a mistake."""
+    """All launchers hear of a failure; the run is restarted if it may be, and not after a mistake of the
+    user."""
     meeting = Meeting(2, 2, restarts)
     first, second = meeting.join(0), meeting.join(1)
     start(first, second)
@@ -148,8 +149,8 @@ def test_what_a_rank_has_said_is_not_said_twice():
     start(first, second)
     meeting.stores[0].note = {"rank": 2, "message": "the seventh seal", "status": 1, "hang": False}
     fail(second, 1)
-    assert hear(first, "clear")["text"] == "rank 2 on host1: the seventh seal" and hear(second,
-                                                                                        "clear")["text"] == ""
+    assert hear(first, "clear")["text"] == "rank 2 on host1: the seventh seal"
+    assert hear(second, "clear")["text"] == ""
 
 
 def test_fewer_nodes_and_more():
@@ -171,8 +172,8 @@ def test_fewer_nodes_and_more():
 
 def test_nobody_waits_for_ever():
     meeting = Meeting(2, 2, limit_s=0.5)
-    assert "1 of 2 nodes came within run.connect_timeout_s=0.5; missing: node 1" in hear(meeting.join(0),
-                                                                                         "end")["text"]
+    text = hear(meeting.join(0), "end")["text"]
+    assert "1 of 2 nodes came within run.connect_timeout_s=0.5; missing: node 1" in text
     nodes = dataclasses.replace(meeting.nodes, port=1)
     with pytest.raises(RunError, match=r"node 0 did not answer within run\.connect_timeout_s=0\.2: .* "
                                        r"connection refused"):
@@ -202,7 +203,7 @@ def test_addresses():
 
 
 def test_a_number_that_another_has_been_given():
-    """Nobody has set NODE_RANK: a launcher that comes back takes the next free one."""
+    """NODE_RANK is not set: a launcher that comes back takes the next free number."""
     meeting = Meeting(2, 4)
     meeting.join(0)
     meeting.join(None, "host7")
@@ -212,7 +213,7 @@ def test_a_number_that_another_has_been_given():
 
 
 def test_a_spare_changes_nothing_of_a_run_under_way():
-    """It has lost its connection once, and says that it has tried more often than the run."""
+    """A spare node lost its connection once, and claims more attempts than the run has made."""
     meeting = Meeting(2, 3, restarts=1)
     first, second = meeting.join(0), meeting.join(1)
     launch = start(first, second)[0]["launch"]
@@ -270,8 +271,8 @@ def test_who_was_asked_to_stop_does_not_start_again():
 
 
 def test_a_launcher_that_was_replaced(monkeypatch):
-    """It is told, and ends; on another host it is replaced once it is silent. A node keeps the number that it
-    was given."""
+    """The old launcher is told, and ends; a launcher on another host replaces it once it is silent. A node
+    keeps its number."""
     meeting = Meeting(2, 3)
     meeting.join(0)
     old = meeting.join(None, "host1")
@@ -284,7 +285,7 @@ def test_a_launcher_that_was_replaced(monkeypatch):
 
 
 def test_a_new_head_goes_on_with_the_run():
-    """Node 0's launcher was started again; the others have been here before."""
+    """Node 0's launcher was started again; the others belong to the run already."""
     meeting = Meeting(2, 2, restarts=3)
     first, second = meeting.join(0), meeting.join(1, attempt=2, launch="the first")
     assert [(each["attempt"], each["launch"]) for each in start(first, second)] == [(2, "the first")] * 2
@@ -294,7 +295,7 @@ def test_a_new_head_goes_on_with_the_run():
                                     b'{"op": "hello", "version": "1", "node": "one"}\n', b'{"op": "done"}\n',
                                     b"GET / HTTP/1.1\r\n\r\n"])
 def test_what_is_no_launcher(bytes_):
-    """It is hung up on, and all others go on."""
+    """A connection that is not a launcher's is closed, and the others go on."""
     meeting = Meeting(2, 2)
     first = meeting.join(0)
     with socket.create_connection(("127.0.0.1", meeting.nodes.port)) as other:
@@ -305,7 +306,8 @@ def test_what_is_no_launcher(bytes_):
 
 
 def test_enough_nodes_at_the_limit():
-    """Fewer than the most, who came too late to have settled: they begin."""
+    """Enough nodes, but fewer than the maximum, which have not settled when the time is up: the run
+    begins."""
     meeting = Meeting(2, 4, limit_s=1.0)
     meeting.head.settle_s = 60.0
     first = meeting.join(0)

@@ -20,12 +20,13 @@ def test_waits_double_up_to_a_limit():
 
 def test_a_newer_checkpoint_begins_the_count_anew():
     restarts = Restarts(2, 1.0)
-    assert [restarts.after(fails(9), newest)[0] for newest in ("", "", "a", "b", "b",
-                                                               "b")] == [1.0, 2.0, 1.0, 1.0, 2.0, None]
+    waits = [restarts.after(fails(9), newest)[0] for newest in ("", "", "a", "b", "b", "b")]
+    assert waits == [1.0, 2.0, 1.0, 1.0, 2.0, None]
 
 
 def test_the_same_twice_is_the_run_s():
-    """At the same step, for the same reason, with others between; not what comes from outside."""
+    """A failure at the same step for the same reason, even with others between, is the run's own; one from
+    outside is not."""
     restarts = Restarts(10, 1.0)
     assert restarts.after(fails(7, "a hang"), "")[0] and restarts.after(fails(8, "a hang"), "")[0]
     assert restarts.after(fails(7, "nan"),
@@ -43,7 +44,7 @@ def test_the_same_twice_is_the_run_s():
 
 
 def test_never():
-    """A mistake in the config, or run.restarts=0: without a word."""
+    """After a mistake in the config, or with run.restarts=0: no restart, and no message about restarts."""
     assert Restarts(10, 1.0).after(fails(1, status=2),
                                    "") == (None, "") == Restarts(0, 1.0).after(fails(1), "")
 

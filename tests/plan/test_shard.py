@@ -26,47 +26,47 @@ def all_layouts():
 
 
 def test_every_parameter_in_one_place():
-    """Two parameters that overlap, a hole between them, or one that is not there."""
-    for parameters, tp, found in all_layouts():
+    """Two parameters that overlap, a hole between them, or a parameter that is missing."""
+    for parameters, tp, flat in all_layouts():
         assert {placed.parameter
-                for placed in found.placed} == set(parameters) and len(found.placed) == len(parameters)
+                for placed in flat.placed} == set(parameters) and len(flat.placed) == len(parameters)
         stop = 0
-        for placed in found.placed:
+        for placed in flat.placed:
             assert placed.start == stop
             stop, count = placed.stop, placed.parameter.numel // (tp if placed.parameter.axes else 1)
             assert placed.stop - placed.start == count and placed.shape == placed.parameter.local_shape(
                 {"tp": tp}
             )
-        assert 0 <= found.padding == found.numel - stop < found.num_shards * ALIGNMENT
+        assert 0 <= flat.padding == flat.numel - stop < flat.num_shards * ALIGNMENT
 
 
 def test_segments_treat_each_parameter_right():
     """Weight decay on a bias, or a replicated parameter that counts tp times in the norm."""
-    for _, _, found in all_layouts():
-        ends = [(segment.start, segment.stop) for segment in found.segments]
+    for _, _, flat in all_layouts():
+        ends = [(segment.start, segment.stop) for segment in flat.segments]
         assert ends[0][0] == 0 and all(a[1] == b[0] for a, b in zip(ends, ends[1:]))
-        assert ends[-1][1] == found.placed[-1].stop, "padding belongs to no segment"
-        for placed in found.placed:
-            inside = [s for s in found.segments if s.start <= placed.start and placed.stop <= s.stop]
+        assert ends[-1][1] == flat.placed[-1].stop, "padding belongs to no segment"
+        for placed in flat.placed:
+            inside = [s for s in flat.segments if s.start <= placed.start and placed.stop <= s.stop]
             assert [(s.decay, s.axes) for s in inside] == [
                 (placed.parameter.decay, placed.parameter.axes)]
-        assert found.whole_over(["tp"]) == sum(p.stop - p.start for p in found.placed if not p.parameter.axes)
+        assert flat.whole_over(["tp"]) == sum(p.stop - p.start for p in flat.placed if not p.parameter.axes)
 
 
 def test_shards_cover_the_buffer():
     """Shards that are unequal (a reduce-scatter needs equal ones), overlap, or begin off the alignment."""
-    for _, _, found in all_layouts():
-        ends = [found.shard(index) for index in range(found.num_shards)]
-        assert ends[0][0] == 0 and ends[-1][1] == found.numel and all(a[1] == b[0] for a,
-                                                                      b in zip(ends, ends[1:]))
-        assert len({stop - start for start, stop in ends}) == 1 and all(start % ALIGNMENT == 0 for start,
-                                                                        _ in ends)
+    for _, _, flat in all_layouts():
+        ends = [flat.shard(index) for index in range(flat.num_shards)]
+        assert ends[0][0] == 0 and ends[-1][1] == flat.numel
+        assert all(a[1] == b[0] for a, b in zip(ends, ends[1:]))
+        assert len({stop - start for start, stop in ends}) == 1
+        assert all(start % ALIGNMENT == 0 for start, _ in ends)
 
 
 def test_segments_of_shards_are_the_segments():
     """An element that no rank steps, or two do, or that is treated otherwise on one mesh than on another."""
-    for _, _, found in all_layouts():
-        parts = [part for index in range(found.num_shards) for part in found.segments_of(index)]
+    for _, _, flat in all_layouts():
+        parts = [part for index in range(flat.num_shards) for part in flat.segments_of(index)]
         joined = []
         for part in parts:
             assert part.stop > part.start
@@ -74,10 +74,10 @@ def test_segments_of_shards_are_the_segments():
                 joined[-1] = (joined[-1][0], part.stop, *joined[-1][2:])
             else:
                 joined.append((part.start, part.stop, part.decay, part.axes))
-        assert joined == [(s.start, s.stop, s.decay, s.axes) for s in found.segments]
-        for index in range(found.num_shards):
-            start, stop = found.shard(index)
-            assert all(start <= part.start and part.stop <= stop for part in found.segments_of(index))
+        assert joined == [(s.start, s.stop, s.decay, s.axes) for s in flat.segments]
+        for index in range(flat.num_shards):
+            start, stop = flat.shard(index)
+            assert all(start <= part.start and part.stop <= stop for part in flat.segments_of(index))
 
 
 @pytest.mark.parametrize("stage", [0, 1])

@@ -38,10 +38,11 @@ def plan_of(*others: str) -> Plan:
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_every_unit_is_copied_once(mesh):
-    """On the position that writes it; a tied embedding is written by the first of its two."""
+    """Each unit is copied at the position that writes it; the first of its two positions writes a tied
+    embedding."""
     plan = plan_of(*MESHES[mesh])
-    copied = [(position, item.unit) for position,
-              program in enumerate(plan.programs[SNAPSHOT]) for item in program]
+    copied = [(position, item.unit) for position, program in enumerate(plan.programs[SNAPSHOT])
+              for item in program]
     assert sorted(unit for _, unit in copied) == sorted(plan.table.parameters)
     assert all(plan.table.parameters[unit].positions[0] == position for position, unit in copied)
     assert (WAITING in plan.programs) == plan.table.update.delayed
@@ -51,7 +52,7 @@ def test_every_unit_is_copied_once(mesh):
 @pytest.mark.parametrize("others", [["checkpoint.every=0"], ["checkpoint.background=false"],
                                     ["offload.optimizer=nvme", "offload.nvme_path=/tmp"]])
 def test_where_there_is_none(others):
-    """Then STEP waits for nothing and the host holds nothing."""
+    """Without a snapshot program STEP waits for nothing and the host holds nothing."""
     plan = plan_of(*others)
     assert SNAPSHOT not in plan.programs and not any(row["snapshot_bytes"] for row in stages(plan))
     assert not any(slot.kind == "snapshot" for slot in plan.table.seam(0))
@@ -91,7 +92,7 @@ def test_edits_are_refused(edit):
 
 
 def test_a_copy_in_the_step_is_refused():
-    """Between steps, not in one: there its unit may have been updated already."""
+    """Copies are made between steps: within a step the unit may have been updated already."""
     plan = plan_of()
     train = (*plan.programs["train"][0], plan.programs[SNAPSHOT][0][0])
     check(plan)
@@ -100,20 +101,23 @@ def test_a_copy_in_the_step_is_refused():
         check(late)
 
 
-@pytest.mark.parametrize(("others", "kinds", "share"), [([], 3, 1), (["parallel.dp=4", "zero.stage=0"], 3, 4),
-                                                        (["parallel.dp=4", "zero.stage=2",
-                                                          "zero.shard_size=2"], 3, 2),
-                                                        (MESHES["delayed"][1:], 4, 1)])
+@pytest.mark.parametrize(("others", "kinds", "share"), [
+    ([], 3, 1),
+    (["parallel.dp=4", "zero.stage=0"], 3, 4),
+    (["parallel.dp=4", "zero.stage=2", "zero.shard_size=2"], 3, 2),
+    (MESHES["delayed"][1:], 4, 1),
+])
 def test_bytes(others, kinds, share):
-    """fp32 of weights and two moments, and of gradients that wait, of this rank's shard."""
+    """fp32 of the weights, the two moments, and the gradients that wait, of this rank's shard."""
     plan = plan_of(*others)
     (row,) = stages(plan)
-    assert row["snapshot_bytes"] == sum(unit.numel
-                                        for unit in plan.table.parameters.values()) // share * 4 * kinds
+    numel = sum(unit.numel for unit in plan.table.parameters.values())
+    assert row["snapshot_bytes"] == numel // share * 4 * kinds
 
 
 def test_what_it_costs():
-    """By the link to the host: nothing is blocked where the copy ends before the first STEP that needs it."""
+    """A copy takes the time of the link to the host, and blocks nothing if it ends before the first STEP that
+    needs it."""
     plan = plan_of("parallel.pp=2")
     for link_gbps, blocked in ((1e6, False), (1e-4, True)):
         values = report(plan, Hardware.parse(f"link_gbps={link_gbps}").cost(plan.table), "analytic")

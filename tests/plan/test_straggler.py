@@ -11,15 +11,15 @@ MESH = Mesh(pp=2, dp=3, tp=2)
 
 
 def rows(slow: dict[int, float], what: str = "compute", mesh: Mesh = MESH) -> list[dict[str, float]]:
-    """Every rank computes 1 s, at position 1 twice as long; the slow ones so many times that. Others wait for
-    them."""
-    made = []
+    """Every rank computes 1 s, at position 1 twice as long; slow ranks take a multiple of that, and the
+    others wait for them."""
+    table = []
     for rank in range(mesh.size):
         row = {"compute": 1.0 + mesh.coordinate(rank).position, "optimizer": 0.2, "offload": 0.1,
                "p2p_wait": 5.0, "dp_wait": 9.0}
         row[what] *= slow.get(rank, 1.0)
-        made.append(row)
-    return made
+        table.append(row)
+    return table
 
 
 def test_evenly_fast():
@@ -31,13 +31,13 @@ def test_evenly_fast():
 
 @pytest.mark.parametrize("what, times", [("compute", 3.0), ("optimizer", 30.0), ("offload", 90.0)])
 def test_it_persists(what, times):
-    """Named in each step's metrics; with a line at the tenth step, at no other, and with one when it is
-    over."""
+    """A slow rank is in each step's metrics; a line names it at the tenth step, at no other, and says when it
+    is over."""
     watch = Stragglers(MESH)
     rank = MESH.rank(pp=1, dp=2)
     for step in range(1, 3 * STEPS):
-        found = watch.look(rows({rank: times}, what))
-        assert found["straggler/rank"] == rank and (found["straggler/slower"] or 0) > 1.5
+        metrics = watch.look(rows({rank: times}, what))
+        assert metrics["straggler/rank"] == rank and (metrics["straggler/slower"] or 0) > 1.5
         assert len(watch.warnings) == (step == STEPS)
         if watch.warnings:
             assert f"ranks {rank}, {rank + 1} (pp1 dp2) are slow" in watch.warnings[0]
@@ -65,9 +65,9 @@ def test_now_and_then():
 
 
 def test_two_and_one():
-    """Of two ranks the faster one is as it should be; one alone is not compared."""
+    """Of two ranks the faster one has the expected time; a single rank is not compared."""
     two = Mesh(pp=1, dp=2, tp=1)
-    assert Stragglers(two).look(rows({1: 2.0}, mesh=two)) == {"straggler/rank": 1.0,
-                                                              "straggler/slower": pytest.approx(2.3 / 1.3)}
+    row = Stragglers(two).look(rows({1: 2.0}, mesh=two))
+    assert row == {"straggler/rank": 1.0, "straggler/slower": pytest.approx(2.3 / 1.3)}
     one = Mesh(pp=2, dp=1, tp=1)
     assert Stragglers(one).look(rows({1: 9.0}, mesh=one))["straggler/slower"] == 1.0

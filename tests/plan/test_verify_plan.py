@@ -43,7 +43,7 @@ def test_it_is_the_step_without_its_update(overrides):
 
 
 def test_without_the_key_there_is_none():
-    """Plans, digests and buffers of runs that do not ask for it are as they were."""
+    """Without run.verify_every plans, digests and buffers are unchanged."""
     plain = make_plan(load(None, BASE))
     assert "verify" not in plain.programs and plain.digest != plan_of().digest
     assert plan_of().programs["train"] == plain.programs["train"]
@@ -51,7 +51,8 @@ def test_without_the_key_there_is_none():
 
 @pytest.mark.parametrize("overrides", [[], DELAYED], ids=["usual", "delayed"])
 def test_what_is_refused(overrides):
-    """Gradients that nobody drops, and those of a real step that are dropped; an update in the rehearsal."""
+    """Gradients of a rehearsal that are not dropped, gradients of a real step that are; an update in a
+    rehearsal."""
     plan = plan_of(*overrides)
     def fault(name: str, change) -> str:
         with pytest.raises(PlanError) as caught:
@@ -74,15 +75,15 @@ def test_what_is_refused(overrides):
 
 
 def test_show_and_predict(capsys):
-    """It is printed and priced like the others."""
+    """The rehearsal is printed and priced like other programs."""
     app(["show", "configs/toy.yaml", "run.verify_every=10", "--program", "verify", "--rank", "0"],
         standalone_mode=False)
     assert capsys.readouterr().out.rstrip().endswith("CLIP gradients=drop")
     app(["predict", "configs/toy.yaml", "run.verify_every=10", "--json"], standalone_mode=False)
-    found = json.loads(capsys.readouterr().out)
-    assert found["verify"]["every"] == 10
-    assert found["verify"]["rehearsal_s"] == pytest.approx(10 * found["verify"]["step_s"])
-    assert 0.8 * found["step_time"] < found["verify"]["rehearsal_s"] <= found["step_time"]
+    predicted = json.loads(capsys.readouterr().out)
+    assert predicted["verify"]["every"] == 10
+    assert predicted["verify"]["rehearsal_s"] == pytest.approx(10 * predicted["verify"]["step_s"])
+    assert 0.8 * predicted["step_time"] < predicted["verify"]["rehearsal_s"] <= predicted["step_time"]
     app(["predict", "configs/toy.yaml", "run.verify_every=10"], standalone_mode=False)
     assert "every 10 steps one is computed twice: " in capsys.readouterr().out
     app(["predict", "configs/toy.yaml", "--json"], standalone_mode=False)
@@ -90,10 +91,10 @@ def test_show_and_predict(capsys):
 
 
 def test_checkpoints_that_are_too_few():
-    """Somebody who learns of wrong results wants one from before them."""
+    """A user who learns of wrong results wants a checkpoint from before them."""
     def words(*overrides: str) -> str:
         return "".join(warnings(load(None, ["checkpoint.every=10", "checkpoint.keep=2", *overrides])))
 
     assert "no checkpoint is left from before it was last verified" in words("run.verify_every=21")
-    assert "verify" not in words("run.verify_every=20") + words() + words("run.verify_every=99",
-                                                                          "checkpoint.keep=0")
+    for overrides in (["run.verify_every=20"], [], ["run.verify_every=99", "checkpoint.keep=0"]):
+        assert "verify" not in words(*overrides)

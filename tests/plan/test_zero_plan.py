@@ -43,7 +43,7 @@ def window(uses: Uses, capacity: int, prefetch: int) -> tuple[dict[int, list[int
 
 
 def fewest(uses: Uses, capacity: int) -> int:
-    """Gathers of the best of all ways to choose what stays, by trying all of them."""
+    """The fewest gathers of all ways to choose the units that stay resident, by trying all of them."""
 
     @cache
     def from_here(use: int, resident: frozenset[int]) -> int:
@@ -84,7 +84,7 @@ def sequences(draw: st.DrawFn, longest: int, most: int = 4) -> Uses:
 @settings(max_examples=300, deadline=None, derandomize=True, database=None)
 @given(sequences(40, 9), st.integers(1, 6), st.integers(0, 5))
 def test_window_is_legal(uses, capacity, prefetch):
-    """A use of what is not there, a unit gathered twice, one that is never released, or more memory than was
+    """A use of a unit that is not resident, a unit gathered twice or never released, or more memory than was
     asked for."""
     gathers, releases = window(uses, capacity, prefetch)
     needed = dict(uses)
@@ -104,8 +104,8 @@ def test_window_is_legal(uses, capacity, prefetch):
 @settings(max_examples=300, deadline=None, derandomize=True, database=None)
 @given(sequences(10), st.integers(1, 4))
 def test_no_window_gathers_less(uses, capacity):
-    """What makes room is not what is used last: traffic that another choice would have saved. Compared with
-    all choices."""
+    """Room is made by releasing another unit than the one whose next use is furthest away: traffic that a
+    better choice saves. Compared with all choices."""
     gathers, _ = window(uses, capacity, 0)
     assert sum(map(len, gathers.values())) == fewest(uses, capacity)
 
@@ -113,11 +113,11 @@ def test_no_window_gathers_less(uses, capacity):
 @settings(max_examples=100, deadline=None, derandomize=True, database=None)
 @given(sequences(30, 6), st.integers(1, 4), st.integers(1, 6))
 def test_prefetch_moves_gathers_and_adds_none(uses, capacity, prefetch):
-    """A gather ahead of its use that costs traffic, or one that comes later than without."""
+    """A prefetched gather that adds traffic, or one that comes later than without prefetch."""
     plain, early = (window(uses, capacity, ahead)[0] for ahead in (0, prefetch))
-    when = [{unit: sorted(index for index, units in found.items() for u in units if u == unit)
+    when = [{unit: sorted(index for index, units in chosen.items() for u in units if u == unit)
              for unit in range(7)}
-            for found in (plain, early)]
+            for chosen in (plain, early)]
     for unit in range(7):
         assert len(when[0][unit]) == len(when[1][unit])
         assert all(b <= a for a, b in zip(when[0][unit], when[1][unit]))
@@ -172,18 +172,19 @@ def test_stage_residency_counts_what_comes_and_goes():
 
 
 def residents(program: tuple[Instruction, ...], table: Table) -> list[tuple[Instruction, set[int]]]:
-    """Each instruction of a program with the units that are gathered at a time and there while it runs."""
+    """Each instruction of a program, with the units that are being gathered and those that are resident while
+    it runs."""
     alive: set[int] = set()
-    found = []
+    rows = []
     for item in program:
         if item.op == Op.GATHER and not table.parameters[item.unit].whole:
             assert item.unit not in alive
             alive.add(item.unit)
-        found.append((item, set(alive)))
+        rows.append((item, set(alive)))
         if item.op == Op.RELEASE:
             alive.discard(item.unit)
     assert not alive
-    return found
+    return rows
 
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v", "breadth-first")
@@ -218,25 +219,25 @@ def drawn() -> list[tuple[Config, Plan]]:
 
 
 def test_every_use_has_its_gather(drawn):
-    """A unit read where it is not, gathered where it is, or left at the end; by the instructions alone, not
-    by `effects`."""
+    """A unit that is read while it is not resident, gathered while it is, or left resident at the end; by the
+    instructions alone, not by `effects`."""
     for _, plan in drawn:
-        for position, program in ((p, each) for programs in plan.programs.values() for p,
-                                  each in enumerate(programs)):
-            table, there = plan.table, set()
+        for position, program in ((position, program) for programs in plan.programs.values()
+                                  for position, program in enumerate(programs)):
+            table, resident = plan.table, set()
             for item in program:
                 if item.op == Op.GATHER:
-                    assert item.unit not in there and position in table.parameters[item.unit].positions
-                    there.add(item.unit)
+                    assert item.unit not in resident and position in table.parameters[item.unit].positions
+                    resident.add(item.unit)
                 elif item.op in COMPUTE and item.op != Op.BACKWARD_WEIGHT:
-                    assert there >= set(table.units[item.unit].parameters)
+                    assert resident >= set(table.units[item.unit].parameters)
                 elif item.op == Op.RELEASE:
-                    there.remove(item.unit)
-            assert not there
+                    resident.remove(item.unit)
+            assert not resident
 
 
 def test_no_more_units_than_asked_for(drawn):
-    """A window that holds more than residency and prefetch say: memory that was not planned for."""
+    """More resident units than residency and prefetch allow: memory that was not planned for."""
     seen = Counter()
     for config, plan in drawn:
         zero, table = config.zero, plan.table
@@ -297,11 +298,11 @@ def test_number_of_reductions(place, stage):
         plan = make_plan(config)
         times = 1 if k == "step" else -(-m // int(k))
         for position, program in enumerate(plan.programs["train"]):
-            found = Counter((item.unit, item.group) for item in program if item.op == Op.REDUCE)
+            reduced = Counter((item.unit, item.group) for item in program if item.op == Op.REDUCE)
             often = ("tp", "dp", "shard")
-            assert found == Counter({(p, step.group): times if step.group in often else 1
-                                     for p in plan.table.held(position)
-                                     for step in plan.table.reductions(p)}), (m, k)
+            expected = {(p, step.group): times if step.group in often else 1
+                        for p in plan.table.held(position) for step in plan.table.reductions(p)}
+            assert reduced == Counter(expected), (m, k)
 
 
 def test_no_reduction_waits_longer_than_it_should(drawn):
@@ -357,27 +358,27 @@ def test_buffers_are_enough_and_no_more(drawn):
                         holds["grad"].discard(item.unit)
                     for kind, units in holds.items():
                         times[kind].append([numel[p] for p in units])
-            found = buffers(plan, position)
-            for kind, sizes, spare in (("param", found.params, 0), ("grad", found.grads, 1)):
+            pools = buffers(plan, position)
+            for kind, sizes, spare in (("param", pools.params, 0), ("grad", pools.grads, 1)):
                 ends, separate = sorted(sizes), Counter()
                 for taken in times[kind]:
                     separate |= Counter(taken)
                 # a buffer is for sizes above the next smaller one's
                 for below, end in zip([0, *ends], ends, strict=False):
                     most = max(sum(below < size <= end for size in taken) for taken in times[kind])
-                    assert sizes[end] == min(most + spare,
-                                             sum(below < size <= end for size in numel.values())) > 0
+                    num_units = sum(below < size <= end for size in numel.values())
+                    assert sizes[end] == min(most + spare, num_units) > 0
                 assert max(separate, default=0) == max(ends, default=0)
-                own = sum(size * min(count + spare, Counter(numel.values())[size]) for size,
-                          count in separate.items())
+                own = sum(size * min(count + spare, Counter(numel.values())[size])
+                          for size, count in separate.items())
                 assert sum(size * count for size, count in sizes.items()) <= own
             times = 2 if config.precision.reduce_dtype != config.precision.grad_dtype else 1
-            assert found.staging == max(numel.values(), default=0) * 4 * times
+            assert pools.staging == max(numel.values(), default=0) * 4 * times
 
 
 def test_bytes_by_stage():
-    """Slots whose sizes do not go down with the stage: full gradients or parameters that are held and not
-    said so."""
+    """Slots whose sizes do not go down with the stage: full gradients or parameters that are held, but not in
+    the plan."""
     sizes = {}
     for stage in range(4):
         table = plan_of("parallel.dp=4", f"zero.stage={stage}", "train.global_batch_size=4").table

@@ -32,7 +32,7 @@ def _size(trial: Trial) -> int:
 
 @kind("disk: too small", 2)
 def small(trial: Trial) -> Fault:
-    """Room for one checkpoint or two, and no more; the user makes room when the run has ended."""
+    """Room for one or two checkpoints; the user makes room after the run has ended."""
     size = int(_size(trial) * trial.rng.uniform(0.5, 2.9)) + 40_000
     trial.mount(trial.run_dir, f"size={size}")
 

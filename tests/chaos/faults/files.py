@@ -17,7 +17,8 @@ DAMAGED = r"damaged|checksum|cannot be read|incomplete|not there whole|unusable"
 
 
 def after_a_crash(trial: Trial, text: str, damage: Callable[[Path], str], says: str = DAMAGED) -> Fault:
-    """The power goes once two checkpoints are there; then `damage` is done to the newest and says to what."""
+    """The power fails once there are two checkpoints; then `damage` is done to the newest. It returns what it
+    damaged."""
     after = trial.rng.uniform(0.0, 3 * PACE_S)
 
     def act(trial: Trial, run: Sister) -> None:
@@ -25,9 +26,9 @@ def after_a_crash(trial: Trial, text: str, damage: Callable[[Path], str], says: 
             trial.kill_node(run)
 
     def between(trial: Trial) -> None:
-        found = tensors.newest(trial.run_dir)
-        if found is not None and not trial.done():
-            fault.text = f"{text}: {damage(found)}"
+        newest = tensors.newest(trial.run_dir)
+        if newest is not None and not trial.done():
+            fault.text = f"{text}: {damage(newest)}"
         else:
             trial.marker.unlink(missing_ok=True)
 

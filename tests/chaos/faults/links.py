@@ -16,7 +16,7 @@ GONE = r"has gone"
 
 
 def _once(after: Instant, do: Callable[[Sister], object]) -> Callable[[Trial, Sister], None]:
-    """What happens at an instant of the first run, if it lasts until then."""
+    """Act at an instant of the first run, if it lasts until then."""
     def act(trial: Trial, run: Sister) -> None:
         if trial.wait(run, after):
             trial.strike()

@@ -141,6 +141,17 @@ def test_matrix():
     assert {cell["test"].split("[")[1][:-1] for cell in matrix["cells"] if cell["reason"]} <= listed
 
 
+def test_the_contract_counts_its_cells():
+    """Each entry of the table counts the cells of its own schedule and stage."""
+    rows = [line.split() for line in contract.show().splitlines()
+            if line.split()[:1] and line.split()[0] in contract.AXES["schedule"]]
+    counts = [[int(entry.split("/")[0]) for entry in row[1:]] for row in rows]
+    works = [cell for cell in contract.cells() if contract.refusal(cell) is None]
+    assert counts == [[sum((cell.schedule, cell.stage) == (row[0], stage) for cell in works)
+                       for stage in contract.AXES["stage"]] for row in rows]
+    assert sum(map(sum, counts)) == len(works)
+
+
 def test_configs_are_refused_by_the_contract():
     """A rule of the contract is a refusal of the config, word for word."""
     with pytest.raises(ConfigError) as error:

@@ -14,9 +14,10 @@ from typing import Any
 
 from threed import config as configs
 from threed.callback import Callback
+from threed.config import checked
 from threed.early import STOPS
 from threed.environment import Place, place_of_environment
-from threed.errors import InputError, RunError
+from threed.errors import InputError, RunError, check_type
 from threed.monitor.run import Run
 from threed.planned import config_of, planned
 from threed.planner import layouts, make_mesh, make_pipeline, saved_by_piece
@@ -34,6 +35,7 @@ from threed.start import start
 from threed.validate import warnings
 
 __all__ = ["check", "plan", "predict", "show", "train"]
+PROBE_S = 10  # how long a forked process may take for a small product on several threads
 
 
 def plan(config: Config) -> Plan:
@@ -60,9 +62,9 @@ def check(what: Config | Plan) -> dict[str, Any]:
 
     >>> threed.check(threed.load("configs/toy.yaml", ["zero.stage=3"]))["stages"][0]["optimizer_bytes"]
     """
+    plan = planned(what)
     if isinstance(what, Plan):
         check_plan(what)
-    plan = planned(what)
     config = config_of(plan)
     return {"ok": True, "world_size": config.world_size, "instructions": len(plan), "digest": plan.digest,
             "warnings": warnings(config), "stages": summary.stages(plan)}
@@ -85,13 +87,15 @@ def show(what: Config | Plan, rank: int | None = None, program: str = "train",
     """What will run, as text: the mesh, the compute units and the grid of a program.
 
     `rank`: that rank's instructions instead, one a line. `units`: the compute units (`u`) or the parameter
-    units (`p`) alone. Raises InputError where the plan has no such rank, program or kind of unit.
+    units (`p`) alone, of all ranks. Raises InputError where the plan has no such rank, program or kind of
+    unit.
 
     >>> print(threed.show(threed.load("configs/toy.yaml"), rank=4))
     """
     plan = planned(what)
     config = config_of(plan)
     position = _position(plan, rank, program)
+    _no_rank_of_units(rank, units)
     if units is not None:
         return _show_units(plan, units)
     if position is not None:
@@ -105,6 +109,7 @@ def show_document(plan: Plan, rank: int | None = None, program: str = "train",
                   units: str | None = None) -> dict[str, Any]:
     """The document of `threed show --json`."""
     position, mesh = _position(plan, rank, program), make_mesh(config_of(plan))
+    _no_rank_of_units(rank, units)
     head = {"digest": plan.digest, "mesh": mesh.sizes}
     if units is not None:
         return {**head, "units": list_units(plan, units)}
@@ -119,6 +124,7 @@ def explain(what: Config | Plan, index: int, rank: int = 0, program: str = "trai
     plan = planned(what)
     config, position = config_of(plan), _position(plan, rank, program)
     assert position is not None
+    check_type("explain", index, int, "the number of an instruction")
     length = len(plan.programs[program][position])
     if not 0 <= index < length:
         raise InputError(f"explain={index}: program '{program}' of rank {rank} has instructions 0 to "
@@ -161,6 +167,7 @@ def train(config: Config | str | Path, overrides: list[str] | None = None,
     >>> run.metrics[-1]["train/loss"]
     """
     load = _loader(config, overrides)
+    folder = load(None).run.dir  # the file may be another one when the run is over
     place = place_of_environment()
     _check_process(forks=not isinstance(place, Place))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # threed says once what torch would in 40 lines
@@ -175,11 +182,12 @@ def train(config: Config | str | Path, overrides: list[str] | None = None,
                          "said why on stderr")
         error.status = status
         raise error
-    return Run(load(None).run.dir)
+    return Run(folder)
 
 
 def _loader(config: Config | str | Path, overrides: list[str] | None):
     """World size -> the config for it."""
+    check_type("config", config, (Config, str, Path), "a Config, or the path of a YAML file")
     if not isinstance(config, Config):
         path = configs.find_file(config)
         return lambda world_size: configs.load(path, overrides, world_size)
@@ -188,11 +196,12 @@ def _loader(config: Config | str | Path, overrides: list[str] | None):
                          "file to threed.train")
 
     def same(world_size: int | None) -> Config:
-        if world_size not in (None, config.world_size):
-            raise InputError(f"the config is for {config.world_size} ranks, and there are {world_size}: give "
+        own = checked(config, world_size if config.parallel.dp == "auto" else None)
+        if world_size not in (None, own.world_size):
+            raise InputError(f"the config is for {own.world_size} ranks, and there are {world_size}: give "
                              "threed.train the path of its YAML file, or load it with threed.load(path, "
                              f"world_size={world_size})")
-        return config
+        return own
 
     return same
 
@@ -205,6 +214,27 @@ def _check_process(forks: bool) -> None:
     if forks and torch is not None and torch.cuda.is_initialized():
         raise InputError("this process has used a GPU, so ranks cannot be forked from it: call threed.train "
                          "before, or start the script with torchrun")
+    if forks and torch is not None and torch.get_num_threads() > 1 and not _torch_survives_a_fork(torch):
+        raise InputError("this process has computed with torch on several threads, which do not survive a "
+                         "fork, so ranks forked from it would hang: call threed.train before, start the "
+                         "script with torchrun, or set OMP_NUM_THREADS=1 in its environment")
+
+
+def _torch_survives_a_fork(torch: Any) -> bool:
+    """Whether a forked process can compute on several threads. OpenMP does not say; its threads are gone in
+    the child, which waits for them for ever. So a child tries it, and an alarm ends the child."""
+    child = os.fork()
+    if child:
+        return os.waitpid(child, 0)[1] == 0
+    try:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
+        signal.alarm(PROBE_S)
+        matrix = torch.ones(512, 512, device="cpu")
+        (matrix @ matrix).sum()
+        os._exit(0)
+    finally:
+        os._exit(1)
 
 
 @contextmanager
@@ -221,6 +251,8 @@ def _own_signals() -> Iterator[None]:
 
 def _position(plan: Plan, rank: int | None, program: str) -> int | None:
     """The pipeline position of a rank. InputError where the plan has no such rank or program."""
+    check_type("rank", rank, (int, None), "the number of a rank")
+    check_type("program", program, str, "the name of a program, such as 'train'")
     if program not in plan.programs:
         raise InputError(f"program={program}: this plan has {', '.join(plan.programs)} (evaluate needs "
                          "train.eval_every > 0, verify needs run.verify_every > 0)")
@@ -230,6 +262,13 @@ def _position(plan: Plan, rank: int | None, program: str) -> int | None:
     if not 0 <= rank < mesh.size:
         raise InputError(f"rank={rank}: the mesh has ranks 0 to {mesh.size - 1}")
     return mesh.coordinate(rank).position
+
+
+def _no_rank_of_units(rank: int | None, units: str | None) -> None:
+    check_type("units", units, (str, None), "u (compute units) or p (parameter units)")
+    if rank is not None and units is not None:
+        raise InputError(f"rank={rank} and units={units}: units are listed for all ranks; leave one of them "
+                         "out")
 
 
 def _show_units(plan: Plan, kind: str) -> str:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from threed.errors import InputError, RunError, ThreedError
+from threed.errors import InputError, ThreedError
 
 if TYPE_CHECKING:
     from threed.monitor.measure import Step as Measured
@@ -47,7 +47,7 @@ class Callback:
     """Base of callbacks: override what you need; each method does nothing by itself.
 
     Methods run on every rank, in the process that trains. An exception ends the run on all ranks, with a
-    message that names the callback, the method and the line.
+    message that names the callback, the method and the line; the run does not restart.
 
     >>> class Quick(threed.Callback):
     ...     def on_step_end(self, trainer, step): step.metrics["mine/margin"] = 5.0 - step.loss
@@ -92,7 +92,8 @@ def check_callbacks(callbacks: Sequence[Any]) -> None:
 
 
 class Guarded(Callback):
-    """Calls a script's callback; an error names the callback, the method and the line."""
+    """Calls a script's callback. An error names the callback, the method and the line. It is an InputError:
+    the script is at fault and not the machine, so the run is not started again."""
 
     def __init__(self, callback: Callback):
         self._callback = callback
@@ -104,12 +105,17 @@ class Guarded(Callback):
         self._call("on_step_begin", trainer)
 
     def on_step_end(self, trainer: Trainer, step: Step) -> None:
+        known = list(step.metrics)
         self._call("on_step_end", trainer, step)
-        for name, value in step.metrics.items():
+        left, metrics = f"{self._name}.on_step_end has left", step.metrics
+        if not isinstance(metrics, dict) or not all(name in metrics for name in known):
+            raise InputError(f"{left} step.metrics = {metrics!r} in step {step.number}: add numbers to the "
+                             "dictionary, and leave what is in it")
+        for name, value in metrics.items():
             number = isinstance(value, float | int | None) and not isinstance(value, bool)
             if not number or not isinstance(name, str):
-                raise RunError(f"{self._name}.on_step_end has left metrics[{name!r}] = {value!r} in step "
-                               f"{step.number}: a metric is a number under a name; of a tensor take .item()")
+                raise InputError(f"{left} metrics[{name!r}] = {value!r} in step {step.number}: a metric is a "
+                                 "number under a name; of a tensor take .item()")
 
     def on_save(self, trainer: Trainer, path: Path) -> None:
         self._call("on_save", trainer, path)
@@ -129,6 +135,6 @@ class Guarded(Callback):
             raise
         except Exception as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
-            raise RunError(f"{self._name}: {method} after step {trainer.step_number} has failed on rank "
-                           f"{trainer.rank}: {type(error).__name__}: {error} ({last.filename}, line "
-                           f"{last.lineno})") from error
+            raise InputError(f"{self._name}: {method} after step {trainer.step_number} has failed on rank "
+                             f"{trainer.rank}: {type(error).__name__}: {error} ({last.filename}, line "
+                             f"{last.lineno})") from error

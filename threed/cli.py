@@ -45,6 +45,16 @@ HELP_TIMES = "seconds of a position's forward, of backward's two halves, of a me
 HELP_LIMIT = "most activations that a position may keep"
 
 
+def _exclude(context: typer.Context, given: str, *others: str) -> None:
+    """InputError where one of the parameters `others` is on the command line beside `given`, which would
+    ignore it."""
+    for name in others:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise InputError(f"{given} and --{name.replace('_', '-')} exclude each other: leave one of them "
+                             "out")
+
+
 def _version(value: bool) -> None:
     if value:
         print(f"threed {__version__}")
@@ -75,7 +85,7 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
 
 
 @app.command(short_help="show what will run: mesh, units, schedule, programs")
-def show(config: ConfigPath, overrides: Overrides = None,
+def show(context: typer.Context, config: ConfigPath, overrides: Overrides = None,
          rank: Annotated[int | None,
                          typer.Option(help="print this rank's program, an instruction a line")] = None,
          program: Annotated[str, typer.Option(help="train, evaluate, snapshot, verify; delayed updates: "
@@ -89,6 +99,10 @@ def show(config: ConfigPath, overrides: Overrides = None,
          as_json: Json = False) -> None:
     """Show what will run: the mesh, the units and the schedule's grid; or one rank's program; or the units of
     one kind; or what one instruction is for."""
+    if explain is not None:
+        _exclude(context, "--explain", "units", "svg")
+    if units is not None:
+        _exclude(context, "--units", "rank", "program")
     plan = api.plan(configs.load(config, overrides))
     if explain is not None:
         explained = api.explain(plan, explain, rank or 0, program)
@@ -141,7 +155,7 @@ def check(config: ConfigPath, overrides: Overrides = None,
 
 
 @app.command(short_help="predict step time, bubble, memory and bytes")
-def predict(config: BareConfigPath = None, overrides: Overrides = None,
+def predict(context: typer.Context, config: BareConfigPath = None, overrides: Overrides = None,
             costs: Annotated[Path | None, typer.Option(metavar="RUN|FILE", help=HELP_COSTS)] = None,
             hardware: Annotated[str, typer.Option(help=HELP_HARDWARE)] = "",
             schedule: Annotated[str | None, typer.Option(help=HELP_SCHEDULE)] = None,
@@ -164,6 +178,8 @@ def predict(config: BareConfigPath = None, overrides: Overrides = None,
     if config is not None:
         from threed.prediction.report import show as show_report
 
+        _exclude(context, "CONFIG", "schedule", "pp", "micro_batches", "times", "virtual_stages",
+                 "activation_limit")
         _print(api.predict(configs.load(config, overrides), hardware, costs), show_report, as_json)
         return
     from threed.prediction import bare
@@ -171,6 +187,7 @@ def predict(config: BareConfigPath = None, overrides: Overrides = None,
     if schedule is None:
         raise InputError("give a CONFIG, or --schedule NAME for a bare pipeline; threed predict --help shows "
                          "both")
+    _exclude(context, "--schedule", "costs", "hardware")
     limit = None
     if activation_limit is not None:
         limit = bare.parse_limit_of_bare(activation_limit, pp, micro_batches)
@@ -179,7 +196,8 @@ def predict(config: BareConfigPath = None, overrides: Overrides = None,
 
 
 @app.command(short_help="bytes of parameters, gradients and optimizer state at each ZeRO stage")
-def memory(config: Annotated[Path | None, typer.Argument(metavar="CONFIG",
+def memory(context: typer.Context,
+           config: Annotated[Path | None, typer.Argument(metavar="CONFIG",
                                                          help="YAML file; leave it out with --parameters")]
            = None, overrides: Overrides = None,
            parameters: Annotated[float | None, typer.Option(metavar="N",
@@ -202,6 +220,7 @@ def memory(config: Annotated[Path | None, typer.Argument(metavar="CONFIG",
         raise InputError("give a CONFIG or --parameters N, and not both; for example threed memory "
                          "--parameters 7.5e9 --dp 64")
     if config is not None:
+        _exclude(context, "CONFIG", "dp", "tp", "pp", "dtype", "master", "optimizer")
         values = memories.of_config(configs.load(config, overrides))
     else:
         if parameters is None or not 0 < parameters < 1e18:

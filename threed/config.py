@@ -10,17 +10,19 @@ global_batch_size = micro_batch_size x dp x number of micro-batches.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import math
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from threed.errors import ConfigError, InputError
+from threed.errors import ConfigError, InputError, check_type
 from threed.mesh import AXES
 from threed.models.families.registry import FAMILIES, family_of, sizes
 from threed.schema import Config, ModelConfig
@@ -40,16 +42,63 @@ def load(path: str | Path | None, overrides: list[str] | None = None,
 
     >>> threed.load("configs/toy.yaml", ["parallel.pp=4"], world_size=16).dp
     """
+    check_type("path", path, (str, Path, None), "the path of a YAML file")
+    check_type("world_size", world_size, (int, None), "the number of ranks")
+    _check_overrides(overrides)
     given = _flatten(_read_yaml(path) if path is not None else {})
     for text in overrides or []:
         given.update(_read_override(text))
     where = str(path) if path is not None else "the config"
     config, problems = _build(given)
+    return _resolved(config, world_size, problems, where)
+
+
+def checked(config: Config, world_size: int | None = None) -> Config:
+    """A copy of a config that a script may have made or changed, as `load` would return it: with a number for
+    `parallel.dp`, and validated. Raises ConfigError, which lists every problem at once."""
+    if problems := _wrong_types(config):
+        raise ConfigError(problems)
+    return _resolved(copy.deepcopy(config), world_size, [], "the config")
+
+
+def _resolved(config: Config, world_size: int | None, problems: list[str], where: str) -> Config:
     resolve_dp(config, world_size)
-    problems += validate(config, world_size)
+    problems = [*problems, *validate(config, world_size)]
     if problems:
         raise ConfigError(problems, where)
     return config
+
+
+def _wrong_types(config: Config) -> list[str]:
+    """A line for each value that is not of its key's type, which `load` would have refused."""
+    problems = []
+    for name, kind in get_type_hints(type(config)).items():
+        section = getattr(config, name)
+        if not isinstance(section, kind):
+            problems.append(f"{name} is of type {type(section).__name__}: must be a {kind.__name__}")
+            continue
+        problems += [f"{name}.{key}={value!r}: must be of type {hint if get_origin(hint) else hint.__name__}"
+                     for key, hint in get_type_hints(type(section)).items()
+                     if not _fits(value := getattr(section, key), hint)]
+    return problems
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value is of the type that a key of the schema has: `int`, `list[str] | None` ..."""
+    if isinstance(hint, UnionType) or get_origin(hint) is Union:
+        return any(_fits(value, each) for each in get_args(hint))
+    if get_origin(hint) is list:
+        return isinstance(value, list) and all(_fits(each, get_args(hint)[0]) for each in value)
+    if isinstance(value, bool) or hint is bool:
+        return isinstance(value, bool) and hint is bool
+    return isinstance(value, (int, float) if hint is float else hint)
+
+
+def _check_overrides(overrides: Any) -> None:
+    give = 'a list of texts, such as ["train.steps=10"]'
+    check_type("overrides", overrides, (list, tuple, None), give)
+    for index, text in enumerate(overrides or []):
+        check_type(f"overrides[{index}]", text, str, 'a text such as "train.steps=10"')
 
 
 def find_file(path: str | Path) -> Path:

@@ -8,6 +8,7 @@ computes wrongly.
 from __future__ import annotations
 
 import errno
+from typing import Any
 
 _WRONG_FOLDER = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG,
                  errno.EISDIR, errno.EEXIST)
@@ -41,6 +42,17 @@ class PlanError(ThreedError):
 
 class RunError(ThreedError):
     """A failure at run time, with the instruction that failed and what was alive."""
+
+
+def check_type(name: str, value: Any, kinds: type | tuple[type | None, ...], give: str) -> None:
+    """InputError where an argument is of another type than `kinds` (None among them allows None). `give`:
+    what to give instead."""
+    kinds = kinds if isinstance(kinds, tuple) else (kinds,)
+    if value is None and None in kinds:
+        return
+    types = tuple(kind for kind in kinds if kind is not None)
+    if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+        raise InputError(f"{name} is of type {type(value).__name__}: give {give}")
 
 
 def of_folder(text: str, error: OSError) -> ThreedError:

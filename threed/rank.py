@@ -86,6 +86,7 @@ def _explain(error: BaseException, rank: int, watch: Watch | None) -> int:
     if lost:  # gloo's own words name an address and a line of its source
         where = text if ours else watch.where() if watch is not None else f"rank {rank}"
         text, cause = f"{where.splitlines()[0]}: the connection to another rank is gone", None
+        status = RunError.status  # in a callback too: the script is not at fault
     elif not ours and watch is not None:
         text = f"{watch.where()}: {text}"
     # A broken connection is an echo of a failure elsewhere: give the culprit a moment to say what it was.

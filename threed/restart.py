@@ -1,8 +1,8 @@
 """Restart: whether the ranks of a run are started again after a failure, and how long to wait before.
 
 A failure of a machine (a rank that was killed, a hang, a disk that is gone) passes, and the run goes on from
-its newest checkpoint. A failure of the run (a mistake in the config, a loss that is not finite) comes again,
-at the same step and for the same reason; then the run ends.
+its newest checkpoint. A failure of the run (a loss that is not finite) comes again, at the same step and for
+the same reason; then the run ends. After a mistake in the config or in a callback it ends at once.
 """
 
 from __future__ import annotations

@@ -228,7 +228,7 @@ class Config:
 
     @property
     def dp(self) -> int:
-        assert isinstance(self.parallel.dp, int), "resolve() comes first"
+        assert isinstance(self.parallel.dp, int), "parallel.dp is not a number yet: call config.checked first"
         return self.parallel.dp
 
     @property
@@ -238,7 +238,7 @@ class Config:
     @property
     def axis_sizes(self) -> dict[str, int]:
         """Ranks along each axis of the mesh."""
-        assert isinstance(self.parallel.dp, int), "resolve() comes first"
+        assert isinstance(self.parallel.dp, int), "parallel.dp is not a number yet: call config.checked first"
         return {axis: getattr(self.parallel, axis) for axis in AXES}
 
     @property

@@ -27,8 +27,8 @@ TOY = ["model.layers=2", "model.hidden=32", "model.seq_len=32", "model.vocab=300
 class Notes(threed.Callback):
     """Writes down what it is told, a file a rank; adds a metric; may fail or ask to stop."""
 
-    def __init__(self, folder: Path, fails_at: int = 0, stops_at: int = 0):
-        self.folder, self.fails_at, self.stops_at = folder, fails_at, stops_at
+    def __init__(self, folder: Path, fails_at: int = 0, stops_at: int = 0, fails_last: bool = False):
+        self.folder, self.fails_at, self.stops_at, self.fails_last = folder, fails_at, stops_at, fails_last
 
     def note(self, trainer, *words):
         with (self.folder / f"notes-{trainer.rank}").open("a") as file:
@@ -56,6 +56,8 @@ class Notes(threed.Callback):
         self.note(trainer, "save", path.name, (path / "manifest.json").exists())
 
     def on_end(self, trainer):
+        if self.fails_last and trainer.rank == 1:
+            raise KeyError("nowhere")
         self.note(trainer, "over", trainer.step_number)
 
 
@@ -131,17 +133,61 @@ def test_a_callback_asks_to_stop(tmp_path, cache):
     assert (tmp_path / "notes-0").read_text().splitlines()[-2:] == ["save step-00000002 True", "over 2"]
 
 
-def test_a_callback_that_fails(tmp_path, cache):
-    """The run ends on all ranks, with one line that names callback, method, step, rank and place; the script
-    hears of it."""
-    run = train(tmp_path, cache, fails_at=3)
-    assert run.wait() == 1, run.output
+@pytest.mark.parametrize("fails, where", [({"fails_at": 3}, "on_step_end after step 3"),
+                                          ({"fails_last": True}, "on_end after step 4")])
+def test_a_callback_that_fails(fails, where, tmp_path, cache):
+    """The run ends on all ranks and does not restart, with one line that names callback, method, step, rank
+    and place; the script hears of it."""
+    run = train(tmp_path, cache, "run.restarts=3", "run.restart_wait_s=0.1", **fails)
+    assert run.wait() == 2, run.output
     said = [line for line in run.output.splitlines() if line.startswith("threed: ")]
     assert len(said) == 1
-    assert "callback Notes: on_step_end after step 3 has failed on rank 1: KeyError: 'nowhere'" in said[0]
+    assert f"callback Notes: {where} has failed on rank 1: KeyError: 'nowhere'" in said[0]
     assert f"{__file__}, line " in said[0] and "Traceback" not in run.output
-    assert "raised RunError: the run has failed, with exit status 1" in run.output
-    assert "over" not in (tmp_path / "notes-0").read_text()
+    assert "raised RunError: the run has failed, with exit status 2" in run.output
+    for rank in range(2):
+        assert (tmp_path / f"notes-{rank}").read_text().count("start") == 1
+    assert "over" not in (tmp_path / "notes-1").read_text()
+
+
+class Exchange(threed.Callback):
+    """Rank 1 dies while rank 0 waits for it in a callback."""
+
+    def on_step_end(self, trainer, step):
+        if step.number == 3 and os.environ["THREED_RESTARTS"] == "0":
+            if trainer.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            trainer.comm.exchange(0)
+
+
+def test_a_connection_that_breaks_in_a_callback(tmp_path, cache):
+    """The machine is at fault, not the callback: the run restarts."""
+    def script() -> int:
+        threed.train("configs/toy.yaml", [*TOY, *cache, f"run.dir={tmp_path / 'run'}", "run.restarts=1",
+                                          "run.restart_wait_s=0.1"], callbacks=[Exchange()])
+        return 0
+
+    run = Forked(tmp_path, script)
+    assert run.wait() == 0, run.output
+    assert run.output.count("restart 1 of 1") == 1 and len(metrics(tmp_path / "run")) == 4
+
+
+@pytest.mark.parametrize("before, status", [("torch.ones(800, 800) @ torch.ones(800, 800)", 2), ("pass", 0)])
+def test_threads_before_the_run(before, status, tmp_path, cache):
+    """Threads that torch has started do not survive the fork: the script is told, where ranks would hang. A
+    torch that has not computed, or a run before this one, starts none."""
+    script = tmp_path / "script.py"
+    overrides = [*TOY, *cache, f"run.dir={tmp_path / 'run'}", "train.steps=1"]
+    script.write_text("import sys, torch, threed, threed.api\nthreed.api.PROBE_S = 2\n"
+                      f"{before}\nassert torch.get_num_threads() == 2\n"
+                      "try:\n    for _ in range(2):\n"
+                      f"        threed.train('configs/toy.yaml', {overrides} + ['train.resume=never'])\n"
+                      "except threed.ThreedError as error:\n    print(error); sys.exit(error.status)\n")
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2"}
+    done = subprocess.run([sys.executable, script], cwd=ROOT, env=env, text=True, timeout=120,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert done.returncode == status, done.stdout
+    assert ("has computed with torch on several threads" in done.stdout) == bool(status)
 
 
 @pytest.mark.parametrize("launcher", ["python", "torchrun"])

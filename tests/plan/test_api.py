@@ -16,7 +16,7 @@ import pytest
 import threed
 from threed import callback
 from threed.callback import METHODS, Callback, Guarded, Step, check_callbacks
-from threed.errors import InputError, PlanError, RunError
+from threed.errors import ConfigError, InputError, PlanError
 
 
 @pytest.fixture(scope="module")
@@ -116,10 +116,99 @@ CALL: typing.Any = threed  # with arguments of the wrong types
     (lambda plan: CALL.train(plan.config, callbacks=[len]), r"callbacks\[0\] is a builtin_function"),
     (lambda plan: CALL.train(plan.config, callbacks=Callback()), "give a list"),
     (lambda plan: threed.Run("nowhere"), "no such run"),
+    (lambda plan: CALL.Run(None), "path is of type NoneType: give the folder"),
+    (lambda plan: CALL.train(plan), "config is of type Plan: give a Config, or the path"),
+    (lambda plan: CALL.train(None), "config is of type NoneType: give a Config, or the path"),
+    (lambda plan: CALL.train("configs/toy.yaml", "train.steps=1"), "overrides is of type str: give a list"),
+    (lambda plan: CALL.load("configs/toy.yaml", "parallel.pp=4"), "overrides is of type str: give a list"),
+    (lambda plan: CALL.load("configs/toy.yaml", [3]), r"overrides\[0\] is of type int: give a text"),
+    (lambda plan: CALL.load("configs/toy.yaml", world_size="8"), "world_size is of type str"),
+    (lambda plan: CALL.load(7), "path is of type int"),
+    (lambda plan: CALL.show(plan, rank="0"), "rank is of type str: give the number"),
+    (lambda plan: CALL.show(plan, rank=True), "rank is of type bool: give the number"),
+    (lambda plan: CALL.show(plan, program=["train"]), "program is of type list"),
+    (lambda plan: CALL.show(plan, units=1), "units is of type int"),
+    (lambda plan: threed.show(plan, rank=1, units="p"), "rank=1 and units=p: units are listed for all ranks"),
+    (lambda plan: CALL.predict(plan, {"tflops": 1}), "hardware is of type dict: give a text"),
+    (lambda plan: CALL.predict(plan, costs=1), "costs is of type int"),
+    (lambda plan: threed.predict(plan, "foo=1"), "^hardware=foo=1: 'foo=1' is not one of"),
+    (lambda plan: threed.check(dataclasses.replace(plan, programs={})), "no program 'train'.* has none"),
 ])
 def test_bad_input(call, message, plan):
     with pytest.raises(InputError, match=message):
         call(plan)
+
+
+@pytest.mark.parametrize("key, value, message", [
+    ("zero.stage", 7, "zero.stage=7: must be one of"),
+    ("parallel.tp", 3, "model.heads=8 is not divisible by parallel.tp=3"),
+    ("offload.optimizer", "nvme", "needs offload.nvme_path"),
+    ("parallel.schedule", "foo", "parallel.schedule=foo: must be one of"),
+    ("optimizer.name", "foo", "optimizer.name=foo: must be one of"),
+    ("parallel.dp", 0, "parallel.dp=0: must be 'auto' or an integer"),
+    ("parallel.tp", "2", "parallel.tp='2': must be of type int"),
+    ("zero.prefetch", True, r"zero.prefetch=True: must be of type int \| None"),
+    ("optimizer.betas", [0.9, "x"], r"optimizer.betas=\[0.9, 'x'\]: must be of type list\[float\]"),
+])
+@pytest.mark.parametrize("verb", ["check", "plan", "show", "predict", "train"])
+def test_a_config_that_a_script_changes(verb, key, value, message):
+    """Every verb that takes a config validates it."""
+    config = threed.load("configs/toy.yaml")
+    section, name = key.split(".")
+    setattr(getattr(config, section), name, value)
+    with pytest.raises(ConfigError, match=message):
+        getattr(threed, verb)(config)
+
+
+def test_a_config_that_a_script_makes():
+    """All problems at once; `parallel.dp: auto` gets a number, and the script's config stays as it is."""
+    config = threed.Config()
+    assert threed.check(config)["world_size"] == 1 and config.parallel.dp == "auto"
+    config.zero.stage, config.optimizer.name = 7, "foo"
+    with pytest.raises(ConfigError) as caught:
+        threed.check(config)
+    assert len(caught.value.problems) == 2
+    made: typing.Any = threed.Config
+    with pytest.raises(ConfigError, match="parallel is of type dict: must be a ParallelConfig"):
+        threed.plan(made(parallel={"pp": 2}))
+
+
+def test_the_config_is_read_before_the_run(tmp_path, monkeypatch):
+    """The file may be changed or gone when the run is over: the run is where the config said at its start."""
+    from threed import api
+
+    file, folder = tmp_path / "mine.yaml", tmp_path / "run"
+    file.write_text(f"run:\n  dir: {folder}\n")
+
+    def start(load, callbacks):
+        folder.mkdir()
+        file.unlink()
+        return 0
+
+    monkeypatch.setattr(api, "start", start)
+    assert threed.train(file).path == folder
+
+
+@pytest.mark.parametrize("argv, message", [
+    ("show configs/toy.yaml --explain 3 --svg x.svg", "--explain and --svg"),
+    ("show configs/toy.yaml --explain 3 --units zzz", "--explain and --units"),
+    ("show configs/toy.yaml --units u --rank 4", "--units and --rank"),
+    ("show configs/toy.yaml --units u --rank 4 --json", "--units and --rank"),
+    ("predict configs/toy.yaml --schedule zb-v", "CONFIG and --schedule"),
+    ("predict configs/toy.yaml --pp 4", "CONFIG and --pp"),
+    ("predict configs/toy.yaml --activation-limit 2x", "CONFIG and --activation-limit"),
+    ("predict --schedule zb-v --hardware tflops=1", "--schedule and --hardware"),
+    ("predict --schedule zb-v --costs nowhere", "--schedule and --costs"),
+    ("memory configs/toy.yaml --dp 64", "CONFIG and --dp"),
+    ("memory configs/toy.yaml --dtype fp16", "CONFIG and --dtype"),
+    ("memory configs/toy.yaml --parameters 7e9", "give a CONFIG or --parameters N, and not both"),
+])
+def test_options_that_exclude_each_other(argv, message):
+    """Are refused, and both are named: neither is left out in silence."""
+    from threed.cli import app
+
+    with pytest.raises(InputError, match=message):
+        app(argv.split(), standalone_mode=False)
 
 
 # ---------------------------------------------------------------- units
@@ -239,8 +328,17 @@ class Fails(Callback):
             raise self.error
 
 
+class FailsWith(Callback):
+    def __init__(self, metrics):
+        self.metrics = metrics
+
+    def on_step_end(self, trainer, step):
+        step.metrics = self.metrics
+
+
 def _step():
-    return Step(7, 1.0, 1.0, True, None, None)  # pyright: ignore[reportArgumentType]
+    trace: typing.Any = None
+    return Step(7, 1.0, 1.0, True, trace, trace, {"train/loss": 1.0})
 
 
 def test_a_callback_that_fails():
@@ -248,12 +346,16 @@ def test_a_callback_that_fails():
     unchanged."""
     trainer: typing.Any = FakeTrainer()
     where = f"ValueError: no such number \\({re.escape(__file__)}, line \\d+\\)"
-    with pytest.raises(RunError, match=f"Fails: on_step_end after step 7 has failed on rank 3: {where}"):
+    with pytest.raises(InputError, match=f"Fails: on_step_end after step 7 has failed on rank 3: {where}"):
         Guarded(Fails(ValueError("no such number"))).on_step_end(trainer, _step())
     with pytest.raises(InputError, match=r"^as it is$"):
         Guarded(Fails(InputError("as it is"))).on_step_end(trainer, _step())
-    with pytest.raises(RunError, match=r"metrics\['mine'\] = 'text' in step 7: a metric is a number"):
-        Guarded(Fails(metric="text")).on_step_end(trainer, _step())
+    for metric in ("text", [0.5], True):
+        with pytest.raises(InputError, match=r"metrics\['mine'\] = .* in step 7: a metric is a number"):
+            Guarded(Fails(metric=metric)).on_step_end(trainer, _step())
+    for metrics in (None, 7, {"mine": 1.0}):
+        with pytest.raises(InputError, match=r"FailsWith.on_step_end has left step.metrics = .* add numbers"):
+            Guarded(FailsWith(metrics)).on_step_end(trainer, _step())
     Guarded(Fails(metric=0.5)).on_step_end(trainer, _step())
 
 

@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from threed.errors import InputError
+from threed.errors import InputError, check_type
 from threed.monitor.compare import compare, load_config
 from threed.monitor.traces import RunTrace, read_run
 from threed.schema import Config
@@ -23,6 +23,7 @@ class Run:
     """
 
     def __init__(self, path: str | Path):
+        check_type("path", path, (str, Path), "the folder that run.dir named")
         self.path = Path(path)
         if not self.path.is_dir():
             raise InputError(f"{self.path}: there is no such run; give the folder that run.dir named")

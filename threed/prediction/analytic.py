@@ -43,7 +43,7 @@ class Hardware:
             except ValueError:
                 values[name] = -1.0
             if name not in names or not values[name] > 0:
-                raise InputError(f"--hardware: '{part}' is not one of {', '.join(names)} with a number "
+                raise InputError(f"hardware={text}: '{part}' is not one of {', '.join(names)} with a number "
                                  "above 0")
         return cls(**values)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from threed.errors import check_type
 from threed.planned import config_of, planned
 from threed.prediction.analytic import Hardware
 from threed.prediction.cost import load_costs
@@ -24,6 +25,8 @@ def predict(what: Config | Plan, hardware: str = "", costs: str | Path | None = 
 
     >>> threed.predict(threed.load("configs/toy.yaml"), "tflops=989")["step_time"]
     """
+    check_type("hardware", hardware, str, 'a text such as "tflops=989,efficiency=0.4"')
+    check_type("costs", costs, (str, Path, None), "the folder of a run, or its costs.json")
     plan = planned(what)
     cost = Hardware.parse(hardware).cost(plan.table, load_costs(costs) if costs is not None else None)
     source = str(costs) if costs is not None else "analytic"

@@ -135,7 +135,7 @@ def simulate(programs: Sequence[Program], table: Table, seam: Callable[[int], se
     """Step time of programs whose instructions take these times. Sends take `transfer_s`; the rest of
     communication nothing."""
     links = [link(program, table, position, seam(position)) for position, program in enumerate(programs)]
-    return walk(programs, table, links, Mode.BUFFERED, lambda position, item:
+    return walk(programs, links, Mode.BUFFERED, lambda position, item:
                 transfer_s if item.op == Op.SEND else seconds.get((position, item), 0.0)).total_s
 
 

@@ -27,13 +27,6 @@ def parameters(model: ModelConfig) -> list[Parameter]:
     return list(dict.fromkeys(parameter for layer in layers(model) for parameter in layer.parameters()))
 
 
-def parameter_count(model: ModelConfig, padded: bool = False) -> int:
-    """Parameters of the whole model, tied ones once; with or without the rows that pad the vocabulary."""
-    return sum(parameter.numel if padded or parameter.unpadded is None
-               else parameter.numel * parameter.unpadded // parameter.shape[0]
-               for parameter in parameters(model))
-
-
 def model_flops(model: ModelConfig, sequences: int) -> int:
     """FLOPs of forward and backward of `sequences`, without recomputation: backward is twice forward.
 

@@ -181,7 +181,7 @@ def loopback(config: Config, steps: int = 5, plan: Plan | None = None) -> Ranks:
         engine = Engine(config, plan, comm)
         return drive(config, engine, comm, steps)
 
-    return collect(config, run_loopback(config, plan, make_mesh(config), work))
+    return collect(config, run_loopback(plan, make_mesh(config), work))
 
 
 def drive(config: Config, engine: Engine, comm: Comm, steps: int,

@@ -293,12 +293,6 @@ def _check_precision(config: Config) -> list[str]:
     return problems
 
 
-def num_units(config: Config) -> int:
-    """Compute units of the model: the embedding, runs of `layers_per_unit` blocks, the head; with tiling, the
-    tiles of each."""
-    return sum(stage_runs(config))
-
-
 def stage_runs(config: Config) -> list[int]:
     """Lengths of the runs of units that must be on one stage: the tiles of one layer, or a single unit."""
     layers, runs = unit_layers(config)

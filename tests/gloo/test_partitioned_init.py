@@ -68,7 +68,7 @@ def test_one_parameter_at_a_time(others, monkeypatch):
             Engine(config, plan, comm)
         return alive.most
 
-    for rank, most in enumerate(run_loopback(config, plan, mesh, work)):
+    for rank, most in enumerate(run_loopback(plan, mesh, work)):
         row = rows[mesh.coordinate(rank).position]
         held = fixed_bytes(row) + row["host_bytes"]
         assert held <= most <= held + largest, f"rank {rank}"

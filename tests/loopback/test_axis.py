@@ -106,7 +106,7 @@ def train(config: Config, steps: int) -> tuple[list[float], Path]:
         assert outcome is not None and outcome.problem is None, outcome
         return losses, outcome.path
 
-    return run_loopback(config, plan, make_mesh(config), work)[0]
+    return run_loopback(plan, make_mesh(config), work)[0]
 
 
 @pytest.mark.parametrize("saved, resumed", [(2, 1), (1, 2), (2, 2)])

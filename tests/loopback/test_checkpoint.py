@@ -52,7 +52,7 @@ def named(config: Config, path: Path) -> Config:
 def on_ranks(config: Config, work: Callable[[Engine, Comm], Any]) -> list[Any]:
     plan = make_plan(config)
     torch.set_num_threads(1)
-    return run_loopback(config, plan, make_mesh(config), lambda comm: work(Engine(config, plan, comm), comm))
+    return run_loopback(plan, make_mesh(config), lambda comm: work(Engine(config, plan, comm), comm))
 
 
 def step(engine: Engine, comm: Comm, count: int = 1) -> list[float]:

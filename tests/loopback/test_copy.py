@@ -50,7 +50,7 @@ def at(path: Path, *others: str) -> Config:
 def on_ranks(config: Config, work: Any) -> list[Any]:
     plan = make_plan(config)
     torch.set_num_threads(1)
-    return run_loopback(config, plan, make_mesh(config), lambda comm: work(Engine(config, plan, comm), comm))
+    return run_loopback(plan, make_mesh(config), lambda comm: work(Engine(config, plan, comm), comm))
 
 
 def train(config: Config, steps: int, lineage: Lineage = NEW, held: Any = lambda: None) -> list[Path]:

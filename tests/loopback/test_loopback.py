@@ -27,7 +27,7 @@ def test_receives_match_in_the_order_they_were_posted():
         handles[0].wait()
         return [buffer.item() for buffer in buffers]
 
-    assert run_loopback(config, make_plan(config), make_mesh(config), work)[1] == [1.0, 2.0]
+    assert run_loopback(make_plan(config), make_mesh(config), work)[1] == [1.0, 2.0]
 
 
 def test_a_failure_ends_all_ranks():
@@ -40,4 +40,4 @@ def test_a_failure_ends_all_ranks():
         comm.groups["dp"].all_reduce(torch.ones(4)).wait()
 
     with pytest.raises(RuntimeError, match="rank 2 broke"):
-        run_loopback(config, make_plan(config), make_mesh(config), work)
+        run_loopback(make_plan(config), make_mesh(config), work)

@@ -72,7 +72,7 @@ def run(config: Config, steps: int, rank: int = -1, at: dict[int, int] | None = 
             seen.append(Seen(clipped, engine.zero.scaler.scale, engine.zero.updates, engine.zero.lr, moved))
         return seen
 
-    return run_loopback(config, plan, make_mesh(config), work)
+    return run_loopback(plan, make_mesh(config), work)
 
 
 MESH = ["parallel.dp=2", "parallel.tp=2", "parallel.pp=2"]
@@ -131,7 +131,7 @@ def test_an_overflow_in_one_copy(rank, unit, others):
         engine.handlers[Op.CLIP] = handle
         return engine.train_step(batches(config, comm, 0))[0].finite
 
-    assert not any(run_loopback(config, plan, make_mesh(config), work))
+    assert not any(run_loopback(plan, make_mesh(config), work))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -148,7 +148,7 @@ def test_what_comes_after_a_skipped_step(name):
         return [(clipped.loss, clipped.grad_norm) for step in order
                 for clipped in [engine.train_step(batches(config, comm, step))[0]] if clipped.finite]
 
-    runs = [run_loopback(config, plan, make_mesh(config), lambda comm, order=order,
+    runs = [run_loopback(plan, make_mesh(config), lambda comm, order=order,
                          spoilt=spoilt: work(comm, order, spoilt))[0]
             for order, spoilt in (((0, 9, 1, 2), 1), ((0, 1, 2), -1))]
     assert runs[0] == runs[1] and len(runs[0]) == 3
@@ -217,7 +217,7 @@ def test_the_diagnosis_finds_either_half(schedule, op, stage):
         assert not clipped.finite
         return find_nonfinite(engine, batches(config, comm, 0))
 
-    assert set(run_loopback(config, plan, make_mesh(config), work)) == {
+    assert set(run_loopback(plan, make_mesh(config), work)) == {
         f"first in the gradient of u2 (blocks.1), micro-batch 1, {op} on rank 1 (pp0 dp1 tp0)"}
     assert op in BACKWARDS
 
@@ -245,5 +245,5 @@ def test_the_diagnosis_finds_sums():
         assert not clipped.finite
         return find_nonfinite(engine, batches(config, comm, 0))
 
-    assert set(run_loopback(config, plan, make_mesh(config), work)) == {
+    assert set(run_loopback(plan, make_mesh(config), work)) == {
         "first in the sum over ranks of the gradient of p1 (blocks.0) on rank 0 (pp0 dp0 tp0)"}

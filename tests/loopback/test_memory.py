@@ -110,7 +110,7 @@ def test_bytes_alive(name):
             engine.train_step(batches(config, comm, step))
         return engine
 
-    engines = run_loopback(config, plan, mesh, work)
+    engines = run_loopback(plan, mesh, work)
     gc.collect()
     left = storages(gc.get_objects())
     for address in storages(before):
@@ -193,7 +193,7 @@ def test_flat_over_200_steps(stage, schedule):
     gc.collect()
     gc.disable()
     try:
-        peaks, (early, late) = run_loopback(config, plan, make_mesh(config), work)[0]
+        peaks, (early, late) = run_loopback(plan, make_mesh(config), work)[0]
     finally:
         gc.enable()
     assert peaks[0] == peaks[1] > 0 and early[:2] == late[:2]
@@ -215,6 +215,6 @@ def test_an_engine_is_freed():
         engine.train_step(batches(config, comm, 0))
         return [weakref.ref(thing) for thing in (engine, *engine.states.values(), *engine.pipeline.layers[0])]
 
-    left = [ref for rank in run_loopback(config, plan, make_mesh(config), work) for ref in rank]
+    left = [ref for rank in run_loopback(plan, make_mesh(config), work) for ref in rank]
     gc.collect()
     assert len(left) > 4 and not any(ref() for ref in left)

@@ -234,7 +234,7 @@ def run(config: Config, plan: Plan) -> Ranks:
         losses, *rest = drive(config, engine, here, 2 + plan.table.update.delayed)
         return [evaluated.loss, *losses], *rest
 
-    return collect(config, loopback.run_loopback(config, plan, make_mesh(config), work))
+    return collect(config, loopback.run_loopback(plan, make_mesh(config), work))
 
 
 LANES = ("at once", "beside", "late")  # when a lane's jobs run; all of a run's are alike
@@ -337,6 +337,8 @@ def check(case: Case, seed: int, path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 FEW = 36  # edits of a case in `make test`
+# Of these cases several of the few edits are right: a checker that refuses everything does not pass.
+SOME_RIGHT = ("cpu-zb-h1-zero3", "zero3-zb-v", "nvme-zero3-tied", "full-zb-h1", "full-zero3")
 
 
 @pytest.mark.core
@@ -344,7 +346,8 @@ FEW = 36  # edits of a case in `make test`
 def test_no_edit_is_accepted_and_wrong(name, monkeypatch, tmp_path):
     """An edit that gets past `check` and then gives other numbers, raises or hangs: a rule is missing in
     `effects`."""
-    check(CASES[name]._replace(edits=FEW), 2, tmp_path, monkeypatch)
+    counts = check(CASES[name]._replace(edits=FEW), 2, tmp_path, monkeypatch)
+    assert counts["right"] or name not in SOME_RIGHT
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -206,7 +206,7 @@ def test_evaluation_in_between(tier, tmp_path):
             engine.close()
             return losses
 
-        return run_loopback(config, plan, make_mesh(config), work)
+        return run_loopback(plan, make_mesh(config), work)
 
     evaluated = run(*TIERS[tier])
     assert evaluated == run() and evaluated[0][0] == evaluated[0][1] != evaluated[0][3]
@@ -234,7 +234,7 @@ def test_a_skipped_step_changes_nothing(tier, tmp_path):
         assert loss == again and all(a.equal(b) for a, b in zip(before, after, strict=True))
         engine.close()
 
-    run_loopback(config, plan, make_mesh(config), work)
+    run_loopback(plan, make_mesh(config), work)
 
 
 @pytest.mark.parametrize("others", [[*CPU, "offload.delayed_update=true"], NVME_BOTH, ["zero.shard_size=2"]],
@@ -260,7 +260,7 @@ def test_for_whom_a_rank_waits(others, tmp_path):
                 engine.slots.waiting = None
         engine.close()
 
-    run_loopback(config, plan, make_mesh(config), work)
+    run_loopback(plan, make_mesh(config), work)
 
 
 # ---------------------------------------------------------------- delayed updates
@@ -341,7 +341,7 @@ def test_a_skipped_delayed_step(tmp_path):
             seen.append((clipped.finite, moved, engine.zero.updates))
         return seen
 
-    for seen in run_loopback(config, plan, make_mesh(config), work):
+    for seen in run_loopback(plan, make_mesh(config), work):
         finite = [each for each, _, _ in seen]
         assert not finite[0] and sum(finite) > 8
         assert [moved for _, moved, _ in seen] == [False, *finite[:-2], True]  # the last applies its own, too

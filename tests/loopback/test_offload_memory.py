@@ -101,7 +101,7 @@ def test_bytes_alive(name, tmp_path):
             engine.train_step(batches(config, comm, step))
         return engine
 
-    engines = run_loopback(config, plan, mesh, work)
+    engines = run_loopback(plan, mesh, work)
     gc.collect()
     left = storages(gc.get_objects())
     for address in storages(before):

@@ -59,7 +59,7 @@ def test_step_time_is_the_predicted_one(schedule):
             steps.append(meter.exchange(trace, trace.total_s, (False, False), 0.0))
         return steps
 
-    steps = run_loopback(config, plan, make_mesh(config), work)[0]
+    steps = run_loopback(plan, make_mesh(config), work)[0]
     ratios = [max(row["step_s"] for row in step.rows) / predict(plan, step.costs).step_s for step in steps]
     assert 0.99 < statistics.median(ratios) < 1.05, ratios
     for step in steps:
@@ -100,5 +100,5 @@ def test_a_failure_names_where_the_work_is():
             engine.train_step(batches(config, comm, 0))
         return str(caught.value)
 
-    (message,) = run_loopback(config, plan, make_mesh(config), work)
+    (message,) = run_loopback(plan, make_mesh(config), work)
     assert f"at '{plan.programs['train'][0][reached]}'" in message and "the device is gone" in message

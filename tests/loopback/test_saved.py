@@ -87,7 +87,7 @@ def watch(config: Config, plan: Plan) -> list[Seen]:
             assert alive.bytes() == begin, f"left behind:\n{alive.describe()}"
         return seen
 
-    return loopback.run_loopback(config, plan, make_mesh(config), work)
+    return loopback.run_loopback(plan, make_mesh(config), work)
 
 
 def fresh(config: Config) -> Batch:

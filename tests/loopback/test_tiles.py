@@ -126,7 +126,7 @@ def gathered(config: Config) -> int:
         params = Engine(config, plan, comm).storage.params
         return sum(first.untyped_storage().nbytes() for first in params.first.values())
 
-    (allocated,) = set(run_loopback(config, plan, make_mesh(config), work))
+    (allocated,) = set(run_loopback(plan, make_mesh(config), work))
     planned = sum(numel * count for numel, count in buffers(plan, 0).params.items())
     assert allocated == planned * plan.table.elements.param
     return allocated
@@ -170,7 +170,7 @@ def go_on(config: Config, steps: int, path: Path | None = None) -> tuple[Ranks, 
         losses, norms = [clipped.loss for clipped in done], [clipped.grad_norm for clipped in done]
         return losses, norms, moments, state, places, comm.here, {}, outcome.path
 
-    results = run_loopback(config, plan, make_mesh(config), work)
+    results = run_loopback(plan, make_mesh(config), work)
     return collect(config, results), results[0][-1]
 
 

@@ -70,7 +70,7 @@ def test_the_ends_of_a_tie_stay_equal(sharded):
             engine.train_step(batches(config, comm, step))
         return engine.states[tied].weights.clone()
 
-    weights = run_loopback(config, plan, mesh, work)
+    weights = run_loopback(plan, mesh, work)
     for dp in range(config.dp):
         assert torch.equal(*(weights[mesh.rank(pp=pp, dp=dp)] for pp in (0, 1)))
 
@@ -140,7 +140,7 @@ def test_messages_have_the_dtype_of_compute(dtype, schedule, sp):
         return seen, received
 
     shape = (8 // (2 if sp else 1), 1, 16)
-    for seen, received in run_loopback(config, plan, make_mesh(config), work):
+    for seen, received in run_loopback(plan, make_mesh(config), work):
         assert seen == {(wanted, shape, math.prod(shape) * wanted.itemsize)}
         assert seen == {(wanted, shape, plan.table.act_bytes)}
         assert received >= config.num_microbatches
@@ -210,7 +210,7 @@ def test_an_overflow_seen_by_one_stage_only(sharded, position):
         moved = any(not torch.equal(before[p], state.weights) for p, state in engine.states.items())
         return clipped.finite, engine.zero.scaler.scale, moved
 
-    assert set(run_loopback(config, plan, mesh, work)) == {(False, 32.0, False)}
+    assert set(run_loopback(plan, mesh, work)) == {(False, 32.0, False)}
 
 
 # ---------------------------------------------------------------- a config key that is read but has no effect
@@ -261,7 +261,7 @@ def observed(config: Config) -> dict[str, Any]:
                      for t, _ in free)
         return (numbers, dict(comm.sent), held), shared
 
-    results = run_loopback(config, plan, make_mesh(config), work)
+    results = run_loopback(plan, make_mesh(config), work)
     return {"plan": plan.digest, "run": [run for run, _ in results],
             "buffers": [shared for _, shared in results]}
 

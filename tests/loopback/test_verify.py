@@ -55,7 +55,7 @@ def verified(config: Config, steps: int, broken: Break | None = None, exact: boo
         assert verifier.verified == steps
         return results
 
-    return collect(config, run_loopback(config, plan, make_mesh(config), work))
+    return collect(config, run_loopback(plan, make_mesh(config), work))
 
 
 def twice(config: Config) -> Config:
@@ -111,7 +111,7 @@ def test_a_dynamic_loss_scale(stage):
                                 engine.zero.updates))
             return numbers, {unit: state.weights.tolist() for unit, state in engine.states.items()}
 
-        return run_loopback(config, plan, make_mesh(config), work)
+        return run_loopback(plan, make_mesh(config), work)
 
     usual, verified = run(False), run(True)
     assert usual == verified
@@ -175,7 +175,7 @@ def message(config: Config, broken: Break, exact: bool | None = None, steps: int
         finally:
             engine.close()
 
-    run_loopback(config, plan, make_mesh(config), work)
+    run_loopback(plan, make_mesh(config), work)
     assert len(said) in (0, config.world_size) and len(set(said)) <= 1, said
     return said[0] if said else ""
 

@@ -224,7 +224,7 @@ def stuck(programs: Sequence[Sequence[Instruction]], plan: Plan) -> list[bool]:
     """Which of the three modes find a deadlock."""
     links = [link(program, plan.table, p, plan.table.seam(p)) for p, program in enumerate(programs)]
     assert not any(ends.faults for ends in links)
-    return [bool(walk(programs, plan.table, links, mode).stuck) for mode in Mode]
+    return [bool(walk(programs, links, mode).stuck) for mode in Mode]
 
 
 @pytest.mark.parametrize("position, first, second, modes", [

@@ -14,7 +14,7 @@ from threed.errors import ConfigError, InputError
 from threed.models.families.registry import sizes
 from threed.models.tiling import cut_layers
 from threed.schema import Config, ParallelConfig
-from threed.validate import num_units, warnings
+from threed.validate import stage_runs, warnings
 
 ROOT = Path(__file__).parents[2]
 
@@ -162,7 +162,7 @@ def test_too_small_tiles(limit):
             "32768 bytes") in problem
     config = load(None, ["model.tile_linears=32768", UNTIED])
     assert [len(cut) for cut in cut_layers(config)] == [16, *[8 + 16] * 8, 16]
-    assert num_units(config) == 8 * (8 + 16) + 2 * 16
+    assert sum(stage_runs(config)) == 8 * (8 + 16) + 2 * 16
 
 
 def test_idle_tiles():

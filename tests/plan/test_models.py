@@ -8,7 +8,7 @@ import pytest
 
 from threed.config import load
 from threed.models.families.registry import sizes
-from threed.models.model import layers, model_flops, parameter_count, tied_parameter
+from threed.models.model import layers, model_flops, parameters, tied_parameter
 
 # Counted from the published checkpoints' shapes, or for GPT-3 and the 1T model by the papers' formulas.
 SIZES = sizes()
@@ -18,6 +18,13 @@ PUBLISHED = {
     "gpt3-175b": 174_604_259_328, "megatron-1t": 1_008_038_758_400, "llama2-7b": 6_738_415_616,
     "llama3-8b": 8_030_261_248, "llama3-70b": 70_553_706_496,
 }
+
+
+def parameter_count(model, padded: bool = False) -> int:
+    """Parameters of the whole model, tied ones once; with or without the rows that pad the vocabulary."""
+    return sum(parameter.numel if padded or parameter.unpadded is None
+               else parameter.numel * parameter.unpadded // parameter.shape[0]
+               for parameter in parameters(model))
 
 
 def model_of(name: str, *overrides: str):

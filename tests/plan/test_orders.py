@@ -117,7 +117,7 @@ def test_bubble(schedule, p, m, backward):
     def cost(position, instruction):
         return whole(position, instruction) * (backward / 2 if instruction.op == Op.BACKWARD else 1)
 
-    when = walk(programs, table, links, Mode.BUFFERED, cost)
+    when = walk(programs, links, Mode.BUFFERED, cost)
     assert when.total_s == (1 + backward) * (m + p - 1) and not when.stuck
     for position, program in enumerate(programs):
         busy = sum(cost(position, instruction) for instruction in program)
@@ -199,7 +199,7 @@ def test_messages_overlap_with_compute():
     programs, table = plan.programs["train"], plan.table
     links = [link(program, table, position, table.seam(position))
              for position, program in enumerate(programs)]
-    times = [walk(programs, table, links, mode, unit_cost(table)).total_s for mode in Mode]
+    times = [walk(programs, links, mode, unit_cost(table)).total_s for mode in Mode]
     assert times == sorted(times) and times[0] == 3 * (8 + 4 - 1)
 
 

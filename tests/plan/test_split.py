@@ -11,7 +11,7 @@ from threed.config import load
 from threed.models.tiling import unit_layers
 from threed.pipeline.split import split_stages, split_units
 from threed.planner import make_table
-from threed.validate import num_units
+from threed.validate import stage_runs
 
 
 def stage_costs(costs: list[float], sizes: list[int]) -> list[float]:
@@ -27,7 +27,7 @@ def test_split_layers(blocks, per_unit):
     assert [index for first, stop in runs for index in range(first, stop)] == list(range(blocks + 2))
     assert runs[0] == (0, 1) and runs[-1] == (blocks + 1, blocks + 2)
     assert all(stop - first <= per_unit for first, stop in runs)
-    assert len(runs) == num_units(config)
+    assert len(runs) == sum(stage_runs(config))
 
 
 def test_split_units_is_optimal():

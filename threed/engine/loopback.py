@@ -20,7 +20,6 @@ from threed.lanes import Handle
 from threed.mesh import GROUPS, Mesh
 from threed.program.instruction import Op
 from threed.program.table import Plan
-from threed.schema import Config
 
 TIMEOUT_S = 60.0
 
@@ -177,7 +176,7 @@ def initialized() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def run_loopback(config: Config, plan: Plan, mesh: Mesh, work: Callable[[Comm], Any]) -> list[Any]:
+def run_loopback(plan: Plan, mesh: Mesh, work: Callable[[Comm], Any]) -> list[Any]:
     """Call `work` with each rank's comm, each on its own thread. Returns the results by rank; raises the
     first failure."""
     world = World(mesh)

@@ -118,7 +118,7 @@ def clock(programs: list[tuple[Instruction, ...]], table: Table, times: dict[str
     costs = {Op.FORWARD: times["f"] / v, Op.BACKWARD: (times["b"] + times["w"]) / v,
              Op.BACKWARD_INPUT: times["b"] / v, Op.BACKWARD_WEIGHT: times["w"] / v, Op.SEND: times["comm"]}
     links = [link(program, table, position, set()) for position, program in enumerate(programs)]
-    return walk(programs, table, links, Mode.BUFFERED, lambda _, item: costs.get(item.op, 0.0))
+    return walk(programs, links, Mode.BUFFERED, lambda _, item: costs.get(item.op, 0.0))
 
 
 def _stages(programs: list[tuple[Instruction, ...]], when: Walk, order: Order,

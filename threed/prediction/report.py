@@ -26,7 +26,7 @@ def report(plan: Plan, cost: Cost, source: str, verify_every: int = 0) -> dict[s
     table, programs = plan.table, plan.programs["train"]
     links = [link(program, table, position, table.seam(position))
              for position, program in enumerate(programs)]
-    when = walk(programs, table, links, Mode.BUFFERED, cost)
+    when = walk(programs, links, Mode.BUFFERED, cost)
     total = when.total_s
     rows = []
     for position, (program, held) in enumerate(zip(programs, stages(plan), strict=True)):
@@ -47,7 +47,7 @@ def report(plan: Plan, cost: Cost, source: str, verify_every: int = 0) -> dict[s
             **held,
         })
     bubble = sum(row["bubble"] for row in rows) / len(rows)
-    free = walk(programs, table, links, Mode.BUFFERED,
+    free = walk(programs, links, Mode.BUFFERED,
                 lambda at, item: 0.0 if item.op in _BETWEEN_TIERS else cost(at, item))
     return {"step_time": total, "bubble": bubble, "exposed_transfer_s": total - free.total_s, "costs": source,
             "digest": plan.digest, "checkpoint": _checkpoint(plan, cost, total), "stages": rows,
@@ -63,7 +63,7 @@ def _checkpoint(plan: Plan, cost: Cost, step_s: float) -> dict[str, float] | Non
     programs = [(*copy, *program) for copy, program in zip(copies, plan.programs["train"], strict=True)]
     links = [link(program, table, position, table.seam(position))
              for position, program in enumerate(programs)]
-    longer = walk(programs, table, links, Mode.BUFFERED, cost).total_s - step_s
+    longer = walk(programs, links, Mode.BUFFERED, cost).total_s - step_s
     return {"bytes": max(sum(table.moved(item) for item in copy) for copy in copies),
             "copy_s": max(sum(cost(position, item) for item in copy) for position, copy in enumerate(copies)),
             "blocked_s": max(0.0, longer)}

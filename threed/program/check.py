@@ -53,7 +53,7 @@ def check_programs(name: str, programs: Sequence[Program], table: Table) -> list
     _check_channels(name, programs)
     _check_collectives(name, programs, table)
     for mode in Mode:
-        stuck = walk(programs, table, links, mode).stuck
+        stuck = walk(programs, links, mode).stuck
         if stuck:
             raise PlanError(f"deadlock ({mode.value}): each of these waits for another\n" + "\n".join(
                 describe(name, programs, position, index, "never runs") for position, index in stuck))

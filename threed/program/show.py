@@ -37,7 +37,7 @@ def timeline(plan: Plan, name: str = "train", cost=None) -> Walk:
     programs, table = plan.programs[name], plan.table
     links = [link(program, table, position, table.seam(position, name))
              for position, program in enumerate(programs)]
-    return walk(programs, table, links, Mode.BUFFERED, cost or unit_cost(table))
+    return walk(programs, links, Mode.BUFFERED, cost or unit_cost(table))
 
 
 def grid(plan: Plan, name: str = "train", most: int = 160) -> str:

@@ -100,7 +100,7 @@ class Walk(NamedTuple):
         return max((time for times in self.end for time in times), default=0.0)
 
 
-def walk(programs: Sequence[Program], table: Table, links: Sequence[Links], mode: Mode = Mode.BLOCKING,
+def walk(programs: Sequence[Program], links: Sequence[Links], mode: Mode = Mode.BLOCKING,
          cost: Cost | None = None) -> Walk:
     """Visit all instructions of all positions in an order that the mode allows.
 

@@ -198,7 +198,8 @@ def test_shipped_configs_of_runs(tmp_path):
 
 
 @pytest.mark.parametrize("call", [
-    lambda: F.relu("x"), lambda: json.loads("{"), lambda: threed.load(None, ["="])])
+    lambda: F.relu("x"),  # pyright: ignore[reportArgumentType]
+    lambda: json.loads("{"), lambda: threed.load(None, ["="])])
 def test_line_of(call):
     """The line that is named is the author's, not the one in torch, Python or threed that it has reached."""
     with pytest.raises((TypeError, ValueError)) as caught:

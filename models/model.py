@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from threed.models.families.registry import family_of
+from threed.models.families.registry import calling, family_of
 from threed.models.layers.base import Layer
 from threed.models.spec import Parameter, Share
 from threed.schema import ModelConfig
@@ -12,7 +12,9 @@ from threed.schema import ModelConfig
 
 def layers(model: ModelConfig) -> list[Layer]:
     """The layers of a model, first to last, none of them cut."""
-    return family_of(model.family).layers(model)
+    family = family_of(model.family)
+    with calling(model.family, "layers()"):
+        return family.layers(model)
 
 
 def tied_parameter(model_layers: Iterable[Layer]) -> Parameter | None:

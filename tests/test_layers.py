@@ -33,7 +33,7 @@ LEVELS = (
         "models.layers.",
         "models.families.",
         "models.model",
-        "models.tiling optimizers.registry",
+        "models.sound models.tiling optimizers.registry",
         "values",
         "head validate",
         "config",

@@ -102,7 +102,7 @@ def show(what: Config | Plan, rank: int | None = None, program: str = "train",
         return shows.listing(plan, position, program)
     return (f"{make_mesh(config).draw()}\n\n{show_compute_units(plan)}\n\n"
             f"{config.parallel.schedule}, {config.num_microbatches} micro-batches "
-            f"(a forward of a stage drawn as 1, a backward as 2)\n{shows.grid(plan, program)}")
+            f"({shows.legend(plan, program)})\n{shows.grid(plan, program)}")
 
 
 def show_document(plan: Plan, rank: int | None = None, program: str = "train",

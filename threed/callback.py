@@ -12,13 +12,12 @@ same methods after the same steps: what one rank sends in a callback, the other 
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from threed.errors import InputError, ThreedError
+from threed.errors import InputError, ThreedError, line_of
 
 if TYPE_CHECKING:
     from threed.monitor.measure import Step as Measured
@@ -134,7 +133,5 @@ class Guarded(Callback):
         except ThreedError:
             raise
         except Exception as error:
-            last = traceback.extract_tb(error.__traceback__)[-1]
             raise InputError(f"{self._name}: {method} after step {trainer.step_number} has failed on rank "
-                             f"{trainer.rank}: {type(error).__name__}: {error} ({last.filename}, line "
-                             f"{last.lineno})") from error
+                             f"{trainer.rank}: {type(error).__name__}: {error}{line_of(error)}") from error

@@ -6,7 +6,8 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from threed.callback import Callback, Guarded, Step
@@ -124,16 +125,17 @@ class Logging(Callback):
 
     def on_start(self, trainer: Trainer) -> None:
         self.begin_s = time.monotonic()
-        self.losses: list[float] = []
-        self.last: dict[str, float | None] = {}
+        self.first_loss = math.nan
+        self.recent: deque[dict[str, float | None]] = deque(maxlen=10)  # the metrics of the last steps
 
     def on_step_end(self, trainer: Trainer, step: Step) -> None:
         if trainer.log is None:
             return
         measured = trainer.meter.metrics(step.measured, time.monotonic() - self.begin_s)
         step.metrics |= measured | trainer.checkpoints.metrics()
-        self.losses.append(step.loss)
-        self.last = step.metrics
+        if not self.recent:
+            self.first_loss = step.loss
+        self.recent.append(step.metrics)
         trainer.log.step(step.number, step.metrics)
         for line in trainer.meter.stragglers.warnings:
             trainer.log.say(line)
@@ -141,22 +143,27 @@ class Logging(Callback):
     def on_end(self, trainer: Trainer) -> None:
         if trainer.log is None:
             return
-        log, recent = trainer.log, self.losses[-10:]
-        if recent:
-            last, start = {name: value or 0.0 for name, value in self.last.items()}, self.losses[0]
-            mean = sum(recent) / len(recent)
-            log.say(
-                f"\nloss       {start:.4f} -> {mean:.4f} (mean of the last {len(recent)} steps)\n"
-                f"speed      {show_count(last['perf/tokens_per_s'])} tokens/s, "
-                f"{show_seconds(last['perf/step_s'])} a step\n"
-                f"bubble     {last['pipeline/bubble_measured']:.1%} measured, "
-                f"{last['pipeline/bubble_predicted']:.1%} predicted\n"
-                f"memory     {show_bytes(last['memory/peak_bytes'])} at the peak of the largest rank")
+        log = trainer.log
+        if self.recent:
+            log.say("\n" + _summary(self.first_loss, self.recent, trainer.config.tokens_per_step))
         else:
             log.say(f"nothing to do: {trainer.step_number} steps are done, and "
                     f"train.steps={trainer.config.train.steps}")
         saved = trainer.checkpoints.newest or "none was saved"
         log.say(f"checkpoint {saved}\nmetrics    {log.path}\nwandb      {log.wandb_dir or 'off'}")
+
+
+def _summary(first_loss: float, recent: Collection[Mapping[str, float | None]], tokens: int) -> str:
+    """The numbers at the end of a run: means over its last steps. `tokens`: of a step."""
+    loss, step_s, measured, predicted = (
+        sum(row[name] or 0.0 for row in recent) / len(recent)
+        for name in ("train/loss", "perf/step_s", "pipeline/bubble_measured", "pipeline/bubble_predicted"))
+    peak = max(row["memory/peak_bytes"] or 0.0 for row in recent)
+    return (f"mean of the last {len(recent)} steps:\n"
+            f"loss       {first_loss:.4f} (first step) -> {loss:.4f}\n"
+            f"speed      {show_count(tokens / step_s)} tokens/s, {show_seconds(step_s)} a step\n"
+            f"bubble     {measured:.1%} measured, {predicted:.1%} predicted\n"
+            f"memory     {show_bytes(peak)} at the peak of the largest rank")
 
 
 # Each method is called in this order. Saving comes first: after a step it uses what all ranks have just

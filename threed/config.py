@@ -30,6 +30,8 @@ from threed.synonyms import ours
 from threed.validate import validate
 from threed.values import get
 
+_NEAR = 0.8  # how alike a key and a slip of the pen are; below it they are two words
+
 
 def load(path: str | Path | None, overrides: list[str] | None = None,
          world_size: int | None = None) -> Config:
@@ -48,8 +50,13 @@ def load(path: str | Path | None, overrides: list[str] | None = None,
     given = _flatten(_read_yaml(path) if path is not None else {})
     for text in overrides or []:
         given.update(_read_override(text))
-    where = str(path) if path is not None else "the config"
-    config, problems = _build(given)
+    return of_values(given, str(path) if path is not None else "the config", world_size)
+
+
+def of_values(values: dict[str, Any], where: str, world_size: int | None = None) -> Config:
+    """A validated Config of values by section or by dotted key. ConfigError, which names `where` they are
+    from, where they are no config."""
+    config, problems = _build(_flatten(values))
     return _resolved(config, world_size, problems, where)
 
 
@@ -188,6 +195,10 @@ def _build(given: dict[str, Any]) -> tuple[Config, list[str]]:
     given = {**{f"model.{key}": value for key, value in size.items()}, **given}
     schema: DictConfig = OmegaConf.structured(defaults)
     for key, value in given.items():
+        if inside := [known for known in keys if known.startswith(f"{key}.")]:
+            problems.append(f"{key}={value}: {key} is a section; give values to its keys, such as "
+                            f"{inside[0]}")
+            continue
         if key not in keys:
             problems.append(f"{key}: unknown key{_nearest(key, keys)}")
             continue
@@ -214,16 +225,20 @@ def _owner(schema: DictConfig, key: str) -> tuple[DictConfig, str]:
 
 
 def _nearest(key: str, keys: list[str]) -> str:
-    known = ours(key)
-    if known is not None:
-        verb = "there is" if known.startswith("no key") else "use"
-        return f"; for DeepSpeed's {key} {verb} {known}"
-    tails: dict[str, list[str]] = {}
-    for known in keys:
-        tails.setdefault(known.rsplit(".", 1)[-1], []).append(known)
-    near = difflib.get_close_matches(key, keys, 1, 0.6) or [
-        tails[tail][0] for tail in difflib.get_close_matches(key.rsplit(".", 1)[-1], list(tails), 1, 0.6)]
+    """The end of the message about an unknown key: what to write instead."""
+    if (known := ours(key)) is not None:
+        return f"; {known}"
+    section, _, tail = key.rpartition(".")
+    begun = [known for known in keys if known.startswith(key)]
+    near = begun or _alike(tail, [known for known in keys if known.startswith(f"{section}.")])
+    near = near or _alike(tail, keys)
     return f"; did you mean {near[0]}?" if near else "; the keys are listed in configs/reference.yaml"
+
+
+def _alike(tail: str, keys: list[str]) -> list[str]:
+    """The keys whose last part is most like `tail`; none where all are other words."""
+    tails = {known.rpartition(".")[2]: known for known in reversed(keys)}
+    return [tails[name] for name in difflib.get_close_matches(tail, list(tails), 1, _NEAR)]
 
 
 def resolve_dp(config: Config, world_size: int | None) -> None:

@@ -8,6 +8,10 @@ computes wrongly.
 from __future__ import annotations
 
 import errno
+import sys
+import sysconfig
+import traceback
+from pathlib import Path
 from typing import Any
 
 _WRONG_FOLDER = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG,
@@ -71,3 +75,19 @@ class Stopped(ThreedError):
     """A request to stop that came before the first step."""
 
     status = 128 + 15
+
+
+def line_of(error: BaseException) -> str:
+    """" (file.py, line 12)": the innermost line of an error's traceback that is somebody's own, and not
+    threed's, torch's or Python's; "" where there is none."""
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if _own(frame.filename)]
+    return f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
+
+
+def _own(file: str) -> bool:
+    packages = (sys.modules.get(name) for name in ("threed", "torch", "megatron.core"))
+    folders = [Path(package.__file__).parent for package in packages if package and package.__file__]
+    path = Path(file)
+    installed = {"site-packages", "dist-packages"} & set(path.parts)
+    python = path.is_relative_to(sysconfig.get_path("stdlib")) and not installed
+    return not (file.startswith("<") or python or any(map(path.is_relative_to, folders)))

@@ -27,7 +27,7 @@ class ModelConfig:
     vocab: int = 1024  # tokens of the tokenizer
     vocab_multiple: int = 128  # the vocabulary is padded to a multiple of this; padded logits are masked
     seq_len: int = 128  # tokens of a sequence
-    position: str = "rotary"  # rotary | learned
+    position: str = "rotary"  # rotary (turns halves of a head, as GPT-NeoX, not pairs, as GPT-J) | learned
     rope_theta: float = 10000.0  # base of the rotary frequencies
     norm: str = "layernorm"  # layernorm | rmsnorm
     norm_eps: float = 1e-5  # added to the variance in a norm
@@ -213,6 +213,8 @@ class RunConfig:
 
 @dataclass
 class Config:
+    """All that a run is asked for: a field for each section of the YAML file."""
+
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     zero: ZeroConfig = field(default_factory=ZeroConfig)

@@ -1,4 +1,4 @@
-"""DeepSpeed's names of config keys and threed's: for the error about an unknown key."""
+"""DeepSpeed's and Megatron-LM's names of config keys, and threed's: for the error about an unknown key."""
 
 from __future__ import annotations
 
@@ -59,12 +59,57 @@ _KEYS = {
 _SECTIONS = {"zero_optimization": "zero", "fp16": "precision", "bf16": "precision", "bfloat16": "precision",
              "activation_checkpointing": "activation", "pipeline": "parallel", "scheduler": "optimizer",
              "tensorboard": "monitor", "wandb": "monitor", "flops_profiler": "monitor"}
+# Megatron-LM's name, with _ for - -> our key, or what to know instead.
+_MEGATRON = {
+    "tensor_model_parallel_size": "parallel.tp",
+    "pipeline_model_parallel_size": "parallel.pp",
+    "num_layers_per_virtual_pipeline_stage": "parallel.schedule=interleaved with parallel.virtual_stages",
+    "context_parallel_size": "no key: threed does not cut the sequence of attention",
+    "expert_model_parallel_size": "no key: threed has no experts",
+    "use_distributed_optimizer": "zero.stage=1",
+    "overlap_grad_reduce": "no key: it always overlaps",
+    "overlap_param_gather": "no key: it always overlaps",
+    "recompute_granularity": "activation.policy",
+    "distribute_saved_activations": "activation.partition",
+    "optimizer_cpu_offload": "offload.optimizer=cpu",
+    "num_layers": "model.layers",
+    "hidden_size": "model.hidden",
+    "ffn_hidden_size": "model.ffn_hidden",
+    "num_attention_heads": "model.heads",
+    "num_query_groups": "model.kv_heads",
+    "seq_length": "model.seq_len",
+    "swiglu": "model.activation=swiglu",
+    "normalization": "model.norm",
+    "position_embedding_type": "model.position",
+    "rotary_base": "model.rope_theta",
+    "untie_embeddings_and_output_weights": "model.tie_embeddings=false",
+    "make_vocab_size_divisible_by": "model.vocab_multiple (it x parallel.tp gives the same padding)",
+    "lr_decay_style": "optimizer.schedule",
+    "lr_warmup_iters": "optimizer.warmup_steps",
+    "train_iters": "train.steps",
+    "data_path": "data.source",
+    "eval_interval": "train.eval_every",
+    "eval_iters": "train.eval_batches",
+    "save": "run.dir",
+    "load": "train.resume",
+    "save_interval": "checkpoint.every",
+}
 
 
 def ours(key: str) -> str | None:
-    """What to use in place of a key of DeepSpeed's config; None where it is not one."""
+    """What to use in place of a key of another framework, with the framework's name; None where it is none
+    of theirs."""
     parts = key.split(".")
     for tail in (".".join(parts[-2:]), parts[-1]):
         if tail in _KEYS:
-            return _KEYS[tail]
-    return f"the section {_SECTIONS[parts[0]]}" if parts[0] in _SECTIONS else None
+            return _instead("DeepSpeed", key, _KEYS[tail])
+    plain = parts[-1].lstrip("-").replace("-", "_")
+    if plain in _MEGATRON:
+        return _instead("Megatron-LM", key, _MEGATRON[plain])
+    if parts[0] in _SECTIONS:
+        return _instead("DeepSpeed", key, f"the section {_SECTIONS[parts[0]]}")
+    return None
+
+
+def _instead(framework: str, key: str, known: str) -> str:
+    return f"for {framework}'s {key} {'there is' if known.startswith('no key') else 'use'} {known}"

@@ -10,7 +10,8 @@ from threed.address import is_store, local_path
 from threed.address import problem as address_problem
 from threed.contract import Cell, refusal
 from threed.errors import InputError
-from threed.models.families.registry import family_of
+from threed.models.families.registry import calling, family_of
+from threed.models.sound import unsound
 from threed.models.tiling import cut_layers, layers_of, share_of, together, unit_layers
 from threed.pipeline.orders import SCHEDULES
 from threed.quantity import parse_bytes
@@ -25,9 +26,11 @@ def validate(config: Config, world_size: int | None = None) -> list[str]:
     # sections with a wrong value, with which the checks below cannot calculate
     wrong = {problem.split(".")[0] for problem in problems}
     if not wrong & {"model", "parallel"}:
-        of_model = _check_model(config) or _check_tiling(config)
-        problems += [*of_model, *_check_parallel(config, world_size)]
-        problems += _check_stages(config) if not of_model or config.model.tile_linears is None else []
+        of_model = _check_model(config)
+        of_layers = unsound(config.model) or ([] if of_model else _check_tiling(config))
+        problems += [*of_model, *of_layers, *_check_parallel(config, world_size)]
+        problems += _check_stages(config) if not of_layers and not (
+            of_model and config.model.tile_linears is not None) else []
     problems += _check_batch(config) if not wrong & {"train", "parallel", "data"} else []
     problems += _check_schedule(config) if not wrong & {"train", "optimizer"} else []
     problems += _check_zero(config) if not wrong & {"zero", "parallel", "train"} else []
@@ -61,7 +64,8 @@ def _check_model(config: Config) -> list[str]:
         elif model.seq_len % tp:
             problems.append(f"parallel.sequence_parallel=true: model.seq_len={model.seq_len} is not "
                             f"divisible by parallel.tp={tp}")
-    return problems + family_of(model.family).check(model, share_of(config).ranks)
+    with calling(model.family, "check()"):
+        return problems + family_of(model.family).check(model, share_of(config).ranks)
 
 
 def _check_tiling(config: Config) -> list[str]:

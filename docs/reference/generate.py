@@ -1,9 +1,10 @@
-"""Write docs/reference/config.md and docs/reference/cli.md from the code.
+"""Write docs/reference/config.md, docs/reference/cli.md and docs/reference/api.md from the code.
 
     python docs/reference/generate.py
 
 A key's default and meaning are its field and its comment in threed/schema.py: what stands behind the field,
-and on the lines after it. A command's section is what --help prints. `make docs` runs this;
+and on the lines after it. A command's section is what --help prints. The Python reference
+begins with the docstring of `threed` and the first sentence about each of its names. `make docs` runs this;
 tests/plan/test_docs.py compares the pages that are checked in with what it makes.
 """
 
@@ -16,10 +17,12 @@ import io
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import yaml
 from typer.testing import CliRunner
 
+import threed
 from threed import cli, schema
 from threed.prediction.analytic import Hardware
 
@@ -43,6 +46,18 @@ Written by `docs/reference/generate.py` from `threed/cli.py`: do not edit.
 | 1 | the run failed |
 | 2 | the input is at fault |
 | 3 | a machine computes wrongly: [faults](../faults.md#a-machine-that-computes-wrongly) |"""
+
+API_HEAD = """# Python reference
+
+Written by `docs/reference/generate.py` from the docstrings of `threed`: do not edit.
+
+`import threed` offers these names; the command line calls the same code."""
+API_TAIL = """The built site has their methods and arguments below; `help(threed.train)` prints them.
+
+```{eval-rst}
+.. automodule:: threed
+   :members:
+```"""
 
 
 def config_page() -> str:
@@ -90,6 +105,25 @@ def cli_page() -> str:
     return "\n".join(lines) + "\n"
 
 
+def api_page() -> str:
+    """The public names, a row each."""
+    title, _, rest = (inspect.getdoc(threed) or "").partition("\n\n")
+    example, _, about = rest.partition("\n\n")
+    lines = [API_HEAD, "", title, "", "```text", inspect.cleandoc(example), "```", "", about, "",
+             "| name | what it is |", "|---|---|"]
+    for name in threed.__all__:
+        value = getattr(threed, name)
+        words = " ".join((inspect.getdoc(value) or "").partition("\n\n")[0].split())
+        call = f"threed.{name}" + (_signature(value) if inspect.isfunction(value) else "")
+        lines.append(f"| `{call}` | {_cell(words.partition('. ')[0].rstrip('.:'))} |")
+    return "\n".join([*lines, "", API_TAIL]) + "\n"
+
+
+def _signature(function: Any) -> str:
+    """The names of a function's arguments."""
+    return f"({', '.join(inspect.signature(function).parameters)})"
+
+
 def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
@@ -97,6 +131,7 @@ def _cell(text: str) -> str:
 def pages() -> Iterator[tuple[Path, str]]:
     yield HERE / "config.md", config_page()
     yield HERE / "cli.md", cli_page()
+    yield HERE / "api.md", api_page()
 
 
 if __name__ == "__main__":

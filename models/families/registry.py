@@ -6,14 +6,18 @@ A family is a file in this folder and a line below. Or it is a module or file of
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.util
+import inspect
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 
-from threed.errors import InputError
+from threed.errors import InputError, ThreedError, line_of
 from threed.models.families.base import Family
 from threed.models.families.gpt import GPT
 from threed.models.families.llama import LLAMA
@@ -45,7 +49,40 @@ def family_of(name: str) -> Family:
         raise InputError(f"{asked}: {where} {wrong}; it must be a threed.models.families.base.Family")
     if not issubclass(family.config, ModelConfig):
         raise InputError(f"{asked}: its config must be a dataclass that extends threed.schema.ModelConfig")
+    if problem := _forgotten(family.config):
+        raise InputError(f"{asked}: {problem}")
     return family
+
+
+def _forgotten(config: type[ModelConfig]) -> str | None:
+    """Why a default or a key that a configuration's class names would be ignored, if one would."""
+    keys = {leaf.name for leaf in dataclasses.fields(config)}
+    for kind in config.__mro__[:config.__mro__.index(ModelConfig)]:
+        annotated = {name: text for name, text in inspect.get_annotations(kind).items()
+                     if "ClassVar" not in str(text)}
+        bare = [name for name in vars(kind) if name in keys and name not in annotated]
+        if "__dataclass_fields__" not in vars(kind) and (annotated or bare):
+            return (f"{kind.__name__}.{[*annotated, *bare][0]} is ignored, because {kind.__name__} is no "
+                    "dataclass: write @dataclass above the class")
+        if bare:
+            return (f"{kind.__name__}.{bare[0]} is ignored, because it has no type: write "
+                    f"'{bare[0]}: {type(vars(kind)[bare[0]]).__name__} = ...'")
+    return None
+
+
+@contextmanager
+def calling(family: str, what: str) -> Iterator[None]:
+    """Within the context, an error in a family of somebody's own is an InputError that names family, function
+    and line. An error in one of threed's own families passes as it is."""
+    try:
+        yield
+    except ThreedError:
+        raise
+    except Exception as error:
+        if family in FAMILIES:
+            raise
+        raise InputError(f"model.family={family}: {what} failed: {type(error).__name__}: {error}"
+                         f"{line_of(error)}") from error
 
 
 def _from_file(asked: str, path: Path) -> ModuleType:
@@ -58,7 +95,8 @@ def _from_file(asked: str, path: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise InputError(f"{asked}: {path} cannot be imported: {type(error).__name__}: {error}") from error
+        raise InputError(f"{asked}: {path} cannot be imported: {type(error).__name__}: {error}"
+                         f"{line_of(error)}") from error
     return module
 
 
@@ -66,4 +104,5 @@ def _from_package(asked: str, where: str) -> ModuleType:
     try:
         return importlib.import_module(where)
     except Exception as error:
-        raise InputError(f"{asked}: {where} cannot be imported: {type(error).__name__}: {error}") from error
+        raise InputError(f"{asked}: {where} cannot be imported: {type(error).__name__}: {error}"
+                         f"{line_of(error)}") from error

@@ -70,6 +70,7 @@ class Layer(Part):
     name: str
     tile: Tile = WHOLE
     adds = False  # whether it only adds to its input: it keeps nothing, and passes the gradient on unchanged
+    tokens = False  # whether it embeds the batch's tokens; the first layer does
     loss = False  # whether it adds to the loss; the last layer does
     reads: tuple[str, ...] = ()  # names of tensors that earlier layers hand it
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 class Embedding(Layer):
     kind, cell, axis = "embedding", "token of the vocabulary", "tp"
+    tokens = True
 
     def __init__(self, model: ModelConfig, tile: Tile = WHOLE):
         self.model, self.tile, self.name = model, tile, tile.of("embedding")

@@ -3,11 +3,12 @@ loss."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from tests.harness import assert_contract, tiny
+from tests.harness import assert_contract, loopback, tiny
 from threed.errors import ThreedError
 from threed.planner import make_plan
 
@@ -64,6 +65,33 @@ def test_bad_families(family):
     with pytest.raises(ThreedError, match=BAD[family]):
         tiny(f"model.family={family}")
     assert Path("tests/families/parallel_block.py").is_file()
+
+
+FAILS = """
+from threed.later import F
+from threed.models.families.base import Family
+from threed.models.layers.base import Layer
+from threed.models.layers.embedding import Embedding
+from threed.models.layers.head import Head
+
+class Fails(Layer):
+    name = "the layer"
+
+    def forward(self, x, batch):
+        return F.relu(x.reshape(7, -1))
+
+FAILS = Family(lambda model: [Embedding(model), Fails(), Head(model)])
+"""
+
+
+def test_a_layer_that_fails(tmp_path):
+    """An error in a layer of one's own names the unit and the line, and not the line in torch."""
+    file = tmp_path / "fails.py"
+    file.write_text(FAILS)
+    config = tiny(*SMALL[:-1], f"model.family={file}:FAILS")
+    with pytest.raises(ThreedError, match=r"FORWARD u1 m0(?s:.*)\n  the layer: RuntimeError: .*invalid"
+                                          rf".* \({re.escape(str(file))}, line 12\)$"):
+        loopback(config)
 
 
 def test_sizes_imply_their_family():

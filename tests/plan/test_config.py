@@ -34,12 +34,34 @@ def one(*overrides: str, world_size: int | None = None) -> str:
 
 @pytest.mark.parametrize("key, nearest", [
     ("model.layer", "model.layers"), ("modle.layers", "model.layers"), ("hiden", "model.hidden"),
-    ("optimiser.lr", "optimizer.lr"), ("train.optimizer.lr", "optimizer.lr"), ("parallel.zero", None)])
+    ("optimiser.lr", "optimizer.lr"), ("train.optimizer.lr", "optimizer.lr"), ("parallel.zero", None),
+    ("train.lr", "optimizer.lr"), ("optimizer.warmup", "optimizer.warmup_steps"),
+    ("train.global_batch", "train.global_batch_size")])
 def test_unknown_key(key, nearest):
     """A misspelt key that is ignored: another model is trained than the one asked for."""
     problem = one(f"{key}=3")
     assert problem.startswith(f"{key}: unknown key")
     assert nearest is None or problem.endswith(f"did you mean {nearest}?")
+
+
+@pytest.mark.parametrize("key, instead", [
+    ("parallel.tensor_model_parallel_size", "parallel.tp"), ("model.num_attention_heads", "model.heads"),
+    ("num-query-groups", "model.kv_heads"), ("model.swiglu", "model.activation=swiglu"),
+    ("--lr-warmup-iters", "optimizer.warmup_steps"), ("num_layers", "model.layers")])
+def test_key_of_megatron(key, instead):
+    """The nearest of threed's names is far from the one that is meant."""
+    assert one(f"{key}=3") == f"{key}: unknown key; for Megatron-LM's {key} use {instead}"
+
+
+@pytest.mark.parametrize("key", [
+    "parallel.tensor_parallel", "model.dim", "model.moe", "checkpoint.save_every"])
+def test_no_far_suggestion(key):
+    assert one(f"{key}=3") == f"{key}: unknown key; the keys are listed in configs/reference.yaml"
+
+
+def test_a_value_for_a_section():
+    assert one("train=5") == ("train=5: train is a section; give values to its keys, such as "
+                              "train.steps")
 
 
 @pytest.mark.parametrize("override", [

@@ -142,10 +142,25 @@ def _texts(file: Path) -> list[str]:
     return texts
 
 
-def test_deepspeed_keys():
-    """docs/coming-from.md has each of DeepSpeed's keys that the errors know."""
+def test_other_frameworks_keys():
+    """docs/coming-from.md has each key that the errors know, and what they say instead is a key."""
     text = (ROOT / "docs" / "coming-from.md").read_text()
     assert not [key for key in synonyms._KEYS if f"`{key}`" not in text]
+    options = {option.replace("-", "_") for option in re.findall(r"--([a-z][\w-]+)", text)}
+    assert set(synonyms._MEGATRON) <= options
+    # what threed calls the same, or has no single key for
+    assert options - set(synonyms._MEGATRON) == {
+        "global_batch_size", "micro_batch_size", "sequence_parallel", "bf16", "fp16", "lr", "min_lr",
+        "clip_grad", "weight_decay"}
+    for instead in synonyms._MEGATRON.values():
+        assert instead.startswith("no key") or re.split(r"[ =]", instead)[0] in known_keys()
+
+
+def test_guides_are_listed():
+    """The first page about extending leads to every guide, family and layer first."""
+    listed = re.findall(r"\]\((\w+)\.md\)", (ROOT / "docs" / "extending" / "index.md").read_text())
+    guides = {path.stem for path in (ROOT / "docs" / "extending").glob("*.md")} - {"index"}
+    assert set(listed) == guides and listed[:2] == ["family", "layer"]
 
 
 def test_named_keys_exist():

@@ -9,6 +9,7 @@ from textwrap import indent
 
 import pytest
 
+from threed import show
 from threed.config import load
 from threed.errors import InputError, PlanError
 from threed.pipeline import orders
@@ -17,7 +18,7 @@ from threed.pipeline.plan import communicate, expand
 from threed.planner import make_plan, make_table
 from threed.prediction.bare import parse_times, predict_bare
 from threed.program.instruction import Op
-from threed.program.show import grid, timeline, unit_cost
+from threed.program.show import grid, legend, timeline, unit_cost
 from threed.program.walk import Mode, link, memory, walk
 
 UNIT = {"f": 1.0, "b": 1.0, "w": 1.0, "comm": 0.0}
@@ -229,6 +230,22 @@ def test_golden(name):
 def test_pictures_of_the_source(schedule):
     """The pictures at the top of pipeline/orders.py are those that the programs give."""
     assert indent(grid(plan_of(schedule, 3, 4)), "    ") + "\n" in (orders.__doc__ or "")
+
+
+FORWARD, WHOLE = "a forward of a stage drawn as 1", "a backward as 2"
+HALVES = "each half of a split backward as 1: B the input's gradient, W the weights'"
+
+
+@pytest.mark.parametrize("schedule, said, widths", [
+    ("1f1b", (FORWARD, WHOLE), {"F": 1, "B": 2}), ("zb-h1", (FORWARD, HALVES), {"F": 1, "B": 1, "W": 1}),
+    ("dualpipe-v", (FORWARD, WHOLE, HALVES), None)])
+def test_legend(schedule, said, widths):
+    """The legend tells how wide items are drawn, also where backward is split."""
+    plan = make_plan(load("configs/toy.yaml", [f"parallel.schedule={schedule}"]))
+    assert legend(plan) == ", ".join(said) and show(plan).endswith(f"({legend(plan)})\n{grid(plan)}")
+    for row in grid(plan).splitlines() if widths else ():
+        items = [item for item in row.split()[1:] if item != "."]
+        assert Counter(items) == {f"{letter}{m}": width for letter, width in widths.items() for m in range(4)}
 
 
 def test_grid_says_what_the_programs_do():

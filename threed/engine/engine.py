@@ -15,14 +15,14 @@ from typing import Any
 from threed.activation.run import ActivationRun
 from threed.comm import Comm
 from threed.engine.clock import make_clock
-from threed.errors import RunError, ThreedError
+from threed.errors import RunError, ThreedError, line_of
 from threed.offload.run import OffloadRun
 from threed.pipeline.run import PipelineRun
 from threed.planner import layouts
 from threed.program.buffers import buffers
 from threed.program.check import describe
 from threed.program.effects import effects
-from threed.program.instruction import MESSAGES, Instruction, Slot
+from threed.program.instruction import COMPUTE, MESSAGES, Instruction, Slot
 from threed.program.table import SNAPSHOT, VERIFY, WAITING, Plan
 from threed.program.trace import Trace, Wait, sources
 from threed.program.walk import link
@@ -125,7 +125,8 @@ class Engine:
         except ThreedError:
             raise
         except Exception as error:
-            raise RunError(f"{self.where()}\n  {type(error).__name__}: {error}") from error
+            raise RunError(f"{self.where()}\n  {self._unit()}{type(error).__name__}: {error}"
+                           f"{line_of(error)}") from error
         finally:
             self.current = None
         trace = Trace(name, epoch, list(map(since, issued)), list(map(since, started)),
@@ -178,6 +179,14 @@ class Engine:
         shown = ", ".join(alive[:12]) + (f" and {len(alive) - 12} more" if len(alive) > 12 else "")
         place = describe(name, programs, self.position, index, "here")
         return f"{me} {waiting}\n{place}\n  alive: {shown or 'nothing'}"
+
+    def _unit(self) -> str:
+        """The name of the unit that is being computed, before a failure: "blocks.3: "."""
+        name, index, _ = self.current or ("", 0, 0.0)
+        instruction = self.plan.programs[name][self.position][index] if name else None
+        if instruction is None or instruction.op not in COMPUTE:
+            return ""
+        return f"{self.plan.table.units[instruction.unit].name}: "
 
     def _awaited(self, name: str, index: int) -> str:
         """The ranks that an instruction waits for, in words: those that take part in it, or in the

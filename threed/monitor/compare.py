@@ -14,10 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
-from threed.errors import ConfigError, InputError
+from threed.config import of_values
+from threed.errors import InputError
 from threed.mesh import AXES
 from threed.monitor.attribute import CAUSES, attribute, parts
 from threed.monitor.traces import RankTrace, RunTrace, read_run
@@ -30,7 +28,6 @@ from threed.program.trace import Trace, Wait
 from threed.program.walk import Walk, link
 from threed.quantity import show_seconds
 from threed.schema import Config
-from threed.validate import validate
 
 CONFIG = "config.json"
 MOST_STEPS = 10
@@ -57,15 +54,13 @@ def load_config(run: Path) -> Config:
     file = run / CONFIG
     try:
         values = json.loads(file.read_text())
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), values))
+        if not isinstance(values, dict):
+            raise ValueError(f"it has a {type(values).__name__}, and must have the sections of a config")
     except FileNotFoundError:
         raise InputError(f"{file}: there is none; is {run} the run.dir of a run?") from None
-    except (OSError, ValueError, TypeError, OmegaConfBaseException) as error:
+    except (OSError, ValueError) as error:
         raise InputError(f"{file} cannot be read: {' '.join(str(error).split())}") from None
-    assert isinstance(config, Config)
-    if problems := validate(config):
-        raise ConfigError(problems, str(file))
-    return config
+    return of_values(values, str(file))
 
 
 # ---------------------------------------------------------------- measured | predicted

@@ -60,6 +60,14 @@ def grid(plan: Plan, name: str = "train", most: int = 160) -> str:
     return "\n".join(lines)
 
 
+def legend(plan: Plan, name: str = "train") -> str:
+    """How many columns of `grid` an item of a program takes, and the letters that are not plain."""
+    ops = {instruction.op for program in plan.programs[name] for instruction in program}
+    texts = {Op.FORWARD: "a forward of a stage drawn as 1", Op.BACKWARD: "a backward as 2",
+             Op.BACKWARD_INPUT: "each half of a split backward as 1: B the input's gradient, W the weights'"}
+    return ", ".join(text for op, text in texts.items() if op in ops)
+
+
 def listing(plan: Plan, position: int, name: str = "train") -> str:
     """The program of a position, one instruction a line."""
     program = plan.programs[name][position]

@@ -1,0 +1,37 @@
+"""The summary at the end of a run."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from threed.callbacks import Logging
+
+
+def test_numbers_are_of_the_same_steps():
+    """A loss that is a mean of ten steps above the speed of the last step alone, which was interrupted."""
+    said: list[str] = []
+    log = SimpleNamespace(step=lambda *_: None, say=said.append, path="metrics.jsonl", wandb_dir=None)
+    steps: Any = iter([9.0, 9.0, *[1.0] * 9, 3.0])
+
+    def metrics(*_: Any) -> dict[str, float]:
+        step_s = next(steps)
+        return {"perf/step_s": step_s, "perf/tokens_per_s": 600.0 / step_s, "memory/peak_bytes": 2.0**20,
+                "pipeline/bubble_measured": 0.5 if step_s == 3.0 else 0.1, "pipeline/bubble_predicted": 0.1}
+
+    meter = SimpleNamespace(metrics=metrics, stragglers=SimpleNamespace(warnings=[]))
+    checkpoints = SimpleNamespace(metrics=dict, newest="runs/x/checkpoints/step-00000012")
+    trainer: Any = SimpleNamespace(log=log, meter=meter, checkpoints=checkpoints, step_number=12,
+                                   config=SimpleNamespace(tokens_per_step=600))
+    logging = Logging()
+    logging.on_start(trainer)
+    for number in range(1, 13):
+        step: Any = SimpleNamespace(number=number, loss=13.0 - number, measured=None,
+                                    metrics={"train/loss": 13.0 - number})
+        logging.on_step_end(trainer, step)
+    logging.on_end(trainer)
+    assert said[0].splitlines() == [
+        "", "mean of the last 10 steps:", "loss       12.0000 (first step) -> 5.5000",
+        "speed      500 tokens/s, 1.2 s a step", "bubble     14.0% measured, 10.0% predicted",
+        "memory     1.0 MiB at the peak of the largest rank"]
+    assert said[1].splitlines()[0] == "checkpoint runs/x/checkpoints/step-00000012"

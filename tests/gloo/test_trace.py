@@ -243,7 +243,7 @@ def test_damaged_traces(damage, words, copy, tmp_path):
 
 @pytest.mark.parametrize(("damage", "words"), [
     ("none", "config.json: there is none"), ("torn", "config.json cannot be read"),
-    ("key", "config.json cannot be read"),
+    ("key", "config.json:\n  - model.layerz: unknown key"),
     ("value", "model.heads=7"), ("other", "makes plan")])
 def test_bad_config(damage, words, copy):
     """The plan is made again from the run's config, or the reason is said."""

@@ -506,7 +506,7 @@ def test_any_bit_of_latest(tmp_path):
     {"files": {"a": 1}}, {"files": {"rank-00000.safetensors": []}}, {"files": {"../x": [1, 1, 1]}},
     {"files": {"/etc/passwd": [1, 1, 1]}}, {"files": {"rank-000000.safetensors": [1, 1, 1]}}, {"lineage": []},
     {"lineage": ["x", [1]]}, {"parameters": {}}, {"parameters": {"x": {}}},
-    {"mesh": {"pp": "1", "dp": 1, "tp": 1}},
+    {"mesh": {"pp": "1", "dp": 1, "tp": 1}}, {"mesh": {"pp": 0, "dp": 1, "tp": 1}},
     {"config": {"model": {}, "train": 3}}], ids=str)
 def test_a_manifest_of_somebody_else(change, source, tmp_path):
     """A manifest with a right checksum and wrong content: one message, no traceback."""

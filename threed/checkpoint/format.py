@@ -248,6 +248,12 @@ def _lineage(value: Any) -> bool:
                     for each in value[1]))
 
 
+def _mesh(value: Any) -> bool:
+    """Axis -> number of ranks along it, for one axis at least, and the order of the axes."""
+    sizes = [size for axis, size in value.items() if axis != "order"] if isinstance(value, dict) else []
+    return bool(sizes) and all(_count(size) and size > 0 for size in sizes)
+
+
 _WAITING = _has(loss=_number, grad_norm=_number, scale=_number, finite=_number, loss_scale=_number)
 
 # What a manifest must hold, whoever wrote it. A file must have a rank's name, so that no file outside the
@@ -257,9 +263,7 @@ _KEYS: dict[str, Callable[[Any], bool]] = {
     "loss_scaler": lambda value: value == {} or _has(scale=_number, good=_number, left=_number)(value),
     "waiting": lambda value: value is None or (_WAITING(value) and len(value) == 5),
     "lineage": _lineage,
-    # axis -> ranks along it, and the order of the axes
-    "mesh": lambda value: _object(value) and all(_count(size) and size > 0
-                                                 for axis, size in value.items() if axis != "order"),
+    "mesh": _mesh,
     "config": lambda value: _has(model=_object)(value) and _each(_object)(value),
     "parameters": _each(_has(at=_count, size=_count, crc=_count, sums=_object)),
     "files": _each(lambda value: isinstance(value, list) and len(value) == 3 and all(map(_count, value)),

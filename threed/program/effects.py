@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from threed.mesh import GROUPS
 from threed.program.instruction import COMPUTE, WORDS, Instruction, Op, Slot, Tier
-from threed.program.table import PHASES, Table, gradient_kind
+from threed.program.table import Table, gradient_kind
 
 
 class Effects(NamedTuple):
@@ -57,8 +57,13 @@ class Passed(NamedTuple):
     reads: tuple[Slot, ...]
 
 
+_NOTHING = Passed((), ())
+
+
 def _passed(item: Instruction, table: Table) -> Passed:
     unit = table.units[item.unit]
+    if not unit.makes and not unit.reads:  # most units
+        return _NOTHING
     return Passed(tuple(Slot(handed.name, item.unit, item.microbatch) for handed in unit.makes),
                   tuple(Slot(read.name, read.unit, item.microbatch) for read in unit.reads))
 
@@ -79,12 +84,12 @@ def _forward(item: Instruction, table: Table, _: int) -> Effects:
     before = _slots("act", unit - 1, microbatch, unit > 0)
     after = _slots("act", unit, microbatch, unit < table.last)
     saved = _slots("kept" if item.keep == "input" else "saved", unit, microbatch, item.keep != "none")
-    last = [read.last for read in table.units[unit].reads]
-    unused = compress(passed.reads, last) if item.keep == "none" else ()
+    last = [read.last for read in table.units[unit].reads] if item.keep == "none" else ()
+    unused = compress(passed.reads, last)
     loss = (Slot("loss"),) if table.units[unit].loss else ()
     return Effects("compute", (*_params(table, unit), *before, *passed.reads),
                    (*after, *saved, *passed.makes), adds=loss,
-                   frees=(*before, *unused), groups=_groups(item, table))
+                   frees=(*before, *unused), groups=table.groups[item.op, item.unit])
 
 
 def _recompute(item: Instruction, table: Table, _: int) -> Effects:
@@ -93,7 +98,7 @@ def _recompute(item: Instruction, table: Table, _: int) -> Effects:
     kept, passed = (Slot("kept", unit, microbatch),), _passed(item, table)
     return Effects("compute", (*_params(table, unit), *kept, *passed.reads),
                    (Slot("saved", unit, microbatch),),
-                   updates=passed.makes, frees=kept, groups=_groups(item, table))
+                   updates=passed.makes, frees=kept, groups=table.groups[item.op, item.unit])
 
 
 def _backward(item: Instruction, table: Table, _: int) -> Effects:
@@ -109,21 +114,14 @@ def _backward(item: Instruction, table: Table, _: int) -> Effects:
         adds = (*_wgrads(table, unit), *adds)
     else:
         writes = (*writes, Slot("operands", unit, microbatch))
-    return Effects("compute", reads, writes, adds=adds, frees=used, groups=_groups(item, table))
+    return Effects("compute", reads, writes, adds=adds, frees=used, groups=table.groups[item.op, item.unit])
 
 
 def _backward_weight(item: Instruction, table: Table, _: int) -> Effects:
     _computes(item, table)
     operands = (Slot("operands", item.unit, item.microbatch),)
     return Effects("compute", operands, adds=_wgrads(table, item.unit), frees=operands,
-                   groups=_groups(item, table))
-
-
-def _groups(item: Instruction, table: Table) -> tuple[str, ...]:
-    """The groups over which a compute instruction sends. The group with an axis's name is all ranks along
-    it."""
-    traffic = table.units[item.unit].traffic
-    return tuple(sorted({axis for phase in PHASES[item.op] for axis, size in traffic[phase].items() if size}))
+                   groups=table.groups[item.op, item.unit])
 
 
 def _slots(kind: str, unit: int, microbatch: int, exists: bool) -> tuple[Slot, ...]:

@@ -160,6 +160,14 @@ class Table:
         return {}
 
     @cached_property
+    def groups(self) -> dict[tuple[Op, int], tuple[str, ...]]:
+        """Compute op and unit -> the groups over which it sends. The group with an axis's name is all ranks
+        along it."""
+        return {(op, index): tuple(sorted({axis for phase in phases
+                                           for axis, size in unit.traffic[phase].items() if size}))
+                for op, phases in PHASES.items() for index, unit in enumerate(self.units)}
+
+    @cached_property
     def _held(self) -> dict[int, tuple[int, ...]]:
         return {position: tuple(p for p, unit in self.parameters.items() if position in unit.positions)
                 for position in range(self.num_positions)}

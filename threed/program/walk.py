@@ -150,6 +150,7 @@ def _merge(programs: Sequence[Program], links: Sequence[Links], mode: Mode,
            cost: Cost | None) -> tuple[list[list[int]], list[float]]:
     """Give each instruction a node, and each node its seconds. A collective over several positions is one
     node: it begins and ends everywhere together. In BLOCKING mode a SEND and its RECV are one node too."""
+    across = {group for group, row in GROUPS.items() if row.across_positions}
     shared: dict[object, int] = {}
     node_of: list[list[int]] = []
     seconds: list[float] = []
@@ -157,7 +158,9 @@ def _merge(programs: Sequence[Program], links: Sequence[Links], mode: Mode,
         counts: dict[object, int] = {}
         nodes = []
         for instruction, effect in zip(program, links[position].effects, strict=True):
-            key: object = next((group for group in effect.groups if GROUPS[group].across_positions), None)
+            key: object = None
+            if not across.isdisjoint(effect.groups):
+                key = next(group for group in effect.groups if group in across)
             if mode == Mode.BLOCKING and instruction.op in MESSAGES:
                 key = _channel(position, instruction)
             node = len(seconds)
@@ -200,8 +203,9 @@ def _visit(node_of: list[list[int]], seconds: list[float], after: list[list[int]
 
 def _channel(position: int, instruction: Instruction) -> tuple[int, int, str]:
     """(sender, receiver, act or grad) of a message."""
-    ends = (position, instruction.peer) if instruction.op == Op.SEND else (instruction.peer, position)
-    return (*ends, instruction.kind)
+    if instruction.op == Op.SEND:
+        return position, instruction.peer, instruction.kind
+    return instruction.peer, position, instruction.kind
 
 
 Channels = dict[tuple[int, int, str], tuple[list[tuple[int, int]], list[tuple[int, int]]]]

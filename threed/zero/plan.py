@@ -129,15 +129,18 @@ def _gather(program: Program, table: Table, position: int) -> Program:
     for unit in once:
         gathers[0].append(unit)
         releases[last[unit]].append(unit)
-    windowed = [(index, [unit for unit in units if unit not in once]) for index, units in uses]
-    _window([use for use in windowed if use[1]], _capacity(table, position), table.zero.prefetch, gathers,
-            releases)
+    if len(once) < len(last):
+        windowed = [(index, [unit for unit in units if unit not in once]) for index, units in uses]
+        _window([use for use in windowed if use[1]], _capacity(table, position), table.zero.prefetch, gathers,
+                releases)
     out = []
     for index, instruction in enumerate(program):
-        out += [Instruction(Op.GATHER, unit, group=table.parameters[unit].shard_group)
-                for unit in gathers[index]]
+        if index in gathers:
+            out += [Instruction(Op.GATHER, unit, group=table.parameters[unit].shard_group)
+                    for unit in gathers[index]]
         out.append(instruction)
-        out += [Instruction(Op.RELEASE, unit) for unit in releases[index]]
+        if index in releases:
+            out += [Instruction(Op.RELEASE, unit) for unit in releases[index]]
     return out
 
 

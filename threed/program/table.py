@@ -349,8 +349,7 @@ class Plan:
     plain      with delayed updates: a step that applies its own gradients
     enter      with delayed updates: the first delayed step, which applies no gradients
     drain      with delayed updates: the last step, which applies the waiting gradients and its own
-    verify     a step without its update: the first computation of a step that is computed twice
-               (run.verify_every)
+    verify     a step without its update: the first run of a step that is computed twice (run.verify_every)
     evaluate   forward only
     snapshot   between two steps: copies to the host what a checkpoint saves, while the next step begins
     snapshot_waiting   the same while gradients wait for their STEP

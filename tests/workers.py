@@ -1,9 +1,16 @@
-"""Worker processes for tests over gloo: forked once from a process that has imported everything, then
-reused."""
+"""Worker processes for tests over gloo: forked once from a process that has imported everything.
+
+For each call a worker forks again: gloo leaves threads behind that never sleep for long, and hundreds of them
+would slow down all tests that follow.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
+import os
+import pickle
+import signal
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -11,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from threed.children import die_with_parent
 
 TIMEOUT_S = 120.0
 
@@ -26,8 +35,11 @@ class Workers:
         self._pipes, self._processes = [], []
         for rank in range(count):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, theirs), daemon=True)
+            process = context.Process(target=_serve, args=(os.getpid(), rank, theirs), daemon=True)
             process.start()
+            assert process.pid is not None
+            with contextlib.suppress(PermissionError):  # it has done so itself
+                os.setpgid(process.pid, process.pid)
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
@@ -36,26 +48,39 @@ class Workers:
         self._calls += 1
         path = str(Path(self._scratch.name) / f"store-{self._calls}")
         for pipe in self._pipes[:count]:
-            pipe.send((work, path, args))
+            pipe.send((self._calls, work, path, args))
         results = []
         for rank, pipe in enumerate(self._pipes[:count]):
-            assert pipe.poll(TIMEOUT_S), f"worker {rank} does not answer"
-            ok, value = pipe.recv()
+            call, ok, value = 0, False, None
+            while call != self._calls:  # the answer to a call before, which somebody gave up
+                assert pipe.poll(TIMEOUT_S), f"worker {rank} does not answer"
+                call, ok, value = pickle.loads(pipe.recv_bytes())
             assert ok, f"worker {rank} failed:\n{value}"
             results.append(value)
         return results
 
     def close(self) -> None:
         for process in self._processes:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)
         self._scratch.cleanup()
 
 
-def _serve(rank: int, pipe: Any) -> None:
+def _serve(parent: int, rank: int, pipe: Any) -> None:
+    os.setpgid(0, 0)
+    die_with_parent(parent)
     torch.set_num_threads(1)
     while True:
-        work, path, args = pipe.recv()
-        try:
-            pipe.send((True, work(rank, path, *args)))
-        except BaseException:
-            pipe.send((False, traceback.format_exc()))
+        call, work, path, args = pipe.recv()
+        me = os.getpid()
+        if os.fork() == 0:
+            die_with_parent(me)
+            try:
+                answer = call, True, work(rank, path, *args)
+            except BaseException:
+                answer = call, False, traceback.format_exc()
+            pipe.send_bytes(pickle.dumps(answer))  # `send` would leave tensors in this process's memory
+            os._exit(0)
+        _, status = os.wait()
+        if status:
+            text = f"it ended with status {os.waitstatus_to_exitcode(status)}"
+            pipe.send_bytes(pickle.dumps((call, False, text)))

@@ -13,6 +13,7 @@ import contextlib
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,17 +54,16 @@ class WeightGrads:
     def __init__(self) -> None:
         self.put_off: list[Callable[[], None]] | None = None
 
-    def take(self, weight: torch.Tensor, grad: torch.Tensor, x: torch.Tensor,
-             gather: Group | None) -> torch.Tensor | None:
-        """The gradient of `weight` from its product's output gradient and its input (which is gathered over
-        tp first, with `gather`). Returns None where autograd must not add the gradient: `weight.add_product`
-        gets the factors instead, now or later."""
-        # The graph of a delayed product would keep the unit's input alive.
-        grad, x = grad.detach(), x.detach()
+    def take(self, weight: torch.Tensor, grad: torch.Tensor,
+             x: Callable[[], torch.Tensor]) -> torch.Tensor | None:
+        """The gradient of `weight` from its product's output gradient and its input, which `x` returns.
+        Returns None where autograd must not add the gradient: `weight.add_product` gets the factors instead,
+        now or later."""
+        grad = grad.detach()  # the graph of a delayed product would keep the unit's input alive
 
         def factors() -> tuple[torch.Tensor, torch.Tensor]:
             """[S, B, O], [S, B, I] -> [O, SB], [SB, I]."""
-            whole = x if gather is None else _gather(x, gather)
+            whole = x()
             return grad.reshape(-1, grad.shape[-1]).t(), whole.reshape(-1, whole.shape[-1])
 
         add = getattr(weight, "add_product", None)
@@ -87,9 +87,19 @@ def parallel_config(group: Group, sequence_parallel: bool, dtype: torch.dtype) -
 
 def _gather(x: torch.Tensor, group: Group) -> torch.Tensor:
     """[s, B, ...] -> [S, B, ...]."""
+    return _begin_gather(x, group)()
+
+
+def _begin_gather(x: torch.Tensor, group: Group) -> Callable[[], torch.Tensor]:
+    """Begin to gather, and return the function that waits for the result."""
     output = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
-    group.all_gather(output, x.contiguous()).wait()
-    return output
+    handle = group.all_gather(output, x.contiguous())
+
+    def end() -> torch.Tensor:
+        handle.wait()
+        return output
+
+    return end
 
 
 def _scatter_sum(x: torch.Tensor, group: Group) -> torch.Tensor:
@@ -112,15 +122,23 @@ class _Column(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor):
         grad, (x, weight) = grads[0], ctx.saved_tensors
-        group: Group = ctx.layer.group
+        group, sp, weight_grads = ctx.layer.group, ctx.layer.sp, ctx.layer.weight_grads
+        x = x.detach()
+        # Of x, only this rank's tokens were saved. They are gathered beside the product for x's gradient, and
+        # that gradient is summed beside the product for the weight's: neither waits behind the other.
+        if not sp:
+            whole: Callable[[], torch.Tensor] = lambda: x  # noqa: E731
+        elif weight_grads.put_off is None:
+            whole = _begin_gather(x, group)
+        else:
+            whole = partial(_gather, x, group)
         grad_x = grad @ weight
-        if ctx.layer.sp:
+        if sp:
             output = grad_x.new_empty((grad_x.shape[0] // group.size(), *grad_x.shape[1:]))
             handle, grad_x = group.reduce_scatter(output, grad_x), output
         else:
             handle = group.all_reduce(grad_x)
-        # This overlaps with the sum of the input's gradient. Of x, only this rank's tokens were saved.
-        grad_weight = ctx.layer.weight_grads.take(ctx.weight, grad, x, group if ctx.layer.sp else None)
+        grad_weight = weight_grads.take(ctx.weight, grad, whole)
         grad_bias = grad.sum((0, 1)) if ctx.has_bias else None
         handle.wait()
         return grad_x, grad_weight, grad_bias, None
@@ -142,8 +160,9 @@ class _Row(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor):
         x, weight = ctx.saved_tensors
+        x = x.detach()
         grad = _gather(grads[0], ctx.layer.group) if ctx.layer.sp else grads[0]
-        return grad @ weight, ctx.layer.weight_grads.take(ctx.weight, grad, x, None), None
+        return grad @ weight, ctx.layer.weight_grads.take(ctx.weight, grad, lambda: x), None
 
 
 class _SumOverTp(torch.autograd.Function):

@@ -60,9 +60,10 @@ def pytest_configure(config):
 
 def pytest_collection_finish():
     """Imported objects live until the end: freeze them, so that the garbage collector here and in forked
-    processes does not visit them again and again."""
+    processes does not visit them again and again. And collect less often: it takes a tenth of the time."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(100_000, 10, 10)
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ import copy
 import dataclasses
 import difflib
 import math
+from functools import lru_cache
 from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -136,6 +137,7 @@ def _read_yaml(path: str | Path) -> dict[str, Any]:
     return values  # pyright: ignore[reportReturnType]
 
 
+@lru_cache(1000)  # a millisecond each; who loads many configs repeats most of their overrides
 def _read_override(text: str) -> dict[str, Any]:
     key, equals, _ = text.partition("=")
     if not equals or not key.strip():
@@ -193,7 +195,8 @@ def _build(given: dict[str, Any]) -> tuple[Config, list[str]]:
     defaults = Config(model=model)
     keys = known_keys(defaults)
     given = {**{f"model.{key}": value for key, value in size.items()}, **given}
-    schema: DictConfig = OmegaConf.structured(defaults)
+    schema = copy.deepcopy(_schema(type(model)))
+    schema.model.family = model.family
     for key, value in given.items():
         if inside := [known for known in keys if known.startswith(f"{key}.")]:
             problems.append(f"{key}={value}: {key} is a section; give values to its keys, such as "
@@ -217,6 +220,11 @@ def _build(given: dict[str, Any]) -> tuple[Config, list[str]]:
     config = OmegaConf.to_object(schema)
     assert isinstance(config, Config)
     return config, problems
+
+
+@lru_cache(8)  # 30 ms each; a copy takes 5
+def _schema(model: type[ModelConfig]) -> DictConfig:
+    return OmegaConf.structured(Config(model=model()))
 
 
 def _owner(schema: DictConfig, key: str) -> tuple[DictConfig, str]:

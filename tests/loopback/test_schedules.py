@@ -15,7 +15,9 @@ from threed.prediction.cost import save_costs
 from threed.program.instruction import Op
 
 NAMES = [*SCHEDULES, "auto"]
-PRODUCT = list(itertools.product(NAMES, (2, 4, 8), (1, 2), (0, 1), ("1", "2", "p", "p+1", "2p", "3p+1")))
+MESHES = [(2, 1), (2, 2), (4, 1), (4, 2), (8, 1)]  # pp, tp: an order says nothing about tp
+PRODUCT = [(name, *mesh, zero, count) for name, mesh, zero, count in itertools.product(
+    NAMES, MESHES, (0, 1), ("1", "2", "p", "p+1", "2p", "3p+1"))]
 SAMPLE = random.Random(5).sample([case for case in PRODUCT if case[1] < 8], 40)
 
 

@@ -142,11 +142,15 @@ def test_pools_are_as_large_as_needed(schedule, way):
 
 # ---------------------------------------------------------------- budget
 
-def peak_and_cost(config: Config, units: set[int]) -> tuple[int, float]:
+def every_choice(config: Config) -> list[tuple[int, float]]:
+    """Peak bytes and cost of each subset of the units that may be recomputed; that of none first."""
     pipeline = make_pipeline(config)
-    plan = run_passes(config, pipeline, activation.mark(make_table(config, pipeline.place), units))
-    peak = max(row["activation_peak_bytes"] for row in stages(plan))
-    return peak, sum(unit_costs(config)[u][0] for u in units)
+    table, costs = make_table(config, pipeline.place), unit_costs(config)
+    units = activation.worthwhile(table)
+    subsets = [set(some) for n in range(len(units) + 1) for some in itertools.combinations(units, n)]
+    plans = (run_passes(config, pipeline, activation.mark(table, some)) for some in subsets)
+    return [(max(row["activation_peak_bytes"] for row in stages(plan)), sum(costs[u][0] for u in some))
+            for plan, some in zip(plans, subsets)]
 
 
 BUDGETS = {
@@ -163,16 +167,14 @@ def test_budget(name):
     """A choice above the budget, or dearer than it needs to be: against all subsets of units."""
     config = config_of("activation.policy=budget", "activation.budget=1TiB", "train.global_batch_size=4",
                        *BUDGETS[name])
-    units = activation.worthwhile(make_table(config, make_pipeline(config).place))
-    every = [peak_and_cost(config, set(some)) for n in range(len(units) + 1)
-             for some in itertools.combinations(units, n)]
+    every, costs = every_choice(config), unit_costs(config)
     least, most = min(peak for peak, _ in every), every[0][0]
     assert least < most
     for budget in (most, most - 1, *sorted(random.Random(3).sample(range(least, most), 6)), least):
         config.activation.budget = str(budget)
         plan = make_plan(config)
         peak = max(row["activation_peak_bytes"] for row in stages(plan))
-        cost = sum(unit_costs(config)[u][0] for u, unit in enumerate(plan.table.units) if unit.recompute)
+        cost = sum(costs[u][0] for u, unit in enumerate(plan.table.units) if unit.recompute)
         cheapest = min(cost for peak, cost in every if peak <= budget)
         assert peak <= budget and cost == cheapest, (budget, cost / cheapest if cheapest else cost)
     config.activation.budget = str(least - 1)

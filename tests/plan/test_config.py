@@ -323,3 +323,15 @@ def _reads(path: Path) -> set[tuple[str, str]]:
 def test_defaults_are_a_config():
     """The defaults themselves must run."""
     assert load(None) == load(None, [], 1) and subject.validate(Config(parallel=ParallelConfig(dp=1))) == []
+
+
+def test_configs_share_nothing():
+    """What a script does to one config must not appear in the next, though both are copies of one schema."""
+    text = "activation.pieces=[attention,norm]"
+    first = load(None, [text, "activation.policy=selective"])
+    assert first.activation.pieces is not None
+    first.activation.pieces.append("mlp_act")
+    first.model.layers += 1
+    second = load(None, [text, "activation.policy=selective"])
+    assert second.activation.pieces == ["attention", "norm"]
+    assert second.model.layers == load(None).model.layers == first.model.layers - 1

@@ -141,7 +141,8 @@ def test_bubble_rates(p, m):
 
 PAPER = [  # Qi et al. 2024, tables 5 and 6: p, m, times, bubble rates of 1F1B, ZB-H1, ZB-H2, ZB-2p
     (8, 24, "f=18.522,b=18.086,w=9.337,comm=0.601", 0.2431, 0.1585, 0.1083, 0.0433),
-    (32, 96, "f=10.419,b=10.207,w=7.715,comm=0.408", 0.2646, 0.1421, 0.0641, 0.0038)]
+    pytest.param(32, 96, "f=10.419,b=10.207,w=7.715,comm=0.408", 0.2646, 0.1421, 0.0641, 0.0038,
+                 marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("p, m, times, plain, h1, h2, searched", PAPER)

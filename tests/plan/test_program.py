@@ -29,8 +29,6 @@ from threed.schema import (
 )
 from threed.validate import stage_runs, validate
 
-NUM_CONFIGS = 2400
-
 
 def draw(rng: random.Random) -> Config:
     """A random valid config."""
@@ -61,10 +59,11 @@ def draw(rng: random.Random) -> Config:
             return config
 
 
-def test_generated_configs():
+@pytest.mark.parametrize("seed, count", [(7, 800), pytest.param(10, 2400, marks=pytest.mark.slow)])
+def test_generated_configs(seed, count):
     """A combination of features that gives a plan that is refused, or one that cannot run in some mode."""
-    rng, seen, digests = random.Random(7), Counter(), {}
-    for _ in range(NUM_CONFIGS):
+    rng, seen, digests = random.Random(seed), Counter(), {}
+    for _ in range(count):
         config = draw(rng)
         plan = make_plan(config)  # which checks it
         digests.setdefault(plan.digest, set()).add(content(plan))
@@ -72,8 +71,8 @@ def test_generated_configs():
                      f"tied {config.model.tie_embeddings}", f"sp {config.parallel.sequence_parallel}",
                      f"uneven {config.parallel.stage_units is not None}", *plan.programs))
     assert all(len(contents) == 1 for contents in digests.values()), "one digest for two different plans"
-    assert len(digests) > NUM_CONFIGS * 0.7
-    assert len(seen) == 17 and min(seen.values()) > 100, f"a feature is hardly drawn: {seen}"
+    assert len(digests) > count * 0.7
+    assert len(seen) == 17 and min(seen.values()) > count / 24, f"a feature is hardly drawn: {seen}"
 
 
 def content(plan: Plan) -> str:

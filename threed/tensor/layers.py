@@ -13,7 +13,6 @@ import contextlib
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -124,21 +123,20 @@ class _Column(torch.autograd.Function):
         grad, (x, weight) = grads[0], ctx.saved_tensors
         group, sp, weight_grads = ctx.layer.group, ctx.layer.sp, ctx.layer.weight_grads
         x = x.detach()
+
+        def whole() -> torch.Tensor:
+            return _gather(x, group) if sp else x
+
         # Of x, only this rank's tokens were saved. They are gathered beside the product for x's gradient, and
         # that gradient is summed beside the product for the weight's: neither waits behind the other.
-        if not sp:
-            whole: Callable[[], torch.Tensor] = lambda: x  # noqa: E731
-        elif weight_grads.put_off is None:
-            whole = _begin_gather(x, group)
-        else:
-            whole = partial(_gather, x, group)
+        operand = _begin_gather(x, group) if sp and weight_grads.put_off is None else whole
         grad_x = grad @ weight
         if sp:
             output = grad_x.new_empty((grad_x.shape[0] // group.size(), *grad_x.shape[1:]))
             handle, grad_x = group.reduce_scatter(output, grad_x), output
         else:
             handle = group.all_reduce(grad_x)
-        grad_weight = weight_grads.take(ctx.weight, grad, whole)
+        grad_weight = weight_grads.take(ctx.weight, grad, operand)
         grad_bias = grad.sum((0, 1)) if ctx.has_bias else None
         handle.wait()
         return grad_x, grad_weight, grad_bias, None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -69,7 +69,7 @@ def run(config: Config, steps: int) -> Result:
 class Reference:
     def __init__(self, config: Config):
         self.config, self.precision, self.dtype = config, config.precision, DTYPES[config.precision.dtype]
-        model = config.model
+        model = replace(config.model, loss_chunk=None)
         alone = {name: ThreadGroup(name, (0,), 0, Counter(), World(Mesh())) for name in GROUPS}
         context = Context(model, alone, False, self.dtype, WeightGrads())
         specs = parameters(model)

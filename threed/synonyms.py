@@ -78,6 +78,7 @@ _MEGATRON = {
     "num_attention_heads": "model.heads",
     "num_query_groups": "model.kv_heads",
     "seq_length": "model.seq_len",
+    "cross_entropy_loss_fusion": "model.loss_chunk (tokens at a time)",
     "swiglu": "model.activation=swiglu",
     "normalization": "model.norm",
     "position_embedding_type": "model.position",

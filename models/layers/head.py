@@ -44,9 +44,14 @@ class Head(Layer):
     def cost(self, share: Share) -> Cost:
         seq, stream = self.model.seq_len, share.bytes(self.model.seq_len * self.model.hidden, SEQUENCE)
         first, whole = self.tile.index == 0, self.tile.count == 1
-        # Bytes a token: its id and a mask; in a tile also its index there and shares of the running softmax.
-        token = 8 + 1 if whole else 8 + 1 + 4 if first else 8 + 1 + 4 + 4 + 8
-        saved = (Saved("softmax", share.bytes(seq * self.model.padded_vocab // self.tile.count, "tp", 4)),
+        chunked, logits = self.model.loss_chunk is not None, seq * self.model.padded_vocab // self.tile.count
+        # Bytes a token: its id and a mask, or the largest logit and the sum of exponentials; in a tile also
+        # its index there and shares of the running softmax.
+        token = 8 + 1 + (0 if whole else 4 if first else 4 + 4 + 8)
+        if chunked:
+            token = 8 + 4 + 4 + (0 if whole else 4 + 4 * (not first) + 4 * self.tile.last)
+        saved = (Saved("logits", share.bytes(logits, "tp")) if chunked else
+                 Saved("softmax", share.bytes(logits, "tp", 4)),
                  Saved("labels", share.bytes(seq, element=token)),
                  *((Saved("output of the norm", stream),) if whole else ()))
         # Three all-reduces of one number a token.

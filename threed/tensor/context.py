@@ -22,7 +22,7 @@ from threed.tensor.layers import (
 )
 from threed.tensor.random import keep_mask
 from threed.tensor.saving import Saving
-from threed.tensor.softmax import add_to_softmax, cross_entropy_of
+from threed.tensor.softmax import add_to_softmax, cross_entropy_in_chunks, cross_entropy_of
 
 
 @dataclass
@@ -73,12 +73,15 @@ class Context:
 
     def cross_entropy(self, logits_SBV: torch.Tensor, labels_SB: torch.Tensor) -> torch.Tensor:
         """Loss of each token, [S, B]. It overwrites the logits."""
-        return vocab_parallel_cross_entropy(logits_SBV, labels_SB, self.model.vocab, self.group)
+        vocab, chunk = self.model.vocab, self.model.loss_chunk
+        if chunk is not None:
+            return cross_entropy_in_chunks(logits_SBV, labels_SB, vocab, chunk, self.group)
+        return vocab_parallel_cross_entropy(logits_SBV, labels_SB, vocab, self.group)
 
     def add_to_softmax(self, before: torch.Tensor | None, logits_SBV: torch.Tensor, labels_SB: torch.Tensor,
                        first: int) -> torch.Tensor:
         """The running softmax [2, S, B] after logits of the ids from `first` on. It overwrites the logits."""
-        return add_to_softmax(before, logits_SBV, labels_SB, first, self.model.vocab)
+        return add_to_softmax(before, logits_SBV, labels_SB, first, self.model.vocab, self.model.loss_chunk)
 
     def cross_entropy_of(self, running: torch.Tensor) -> torch.Tensor:
         """Loss of each token, [S, B]."""

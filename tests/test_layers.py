@@ -52,6 +52,7 @@ LEVELS = (
         "activation. offload. pipeline. zero.",
     ),
     (  # 4
+        "pipeline.feed",
         "activation.run offload.run offload.tiers pipeline.run zero.optimizer zero.snapshot",
         "zero.storage",
         "zero.state",

@@ -136,18 +136,18 @@ class Trainer:
         return step
 
     def batches(self, split: Split, start: int, train: bool = True) -> Callable[[int], Batch]:
-        """A function from micro-batch to data, for the global batch that begins at sample `start`. Its
-        samples depend on their global numbers alone."""
-        config, here, device = self.config, self.comm.here, self.comm.device
+        """A function from micro-batch to data on the host, for the global batch that begins at sample
+        `start`. Its samples depend on their global numbers alone."""
+        config, here = self.config, self.comm.here
         micro = config.train.micro_batch_size
 
         def batch(microbatch: int) -> Batch:
             first = start + (microbatch * config.dp + here.replica) * micro
-            samples = torch.arange(first, first + micro, device=device)
+            samples = torch.arange(first, first + micro)
             tokens = torch.empty(0, dtype=torch.int64)
             if self._reads_tokens:  # the others see activations only
                 windows = [torch.from_numpy(split.window(i)) for i in range(first, first + micro)]
-                tokens = torch.stack(windows).to(device)
+                tokens = torch.stack(windows)
             inputs, targets, seed = tokens[..., :-1], tokens[..., 1:], config.train.seed
             return Batch(inputs, targets, samples, seed, config.tokens_per_step, train)
 

@@ -72,9 +72,11 @@ class Attention(Part):
         seq, size = qkv.shape[:2]
         model = self.model
         heads = model.num_kv_heads // self.context.group.size() // self.tile.count
-        qkv = qkv.view(seq, size, heads, model.heads // model.num_kv_heads + 2, model.head_dim)
-        q_BNSE = qkv[..., :-2, :].reshape(seq, size, -1, model.head_dim).permute(1, 2, 0, 3)
-        k_BKSE, v_BKSE = (qkv[..., index, :].permute(1, 2, 0, 3) for index in (-2, -1))
+        queries = model.heads // model.num_kv_heads
+        qkv = qkv.view(seq, size, heads, queries + 2, model.head_dim)
+        # `split` has one backward for all parts, where a slice of each would have one each, and their sum.
+        q_BNSE, k_BKSE, v_BKSE = (part.reshape(seq, size, -1, model.head_dim).permute(1, 2, 0, 3)
+                                  for part in qkv.split((queries, 1, 1), -2))
         if model.position == "rotary":
             q_BNSE, k_BKSE = self._rotate(q_BNSE), self._rotate(k_BKSE)
         x_BNSE = self._attend(q_BNSE, k_BKSE, v_BKSE, batch)

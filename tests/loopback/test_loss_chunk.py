@@ -62,6 +62,7 @@ def test_tiles_have_the_same_bits(dtype, chunk):
         running = None
         for first, tile in zip((0, 8, 16), (leaf * 1).split((8, 8, 4), -1), strict=True):
             running = add_to_softmax(running, tile.clone(), labels, first, VOCAB, size)
+        assert running is not None
         loss = cross_entropy_of(running, alone())
         loss.backward(of_loss)
         results.append((loss.detach(), leaf.grad))

@@ -83,7 +83,7 @@ class Engine:
         """Begin to copy the content of a checkpoint to the host, if the plan has a program for it. The next
         step runs meanwhile."""
         if self.plan.table.update.snapshots:
-            self._run(WAITING if self.zero.waiting is not None else SNAPSHOT, self.pipeline.batch)
+            self._run(WAITING if self.zero.waiting is not None else SNAPSHOT, self.pipeline.feed.read)
 
     def run(self, name: str, batch: Callable[[int], Batch]) -> tuple[Clipped, Trace]:
         """Run a program that has a CLIP. RunError as from `_run`."""
@@ -97,7 +97,8 @@ class Engine:
         slots, handlers, mark = self.slots, self.handlers, self.clock.mark
         slots.keep(self.plan.table.seam(self.position, name))
         issued, started, ended, waits = [], [], [], []  # marks, which are read after the step
-        self.pipeline.batch, self._ended, self._waits = batch, ended, waits
+        self.pipeline.feed.begin(batch, program)
+        self._ended, self._waits = ended, waits
         epoch, begin = time.time(), mark()
         try:
             for index, instruction in enumerate(program):

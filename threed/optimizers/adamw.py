@@ -23,8 +23,9 @@ class AdamW(Optimizer):
 
         beta1, beta2 = by.config.betas
         # The kernel alone: the rest of torch.optim takes longer than a chunk. It divides by its grad_scale.
-        count = torch.tensor(float(by.number), device=view.weight.device)
-        divisor = torch.tensor(1 / by.scale, device=view.weight.device) if by.scale != 1.0 else None
+        # Its numbers are filled in on the device: a copy of a tensor from the host would wait for the device.
+        count = torch.full((), float(by.number), device=view.weight.device)
+        divisor = torch.full((), 1 / by.scale, device=view.weight.device) if by.scale != 1.0 else None
         with torch.no_grad():
             torch._fused_adamw_([view.weight], [view.grad], [view.state["exp_avg"]],
                                 [view.state["exp_avg_sq"]], [], [count], amsgrad=False, lr=by.lr,

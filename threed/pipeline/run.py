@@ -20,11 +20,12 @@ from threed.comm import Comm
 from threed.lanes import Handle
 from threed.models.layers.base import Layer, Out
 from threed.models.tiling import layers_of
+from threed.pipeline.feed import Feed
 from threed.program.instruction import Instruction, Op, Slot
 from threed.program.table import Table, gradient_kind
 from threed.schema import Config
 from threed.slots import Slots
-from threed.tensor.context import Batch, Context
+from threed.tensor.context import Context
 
 
 class KeptInputs(Protocol):
@@ -64,7 +65,7 @@ class PipelineRun:
         self.layers: dict[int, list[Layer]] = {
             unit: [layer.build(context, parameters) for layer in layers[slice(*table.units[unit].layers)]]
             for unit in table.units_of(self.position)}
-        self.batch: Callable[[int], Batch] = _no_batch  # micro-batch -> its data; set before each program
+        self.feed = Feed(comm.device)
         self._sends: deque[Handle] = deque()
         self.handlers: dict[Op, Callable[[Instruction, Slots], None]] = {
             Op.FORWARD: self.forward, Op.RECOMPUTE: self.recompute, Op.BACKWARD: self.backward,
@@ -122,7 +123,7 @@ class PipelineRun:
                  reads: dict[Slot, torch.Tensor]) -> Out:
         """Run a unit's layers one after the other, each with the tensors of this or earlier units that it
         reads."""
-        batch, output = self.batch(microbatch), Out(x)
+        batch, output = self.feed.take(microbatch), Out(x)
         given = {slot.kind: value for slot, value in reads.items()}
         for layer in self.layers[unit]:
             out = layer(output.x, batch, **{name: given[name] for name in layer.reads})
@@ -235,7 +236,3 @@ class PipelineRun:
 
 def _gradient(handed: Slot) -> Slot:
     return handed._replace(kind=gradient_kind(handed.kind))
-
-
-def _no_batch(microbatch: int) -> Batch:
-    raise AssertionError("no data was set for this program")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -35,6 +35,18 @@ class Batch:
     seed: int
     num_tokens: int  # of the global batch: the loss is divided by it
     train: bool = True  # dropout is on
+
+    def to(self, device: torch.device) -> Batch:
+        """The same on a device, in one copy from pinned memory, for which the host does not wait."""
+        if device.type == "cpu":
+            return self
+        parts = self.tokens_BS, self.labels_BS, self.samples_B
+        joined = torch.cat([part.reshape(-1) for part in parts]).pin_memory()
+        tokens, labels, samples = (
+            flat.view(part.shape) for flat, part in
+            zip(joined.to(device, non_blocking=True).split([part.numel() for part in parts]), parts,
+                strict=True))
+        return replace(self, tokens_BS=tokens, labels_BS=labels, samples_B=samples)
 
 
 @dataclass

@@ -100,9 +100,8 @@ def keep_mask(probability: float, key: tuple[int, str], samples: torch.Tensor,
     element within its sample at this site. Each decision is a hash of the four (the mixing steps are those of
     splitmix64).
     """
-    base = torch.tensor(_seed(*key), dtype=torch.int64, device=samples.device)
     shape = (-1, *([1] * counters.dim()))
-    mixed = _mix(_mix(samples + base).view(shape) + counters)
+    mixed = _mix(_mix(samples + _seed(*key)).view(shape) + counters)
     return (mixed >> 11 & ((1 << 24) - 1)) >= int(probability * (1 << 24))
 
 

@@ -1,0 +1,50 @@
+"""The data of a program: each micro-batch is read once, and copied to the device once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import torch
+
+from threed.program.instruction import Instruction, Op
+from threed.tensor.context import Batch
+
+READERS = (Op.FORWARD, Op.RECOMPUTE)
+
+
+class Feed:
+    """Hands out the micro-batches of the program under way, and forgets each after its last reader. On a GPU
+    the next one is read and copied while the GPU computes with this one."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.read: Callable[[int], Batch] = _nothing  # micro-batch -> its data on the host
+        self._here: dict[int, Batch] = {}
+        self._readers: Counter[int] = Counter()  # micro-batch -> instructions that will still read it
+        self._next: dict[int, int] = {}  # micro-batch -> the one that is needed for the first time after it
+
+    def begin(self, read: Callable[[int], Batch], program: Sequence[Instruction]) -> None:
+        self.read, self._here = read, {}
+        self._readers = Counter(item.microbatch for item in program if item.op in READERS)
+        order = list(self._readers)
+        self._next = dict(zip(order, order[1:], strict=False))
+
+    def take(self, microbatch: int) -> Batch:
+        """The data of a micro-batch, for one of its readers."""
+        batch = self._load(microbatch)
+        if self.device.type == "cuda" and microbatch in self._next:
+            self._load(self._next.pop(microbatch))
+        self._readers[microbatch] -= 1
+        if not self._readers[microbatch]:
+            del self._here[microbatch]
+        return batch
+
+    def _load(self, microbatch: int) -> Batch:
+        if microbatch not in self._here:
+            self._here[microbatch] = self.read(microbatch).to(self.device)
+        return self._here[microbatch]
+
+
+def _nothing(microbatch: int) -> Batch:
+    raise AssertionError("no data was set for this program")

@@ -24,6 +24,7 @@ from threed.data.samples import Split, splits
 from threed.data.tokens import Prepared, prepare
 from threed.engine import shared
 from threed.engine.connect import warm
+from threed.engine.device import attention, pick_device, set_up
 from threed.engine.engine import Engine
 from threed.engine.loopback import channel_pairs
 from threed.engine.watch import Watch
@@ -36,18 +37,6 @@ from threed.program.table import Plan
 from threed.requests import Requests
 from threed.schema import Config
 from threed.trainer import Trainer
-
-
-def pick_device(config: Config, local_rank: int) -> torch.device:
-    wanted = config.run.device
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise InputError("run.device=cuda, but torch sees no GPU here; use run.device=auto or cpu")
-    if local_rank >= torch.cuda.device_count():
-        raise InputError(f"local rank {local_rank} has no GPU: there are {torch.cuda.device_count()} on this "
-                         "machine; start fewer processes a node, or use run.device=cpu")
-    return torch.device("cuda", local_rank)
 
 
 @dataclass(frozen=True)
@@ -67,6 +56,7 @@ def train(job: Job, local_rank: int, requests: Requests, watch: Watch, store: An
     `store`: where ranks meet. `closing`: gets a callback that closes the log, which may take long.
     """
     config = job.config
+    set_up(config)
     comm, plan = _connect(config, watch, pick_device(config, local_rank), store)
     try:
         watch.hosts = shared.hosts(comm)
@@ -132,7 +122,12 @@ def _open_log(config: Config, plan: Plan, comm: Comm, watch: Watch, closing: Exi
     tidy(config)
     for line in [*validate.warnings(config), *_without_compiler(config, comm.device), *save_config(config)]:
         log.say(f"warning: {line}")
-    log.say(f"{comm.mesh.draw()}\n{len(plan)} instructions, plan {plan.digest}, {comm.device.type}")
+    chosen = attention(config, comm.device)
+    if chosen == "math" and comm.device.type == "cuda" and config.model.attention_dropout == 0:
+        log.say("warning: attention is not fused here: a layer keeps the scores of all pairs of tokens, "
+                "which the plan does not count; see run.attention_backend")
+    log.say(f"{comm.mesh.draw()}\n{len(plan)} instructions, plan {plan.digest}, {comm.device.type}, "
+            f"attention: {chosen}{', deterministic' if config.run.deterministic else ''}")
     return log
 
 

@@ -206,6 +206,9 @@ class RunConfig:
     timeout_s: float = 600.0  # a rank that waits this long for another ends the run and says for whom
     connect_timeout_s: float = 300.0  # with several nodes: how long they wait for each other to come
     device: str = "auto"  # auto | cpu | cuda
+    deterministic: bool = False  # on a GPU: the same bits in each run, from slower kernels; what has none is
+    # an error
+    attention_backend: str = "auto"  # auto: torch chooses, and the log says which | flash | efficient | cudnn
     verify_every: int = 0  # every so many steps, one is computed twice and compared, to find a machine that
     # computes wrongly; 0: never
     restarts: int = 3  # most starts after failures from one checkpoint; the count begins anew at a newer one

@@ -24,6 +24,7 @@ CHOICES = {
     "train.on_nonfinite": ("stop", "skip"),
     "monitor.wandb": ("auto", "offline", "online", "disabled"),
     "run.device": ("auto", "cpu", "cuda"),
+    "run.attention_backend": ("auto", "flash", "efficient", "cudnn"),
     "zero.stage": (0, 1, 2, 3),
     "activation.policy": ("none", "full", "selective", "budget"),
     "activation.offload": ("none", "cpu"),

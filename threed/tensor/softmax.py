@@ -50,7 +50,7 @@ class _CrossEntropyInChunks(torch.autograd.Function):
         for part, wide in _shifted(logits, largest, ctx.chunk):
             index, here = _place(labels.flatten()[part], ctx.first, logits.shape[-1])
             softmax = wide.exp_().div_(total.view(-1)[part].unsqueeze(-1))
-            softmax.scatter_add_(-1, index, -here.to(softmax.dtype).unsqueeze(-1))
+            _add_at(softmax, index, -here.to(softmax.dtype))
             rows[part] = softmax.mul_(of_loss[part].unsqueeze(-1))  # they are not needed again
         return logits, None, None, None, None
 
@@ -76,6 +76,13 @@ def _place(labels: torch.Tensor, first: int, width: int) -> tuple[torch.Tensor, 
     return (labels - first).masked_fill(~here, 0).unsqueeze(-1), here
 
 
+def _add_at(values: torch.Tensor, index: torch.Tensor, what: torch.Tensor) -> torch.Tensor:
+    """Add to one column of each row of [T, V], in place. (scatter_add_ would use atomics on a GPU.)"""
+    rows = torch.arange(len(values), device=values.device)
+    values[rows, index.squeeze(-1)] += what
+    return values
+
+
 class _AddToSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, before: torch.Tensor | None, logits: torch.Tensor, labels: torch.Tensor, first: int,
@@ -99,7 +106,7 @@ class _AddToSoftmax(torch.autograd.Function):
         softmax, here, index, share, kept = ctx.saved_tensors
         of_sum, of_label = grads[0]
         grad = softmax * (of_sum * share).unsqueeze(-1)
-        grad.scatter_add_(-1, index, (of_label * here).unsqueeze(-1))
+        _add_at(grad.flatten(0, 1), index.flatten(0, 1), (of_label * here).flatten())
         before = None if kept is None else torch.stack([of_sum * kept, of_label])
         return before, grad.to(ctx.dtype), None, None, None
 
@@ -132,7 +139,7 @@ class _AddToSoftmaxInChunks(torch.autograd.Function):
             index, here = _place(labels.flatten()[part], ctx.first, logits.shape[-1])
             softmax = wide.exp_().div_(total.view(-1)[part].unsqueeze(-1))
             grad = softmax.mul_(of_tile[part].unsqueeze(-1))
-            rows[part] = grad.scatter_add_(-1, index, (of_label.flatten()[part] * here).unsqueeze(-1))
+            rows[part] = _add_at(grad, index, of_label.flatten()[part] * here)
         before = None if kept is None else torch.stack([of_sum * kept, of_label])
         return before, logits, None, None, None, None
 

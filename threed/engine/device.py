@@ -1,0 +1,68 @@
+"""The device of a rank, and the settings of torch that hold for its whole process."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch.nn.attention import SDPBackend
+
+from threed.errors import InputError
+from threed.schema import Config
+from threed.tensor.precision import DTYPES
+
+BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION,
+            "cudnn": SDPBackend.CUDNN_ATTENTION}
+# Their backwards add with atomics on a GPU, in an order that changes from run to run.
+_ATOMIC = ("efficient", "cudnn")
+
+
+def pick_device(config: Config, local_rank: int) -> torch.device:
+    """The device of a rank. InputError where the machine does not have it."""
+    wanted = config.run.device
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise InputError("run.device=cuda, but torch sees no GPU here; use run.device=auto or cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise InputError(f"local rank {local_rank} has no GPU: there are {torch.cuda.device_count()} on this "
+                         "machine; start fewer processes a node, or use run.device=cpu")
+    return torch.device("cuda", local_rank)
+
+
+def set_up(config: Config) -> None:
+    """Settings of the process, before its first work on a GPU. With run.deterministic, an operation that
+    has no deterministic kernel raises RuntimeError, with its name."""
+    asked, deterministic = config.run.attention_backend, config.run.deterministic
+    for name, enable in (("flash", torch.backends.cuda.enable_flash_sdp),
+                         ("efficient", torch.backends.cuda.enable_mem_efficient_sdp),
+                         ("cudnn", torch.backends.cuda.enable_cudnn_sdp)):
+        enable(name == asked if asked != "auto" else not (deterministic and name in _ATOMIC))
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
+        torch.use_deterministic_algorithms(True)
+        # It is for operations that read memory before it is written, and takes time.
+        torch.utils.deterministic.fill_uninitialized_memory = False
+
+
+def attention(config: Config, device: torch.device) -> str:
+    """The backend that torch uses for the model's attention here: flash, efficient, cudnn or math. InputError
+    where it is not the one that the config asks for."""
+    model, tp, asked = config.model, config.parallel.tp, config.run.attention_backend
+    if model.attention_dropout > 0:  # attention.py computes it with separate operations
+        chosen = "math"
+    else:
+        sizes = (1, model.heads // tp, model.seq_len, model.head_dim)
+        dtype = DTYPES[config.precision.dtype]
+        queries = torch.empty(sizes, device=device, dtype=dtype, requires_grad=True)
+        keys = queries[:, :model.num_kv_heads // tp]
+        value = torch._fused_sdp_choice(queries, keys, keys, None, 0.0, True,
+                                        enable_gqa=model.heads > model.num_kv_heads)
+        chosen = next((name for name, backend in BACKENDS.items() if backend.value == value), "math")
+    if asked not in ("auto", chosen):
+        raise InputError(
+            f"run.attention_backend={asked} cannot run here: for {model.heads // tp} heads of "
+            f"{model.head_dim}, {model.seq_len} tokens, {config.precision.dtype} and "
+            f"model.attention_dropout={model.attention_dropout} on a {device.type}, torch uses {chosen}; "
+            "use run.attention_backend=auto")
+    return chosen

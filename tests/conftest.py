@@ -90,7 +90,8 @@ def references(tmp_path_factory, worker_id):
     by_key = {}
 
     def get(config, steps: int = 5):
-        key = str((replace(config.model, loss_chunk=None), config.precision, config.optimizer, config.train,
+        model = replace(config.model, loss_chunk=None, fused="off")
+        key = str((model, config.precision, config.optimizer, config.train,
                    config.offload.delayed_update, config.offload.warmup, steps))
         if key not in by_key:
             path = folder / hashlib.sha256(key.encode()).hexdigest()

@@ -69,7 +69,7 @@ def run(config: Config, steps: int) -> Result:
 class Reference:
     def __init__(self, config: Config):
         self.config, self.precision, self.dtype = config, config.precision, DTYPES[config.precision.dtype]
-        model = replace(config.model, loss_chunk=None)
+        model = replace(config.model, loss_chunk=None, fused="off")
         alone = {name: ThreadGroup(name, (0,), 0, Counter(), World(Mesh())) for name in GROUPS}
         context = Context(model, alone, False, self.dtype, WeightGrads())
         specs = parameters(model)

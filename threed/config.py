@@ -29,7 +29,7 @@ from threed.models.families.registry import FAMILIES, family_of, sizes
 from threed.schema import Config, ModelConfig
 from threed.synonyms import ours
 from threed.validate import validate
-from threed.values import get
+from threed.values import CHOICES, get
 
 _NEAR = 0.8  # how alike a key and a slip of the pen are; below it they are two words
 
@@ -205,6 +205,8 @@ def _build(given: dict[str, Any]) -> tuple[Config, list[str]]:
         if key not in keys:
             problems.append(f"{key}: unknown key{_nearest(key, keys)}")
             continue
+        if isinstance(value, bool) and "off" in CHOICES.get(key, ()):  # YAML reads on and off as booleans
+            value = "on" if value else "off"
         if isinstance(OmegaConf.select(schema, key), bool) and not isinstance(value, bool):
             # OmegaConf would take any number for one
             problems.append(f"{key}={value}: must be true or false")

@@ -14,6 +14,7 @@ CHOICES = {
     "model.position": ("rotary", "learned"),
     "model.norm": ("layernorm", "rmsnorm"),
     "model.activation": ("gelu", "swiglu"),
+    "model.fused": ("off", "auto", "on"),
     "parallel.schedule": (*SCHEDULES, "auto"),
     "precision.dtype": ("fp32", "bf16", "fp16"),
     "precision.grad_dtype": ("fp32", "bf16", "fp16"),

@@ -99,5 +99,7 @@ class Attention(Part):
 
     def _rotate(self, x_BNSE: torch.Tensor) -> torch.Tensor:
         cos_SE, sin_SE = self.context.rotary(x_BNSE.device)
+        if self.model.fuses:
+            return self.context.fused.rotate(x_BNSE, cos_SE, sin_SE)
         low, high = x_BNSE.chunk(2, -1)
         return x_BNSE * cos_SE + torch.cat([-high, low], -1) * sin_SE

@@ -39,13 +39,18 @@ class Mlp(Part):
         size = share.bytes(seq * self.model.num_ffn_hidden // self.tile.count, self.axis)
         saved = (Saved("up", size), Saved("activated", size, "mlp_act"))
         if self.model.activation == "swiglu":
-            saved = (Saved("gate and up", 2 * size), Saved("opened gate", size, "mlp_act"),
-                     Saved("gated", size, "mlp_act"))
+            opened = () if self.model.fuses else (Saved("opened gate", size, "mlp_act"),)
+            saved = (Saved("gate and up", 2 * size), *opened, Saved("gated", size, "mlp_act"))
         return super().cost(share) + Cost(saved=saved)
 
     def forward(self, x_sBD: torch.Tensor, _: Batch) -> torch.Tensor:
         x_SBF = self.up(x_sBD)
         kept, instead = x_SBF.detach(), self.context.saving.instead
+        if self.model.activation == "swiglu" and self.model.fuses:
+            swiglu = self.context.fused.swiglu
+            inner = swiglu(x_SBF)
+            with instead("mlp_act", inner, lambda: swiglu(kept)):
+                return self.down(inner)
         if self.model.activation == "swiglu":
             gate, up = x_SBF.chunk(2, -1)
             opened = F.silu(gate)

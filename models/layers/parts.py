@@ -181,7 +181,8 @@ class Dropout(Part):
 
     def cost(self, share: Share) -> Cost:
         size = share.bytes(self.model.seq_len * self.model.hidden, SEQUENCE, 1)
-        return Cost(saved=(Saved("dropout mask", size),) if self.model.dropout else ())
+        kept = self.model.dropout > 0 and not self.model.fuses
+        return Cost(saved=(Saved("dropout mask", size),) if kept else ())
 
     def forward(self, x_sBD: torch.Tensor, batch: Batch) -> torch.Tensor:
         probability = self.model.dropout
@@ -190,8 +191,10 @@ class Dropout(Part):
         first, length = self.context.sequence()
         hidden = x_sBD.shape[-1]
         counters = torch.arange(first * hidden, (first + length) * hidden, device=x_sBD.device)
-        keep_BsD = self.context.keep_mask(probability, (batch.seed, self.site), batch.samples_B,
-                                          counters.view(length, hidden))
+        key, counters_sD = (batch.seed, self.site), counters.view(length, hidden)
+        if self.model.fuses:
+            return self.context.fused.drop(x_sBD, probability, key, batch.samples_B, counters_sD)
+        keep_BsD = self.context.keep_mask(probability, key, batch.samples_B, counters_sD)
         return x_sBD * keep_BsD.transpose(0, 1) / (1.0 - probability)
 
 

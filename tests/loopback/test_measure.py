@@ -28,6 +28,7 @@ FAMILIES = {
     "dropout": ["model.dropout=0.1", "model.attention_dropout=0.1"],
     "dropout-grouped": ["model.family=llama", "model.kv_heads=2", "model.dropout=0.1",
                         "model.attention_dropout=0.1"],
+    "fused": ["model.family=llama", "model.kv_heads=2", "model.dropout=0.1", "model.fused=auto"],
     "chunks": ["model.loss_chunk=5"],
     "parallel": ["model.family=tests/families/parallel_block.py:PARALLEL"],
 }

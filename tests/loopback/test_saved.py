@@ -28,7 +28,7 @@ from threed.program.summary import alive_bytes, stages
 from threed.program.table import Plan
 from threed.schema import Config
 from threed.tensor.context import Batch
-from threed.tensor.layers import rms_norm
+from threed.tensor.fused import Fused
 
 SIZES = ["model.layers=1", "model.hidden=256", "model.seq_len=128", "model.vocab=1000",
          "model.vocab_multiple=128",
@@ -256,7 +256,7 @@ def test_rms_norm(dtype):
     x, weight, grad = (torch.randn(*shape, generator=generator).to(dtype)
                        for shape in ((6, 2, 32), (32,), (6, 2, 32)))
     results = []
-    for function in (lambda x, weight: rms_norm(x, weight, 1e-5),
+    for function in (lambda x, weight: Fused().rms_norm(x, weight, 1e-5),
                      lambda x, weight: F.rms_norm(x, (32,), weight, 1e-5)):
         leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
         out = function(*leaves)

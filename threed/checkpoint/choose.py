@@ -116,7 +116,7 @@ def read_manifest(path: Path, config: Config) -> dict[str, Any]:
                          "that was saved before the first delayed step, or after the last")
     mine, model = config.to_dict()["model"], manifest["config"]["model"]
     # keys that do not change what the weights mean
-    free = {"name", "dropout", "attention_dropout", "init_std", "tile_linears", "loss_chunk"}
+    free = {"name", "dropout", "attention_dropout", "init_std", "tile_linears", "loss_chunk", "fused"}
     given = {"family": mine["family"], **model}  # checkpoints older than `model.family` do not name it
     different = [f"model.{key}={given.get(key)} there, {mine[key]} here" for key in mine
                  if key not in free and given.get(key) != mine[key]]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+from importlib.util import find_spec
 
 import torch
 from torch.nn.attention import SDPBackend
@@ -43,6 +45,20 @@ def set_up(config: Config) -> None:
         torch.use_deterministic_algorithms(True)
         # It is for operations that read memory before it is written, and takes time.
         torch.utils.deterministic.fill_uninitialized_memory = False
+
+
+def compiles(config: Config, device: torch.device) -> bool:
+    """Whether the pieces of model.fused are compiled here. InputError where they must be, and no compiler is
+    found."""
+    fused, gpu = config.model.fused, device.type == "cuda"
+    if fused == "off" or (fused == "auto" and not gpu):
+        return False
+    missing = "the package triton" if gpu else "g++ (or the compiler that CXX names)"
+    here = find_spec("triton") if gpu else shutil.which(os.environ.get("CXX", "g++"))
+    if here is None and fused == "on":
+        raise InputError(f"model.fused=on compiles for a {device.type}, and {missing} is not installed; "
+                         "install it, or use model.fused=auto, which computes the same without")
+    return here is not None
 
 
 def attention(config: Config, device: torch.device) -> str:

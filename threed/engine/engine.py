@@ -15,6 +15,7 @@ from typing import Any
 from threed.activation.run import ActivationRun
 from threed.comm import Comm
 from threed.engine.clock import make_clock
+from threed.engine.device import compiles
 from threed.errors import RunError, ThreedError, line_of
 from threed.offload.run import OffloadRun
 from threed.pipeline.run import PipelineRun
@@ -29,6 +30,7 @@ from threed.program.walk import link
 from threed.schema import Config
 from threed.slots import Slots
 from threed.tensor.context import Batch, Context
+from threed.tensor.fused import Fused
 from threed.tensor.layers import WeightGrads
 from threed.tensor.saving import Saving
 from threed.zero.run import Clipped, ZeroRun
@@ -52,7 +54,7 @@ class Engine:
         activation = ActivationRun(comm, table, shared, dtype)
         offload = OffloadRun(comm, table, shared, dtype, self.states)
         context = Context(config.model, comm.groups, config.parallel.sequence_parallel, dtype,
-                          weight_grads, self.saving)
+                          weight_grads, self.saving, Fused(compiles(config, comm.device)))
         self.pipeline = PipelineRun(config, comm, table, parameters, context, self._keeping, activation)
         self.handlers = {**self.pipeline.handlers, **self.zero.handlers, **activation.handlers,
                          **offload.handlers}

@@ -6,17 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
+import torch.nn.functional as F
 
 from threed.comm import Group
 from threed.models.spec import Tile
 from threed.schema import ModelConfig
+from threed.tensor.fused import Fused
 from threed.tensor.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
     WeightGrads,
     parallel_config,
-    rms_norm,
     total,
     vocab_parallel_cross_entropy,
 )
@@ -59,10 +60,16 @@ class Context:
     dtype: torch.dtype
     weight_grads: WeightGrads
     saving: Saving = field(default_factory=Saving)
+    fused: Fused = field(default_factory=Fused)
     _rotary: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     keep_mask = staticmethod(keep_mask)
-    rms_norm = staticmethod(rms_norm)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """As Fused.rms_norm, or torch's kernel."""
+        if x.is_cuda and hasattr(torch, "_fused_rms_norm") and not self.fused.compile:
+            return F.rms_norm(x, x.shape[-1:], weight, eps)
+        return self.fused.rms_norm(x, weight, eps)
 
     @property
     def group(self) -> Group:

@@ -250,34 +250,6 @@ class VocabParallelEmbedding(megatron.VocabParallelEmbedding):
         return _SumOverTp.apply(part, self.group, self.sp)  # pyright: ignore[reportReturnType]
 
 
-class _RmsNorm(torch.autograd.Function):
-    """Saves its input and one number a token, as the fused kernel does; separate operations would save fp32
-    copies."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float):
-        wide = x.float()
-        scale = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
-        ctx.save_for_backward(x, weight, scale)
-        return (wide * scale * weight).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor):
-        x, weight, scale = ctx.saved_tensors
-        grad, normed = grads[0].float(), x.float() * scale
-        grad_weight = (grad * normed).flatten(0, -2).sum(0).to(weight.dtype)
-        grad = grad * weight
-        grad_x = scale * (grad - normed * (grad * normed).mean(-1, keepdim=True))
-        return grad_x.to(x.dtype), grad_weight, None
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / sqrt(mean of x^2 + eps) * weight over the last dim, computed in fp32. [..., H], [H] -> [..., H]."""
-    if x.is_cuda and hasattr(torch, "_fused_rms_norm"):
-        return F.rms_norm(x, x.shape[-1:], weight, eps)
-    return _RmsNorm.apply(x, weight, eps)  # pyright: ignore[reportReturnType]
-
-
 class _CrossEntropy(torch.autograd.Function):
     """Megatron-core's vocab-parallel cross entropy, its three sums over our group. [S, B, v], [S, B] -> [S,
     B]."""

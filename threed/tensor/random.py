@@ -100,8 +100,17 @@ def keep_mask(probability: float, key: tuple[int, str], samples: torch.Tensor,
     element within its sample at this site. Each decision is a hash of the four (the mixing steps are those of
     splitmix64).
     """
-    shape = (-1, *([1] * counters.dim()))
-    mixed = _mix(_mix(samples + _seed(*key)).view(shape) + counters)
+    return mask_of(probability, keyed(key, samples), counters)
+
+
+def keyed(key: tuple[int, str], samples: torch.Tensor) -> torch.Tensor:
+    """A hash of the key and each sample, int64 [B]."""
+    return _mix(samples + _seed(*key))
+
+
+def mask_of(probability: float, hashes: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
+    """`keep_mask`, from the hashes of `keyed`."""
+    mixed = _mix(hashes.view(-1, *([1] * counters.dim())) + counters)
     return (mixed >> 11 & ((1 << 24) - 1)) >= int(probability * (1 << 24))
 
 

@@ -1,0 +1,161 @@
+"""Pieces of layers as one function each, with a backward of their own (model.fused).
+
+Separate operations keep what each of them needs for its own backward. Here a piece keeps its inputs alone and
+computes the rest again: SwiGLU keeps gate and up, but not the opened gate; dropout keeps nothing, since its
+mask is computed from counters. The bodies have the operations of the plain piece in their order, so results
+have the same bits; compiled bodies (`compile`) read and write each tensor once, and round once.
+
+Shapes: [...] any; F hidden layer of an MLP, E head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from threed.tensor.random import keyed, mask_of
+
+Body = Callable[..., Any]
+
+
+class Fused:
+    """The pieces, with compiled bodies or plain ones."""
+
+    def __init__(self, compile: bool = False):
+        self.compile = compile
+        self._body: Callable[[Body], Body] = _compiled if compile else _plain
+
+    def swiglu(self, x: torch.Tensor) -> torch.Tensor:
+        """silu(gate) * up, where x is gate and up: [..., 2F] -> [..., F]."""
+        return _SwiGlu.apply(x, self._body)  # pyright: ignore[reportReturnType]
+
+    def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Rotary positions: pairs are (i, i + E/2). [..., E], twice [S, E] -> [..., E]."""
+        return _Rotate.apply(x, cos, sin, self._body)  # pyright: ignore[reportReturnType]
+
+    def drop(self, x: torch.Tensor, probability: float, key: tuple[int, str], samples: torch.Tensor,
+             counters: torch.Tensor) -> torch.Tensor:
+        """Dropout with `keep_mask`: [s, B, D], [B], [s, D] -> [s, B, D]."""
+        return _Drop.apply(x, probability, key, samples, counters, self._body)  # pyright: ignore[reportReturnType]
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """x / sqrt(mean of x^2 + eps) * weight over the last dim, in fp32. [..., H], [H] -> [..., H]."""
+        return _RmsNorm.apply(x, weight, eps, self._body)  # pyright: ignore[reportReturnType]
+
+
+def _plain(body: Body) -> Body:
+    return body
+
+
+@cache
+def _compiled(body: Body) -> Body:
+    return torch.compile(body, dynamic=False, fullgraph=True)
+
+
+# ---- bodies
+
+
+def _swiglu(x: torch.Tensor) -> torch.Tensor:
+    gate, up = x.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def _swiglu_backward(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    gate, up = x.chunk(2, -1)
+    return torch.cat([torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate)], -1)
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    low, high = x.chunk(2, -1)
+    return x * cos + torch.cat([-high, low], -1) * sin
+
+
+def _rotate_backward(grad: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """The rotation by the opposite angles."""
+    low, high = (grad * sin).chunk(2, -1)
+    return torch.cat([high, -low], -1) + grad * cos
+
+
+def _drop(x: torch.Tensor, probability: float, hashes: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
+    return x * mask_of(probability, hashes, counters).transpose(0, 1) / (1.0 - probability)
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    """In fp32 where x has 16 bits."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    wide = _wide(x)
+    scale = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return (wide * scale * weight).to(x.dtype), scale
+
+
+def _rms_norm_backward(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor,
+                       grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    grad, normed = _wide(grad), _wide(x) * scale
+    grad_weight = (grad * normed).flatten(0, -2).sum(0).to(weight.dtype)
+    grad = grad * weight
+    grad_x = scale * (grad - normed * (grad * normed).mean(-1, keepdim=True))
+    return grad_x.to(x.dtype), grad_weight
+
+
+# ---- functions
+
+
+class _SwiGlu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, body: Callable[[Body], Body]):
+        ctx.save_for_backward(x)
+        ctx.body = body
+        return body(_swiglu)(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor):
+        (x,) = ctx.saved_tensors
+        return ctx.body(_swiglu_backward)(x, grads[0]), None
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+                body: Callable[[Body], Body]):
+        ctx.save_for_backward(cos, sin)
+        ctx.body = body
+        return body(_rotate)(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor):
+        return ctx.body(_rotate_backward)(grads[0], *ctx.saved_tensors), None, None, None
+
+
+class _Drop(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, probability: float, key: tuple[int, str], samples: torch.Tensor,
+                counters: torch.Tensor, body: Callable[[Body], Body]):
+        # The body gets no seed: it would be compiled for each.
+        ctx.drop = lambda tensor: body(_drop)(tensor, probability, keyed(key, samples), counters)
+        return ctx.drop(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor):
+        return ctx.drop(grads[0]), None, None, None, None, None
+
+
+class _RmsNorm(torch.autograd.Function):
+    """Saves its input and one number a token; separate operations would save fp32 copies."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, body: Callable[[Body], Body]):
+        output, scale = body(_rms_norm)(x, weight, eps)
+        ctx.save_for_backward(x, weight, scale)
+        ctx.body = body
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor):
+        return *ctx.body(_rms_norm_backward)(*ctx.saved_tensors, grads[0]), None, None

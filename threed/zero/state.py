@@ -17,6 +17,7 @@ from threed.program.instruction import Slot, Tier
 from threed.quantity import ALIGNMENT, round_up
 from threed.tensor.layers import WeightGrads
 from threed.tensor.precision import DTYPES
+from threed.tensor.products import add_product, adds_to
 from threed.tensor.random import draw
 from threed.zero.shard import Layout, Placed, Segment
 from threed.zero.snapshot import Snapshot
@@ -284,12 +285,11 @@ class UnitState:
         into.add_(grad) if written else into.copy_(grad)  # also 16 bits into fp32
 
     def _add_product(self, number: int, left: torch.Tensor, right: torch.Tensor) -> None:
-        """Add a product of matrices; where it has the gradient's dtype, without an intermediate tensor."""
-        if left.dtype != self.storage.precision.grad:
+        """Add a product of matrices; where the device can, without an intermediate tensor."""
+        if adds_to(self.storage.precision.grad, left.dtype, left.device):
+            add_product(*self._into(number), left, right)
+        else:
             self._add(number, left @ right)
-            return
-        into, written = self._into(number)
-        into.addmm_(left, right) if written else torch.mm(left, right, out=into)
 
     def whole_grad(self) -> torch.Tensor:
         """The gradient so far, to be reduced; zeros for parameters that have none."""

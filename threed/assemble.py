@@ -91,7 +91,7 @@ def _connect(config: Config, watch: Watch, device: torch.device, store: Any) -> 
     watch.comm = comm
     with watch.phase("agree on a plan", waits=False):
         # Rank 0 plans: on another machine a search may round differently, and a file may be missing.
-        pipeline = comm.exchange(make_pipeline(config) if watch.rank == 0 else None)[0]
+        pipeline = comm.broadcast(make_pipeline(config) if watch.rank == 0 else None)
         plan = make_plan(config, pipeline)
         _agree(comm, config, plan.digest)
     with watch.phase("connect pipeline positions"):
@@ -143,21 +143,25 @@ def _agree(comm: Comm, config: Config, digest: str) -> None:
     """InputError where two ranks differ in config, plan or version of threed, or step on the host by
     different code, which rounds differently."""
     compiled = native.ADAMW is not None or not _steps_on_host(config, comm.device)
-    everywhere = comm.exchange((config.to_dict(), (digest, __version__), compiled))
-    first = everywhere[0]
-    for rank, other in enumerate(everywhere):
-        if other == first:
-            continue
-        what = [f"{section}.{key}" for section, values in other[0].items() for key, value in values.items()
-                if first[0].get(section, {}).get(key) != value]
-        if not what and other[1] != first[1]:
-            what = [f"plan or version ({', '.join(other[1])}; rank 0 has {', '.join(first[1])})"]
-        if not what:
-            without = 0 if other[2] else rank
-            what = [f"the AdamW of the host, which rank {without} has not compiled (install gcc and threed "
-                    "again there)"]
-        raise InputError(f"rank {rank} and rank 0 differ in {', '.join(what)}: every rank must be given the "
-                         "same config, overrides and version of threed")
+    mine = config.to_dict(), (digest, __version__), compiled
+    # A rank compares with rank 0 alone: with the configs of all ranks, ten thousand would each get 40 MB.
+    differs = comm.exchange(_difference(comm.rank, mine, comm.broadcast(mine)))
+    for rank, what in enumerate(differs):
+        if what:
+            raise InputError(f"rank {rank} and rank 0 differ in {what}: every rank must be given the same "
+                             "config, overrides and version of threed")
+
+
+def _difference(rank: int, mine: tuple[Any, Any, bool], first: tuple[Any, Any, bool]) -> str:
+    """In what a rank differs from rank 0; "" where it does not."""
+    keys = [f"{section}.{key}" for section, values in mine[0].items() for key, value in values.items()
+            if first[0].get(section, {}).get(key) != value]
+    if keys or mine == first:
+        return ", ".join(keys)
+    if mine[1] != first[1]:
+        return f"plan or version ({', '.join(mine[1])}; rank 0 has {', '.join(first[1])})"
+    return (f"the AdamW of the host, which rank {0 if mine[2] else rank} has not compiled (install gcc and "
+            "threed again there)")
 
 
 def _steps_on_host(config: Config, device: torch.device) -> bool:

@@ -33,7 +33,7 @@ def run_rank(job: Job, place: Place, store: Any) -> int:
     # What takes long to close is closed after the other ranks know of a failure.
     with contextlib.ExitStack() as closing:
         try:
-            watch = Watch(place.rank, store, job.config.run.timeout_s)
+            watch = Watch(place.rank, store, job.config.run.timeout_s, place.world_size)
             watch.on_step = job.on_step
             train(job, place.local_rank, requests, watch, store, closing)
             return 0

@@ -160,3 +160,12 @@ def test_hosts_in_messages(tmp_path):
     assert watch.with_hosts("rank 1: a tensor of rank 4") == "rank 1 on b: a tensor of rank 4"
     assert watch.with_hosts("rank 0's host, rank 0 on a") == "rank 0's host, rank 0 on a"
     watch.close()
+
+
+@pytest.mark.parametrize("ranks", [1, 8, 500, 10_000, 100_000])
+def test_the_store_is_not_flooded(ranks, tmp_path):
+    """Each rank asks the store of the run for failures: with ten thousand ranks four times a second, it
+    would do nothing else."""
+    watch = Watch(0, file_store(str(tmp_path / "store"), 1), 60.0, ranks)
+    assert ranks / watch.poll_s <= 2000 and (ranks > 500 or watch.poll_s == 0.25)
+    watch.close()

@@ -42,13 +42,19 @@ def test_it_is_said_that_there_is_none(settings, said, monkeypatch):
 
 
 class Two:
-    """A comm of two ranks, the second of which says something else."""
+    """Rank 0 of two. The second has something else."""
+
+    rank = 0
 
     def __init__(self, device: str, other: Callable[[Any], Any]):
         self.device, self.other = torch.device(device), other
 
-    def exchange(self, mine: Any) -> list[Any]:
-        return [mine, self.other(mine)]
+    def broadcast(self, mine: Any) -> Any:
+        self.first = mine
+        return mine
+
+    def exchange(self, differs: str) -> list[str]:
+        return [differs, assemble._difference(1, self.other(self.first), self.first)]
 
 
 @pytest.mark.parametrize(("device", "settings", "fine"), [

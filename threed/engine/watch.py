@@ -1,10 +1,11 @@
 """Watch: no rank waits for ever, and when a rank ends, the others know why.
 
 The ranks share a key in the rendezvous store. The first rank that fails writes the reason to this key (for a
-rank that was killed, its launcher does). The others see it within a second and end, even while they connect:
-the watch has its own client of the store, since a client that waits for an answer is locked. A thread beside
-the engine checks how long the current instruction has waited. Past the limit it prints what the rank waits
-for and ends the run, even while the main thread hangs in a collective.
+rank that was killed, its launcher does). The others see it within a second (of ten thousand ranks, within
+five) and end, even while they connect: the watch has its own client of the store, since a client that waits
+for an answer is locked. A thread beside the engine checks how long the current instruction has waited. Past
+the limit it prints what the rank waits for and ends the run, even while the main thread hangs in a
+collective.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from threed.engine.engine import Engine
 KEY = "threed/failure"
 LIMIT = 0.8  # share of run.timeout_s; the rest is for telling the others, so that all end within it
 POLL_S = 0.25
+POLLS = 2000  # of the store in a second, by all ranks together
 STORE_S = 20.0  # the run ends if the store does not answer for so long: it carries the news of failures
 
 
@@ -59,8 +61,10 @@ def tell(store: Any, note: dict[str, Any]) -> dict[str, Any]:
 
 
 class Watch:
-    def __init__(self, rank: int, store: Any, timeout_s: float):
+    def __init__(self, rank: int, store: Any, timeout_s: float, ranks: int = 1):
+        """`store`: where the `ranks` ranks of the run meet."""
         self.rank, self._store, self._timeout_s = rank, own_client(store), timeout_s
+        self.poll_s = max(POLL_S, ranks / POLLS)
         self.step = 0  # the step under way; 0: none yet
         self.on_step: Callable[[int], None] | None = None  # called when a step begins
         self.engine: Engine | None = None
@@ -144,7 +148,7 @@ class Watch:
 
     def _watch_store(self) -> None:
         answered = time.monotonic()
-        while not self._closed.wait(POLL_S):
+        while not self._closed.wait(self.poll_s):
             try:
                 reason = self.reason()
                 answered = time.monotonic()

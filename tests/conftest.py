@@ -18,7 +18,7 @@ os.environ.setdefault("WANDB_SILENT", "true")
 
 import pytest
 
-from tests.tiers import BUDGET_S, cores, is_core, over_budget, runs
+from tests.tiers import BUDGET_S, CORES, cores, is_core, over_budget, processor_s, runs
 
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # what is started here must not see that pytest is under nohup
 
@@ -39,17 +39,31 @@ class Budget:
 
     def __init__(self, tier: str):
         self.tier, self.begin, self.text = tier, time.monotonic(), ""
+        self.workers_s = 0.0  # processor time
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node, error):
+        self.workers_s += getattr(node, "workeroutput", {}).get("processor_s", 0.0)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session, exitstatus):
-        self.text, fails = over_budget(self.tier, time.monotonic() - self.begin, cores())
+        wall_s, used_s = time.monotonic() - self.begin, self.workers_s or processor_s()
+        self.used = f"make {self.tier}: {wall_s:.0f} s, and {used_s / CORES:.0f} s of each of {CORES} cores"
+        self.text, fails = over_budget(self.tier, wall_s, used_s, cores())
         if fails and exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     @pytest.hookimpl(trylast=True)  # below the slowest tests
     def pytest_terminal_summary(self, terminalreporter):
+        terminalreporter.write_line(self.used)
         if self.text:
             terminalreporter.write_line(self.text, red=True)
+
+
+def pytest_sessionfinish(session):
+    """A worker of xdist reports its processor time."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["processor_s"] = processor_s()
 
 
 def pytest_configure(config):

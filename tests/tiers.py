@@ -15,7 +15,9 @@ from pathlib import Path
 
 TESTS = Path(__file__).parent
 CORE = (TESTS, TESTS / "plan", TESTS / "data")  # folders of which every test is core
-BUDGET_S = {"test": 300, "verify": 35 * 60, "matrix": 3 * 3600}  # wall time of a whole tier, on CORES
+# Of a whole tier, on CORES that do nothing else. Where that is less than its wall time, its processor time
+# divided by CORES counts: other work on the machine is not the tests' fault.
+BUDGET_S = {"test": 300, "verify": 35 * 60, "matrix": 3 * 3600}
 CORES = 2
 
 
@@ -28,10 +30,10 @@ def is_core(path: Path, marked: bool) -> bool:
     return marked or path.parent in CORE
 
 
-def over_budget(tier: str, elapsed_s: float, cores: int) -> tuple[str, bool]:
+def over_budget(tier: str, wall_s: float, processor_s: float, cores: int) -> tuple[str, bool]:
     """The message about a whole tier's run that is over its budget ("" if it is not), and whether the run
     fails: never on fewer than CORES."""
-    budget_s = BUDGET_S[tier]
+    budget_s, elapsed_s = BUDGET_S[tier], min(wall_s, processor_s / CORES)
     if elapsed_s <= budget_s:
         return "", False
     text = (f"make {tier} took {elapsed_s:.0f} s; its budget is {budget_s} s (tests/tiers.py). Make the "
@@ -39,6 +41,12 @@ def over_budget(tier: str, elapsed_s: float, cores: int) -> tuple[str, bool]:
     if cores >= CORES:
         return text, True
     return f"{text}. Not a failure here: the budget is for {CORES} cores", False
+
+
+def processor_s() -> float:
+    """Processor time of this process and of its children that have ended."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
 
 
 def cores() -> int:

@@ -62,6 +62,7 @@ class Workers:
     def close(self) -> None:
         for process in self._processes:
             os.killpg(process.pid, signal.SIGKILL)
+            process.join()  # so that its processor time counts
         self._scratch.cleanup()
 
 

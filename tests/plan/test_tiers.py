@@ -18,8 +18,9 @@ def test_each_test_runs_once():
 def test_budgets():
     """A size that grows without a word; one that fails where it has fewer cores than its budget is for."""
     for tier, budget_s in BUDGET_S.items():
-        assert over_budget(tier, budget_s, 2) == ("", False)
-        text, fails = over_budget(tier, budget_s + 1, 2)
+        assert over_budget(tier, budget_s, 9 * budget_s, 2) == ("", False)
+        assert over_budget(tier, 9 * budget_s, 2 * budget_s, 2) == ("", False)  # the machine was busy
+        text, fails = over_budget(tier, budget_s + 1, 2 * budget_s + 2, 2)
         assert fails and f"make {tier} took {budget_s + 1} s" in text
-        text, fails = over_budget(tier, budget_s + 1, 1)
+        text, fails = over_budget(tier, budget_s + 1, 2 * budget_s + 2, 1)
         assert not fails and "Not a failure here" in text

@@ -56,7 +56,7 @@ def pieces(hidden: int, tokens: int, dtype: torch.dtype,
     return {
         "SwiGLU": (2 * inner, swiglu, lambda fused: fused.swiglu),
         "rotary": (hidden, heads(rotate), lambda fused: heads(lambda x: fused.rotate(x, cos, sin))),
-        "dropout": (hidden, drop, lambda fused: lambda x: fused.drop(x, 0.1, key, samples, counters)),
+        "dropout": (hidden, drop, lambda fused: lambda x: fused.drop(x, 0.1, key, samples, 0)),
         "RMS norm": (hidden, lambda x: F.rms_norm(x, (hidden,), weight, 1e-5),
                      lambda fused: lambda x: fused.rms_norm(x, weight, 1e-5)),
     }

@@ -45,7 +45,7 @@ def test_each_micro_batch_is_read_once(others):
 
 
 def test_the_next_one_is_copied_ahead(monkeypatch):
-    """On a GPU, where the copy is beside compute."""
+    """On a GPU, once work with this one has been issued."""
     events: list[str] = []
     monkeypatch.setattr(Batch, "to", lambda self, device: events.append(f"copy {self.samples_B[0]}") or self)
     feed = Feed(torch.device("cuda"))
@@ -53,7 +53,8 @@ def test_the_next_one_is_copied_ahead(monkeypatch):
     feed.begin(batch, [Instruction(Op.FORWARD, 0, microbatch) for microbatch in order])
     for microbatch in order:
         events.append(f"take {feed.take(microbatch).samples_B[0]}")
-    assert ", ".join(events) == "copy 2, copy 0, take 2, copy 1, take 0, take 2, take 1, take 1, take 0"
+        feed.ahead(microbatch)
+    assert ", ".join(events) == "copy 2, take 2, copy 0, take 0, copy 1, take 2, take 1, take 1, take 0"
     assert not feed._here
 
 

@@ -24,7 +24,7 @@ from threed.data.samples import Split, splits
 from threed.data.tokens import Prepared, prepare
 from threed.engine import shared
 from threed.engine.connect import warm
-from threed.engine.device import attention, pick_device, set_up
+from threed.engine.device import attention, compiles, pick_device, set_up
 from threed.engine.engine import Engine
 from threed.engine.loopback import channel_pairs
 from threed.engine.watch import Watch
@@ -143,7 +143,8 @@ def _agree(comm: Comm, config: Config, digest: str) -> None:
     """InputError where two ranks differ in config, plan or version of threed, or step on the host by
     different code, which rounds differently."""
     compiled = native.ADAMW is not None or not _steps_on_host(config, comm.device)
-    mine = config.to_dict(), (digest, __version__), compiled
+    here = compiled, compiles(config, comm.device), attention(config, comm.device)
+    mine = config.to_dict(), (digest, __version__), here
     # A rank compares with rank 0 alone: with the configs of all ranks, ten thousand would each get 40 MB.
     differs = comm.exchange(_difference(comm.rank, mine, comm.broadcast(mine)))
     for rank, what in enumerate(differs):
@@ -152,7 +153,7 @@ def _agree(comm: Comm, config: Config, digest: str) -> None:
                              "config, overrides and version of threed")
 
 
-def _difference(rank: int, mine: tuple[Any, Any, bool], first: tuple[Any, Any, bool]) -> str:
+def _difference(rank: int, mine: tuple[Any, ...], first: tuple[Any, ...]) -> str:
     """In what a rank differs from rank 0; "" where it does not."""
     keys = [f"{section}.{key}" for section, values in mine[0].items() for key, value in values.items()
             if first[0].get(section, {}).get(key) != value]
@@ -160,8 +161,15 @@ def _difference(rank: int, mine: tuple[Any, Any, bool], first: tuple[Any, Any, b
         return ", ".join(keys)
     if mine[1] != first[1]:
         return f"plan or version ({', '.join(mine[1])}; rank 0 has {', '.join(first[1])})"
-    return (f"the AdamW of the host, which rank {0 if mine[2] else rank} has not compiled (install gcc and "
-            "threed again there)")
+    (adamw, pieces, attends), (first_adamw, first_pieces, first_attends) = mine[2], first[2]
+    if adamw != first_adamw:
+        return (f"the AdamW of the host, which rank {0 if adamw else rank} has not compiled (install gcc and "
+                "threed again there)")
+    if pieces != first_pieces:
+        return (f"model.fused=auto, which rank {0 if pieces else rank} cannot compile (install triton and "
+                "gcc there, or use model.fused=off)")
+    return (f"attention, which is {attends} on rank {rank} and {first_attends} on rank 0 (choose one by "
+            "run.attention_backend)")
 
 
 def _steps_on_host(config: Config, device: torch.device) -> bool:

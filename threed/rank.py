@@ -13,7 +13,7 @@ import torch
 
 from threed.assemble import Job, train
 from threed.children import die_with_parent
-from threed.engine.watch import Watch, lost_peer, say, tell
+from threed.engine.watch import POLLS, Watch, lost_peer, say, tell
 from threed.environment import Place
 from threed.errors import RunError, ThreedError
 from threed.rendezvous import meet
@@ -21,7 +21,8 @@ from threed.requests import Requests
 from threed.store import environment_store
 
 ECHO_S = 3.0  # how long a rank whose connections break waits for another rank to say why
-LINGER_S = 2.0  # how long rank 0 lives on after a failure: twice as long as a rank takes to see it and end
+LINGER_S = 2.0  # how long rank 0 lives on after a failure: twice as long as a rank takes to see it and end;
+# more where ranks look less often
 
 
 def run_rank(job: Job, place: Place, store: Any) -> int:
@@ -61,7 +62,7 @@ def run_place(job: Job, place: Place, parent: int) -> int:
             say(str(error))
         status = error.status
     if status and place.rank == 0:  # it may hold the store, where the others read why
-        time.sleep(LINGER_S)
+        time.sleep(LINGER_S + 2 * place.world_size / POLLS)
     return status
 
 

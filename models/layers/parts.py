@@ -189,12 +189,11 @@ class Dropout(Part):
         if probability == 0.0 or not batch.train:
             return x_sBD
         first, length = self.context.sequence()
-        hidden = x_sBD.shape[-1]
-        counters = torch.arange(first * hidden, (first + length) * hidden, device=x_sBD.device)
-        key, counters_sD = (batch.seed, self.site), counters.view(length, hidden)
+        hidden, key = x_sBD.shape[-1], (batch.seed, self.site)
         if self.model.fuses:
-            return self.context.fused.drop(x_sBD, probability, key, batch.samples_B, counters_sD)
-        keep_BsD = self.context.keep_mask(probability, key, batch.samples_B, counters_sD)
+            return self.context.fused.drop(x_sBD, probability, key, batch.samples_B, first)
+        counters = torch.arange(first * hidden, (first + length) * hidden, device=x_sBD.device)
+        keep_BsD = self.context.keep_mask(probability, key, batch.samples_B, counters.view(length, hidden))
         return x_sBD * keep_BsD.transpose(0, 1) / (1.0 - probability)
 
 

@@ -66,6 +66,7 @@ def test_ranks_round_alike(device, settings, fine, monkeypatch):
     would take it."""
     config = load(None, settings)
     here = []
+    monkeypatch.setattr(assemble, "attention", lambda *_: "flash")  # which asks the device
     monkeypatch.setattr(native, "ADAMW", None)
     assemble._agree(Two(device, lambda mine: here.append(mine) or mine), config, "digest")  # pyright: ignore[reportArgumentType]
     monkeypatch.setattr(native, "ADAMW", print)
@@ -88,3 +89,14 @@ def test_ranks_have_one_config():
         assemble._agree(Two("cpu", lambda mine: (other.to_dict(), *mine[1:])), config, "a")  # pyright: ignore[reportArgumentType]
     with pytest.raises(InputError, match=r"differ in plan or version \(b, 1; rank 0 has a, "):
         assemble._agree(Two("cpu", lambda mine: (mine[0], ("b", "1"), mine[2])), config, "a")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(("here", "said"), [
+    ((True, False, "flash"), "model.fused=auto, which rank 1 cannot compile"),
+    ((True, True, "math"), r"attention, which is math on rank 1 and flash on rank 0 \(choose one by")])
+def test_ranks_compute_by_the_same_kernels(here, said, monkeypatch):
+    """Copies of the same numbers would drift apart: one host without a compiler, or with another GPU."""
+    monkeypatch.setattr(assemble, "compiles", lambda *_: True)
+    monkeypatch.setattr(native, "ADAMW", print)
+    with pytest.raises(InputError, match=f"rank 1 and rank 0 differ in {said}"):
+        assemble._agree(Two("cpu", lambda mine: (*mine[:2], here)), load(None, []), "digest")  # pyright: ignore[reportArgumentType]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import shutil
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.alive import Alive
 from tests.harness import assert_contract, cell_config, covering, loopback, same_bits, tiny
 from threed.engine.device import compiles
 from threed.errors import ConfigError, InputError
@@ -20,7 +22,8 @@ from threed.tensor.random import keep_mask
 S, B, D = 6, 2, 8
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 KEY, SAMPLES = (3, "here"), torch.tensor([5, 6])
-COUNTERS = torch.arange(S * D).view(S, D)
+FIRST = 3
+COUNTERS = torch.arange(FIRST * D, (FIRST + S) * D).view(S, D)
 COS, SIN = (torch.rand(S, 1, D, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
 
 
@@ -46,7 +49,7 @@ def drop(x: torch.Tensor) -> torch.Tensor:
 PIECES = {
     "swiglu": (swiglu, lambda fused, x: fused.swiglu(x)),
     "rotate": (rotate, lambda fused, x: fused.rotate(x, rotary(COS).to(x.dtype), rotary(SIN).to(x.dtype))),
-    "drop": (drop, lambda fused, x: fused.drop(x, 0.25, KEY, SAMPLES, COUNTERS)),
+    "drop": (drop, lambda fused, x: fused.drop(x, 0.25, KEY, SAMPLES, FIRST)),
     "rms_norm": (lambda x: F.rms_norm(x, (D,), torch.arange(1.0, D + 1).to(x.dtype), 1e-5),
                  lambda fused, x: fused.rms_norm(x, torch.arange(1.0, D + 1).to(x.dtype), 1e-5)),
 }
@@ -92,6 +95,15 @@ def test_compiled(name):
         for want, value in zip(exact, results(lambda x: fused(Fused(compile=True), x), dtype), strict=True):
             assert value.dtype == dtype
             torch.testing.assert_close(value.float(), want, rtol=limit, atol=limit)
+
+
+def test_dropout_keeps_nothing():
+    """Neither its mask nor the counters of its mask, which would be larger: also not in a closure."""
+    x, _ = drawn(torch.float32)
+    with Alive() as alive:
+        y = Fused().drop(x, 0.25, KEY, SAMPLES, FIRST)
+        gc.collect()
+        assert alive.bytes() == y.nbytes
 
 
 LLAMA = ["model.activation=swiglu", "model.norm=rmsnorm", "model.bias=false", "model.kv_heads=4",
@@ -147,11 +159,14 @@ def test_what_is_no_setting(text):
 def test_where_no_compiler_is(monkeypatch):
     """`on` says what is missing; `auto` computes the same without."""
     monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("CC", "cc-of-nobody")
     monkeypatch.setattr("threed.engine.device.find_spec", lambda name: None)
     for device, missing in (("cpu", r"g\+\+"), ("cuda", "triton")):
         assert not compiles(tiny("model.fused=auto"), torch.device(device))
         assert not compiles(tiny("model.fused=off"), torch.device(device))
-        with pytest.raises(InputError, match=f"model.fused=on compiles for a {device}, and .*{missing}"):
+        with pytest.raises(InputError, match=f"model.fused=on compiles for a {device}, .*{missing}"):
             compiles(tiny("model.fused=on"), torch.device(device))
     monkeypatch.setattr("threed.engine.device.find_spec", lambda name: object())
+    assert not compiles(tiny("model.fused=auto"), torch.device("cuda")), "triton alone cannot compile"
+    monkeypatch.setenv("CC", "sh")
     assert compiles(tiny("model.fused=auto"), torch.device("cuda"))

@@ -70,6 +70,29 @@ def test_tiles_have_the_same_bits(dtype, chunk):
     assert torch.equal(loss, chunked) and torch.equal(grad, chunked_grad)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tiles", [False, True])
+def test_logits_of_another_layout_which_others_read(tiles, dtype):
+    """A family may make logits [B, S, V] and turn them, and add a loss of its own to them."""
+    logits, labels, of_loss = drawn(dtype)
+    results = []
+    for chunk in (None, 4):
+        leaf = logits.transpose(0, 1).contiguous().requires_grad_()
+        turned = (leaf * 1).transpose(0, 1)
+        # Without chunks fp32 logits are overwritten: there it gets a copy.
+        given, other = turned.clone() if chunk is None else turned, turned.float().logsumexp(-1)
+        if tiles:
+            loss = cross_entropy_of(add_to_softmax(None, given, labels, 0, VOCAB, chunk), alone())
+        elif chunk is None:
+            loss = vocab_parallel_cross_entropy(given, labels, VOCAB, alone())
+        else:
+            loss = cross_entropy_in_chunks(given, labels, VOCAB, chunk, alone())
+        (loss + 0.1 * other).backward(of_loss)
+        results.append((loss.detach(), leaf.grad))
+    for want, value in zip(*results, strict=True):  # another layout, another order of a sum
+        torch.testing.assert_close(value, want)
+
+
 @pytest.mark.parametrize("tiles", [False, True])
 def test_equal_to_torch_in_fp64(tiles):
     """(torch.autograd.gradcheck runs a graph's backward twice; this one overwrites what it read.)"""

@@ -53,12 +53,16 @@ def compiles(config: Config, device: torch.device) -> bool:
     fused, gpu = config.model.fused, device.type == "cuda"
     if fused == "off" or (fused == "auto" and not gpu):
         return False
-    missing = "the package triton" if gpu else "g++ (or the compiler that CXX names)"
-    here = find_spec("triton") if gpu else shutil.which(os.environ.get("CXX", "g++"))
-    if here is None and fused == "on":
-        raise InputError(f"model.fused=on compiles for a {device.type}, and {missing} is not installed; "
-                         "install it, or use model.fused=auto, which computes the same without")
-    return here is not None
+    # triton is Python, and compiles a piece of C for each kernel
+    wanted = ["gcc", "clang"] if gpu else ["g++"]
+    named = os.environ.get("CC" if gpu else "CXX")
+    found = any(map(shutil.which, [named] if named else wanted))
+    found = found and (not gpu or find_spec("triton") is not None)
+    if not found and fused == "on":
+        missing = "the package triton and gcc or clang" if gpu else "g++ (or the compiler that CXX names)"
+        raise InputError(f"model.fused=on compiles for a {device.type}, which needs {missing}; install what "
+                         "is missing, or use model.fused=auto, which computes the same without")
+    return found
 
 
 def attention(config: Config, device: torch.device) -> str:

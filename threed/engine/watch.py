@@ -64,7 +64,8 @@ class Watch:
     def __init__(self, rank: int, store: Any, timeout_s: float, ranks: int = 1):
         """`store`: where the `ranks` ranks of the run meet."""
         self.rank, self._store, self._timeout_s = rank, own_client(store), timeout_s
-        self.poll_s = max(POLL_S, ranks / POLLS)
+        self._least_s = ranks / POLLS
+        self.poll_s = max(POLL_S, self._least_s)
         self.step = 0  # the step under way; 0: none yet
         self.on_step: Callable[[int], None] | None = None  # called when a step begins
         self.engine: Engine | None = None
@@ -116,7 +117,7 @@ class Watch:
                 return self._seen
             if time.monotonic() >= until:
                 return None
-            time.sleep(0.05)
+            time.sleep(max(0.05, self._least_s))
 
     def where(self) -> str:
         if self.engine is not None and self.engine.current is not None:
@@ -163,7 +164,7 @@ class Watch:
             if reason["hang"]:
                 self.end(f"rank {reason['rank']} got no answer; {self.where()}")
             # rank 0 may host the store: it ends last
-            if self._closed.wait((4 if self.rank else 8) * POLL_S):
+            if self._closed.wait(4 * POLL_S if self.rank else 8 * POLL_S + 2 * self._least_s):
                 return  # the main thread has seen the failure too, and ends by itself
             os._exit(reason["status"])
 

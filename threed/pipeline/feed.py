@@ -14,8 +14,8 @@ READERS = (Op.FORWARD, Op.RECOMPUTE)
 
 
 class Feed:
-    """Hands out the micro-batches of the program under way, and forgets each after its last reader. On a GPU
-    the next one is read and copied while the GPU computes with this one."""
+    """Hands out the micro-batches of the program under way, and forgets each after its last reader. The host
+    reads the next one while a GPU computes with this one."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -33,12 +33,15 @@ class Feed:
     def take(self, microbatch: int) -> Batch:
         """The data of a micro-batch, for one of its readers."""
         batch = self._load(microbatch)
-        if self.device.type == "cuda" and microbatch in self._next:
-            self._load(self._next.pop(microbatch))
         self._readers[microbatch] -= 1
         if not self._readers[microbatch]:
             del self._here[microbatch]
         return batch
+
+    def ahead(self, microbatch: int) -> None:
+        """Called when a reader of a micro-batch has been issued: on a GPU, read and copy the next one."""
+        if self.device.type == "cuda" and microbatch in self._next:
+            self._load(self._next.pop(microbatch))
 
     def _load(self, microbatch: int) -> Batch:
         if microbatch not in self._here:

@@ -132,6 +132,7 @@ class PipelineRun:
             losses = [loss for loss in (output.loss, out.loss) if loss is not None]
             loss = sum(losses[1:], losses[0]) if losses else None
             output = Out(out.x, {**output.makes, **out.makes}, loss)
+        self.feed.ahead(microbatch)
         wanted = {handed.name for handed in self.table.units[unit].makes}
         return output._replace(makes={name: value for name, value in output.makes.items() if name in wanted})
 

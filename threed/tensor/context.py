@@ -39,7 +39,7 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """The same on a device, in one copy from pinned memory, for which the host does not wait."""
-        if device.type == "cpu":
+        if self.samples_B.device.type == device.type:
             return self
         parts = self.tokens_BS, self.labels_BS, self.samples_B
         joined = torch.cat([part.reshape(-1) for part in parts]).pin_memory()
@@ -91,7 +91,7 @@ class Context:
         return parallel_config(self.groups[axis], self.sequence_parallel and axis == "tp", self.dtype)
 
     def cross_entropy(self, logits_SBV: torch.Tensor, labels_SB: torch.Tensor) -> torch.Tensor:
-        """Loss of each token, [S, B]. It overwrites the logits."""
+        """Loss of each token, [S, B]. It may overwrite the logits."""
         vocab, chunk = self.model.vocab, self.model.loss_chunk
         if chunk is not None:
             return cross_entropy_in_chunks(logits_SBV, labels_SB, vocab, chunk, self.group)
@@ -99,7 +99,8 @@ class Context:
 
     def add_to_softmax(self, before: torch.Tensor | None, logits_SBV: torch.Tensor, labels_SB: torch.Tensor,
                        first: int) -> torch.Tensor:
-        """The running softmax [2, S, B] after logits of the ids from `first` on. It overwrites the logits."""
+        """The running softmax [2, S, B] after logits of the ids from `first` on. It may overwrite the
+        logits."""
         return add_to_softmax(before, logits_SBV, labels_SB, first, self.model.vocab, self.model.loss_chunk)
 
     def cross_entropy_of(self, running: torch.Tensor) -> torch.Tensor:

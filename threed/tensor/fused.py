@@ -38,9 +38,9 @@ class Fused:
         return _Rotate.apply(x, cos, sin, self._body)  # pyright: ignore[reportReturnType]
 
     def drop(self, x: torch.Tensor, probability: float, key: tuple[int, str], samples: torch.Tensor,
-             counters: torch.Tensor) -> torch.Tensor:
-        """Dropout with `keep_mask`: [s, B, D], [B], [s, D] -> [s, B, D]."""
-        return _Drop.apply(x, probability, key, samples, counters, self._body)  # pyright: ignore[reportReturnType]
+             first: int) -> torch.Tensor:
+        """Dropout with `keep_mask`: [s, B, D], [B] -> [s, B, D]. `first`: the number of the first token."""
+        return _Drop.apply(x, probability, key, samples, first, self._body)  # pyright: ignore[reportReturnType]
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """x / sqrt(mean of x^2 + eps) * weight over the last dim, in fp32. [..., H], [H] -> [..., H]."""
@@ -53,7 +53,7 @@ def _plain(body: Body) -> Body:
 
 @cache
 def _compiled(body: Body) -> Body:
-    return torch.compile(body, dynamic=False, fullgraph=True)
+    return torch.compile(body, dynamic=False)
 
 
 # ---- bodies
@@ -81,6 +81,7 @@ def _rotate_backward(grad: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -
 
 
 def _drop(x: torch.Tensor, probability: float, hashes: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
+    counters = counters.view(len(x), -1)
     return x * mask_of(probability, hashes, counters).transpose(0, 1) / (1.0 - probability)
 
 
@@ -136,10 +137,17 @@ class _Rotate(torch.autograd.Function):
 class _Drop(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, probability: float, key: tuple[int, str], samples: torch.Tensor,
-                counters: torch.Tensor, body: Callable[[Body], Body]):
-        # The body gets no seed: it would be compiled for each.
-        ctx.drop = lambda tensor: body(_drop)(tensor, probability, keyed(key, samples), counters)
-        return ctx.drop(x)
+                first: int, body: Callable[[Body], Body]):
+        size = x.shape[0] * x.shape[2]
+        start = first * x.shape[2]
+
+        def drop(tensor: torch.Tensor) -> torch.Tensor:
+            # The body gets no seed: it would be compiled for each. And nothing of its size is kept.
+            counters = torch.arange(start, start + size, device=samples.device)
+            return body(_drop)(tensor, probability, keyed(key, samples), counters)
+
+        ctx.drop = drop
+        return drop(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor):

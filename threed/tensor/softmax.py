@@ -1,8 +1,8 @@
 """Cross entropy without a copy of the logits in fp32, and over a vocabulary that is computed tile by tile.
 
 **In chunks** (model.loss_chunk): the logits are kept in the dtype of compute, and what is computed in fp32 is
-of a few tokens at a time. Forward sums exponentials, backward computes them again and overwrites the logits
-with their gradient. Every number is computed as without chunks, so losses and gradients have the same bits.
+of a few tokens at a time. Forward sums exponentials, and backward computes them again. Every number is
+computed as without chunks, so losses and gradients have the same bits.
 
 **In tiles** (model.tile_linears), there is a running softmax. Each tile passes a tensor [2, S, B] in fp32 to
 the next: the log of the sum of exponentials so far, and the label's logit (0 before the tile with the label).
@@ -27,46 +27,54 @@ MASKED = -1e30
 class _CrossEntropyInChunks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, vocab: int, chunk: int, group: Group):
-        width = logits.shape[-1]
-        first = group.rank() * width
-        logits[..., min(max(vocab - first, 0), width):] = -torch.inf
-        largest = _largest(logits)
+        first = group.rank() * logits.shape[-1]
+        largest = _largest(logits, _real(logits, first, vocab), -torch.inf)
         group.all_reduce(largest, "max").wait()
         total, label = torch.empty_like(largest), torch.empty_like(largest)
-        for part, wide in _shifted(logits, largest, chunk):
-            index, here = _place(labels.flatten()[part], first, width)
+        ctx.first, ctx.vocab, ctx.chunk = first, vocab, chunk
+        for part, wide, index, here in _chunks(ctx, logits, labels, largest, -torch.inf):
             label.view(-1)[part] = wide.gather(-1, index).squeeze(-1).masked_fill_(~here, 0.0)
             total.view(-1)[part] = wide.exp_().sum(-1)
         group.all_reduce(label).wait()
         group.all_reduce(total).wait()
         ctx.save_for_backward(logits, labels, largest, total)
-        ctx.first, ctx.chunk = first, chunk
         return total.log() - label
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor):
         logits, labels, largest, total = ctx.saved_tensors
-        rows, of_loss = logits.flatten(0, 1), grads[0].flatten()
-        for part, wide in _shifted(logits, largest, ctx.chunk):
-            index, here = _place(labels.flatten()[part], ctx.first, logits.shape[-1])
+        grad, of_loss = torch.empty_like(logits), grads[0].flatten()
+        for part, wide, index, here in _chunks(ctx, logits, labels, largest, -torch.inf):
             softmax = wide.exp_().div_(total.view(-1)[part].unsqueeze(-1))
             _add_at(softmax, index, -here.to(softmax.dtype))
-            rows[part] = softmax.mul_(of_loss[part].unsqueeze(-1))  # they are not needed again
-        return logits, None, None, None, None
+            grad.flatten(0, 1)[part] = softmax.mul_(of_loss[part].unsqueeze(-1))
+        return grad, None, None, None, None
 
 
-def _largest(logits: torch.Tensor) -> torch.Tensor:
-    """[S, B, V] -> [S, B], in fp32 where the logits have 16 bits."""
-    return logits.amax(-1).to(torch.promote_types(logits.dtype, torch.float32))
+def _real(logits: torch.Tensor, first: int, vocab: int) -> int:
+    """How many of the ids from `first` on are no padding."""
+    return min(max(vocab - first, 0), logits.shape[-1])
 
 
-def _shifted(logits: torch.Tensor, largest: torch.Tensor, chunk: int) -> Iterator[tuple[slice, torch.Tensor]]:
-    """For each chunk of the tokens of [S, B, V]: which they are, and their logits less the largest, in fp32,
-    [chunk, V]."""
-    rows, most = logits.flatten(0, 1), largest.flatten()
-    for start in range(0, len(rows), chunk):
-        part = slice(start, start + chunk)
-        yield part, rows[part] - most[part].unsqueeze(-1)
+def _largest(logits: torch.Tensor, real: int, padding: float) -> torch.Tensor:
+    """The largest logit of each token, [S, B, V] -> [S, B], in fp32 where the logits have 16 bits. `padding`:
+    where all are padding."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    if not real:
+        return logits.new_full(logits.shape[:-1], padding, dtype=wide)
+    return logits[..., :real].amax(-1).to(wide)
+
+
+def _chunks(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, largest: torch.Tensor,
+            padding: float) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """For each chunk of the tokens of [S, B, V]: which they are; their logits less the largest, in fp32,
+    [chunk, V], with `padding` for padding; and their labels, as from `_place`."""
+    rows, most, width = logits.flatten(0, 1), largest.flatten(), logits.shape[-1]
+    for start in range(0, len(rows), ctx.chunk):
+        part = slice(start, start + ctx.chunk)
+        wide = rows[part] - most[part].unsqueeze(-1)
+        wide[:, _real(logits, ctx.first, ctx.vocab):] = padding
+        yield part, wide, *_place(labels.flatten()[part], ctx.first, width)
 
 
 def _place(labels: torch.Tensor, first: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -105,7 +113,7 @@ class _AddToSoftmax(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor):
         softmax, here, index, share, kept = ctx.saved_tensors
         of_sum, of_label = grads[0]
-        grad = softmax * (of_sum * share).unsqueeze(-1)
+        grad = (softmax * (of_sum * share).unsqueeze(-1)).contiguous()
         _add_at(grad.flatten(0, 1), index.flatten(0, 1), (of_label * here).flatten())
         before = None if kept is None else torch.stack([of_sum * kept, of_label])
         return before, grad.to(ctx.dtype), None, None, None
@@ -115,33 +123,31 @@ class _AddToSoftmaxInChunks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, before: torch.Tensor | None, logits: torch.Tensor, labels: torch.Tensor, first: int,
                 vocab: int, chunk: int):
-        width = logits.shape[-1]
-        logits[..., min(max(vocab - first, 0), width):] = max(MASKED, torch.finfo(logits.dtype).min)
-        largest = _largest(logits)
+        real = _real(logits, first, vocab)
+        largest = _largest(logits, real, MASKED)
         total, chosen = torch.empty_like(largest), torch.empty_like(largest)
-        for part, wide in _shifted(logits, largest, chunk):
-            index, here = _place(labels.flatten()[part], first, width)
+        ctx.first, ctx.vocab, ctx.chunk = first, vocab, chunk
+        ctx.padding = -torch.inf if real else 0.0  # as MASKED less the largest
+        for part, wide, index, here in _chunks(ctx, logits, labels, largest, ctx.padding):
             chosen.view(-1)[part] = logits.flatten(0, 1)[part].gather(-1, index).squeeze(-1) * here
             total.view(-1)[part] = wide.exp_().sum(-1)
         log_sum = largest + total.log()
         after = log_sum if before is None else torch.logaddexp(before[0], log_sum)
         kept = None if before is None else (before[0] - after).exp()  # the share of the tiles before
         ctx.save_for_backward(logits, labels, largest, total, (log_sum - after).exp(), kept)
-        ctx.first, ctx.chunk = first, chunk
         return torch.stack([after, chosen if before is None else before[1] + chosen])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor):
         logits, labels, largest, total, share, kept = ctx.saved_tensors
         of_sum, of_label = grads[0]
-        rows, of_tile = logits.flatten(0, 1), (of_sum * share).flatten()
-        for part, wide in _shifted(logits, largest, ctx.chunk):
-            index, here = _place(labels.flatten()[part], ctx.first, logits.shape[-1])
+        grad, of_tile = torch.empty_like(logits), (of_sum * share).flatten()
+        for part, wide, index, here in _chunks(ctx, logits, labels, largest, ctx.padding):
             softmax = wide.exp_().div_(total.view(-1)[part].unsqueeze(-1))
-            grad = softmax.mul_(of_tile[part].unsqueeze(-1))
-            rows[part] = _add_at(grad, index, of_label.flatten()[part] * here)
+            softmax.mul_(of_tile[part].unsqueeze(-1))
+            grad.flatten(0, 1)[part] = _add_at(softmax, index, of_label.flatten()[part] * here)
         before = None if kept is None else torch.stack([of_sum * kept, of_label])
-        return before, logits, None, None, None, None
+        return before, grad, None, None, None, None
 
 
 class _CrossEntropyOf(torch.autograd.Function):
@@ -165,18 +171,19 @@ class _CrossEntropyOf(torch.autograd.Function):
 
 def cross_entropy_in_chunks(logits: torch.Tensor, labels: torch.Tensor, vocab: int, chunk: int,
                             group: Group) -> torch.Tensor:
-    """Loss of each token [S, B] in fp32, `chunk` tokens at a time. It overwrites `logits` [S, B, V]. Ids from
-    `vocab` on are padding and are masked."""
-    return _CrossEntropyInChunks.apply(logits, labels.contiguous(), vocab, chunk, group)  # pyright: ignore[reportReturnType]
+    """Loss of each token [S, B] in fp32, of `logits` [S, B, V], `chunk` tokens at a time. Ids from `vocab` on
+    are padding and are masked."""
+    return _CrossEntropyInChunks.apply(logits.contiguous(), labels.contiguous(), vocab, chunk, group)  # pyright: ignore[reportReturnType]
 
 
 def add_to_softmax(before: torch.Tensor | None, logits: torch.Tensor, labels: torch.Tensor, first: int,
                    vocab: int, chunk: int | None = None) -> torch.Tensor:
-    """The running softmax [2, S, B] after one more tile. It overwrites `logits` [S, B, V], which are of the
-    ids from `first` on; `labels` are [S, B]. `before`: None for the first tile. Ids from `vocab` on are
+    """The running softmax [2, S, B] after one more tile. It may overwrite `logits` [S, B, V], which are of
+    the ids from `first` on; `labels` are [S, B]. `before`: None for the first tile. Ids from `vocab` on are
     padding and are masked. `chunk`: tokens that are computed at a time in fp32; None: all."""
     if chunk is not None:
-        return _AddToSoftmaxInChunks.apply(before, logits, labels.contiguous(), first, vocab, chunk)  # pyright: ignore[reportReturnType]
+        logits, labels = logits.contiguous(), labels.contiguous()
+        return _AddToSoftmaxInChunks.apply(before, logits, labels, first, vocab, chunk)  # pyright: ignore[reportReturnType]
     return _AddToSoftmax.apply(before, logits, labels.contiguous(), first, vocab)  # pyright: ignore[reportReturnType]
 
 

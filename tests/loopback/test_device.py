@@ -18,7 +18,9 @@ def restored(monkeypatch):
     """Leave this process as it was."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "of the machine")
     yield
-    set_up(tiny())
+    for enable in (torch.backends.cuda.enable_flash_sdp, torch.backends.cuda.enable_mem_efficient_sdp,
+                   torch.backends.cuda.enable_cudnn_sdp):
+        enable(True)
     torch.use_deterministic_algorithms(False)
     torch.utils.deterministic.fill_uninitialized_memory = True
 
@@ -36,8 +38,10 @@ def enabled() -> dict[str, bool]:
 def test_backends_that_may_run(others, want):
     """Deterministic runs do not get a backward that adds with atomics, unless a config asks for it: then
     torch says that it is not deterministic."""
+    before = enabled()
     set_up(tiny(*others))
     assert [name for name, on in enabled().items() if on] == want
+    assert others or enabled() == before, "torch's own choice is left alone"
     assert torch.are_deterministic_algorithms_enabled() == ("run.deterministic=true" in others)
 
 

@@ -39,7 +39,10 @@ def set_up(config: Config) -> None:
     for name, enable in (("flash", torch.backends.cuda.enable_flash_sdp),
                          ("efficient", torch.backends.cuda.enable_mem_efficient_sdp),
                          ("cudnn", torch.backends.cuda.enable_cudnn_sdp)):
-        enable(name == asked if asked != "auto" else not (deterministic and name in _ATOMIC))
+        if asked != "auto":
+            enable(name == asked)
+        elif deterministic and name in _ATOMIC:
+            enable(False)
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
         torch.use_deterministic_algorithms(True)

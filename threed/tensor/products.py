@@ -28,6 +28,6 @@ def adds_to(dtype: torch.dtype, of: torch.dtype, device: torch.device) -> bool:
     try:
         add_product(into, False, ones, ones)  # 16
         add_product(into, True, ones, ones * 2.0**-10)
-    except (AttributeError, RuntimeError):  # NotImplementedError, too
+    except (AttributeError, RuntimeError):  # no such operation; none for this device, or not for these dtypes
         return False
     return bool((into == 16 + 2.0**-6).all())  # which 16 bits cannot hold

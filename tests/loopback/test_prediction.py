@@ -24,8 +24,8 @@ from threed.prediction.simulate import predict
 from threed.program.effects import effects
 from threed.program.instruction import COMPUTE, Op
 
-# Of a unit. Long beside what the executor itself does for an instruction (a fraction of a millisecond, more on
-# a slow or busy machine): it was 4% of a step at a quarter of these times, and that is not what is tested.
+# Of a unit. Long beside what the executor itself does for an instruction (a fraction of a millisecond, more
+# on a slow or busy machine): it was 4% of a step at a quarter of these times, and that is not what is tested.
 TIMES = {Op.FORWARD: 0.024, Op.BACKWARD: 0.040, Op.BACKWARD_INPUT: 0.024, Op.BACKWARD_WEIGHT: 0.016}
 
 

@@ -17,6 +17,7 @@ from tests.harness import Ranks, assert_contract, batches, loopback, same_bits, 
 from threed.comm import Comm
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
+from threed.engine.underway import UnderWay
 from threed.lanes import ThreadLane
 from threed.planner import make_mesh, make_plan
 from threed.program.instruction import COMPUTE, Instruction, Op
@@ -256,10 +257,11 @@ def test_for_whom_a_rank_waits(others, tmp_path):
                     assert "with rank" in said, item
                 elif item.op not in (Op.GATHER, Op.REDUCE):  # a group of theirs may have one rank
                     assert "with rank" not in said, item
-                for slot in engine.effects[name][index].reads:
-                    engine.slots.waiting = slot
-                    engine._awaited(name, index)
-                engine.slots.waiting = None
+                for need in engine.orders[name].waits[index]:
+                    engine._under = UnderWay(engine.orders[name], engine.clock, comm.device, {})
+                    engine._under.waiting = need
+                    assert "which needs" in engine._awaited(name, index)
+                engine._under = None
         engine.close()
 
     run_loopback(plan, make_mesh(config), work)

@@ -67,7 +67,7 @@ class PipelineRun:
             for unit in table.units_of(self.position)}
         self.feed = Feed(comm.device)
         self._sends: deque[Handle] = deque()
-        self.handlers: dict[Op, Callable[[Instruction, Slots], None]] = {
+        self.handlers: dict[Op, Callable[[Instruction, Slots], Handle | None]] = {
             Op.FORWARD: self.forward, Op.RECOMPUTE: self.recompute, Op.BACKWARD: self.backward,
             Op.BACKWARD_INPUT: self.backward_input, Op.BACKWARD_WEIGHT: self.backward_weight,
             Op.SEND: self.send, Op.RECV: self.recv}
@@ -224,10 +224,11 @@ class PipelineRun:
         channel = self.comm.channels[self.position, instruction.peer, instruction.kind]
         self._sends.append(channel.send(slots.get(instruction.slot)))
 
-    def recv(self, instruction: Instruction, slots: Slots) -> None:
+    def recv(self, instruction: Instruction, slots: Slots) -> Handle:
         buffer = torch.empty(self.shape, dtype=self.dtype, device=self.comm.device)
         channel = self.comm.channels[instruction.peer, self.position, instruction.kind]
-        slots.put(instruction.slot, buffer, channel.recv(buffer))
+        slots.put(instruction.slot, buffer)
+        return channel.recv(buffer)
 
     def finish(self) -> None:
         """Wait until every message has left."""

@@ -351,3 +351,18 @@ class ProcessComm(Comm):
         super().close()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+@contextmanager
+def initialized() -> Iterator[None]:
+    """torch.distributed with this process as its only rank, while layers are constructed: megatron-core asks
+    a group for its size only if torch.distributed is initialized. Destroyed afterwards, since a process that
+    forks must not have gloo's threads."""
+    if dist.is_initialized():
+        yield
+        return
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -20,7 +20,7 @@ from threed.engine.underway import UnderWay
 from threed.errors import RunError, ThreedError, line_of
 from threed.lanes import Handle, so_far
 from threed.offload.run import OffloadRun
-from threed.pipeline.run import PipelineRun
+from threed.pipeline.run import PipelineRun, built
 from threed.planner import layouts
 from threed.program.buffers import buffers
 from threed.program.check import describe
@@ -57,7 +57,8 @@ class Engine:
         offload = OffloadRun(comm, table, shared, dtype, self.states)
         context = Context(config.model, comm.groups, config.parallel.sequence_parallel, dtype,
                           weight_grads, self.saving, Fused(compiles(config, comm.device)))
-        self.pipeline = PipelineRun(config, comm, table, parameters, context, self._keeping, activation)
+        layers = built(config, table, table.units_of(position), context, parameters)
+        self.pipeline = PipelineRun(config, comm, table, layers, context, self._keeping, activation)
         self.handlers = {**self.pipeline.handlers, **self.zero.handlers, **activation.handlers,
                          **offload.handlers}
         self.orders = {name: Order.of(program[position], table, position, name, shared)

@@ -112,6 +112,7 @@ class _Memory:
         users = self.users
         for slot in effect.updates:
             before += users.get(self._own(slot), ())
+            before += users.pop(slot, ())  # if this is a part: its own readers
         for slot in (*effect.writes, *effect.adds):
             if slot not in self.alive and (key := self._pool(slot)) is not None:
                 before += self.free[key].popleft()
@@ -120,8 +121,8 @@ class _Memory:
         changed = (*effect.updates, *effect.writes, *effect.adds)
         self.alive.update(changed)
         users.update((self._own(slot), [index]) for slot in changed)  # which has waited for the others
-        for slot in effect.reads:
-            users.setdefault(self._own(slot), []).append(index)
+        for slot in effect.reads:  # a part may be read while GATHER writes the others
+            users.setdefault(slot, []).append(index)
         for slot in effect.frees:
             self.alive.discard(slot)
             if effect.reads:  # RELEASE, which reads nothing, uses no memory either

@@ -143,7 +143,7 @@ def test_a_devices_memory_has_more_than_the_plan():
     large, small = (advise(load("configs/gpt2-small.yaml", ["parallel.dp=4", f"model.loss_chunk={chunk}"]),
                            Hardware())[0] for chunk in ("null", "128"))
     saved = large["peak_bytes"] - small["peak_bytes"] - (large["planned_bytes"] - small["planned_bytes"])
-    assert saved > GB, "of logits in fp32"
+    assert saved > 0.5 * GB, "of the 1.6 GB of a micro-batch's logits in fp32"
 
 
 def test_matrix():

@@ -78,7 +78,7 @@ def watch(config: Config, plan: Plan) -> list[Seen]:
             def seeing(handler):
                 def handle(instruction, slots):
                     seen.before.append(alive.bytes() - begin)
-                    handler(instruction, slots)
+                    return handler(instruction, slots)
 
                 return handle
 

@@ -7,7 +7,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test verify lint matrix cluster chaos clean
+.PHONY: help install train test verify lint matrix cluster chaos gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -52,6 +52,10 @@ cluster: $(STAMP) ## runs on several hosts: network namespaces, and a Slurm of t
 
 chaos: $(STAMP) ## a campaign of faults: kills, signals, disks, damaged files (ARGS='--faults 1000 --seed 7', an hour or two)
 	$(BIN)/python -m tests.chaos $(ARGS)
+
+gpu: $(STAMP) ## on one GPU or more: their tests, then bench/gpu.py (10 minutes; small without a GPU)
+	$(BIN)/python -m pytest -m gpu -rs tests/gpu
+	$(BIN)/python bench/gpu.py $(ARGS)
 
 lint: $(STAMP) ## check style and types with ruff and pyright
 	$(BIN)/ruff check .

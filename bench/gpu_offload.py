@@ -30,7 +30,7 @@ from zero_peers import Sizes, batches, make_config
 from threed.comm import HOST_LANES, Comm, ProcessComm, file_store
 from threed.engine.engine import Engine
 from threed.errors import RunError
-from threed.lanes import Handle, Lane
+from threed.lanes import Handle, Job, Lane
 from threed.models.model import layers
 from threed.monitor.measure import peak_bytes
 from threed.planner import make_mesh, make_plan
@@ -77,16 +77,17 @@ class TimedLane(Lane):
     """A lane that notes when each of its jobs ran."""
 
     def __init__(self, lane: Lane, mark: Callable[[], Any]):
+        super().__init__(lane.device)
         self._lane, self._mark = lane, mark
         self.marks: list[tuple[Any, Any]] = []
 
-    def submit(self, job: Callable[[], None]) -> Handle:
+    def submit(self, job: Job, after: Sequence[Handle] = ()) -> Handle:
         def timed() -> None:
             begin = self._mark()
             job()
             self.marks.append((begin, self._mark()))
 
-        return self._lane.submit(timed)
+        return self._lane.submit(timed, after)
 
     def close(self) -> None:
         self._lane.close()

@@ -107,7 +107,7 @@ Side = Callable[[Work], None]
 
 def threed_side(memory: Memory, options: OptimizerConfig) -> Side:
     """As the engine does it: on the host's lane, unit by unit, everything in one pass."""
-    lane = ThreadLane("host")
+    lane = ThreadLane("host", torch.device("cpu"))
 
     def side(work: Work) -> None:
         update = Update(options, options.lr, 10, True, work.scale)

@@ -33,7 +33,7 @@ class Files:
             self.disk.make(name, nbytes)
         pool = Pool({nbytes: 2}, torch.uint8, torch.device("cpu"), for_disk=True)
         self.buffers = [pool.take(nbytes).random_() for _ in range(2)]
-        self.lanes = {"write": ThreadLane("write"), "read": ThreadLane("read")}
+        self.lanes = {name: ThreadLane(name, torch.device("cpu")) for name in ("write", "read")}
 
     def run(self, what: str) -> float:
         move = self.disk.write if what == "write" else self.disk.read

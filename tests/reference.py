@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from threed.engine.loopback import ThreadGroup, World, initialized
+from threed.comm import initialized
+from threed.engine.loopback import ThreadGroup, World
 from threed.mesh import GROUPS, Mesh
 from threed.models.layers.base import Out
 from threed.models.model import layers, parameters

@@ -62,7 +62,7 @@ LEVELS = (
         "planner.",
         "planner",
         "planned",
-        "prediction.memory prediction.verb",
+        "prediction.memory prediction.transient prediction.verb",
         "prediction.advise",
     ),
     (  # 5

@@ -34,7 +34,7 @@ class Saving(Callback):
 
     def on_step_end(self, trainer: Trainer, step: Step) -> None:
         """Go on with the checkpoint under way."""
-        trainer.checkpoints.after_step([row["saving"] for row in step.measured.rows], step.trace)
+        trainer.checkpoints.after_step(step.measured.column("saving").tolist(), step.trace)
 
     def on_end(self, trainer: Trainer) -> None:
         number = trainer.step_number

@@ -22,10 +22,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from threed.lanes import AfterDevice, Handle, Lane, StreamLane, ThreadLane
+from threed.lanes import CopyLane, Handle, Lane, StreamLane, ThreadLane
 from threed.mesh import GROUPS, Mesh
 
 HOST_LANES = ("host", "read", "write")  # threads, whatever the device
+COPY_LANES = ("d2h", "h2d")
 FEW_BYTES = 256  # what is all-reduced on CPU by sending it to everybody; counted as other all-reduces are
 
 
@@ -149,16 +150,16 @@ class Comm(ABC):
         """A queue of work beside the computation. If this rank is alone in all groups of a lane, the lane
         runs its jobs at once."""
         if name not in self._lanes:
-            groups = [group for group, row in GROUPS.items() if row.lane == name]
-            alone = bool(groups) and all(len(self.mesh.group(group, self.rank)) == 1 for group in groups)
-            streams = self.device.type == "cuda" and name not in HOST_LANES
-            self._lanes[name] = Lane() if alone else StreamLane(self.device) if streams else ThreadLane(name)
+            self._lanes[name] = self._make_lane(name)
         return self._lanes[name]
 
-    def host_lane(self, name: str = "host") -> Lane:
-        """A lane of the host. A job begins when the device has done the work that was issued before it."""
-        lane = self.lane(name)
-        return AfterDevice(lane) if self.device.type == "cuda" else lane
+    def _make_lane(self, name: str) -> Lane:
+        groups = [group for group, row in GROUPS.items() if row.lane == name]
+        if groups and all(len(self.mesh.group(group, self.rank)) == 1 for group in groups):
+            return Lane(self.device)
+        if self.device.type != "cuda" or name in HOST_LANES:
+            return ThreadLane(name, self.device)
+        return CopyLane(name, self.device) if name in COPY_LANES else StreamLane(self.device)
 
     def close(self) -> None:
         """End all lanes."""
@@ -350,3 +351,18 @@ class ProcessComm(Comm):
         super().close()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+@contextmanager
+def initialized() -> Iterator[None]:
+    """torch.distributed with this process as its only rank, while layers are constructed: megatron-core asks
+    a group for its size only if torch.distributed is initialized. Destroyed afterwards, since a process that
+    forks must not have gloo's threads."""
+    if dist.is_initialized():
+        yield
+        return
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

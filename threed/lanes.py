@@ -1,4 +1,8 @@
-"""Lanes: queues of work beside the computation, and handles to wait for it."""
+"""Lanes: queues of work beside the computation, and handles to wait for it.
+
+A lane runs jobs one after the other. A job names the handles of the work that it needs, and waits for nothing
+else: neither for the computation, nor for the thread that issues all work.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +14,11 @@ from typing import Any
 
 import torch
 
+Job = Callable[[], object]
+
 
 class Handle:
-    """One communication under way."""
+    """Work under way."""
 
     def __init__(self, wait: Callable[[], Any] | None, keep: Sequence[torch.Tensor] = (),
                  done: Callable[[], bool] | None = None):
@@ -26,87 +32,160 @@ class Handle:
             self._wait()
         self._wait, self._keep, self._done = None, (), None
 
+    def block(self) -> None:
+        """Return when the result can be used by the host."""
+        self.wait()
+
     def done(self) -> bool:
         return self._wait is None or (self._done is not None and self._done())
 
+    def ready(self) -> bool:
+        """Whether `wait` on a GPU does not hold up the host."""
+        return True
+
+
+DONE = Handle(None)
+
+
+class OnStream(Handle):
+    """All work up to now on the current CUDA stream."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self._event = torch.cuda.Event()
+        self._event.record()
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self._event)
+
+    def block(self) -> None:
+        self._event.synchronize()
+
+    def done(self) -> bool:
+        return self._event.query()
+
+
+def so_far(device: torch.device) -> Handle:
+    """All computation that has been issued; on a CPU it has ended."""
+    return OnStream() if device.type == "cuda" else DONE
+
+
+class Queued(Handle):
+    """A job in a thread's queue. `wait` and `block` raise its exception."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.future: Future[Handle] = Future()  # the handle of what the job has issued
+
+    def wait(self) -> None:
+        self.future.result().wait()
+
+    def block(self) -> None:
+        self.future.result().block()
+
+    def done(self) -> bool:
+        return self.future.done() and (self.future.exception() is not None or self.future.result().done())
+
+    def ready(self) -> bool:
+        return self.future.done() and self.future.exception() is None
+
 
 class Lane:
-    """A queue of work beside the computation: jobs run one after the other, in the order in which they were
-    submitted.
+    """A queue of work. The base class is for work that waits for no other rank: it runs a job at once, as
+    part of the computation."""
 
-    The base class is for lanes that wait for no other rank: it runs a job at once.
-    """
+    at_once = True  # whether jobs are part of the computation
+    defers = True  # whether a job may be submitted before what it needs has been issued, without waiting
 
-    def submit(self, job: Callable[[], None]) -> Handle:
-        """Run a job, which may wait for communication, after the jobs before it. The job sees the results of
-        all computation before this call."""
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    def submit(self, job: Job, after: Sequence[Handle] = ()) -> Handle:
+        """Run a job, which may wait for communication, after the jobs before it and after this work."""
+        for handle in after:
+            handle.wait()
         job()
-        return Handle(None)
+        return so_far(self.device)
 
     def close(self) -> None:
         """No more jobs."""
 
 
 class ThreadLane(Lane):
-    """A thread. An exception of a job is raised by its handle's `wait`."""
+    """A thread. After a job that failed all later ones fail with its exception: they may need its result."""
 
-    def __init__(self, name: str):
-        self._jobs: queue.SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = queue.SimpleQueue()
+    at_once = False
+
+    def __init__(self, name: str, device: torch.device):
+        super().__init__(device)
+        self._jobs: queue.SimpleQueue[tuple[Job, Sequence[Handle], Queued] | None] = queue.SimpleQueue()
         # A daemon: a job may hang with the rank that it talks to, and must not keep the process.
         threading.Thread(target=self._work, name=name, daemon=True).start()
 
+    @torch.no_grad()
     def _work(self) -> None:
-        with torch.no_grad():
-            while (entry := self._jobs.get()) is not None:
-                job, future = entry
-                try:
-                    job()
-                except BaseException as error:
-                    future.set_exception(error)
-                else:
-                    future.set_result(None)
-                del entry, job, future  # free what they hold before the next job comes
+        if self.device.type == "cuda":  # a thread's work goes to GPU 0 otherwise
+            torch.cuda.set_device(self.device)
+        failure: BaseException | None = None
+        while (entry := self._jobs.get()) is not None:
+            job, after, handle = entry
+            try:
+                if failure is not None:
+                    raise failure
+                handle.future.set_result(self._run(job, after))
+            except BaseException as error:
+                failure = error
+                handle.future.set_exception(error)
+            del entry, job, after, handle  # free what they hold before the next job comes
 
-    def submit(self, job: Callable[[], None]) -> Handle:
-        future: Future[None] = Future()
-        self._jobs.put((job, future))
-        return Handle(future.result, (), future.done)
+    def _run(self, job: Job, after: Sequence[Handle]) -> Handle:
+        for handle in after:
+            handle.block()
+        job()
+        return DONE
+
+    def submit(self, job: Job, after: Sequence[Handle] = ()) -> Handle:
+        handle = Queued()
+        self._jobs.put((job, after, handle))
+        return handle
 
     def close(self) -> None:
         self._jobs.put(None)
 
 
 class StreamLane(Lane):
-    """A CUDA stream. A job is issued at once, and runs after the work that was issued before it on the
-    current stream."""
+    """A CUDA stream. A job is issued at once, and runs when the work that it names has run."""
+
+    at_once, defers = False, False
 
     def __init__(self, device: torch.device):
+        super().__init__(device)
         self._stream = torch.cuda.Stream(device)
 
-    def submit(self, job: Callable[[], None]) -> Handle:
-        self._stream.wait_stream(torch.cuda.current_stream())
+    def submit(self, job: Job, after: Sequence[Handle] = ()) -> Handle:
         with torch.cuda.stream(self._stream):
+            for handle in after:
+                handle.wait()
             job()
-            event = torch.cuda.Event()
-            event.record()
-        return Handle(lambda: torch.cuda.current_stream().wait_event(event), (), event.query)
+            return OnStream()
 
 
-class AfterDevice(Lane):
-    """A lane whose jobs wait for the device."""
+class CopyLane(ThreadLane):
+    """A CUDA stream for copies, some of which wait for the host or the disk. A thread issues those, so that
+    the computation goes on meanwhile; the others are issued at once."""
 
-    def __init__(self, lane: Lane):
-        self._lane = lane
+    def __init__(self, name: str, device: torch.device):
+        super().__init__(name, device)
+        self._stream = StreamLane(device)
+        self._last: Handle = DONE
 
-    def submit(self, job: Callable[[], None]) -> Handle:
-        event = torch.cuda.Event()
-        event.record()
+    def _run(self, job: Job, after: Sequence[Handle]) -> Handle:
+        return self._stream.submit(job, after)
 
-        def after() -> None:
-            event.synchronize()
-            job()
-
-        return self._lane.submit(after)
+    def submit(self, job: Job, after: Sequence[Handle] = ()) -> Handle:
+        direct = self._last.ready() and all(handle.ready() for handle in after)
+        self._last = self._stream.submit(job, after) if direct else super().submit(job, after)
+        return self._last
 
 
 def copy(into: torch.Tensor, of: torch.Tensor) -> None:

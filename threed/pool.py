@@ -1,4 +1,8 @@
-"""Buffers that are shared in turn: made once, handed out, given back."""
+"""Buffers that are shared in turn: made once, handed out, given back; first in, first out.
+
+A pool waits for nobody. The plan knows which instructions used a buffer before (program/order.py counts as a
+pool does), and the one that takes it waits for them.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,6 @@ from collections import deque
 
 import torch
 
-from threed.lanes import Handle
 from threed.quantity import ALIGNMENT
 
 
@@ -20,32 +23,27 @@ class Pool:
         """`counts`: elements -> how many buffers of that size. `pinned`: host memory that a GPU copies from
         and to directly. `for_disk`: host memory that begins at a multiple of ALIGNMENT, as do its buffers if
         their sizes are multiples, too."""
-        self._free: dict[int, deque[tuple[torch.Tensor, Handle]]] = {}
+        self._free: dict[int, deque[torch.Tensor]] = {}
         for numel, count in counts.items():
             make = aligned if for_disk else torch.zeros
             arena = make(numel * count, dtype=dtype, device=device, pin_memory=pinned).view(count, numel)
-            self._free[numel] = deque((row, Handle(None)) for row in arena)
+            self._free[numel] = deque(arena)
         self._sizes = sorted(counts)
-        self.first = {numel: free[0][0] for numel, free in self._free.items()}
+        self.first = {numel: free[0] for numel, free in self._free.items()}
 
     def sample(self, numel: int) -> torch.Tensor:
         """Memory of this size, to give shapes to what has no value yet."""
         return self.first[self._size(numel)][:numel]
 
     def take(self, numel: int) -> torch.Tensor:
-        """A flat buffer, once its readers are done. The plan has counted the buffers, so one is always
-        free."""
-        free = self._free[self._size(numel)]
-        ready = next((index for index, (_, handle) in enumerate(free) if handle.done()), 0)
-        buffer, handle = free[ready]
-        del free[ready]
-        handle.wait()
-        return buffer[:numel]
+        """A flat buffer: of those that are free the one that was given back first. The plan has counted the
+        buffers, so one is always free."""
+        return self._free[self._size(numel)].popleft()[:numel]
 
-    def give(self, buffer: torch.Tensor, handle: Handle | None = None) -> None:
-        """Hand a buffer back, which may be written once `handle` is done."""
+    def give(self, buffer: torch.Tensor) -> None:
+        """Hand a buffer back."""
         size = self._size(buffer.numel())
-        self._free[size].append((buffer.as_strided((size,), (1,)), handle or Handle(None)))
+        self._free[size].append(buffer.as_strided((size,), (1,)))
 
     def _size(self, numel: int) -> int:
         return self._sizes[bisect_left(self._sizes, numel)]

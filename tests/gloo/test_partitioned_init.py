@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.alive import Alive
 from tests.harness import batches, tiny
 from tests.workers import TIMEOUT_S, Workers
 from threed.comm import Comm, ProcessComm
@@ -23,6 +22,7 @@ from threed.models.spec import Cut, Parameter
 from threed.planner import layouts, make_mesh, make_plan
 from threed.program.summary import fixed_bytes, stages
 from threed.schema import Config
+from threed.tensor.alive import Alive
 from threed.tensor.random import draw, initial_values
 from threed.zero.state import UnitState
 

@@ -15,9 +15,9 @@ from threed import mesh
 from threed.checkpoint.lineage import Lineage
 from threed.checkpoint.load import resume
 from threed.checkpoint.save import Saver
-from threed.comm import Comm
+from threed.comm import Comm, initialized
 from threed.engine.engine import Engine
-from threed.engine.loopback import initialized, run_loopback
+from threed.engine.loopback import run_loopback
 from threed.mesh import GroupRow
 from threed.models.spec import Cost
 from threed.models.tiling import layers_of, share_of

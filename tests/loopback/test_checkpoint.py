@@ -141,7 +141,7 @@ def test_a_step_waits_for_its_copy(tmp_path):
         comm.lane("d2h").submit(partial(wait, late))
         engine.snapshot()
         if not obeys:  # forget what STEP waits for
-            engine.slots._pending.clear()
+            engine._copies.clear()
             timer = threading.Timer(1.5, late.set)
         else:
             timer = threading.Timer(0.3, late.set)

@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.alive import Alive
 from tests.harness import assert_contract, cell_config, covering, loopback, same_bits, tiny
 from threed.engine.device import compiles
 from threed.errors import ConfigError, InputError
 from threed.planner import make_plan
 from threed.program.summary import stages
+from threed.tensor.alive import Alive
 from threed.tensor.fused import Fused
 from threed.tensor.random import keep_mask
 

@@ -13,11 +13,12 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 
 from tests.harness import Ranks, assert_parity, batches, collect, drive, tiny
 from threed import comm, mesh
@@ -25,7 +26,7 @@ from threed.comm import Comm
 from threed.engine import loopback
 from threed.engine.engine import Engine
 from threed.errors import PlanError
-from threed.lanes import Handle, Lane, ThreadLane
+from threed.lanes import Handle, Job, Lane, ThreadLane
 from threed.planner import make_mesh, make_plan
 from threed.program import instruction
 from threed.program.check import check_programs
@@ -244,16 +245,16 @@ LATE = ("dp", "d2h", "h2d", "read", "write", "host")
 class LateLane(ThreadLane):
     """Begins a job after a pause."""
 
-    def __init__(self, name: str, pause: Callable[[], None]):
+    def __init__(self, name: str, device: torch.device, pause: Callable[[], None]):
         self._pause = pause
-        super().__init__(name)
+        super().__init__(name, device)
 
-    def submit(self, job: Callable[[], None]) -> Handle:
+    def submit(self, job: Job, after: Sequence[Handle] = ()) -> Handle:
         def late() -> None:
             self._pause()
             job()
 
-        return super().submit(late)
+        return super().submit(late, after)
 
 
 class Haste:
@@ -265,13 +266,13 @@ class Haste:
         monkeypatch.setattr(loopback.ThreadGroup, "_call", self.any_time(loopback.ThreadGroup._call))
         monkeypatch.setattr(comm, "ThreadLane", self.lane)
 
-    def lane(self, name: str) -> Lane:
+    def lane(self, name: str, device: torch.device) -> Lane:
         return (
-            Lane()
+            Lane(device)
             if self.lanes == "at once"
-            else LateLane(name, self.pause)
+            else LateLane(name, device, self.pause)
             if self.lanes == "late"
-            else ThreadLane(name)
+            else ThreadLane(name, device)
         )
 
     def any_time(self, call: Callable[..., Handle]) -> Callable[..., Handle]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
-import time
 from pathlib import Path
 
 import pytest
@@ -14,10 +13,11 @@ import torch
 from allpairspy import AllPairs
 
 from tests.harness import Ranks, assert_contract, batches, loopback, same_bits, tiny
+from tests.late import be_late
 from threed.comm import Comm
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
-from threed.lanes import ThreadLane
+from threed.engine.underway import UnderWay
 from threed.planner import make_mesh, make_plan
 from threed.program.instruction import COMPUTE, Instruction, Op
 from threed.program.show import timeline
@@ -256,10 +256,11 @@ def test_for_whom_a_rank_waits(others, tmp_path):
                     assert "with rank" in said, item
                 elif item.op not in (Op.GATHER, Op.REDUCE):  # a group of theirs may have one rank
                     assert "with rank" not in said, item
-                for slot in engine.effects[name][index].reads:
-                    engine.slots.waiting = slot
-                    engine._awaited(name, index)
-                engine.slots.waiting = None
+                for need in engine.orders[name].waits[index]:
+                    engine._under = UnderWay(engine.orders[name], engine.clock, comm.device, {})
+                    engine._under.waiting = need
+                    assert "which needs" in engine._awaited(name, index)
+                engine._under = None
         engine.close()
 
     run_loopback(plan, make_mesh(config), work)
@@ -352,7 +353,6 @@ def test_a_skipped_delayed_step(tmp_path):
 
 # ---------------------------------------------------------------- under hostile timing
 
-SLOW_LANES = ("d2h", "h2d", "host", "read", "write", "dp")
 HOSTILE = {
     "stage-0": (0, CPU, []),
     "stage-1-tied": (1, NVME, ["parallel.schedule=zb-h1"]),
@@ -366,44 +366,10 @@ HOSTILE = {
 }
 
 
-@pytest.fixture
-def late_lanes(monkeypatch):
-    """Jobs on lanes begin up to 3 ms late: an instruction that does not wait for a job it needs comes before
-    it."""
-    rng, submit, names = random.Random(3), ThreadLane.submit, {}
-    start = ThreadLane.__init__
-
-    def init(self: ThreadLane, name: str) -> None:
-        names[id(self)] = name
-        start(self, name)
-
-    def late(self: ThreadLane, job):
-        pause = rng.choice((0, 0, 0.001, 0.003)) if names[id(self)] in SLOW_LANES else 0
-
-        def body() -> None:
-            time.sleep(pause)
-            job()
-
-        return submit(self, body)
-
-    monkeypatch.setattr(ThreadLane, "__init__", init)
-    monkeypatch.setattr(ThreadLane, "submit", late)
-
-
 @pytest.mark.parametrize("name", HOSTILE)
-def test_late_lanes(name, late_lanes, references, tmp_path):
+def test_late_lanes(name, references, tmp_path, monkeypatch):
     """A wait that is missing: a gradient that is overwritten before it is down, a weight that is gathered
     before it is up, a buffer that is used again before it is on disk."""
+    be_late(monkeypatch, seed=3)
     stage, tier, others = HOSTILE[name]
     assert_contract(small(tmp_path, stage, *tier, *others), references)
-
-
-def test_late_lanes_make_a_fault_show(late_lanes, references, tmp_path, monkeypatch):
-    """The test above itself: slots that are used without waiting for them give other numbers."""
-    from threed.slots import Slots
-
-    put = Slots.put
-    monkeypatch.setattr(Slots, "put", lambda self, slot, value, handle=None: put(
-        self, slot, value, None if slot.name == "host_gshard" else handle))
-    with pytest.raises(AssertionError):
-        assert_contract(small(tmp_path, 1, *CPU), references)

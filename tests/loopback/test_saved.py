@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tests.alive import Alive
 from tests.harness import tiny
 from threed.comm import Comm
 from threed.engine import loopback
@@ -27,6 +26,7 @@ from threed.program.instruction import Op, Slot
 from threed.program.summary import alive_bytes, stages
 from threed.program.table import Plan
 from threed.schema import Config
+from threed.tensor.alive import Alive
 from threed.tensor.context import Batch
 from threed.tensor.fused import Fused
 
@@ -78,7 +78,7 @@ def watch(config: Config, plan: Plan) -> list[Seen]:
             def seeing(handler):
                 def handle(instruction, slots):
                     seen.before.append(alive.bytes() - begin)
-                    handler(instruction, slots)
+                    return handler(instruction, slots)
 
                 return handle
 

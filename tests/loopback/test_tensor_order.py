@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from threed.engine.loopback import initialized
+from threed.comm import initialized
 from threed.lanes import Handle
 from threed.tensor.layers import ColumnParallelLinear, WeightGrads, parallel_config
 from threed.tensor.measure import SilentGroup

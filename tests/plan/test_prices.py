@@ -124,10 +124,26 @@ def test_measured_costs_leave_moves_their_price(over):
 def test_advice_is_printed():
     """The sentence that says what a setting saves and costs."""
     arguments = ["check", "configs/toy.yaml", "parallel.dp=4", "train.global_batch_size=32", "--memory",
-                 "26MiB"]
+                 "3GiB"]
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert result.exit_code == 0 and "zero.stage=2" in result.stdout
     assert "of traffic a step" in result.stdout and "fits" in result.stdout and "saves" in result.stdout
+    assert "peak as configured: " in result.stdout
+
+
+def test_a_devices_memory_has_more_than_the_plan():
+    """Temporaries, and what CUDA and NCCL take: for each group of several ranks, and each channel."""
+    config = load("configs/toy.yaml", ["parallel.dp=4", "train.global_batch_size=32"])
+    row, *_ = advise(config, Hardware(context_gb=3.0, communicator_gb=0.5))
+    # of dp, tp, world, the tied embedding, and two channels to the other position
+    assert row["taken_bytes"] == 3.0 * GB + 6 * 0.5 * GB
+    assert row["peak_bytes"] > row["planned_bytes"] + row["taken_bytes"]
+    config.run.device = "cpu"
+    assert advise(config, Hardware())[0]["taken_bytes"] == 0
+    large, small = (advise(load("configs/gpt2-small.yaml", ["parallel.dp=4", f"model.loss_chunk={chunk}"]),
+                           Hardware())[0] for chunk in ("null", "128"))
+    saved = large["peak_bytes"] - small["peak_bytes"] - (large["planned_bytes"] - small["planned_bytes"])
+    assert saved > 0.5 * GB, "of the 1.6 GB of a micro-batch's logits in fp32"
 
 
 def test_matrix():

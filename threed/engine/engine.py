@@ -1,8 +1,8 @@
 """The engine: runs the programs of a plan on one rank, and records when each instruction ran.
 
-It makes no decisions. For each instruction it waits for the slots that `effects` lists as read or updated,
-calls the handler, and frees the slots that `effects` lists as freed. Loopback runs the same engine on
-threads.
+It makes no decisions. For each instruction it waits for those that `order` lists, calls the handler, and
+frees the slots that `effects` lists as freed. What runs beside the computation is a job of a lane, which does
+its waiting by itself. Loopback runs the same engine on threads.
 """
 
 from __future__ import annotations
@@ -16,17 +16,19 @@ from threed.activation.run import ActivationRun
 from threed.comm import Comm
 from threed.engine.clock import make_clock
 from threed.engine.device import compiles
+from threed.engine.underway import UnderWay
 from threed.errors import RunError, ThreedError, line_of
+from threed.lanes import Handle, so_far
 from threed.offload.run import OffloadRun
-from threed.pipeline.run import PipelineRun
+from threed.pipeline.run import PipelineRun, built
 from threed.planner import layouts
 from threed.program.buffers import buffers
 from threed.program.check import describe
 from threed.program.effects import effects
 from threed.program.instruction import COMPUTE, MESSAGES, Instruction, Slot
+from threed.program.order import Order
 from threed.program.table import SNAPSHOT, VERIFY, WAITING, Plan
-from threed.program.trace import Trace, Wait, sources
-from threed.program.walk import link
+from threed.program.trace import Trace
 from threed.schema import Config
 from threed.slots import Slots
 from threed.tensor.context import Batch, Context
@@ -55,16 +57,17 @@ class Engine:
         offload = OffloadRun(comm, table, shared, dtype, self.states)
         context = Context(config.model, comm.groups, config.parallel.sequence_parallel, dtype,
                           weight_grads, self.saving, Fused(compiles(config, comm.device)))
-        self.pipeline = PipelineRun(config, comm, table, parameters, context, self._keeping, activation)
+        layers = built(config, table, table.units_of(position), context, parameters)
+        self.pipeline = PipelineRun(config, comm, table, layers, context, self._keeping, activation)
         self.handlers = {**self.pipeline.handlers, **self.zero.handlers, **activation.handlers,
                          **offload.handlers}
-        self.effects = {name: link(programs[position], table, position, table.seam(position, name)).effects
-                        for name, programs in plan.programs.items()}
-        self.sources = {name: sources(effects) for name, effects in self.effects.items()}
+        self.orders = {name: Order.of(program[position], table, position, name, shared)
+                       for name, program in plan.programs.items()}
         self.clock = make_clock(comm.device)
-        # Marks of the program under way: the end of each instruction; (index, slot, from, to) of each wait.
-        self._ended: list[Any] = []
-        self._waits: list[tuple[int, Slot, Any, Any]] = []
+        self._ended: list[Any] = []  # marks of the program under way: the end of each instruction
+        self._under: UnderWay | None = None
+        # slot -> the copy for a checkpoint that is under way: the next STEP waits for it
+        self._copies: dict[Slot, Handle] = {}
         self.slots = Slots()
         # (program, index of the instruction, time of its start), for the watchdog
         self.current: tuple[str, int, float] | None = None
@@ -95,34 +98,36 @@ class Engine:
     def _run(self, name: str, batch: Callable[[int], Batch]) -> Trace:
         """Run a program once. A failure is raised as RunError, with the instruction, its neighbours and the
         slots that are alive."""
-        program, all_effects = self.plan.programs[name][self.position], self.effects[name]
+        program, order = self.plan.programs[name][self.position], self.orders[name]
         slots, handlers, mark = self.slots, self.handlers, self.clock.mark
         slots.keep(self.plan.table.seam(self.position, name))
-        issued, started, ended, waits = [], [], [], []  # marks, which are read after the step
+        issued, started, ended = [], [], []  # marks, which are read after the step
         self.pipeline.feed.begin(batch, program)
-        self._ended, self._waits = ended, waits
+        under = self._under = UnderWay(order, self.clock, self.comm.device, self._copies)
+        self._ended = ended
         epoch, begin = time.time(), mark()
         try:
             for index, instruction in enumerate(program):
                 self.current = (name, index, time.monotonic())
-                now = mark()
-                issued.append(now)
-                for slot in (*all_effects[index].reads, *all_effects[index].updates):
-                    if slots.wait(slot):
-                        before, now = now, mark()
-                        waits.append((index, slot, before, now))
-                started.append(now)
-                handlers[instruction.op](instruction, slots)
+                issued.append(mark())
+                effect, handler, number = order.effects[index], handlers[instruction.op], len(under.waits)
+                lane = self.comm.lane(effect.lane) if index in order.jobs else None
+                if lane is None or lane.at_once:
+                    under.wait(index)
+                started.append(under.waits[-1][-1] if len(under.waits) > number else issued[-1])
+                if lane is not None:
+                    under.submit(index, lane, handler(instruction, slots))
+                elif (handle := handler(instruction, slots)) is not None:
+                    under.put(index, handle)
                 ended.append(mark())
                 if self.after is not None:
                     self.after(instruction, slots)
-                for slot in all_effects[index].frees:
+                if lane is None and index in order.awaited and instruction.op not in MESSAGES:
+                    under.put(index, so_far(self.comm.device))
+                for slot in effect.frees:
                     slots.free(slot)
             self.pipeline.finish()
-            # work of the host and the disk that is still under way
-            for slot in self.plan.table.seam(self.position, name, end=True):
-                if slot.kind != "snapshot":  # the next STEP waits for the snapshot
-                    slots.wait(slot)
+            under.finish()
             end = mark()
             since = self.clock.reader(begin, end)
         except ThreedError:
@@ -134,9 +139,7 @@ class Engine:
             self.current = None
         trace = Trace(name, epoch, list(map(since, issued)), list(map(since, started)),
                       list(map(since, ended)))
-        trace.waits = [Wait(index, self.sources[name][index].get(slot, -1), since(after) - since(before))
-                       for index, slot, before, after in waits]
-        trace.total_s = since(end)
+        trace.waits, trace.total_s = under.recorded(since), since(end)
         return trace
 
     def rehearse(self, batch: Callable[[int], Batch]) -> Trace:
@@ -193,17 +196,17 @@ class Engine:
 
     def _awaited(self, name: str, index: int) -> str:
         """The ranks that an instruction waits for, in words: those that take part in it, or in the
-        instruction that writes the slot that it waits for."""
+        instruction that it waits for."""
         program, mesh = self.plan.programs[name][self.position], self.comm.mesh
         instruction, text = program[index], ""
-        slot = self.slots.waiting or next((slot for at, slot, _, to in self._waits
-                                           if at == index and not self.clock.passed(to)), None)
-        if slot is not None:
-            writers = [i for i in range(index) if slot in (*self.effects[name][i].writes,
-                                                           *self.effects[name][i].adds)]
-            if writers:
-                instruction = program[writers[-1]]
-                text = f", which needs '{slot}' of '{instruction}'"
+        under = self._under
+        source = under.waiting if under is not None else None
+        if under is not None and source is None:
+            source = next((source for at, source, _, to in under.waits
+                           if at == index and not self.clock.passed(to)), None)
+        if source is not None and source >= 0:
+            instruction = program[source]
+            text = f", which needs '{instruction}'"
         if instruction.op in MESSAGES:
             return f"{text}, with rank {mesh.group('pp', self.comm.rank)[instruction.peer]}"
         groups = effects(instruction, self.plan.table, self.position).groups

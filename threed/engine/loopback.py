@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from threed.comm import Channel, Comm, Group, sum_parts
+from threed.comm import Channel, Comm, Group, initialized, sum_parts
 from threed.lanes import Handle
 from threed.mesh import GROUPS, Mesh
 from threed.program.instruction import Op
@@ -159,21 +157,6 @@ class ThreadComm(Comm):
         key = ("exchange", self._exchanges)
         self._world.put(key, self.rank, value, self._world.mesh.size)
         return self._world.take(key, self.mesh.size)
-
-
-@contextmanager
-def initialized() -> Iterator[None]:
-    """torch.distributed with this process as its only rank, while layers are constructed: megatron-core asks
-    a group for its size only if torch.distributed is initialized. Destroyed afterwards, since a process that
-    forks must not have gloo's threads."""
-    if dist.is_initialized():
-        yield
-        return
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def run_loopback(plan: Plan, mesh: Mesh, work: Callable[[Comm], Any]) -> list[Any]:

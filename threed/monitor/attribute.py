@@ -41,10 +41,12 @@ def parts(trace: Trace, program: Sequence[Instruction]) -> dict[str, float]:
     seconds: dict[str, float] = dict.fromkeys([*PARTS, "idle"], 0.0)
     for index, item in enumerate(program):
         seconds[cause_of(item)] += trace.ended[index] - trace.started[index]
-    for _, source, wait_s in trace.waits:
+    rest = max(0.0, trace.total_s - trace.ended[-1]) if trace.ended else 0.0
+    for index, source, wait_s in trace.waits:
         # A wait without a source instruction is for a checkpoint's copy to the host.
         seconds[cause_of(program[source]) if source >= 0 else "offload"] += wait_s
-    seconds["p2p_wait"] += max(0.0, trace.total_s - trace.ended[-1]) if trace.ended else 0.0
+        rest -= wait_s if index == len(program) else 0.0
+    seconds["p2p_wait"] += max(0.0, rest)
     del seconds["idle"]
     return seconds
 

@@ -22,10 +22,12 @@ from threed.monitor.traces import RankTrace, RunTrace, read_run
 from threed.planner import make_plan
 from threed.prediction.cost import write_whole
 from threed.prediction.simulate import predict
+from threed.program.buffers import buffers
 from threed.program.instruction import COMPUTE, Instruction, Op
+from threed.program.order import run_links
 from threed.program.table import Plan
 from threed.program.trace import Trace, Wait
-from threed.program.walk import Walk, link
+from threed.program.walk import Walk
 from threed.quantity import show_seconds
 from threed.schema import Config
 
@@ -145,7 +147,7 @@ def _as_trace(plan: Plan, walk: Walk, position: int) -> Trace:
     """A walked program as a trace: the compute lane's instructions follow one another, and wait for the other
     lanes."""
     program, table = plan.programs["train"][position], plan.table
-    links = link(program, table, position, table.seam(position))
+    links = run_links(program, table, position, table.seam(position), buffers(plan, position))
     trace, last = Trace("train"), 0.0
     for index, item in enumerate(program):
         start, end = walk.start[position][index], walk.end[position][index]

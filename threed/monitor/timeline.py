@@ -58,12 +58,13 @@ def _events(rank: RankTrace, trace: Trace, step: int, origin: float,
     """Complete events, in seconds. Waits are shown one after the other from the issue of the instruction that
     waits."""
     events = []
-    reached = dict(enumerate(trace.issued))
+    reached = dict(enumerate((*trace.issued, trace.ended[-1])))
+    waiting = [*zip(rank.lanes, map(str, rank.program), strict=True), ("compute", "the end of the program")]
     for index, source, wait_s in trace.waits:
-        awaited = str(rank.program[source]) if source >= 0 else "a slot of the step before"
-        events.append({"ph": "X", "pid": rank.rank, "tid": threads[rank.lanes[index]],
+        awaited = str(rank.program[source]) if source >= 0 else "a copy for a checkpoint"
+        events.append({"ph": "X", "pid": rank.rank, "tid": threads[waiting[index][0]],
                        "name": f"wait {awaited}", "cat": "wait", "ts": origin + reached[index], "dur": wait_s,
-                       "args": {"step": step, "for": str(rank.program[index])}})
+                       "args": {"step": step, "for": waiting[index][1]}})
         reached[index] += wait_s
     for index, item in enumerate(rank.program):
         args = {"step": step, "index": index, "op": str(item.op)}

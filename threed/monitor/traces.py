@@ -258,7 +258,7 @@ def _decode(line: str, count: int, where: str) -> Trace:
                *(time for times in lists for time in times))
     if not all(math.isfinite(number) for number in numbers):
         raise InputError(f"{where} is damaged: not all of its times are finite")
-    if any(not (0 <= wait.index < count and -1 <= wait.source < count) for wait in waits):
+    if any(not (0 <= wait.index <= count and -1 <= wait.source < count) for wait in waits):
         raise InputError(f"{where} is damaged: a wait is of no instruction")
     return trace
 

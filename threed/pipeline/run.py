@@ -9,7 +9,7 @@ the output of their norm.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
@@ -46,28 +46,31 @@ class Saved(NamedTuple):
     loss: Any  # None where the unit adds nothing to the loss
 
 
+def built(config: Config, table: Table, units: Iterable[int], context: Context,
+          parameters: Mapping[str, nn.Parameter]) -> dict[int, list[Layer]]:
+    """The layers of some units, bound to the parameters of a rank (key -> parameter)."""
+    layers = layers_of(config)
+    return {unit: [layer.build(context, parameters) for layer in layers[slice(*table.units[unit].layers)]]
+            for unit in units}
+
+
 class PipelineRun:
     """The layers of one rank and the handlers that run them."""
 
-    def __init__(self, config: Config, comm: Comm, table: Table, parameters: Mapping[str, nn.Parameter],
+    def __init__(self, config: Config, comm: Comm, table: Table, layers: Mapping[int, list[Layer]],
                  context: Context, keeping: Callable[[int], AbstractContextManager[Any]], inputs: KeptInputs):
-        """`parameters`: key -> parameter, for every unit that the rank holds. `keeping`: a unit -> the
-        context in which its FORWARD runs, which says how autograd keeps its parameters. `inputs`: storage of
-        kept inputs."""
-        self.comm, self.table, self.weight_grads = comm, table, context.weight_grads
+        """`layers`: unit -> its layers, as `built`. `keeping`: a unit -> the context in which its FORWARD
+        runs, which says how autograd keeps its parameters. `inputs`: storage of kept inputs."""
+        self.comm, self.table, self.layers, self.weight_grads = comm, table, layers, context.weight_grads
         self.position = comm.here.position
         self.dtype = context.dtype
         self.keeping, self.inputs = keeping, inputs
         self.loss_scale = 1.0  # the gradient of the loss with which backward begins
         _, length = context.sequence()
         self.shape = length, config.train.micro_batch_size, config.model.hidden
-        layers = layers_of(config)
-        self.layers: dict[int, list[Layer]] = {
-            unit: [layer.build(context, parameters) for layer in layers[slice(*table.units[unit].layers)]]
-            for unit in table.units_of(self.position)}
         self.feed = Feed(comm.device)
         self._sends: deque[Handle] = deque()
-        self.handlers: dict[Op, Callable[[Instruction, Slots], None]] = {
+        self.handlers: dict[Op, Callable[[Instruction, Slots], Handle | None]] = {
             Op.FORWARD: self.forward, Op.RECOMPUTE: self.recompute, Op.BACKWARD: self.backward,
             Op.BACKWARD_INPUT: self.backward_input, Op.BACKWARD_WEIGHT: self.backward_weight,
             Op.SEND: self.send, Op.RECV: self.recv}
@@ -224,10 +227,11 @@ class PipelineRun:
         channel = self.comm.channels[self.position, instruction.peer, instruction.kind]
         self._sends.append(channel.send(slots.get(instruction.slot)))
 
-    def recv(self, instruction: Instruction, slots: Slots) -> None:
+    def recv(self, instruction: Instruction, slots: Slots) -> Handle:
         buffer = torch.empty(self.shape, dtype=self.dtype, device=self.comm.device)
         channel = self.comm.channels[instruction.peer, self.position, instruction.kind]
-        slots.put(instruction.slot, buffer, channel.recv(buffer))
+        slots.put(instruction.slot, buffer)
+        return channel.recv(buffer)
 
     def finish(self) -> None:
         """Wait until every message has left."""

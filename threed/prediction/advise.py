@@ -11,6 +11,7 @@ from threed.planner import make_pipeline, make_plan
 from threed.prediction.analytic import Hardware
 from threed.prediction.cost import load_costs
 from threed.prediction.memory import at_stage
+from threed.prediction.transient import Transient, communicators, peak_bytes
 from threed.program.show import timeline
 from threed.program.summary import fixed_bytes, stages
 from threed.quantity import show_bytes, show_seconds
@@ -60,13 +61,20 @@ def change(config: Config, changes: Changes) -> Config:
     return other
 
 
-def measure(config: Config, hardware: Hardware) -> dict[str, Any]:
-    """The most bytes that a rank holds, the most bytes that a rank sends over dp, and the time of a step."""
+def measure(config: Config, hardware: Hardware, transient: Transient) -> dict[str, Any]:
+    """The most bytes that a rank holds, the most bytes that a rank sends over dp, and the time of a step.
+    `peak_bytes` is what a rank needs of a device's memory: `planned_bytes` for slots and buffers, then
+    temporaries of computation, and `taken_bytes` for CUDA and NCCL."""
     plan = make_plan(config, make_pipeline(config))
-    rows = stages(plan)
+    rows, held = stages(plan), transient.of(plan)
+    taken = [hardware.taken_bytes(communicators(plan, position)) if config.run.device != "cpu" else 0
+             for position in range(len(rows))]
+    peaks = [fixed_bytes(row) + peak_bytes(plan, position, held) + taken[position]
+             for position, row in enumerate(rows)]
     cost = hardware.cost(plan.table, load_costs(config.parallel.costs) if config.parallel.costs else None)
     return {"fixed_bytes": max(map(fixed_bytes, rows)),
-            "peak_bytes": max(fixed_bytes(row) + row["activation_peak_bytes"] for row in rows),
+            "planned_bytes": max(fixed_bytes(row) + row["activation_peak_bytes"] for row in rows),
+            "taken_bytes": max(taken), "peak_bytes": max(peaks),
             "dp_bytes": max(row["sent_bytes"]["dp"] for row in rows),
             "step_s": timeline(plan, "train", cost).total_s}
 
@@ -75,7 +83,9 @@ def advise(config: Config, hardware: Hardware, memory: int | None = None,
            progress: Callable[[str], None] = lambda _: None) -> list[dict[str, Any]]:
     """The config, then its neighbours: first those that fit into `memory` bytes, the fastest first, then the
     others by peak."""
-    here = {"setting": "as configured", "changes": {}, **measure(config, hardware)}
+    transient = Transient()
+    progress("temporaries of each kind of unit")
+    here = {"setting": "as configured", "changes": {}, **measure(config, hardware, transient)}
     rows, seen = [here], {repr(config.to_dict())}
     for changes in neighbours(config):
         other = change(config, changes)
@@ -87,7 +97,7 @@ def advise(config: Config, hardware: Hardware, memory: int | None = None,
         setting = " ".join(f"{name}={value}" for name, value in changes.items())
         progress(setting)
         try:
-            rows.append({"setting": setting, "changes": changes, **measure(other, hardware)})
+            rows.append({"setting": setting, "changes": changes, **measure(other, hardware, transient)})
         except ThreedError:
             continue  # a limit in the config, such as activation_limit, refuses this neighbour
     for row in rows:
@@ -114,11 +124,15 @@ def _spelled_out(config: Config) -> Config:
 
 
 def show(rows: list[dict[str, Any]], memory: int | None = None) -> str:
-    """The rows as a table that compares each setting with the config."""
+    """The config's peak, then the rows as a table that compares each setting with the config."""
     here = rows[0]
+    beside = here["peak_bytes"] - here["planned_bytes"] - here["taken_bytes"]
+    planned, taken = show_bytes(here["planned_bytes"]), show_bytes(here["taken_bytes"])
+    peak = (f"peak as configured: {planned} in slots and buffers, {show_bytes(max(beside, 0))} of "
+            f"temporaries, {taken} for CUDA and NCCL")
     width = max(len(row["setting"]) for row in rows) + 2
     head = ["peak", "sends dp", "step"] + ["fits"] * (memory is not None)
-    lines = ["setting".ljust(width) + "".join(text.rjust(12) for text in head)]
+    lines = [peak, "setting".ljust(width) + "".join(text.rjust(12) for text in head)]
     for row in rows:
         cells = [show_bytes(row["peak_bytes"]), show_bytes(row["dp_bytes"]), show_seconds(row["step_s"])]
         cells += ["yes" if row["fits"] else "no"] * (memory is not None)

@@ -30,6 +30,9 @@ class Hardware:
     read_gbps: float = 24.0  # Gbit/s that a rank reads from its disk
     write_gbps: float = 12.0  # Gbit/s that a rank writes to its disk
     latency_us: float = 10.0  # of one communication
+    context_gb: float = 0.5  # GB of device memory for CUDA and its libraries
+    # NVIDIA/nccl, issue 964: 0.54 GB for 2 ranks of an A100 node, 0.69 GB for more.
+    communicator_gb: float = 0.6  # GB of device memory for a NCCL communicator
 
     @classmethod
     def parse(cls, text: str) -> Hardware:
@@ -46,6 +49,10 @@ class Hardware:
                 raise InputError(f"hardware={text}: '{part}' is not one of {', '.join(names)} with a number "
                                  "above 0")
         return cls(**values)
+
+    def taken_bytes(self, communicators: int) -> int:
+        """Bytes of a device that are taken before a run asks for any, by so many communicators a rank."""
+        return round((self.context_gb + communicators * self.communicator_gb) * 1e9)
 
     def link(self, axis: str) -> float:
         """Gbit/s that a rank sends over an axis. An axis without a number of its own has that of dp."""

@@ -8,11 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 from threed.mesh import AXES
+from threed.program.buffers import buffers
 from threed.program.instruction import COMPUTE, Instruction, Op
+from threed.program.order import plan_links, run_links
 from threed.program.show import timeline
 from threed.program.summary import activations, alive_bytes, fixed_bytes, stages
 from threed.program.table import SNAPSHOT, VERIFY, Plan
-from threed.program.walk import Cost, Links, Mode, Program, link, walk
+from threed.program.walk import Cost, Links, Mode, Program, walk
 from threed.quantity import show_bytes, show_seconds
 
 SAMPLES = 50  # points of memory over time
@@ -24,8 +26,7 @@ def report(plan: Plan, cost: Cost, source: str, verify_every: int = 0) -> dict[s
     longer the step is than if moves between tiers were free. `verify`: how much longer a step takes that is
     computed twice, and a step on average (without checksums)."""
     table, programs = plan.table, plan.programs["train"]
-    links = [link(program, table, position, table.seam(position))
-             for position, program in enumerate(programs)]
+    links = plan_links(plan, "train")
     when = walk(programs, links, Mode.BUFFERED, cost)
     total = when.total_s
     rows = []
@@ -61,7 +62,7 @@ def _checkpoint(plan: Plan, cost: Cost, step_s: float) -> dict[str, float] | Non
     if copies is None:
         return None
     programs = [(*copy, *program) for copy, program in zip(copies, plan.programs["train"], strict=True)]
-    links = [link(program, table, position, table.seam(position))
+    links = [run_links(program, table, position, table.seam(position), buffers(plan, position))
              for position, program in enumerate(programs)]
     longer = walk(programs, links, Mode.BUFFERED, cost).total_s - step_s
     return {"bytes": max(sum(table.moved(item) for item in copy) for copy in copies),

@@ -59,19 +59,19 @@ def buffers(plan: Plan, position: int) -> Buffers:
         for instruction in programs[position]:
             effect = effects(instruction, table, position)
             for slot in (*effect.writes, *effect.adds):
-                name = _pool(slot, table)
+                name = pool_of(slot, table)
                 if name is not None and slot not in inside:
                     inside.add(slot)
-                    alive[name][_size(slot, name, table)] += 1
+                    alive[name][size_in(slot, name, table)] += 1
                     if name in taken:
                         taken[name].add(tuple(alive[name].items()))
                     else:
                         most[name] |= alive[name]
             for slot in inside.intersection(effect.frees):
-                name = _pool(slot, table)
+                name = pool_of(slot, table)
                 assert name is not None
                 inside.discard(slot)
-                alive[name][_size(slot, name, table)] -= 1
+                alive[name][size_in(slot, name, table)] -= 1
     # One more gradient of a size than are alive: the next is added up while the last is still on its way.
     units = Counter(table.parameters[unit].numel for unit in held)
     parts = Counter(table.shard_numel(unit) for unit in held)
@@ -100,7 +100,7 @@ def _shared(taken: Collection[tuple[tuple[int, int], ...]], units: Counter[int],
     return best[-1][1]
 
 
-def _pool(slot: Slot, table: Table) -> str | None:
+def pool_of(slot: Slot, table: Table) -> str | None:
     """The pool of a slot; None where the slot has memory of its own."""
     kind, on_host = slot.kind, slot.tier == Tier.HOST
     if kind in ("kept", "kpart"):
@@ -123,7 +123,7 @@ def _pool(slot: Slot, table: Table) -> str | None:
     return "host_states" if kind == "state" and on_host and slot != table.state(slot.unit) else None
 
 
-def _size(slot: Slot, name: str, table: Table) -> int:
+def size_in(slot: Slot, name: str, table: Table) -> int:
     if name == "host_states":
         return round_up(table.size(slot), ALIGNMENT)
     if name == "host_weights":

@@ -6,7 +6,7 @@ Checker, memory meter, simulator, loopback and engine all call `effects`; no oth
 A **lane** is one queue of work: `compute`; one for each kind of group that has its own (mesh.GROUPS: dp,
 tie); `send` and `recv` for each (peer, act or grad); `d2h` and `h2d` (device to host and back); `read` and
 `write` (disk to host and back); `host` (the optimizer there). Order holds within a lane; across lanes only
-through slots: using a slot waits for it.
+through slots and their memory (`order`).
 """
 
 from __future__ import annotations

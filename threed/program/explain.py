@@ -7,8 +7,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from threed.program.buffers import buffers
 from threed.program.effects import effects
 from threed.program.instruction import PARAMETER_KINDS, Instruction, Op, Slot
+from threed.program.order import run_links
 from threed.program.table import Plan, Table
 from threed.program.walk import link
 from threed.quantity import show_bytes
@@ -30,15 +32,19 @@ def explain(plan: Plan, name: str, position: int, index: int) -> dict[str, Any]:
     program, table = plan.programs[name][position], plan.table
     item = program[index]
     effect = effects(item, table, position)
-    producers = link(program, table, position, table.seam(position, name)).producers
+    links = link(program, table, position, table.seam(position, name))
+    waited = run_links(program, table, position, table.seam(position, name), buffers(plan, position))
+    # Those whose results it uses, and those that use the memory into which it writes.
+    before = [sorted({*used, *others})
+              for used, others in zip(links.producers, waited.producers, strict=True)]
     uses = {"reads": effect.reads, "writes": effect.writes, "adds to": effect.adds, "updates": effect.updates,
             "frees": effect.frees}
     return {
         "program": name, "position": position, "index": index, "instruction": str(item),
         "of": _name(item, table), "lane": effect.lane,
         **{what: [_slot(slot, table) for slot in slots] for what, slots in uses.items() if slots},
-        "after": [f"{at}  {program[at]}" for at in sorted(set(producers[index]))],
-        "waits for it": [f"{at}  {program[at]}" for at, waited in enumerate(producers) if index in waited],
+        "after": [f"{at}  {program[at]}" for at in before[index]],
+        "waits for it": [f"{at}  {program[at]}" for at, earlier in enumerate(before) if index in earlier],
         "groups": list(effect.groups),
         "sends": {axis: size for axis, size in table.sent(item).items() if size},
         "moves": {effect.lane: size} if (size := table.moved(item)) else {},

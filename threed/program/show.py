@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from xml.sax.saxutils import escape
 
 from threed.program.instruction import COMPUTE, Instruction, Op
+from threed.program.order import plan_links
 from threed.program.table import Plan, Table
-from threed.program.walk import Mode, Walk, link, walk
+from threed.program.walk import Mode, Walk, walk
 
 _COLORS = {Op.FORWARD: "#4c78a8", Op.RECOMPUTE: "#9ecae9", Op.BACKWARD: "#f58518",
            Op.BACKWARD_INPUT: "#f58518", Op.BACKWARD_WEIGHT: "#54a24b", Op.CLIP: "#bab0ac",
@@ -34,10 +35,7 @@ def unit_cost(table: Table):
 
 def timeline(plan: Plan, name: str = "train", cost=None) -> Walk:
     """When each instruction runs, where every lane runs by itself."""
-    programs, table = plan.programs[name], plan.table
-    links = [link(program, table, position, table.seam(position, name))
-             for position, program in enumerate(programs)]
-    return walk(programs, links, Mode.BUFFERED, cost or unit_cost(table))
+    return walk(plan.programs[name], plan_links(plan, name), Mode.BUFFERED, cost or unit_cost(plan.table))
 
 
 def grid(plan: Plan, name: str = "train", most: int = 160) -> str:

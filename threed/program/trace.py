@@ -6,15 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from threed.program.effects import Effects
-from threed.program.instruction import COMPUTE, Instruction, Op, Slot
+from threed.program.instruction import COMPUTE, Instruction, Op
 
 
 class Wait(NamedTuple):
-    """An instruction waited for a slot that was still on its way."""
+    """An instruction waited for an earlier one of another lane."""
 
-    index: int  # of the instruction that waited
-    source: int  # index of the instruction that makes the slot
+    index: int  # of the instruction that waited; the program's length: the end of the program
+    source: int  # index of the instruction that it waited for; -1: of an earlier program
     wait_s: float
 
 
@@ -23,8 +22,9 @@ class Trace:
     """Times of one run of a program, in seconds from its start, one entry an instruction: when it was issued,
     when its inputs were ready and it started, and when it ended.
 
-    Between issue and start an instruction waits for the slots that `waits` names. After the last instruction
-    the rank waits until everything that it sent has left: this fills the rest up to `total_s`.
+    Between issue and start an instruction waits for those that `waits` names. After the last instruction the
+    rank waits until everything that it sent has left, and for the last job of each lane: this fills the rest
+    up to `total_s`.
     """
 
     name: str
@@ -34,17 +34,6 @@ class Trace:
     ended: list[float] = field(default_factory=list)
     waits: list[Wait] = field(default_factory=list)
     total_s: float = 0.0
-
-
-def sources(effects: Sequence[Effects]) -> list[dict[Slot, int]]:
-    """For each instruction of a program: slot that it reads or updates -> the latest instruction that changed
-    the slot."""
-    latest: dict[Slot, int] = {}
-    rows = []
-    for index, effect in enumerate(effects):
-        rows.append({slot: latest[slot] for slot in (*effect.reads, *effect.updates) if slot in latest})
-        latest |= dict.fromkeys((*effect.writes, *effect.adds, *effect.updates), index)
-    return rows
 
 
 def compute_s(trace: Trace, program: Sequence[Instruction]) -> float:

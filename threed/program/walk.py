@@ -114,15 +114,19 @@ def walk(programs: Sequence[Program], links: Sequence[Links], mode: Mode = Mode.
     blocking, buffered = mode == Mode.BLOCKING, mode == Mode.BUFFERED
     for position, nodes in enumerate(node_of):
         tails: dict[str, int] = {}
-        for node, effect in zip(nodes, links[position].effects, strict=True):
+        for node, item, effect in zip(nodes, programs[position], links[position].effects, strict=True):
             lane = effect.lane if buffered else "host"
-            # An instruction on an issued lane begins when the host issues it, after the compute before it.
-            for behind in (lane, "compute") if lane in _ISSUED else (lane,):
+            # A message is sent from where the computation is, after what is computed before it. And the host
+            # reads the result of CLIP before it issues anything else.
+            behinds = (lane, "compute") if lane.startswith(_MESSAGES) else (lane, "CLIP")
+            for behind in behinds:
                 previous = tails.get(behind, node)
                 if previous != node:
                     after[previous].append(node)
                     waits[node] += 1
             tails[lane] = node
+            if item.op == Op.CLIP:
+                tails["CLIP"] = node
     sent_by: dict[tuple[int, int], int] = {}  # a receive -> the node whose end brings its slot
     for sends, receives in () if blocking else channels(programs).values():
         for (sender, i), (receiver, j) in zip(sends, receives, strict=False):
@@ -142,8 +146,7 @@ def walk(programs: Sequence[Program], links: Sequence[Links], mode: Mode = Mode.
     return _visit(node_of, seconds, after, waits)
 
 
-# Lanes other than compute whose work the host issues between instructions.
-_ISSUED = ("dp", "d2h", "h2d", "read", "write", "host")
+_MESSAGES = ("send", "recv")  # the beginnings of their lanes
 
 
 def _merge(programs: Sequence[Program], links: Sequence[Links], mode: Mode,

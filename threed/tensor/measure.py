@@ -42,6 +42,12 @@ class SilentGroup(Group):
         return Handle(None)
 
 
+def silent_groups(share: Share, sent: Counter[str]) -> dict[str, Group]:
+    """The groups over which layers send, of the last rank of each."""
+    return {axis: SilentGroup(axis, range(share.over(axis)), share.over(axis) - 1, sent)
+            for axis in axes_of("parameters")}
+
+
 class Measured:
     """A layer as one rank of `share` has it, and its measured cost."""
 
@@ -51,11 +57,10 @@ class Measured:
         activation pieces that are computed again."""
         self.layer, self.share, self.sent = layer, share, Counter()
         dtype = DTYPES["fp32" if share.element == 4 else "bf16"]
-        groups = {axis: SilentGroup(axis, range(share.over(axis)), share.over(axis) - 1, self.sent)
-                  for axis in axes_of("parameters")}
+        groups = silent_groups(share, self.sent)
         self.grads = WeightGrads()
         self.context = Context(model, groups, bool(share.sequence), dtype, self.grads, Saving(tuple(pieces)))
-        self.weights = {p.key: _weight(p, share, dtype) for p in layer.parameters()}
+        self.weights = {p.key: weight_of(p, share, dtype) for p in layer.parameters()}
         layer.build(self.context, self.weights)
         _, length = self.context.sequence()
         stream = length, share.sequences, model.hidden
@@ -111,7 +116,8 @@ class Measured:
         return out if isinstance(out, Out) else Out(out)
 
 
-def _weight(parameter: Parameter, share: Share, dtype: torch.dtype) -> torch.nn.Parameter:
+def weight_of(parameter: Parameter, share: Share, dtype: torch.dtype) -> torch.nn.Parameter:
+    """A rank's part of a parameter, with any values. Products for its gradient are computed nowhere."""
     weight = torch.nn.Parameter(torch.randn(parameter.module_shape(share.ranks)).to(dtype))
     weight.add_product = lambda *_: None  # pyright: ignore[reportAttributeAccessIssue]  (see tensor/layers.WeightGrads)
     return weight

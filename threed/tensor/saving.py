@@ -71,14 +71,18 @@ class Saving:
 
     def _pack(self, tensor: torch.Tensor, places: Sequence[Place]) -> torch.Tensor | _Part | _Recipe:
         for output, make in self._recipes:
-            same_memory = tensor.data_ptr() == output.data_ptr()
-            if same_memory and tensor.shape == output.shape and tensor.stride() == output.stride():
+            if _view_of(tensor) == _view_of(output):
                 return _Recipe(make)
         for place in places:
             offset = tensor.data_ptr() - place.start.data_ptr()
             if 0 <= offset < place.start.nbytes and tensor.device == place.start.device:
                 return _Part(place.again, offset // tensor.itemsize, tensor.shape, tensor.stride())
         return tensor
+
+
+def _view_of(tensor: torch.Tensor) -> object:
+    """The memory of a tensor, and what of it the tensor is. (Tensors without memory have storages, too.)"""
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
 def _unpack(kept: torch.Tensor | _Part | _Recipe) -> torch.Tensor:

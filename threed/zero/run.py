@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from threed.comm import Comm, Group
-from threed.lanes import Handle, Lane
+from threed.lanes import Job
 from threed.mesh import GROUPS, axes_of
 from threed.optimizers.base import Update, View
 from threed.program.buffers import Buffers
@@ -63,7 +63,7 @@ class ZeroRun:
         # Whether this rank adds the loss, which all ranks have that share a layer's parameters, to the sum.
         self._speaks = comm.here.is_first(axes_of("parameters"))
         self._staging = torch.zeros(buffers.staging, dtype=torch.uint8, device=comm.device)
-        self.handlers: dict[Op, Callable[[Instruction, Slots], None]] = {
+        self.handlers: dict[Op, Callable[[Instruction, Slots], Job | None]] = {
             Op.GATHER: self.gather, Op.RELEASE: self.release, Op.REDUCE: self.reduce, Op.CLIP: self.clip,
             Op.STEP: self.step}
 
@@ -86,7 +86,7 @@ class ZeroRun:
         self.updates += clipped.finite and self.waiting is None
         self.scaler.update(not clipped.finite)
 
-    def gather(self, instruction: Instruction, slots: Slots) -> None:
+    def gather(self, instruction: Instruction, slots: Slots) -> Job:
         state, group = self.states[instruction.unit], self.comm.groups[instruction.group]
         if not state.unit.whole:
             state.occupy(state.storage.params.take(state.layout.numel))
@@ -94,11 +94,10 @@ class ZeroRun:
         fetched = slot != self.table.weight(instruction.unit)
         part = slots.get(slot) if fetched else state.pshard
         assert whole is not None and part is not None
-        lane = self.comm.lane(GROUPS[instruction.group].lane)
-        handle = lane.submit(lambda: group.all_gather(whole, part).wait())
         if fetched:
-            state.storage.pshards.give(part, handle)
-        slots.put(Slot("param", instruction.unit), whole, handle)
+            state.storage.pshards.give(part)
+        slots.put(Slot("param", instruction.unit), whole)
+        return lambda: group.all_gather(whole, part).wait()
 
     def release(self, instruction: Instruction, slots: Slots) -> None:
         """Give up a unit's whole parameters. A unit that stays whole keeps its buffer."""
@@ -106,25 +105,26 @@ class ZeroRun:
             self.states[instruction.unit].vacate()
 
     @torch.no_grad()
-    def reduce(self, instruction: Instruction, slots: Slots) -> None:
+    def reduce(self, instruction: Instruction, slots: Slots) -> Job | None:
         state, unit = self.states[instruction.unit], self.table.parameters[instruction.unit]
         step = next(step for step in unit.reductions if step.group == instruction.group)
-        group, lane = self.comm.groups[step.group], GROUPS[step.group].lane
-        result = Slot(step.makes, instruction.unit)
+        group = self.comm.groups[step.group]
+        slots.put(Slot(step.makes, instruction.unit), True)
         if step.group == unit.shard_group:
-            slots.put(result, True, self._scatter(state, group, self.comm.lane(lane)))
-        elif lane == "compute":
+            return self._scatter(state, group)
+        if GROUPS[step.group].lane == "compute":
             self._sum_partial(state, group)
-            slots.put(result, True)
-        elif step.staged:
-            slots.put(result, True, self.comm.lane(lane).submit(lambda: self._sum_copies(state, group)))
-        else:
-            slots.put(result, True, group.all_reduce(not_none(state.gshard)))
+            return None
+        gshard = not_none(state.gshard)
+        if step.staged:
+            return lambda: self._sum_copies(gshard, group)
+        return lambda: group.all_reduce(gshard).wait()
 
     def _sum_partial(self, state: UnitState, group: Group) -> None:
         """Sum the gradients of parameters that all ranks of the group hold, each with the gradient of its own
         tokens, in one call."""
-        grad = state.whole_grad()
+        grad, complete = state.whole_grad()
+        complete()
         over = GROUPS[group.name].axes or ()
         parts = [grad[each.start:each.stop] for each in state.layout.segments
                  if not set(over) & set(each.axes)]
@@ -134,18 +134,17 @@ class ZeroRun:
             for part, summed in zip(parts, joined.split([len(part) for part in parts]), strict=True):
                 part.copy_(summed)
 
-    def _sum_copies(self, state: UnitState, group: Group) -> None:
-        gshard = not_none(state.gshard)
+    def _sum_copies(self, gshard: torch.Tensor, group: Group) -> None:
         moving = self._stage(gshard, 0)
         group.all_reduce(moving).wait()
         if moving is not gshard:
             gshard.copy_(moving)
 
-    def _scatter(self, state: UnitState, group: Group, lane: Lane) -> Handle:
+    def _scatter(self, state: UnitState, group: Group) -> Job:
         """Sum the gradient over the shard group; this rank keeps its shard. Without sharding all ranks then
         gather all shards, so that the sums are those of ZeRO-1."""
         sharded, streams = self.table.sharded, self.table.streams(state.number)
-        grad, pooled = state.whole_grad(), self.table.zero.stage >= 2
+        (grad, complete), pooled = state.whole_grad(), self.table.zero.stage >= 2
         if streams:
             state.gshard = state.storage.gshards.take(state.count)
         part = not_none(state.gshard) if pooled else grad[slice(*state.shard)]
@@ -154,15 +153,15 @@ class ZeroRun:
             state.reduced = Reduced.SHARD
 
         def job() -> None:
+            complete()
             moving = self._stage(grad, grad.numel())
             scratch = self._staging.view(moving.dtype)[:grad.numel()] if group.size() > 1 else None
             group.reduce_scatter(part, moving, add, scratch).wait()
             if not sharded:
                 group.all_gather(grad, part).wait()
 
-        handle = lane.submit(job)
-        state.begin_anew(handle)
-        return handle
+        state.begin_anew()
+        return job
 
     def _stage(self, tensor: torch.Tensor, skip: int) -> torch.Tensor:
         """The tensor in the dtype of reductions: itself, or a copy in the staging buffer after `skip`
@@ -219,44 +218,47 @@ class ZeroRun:
             slots.put(Slot("gprev", unit, tier=Tier.HOST), True)
 
     @torch.no_grad()
-    def step(self, instruction: Instruction, slots: Slots) -> None:
+    def step(self, instruction: Instruction, slots: Slots) -> Job | None:
         state, prev = self.states[instruction.unit], instruction.age == "prev"
         clipped = self.waiting if prev else slots.get(Slot("scale"))
         gradient = state.gradient_prev if prev else state.gradient
         assert clipped is not None
         if state.unit.state_home != Tier.DEVICE:
-            self._step_on_host(state, gradient, clipped, slots)
-        elif clipped.finite:  # else weights do not change; the training loop decides whether the run goes on
-            self._update(state, gradient, clipped, self.lr, self.updates + 1)
+            return self._step_on_host(state, gradient, clipped, slots)
+        if clipped.finite:  # else weights do not change; the training loop decides whether the run goes on
+            self._update(state.number, self._updates(state, gradient, clipped))
             state.publish()
+        return None
 
-    def _update(self, state: UnitState, gradient: torch.Tensor, clipped: Clipped, lr: float, number: int,
-                out: torch.Tensor | None = None) -> None:
-        """Step a unit; the new weights are written to `out`, too, if given."""
-        for segment in state.segments():
-            by = Update(self.config.optimizer, lr, number, segment.decay, clipped.scale)
-            copy = state.range(out, segment) if out is not None else None
-            view = View(state.range(state.weights, segment), state.range(gradient, segment),
-                        {name: state.range(each, segment) for name, each in state.buffers.items()})
+    def _updates(self, state: UnitState, gradient: torch.Tensor, clipped: Clipped,
+                 out: torch.Tensor | None = None) -> list[tuple[Update, View, torch.Tensor | None]]:
+        """The parts of a unit's step; the new weights are written to `out`, too, if given."""
+        return [(Update(self.config.optimizer, self.lr, self.updates + 1, segment.decay, clipped.scale),
+                 View(state.range(state.weights, segment), state.range(gradient, segment),
+                      {name: state.range(each, segment) for name, each in state.buffers.items()}),
+                 state.range(out, segment) if out is not None else None) for segment in state.segments()]
+
+    def _update(self, unit: int, parts: list[tuple[Update, View, torch.Tensor | None]]) -> None:
+        for by, view, copy in parts:
             if self.update_differences is None:
                 optimizer.step(by, view, copy)
             else:
-                self.update_differences.append((state.number, optimizer.step_twice(by, view, copy)))
+                self.update_differences.append((unit, optimizer.step_twice(by, view, copy)))
 
-    def _step_on_host(self, state: UnitState, gradient: torch.Tensor, clipped: Clipped, slots: Slots) -> None:
+    def _step_on_host(self, state: UnitState, gradient: torch.Tensor, clipped: Clipped, slots: Slots) -> Job:
         """Step a unit on the host lane. The new weights go to their home on the host, or to a staging buffer
         that a later FETCH or OFFLOAD empties."""
-        lr, number, unit = self.lr, self.updates + 1, state.number
-        weights = self.table.weight(unit).on(Tier.HOST)
         out = not_none(state.pshard) if state.unit.weight_home == Tier.HOST else state.room_for_weights()
+        weights, count, parts = state.weights, state.count, self._updates(state, gradient, clipped, out)
+        stepped = sum(segment.stop - segment.start for segment in state.segments())
+        slots.put(self.table.weight(state.number).on(Tier.HOST), out)
+        slots.put(Slot("state", state.number, tier=Tier.HOST), True)
 
         def job() -> None:
             if clipped.finite:
-                self._update(state, gradient, clipped, lr, number, out)
-                out[sum(segment.stop - segment.start for segment in state.segments()):].zero_()  # padding
+                self._update(state.number, parts)
+                out[stepped:].zero_()  # padding
             else:
-                out[:state.count].copy_(state.weights)
+                out[:count].copy_(weights)
 
-        handle = self.comm.host_lane().submit(job)
-        slots.put(weights, out, handle)
-        slots.put(Slot("state", unit, tier=Tier.HOST), True, handle)
+        return job

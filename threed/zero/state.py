@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from threed.lanes import Handle, Lane, copy
+from threed.lanes import Job, copy
 from threed.optimizers.base import BYTES, Buffer
 from threed.program.instruction import Slot, Tier
 from threed.quantity import ALIGNMENT, round_up
@@ -160,15 +160,13 @@ class UnitState:
             kinds["waiting"] = self.host_prev
         return kinds
 
-    def take_snapshot(self, waiting: bool, lane: Lane) -> Handle | None:
+    def take_snapshot(self, waiting: bool) -> Job | None:
         """Copy the tensors that this rank writes to the host, while the next program runs; None where another
         rank writes the same values."""
         if self.snapshot is None:
             return None
-        snapshot, part = self.snapshot, slice(*(at - self.owned[0] for at in self.shard))
-        snapshot.begin()
-        return lane.submit(lambda: snapshot.take(lambda: [whole[part]
-                                                          for whole in self.kept(waiting).values()]))
+        part = slice(*(at - self.owned[0] for at in self.shard))
+        return self.snapshot.begin(lambda: [whole[part] for whole in self.kept(waiting).values()])
 
     def to_save(self, waiting: bool) -> dict[str, Callable[[int, int], torch.Tensor]]:
         """Kind -> a function that returns a range of this rank's shard, in fp32 on the host: of the snapshot
@@ -188,23 +186,20 @@ class UnitState:
 
     # ---- moves between tiers
 
-    def lower_gradient(self, lane: Lane) -> Handle:
+    def lower_gradient(self) -> Job:
         """Move the reduced gradient to the host, where it adds to what was reduced before in this step."""
         gshard, host = not_none(self.gshard), not_none(self.host_grad)
-        if self.reduced != Reduced.HOST:
-            handle = lane.submit(lambda: copy(host, gshard))
-        elif gshard.is_cuda:  # the sum is computed on the device: the host's part is copied there and back
-            handle = lane.submit(lambda: copy(host, gshard + host.to(gshard.device, non_blocking=True)))
-        else:
-            handle = lane.submit(lambda: add_to(host, gshard))
-        self.reduced = Reduced.HOST
+        adds, self.reduced = self.reduced == Reduced.HOST, Reduced.HOST
         if self.storage.table.streams(self.number):
-            self.storage.gshards.give(gshard, handle)
+            self.storage.gshards.give(gshard)
             self.gshard = None
-        return handle
+        if not adds:
+            return lambda: copy(host, gshard)
+        if gshard.is_cuda:  # the sum is computed on the device: the host's part is copied there and back
+            return lambda: copy(host, gshard + host.to(gshard.device, non_blocking=True))
+        return lambda: add_to(host, gshard)
 
-    def raise_weights(self, slot: Slot, brought: torch.Tensor | None,
-                      lane: Lane) -> tuple[torch.Tensor, Handle]:
+    def raise_weights(self, slot: Slot, brought: torch.Tensor | None) -> tuple[torch.Tensor, Job]:
         """Copy this rank's part of the parameters from the host to the device, as `slot`: to its home, or to
         a buffer of the pool for a GATHER. `brought`: a pool's buffer on the host, which is returned to the
         pool; None: copy from the part's home on the host."""
@@ -213,24 +208,21 @@ class UnitState:
             value = not_none(self.pshard if slot.kind == "pshard" else self.param)
         else:
             value = self.storage.pshards.take(self.count)
-        handle = lane.submit(lambda: copy(value, source[:self.count]))
         if brought is not None:
-            self.storage.host_weights.give(brought, handle)
-        return value, handle
+            self.storage.host_weights.give(brought)
+        return value, lambda: copy(value, source[:self.count])
 
-    def write_state(self, lane: Lane) -> Handle:
+    def write_state(self) -> Job:
         """Write the optimizer's state from host memory to its file."""
         buffer = not_none(self.state_buffer)
-        handle = lane.submit(lambda: self.write("state", buffer))
-        self.storage.host_states.give(buffer, handle)
+        self.storage.host_states.give(buffer)
         self.bind(None)
-        return handle
+        return lambda: self.write("state", buffer)
 
-    def write_weights(self, buffer: torch.Tensor, lane: Lane) -> Handle:
+    def write_weights(self, buffer: torch.Tensor) -> Job:
         """Write this rank's part of the parameters from a buffer on the host to its file."""
-        handle = lane.submit(lambda: self.write("weights", buffer))
-        self.storage.host_weights.give(buffer, handle)
-        return handle
+        self.storage.host_weights.give(buffer)
+        return lambda: self.write("weights", buffer)
 
     def room_for_state(self) -> torch.Tensor:
         """Take host memory into which the optimizer's state can be read."""
@@ -291,20 +283,24 @@ class UnitState:
         else:
             self._add(number, left @ right)
 
-    def whole_grad(self) -> torch.Tensor:
-        """The gradient so far, to be reduced; zeros for parameters that have none."""
+    def whole_grad(self) -> tuple[torch.Tensor, Job]:
+        """The gradient so far, to be reduced; and a job that must come first: it writes zeros for parameters
+        that have none."""
         assert self.grad is not None
-        for number in self._unwritten:
-            _view(self.grad, self.layout.placed[number]).zero_()
+        missing = [_view(self.grad, self.layout.placed[number]) for number in self._unwritten]
         self._unwritten.clear()
-        return self.grad
 
-    def begin_anew(self, handle: Handle) -> None:
-        """Let the next gradient not add to this one. A buffer of the pool is returned once `handle` is
-        done."""
+        def complete() -> None:
+            for view in missing:
+                view.zero_()
+
+        return self.grad, complete
+
+    def begin_anew(self) -> None:
+        """Let the next gradient not add to this one. A buffer of the pool is given back."""
         self._unwritten.update(range(len(self.layout.placed)))
         if self.storage.table.zero.stage >= 2 and self.grad is not None:
-            self.storage.grads.give(self.grad, handle)
+            self.storage.grads.give(self.grad)
             self.grad = None
 
     def written(self) -> Iterable[torch.Tensor]:

@@ -7,6 +7,8 @@ it until its last owner lets go of it, so nothing that the plan believes takes p
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,22 +18,40 @@ from torch.utils._pytree import tree_leaves
 
 
 class Alive(TorchDispatchMode):
+    """`peak`: the most bytes that were alive after an operation; set it to `bytes()` to begin anew."""
+
     def __init__(self) -> None:
         super().__init__()
+        self.peak = 0
         # (a storage whose weak reference is held keeps its number)
         self._found: dict[int, tuple[StorageWeakRef, int, str]] = {}
+        self._inside = False  # a kernel that counts as one operation
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs))
                   if isinstance(t, torch.Tensor)}
         result = func(*args, **(kwargs or {}))
+        made = False
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
                 storage = tensor.untyped_storage()
                 if storage._cdata not in before:
                     what = f"{func} {list(tensor.shape)} {tensor.dtype}"
                     self._found.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes(), what))
+                    made = True
+        if made and not self._inside:
+            self.peak = max(self.peak, self.bytes())
         return result
+
+    @contextmanager
+    def one_kernel(self) -> Iterator[None]:
+        """Within the context, operations are those of one compiled kernel: what they hold in between needs no
+        memory."""
+        before, self._inside = self._inside, True
+        try:
+            yield
+        finally:
+            self._inside = before
 
     def storages(self) -> dict[int, int]:
         """Number -> bytes."""

@@ -1,0 +1,42 @@
+"""The contract on a GPU: every value of every axis, on several ranks of one GPU, against the reference.
+
+Without a GPU two cells run on the CPU in the same way, so that these tests are known to work.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.gpu.staged import ranks
+from tests.harness import Ranks, assert_contract, cell_config, collect, covering, each_value, tiny
+from threed.schema import Config
+
+CELLS = each_value(covering())
+GPUS = torch.cuda.device_count()
+
+
+def run(config: Config, steps: int) -> Ranks:
+    return collect(config, ranks(config, steps))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cell", CELLS if GPUS else CELLS[-2:], ids=lambda cell: cell.id)
+def test_a_cell_on_the_device(cell, references):
+    """A stream that does not wait, memory that is used again too early, a number that the CPU rounds
+    otherwise."""
+    assert_contract(cell_config(cell, ranks=8), references, run, steps=2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(GPUS < 2, reason="NCCL needs a GPU a rank, and two ranks to talk")
+@pytest.mark.parametrize("others", [
+    ["parallel.dp=2", "zero.stage=3", "zero.prefetch=1"],
+    ["parallel.tp=2", "parallel.sequence_parallel=true"],
+    ["parallel.pp=2"],
+    ["parallel.dp=2", "zero.stage=3", "offload.optimizer=cpu", "offload.parameters=cpu"],
+], ids=str)
+def test_over_nccl(others, references):
+    config = tiny("model.layers=2", *others)
+    assert_contract(config, references,
+                    lambda config, steps: collect(config, ranks(config, steps, over_nccl=True)))

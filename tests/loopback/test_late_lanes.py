@@ -1,0 +1,107 @@
+"""Lanes that are late: the engine waits for all that it needs, and each of its waits is needed."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.harness import assert_contract, assert_parity, cell_config, covering, loopback, tiny
+from tests.late import be_late
+from threed.engine import engine
+from threed.engine import loopback as loop
+from threed.errors import ThreedError
+from threed.planner import make_plan
+from threed.program.buffers import buffers
+from threed.program.instruction import COMPUTE, Op
+from threed.program.order import Order
+from threed.schema import Config
+
+
+def busy(cell) -> bool:
+    """Whether a cell has lanes besides those of messages."""
+    return cell.stage > 0 or cell.offload != "none"
+
+
+@pytest.mark.parametrize("cell", [cell for cell in covering() if busy(cell)], ids=lambda cell: cell.id)
+def test_the_contracts_sample(cell, references, monkeypatch):
+    """With a result that is read too early, or a buffer that is written too early, numbers would differ."""
+    be_late(monkeypatch, seed=3)
+    assert_contract(cell_config(cell, ranks=8), references, steps=2)
+
+
+SMALL = ["model.layers=3", "model.hidden=16", "model.heads=4", "model.seq_len=8", "model.vocab=30",
+         "model.vocab_multiple=16", "train.global_batch_size=4", "parallel.dp=2"]
+CPU = ["zero.stage=3", "zero.prefetch=2", "offload.optimizer=cpu", "offload.parameters=cpu"]
+
+
+def small(path, *others: str) -> Config:
+    files = [f"offload.nvme_path={path}"] if any("nvme" in text for text in others) else []
+    return tiny(*SMALL, *others, *files)
+
+
+CONFIGS: dict[str, list[str]] = {
+    "zero1": ["zero.stage=1"],
+    "zero2": ["zero.stage=2", "model.tie_embeddings=false"],
+    "zero3": ["zero.stage=3", "zero.prefetch=1"],
+    "tied": ["zero.stage=0", "parallel.pp=2"],
+    "cpu": CPU,
+    "cpu-zero1": ["zero.stage=1", "offload.optimizer=cpu"],
+    "nvme": ["zero.stage=3", "offload.optimizer=nvme", "offload.parameters=nvme"],
+    "kept": ["activation.policy=full", "activation.offload=cpu", "zero.stage=1"],
+}
+
+
+def waits_for_lanes(config: Config) -> set[tuple[str, str]]:
+    """(op that waits, op that it waits for) of the waits for jobs, over all positions of a plan's step."""
+    plan, found = make_plan(config), set()
+    for position, program in enumerate(plan.programs["train"]):
+        order = Order.of(program, plan.table, position, "train", buffers(plan, position))
+        found |= {(kind(program[index].op), kind(program[need].op)) for index, needs in enumerate(order.waits)
+                  for need in needs if need in order.jobs}
+    return found
+
+
+def kind(op: Op) -> str:
+    return "compute" if op in COMPUTE else str(op)
+
+
+# What waits for what, in which of these configs it matters. A gradient's buffer that BACKWARD takes while its
+# REDUCE is under way, and a host's buffer that is taken while it is copied, are in tests/plan/test_order.py.
+MATTERS = {
+    ("compute", "GATHER"): "zero1 zero2 zero3 cpu nvme",
+    ("CLIP", "REDUCE"): "zero1 zero2 zero3 tied",
+    ("CLIP", "OFFLOAD"): "cpu cpu-zero1",
+    ("OFFLOAD", "REDUCE"): "cpu cpu-zero1",
+    ("GATHER", "FETCH"): "cpu nvme",
+    ("FETCH", "STEP"): "cpu-zero1",
+    ("compute", "FETCH"): "kept",
+}
+
+
+LANES = {"GATHER": ["dp"], "REDUCE": ["dp", "tie"], "OFFLOAD": ["d2h", "write"], "FETCH": ["h2d", "read"],
+         "STEP": ["host"]}
+
+
+@pytest.mark.parametrize(("waits", "name"), [
+    pytest.param(waits, name, id=f"{' for '.join(waits)} in {name}")
+    for waits, names in MATTERS.items() for name in names.split()])
+def test_without_a_wait(waits, name, monkeypatch, tmp_path):
+    """The engine without one kind of its waits, where what should be waited for is late: other numbers, or
+    none. (With all of them: the numbers of lanes that are not late.)"""
+    config = small(tmp_path, *CONFIGS[name])
+    assert waits in waits_for_lanes(config)
+    right = loopback(config, 2)
+    be_late(monkeypatch, seed=5, late=1.0, lanes=LANES[waits[1]])
+    monkeypatch.setattr(loop, "TIMEOUT_S", 20.0)
+    assert_parity(loopback(config, 2), right)
+
+    class Forgetful(Order):
+        @classmethod
+        def of(cls, program, *args) -> Order:
+            order = Order.of(program, *args)
+            less = [[need for need in needs if (kind(program[index].op), kind(program[need].op)) != waits]
+                    for index, needs in enumerate(order.waits)]
+            return order._replace(waits=less)
+
+    monkeypatch.setattr(engine, "Order", Forgetful)
+    with pytest.raises((AssertionError, ThreedError)):
+        assert_parity(loopback(config, 2), right)

@@ -1,0 +1,127 @@
+"""For which instructions each one waits: all that is needed, and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.harness import cell_config, covering, each_value, tiny
+from tests.races import is_no_race, races
+from threed.planner import make_plan
+from threed.program.buffers import buffers
+from threed.program.instruction import COMPUTE, Instruction, Op
+from threed.program.order import Order, plan_links
+from threed.program.table import Plan
+from threed.program.walk import Mode, walk
+from threed.schema import Config
+
+ZERO_3, UNTIED = "zero.stage=3", "model.tie_embeddings=false"
+CPU = ("offload.optimizer=cpu", "offload.parameters=cpu")
+NVME = ("offload.optimizer=nvme", "offload.parameters=nvme", "offload.nvme_path=/disk")
+KEPT = ("activation.policy=full", "activation.offload=cpu")
+LARGE: dict[str, list[str]] = {
+    "zero3": ["parallel.dp=2", ZERO_3, "zero.prefetch=1"],
+    "zero3-cpu": ["parallel.dp=2", ZERO_3, "zero.prefetch=2", *CPU],
+    "zero3-nvme": ["parallel.dp=2", "parallel.pp=2", ZERO_3, "zero.prefetch=1", *NVME],
+    "zero2-nvme": ["parallel.dp=2", "zero.stage=2", *NVME[:1], NVME[2], UNTIED],
+    "zero1-cpu-delayed": ["parallel.dp=2", "zero.stage=1", CPU[0], "offload.delayed_update=true"],
+    "kept-cpu": ["parallel.pp=2", *KEPT],
+    "kept-zero3-cpu": ["parallel.dp=2", ZERO_3, *CPU, *KEPT, "zero.prefetch=1"],
+    "kept-parts": ["parallel.tp=2", *KEPT, "activation.partition=true"],
+}
+
+
+def orders(plan: Plan):
+    """(program, order, table, pools) of each program and position."""
+    for name, programs in plan.programs.items():
+        for position, program in enumerate(programs):
+            pools = buffers(plan, position)
+            yield program, Order.of(program, plan.table, position, name, pools), plan.table, pools
+
+
+def check(config: Config) -> None:
+    for program, order, table, pools in orders(make_plan(config)):
+        assert races(program, order.effects, order.waits, table, pools) == []
+
+
+@pytest.mark.parametrize("cell", [pytest.param(cell, id=cell.id, marks=[pytest.mark.core] * (
+    cell in each_value(covering()))) for cell in covering()])
+def test_the_contracts_sample_has_no_race(cell):
+    check(cell_config(cell, ranks=8))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", LARGE)
+def test_no_race(name):
+    check(tiny(*LARGE[name]))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", LARGE)
+def test_every_wait_is_needed(name):
+    """Without any single one there is a race: none is there for good measure, and each is tested."""
+    needed = 0
+    for program, order, table, pools in orders(make_plan(tiny(*LARGE[name], "model.layers=3"))):
+        for index, needs in enumerate(order.waits):
+            for need in needs:
+                if is_no_race(program, order.effects, index, need):
+                    continue
+                less = [[other for other in row if (at, other) != (index, need)]
+                        for at, row in enumerate(order.waits)]
+                assert races(program, order.effects, less, table, pools), (
+                    f"'{program[index]}' need not wait for '{program[need]}'")
+                needed += 1
+    assert needed
+
+
+def waits_of(plan: Plan, index: int) -> list[Instruction]:
+    program = plan.programs["train"][0]
+    order = Order.of(program, plan.table, 0, "train", buffers(plan, 0))
+    return [program[need] for need in order.waits[index]]
+
+
+@pytest.mark.core
+def test_lanes_wait_for_lanes():
+    """A reduced gradient goes to the host, and fetched parameters are gathered, behind the computation's
+    back; the computation waits for what it reads."""
+    plan = make_plan(tiny(*LARGE["zero3-cpu"], UNTIED))
+    program = plan.programs["train"][0]
+    for index, item in enumerate(program):
+        if item.op == Op.OFFLOAD:
+            assert [(other.op, other.unit) for other in waits_of(plan, index)] == [(Op.REDUCE, item.unit)]
+        if item.op == Op.GATHER and item.unit > 2:
+            assert Instruction(Op.FETCH, item.unit, kind="pshard") in waits_of(plan, index)
+    compute = [other.op for index, item in enumerate(program) if item.op in COMPUTE
+               for other in waits_of(plan, index)]
+    assert set(compute) <= {Op.GATHER, Op.REDUCE}  # REDUCE: of the gradient whose buffer it takes
+
+
+@pytest.mark.core
+def test_what_is_awaited_already_is_left_out():
+    """A second FORWARD reads the same gathered parameters without another wait."""
+    plan = make_plan(tiny("parallel.dp=2", "zero.stage=1"))
+    program = plan.programs["train"][0]
+    forwards = [index for index, item in enumerate(program) if item.op == Op.FORWARD and item.unit == 1]
+    assert [bool(waits_of(plan, index)) for index in forwards] == [True, *[False] * (len(forwards) - 1)]
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", LARGE)
+def test_predicted_is_what_is_issued(name):
+    """The simulator begins an instruction when its lane is free, all that it waits for has ended, and the
+    host has read the result of CLIP; not before, and not later."""
+    plan = make_plan(tiny(*LARGE[name]))
+    links = plan_links(plan, "train")
+    times = {Op.FORWARD: 2.0, Op.BACKWARD: 4.0, Op.GATHER: 1.5, Op.REDUCE: 2.5, Op.OFFLOAD: 1.2,
+             Op.FETCH: 0.7}
+    when = walk(plan.programs["train"], links, Mode.BUFFERED, lambda _, item: times.get(item.op, 0.1))
+    for position, program in enumerate(plan.programs["train"]):
+        order = Order.of(program, plan.table, position, "train", buffers(plan, position))
+        ended, clip_s = dict[str, float](), 0.0
+        for index, effect in enumerate(order.effects):
+            least = max(ended.get(effect.lane, 0.0), clip_s,
+                        *(when.end[position][need] for need in order.waits[index]))
+            if index in order.jobs and effect.lane != "tie":  # no other position holds it up
+                assert when.start[position][index] == pytest.approx(least)
+            assert when.start[position][index] >= least - 1e-9
+            ended[effect.lane] = when.end[position][index]
+            clip_s = when.end[position][index] if program[index].op == Op.CLIP else clip_s

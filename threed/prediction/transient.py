@@ -1,0 +1,212 @@
+"""Transient memory: what FORWARD, RECOMPUTE and BACKWARD hold beside all slots, until they end.
+
+Temporaries are known only to the code that makes them. So each kind of unit is run once, by the handlers of
+the engine, on tensors that have a shape and no memory: sizes are those of the config, and time and memory are
+not. Kernels count as on a GPU: weight gradients are added to their sum without a product in between, and a
+piece of model.fused, or a norm, is one kernel.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from itertools import repeat
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from threed.comm import Comm, initialized
+from threed.mesh import GROUPS
+from threed.models.spec import SEQUENCE
+from threed.models.tiling import layers_of, share_of, together
+from threed.pipeline.run import PipelineRun, built
+from threed.planned import config_of
+from threed.planner import make_mesh
+from threed.program.effects import effects
+from threed.program.instruction import COMPUTE, PARAMETER_KINDS, Instruction, Op, Slot
+from threed.program.summary import activations, alive_bytes
+from threed.program.table import Plan, Table
+from threed.program.walk import Program, channels
+from threed.schema import Config
+from threed.slots import Slots
+from threed.tensor.alive import Alive
+from threed.tensor.context import Batch, Context
+from threed.tensor.fused import Body, Fused
+from threed.tensor.layers import WeightGrads
+from threed.tensor.measure import silent_groups, weight_of
+from threed.tensor.precision import DTYPES
+from threed.tensor.saving import Saving
+
+What = tuple[Op, str, int]  # op, what FORWARD keeps, unit
+
+
+class Transient:
+    """Measures plans, and remembers units that it has measured."""
+
+    def __init__(self) -> None:
+        self._known: dict[object, list[int]] = {}
+
+    def of(self, plan: Plan) -> Callable[[Instruction], int]:
+        """Bytes that an instruction of a plan's train step holds at its peak, beside the slots that are alive
+        before it or that it makes. Negative where it frees memory that its slots count until its end."""
+        config, table = config_of(plan), plan.table
+        layers, share = layers_of(config), share_of(config)
+        units = [layers[slice(*unit.layers)] for unit in table.units]
+        bytes_of: dict[What, int] = {}
+        program, first = [_once(each) for each in plan.programs["train"]], 0
+        for length in together(units):
+            run = range(first, first + length)
+            items = [item for item in program[table.position(first)] if item.unit in run]
+            # Two runs of units are the same to memory where their layers are of the same kinds, and cost the
+            # same.
+            key = (repr(config.model), config.pieces, repr(share), run.start == 0, run.stop == len(units),
+                   [(type(layer), repr(layer.cost(share))) for unit in run for layer in units[unit]],
+                   [(item.op, item.keep, item.unit - run.start) for item in items])
+            sizes = self._known.get(repr(key)) or _measure(config, table, run, items)
+            self._known[repr(key)] = sizes
+            bytes_of.update(zip(map(_what, items), sizes, strict=True))
+            first += length
+        return lambda instruction: bytes_of.get(_what(instruction), 0)
+
+
+def _what(item: Instruction) -> What:
+    return item.op, item.keep, item.unit
+
+
+def _once(program: Program) -> list[Instruction]:
+    """The instructions of a program that compute, each unit's for one micro-batch alone."""
+    first: dict[int, int] = {}
+    return [item for item in program if item.op in COMPUTE
+            and first.setdefault(item.unit, item.microbatch) == item.microbatch]
+
+
+def _measure(config: Config, table: Table, run: range, items: Sequence[Instruction]) -> list[int]:
+    """The transient bytes of each of these instructions."""
+    with initialized(), FakeTensorMode(), Alive() as alive:
+        compute, slots = _pipeline(config, table, run, items, alive), Slots()
+        sizes = []
+        for item in items:
+            effect = effects(item, table, table.position(item.unit))
+            for slot in effect.reads:
+                if slot not in slots and slot.kind not in PARAMETER_KINDS:
+                    slots.put(slot, _stream(config, table, slot))
+            created = {slot for slot in (*effect.writes, *effect.adds)
+                       if slot not in slots and slot.kind not in PARAMETER_KINDS}
+            before = alive.peak = alive.bytes()
+            compute.handlers[item.op](item, slots)
+            sizes.append(alive.peak - before - sum(map(table.size, created)))
+            for slot in effect.frees:
+                slots.free(slot)
+    return sizes
+
+
+def _pipeline(config: Config, table: Table, run: range, items: Sequence[Instruction],
+              alive: Alive) -> PipelineRun:
+    """The engine's handlers, for a rank that has these units alone."""
+    share, sent, grads = share_of(config), Counter[str](), WeightGrads()
+    comm = _Alone(config, table.position(run.start))
+    comm.groups = silent_groups(share, sent)
+    dtype = DTYPES[config.precision.dtype]
+    saving = Saving(config.pieces)
+    context = Context(config.model, comm.groups, config.parallel.sequence_parallel, dtype, grads, saving,
+                      _Kernels(alive))
+    layers = layers_of(config)
+    parameters = {p.key: p for unit in run for layer in layers[slice(*table.units[unit].layers)]
+                  for p in layer.parameters()}
+    weights = {key: weight_of(parameter, share, dtype) for key, parameter in parameters.items()}
+    for weight in weights.values():
+        weight.register_post_accumulate_grad_hook(_forgetting(grads))
+
+    def keeping(unit: int) -> AbstractContextManager[Any]:
+        return saving.keeping(())
+
+    compute = PipelineRun(config, comm, table, built(config, table, run, context, weights), context, keeping,
+                          _Kept())
+    size, length = config.train.micro_batch_size, config.model.seq_len
+    tokens, labels = (torch.zeros(size, length, dtype=torch.int64) for _ in range(2))
+    batch = Batch(tokens, labels, torch.zeros(size, dtype=torch.int64), 0, config.tokens_per_step)
+    compute.feed.begin(lambda _: batch, items)
+    context.rotary(comm.device)  # a rank makes its table once
+    return compute
+
+
+def _stream(config: Config, table: Table, slot: Slot) -> torch.Tensor:
+    """The residual stream of a unit that is not measured, or its gradient; or its running softmax."""
+    assert slot.kind in ("act", "grad"), slot
+    share, length = share_of(config), config.model.seq_len
+    if table.units[slot.unit].running_bytes:
+        return torch.zeros(2, length, share.sequences)
+    return torch.zeros(length // share.over(SEQUENCE), share.sequences, config.model.hidden,
+                       dtype=DTYPES[config.precision.dtype])
+
+
+def peak_bytes(plan: Plan, position: int, transient: Callable[[Instruction], int]) -> int:
+    """The most bytes that activations and temporaries of a position take together in a train step."""
+    by_kind = alive_bytes(plan, position).by_kind
+    rows = [by_kind[kind] for kind in activations(plan.table) if kind in by_kind]
+    held = map(sum, zip(*rows, strict=True)) if rows else repeat(0)
+    return max(size + (transient(item) if item.op in COMPUTE else 0)
+               for size, item in zip(held, plan.programs["train"][position], strict=False))
+
+
+def communicators(plan: Plan, position: int) -> int:
+    """Communicators of a rank: its groups of several ranks, and its channels to other positions."""
+    mesh = make_mesh(config_of(plan))
+    rank = mesh.group("pp", 0)[position]
+    groups = sum(bool(row.lane) and row.needed(mesh) and len(mesh.group(name, rank)) > 1
+                 for name, row in GROUPS.items())
+    return groups + sum(position in ends for *ends, _ in channels(plan.programs["train"]))
+
+
+class _Alone(Comm):
+    """A rank of a pipeline position that talks to nobody."""
+
+    def __init__(self, config: Config, position: int):
+        mesh = make_mesh(config)
+        super().__init__(mesh, mesh.group("pp", 0)[position], torch.device("cpu"))
+
+    def exchange(self, value: Any) -> list[Any]:
+        return [value]
+
+
+class _Kept:
+    """Kept inputs wherever FORWARD leaves them: the slots of other instructions count their moves."""
+
+    def keep(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def give_back(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+class _Kernels(Fused):
+    """Pieces of which each is one kernel."""
+
+    def __init__(self, alive: Alive):
+        super().__init__()
+
+        def one(body: Body) -> Body:
+            def kernel(*inputs: Any) -> Any:
+                with alive.one_kernel():
+                    return body(*inputs)
+
+            return kernel
+
+        self._body = one
+
+
+def _forgetting(grads: WeightGrads) -> Callable[[torch.Tensor], None]:
+    """A hook of a parameter, for gradients of autograd: they are held until they would be added up."""
+    def hook(parameter: torch.Tensor) -> None:
+        grad, parameter.grad = parameter.grad, None
+        if grad is not None and grads.put_off is not None:
+            grads.put_off.append(partial(_nothing, grad))
+
+    return hook
+
+
+def _nothing(*_: Any) -> None:
+    pass

@@ -1,0 +1,185 @@
+"""Order: for which earlier instructions of other lanes each instruction waits. No torch.
+
+An instruction waits for those whose results it uses, and for those that still use the memory into which it
+writes. The engine waits for these and for nothing else, and the simulator lets the same overlap.
+
+A slot that has memory of its own has the same for the whole run: its next value waits for the users of its
+last one. A slot of a pool gets the buffer that was given back first: it waits for the users of the slot that
+had it. Memory from the device's allocator may have been used by any computation before: a copy into it waits
+for that.
+
+Waits that follow from others are left out: a lane runs its jobs in order, and each instruction has waited for
+whatever the instructions that it waits for have waited for.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from threed.program.buffers import Buffers, buffers, pool_of, size_in
+from threed.program.effects import Effects
+from threed.program.instruction import MESSAGES, Op, Slot, Tier
+from threed.program.table import Plan, Table
+from threed.program.walk import Links, Program, link
+
+
+class Order(NamedTuple):
+    """What the engine of a position must know of a program before it runs."""
+
+    effects: list[Effects]
+    waits: list[list[int]]  # for each instruction: the earlier ones of other lanes for which it waits
+    jobs: frozenset[int]  # instructions that run on a lane beside the computation; messages run by themselves
+    awaited: frozenset[int]  # instructions for which some other waits
+    first: frozenset[int]  # the first job of each lane
+    last: list[int]  # the last job of each lane: with them the program ends
+    copies: dict[Slot, int]  # copy for a checkpoint -> its job, which may outlast the program
+
+    @classmethod
+    def of(cls, program: Program, table: Table, position: int, name: str, pools: Buffers) -> Order:
+        """The order of the program `name`. `pools`: the plan's for this position."""
+        links = run_links(program, table, position, table.seam(position, name), pools)
+        effects = links.effects
+        jobs = [index for index, item in enumerate(program) if effects[index].lane != "compute"
+                and item.op not in MESSAGES]
+        copies = {slot: index for index in jobs for slot in effects[index].updates if slot.kind == "snapshot"}
+        ends = sorted({*jobs}.difference(copies.values()))
+        last = {effects[index].lane: index for index in ends}
+        first = {effects[index].lane: index for index in reversed(jobs)}
+        awaited = frozenset(need for needs in links.producers for need in needs)
+        return cls(effects, links.producers, frozenset(jobs), awaited, frozenset(first.values()),
+                   sorted(last.values()), copies)
+
+
+def run_links(program: Program, table: Table, position: int, start: set[Slot], pools: Buffers) -> Links:
+    """The links of a program of which the producers are all instructions that are waited for."""
+    links = link(program, table, position, start)
+    return links._replace(producers=waits(program, links, table, start, pools))
+
+
+def plan_links(plan: Plan, name: str) -> list[Links]:
+    """The same at each position of a plan."""
+    return [run_links(program, plan.table, position, plan.table.seam(position, name), buffers(plan, position))
+            for position, program in enumerate(plan.programs[name])]
+
+
+def waits(program: Program, links: Links, table: Table, start: set[Slot], pools: Buffers) -> list[list[int]]:
+    """The instructions of other lanes for which each instruction waits."""
+    memory, lanes = _Memory(table, start, pools), [effect.lane for effect in links.effects]
+    known = _Known(lanes)
+    computed = -1  # the latest instruction of the compute lane
+    leaving = [-1, -1]  # the last two that take a kept input to the host
+    result = []
+    for index, (item, effect) in enumerate(zip(program, links.effects, strict=True)):
+        needs = {*links.producers[index], *memory.occupy(index, effect)}
+        if effect.lane in ("d2h", "h2d") and item.kind in ("kept", "kpart"):
+            if item.op == Op.FETCH:
+                needs.add(computed)
+            else:
+                leaving = [leaving[-1], index]
+        if effect.lane == "compute":
+            # Kept inputs leave one at a time: behind a slow link they would pile up, in memory that no plan
+            # counts.
+            needs.add(leaving[0])
+            computed = index
+        needs.discard(-1)
+        result.append(known.add(index, needs, item.op in MESSAGES))
+    return result
+
+
+class _Memory:
+    """Which instructions still use a piece of memory when it gets its next value."""
+
+    def __init__(self, table: Table, start: set[Slot], pools: Buffers):
+        self.table = table
+        counts = {name: sizes for name, sizes in pools._asdict().items() if name != "staging" and sizes}
+        self.sizes = {name: sorted(sizes) for name, sizes in counts.items()}
+        # (pool, size) -> the users of each free buffer, in the order of the pool
+        self.free: dict[tuple[str, int], deque[list[int]]] = {
+            (name, numel): deque([] for _ in range(count))
+            for name, sizes in counts.items() for numel, count in sizes.items()}
+        self.users: dict[Slot, list[int]] = {}  # of a slot's value, or of its last one
+        self.alive = set(start)
+        for slot in start:
+            if (key := self._pool(slot)) is not None:
+                self.free[key].popleft()
+
+    def occupy(self, index: int, effect: Effects) -> list[int]:
+        """Follow one instruction; returns the earlier ones that use what it writes."""
+        before: list[int] = []
+        users = self.users
+        for slot in effect.updates:
+            before += users.get(self._own(slot), ())
+            before += users.pop(slot, ())  # if this is a part: its own readers
+        for slot in (*effect.writes, *effect.adds):
+            if slot not in self.alive and (key := self._pool(slot)) is not None:
+                before += self.free[key].popleft()
+            else:
+                before += users.get(self._own(slot), ())
+        changed = (*effect.updates, *effect.writes, *effect.adds)
+        self.alive.update(changed)
+        users.update((self._own(slot), [index]) for slot in changed)  # which has waited for the others
+        for slot in effect.reads:  # a part may be read while GATHER writes the others
+            users.setdefault(slot, []).append(index)
+        for slot in effect.frees:
+            self.alive.discard(slot)
+            if effect.reads:  # RELEASE, which reads nothing, uses no memory either
+                users.setdefault(self._own(slot), []).append(index)
+            if (key := self._pool(slot)) is not None:
+                self.free[key].append(users.pop(slot, []))
+        return before
+
+    def _own(self, slot: Slot) -> Slot:
+        """The slot whose memory this one's is a part of: a shard of parameters that stay whole."""
+        if slot.kind == "pshard" and slot.tier == Tier.DEVICE and self.table.parameters[slot.unit].whole:
+            return slot._replace(kind="param")
+        return slot
+
+    def _pool(self, slot: Slot) -> tuple[str, int] | None:
+        """The pool of a slot and the size of its buffers; None where the slot has memory of its own."""
+        name = pool_of(slot, self.table) if self.sizes else None
+        if name is None:
+            return None
+        sizes = self.sizes[name]
+        return name, sizes[bisect_left(sizes, size_in(slot, name, self.table))]
+
+
+class _Known:
+    """What each lane has waited for so far."""
+
+    def __init__(self, lanes: Sequence[str]):
+        self.lanes = lanes
+        self.of: dict[str, dict[str, int]] = {}  # lane -> lane -> the latest of it that has ended
+        self.at: list[dict[str, int]] = []  # the same, when each instruction began
+        self.received: set[int] = set()
+
+    def add(self, index: int, needs: Iterable[int], message: bool) -> list[int]:
+        """What the next instruction must wait for, of what it needs. A message is sent from where the
+        computation is, after what is computed before it."""
+        lane = "compute" if message else self.lanes[index]
+        known = self.of.get(lane, _NOTHING)
+        latest: dict[str, int] = {}
+        waited = []
+        for need in needs:
+            other = self.lanes[need]
+            if other.startswith("recv"):  # each message has a handle of its own
+                if need not in self.received:
+                    self.received.add(need)
+                    waited.append(need)
+            elif other != lane and need > max(latest.get(other, -1), known.get(other, -1)):
+                latest[other] = need
+        for need in sorted(latest.values(), reverse=True):
+            other = self.lanes[need]
+            if need > known.get(other, -1):
+                waited.append(need)
+                before = {**self.at[need], other: need}
+                known = known | {each: at for each, at in before.items() if at > known.get(each, -1)}
+        if not message:
+            self.of[lane] = known
+        self.at.append(known)
+        return sorted(waited)
+
+
+_NOTHING: dict[str, int] = {}

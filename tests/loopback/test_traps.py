@@ -258,7 +258,7 @@ def observed(config: Config) -> dict[str, Any]:
         held = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in owned}.values())
         storage = next(iter(states)).storage
         shared = sum(t.nbytes for pool in (storage.params, storage.grads) for free in pool._free.values()
-                     for t, _ in free)
+                     for t in free)
         return (numbers, dict(comm.sent), held), shared
 
     results = run_loopback(plan, make_mesh(config), work)

@@ -16,6 +16,7 @@ from threed.engine.engine import Engine
 from threed.engine.loopback import ThreadGroup, run_loopback
 from threed.lanes import Handle
 from threed.planner import make_mesh, make_plan
+from threed.prediction import transient
 from threed.prediction.transient import Transient
 from threed.program.effects import effects
 from threed.program.instruction import COMPUTE, PARAMETER_KINDS
@@ -88,7 +89,7 @@ def test_what_is_held_within_an_instruction(name, monkeypatch):
     monkeypatch.setattr(Alive, "one_kernel", nullcontext)  # here no piece is compiled
     config = tiny(*SIZES, *CONFIGS[name])
     plan = make_plan(config)
-    table, transient = plan.table, Transient().of(plan)
+    table, held = plan.table, Transient().of(plan)
     seen, alive = iter(measured(config, plan)), set()
     for item in plan.programs["train"][0]:
         effect = effects(item, table, 0)
@@ -96,6 +97,14 @@ def test_what_is_held_within_an_instruction(name, monkeypatch):
                    if slot.kind not in PARAMETER_KINDS}
         alive = (alive | created) - set(effect.frees)
         if item.op in COMPUTE:
-            expected = sum(map(table.size, created)) + transient(item)
+            expected = sum(map(table.size, created)) + held(item)
             assert next(seen) == pytest.approx(expected, rel=0.02, abs=0.02 * table.act_bytes), item
     assert next(seen, None) is None
+
+
+def test_blocks_of_one_size_are_measured_once(monkeypatch):
+    """The advice on a large model took half a minute, of which each block had its part."""
+    measured, measure = [], transient._measure
+    monkeypatch.setattr(transient, "_measure", lambda *what: measured.append(what[2]) or measure(*what))
+    transient.Transient().of(make_plan(tiny("model.layers=6")))
+    assert measured == [range(0, 1), range(1, 2), range(7, 8)]

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from threed.comm import Comm, initialized
 from threed.mesh import GROUPS
-from threed.models.spec import SEQUENCE
+from threed.models.spec import SEQUENCE, Cost
 from threed.models.tiling import layers_of, share_of, together
 from threed.pipeline.run import PipelineRun, built
 from threed.planned import config_of
@@ -63,13 +63,19 @@ class Transient:
             # Two runs of units are the same to memory where their layers are of the same kinds, and cost the
             # same.
             key = (repr(config.model), config.pieces, repr(share), run.start == 0, run.stop == len(units),
-                   [(type(layer), repr(layer.cost(share))) for unit in run for layer in units[unit]],
+                   [(type(layer), *_sizes(layer.cost(share))) for unit in run for layer in units[unit]],
                    [(item.op, item.keep, item.unit - run.start) for item in items])
             sizes = self._known.get(repr(key)) or _measure(config, table, run, items)
             self._known[repr(key)] = sizes
             bytes_of.update(zip(map(_what, items), sizes, strict=True))
             first += length
         return lambda instruction: bytes_of.get(_what(instruction), 0)
+
+
+def _sizes(cost: Cost) -> tuple[object, ...]:
+    """A cost without the names of what is saved, which differ from block to block."""
+    return (cost.flops, cost.operands, sorted(cost.sent.items()),
+            [(kept.bytes, kept.piece) for kept in cost.saved])
 
 
 def _what(item: Instruction) -> What:

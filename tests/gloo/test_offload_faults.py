@@ -158,7 +158,7 @@ def test_a_file_is_cut_short(size, start, tmp_path, unbroken):
         except OSError:
             break
         time.sleep(0.002)
-    said_once(run, 1, "of rank", "it was cut short while the run used it. The last checkpoint stands")
+    said_once(run, 1, "of rank", "was cut short while the run used it. The last checkpoint stands")
     resumes(start, tmp_path, unbroken)
 
 

@@ -215,7 +215,7 @@ def test_wandb_goes_on(start, fail_at, tmp_path):
 
 def test_the_folder_is_removed(start, tmp_path):
     """Metrics went to a file that nobody sees, without a word. With the folder there again, all steps are."""
-    run, folder = start("train.steps=400", "monitor.console_every=1000"), tmp_path / "run"
+    run, folder = start("train.steps=200", "monitor.console_every=1000"), tmp_path / "run"
     until = time.monotonic() + 60
     while not (folder / "metrics.jsonl").exists() or len(metrics(folder)) < 3:
         assert time.monotonic() < until and run.process.is_alive(), run.output
@@ -225,7 +225,7 @@ def test_the_folder_is_removed(start, tmp_path):
     folder.mkdir()
     run.wait_for("metrics.jsonl is written again, with all steps")
     assert run.wait() == 0, run.output
-    assert sorted(losses(folder)) == list(range(1, 401))
+    assert sorted(losses(folder)) == list(range(1, 201))
 
 
 # ---------------------------------------------------------------- what is left behind

@@ -28,7 +28,7 @@ from threed.comm import Comm
 from threed.engine.engine import Engine
 from threed.errors import InputError
 from threed.schema import Config
-from threed.zero.state import UnitState
+from threed.zero.snapshot import Snapshot
 
 
 def go_on(config: Config, steps: int = 1, prunes: bool = True, **how: Any) -> tuple[str | None, Outcome]:
@@ -283,19 +283,25 @@ def test_a_save_after_one_that_failed(tmp_path, monkeypatch):
     assert take(at(tmp_path))[0] == outcome.path.name
 
 
-def test_a_copy_that_fails(tmp_path, monkeypatch):
+def cannot_be_read() -> list[torch.Tensor]:
+    raise RuntimeError("it cannot be read")
+
+
+@pytest.mark.parametrize(("parts", "reason"), [(cannot_be_read, "it cannot be read"),
+                                               (lambda: [torch.empty(3)], "must match")],
+                         ids=["issued", "copied"])
+def test_a_copy_that_fails(parts, reason, tmp_path, monkeypatch):
     """Half a copy is not written as if it were a whole one."""
-    original = UnitState.kept
+    original, begun = Snapshot.begin, []
 
-    def kept(self: UnitState, waiting: bool) -> Any:
-        if self.number == 1 and threading.current_thread().name == "d2h":
-            raise RuntimeError("it cannot be read")
-        return original(self, waiting)
+    def begin(self: Snapshot, whole: Any) -> Any:
+        begun.append(self)
+        return original(self, parts if len(begun) == 2 else whole)
 
-    monkeypatch.setattr(UnitState, "kept", kept)
+    monkeypatch.setattr(Snapshot, "begin", begin)
     config = at(tmp_path)
     _, outcome = go_on(replace(config, train=replace(config.train, resume="never")))
-    assert outcome.problem is not None and "it cannot be read" in outcome.problem
+    assert outcome.problem is not None and reason in outcome.problem
 
 
 def test_older_ones_that_cannot_be_removed(tmp_path, monkeypatch):

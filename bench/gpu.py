@@ -66,6 +66,7 @@ SETTINGS: dict[str, tuple[list[str], list[str]]] = {  # name -> (without, with)
     "fused pieces": (LLAMA, [*LLAMA, "model.fused=on"]),
     "loss in chunks": ([], ["model.loss_chunk=1024"]),
     "cuDNN's attention": (["run.attention_backend=flash"], ["run.attention_backend=cudnn"]),
+    "CUDA graphs": ([], ["run.cuda_graphs=true"]),
     "deterministic": ([], ["run.deterministic=true"]),
 }
 

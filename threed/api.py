@@ -27,6 +27,7 @@ from threed.program import explain as explaining
 from threed.program import show as shows
 from threed.program import summary
 from threed.program.check import check as check_plan
+from threed.program.graphs import graphs
 from threed.program.table import Plan
 from threed.program.units import compute_units, parameter_units, show_compute_units, show_parameter_units
 from threed.quantity import show_bytes
@@ -66,8 +67,12 @@ def check(what: Config | Plan) -> dict[str, Any]:
     if isinstance(what, Plan):
         check_plan(what)
     config = config_of(plan)
+    rows = summary.stages(plan)
+    for position, row in enumerate(rows) if config.run.cuda_graphs else ():
+        held = graphs(plan, position)
+        row |= {"cuda_graphs": held.count, "graph_sets": len(held.peaks)}
     return {"ok": True, "world_size": config.world_size, "instructions": len(plan), "digest": plan.digest,
-            "warnings": warnings(config), "stages": summary.stages(plan)}
+            "warnings": warnings(config), "stages": rows}
 
 
 def show_check(checked: dict[str, Any], config: Config) -> str:
@@ -79,6 +84,11 @@ def show_check(checked: dict[str, Any], config: Config) -> str:
         saved = ", ".join(f"{piece} {show_bytes(size)}{'' if piece in config.pieces else ' (not chosen)'}"
                           for piece, size in saved_by_piece(config).items())
         lines.append(f"computed again, a block and micro-batch: {saved}")
+    if config.run.cuda_graphs:
+        counts = ", ".join(f"pp{position} {row['cuda_graphs']} in {row['graph_sets']} "
+                           f"set{'s' if row['graph_sets'] > 1 else ''} of buffers"
+                           for position, row in enumerate(checked["stages"]))
+        lines.append(f"CUDA graphs: {counts}")
     return "\n".join(lines)
 
 

@@ -45,6 +45,14 @@ class Pool:
         size = self._size(buffer.numel())
         self._free[size].append(buffer.as_strided((size,), (1,)))
 
+    def rewind(self) -> None:
+        """Order the free buffers as they were made, so that a program gets the same ones in each step."""
+        for free in self._free.values():
+            if len(free) > 1:
+                ordered = sorted(free, key=torch.Tensor.storage_offset)
+                free.clear()
+                free.extend(ordered)
+
     def _size(self, numel: int) -> int:
         return self._sizes[bisect_left(self._sizes, numel)]
 

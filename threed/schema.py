@@ -215,6 +215,8 @@ class RunConfig:
     deterministic: bool = False  # on a GPU: the same bits in each run, from slower kernels; what has none is
     # an error
     attention_backend: str = "auto"  # auto: torch chooses, and the log says which | flash | efficient | cudnn
+    cuda_graphs: bool = False  # replay a unit's kernels as one CUDA graph, where they are so short that the
+    # host cannot issue them in time
     verify_every: int = 0  # every so many steps, one is computed twice and compared, to find a machine that
     # computes wrongly; 0: never
     restarts: int = 3  # most starts after failures from one checkpoint; the count begins anew at a newer one

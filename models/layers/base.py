@@ -73,6 +73,9 @@ class Layer(Part):
     tokens = False  # whether it embeds the batch's tokens; the first layer does
     loss = False  # whether it adds to the loss; the last layer does
     reads: tuple[str, ...] = ()  # names of tensors that earlier layers hand it
+    # What its tensors' shapes depend on beside the config, such as "how many tokens an expert gets". No CUDA
+    # graph can hold such a layer.
+    shapes_from = ""
 
     def makes(self, share: Share) -> dict[str, int]:
         """Tensors for later layers: name -> bytes."""

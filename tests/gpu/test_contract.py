@@ -40,3 +40,15 @@ def test_over_nccl(others, references):
     config = tiny("model.layers=2", *others)
     assert_contract(config, references,
                     lambda config, steps: collect(config, ranks(config, steps, over_nccl=True)))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPUS, reason="tests/loopback/test_graphs.py records graphs where there is no GPU")
+@pytest.mark.parametrize("others", [
+    [], ["parallel.tp=2", "parallel.sequence_parallel=true"], ["parallel.dp=2", "zero.stage=3"],
+    ["parallel.pp=2", "parallel.schedule=zb-h1"], ["precision.dtype=bf16", "model.dropout=0.1"],
+    ["activation.policy=full", "activation.offload=cpu"],
+], ids=str)
+def test_cuda_graphs(others, references):
+    """The first step runs without, the second records them, the third and fourth replay them."""
+    assert_contract(tiny("model.layers=2", "run.cuda_graphs=true", *others), references, run, steps=4)

@@ -16,6 +16,7 @@ from threed.activation.run import ActivationRun
 from threed.comm import Comm
 from threed.engine.clock import make_clock
 from threed.engine.device import compiles
+from threed.engine.graphs import GraphRun
 from threed.engine.underway import UnderWay
 from threed.errors import RunError, ThreedError, line_of
 from threed.lanes import Handle, so_far
@@ -25,6 +26,7 @@ from threed.planner import layouts
 from threed.program.buffers import buffers
 from threed.program.check import describe
 from threed.program.effects import effects
+from threed.program.graphs import graphs
 from threed.program.instruction import COMPUTE, MESSAGES, Instruction, Slot
 from threed.program.order import Order
 from threed.program.table import SNAPSHOT, VERIFY, WAITING, Plan
@@ -55,10 +57,14 @@ class Engine:
         self.saving = Saving(config.pieces)
         activation = ActivationRun(comm, table, shared, dtype)
         offload = OffloadRun(comm, table, shared, dtype, self.states)
-        context = Context(config.model, comm.groups, config.parallel.sequence_parallel, dtype,
+        self.graphs = GraphRun(graphs(plan, position).turns, self.states, weight_grads,
+                               comm.device) if config.run.cuda_graphs else None
+        groups = self.graphs.groups(comm.groups) if self.graphs is not None else comm.groups
+        context = Context(config.model, groups, config.parallel.sequence_parallel, dtype,
                           weight_grads, self.saving, Fused(compiles(config, comm.device)))
         layers = built(config, table, table.units_of(position), context, parameters)
-        self.pipeline = PipelineRun(config, comm, table, layers, context, self._keeping, activation)
+        self.pipeline = PipelineRun(config, comm, table, layers, context, self._keeping, activation,
+                                    self.graphs)
         self.handlers = {**self.pipeline.handlers, **self.zero.handlers, **activation.handlers,
                          **offload.handlers}
         self.orders = {name: Order.of(program[position], table, position, name, shared)
@@ -79,7 +85,7 @@ class Engine:
 
     def train_step(self, batch: Callable[[int], Batch]) -> tuple[Clipped, Trace]:
         """One optimizer step; `batch` gives the data of a micro-batch of this rank."""
-        self.pipeline.loss_scale = self.zero.scaler.scale
+        self.pipeline.loss_grad.fill_(self.zero.scaler.scale)
         clipped, trace = self.run(self.zero.program(), batch)
         self.zero.finish_step(clipped)
         return clipped, trace
@@ -101,6 +107,9 @@ class Engine:
         program, order = self.plan.programs[name][self.position], self.orders[name]
         slots, handlers, mark = self.slots, self.handlers, self.clock.mark
         slots.keep(self.plan.table.seam(self.position, name))
+        self.storage.rewind()
+        if self.graphs is not None:
+            self.graphs.begin(name)
         issued, started, ended = [], [], []  # marks, which are read after the step
         self.pipeline.feed.begin(batch, program)
         under = self._under = UnderWay(order, self.clock, self.comm.device, self._copies)
@@ -109,6 +118,8 @@ class Engine:
         try:
             for index, instruction in enumerate(program):
                 self.current = (name, index, time.monotonic())
+                if self.graphs is not None:
+                    self.graphs.at(index)
                 issued.append(mark())
                 effect, handler, number = order.effects[index], handlers[instruction.op], len(under.waits)
                 lane = self.comm.lane(effect.lane) if index in order.jobs else None
@@ -144,7 +155,7 @@ class Engine:
 
     def rehearse(self, batch: Callable[[int], Batch]) -> Trace:
         """Run the next step without its update. Weights and optimizer state do not change."""
-        self.pipeline.loss_scale = self.zero.scaler.scale
+        self.pipeline.loss_grad.fill_(self.zero.scaler.scale)
         return self.run(VERIFY, batch)[1]
 
     @contextmanager

@@ -9,8 +9,9 @@ the output of their norm.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -25,7 +26,7 @@ from threed.program.instruction import Instruction, Op, Slot
 from threed.program.table import Table, gradient_kind
 from threed.schema import Config
 from threed.slots import Slots
-from threed.tensor.context import Context
+from threed.tensor.context import Batch, Context
 
 
 class KeptInputs(Protocol):
@@ -33,6 +34,41 @@ class KeptInputs(Protocol):
 
     def keep(self, x: torch.Tensor) -> torch.Tensor: ...
     def give_back(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
+Tensors = Sequence[torch.Tensor | None]
+
+
+class Runner(Protocol):
+    """How the computation of an instruction is run."""
+
+    def run(self, inputs: Sequence[torch.Tensor],
+            body: Callable[..., tuple[Tensors, Any]]) -> tuple[Tensors, Any]:
+        """body(*inputs): the tensors that it makes, and whatever else its backward needs. In place of the
+        inputs it may get tensors with the same values."""
+        ...
+
+    def fixed(self, microbatch: int, batch: Batch) -> Batch:
+        """The same data, where the computation reads it."""
+        ...
+
+    def leaving(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same tensor, for a use beside the computation."""
+        ...
+
+
+class Plain:
+    """Runs the computation as it is."""
+
+    def run(self, inputs: Sequence[torch.Tensor],
+            body: Callable[..., tuple[Tensors, Any]]) -> tuple[Tensors, Any]:
+        return body(*inputs)
+
+    def fixed(self, microbatch: int, batch: Batch) -> Batch:
+        return batch
+
+    def leaving(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
 
 
 class Saved(NamedTuple):
@@ -44,6 +80,11 @@ class Saved(NamedTuple):
     output: Any  # None for the last unit
     makes: dict[Slot, Any]  # tensor for later units -> its root
     loss: Any  # None where the unit adds nothing to the loss
+
+    @property
+    def roots(self) -> list[Any]:
+        return [*([self.output] if self.output is not None else []), *self.makes.values(),
+                *([self.loss] if self.loss is not None else [])]
 
 
 def built(config: Config, table: Table, units: Iterable[int], context: Context,
@@ -58,14 +99,15 @@ class PipelineRun:
     """The layers of one rank and the handlers that run them."""
 
     def __init__(self, config: Config, comm: Comm, table: Table, layers: Mapping[int, list[Layer]],
-                 context: Context, keeping: Callable[[int], AbstractContextManager[Any]], inputs: KeptInputs):
+                 context: Context, keeping: Callable[[int], AbstractContextManager[Any]], inputs: KeptInputs,
+                 runner: Runner | None = None):
         """`layers`: unit -> its layers, as `built`. `keeping`: a unit -> the context in which its FORWARD
         runs, which says how autograd keeps its parameters. `inputs`: storage of kept inputs."""
         self.comm, self.table, self.layers, self.weight_grads = comm, table, layers, context.weight_grads
         self.position = comm.here.position
         self.dtype = context.dtype
-        self.keeping, self.inputs = keeping, inputs
-        self.loss_scale = 1.0  # the gradient of the loss with which backward begins
+        self.keeping, self.inputs, self.runner = keeping, inputs, runner or Plain()
+        self.loss_grad = torch.ones((), device=comm.device)  # with which backward begins: the loss scale
         _, length = context.sequence()
         self.shape = length, config.train.micro_batch_size, config.model.hidden
         self.feed = Feed(comm.device)
@@ -78,18 +120,16 @@ class PipelineRun:
     def forward(self, instruction: Instruction, slots: Slots) -> None:
         _, unit, microbatch, *_ = instruction
         x = slots.get(Slot("act", unit - 1, microbatch)).detach() if unit > 0 else None
+        output, saved = self._run(unit, microbatch, x, slots, instruction.keep == "all")
         if instruction.keep == "all":
-            output, saved = self._with_graph(unit, microbatch, x, slots)
             slots.put(Slot("saved", unit, microbatch), saved)
-        else:
-            with torch.no_grad():
-                output = self._compute(unit, microbatch, x, self._read(unit, microbatch, slots))
-            self._hand(unit, microbatch, output, slots)
-            if instruction.keep == "input":
-                kept = None if self.table.units[unit].adds else x
-                if kept is not None and self.table.keeps_stream(unit):
-                    kept = self.inputs.keep(kept)
-                slots.put(Slot("kept", unit, microbatch), kept)
+        elif instruction.keep == "input":
+            kept = None if self.table.units[unit].adds else x
+            if kept is not None and self.table.keeps_stream(unit):
+                kept = self.inputs.keep(kept)
+                if self.table.activation.offload:
+                    kept = self.runner.leaving(kept)
+            slots.put(Slot("kept", unit, microbatch), kept)
         if unit < self.table.last:
             assert output.x is not None, f"{self.table.units[unit].name} has returned no residual stream"
             slots.put(Slot("act", unit, microbatch), output.x.detach())
@@ -105,29 +145,55 @@ class PipelineRun:
         x = slots.get(Slot("kept", unit, microbatch))
         if self.table.keeps_stream(unit):
             x = self.inputs.give_back(x).view(self.shape)
-        _, saved = self._with_graph(unit, microbatch, x, slots)
+        _, saved = self._run(unit, microbatch, x, slots, True)
         slots.put(Slot("saved", unit, microbatch), saved)
 
-    def _with_graph(self, unit: int, microbatch: int, x: torch.Tensor | None,
-                    slots: Slots) -> tuple[Out, Saved]:
+    def _run(self, unit: int, microbatch: int, x: torch.Tensor | None, slots: Slots,
+             backward: bool) -> tuple[Out, Saved | None]:
+        """The output of a unit; and what its BACKWARD needs, if there is one. Stores what the unit hands
+        on."""
+        given, compute = self._read(unit, microbatch, slots), self._with_graph if backward else self._alone
+        batch = self.runner.fixed(microbatch, self.feed.take(microbatch))
+
+        def body(*inputs: torch.Tensor) -> tuple[Tensors, Saved | None]:
+            first = inputs[0] if x is not None else None
+            reads = dict(zip(given, inputs[len(inputs) - len(given):], strict=True))
+            output, saved = compute(unit, microbatch, batch, first, reads)
+            return [output.x, output.loss, *(output.makes[each.name] for each in makes)], saved
+
+        makes = self.table.units[unit].makes
+        inputs = [x, *given.values()] if x is not None else [*given.values()]
+        tensors, saved = self.runner.run(inputs, body)
+        self.feed.ahead(microbatch)
+        named = {each.name: not_none(tensor) for each, tensor in zip(makes, tensors[2:], strict=True)}
+        output = Out(tensors[0], named, tensors[1])
+        for name, value in output.makes.items():
+            slots.put(Slot(name, unit, microbatch), value.detach())
+        return output, saved
+
+    @torch.no_grad()
+    def _alone(self, unit: int, microbatch: int, batch: Batch, x: torch.Tensor | None,
+               reads: dict[Slot, torch.Tensor]) -> tuple[Out, None]:
+        return self._compute(unit, batch, x, reads), None
+
+    def _with_graph(self, unit: int, microbatch: int, batch: Batch, x: torch.Tensor | None,
+                    given: dict[Slot, torch.Tensor]) -> tuple[Out, Saved]:
         """The output of a unit, and what its BACKWARD needs."""
         leaf = None if x is None or self.table.units[unit].adds else x.detach().requires_grad_()
-        given = self._read(unit, microbatch, slots)
         reads = {slot: value.detach().requires_grad_() for slot, value in given.items()}
         with torch.enable_grad(), self.keeping(unit):
-            output = self._compute(unit, microbatch, x if leaf is None else leaf, reads)
-        self._hand(unit, microbatch, output, slots)
+            output = self._compute(unit, batch, x if leaf is None else leaf, reads)
         edge = torch.autograd.graph.get_gradient_edge
-        makes = {Slot(name, unit, microbatch): edge(value) for name, value in output.makes.items()}
+        makes = {Slot(each.name, unit, microbatch): edge(output.makes[each.name])
+                 for each in self.table.units[unit].makes}
         return output, Saved(leaf, reads, edge(output.x) if output.x is not None else None, makes,
                              edge(output.loss) if output.loss is not None else None)
 
-    def _compute(self, unit: int, microbatch: int, x: torch.Tensor | None,
+    def _compute(self, unit: int, batch: Batch, x: torch.Tensor | None,
                  reads: dict[Slot, torch.Tensor]) -> Out:
         """Run a unit's layers one after the other, each with the tensors of this or earlier units that it
         reads."""
-        batch, output = self.feed.take(microbatch), Out(x)
-        given = {slot.kind: value for slot, value in reads.items()}
+        output, given = Out(x), {slot.kind: value for slot, value in reads.items()}
         for layer in self.layers[unit]:
             out = layer(output.x, batch, **{name: given[name] for name in layer.reads})
             out = out if isinstance(out, Out) else Out(out)
@@ -135,7 +201,6 @@ class PipelineRun:
             losses = [loss for loss in (output.loss, out.loss) if loss is not None]
             loss = sum(losses[1:], losses[0]) if losses else None
             output = Out(out.x, {**output.makes, **out.makes}, loss)
-        self.feed.ahead(microbatch)
         wanted = {handed.name for handed in self.table.units[unit].makes}
         return output._replace(makes={name: value for name, value in output.makes.items() if name in wanted})
 
@@ -143,11 +208,6 @@ class PipelineRun:
         """The tensors of earlier units that a unit reads."""
         wanted = [Slot(read.name, read.unit, microbatch) for read in self.table.units[unit].reads]
         return {slot: slots.get(slot) for slot in wanted}
-
-    def _hand(self, unit: int, microbatch: int, output: Out, slots: Slots) -> None:
-        """Store the tensors that a unit makes for later units."""
-        for name, value in output.makes.items():
-            slots.put(Slot(name, unit, microbatch), value.detach())
 
     def backward(self, instruction: Instruction, slots: Slots) -> None:
         _, unit, microbatch, *_ = instruction
@@ -158,64 +218,72 @@ class PipelineRun:
         """The gradient of the unit's input; the products of its weight gradients are delayed. The embedding's
         input is tokens, so all of its backward is delayed."""
         _, unit, microbatch, *_ = instruction
-        saved: Saved = slots.get(Slot("saved", unit, microbatch))
-        operands: list[Callable[[], None]] = []
-        if saved.x is None and not saved.reads:
-            roots = self._roots(unit, microbatch, saved, slots)
-            operands.append(lambda: torch.autograd.backward(*roots))
-            self._hand_on(unit, microbatch, saved, slots)
-        else:
-            self.weight_grads.put_off = operands
-            try:
-                self._propagate(unit, microbatch, slots)
-            finally:
-                self.weight_grads.put_off = None
+        operands = self._propagate(unit, microbatch, slots, delayed=True)
         slots.put(Slot("operands", unit, microbatch), operands)
 
     @torch.no_grad()
     def backward_weight(self, instruction: Instruction, slots: Slots) -> None:
         _, unit, microbatch, *_ = instruction
         operands = slots.get(Slot("operands", unit, microbatch))
-        while operands:  # each product frees its operands when it is done
-            operands.pop(0)()
+
+        def body() -> tuple[Tensors, None]:
+            while operands:  # each product frees its operands when it is done
+                operands.pop(0)()
+            return [], None
+
+        self.runner.run([], body)
         self._mark(unit, slots)
 
-    def _propagate(self, unit: int, microbatch: int, slots: Slots) -> None:
-        """Run a unit's graph: gradients of its input, of the tensors it read, and (by hooks) of its
-        weights."""
+    def _propagate(self, unit: int, microbatch: int, slots: Slots,
+                   delayed: bool = False) -> list[Callable[[], None]] | None:
+        """Run a unit's graph: gradients of its input, of the tensors it read, and (by hooks) of its weights.
+        `delayed`: returns functions that add the gradients of its weights."""
         saved: Saved = slots.get(Slot("saved", unit, microbatch))
-        sums = {_gradient(slot): leaf for slot, leaf in saved.reads.items()}
-        for slot, leaf in sums.items():
-            leaf.grad = slots.get(slot) if slot in slots else None  # autograd adds to it in place
-        torch.autograd.backward(*self._roots(unit, microbatch, saved, slots))
-        for slot, leaf in sums.items():
-            slots.put(slot, leaf.grad if leaf.grad is not None else torch.zeros_like(leaf))
-            leaf.grad = None
-        self._hand_on(unit, microbatch, saved, slots)
-        if saved.x is not None:
-            saved.x.grad = None
+        sums = [_gradient(Slot(read.name, read.unit, microbatch)) for read in self.table.units[unit].reads]
+        begun = [slots.get(slot) if slot in slots else None for slot in sums]
+        passes_on = unit == 0 or self.table.units[unit].adds  # no gradient of the input is computed
+        grads = self._grads(unit, microbatch, slots)
 
-    def _roots(self, unit: int, microbatch: int, saved: Saved,
-               slots: Slots) -> tuple[list[Any], list[torch.Tensor]]:
-        """The roots of a unit's graph, and the gradients with which backward begins there."""
-        roots, grads = [], []
-        if saved.output is not None:
-            roots.append(saved.output)
-            grads.append(slots.get(Slot("grad", unit, microbatch)))
-        for slot, root in saved.makes.items():
-            roots.append(root)
-            grads.append(slots.get(_gradient(slot)))
-        if saved.loss is not None:
-            roots.append(saved.loss)
-            grads.append(torch.full((), self.loss_scale, device=self.comm.device))
-        return roots, grads
+        def body(*inputs: torch.Tensor) -> tuple[Tensors, Any]:
+            before = iter(inputs[len(grads):])
+            for leaf, sum_ in zip(saved.reads.values(), begun, strict=True):
+                leaf.grad = next(before) if sum_ is not None else None  # autograd adds to it in place
+            start = partial(torch.autograd.backward, saved.roots, inputs[:len(grads)])
+            if delayed and passes_on and not sums:
+                return [], [start]
+            operands = self._delaying(start) if delayed else start()
+            outputs = [leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
+                       for leaf in saved.reads.values()]
+            outputs += [saved.x.grad] if saved.x is not None else []
+            for leaf in (*saved.reads.values(), saved.x):
+                if leaf is not None:
+                    leaf.grad = None
+            return outputs, operands
 
-    def _hand_on(self, unit: int, microbatch: int, saved: Saved, slots: Slots) -> None:
-        """Pass the gradient of a unit's input to the unit before it. A unit that only adds to its input
-        passes the gradient of its output on unchanged."""
+        tensors, operands = self.runner.run([*grads, *(each for each in begun if each is not None)], body)
+        for slot, value in zip(sums, tensors, strict=False):
+            slots.put(slot, value)
         if unit > 0:
-            slots.put(Slot("grad", unit - 1, microbatch),
-                      slots.get(Slot("grad", unit, microbatch)) if saved.x is None else saved.x.grad)
+            # A unit that only adds to its input passes the gradient of its output on unchanged.
+            slots.put(Slot("grad", unit - 1, microbatch), grads[0] if passes_on else tensors[-1])
+        return operands
+
+    def _delaying(self, start: Callable[[], None]) -> list[Callable[[], None]]:
+        """Run a graph without the products of its weight gradients, which are returned."""
+        operands: list[Callable[[], None]] = []
+        self.weight_grads.put_off = operands
+        try:
+            start()
+        finally:
+            self.weight_grads.put_off = None
+        return operands
+
+    def _grads(self, unit: int, microbatch: int, slots: Slots) -> list[torch.Tensor]:
+        """The gradients with which a unit's backward begins, in the order of `Saved.roots`."""
+        held = self.table.units[unit]
+        grads = [slots.get(Slot("grad", unit, microbatch))] if unit < self.table.last else []
+        grads += [slots.get(_gradient(Slot(each.name, unit, microbatch))) for each in held.makes]
+        return [*grads, *([self.loss_grad] if held.loss else [])]
 
     def _mark(self, unit: int, slots: Slots) -> None:
         for parameter_unit in self.table.units[unit].parameters:
@@ -225,7 +293,7 @@ class PipelineRun:
         while self._sends and self._sends[0].done():
             self._sends.popleft()
         channel = self.comm.channels[self.position, instruction.peer, instruction.kind]
-        self._sends.append(channel.send(slots.get(instruction.slot)))
+        self._sends.append(channel.send(self.runner.leaving(slots.get(instruction.slot))))
 
     def recv(self, instruction: Instruction, slots: Slots) -> Handle:
         buffer = torch.empty(self.shape, dtype=self.dtype, device=self.comm.device)
@@ -237,6 +305,11 @@ class PipelineRun:
         """Wait until every message has left."""
         while self._sends:
             self._sends.popleft().wait()
+
+
+def not_none(tensor: torch.Tensor | None) -> torch.Tensor:
+    assert tensor is not None
+    return tensor
 
 
 def _gradient(handed: Slot) -> Slot:

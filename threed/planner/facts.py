@@ -93,6 +93,7 @@ def layouts(config: Config) -> dict[int, Layout]:
 def make_table(config: Config, place: tuple[int, ...]) -> Table:
     """Units, stages, sizes and traffic of a config whose stages are at the positions `place`."""
     (model_layers, runs), parallel = unit_layers(config), config.parallel
+    check_shapes(config, model_layers)
     costs, together = [sum(parts) for parts in unit_costs(config)], stage_runs(config)
     if len(place) > len(together) or (parallel.stage_units is not None
                                       and len(parallel.stage_units) != len(place)):
@@ -213,6 +214,14 @@ def saved_by_piece(config: Config) -> dict[str, int]:
         if kept.piece is not None:
             sizes[kept.piece] += kept.bytes
     return sizes
+
+
+def check_shapes(config: Config, layers: Sequence[Layer]) -> None:
+    """Raises InputError where a CUDA graph could not hold a layer."""
+    layer = next((layer for layer in layers if layer.shapes_from), None)
+    if config.run.cuda_graphs and layer is not None:
+        raise InputError(f"run.cuda_graphs=true: in layer {layer.name} shapes depend on {layer.shapes_from}, "
+                         "and a CUDA graph has fixed ones; set it to false")
 
 
 def hand_overs(units: Sequence[Sequence[Layer]]) -> list[tuple[set[str], tuple[Read, ...]]]:

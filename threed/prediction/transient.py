@@ -26,6 +26,7 @@ from threed.pipeline.run import PipelineRun, built
 from threed.planned import config_of
 from threed.planner import make_mesh
 from threed.program.effects import effects
+from threed.program.graphs import graphs
 from threed.program.instruction import COMPUTE, PARAMETER_KINDS, Instruction, Op, Slot
 from threed.program.summary import activations, alive_bytes
 from threed.program.table import Plan, Table
@@ -150,7 +151,10 @@ def _stream(config: Config, table: Table, slot: Slot) -> torch.Tensor:
 
 
 def peak_bytes(plan: Plan, position: int, transient: Callable[[Instruction], int]) -> int:
-    """The most bytes that activations and temporaries of a position take together in a train step."""
+    """The most bytes that activations and temporaries of a position take together in a train step. With
+    run.cuda_graphs they are in memory of the graphs."""
+    if config_of(plan).run.cuda_graphs:
+        return graphs(plan, position, transient).bytes
     by_kind = alive_bytes(plan, position).by_kind
     rows = [by_kind[kind] for kind in activations(plan.table) if kind in by_kind]
     held = map(sum, zip(*rows, strict=True)) if rows else repeat(0)

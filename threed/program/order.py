@@ -67,7 +67,7 @@ def plan_links(plan: Plan, name: str) -> list[Links]:
 
 def waits(program: Program, links: Links, table: Table, start: set[Slot], pools: Buffers) -> list[list[int]]:
     """The instructions of other lanes for which each instruction waits."""
-    memory, lanes = _Memory(table, start, pools), [effect.lane for effect in links.effects]
+    memory, lanes = Users(table, start, pools), [effect.lane for effect in links.effects]
     known = _Known(lanes)
     computed = -1  # the latest instruction of the compute lane
     leaving = [-1, -1]  # the last two that take a kept input to the host
@@ -89,22 +89,32 @@ def waits(program: Program, links: Links, table: Table, start: set[Slot], pools:
     return result
 
 
-class _Memory:
-    """Which instructions still use a piece of memory when it gets its next value."""
+class Buffer(NamedTuple):
+    """A buffer of a pool."""
+
+    pool: str
+    numel: int
+    number: int  # among those of its size, as they are when a program begins
+
+
+class Users:
+    """Which instructions still use a piece of memory when it gets its next value, and which buffer of a pool
+    each slot has."""
 
     def __init__(self, table: Table, start: set[Slot], pools: Buffers):
         self.table = table
         counts = {name: sizes for name, sizes in pools._asdict().items() if name != "staging" and sizes}
         self.sizes = {name: sorted(sizes) for name, sizes in counts.items()}
-        # (pool, size) -> the users of each free buffer, in the order of the pool
-        self.free: dict[tuple[str, int], deque[list[int]]] = {
-            (name, numel): deque([] for _ in range(count))
+        # (pool, size) -> the free buffers, in the order of the pool, and the users of each
+        self.free: dict[tuple[str, int], deque[tuple[Buffer, list[int]]]] = {
+            (name, numel): deque((Buffer(name, numel, number), []) for number in range(count))
             for name, sizes in counts.items() for numel, count in sizes.items()}
+        self.buffers: dict[Slot, Buffer] = {}
         self.users: dict[Slot, list[int]] = {}  # of a slot's value, or of its last one
         self.alive = set(start)
         for slot in start:
             if (key := self._pool(slot)) is not None:
-                self.free[key].popleft()
+                self.buffers[slot], _ = self.free[key].popleft()
 
     def occupy(self, index: int, effect: Effects) -> list[int]:
         """Follow one instruction; returns the earlier ones that use what it writes."""
@@ -115,7 +125,8 @@ class _Memory:
             before += users.pop(slot, ())  # if this is a part: its own readers
         for slot in (*effect.writes, *effect.adds):
             if slot not in self.alive and (key := self._pool(slot)) is not None:
-                before += self.free[key].popleft()
+                self.buffers[slot], last = self.free[key].popleft()
+                before += last
             else:
                 before += users.get(self._own(slot), ())
         changed = (*effect.updates, *effect.writes, *effect.adds)
@@ -127,8 +138,8 @@ class _Memory:
             self.alive.discard(slot)
             if effect.reads:  # RELEASE, which reads nothing, uses no memory either
                 users.setdefault(self._own(slot), []).append(index)
-            if (key := self._pool(slot)) is not None:
-                self.free[key].append(users.pop(slot, []))
+            if (buffer := self.buffers.pop(slot, None)) is not None:
+                self.free[buffer.pool, buffer.numel].append((buffer, users.pop(slot, [])))
         return before
 
     def _own(self, slot: Slot) -> Slot:

@@ -52,6 +52,8 @@ class WeightGrads:
 
     def __init__(self) -> None:
         self.put_off: list[Callable[[], None]] | None = None
+        # (state, number of a parameter) of each gradient that is added to, while a graph is recorded
+        self.taken: list[Any] | None = None
 
     def take(self, weight: torch.Tensor, grad: torch.Tensor,
              x: Callable[[], torch.Tensor]) -> torch.Tensor | None:

@@ -264,22 +264,33 @@ class UnitState:
 
     # ---- gradients
 
-    def _into(self, number: int) -> tuple[torch.Tensor, bool]:
-        """The view into which the gradient of a parameter goes, and whether it holds a gradient already."""
+    def room_for_grad(self) -> torch.Tensor:
+        """The whole gradient's buffer, from the pool if there is none yet."""
         if self.grad is None:
             self.grad = self.storage.grads.take(self.layout.numel)
+        return self.grad
+
+    def into(self, number: int) -> tuple[torch.Tensor, bool]:
+        """The view into which the gradient of a parameter goes, and whether it holds a gradient already. It
+        does afterwards."""
         fresh = number in self._unwritten
         self._unwritten.discard(number)
-        return _view(self.grad, self.layout.placed[number]), not fresh
+        if (taken := self.storage.weight_grads.taken) is not None:
+            taken.append((self, number))
+        return _view(self.room_for_grad(), self.layout.placed[number]), not fresh
+
+    def grad_place(self) -> tuple[int, frozenset[int]]:
+        """The address of the whole gradient, and the parameters of which it has none yet."""
+        return self.room_for_grad().data_ptr(), frozenset(self._unwritten)
 
     def _add(self, number: int, grad: torch.Tensor) -> None:
-        into, written = self._into(number)
+        into, written = self.into(number)
         into.add_(grad) if written else into.copy_(grad)  # also 16 bits into fp32
 
     def _add_product(self, number: int, left: torch.Tensor, right: torch.Tensor) -> None:
         """Add a product of matrices; where the device can, without an intermediate tensor."""
         if adds_to(self.storage.precision.grad, left.dtype, left.device):
-            add_product(*self._into(number), left, right)
+            add_product(*self.into(number), left, right)
         else:
             self._add(number, left @ right)
 

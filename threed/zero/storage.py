@@ -51,5 +51,10 @@ class Storage(NamedTuple):
         assert self.disk is not None
         return self.disk
 
+    def rewind(self) -> None:
+        """Before a program: what computation reads is where it was in the last one."""
+        self.params.rewind()
+        self.grads.rewind()
+
     def on_host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(numel, dtype=dtype, pin_memory=self.device.type == "cuda")

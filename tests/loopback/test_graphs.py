@@ -1,0 +1,172 @@
+"""CUDA graphs, recorded and replayed on a CPU: the same bits as without, and what a graph cannot hold."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from tests.harness import batches, cell_config, covering, each_value, loopback, same_bits, tiny
+from tests.late import be_late
+from tests.recorder import record_on_cpu
+from threed.comm import Comm
+from threed.engine.engine import Engine
+from threed.engine.graphs import GraphRun
+from threed.engine.loopback import ThreadChannel, World, run_loopback
+from threed.errors import InputError, RunError
+from threed.lanes import Handle
+from threed.models.layers.block import Block
+from threed.planner import make_mesh, make_plan
+from threed.prediction.transient import Transient
+from threed.program.graphs import graphs
+from threed.schema import Config
+from threed.zero.storage import Storage
+
+GRAPHS = "run.cuda_graphs=true"
+STEPS = 3  # without graphs; they are recorded; they are replayed
+
+
+def both(config: Config) -> None:
+    plain = loopback(config, STEPS)
+    config.run.cuda_graphs = True
+    same_bits([plain, loopback(config, STEPS)])
+
+
+@pytest.mark.parametrize("cell", each_value(covering()), ids=lambda cell: cell.id)
+def test_the_contracts_sample(cell, monkeypatch):
+    """An address that changes, memory that is used again too early, a number that is kept from the step that
+    was recorded."""
+    made = record_on_cpu(monkeypatch)
+    both(cell_config(cell, ranks=8))
+    assert all(each.made for each in made)
+
+
+OFFLOADED = ["parallel.pp=2", "activation.policy=full", "activation.offload=cpu"]
+ZERO3 = ["zero.stage=3", "zero.residency=2", "zero.prefetch=1", "parallel.dp=2"]
+
+
+@pytest.mark.parametrize("settings", [
+    ["model.dropout=0.1", "parallel.tp=2", "parallel.sequence_parallel=true"],
+    ["model.tile_linears=2KiB", "model.tie_embeddings=false"],
+    ["model.fused=auto", "model.family=llama", "model.activation=swiglu", "model.norm=rmsnorm"],
+    ["model.loss_chunk=5", "parallel.tp=2"],
+    ["activation.policy=selective", "activation.pieces=[attention,norm,mlp_act]"],
+    [*ZERO3, "model.layers=5", "train.global_batch_size=6"],  # a buffer more or less than the last time
+    [*ZERO3, "offload.optimizer=cpu", "offload.parameters=cpu"],
+    ["zero.stage=1", "offload.optimizer=cpu", "offload.delayed_update=true"],
+    OFFLOADED, ["parallel.pp=2", "activation.policy=full", "activation.contiguous=true"],
+    ["parallel.pp=2", "train.eval_every=1", "run.verify_every=2"],
+], ids=str)
+def test_same_bits(settings, monkeypatch):
+    record_on_cpu(monkeypatch)
+    both(tiny(*settings))
+
+
+def test_a_dynamic_loss_scale(monkeypatch):
+    """The scale with which a graph was recorded is not that of later steps."""
+    record_on_cpu(monkeypatch)
+    both(tiny("precision.dtype=fp16", "precision.initial_loss_scale=64", "precision.loss_scale_window=1"))
+
+
+# ---------------------------------------------------------------- what must not be
+
+
+def refused(config: Config) -> str:
+    config.run.cuda_graphs = True
+    with pytest.raises(RunError) as failure:
+        loopback(config, STEPS)
+    return str(failure.value)
+
+
+def test_a_layer_whose_numbers_the_host_reads(monkeypatch):
+    record_on_cpu(monkeypatch)
+    forward = Block.forward
+    monkeypatch.setattr(Block, "forward", lambda self, x, *rest, **named: forward(
+        self, x * (2.0 if x.sum().item() > 1e30 else 1.0), *rest, **named))
+    assert "blocks.0: Refused: aten._local_scalar_dense.default: the host reads" in refused(tiny())
+
+
+def test_a_layer_whose_shapes_depend_on_data(monkeypatch):
+    """If its class says so, no run begins; if not, a graph cannot be recorded."""
+    record_on_cpu(monkeypatch)
+    forward = Block.forward
+    monkeypatch.setattr(Block, "forward", lambda self, x, *rest, **named: forward(
+        self, x + x[x > 0].sum() * 0, *rest, **named))
+    assert "blocks.0: Refused: aten.index.Tensor: the shape of the result" in refused(tiny())
+    monkeypatch.setattr(Block, "shapes_from", "how many tokens an expert gets")
+    make_plan(tiny())
+    with pytest.raises(InputError, match=r"cuda_graphs=true: in layer blocks\.0 shapes depend on how many"):
+        make_plan(tiny(GRAPHS))
+
+
+def test_an_input_that_is_not_copied(monkeypatch):
+    """A message comes to another address in each step."""
+    record_on_cpu(monkeypatch)
+    monkeypatch.setattr(GraphRun, "_place", lambda self, given, turn: given)
+    assert "reads [16, 1, 32] outside of the memory of its graphs" in refused(tiny("parallel.pp=2"))
+
+
+def test_a_message_is_a_copy(monkeypatch):
+    """The next graph writes over its memory, while it is under way."""
+    record_on_cpu(monkeypatch)
+    monkeypatch.setattr(GraphRun, "leaving", lambda self, tensor: tensor)
+    monkeypatch.setattr(ThreadChannel, "_send", lambda self, tensor: self._world.post(self._key, tensor)
+                        or Handle(None))
+    receive = World.receive
+
+    def late(self: World, key):
+        time.sleep(0.02)
+        return receive(self, key)
+
+    monkeypatch.setattr(World, "receive", late)
+    with pytest.raises(AssertionError):
+        both(tiny("parallel.pp=2", "model.layers=2"))
+
+
+def test_what_goes_to_the_host_is_a_copy(monkeypatch):
+    record_on_cpu(monkeypatch)
+    be_late(monkeypatch, seed=1)
+    monkeypatch.setattr(GraphRun, "leaving", lambda self, tensor: tensor)
+    with pytest.raises(AssertionError):
+        both(tiny(*OFFLOADED))
+
+
+def test_buffers_that_move(monkeypatch):
+    """A parameter at another place than in the step that was recorded."""
+    record_on_cpu(monkeypatch)
+    monkeypatch.setattr(Storage, "rewind", lambda self: None)
+    message = refused(tiny(*ZERO3, "model.layers=5"))
+    assert "the CUDA graph of FORWARD u" in message and "now they are at" in message
+
+
+def test_without_a_gpu():
+    with pytest.raises(InputError, match=r"run\.cuda_graphs=true needs a GPU, and this run's device is a c"):
+        loopback(tiny(GRAPHS), 1)
+
+
+# ---------------------------------------------------------------- memory
+
+
+@pytest.mark.parametrize("settings", [
+    [], ["activation.policy=full"], ["activation.policy=full", "activation.contiguous=true"],
+    ["parallel.pp=2", "parallel.schedule=1f1b"],
+    ["parallel.pp=2", "parallel.schedule=zb-h1"], ["precision.dtype=bf16", "parallel.tp=2"],
+], ids=str)
+def test_memory_of_the_sets(settings, monkeypatch):
+    """What the plan says that a set holds at most, against what is alive in it."""
+    made = record_on_cpu(monkeypatch)
+    config = tiny("model.hidden=64", "model.seq_len=64", "model.vocab=256", GRAPHS, *settings)
+    plan = make_plan(config)
+
+    def work(comm: Comm):
+        engine = Engine(config, plan, comm)
+        recorder = engine.graphs.recorder
+        recorder.measures = True
+        for step in range(STEPS):
+            engine.train_step(batches(config, comm, step))
+        return comm.here.position, sorted(recorder.peaks)
+
+    transient = Transient().of(plan)
+    for position, peaks in run_loopback(plan, make_mesh(config), work):
+        expected = sorted(graphs(plan, position, transient).peaks.values())
+        assert peaks == pytest.approx(expected, rel=0.05), (position, made)

@@ -1,0 +1,311 @@
+"""CUDA graphs at run time: the computation of a unit is recorded once, and replayed after that.
+
+A host issues a kernel in some microseconds; where kernels are shorter than that, the GPU waits for the host.
+A graph issues all kernels of a unit's forward or backward at once. What is recorded is what the handlers of
+`pipeline/run` compute; which instructions share a graph, and in which memory, the plan says
+(program/graphs).
+
+A graph holds no collective: where a unit calls one, its record is cut in two, with the collective in between.
+Nor does it hold what Python does beside the kernels: a gradient's buffer is taken anew in each replay.
+
+Tensors in a set's memory are freed as they are without graphs, so that later graphs of the pass reuse their
+memory. What is kept here of them is where they are; passes of a variant run in one order, so that what has
+been recorded there is there again.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+
+from threed.comm import Group
+from threed.errors import InputError, RunError
+from threed.lanes import Handle
+from threed.program.graphs import PROGRAM, Key, Turn
+from threed.tensor.context import Batch
+from threed.tensor.layers import WeightGrads
+from threed.zero.state import UnitState
+
+Tensors = Sequence[torch.Tensor | None]
+WARM_STEPS = 1  # steps without graphs: libraries load, and pieces are compiled
+
+
+class Piece(Protocol):
+    """One CUDA graph."""
+
+    def begin(self) -> None: ...
+    def end(self) -> None: ...
+    def replay(self) -> None: ...
+
+
+class Recorder(Protocol):
+    """Makes the graphs of a rank."""
+
+    def pool(self) -> Any:
+        """A set's memory."""
+        ...
+
+    def piece_of(self, pool: Any) -> Piece:
+        """A graph of which all that it makes goes to this memory."""
+        ...
+
+    def fixed(self, like: torch.Tensor) -> torch.Tensor:
+        """Memory outside of all sets, which graphs may read."""
+        ...
+
+    def fill(self, empty: torch.Tensor, value: torch.Tensor) -> None:
+        """Give a tensor, made while a graph is recorded, the value that it will have."""
+        ...
+
+
+class CudaPiece:
+    def __init__(self, pool: Any):
+        self._pool, self._graph = pool, torch.cuda.CUDAGraph()
+
+    def begin(self) -> None:
+        # relaxed: autograd's thread may end what this one has begun, and the threads of lanes go on
+        self._graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
+
+    def end(self) -> None:
+        with warnings.catch_warnings():  # it may be empty, between two collectives
+            warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+            self._graph.capture_end()
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
+class CudaRecorder:
+    def __init__(self) -> None:
+        # The default stream cannot be recorded: all computation of this rank goes to another.
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        torch.cuda.set_stream(stream)
+
+    def pool(self) -> Any:
+        return torch.cuda.graph_pool_handle()
+
+    def piece_of(self, pool: Any) -> CudaPiece:
+        return CudaPiece(pool)
+
+    def fixed(self, like: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(like)
+
+    def fill(self, empty: torch.Tensor, value: torch.Tensor) -> None:
+        """Nothing runs while a GPU records."""
+
+
+RECORDERS: dict[str, Callable[[], Recorder]] = {"cuda": CudaRecorder}  # by type of the device
+
+
+def recorder_of(device: torch.device) -> Recorder:
+    """InputError where there are no graphs."""
+    if device.type not in RECORDERS:
+        raise InputError(f"run.cuda_graphs=true needs a GPU, and this run's device is a {device.type}; set "
+                         "it to false")
+    return RECORDERS[device.type]()
+
+
+@dataclass
+class _Record:
+    """What an instruction of the plan replays."""
+
+    pool: Any
+    recorder: Recorder
+    steps: list[Callable[[], object]] = field(default_factory=list)
+    inputs: list[torch.Tensor] = field(default_factory=list)
+    outputs: list[torch.Tensor | None] = field(default_factory=list)
+    gradients: list[tuple[UnitState, int]] = field(default_factory=list)  # to which it adds, in order
+    memory: Any = None  # where its parameters and gradients were
+    _piece: Piece | None = None
+
+    def begin(self) -> None:
+        self._piece = self.recorder.piece_of(self.pool)
+        self._piece.begin()
+
+    def end(self) -> None:
+        assert self._piece is not None
+        self._piece.end()
+        self.steps.append(self._piece.replay)
+        self._piece = None
+
+    def call(self, collective: Callable[..., Handle], tensors: Sequence[torch.Tensor]) -> Handle:
+        """Leave a collective between two graphs. It is issued when the record is replayed."""
+        under_way: list[Handle] = []
+        self.end()
+        places = list(map(_unowned, tensors))
+        self.steps.append(lambda: under_way.append(collective(*places)))
+        self.begin()
+
+        def wait() -> None:
+            self.end()
+            self.steps.append(lambda: under_way.pop().wait())
+            self.begin()
+
+        return Handle(wait, tensors)  # until then nothing else gets their memory
+
+    def abandon(self) -> None:
+        """End a recording that failed, so that the device can be used to say why."""
+        if self._piece is not None:
+            with suppress(RuntimeError):  # the failure may have ended it
+                self._piece.end()
+
+
+class GraphRun:
+    """Runs the computation of instructions by graphs (as pipeline/run.Runner)."""
+
+    def __init__(self, turns: Mapping[int, Turn], states: dict[int, UnitState], weight_grads: WeightGrads,
+                 device: torch.device):
+        """`turns`: of the program PROGRAM of this position."""
+        self.turns, self.states, self.weight_grads = turns, states, weight_grads
+        self.recorder = recorder_of(device)
+        self._pools: dict[tuple[int, int], Any] = {}
+        self._records: dict[Key, _Record] = {}
+        self._origin: dict[int, tuple[int, int, int]] = {}  # address -> stage, set and variant of an output
+        self._batches: dict[tuple[int, int], tuple[int, Batch]] = {}  # set -> micro-batch, its data
+        self._program, self._steps = "", 0
+        self._turn: Turn | None = None
+        self.recording: _Record | None = None
+
+    def begin(self, program: str) -> None:
+        """A program begins."""
+        self._steps += program == PROGRAM
+        self._program = program
+        self._batches = {home: (-1, batch) for home, (_, batch) in self._batches.items()}
+
+    def at(self, index: int) -> None:
+        """This instruction of the program comes next."""
+        active = self._program == PROGRAM and self._steps > WARM_STEPS
+        self._turn = self.turns.get(index) if active else None
+
+    def groups(self, groups: dict[str, Group]) -> dict[str, Any]:
+        """The groups with which layers are built."""
+        return {name: _Outside(group, self) for name, group in groups.items()}
+
+    def run(self, inputs: Sequence[torch.Tensor],
+            body: Callable[..., tuple[Tensors, Any]]) -> tuple[Tensors, Any]:
+        """body(*inputs): the tensors that it makes, and what else it makes while it is recorded. RunError
+        where a replay would not find what it needs where it was."""
+        turn = self._turn
+        if turn is None:
+            return body(*inputs)
+        for unit in turn.grads:  # in the plan's order, not in autograd's
+            self.states[unit].room_for_grad()
+        record, kept = self._records.get(turn.key), None
+        if record is not None:
+            self._check(turn, record)
+            outputs: Tensors = record.outputs
+        else:
+            record, outputs, kept = self._record(turn, inputs, body)
+        for place, given in zip(record.inputs, inputs, strict=True):
+            if place.data_ptr() != given.data_ptr():
+                place.copy_(given)
+        for step in record.steps:
+            step()
+        for state, number in record.gradients:
+            state.into(number)
+        return outputs, kept
+
+    def fixed(self, microbatch: int, batch: Batch) -> Batch:
+        """The data of a micro-batch, where graphs read it."""
+        if self._turn is None:
+            return batch
+        key = self._turn.key
+        last, copy = self._batches.get((key.stage, key.set), (-1, None))
+        if copy is None:
+            copy = replace(batch, tokens_BS=self.recorder.fixed(batch.tokens_BS),
+                           labels_BS=self.recorder.fixed(batch.labels_BS),
+                           samples_B=self.recorder.fixed(batch.samples_B))
+        if last != microbatch:
+            copy.tokens_BS.copy_(batch.tokens_BS)
+            copy.labels_BS.copy_(batch.labels_BS)
+            copy.samples_B.copy_(batch.samples_B)
+            self._batches[key.stage, key.set] = microbatch, copy
+        return copy
+
+    def leaving(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor that is used beside the computation: a copy, if it is in the memory of a set, which no
+        copy or message under way holds back from its next use."""
+        return tensor.clone() if tensor.data_ptr() in self._origin else tensor
+
+    def _record(self, turn: Turn, inputs: Sequence[torch.Tensor],
+                body: Callable[..., tuple[Tensors, Any]]) -> tuple[_Record, Tensors, Any]:
+        home = turn.key.stage, turn.key.set
+        if home not in self._pools:
+            self._pools[home] = self.recorder.pool()
+        record = _Record(self._pools[home], self.recorder)
+        record.memory = self._memory(turn)
+        self.recording, self.weight_grads.taken = record, record.gradients
+        try:
+            record.begin()
+            places = [self._place(each, turn) for each in inputs]
+            outputs, kept = body(*places)
+            record.end()
+        except BaseException:
+            record.abandon()
+            raise
+        finally:
+            self.recording, self.weight_grads.taken = None, None
+        record.inputs = [_unowned(each) for each in places]
+        record.outputs = [_unowned(each) if each is not None else None for each in outputs]
+        self._origin |= {each.data_ptr(): turn.key[2:] for each in outputs if each is not None}
+        self._records[turn.key] = record
+        return record, outputs, kept
+
+    def _place(self, given: torch.Tensor, turn: Turn) -> torch.Tensor:
+        """Where a graph reads an input: where it is, if the graph before in this pass has made it, else in a
+        tensor of its own."""
+        if self._origin.get(given.data_ptr()) == turn.key[2:]:
+            return given
+        place = torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device=given.device)
+        self.recorder.fill(place, given)
+        return place
+
+    def _memory(self, turn: Turn) -> Any:
+        """The addresses of parameters and gradients, and which gradients begin anew."""
+        params = [self.states[unit].whole_param().data_ptr() for unit in turn.params]
+        return params, [self.states[unit].grad_place() for unit in turn.grads]
+
+    def _check(self, turn: Turn, record: _Record) -> None:
+        if (memory := self._memory(turn)) != record.memory:
+            raise RunError(f"the CUDA graph of {turn.key.op} u{turn.key.unit} was recorded with its "
+                           f"parameters and gradients at {record.memory}, and now they are at {memory}; set "
+                           "run.cuda_graphs=false, and report this with the config")
+
+
+class _Outside:
+    """A group whose collectives are left out of graphs."""
+
+    def __init__(self, group: Group, run: GraphRun):
+        self._group, self._run = group, run
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> Handle:
+        return self._call(lambda each: self._group.all_reduce(each, op), tensor)
+
+    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor) -> Handle:
+        return self._call(self._group.reduce_scatter, output, tensor)
+
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Handle:
+        return self._call(self._group.all_gather, output, tensor)
+
+    def _call(self, collective: Callable[..., Handle], *tensors: torch.Tensor) -> Handle:
+        record = self._run.recording
+        if record is None or self._group.size() == 1:
+            return collective(*tensors)
+        return record.call(collective, tensors)
+
+
+def _unowned(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, which its owners free when they will."""
+    whole = tensor.untyped_storage()
+    storage = torch._C._construct_storage_from_data_pointer(whole.data_ptr(), tensor.device, whole.nbytes())
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
+        storage, tensor.storage_offset(), tensor.shape, tensor.stride())  # pyright: ignore

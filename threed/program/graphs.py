@@ -1,0 +1,162 @@
+"""CUDA graphs: which instructions of a program share a graph, and in which memory. No torch.
+
+A graph reads and writes fixed addresses. A **pass** is what one stage computes of one micro-batch, forward
+and backward. Each pass has a **set** of buffers, in which its graphs keep all that they make; no two passes
+that are alive at the same time have the same set, so a stage has as many sets as passes are alive at a time.
+
+Passes are of one **variant** if they run the same instructions in the same order, with the same buffers of
+the pools for gathered parameters and gradients, and begin the same gradients anew. Passes of one set and
+variant replay the same graphs. The variants of a set share its memory, of which nothing is needed when a
+pass ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from threed.program.buffers import buffers
+from threed.program.effects import Effects, effects
+from threed.program.instruction import COMPUTE, PARAMETER_KINDS, Instruction, Op, Slot, Tier
+from threed.program.order import Users
+from threed.program.table import Plan, Table
+
+PROGRAM = "train"  # it runs step after step; the other programs run without graphs
+
+
+class Key(NamedTuple):
+    """What a graph is of."""
+
+    op: Op
+    unit: int
+    stage: int
+    set: int
+    variant: int
+
+
+class Turn(NamedTuple):
+    """A compute instruction in its pass."""
+
+    key: Key
+    params: tuple[int, ...]  # parameter units that it reads
+    grads: tuple[int, ...]  # parameter units to whose gradients it adds
+
+
+class Graphs(NamedTuple):
+    turns: Mapping[int, Turn]  # by index in the program
+    peaks: Mapping[tuple[int, int], int]  # (stage, set) -> the most bytes that it must hold
+    beside: int  # the most bytes of activations that are in no set: messages that came, and what is kept
+
+    @property
+    def count(self) -> int:
+        return len({turn.key for turn in self.turns.values()})
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of activations and temporaries."""
+        return sum(self.peaks.values()) + self.beside
+
+
+def graphs(plan: Plan, position: int, transient: Callable[[Instruction], int] | None = None) -> Graphs:
+    """The graphs of a position's train step. `transient`: bytes that an instruction holds beside its
+    slots."""
+    passes, ends, beside = _passes(plan, position)
+    free_at: dict[int, list[int]] = {}  # stage -> for each of its sets, the end of the last pass that had it
+    variants: dict[Any, int] = {}
+    used: set[tuple[int, int]] = set()  # (set, variant)
+    turns: dict[int, Turn] = {}
+    peaks: dict[tuple[int, int], int] = {}
+    for (stage, microbatch), steps in passes.items():
+        variant = variants.setdefault((stage, *(step.alike for step in steps)), len(variants))
+        sets = free_at.setdefault(stage, [])
+        free = [number for number, end in enumerate(sets) if end < steps[0].index]
+        # first a set in which the graphs of this variant are
+        number = min(free, key=lambda each: ((each, variant) not in used, each), default=len(sets))
+        if number == len(sets):
+            sets.append(0)
+        sets[number] = ends[stage, microbatch]
+        used.add((number, variant))
+        turns |= {step.index: Turn(Key(step.item.op, step.item.unit, stage, number, variant), step.params,
+                                   step.grads) for step in steps}
+        peak = _peak(steps, plan.table, transient or (lambda _: 0))
+        peaks[stage, number] = max(peaks.get((stage, number), 0), peak)
+    return Graphs(turns, peaks, beside)
+
+
+class _Step(NamedTuple):
+    """A compute instruction of a pass."""
+
+    index: int
+    item: Instruction
+    effect: Effects
+    params: tuple[int, ...]
+    grads: tuple[int, ...]
+    alike: tuple[Any, ...]  # equal for instructions that may replay the same graph
+
+
+def _passes(plan: Plan, position: int) -> tuple[dict[tuple[int, int], list[_Step]],
+                                                dict[tuple[int, int], int], int]:
+    """(stage, micro-batch) -> its compute instructions; and the last instruction that uses what they make.
+    Then the most bytes of what is alive beside that."""
+    table, program = plan.table, plan.programs[PROGRAM][position]
+    start = table.seam(position, PROGRAM)
+    users = Users(table, start, buffers(plan, position))
+    passes: dict[tuple[int, int], list[_Step]] = {}
+    ends: dict[tuple[int, int], int] = {}
+    maker: dict[Slot, tuple[int, int]] = {}
+    begun = {slot for slot in start if slot.kind == "wgrad"}  # gradients to which something has been added
+    outside: dict[Slot, int] = {}
+    most = 0
+    for index, item in enumerate(program):
+        effect = effects(item, table, position)
+        params = [slot for slot in effect.reads if slot.kind == "param"]
+        memory = [users.buffers.get(slot) for slot in params]
+        users.occupy(index, effect)
+        if item.op in COMPUTE:
+            which = table.units[item.unit].stage, item.microbatch
+            grads = [slot for slot in effect.adds if slot.kind == "wgrad"]
+            memory += [users.buffers.get(slot) for slot in grads]
+            alike = item.op, item.unit, item.keep, *memory, *(slot in begun for slot in grads)
+            step = _Step(index, item, effect, _units(params), _units(grads), alike)
+            passes.setdefault(which, []).append(step)
+            ends[which] = index
+            maker |= dict.fromkeys(_made(effect, table), which)
+            begun.update(grads)
+        outside |= {slot: table.size(slot) for slot in (*effect.writes, *effect.adds)
+                    if slot not in maker and slot.kind not in PARAMETER_KINDS and slot.tier == Tier.DEVICE}
+        most = max(most, sum(outside.values()))
+        for slot in (*effect.reads, *effect.frees):
+            if slot in maker:
+                ends[maker[slot]] = index
+        for slot in effect.frees:
+            outside.pop(slot, None)
+        begun.difference_update(effect.frees)
+    return passes, ends, most
+
+
+def _units(slots: Sequence[Slot]) -> tuple[int, ...]:
+    return tuple(slot.unit for slot in slots)
+
+
+def _made(effect: Effects, table: Table) -> list[Slot]:
+    """What an instruction makes in its set. What goes to the host, or to an arena, is copied out of it."""
+    settings = table.activation
+    elsewhere = ("loss", "kept") if settings.offload or settings.contiguous else ("loss",)
+    return [slot for slot in (*effect.writes, *effect.adds)
+            if slot.kind not in PARAMETER_KINDS and slot.kind not in elsewhere]
+
+
+def _peak(steps: Sequence[_Step], table: Table, transient: Callable[[Instruction], int]) -> int:
+    """The most bytes that a pass holds in its set."""
+    alive: dict[Slot, int] = {}
+    peak = 0
+    for step in steps:
+        # What comes from elsewhere is copied to its place in the set. (`saved` has the input of its unit.)
+        copied = sum(table.size(slot) for slot in step.effect.reads
+                     if slot not in alive and (slot.kind == "grad" or step.item.keep != "all")
+                     and slot.kind not in PARAMETER_KINDS)
+        alive |= {slot: table.size(slot) for slot in _made(step.effect, table)}
+        peak = max(peak, sum(alive.values()) + copied + transient(step.item))
+        for slot in step.effect.frees:
+            alive.pop(slot, None)
+    return peak

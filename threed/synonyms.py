@@ -79,6 +79,7 @@ _MEGATRON = {
     "num_query_groups": "model.kv_heads",
     "seq_length": "model.seq_len",
     "cross_entropy_loss_fusion": "model.loss_chunk (tokens at a time)",
+    "enable_cuda_graph": "run.cuda_graphs",
     "swiglu": "model.activation=swiglu",
     "normalization": "model.norm",
     "position_embedding_type": "model.position",

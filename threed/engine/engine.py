@@ -63,8 +63,9 @@ class Engine:
         context = Context(config.model, groups, config.parallel.sequence_parallel, dtype,
                           weight_grads, self.saving, Fused(compiles(config, comm.device)))
         layers = built(config, table, table.units_of(position), context, parameters)
-        self.pipeline = PipelineRun(config, comm, table, layers, context, self._keeping, activation,
-                                    self.graphs)
+        self.pipeline = PipelineRun(config, comm, table, layers, context, self._keeping, activation)
+        if self.graphs is not None:
+            self.pipeline.runner = self.graphs
         self.handlers = {**self.pipeline.handlers, **self.zero.handlers, **activation.handlers,
                          **offload.handlers}
         self.orders = {name: Order.of(program[position], table, position, name, shared)

@@ -99,14 +99,14 @@ class PipelineRun:
     """The layers of one rank and the handlers that run them."""
 
     def __init__(self, config: Config, comm: Comm, table: Table, layers: Mapping[int, list[Layer]],
-                 context: Context, keeping: Callable[[int], AbstractContextManager[Any]], inputs: KeptInputs,
-                 runner: Runner | None = None):
+                 context: Context, keeping: Callable[[int], AbstractContextManager[Any]], inputs: KeptInputs):
         """`layers`: unit -> its layers, as `built`. `keeping`: a unit -> the context in which its FORWARD
         runs, which says how autograd keeps its parameters. `inputs`: storage of kept inputs."""
         self.comm, self.table, self.layers, self.weight_grads = comm, table, layers, context.weight_grads
         self.position = comm.here.position
         self.dtype = context.dtype
-        self.keeping, self.inputs, self.runner = keeping, inputs, runner or Plain()
+        self.keeping, self.inputs = keeping, inputs
+        self.runner: Runner = Plain()
         self.loss_grad = torch.ones((), device=comm.device)  # with which backward begins: the loss scale
         _, length = context.sequence()
         self.shape = length, config.train.micro_batch_size, config.model.hidden

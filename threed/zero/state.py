@@ -16,14 +16,12 @@ from threed.optimizers.base import BYTES, Buffer
 from threed.program.instruction import Slot, Tier
 from threed.quantity import ALIGNMENT, round_up
 from threed.tensor.layers import WeightGrads
-from threed.tensor.precision import DTYPES
+from threed.tensor.precision import DTYPES, has_bits_of
 from threed.tensor.products import add_product, adds_to
 from threed.tensor.random import draw
 from threed.zero.shard import Layout, Placed, Segment
 from threed.zero.snapshot import Snapshot
 from threed.zero.storage import Storage
-
-PIECE = 1 << 20  # elements that are compared at a time
 
 
 class Reduced(Enum):
@@ -367,20 +365,6 @@ class UnitState:
             return has_bits_of(self.storage.files.map(f"p{self.number}.weights", self.count, dtype),
                                self.weights)
         return self.master is None or self.pshard is None or has_bits_of(self.pshard, self.master)
-
-
-def has_bits_of(published: torch.Tensor, weights: torch.Tensor) -> bool:
-    """Whether a flat tensor has the bits of the weights converted to its dtype. Compared a piece at a time on
-    the tensor's device; the weights may be on another. All NaNs are equal: their bits depend on the
-    device."""
-    bits = {2: torch.int16, 4: torch.int32}[published.dtype.itemsize]
-    for start in range(0, len(published), PIECE):
-        piece = published[start:start + PIECE]
-        want = weights[start:start + PIECE].to(piece.device, piece.dtype)
-        same = (piece.view(bits) == want.view(bits)) | (piece.isnan() & want.isnan())
-        if not same.all():
-            return False
-    return True
 
 
 def add_to(sum_: torch.Tensor, part: torch.Tensor) -> None:

@@ -27,6 +27,27 @@ class Refused(RuntimeError):
     """What a graph cannot hold."""
 
 
+class Pool(dict[int, Any]):
+    """A set's memory: address -> storage. It holds all that has been made in it, and knows what is used."""
+
+    def __init__(self) -> None:
+        self.used: dict[int, Any] = {}
+        self.peak = 0  # the most bytes that were used
+
+    def add(self, tensor: torch.Tensor) -> None:
+        self[_address(tensor)] = self.used[_address(tensor)] = tensor.untyped_storage()
+
+    def free(self) -> list[torch.Tensor]:
+        """The memory of what nobody has used since the last call."""
+        gone = [address for address, storage in self.used.items()
+                if torch._C._storage_Use_Count(storage._cdata) == 1]  # the pool's own
+        return [_unowned(torch.empty(0, dtype=torch.uint8).set_(self.used.pop(address))) for address in gone]
+
+    def bytes(self) -> int:
+        return sum(storage.nbytes() for storage in self.used.values()
+                   if torch._C._storage_Use_Count(storage._cdata) > 1)
+
+
 class Repeater(TorchDispatchMode):
     """Records the graphs of a rank. It is active while the engine runs a program."""
 
@@ -35,8 +56,7 @@ class Repeater(TorchDispatchMode):
         self.piece: Noted | None = None
         self.made = 0  # graphs
         self.constants: list[torch.Tensor] = []
-        self.pools: list[dict[int, Any]] = []
-        self.peaks: list[int] = []  # of each pool: the most bytes that were alive
+        self.pools: list[Pool] = []
         self.measures = False
         # storages that have been made in this program, outside of all graphs
         self._passing: dict[int, StorageWeakRef] = {}
@@ -44,13 +64,11 @@ class Repeater(TorchDispatchMode):
     def begin_program(self) -> None:
         self._passing.clear()
 
-    def pool(self) -> dict[int, Any]:
-        """Address -> storage."""
-        self.pools.append({})
-        self.peaks.append(0)
+    def pool(self) -> Pool:
+        self.pools.append(Pool())
         return self.pools[-1]
 
-    def piece_of(self, pool: dict[int, Any]) -> Noted:
+    def piece_of(self, pool: Pool) -> Noted:
         self.made += 1
         return Noted(self, pool)
 
@@ -82,7 +100,7 @@ class Repeater(TorchDispatchMode):
 class Noted:
     """A graph: the operations that have been called, with where their tensors are."""
 
-    def __init__(self, recorder: Repeater, pool: dict[int, Any]):
+    def __init__(self, recorder: Repeater, pool: Pool):
         self.recorder, self.pool = recorder, pool
         self.given: set[int] = set()  # what it gets before it is replayed
         self._entries: list[tuple[Any, Any, Any, list[torch.Tensor]]] = []
@@ -92,8 +110,7 @@ class Noted:
 
     def begin(self) -> None:
         with _disable_current_modes():
-            self._dead = [_unowned(torch.empty(0, dtype=torch.uint8).set_(storage))
-                          for storage in self.pool.values() if _is_free(storage)]
+            self._dead = self.pool.free()
         assert self.recorder.piece is None
         self.recorder.piece = self
 
@@ -127,13 +144,11 @@ class Noted:
         result = func(*args, **kwargs)
         fresh = [each for each in _tensors(result) if _address(each) not in known]
         for each in fresh:
-            self.pool[_address(each)] = each.untyped_storage()
+            self.pool.add(each)
             self._own.add(_address(each))
         self._entries.append((func, *places, list(map(_unowned, fresh))))
         if self.recorder.measures and fresh:
-            number = next(i for i, pool in enumerate(self.recorder.pools) if pool is self.pool)
-            alive = sum(storage.nbytes() for storage in self.pool.values() if not _is_free(storage))
-            self.recorder.peaks[number] = max(self.recorder.peaks[number], alive)
+            self.pool.peak = max(self.pool.peak, self.pool.bytes())
         return result
 
     @torch.no_grad()
@@ -152,11 +167,6 @@ class Noted:
                 fresh = [each for each in _tensors(result) if _address(each) not in known]
                 for output, value in zip(outputs, fresh, strict=True):
                     output.copy_(value)
-
-
-def _is_free(storage: Any) -> bool:
-    """Whether only the pool holds a storage."""
-    return torch._C._storage_Use_Count(storage._cdata) == 1
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:

@@ -38,7 +38,7 @@ from threed.comm import Comm
 from threed.engine.engine import Engine
 from threed.errors import RunError
 from threed.schema import Config
-from threed.zero import state as states
+from threed.tensor import precision
 
 
 def steps_in(config: Config) -> list[int]:
@@ -68,19 +68,19 @@ class Elsewhere(torch.Tensor):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_bits_of_weights(dtype, monkeypatch):
     """Piece by piece, on one device; a NaN is one whatever its bits are, and any other bit counts."""
-    monkeypatch.setattr(states, "PIECE", 8)
+    monkeypatch.setattr(precision, "PIECE", 8)
     weights = torch.linspace(-3, 3, 27)
     weights[[0, 9]] = float("nan")
     weights[20] = 0.0
     published, away = weights.to(dtype), weights.as_subclass(Elsewhere)
-    assert states.has_bits_of(published, away)
+    assert precision.has_bits_of(published, away)
     bits = published.view(torch.int16 if dtype.itemsize == 2 else torch.int32)
     bits[9] ^= 1  # another NaN
-    assert states.has_bits_of(published, away)
+    assert precision.has_bits_of(published, away)
     for index, change in ((9, 1.0), (20, -0.0), (26, 0.0)):
         wrong = published.clone()
         wrong[index] = change
-        assert not states.has_bits_of(wrong, away)
+        assert not precision.has_bits_of(wrong, away)
 
 
 def test_a_weight_that_is_no_number(tmp_path):

@@ -64,6 +64,9 @@ class Repeater(TorchDispatchMode):
     def begin_program(self) -> None:
         self._passing.clear()
 
+    def ready(self) -> None:
+        assert not self.made
+
     def pool(self) -> Pool:
         self.pools.append(Pool())
         return self.pools[-1]
@@ -99,6 +102,8 @@ class Repeater(TorchDispatchMode):
 
 class Noted:
     """A graph: the operations that have been called, with where their tensors are."""
+
+    empty = False
 
     def __init__(self, recorder: Repeater, pool: Pool):
         self.recorder, self.pool = recorder, pool

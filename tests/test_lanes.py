@@ -72,7 +72,7 @@ def test_a_lane_without_peers_runs_at_once():
 class Stream:
     """Work that has been issued, in order: names of jobs, and the events that are waited for."""
 
-    def __init__(self, device=None) -> None:
+    def __init__(self, device=None, priority: int = 0) -> None:
         self.issued: list[str] = []
 
     def wait_event(self, event: Event) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -160,7 +161,8 @@ class StreamLane(Lane):
 
     def __init__(self, device: torch.device):
         super().__init__(device)
-        self._stream = torch.cuda.Stream(device)
+        # Before the computation: what a lane's job does is short, and somebody will wait for it.
+        self._stream = torch.cuda.Stream(device, priority=-1)
 
     def submit(self, job: Job, after: Sequence[Handle] = ()) -> Handle:
         with torch.cuda.stream(self._stream):
@@ -178,9 +180,15 @@ class CopyLane(ThreadLane):
         super().__init__(name, device)
         self._stream = StreamLane(device)
         self._last: Handle = DONE
+        self._under_way: deque[tuple[Handle, Job]] = deque()  # of the thread
 
     def _run(self, job: Job, after: Sequence[Handle]) -> Handle:
-        return self._stream.submit(job, after)
+        handle = self._stream.submit(job, after)
+        # While another thread records a CUDA graph, the allocator forgets which streams use what is freed.
+        while self._under_way and self._under_way[0][0].done():
+            self._under_way.popleft()
+        self._under_way.append((handle, job))
+        return handle
 
     def submit(self, job: Job, after: Sequence[Handle] = ()) -> Handle:
         direct = self._last.ready() and all(handle.ready() for handle in after)

@@ -35,6 +35,8 @@ def pick_device(config: Config, local_rank: int) -> torch.device:
 def set_up(config: Config) -> None:
     """Settings of the process, before its first work on a GPU. With run.deterministic, an operation that
     has no deterministic kernel raises RuntimeError, with its name."""
+    # Kernels of collectives are short, and everybody waits for them. Read when a communicator is made.
+    os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
     asked, deterministic = config.run.attention_backend, config.run.deterministic
     for name, enable in (("flash", torch.backends.cuda.enable_flash_sdp),
                          ("efficient", torch.backends.cuda.enable_mem_efficient_sdp),

@@ -15,6 +15,7 @@ been recorded there is there again.
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -38,6 +39,8 @@ WARM_STEPS = 1  # steps without graphs: libraries load, and pieces are compiled
 class Piece(Protocol):
     """One CUDA graph."""
 
+    empty: bool  # whether nothing was recorded, as between two collectives
+
     def begin(self) -> None: ...
     def end(self) -> None: ...
     def replay(self) -> None: ...
@@ -45,6 +48,10 @@ class Piece(Protocol):
 
 class Recorder(Protocol):
     """Makes the graphs of a rank."""
+
+    def ready(self) -> None:
+        """Prepare for the first graph."""
+        ...
 
     def pool(self) -> Any:
         """A set's memory."""
@@ -66,15 +73,17 @@ class Recorder(Protocol):
 class CudaPiece:
     def __init__(self, pool: Any):
         self._pool, self._graph = pool, torch.cuda.CUDAGraph()
+        self.empty = False
 
     def begin(self) -> None:
         # relaxed: autograd's thread may end what this one has begun, and the threads of lanes go on
         self._graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
 
     def end(self) -> None:
-        with warnings.catch_warnings():  # it may be empty, between two collectives
-            warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
             self._graph.capture_end()
+        self.empty = any("CUDA Graph is empty" in str(each.message) for each in said)
 
     def replay(self) -> None:
         self._graph.replay()
@@ -82,10 +91,18 @@ class CudaPiece:
 
 class CudaRecorder:
     def __init__(self) -> None:
-        # The default stream cannot be recorded: all computation of this rank goes to another.
+        # The default stream cannot be recorded: all computation of this rank goes to another. (Streams are
+        # taken in turn from few: those of lanes and NCCL are others, because they have another priority.)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         torch.cuda.set_stream(stream)
+
+    def ready(self) -> None:
+        """Give back the memory of the steps without graphs: the allocator does not hand it to graphs, nor
+        gives it back while it records."""
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
 
     def pool(self) -> Any:
         return torch.cuda.graph_pool_handle()
@@ -131,7 +148,8 @@ class _Record:
     def end(self) -> None:
         assert self._piece is not None
         self._piece.end()
-        self.steps.append(self._piece.replay)
+        if not self._piece.empty:
+            self.steps.append(self._piece.replay)
         self._piece = None
 
     def call(self, collective: Callable[..., Handle], tensors: Sequence[torch.Tensor]) -> Handle:
@@ -176,6 +194,8 @@ class GraphRun:
         """A program begins."""
         self._steps += program == PROGRAM
         self._program = program
+        if not self._records and self._steps > WARM_STEPS:
+            self.recorder.ready()
         self._batches = {home: (-1, batch) for home, (_, batch) in self._batches.items()}
 
     def at(self, index: int) -> None:
@@ -246,9 +266,10 @@ class GraphRun:
             places = [self._place(each, turn) for each in inputs]
             outputs, kept = body(*places)
             record.end()
-        except BaseException:
+        except Exception as error:
             record.abandon()
-            raise
+            raise RuntimeError(f"{error} (while a CUDA graph was recorded; run.cuda_graphs=false runs "
+                               "without)") from error
         finally:
             self.recording, self.weight_grads.taken = None, None
         record.inputs = [_unowned(each) for each in places]

@@ -153,13 +153,19 @@ def _stream(config: Config, table: Table, slot: Slot) -> torch.Tensor:
 def peak_bytes(plan: Plan, position: int, transient: Callable[[Instruction], int]) -> int:
     """The most bytes that activations and temporaries of a position take together in a train step. With
     run.cuda_graphs they are in memory of the graphs."""
-    if config_of(plan).run.cuda_graphs:
-        return graphs(plan, position, transient).bytes
-    by_kind = alive_bytes(plan, position).by_kind
+    if not config_of(plan).run.cuda_graphs:
+        return _peak(plan, position, "train", transient)
+    held = graphs(plan, position, transient)
+    others = [_peak(plan, position, name, transient) for name in plan.programs if name != "train"]
+    return held.sets + max([held.beside, *others])  # the other programs run without graphs
+
+
+def _peak(plan: Plan, position: int, name: str, transient: Callable[[Instruction], int]) -> int:
+    by_kind = alive_bytes(plan, position, name).by_kind
     rows = [by_kind[kind] for kind in activations(plan.table) if kind in by_kind]
     held = map(sum, zip(*rows, strict=True)) if rows else repeat(0)
-    return max(size + (transient(item) if item.op in COMPUTE else 0)
-               for size, item in zip(held, plan.programs["train"][position], strict=False))
+    return max((size + (transient(item) if item.op in COMPUTE else 0)
+                for size, item in zip(held, plan.programs[name][position], strict=False)), default=0)
 
 
 def communicators(plan: Plan, position: int) -> int:

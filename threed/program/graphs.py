@@ -5,13 +5,15 @@ and backward. Each pass has a **set** of buffers, in which its graphs keep all t
 that are alive at the same time have the same set, so a stage has as many sets as passes are alive at a time.
 
 Passes are of one **variant** if they run the same instructions in the same order, with the same buffers of
-the pools for gathered parameters and gradients, and begin the same gradients anew. Passes of one set and
-variant replay the same graphs. The variants of a set share its memory, of which nothing is needed when a
-pass ends.
+the pools for gathered parameters and gradients, begin the same gradients anew, and still need the same of
+what they have made before each instruction: what nobody needed any more when a graph was recorded may be
+where that graph writes. Passes of one set and variant replay the same graphs. The variants of a set share its
+memory, of which nothing is needed when a pass ends.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -52,9 +54,9 @@ class Graphs(NamedTuple):
         return len({turn.key for turn in self.turns.values()})
 
     @property
-    def bytes(self) -> int:
-        """Bytes of activations and temporaries."""
-        return sum(self.peaks.values()) + self.beside
+    def sets(self) -> int:
+        """Bytes of all sets."""
+        return sum(self.peaks.values())
 
 
 def graphs(plan: Plan, position: int, transient: Callable[[Instruction], int] | None = None) -> Graphs:
@@ -104,6 +106,7 @@ def _passes(plan: Plan, position: int) -> tuple[dict[tuple[int, int], list[_Step
     passes: dict[tuple[int, int], list[_Step]] = {}
     ends: dict[tuple[int, int], int] = {}
     maker: dict[Slot, tuple[int, int]] = {}
+    alive: defaultdict[tuple[int, int], set[Slot]] = defaultdict(set)  # what each pass has made
     begun = {slot for slot in start if slot.kind == "wgrad"}  # gradients to which something has been added
     outside: dict[Slot, int] = {}
     most = 0
@@ -116,11 +119,13 @@ def _passes(plan: Plan, position: int) -> tuple[dict[tuple[int, int], list[_Step
             which = table.units[item.unit].stage, item.microbatch
             grads = [slot for slot in effect.adds if slot.kind == "wgrad"]
             memory += [users.buffers.get(slot) for slot in grads]
-            alike = item.op, item.unit, item.keep, *memory, *(slot in begun for slot in grads)
+            needed = frozenset((slot.kind, slot.unit) for slot in alive[which])
+            alike = item.op, item.unit, item.keep, needed, *memory, *(slot in begun for slot in grads)
             step = _Step(index, item, effect, _units(params), _units(grads), alike)
             passes.setdefault(which, []).append(step)
             ends[which] = index
             maker |= dict.fromkeys(_made(effect, table), which)
+            alive[which].update(_made(effect, table))
             begun.update(grads)
         outside |= {slot: table.size(slot) for slot in (*effect.writes, *effect.adds)
                     if slot not in maker and slot.kind not in PARAMETER_KINDS and slot.tier == Tier.DEVICE}
@@ -130,6 +135,8 @@ def _passes(plan: Plan, position: int) -> tuple[dict[tuple[int, int], list[_Step
                 ends[maker[slot]] = index
         for slot in effect.frees:
             outside.pop(slot, None)
+            if slot in maker:
+                alive[maker[slot]].discard(slot)
         begun.difference_update(effect.frees)
     return passes, ends, most
 

@@ -90,9 +90,9 @@ def _away(table: Table, position: int) -> dict[Tier, int]:
     return sizes
 
 
-def alive_bytes(plan: Plan, position: int) -> Memory:
-    """Bytes of a position's slots over its train step."""
-    program, seam = plan.programs["train"][position], plan.table.seam(position)
+def alive_bytes(plan: Plan, position: int, name: str = "train") -> Memory:
+    """Bytes of a position's slots over a program."""
+    program, seam = plan.programs[name][position], plan.table.seam(position, name)
     return memory(program, plan.table, link(program, plan.table, position, seam), seam)
 
 

@@ -1,8 +1,9 @@
 """Measure: each rank sums up its step in numbers; metrics are computed from those of all ranks.
 
-Once a step, over the host, all ranks learn each rank's row (times, memory, bytes, requests to save or stop),
-and the mean cost of each (op, unit) of each position, from which the step is predicted. Costs are added up on
-the way, so that a rank sends and receives some 200 bytes for each rank, and not a program's worth.
+Once a step all ranks learn each rank's row (times, memory, bytes, requests to save or stop), and the mean
+cost of each (op, unit) of each position, from which the step is predicted. Both travel in one all-reduce:
+costs are added up on the way, and to the row of a rank the others add zeros. So a step has one call,
+whatever the number of ranks, some 250 bytes for each rank, and not a program's worth.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from threed.comm import Comm
 from threed.mesh import AXES
 from threed.models.model import model_flops
 from threed.monitor.attribute import CAUSES, PARTS, attribute, parts
-from threed.monitor.straggler import Stragglers
+from threed.monitor.straggler import WORK, Stragglers, by_place
 from threed.prediction.simulate import Costs, predict
 from threed.program.instruction import Instruction, Op
 from threed.program.table import Plan
@@ -51,11 +52,6 @@ class Step:
         return bool(self.column(what).any())
 
     @cached_property
-    def rows(self) -> list[dict[str, float]]:
-        """By rank."""
-        return [dict(zip(HEAD, row, strict=True)) for row in self._rows.tolist()]
-
-    @cached_property
     def clip_s(self) -> float:
         """CLIP is a barrier: its own time is that of the last rank to arrive."""
         return float(self.column("clip").min())
@@ -84,6 +80,7 @@ class Meter:
 
     def __post_init__(self) -> None:
         self.stragglers = Stragglers(self.comm.mesh)
+        self._ranks = by_place(self.comm.mesh).flatten(1)  # [position, its ranks]
 
     def begin(self) -> float:
         """Begin a step: bytes that were sent before it (by a rehearsal, an evaluation, a proof) do not count.
@@ -103,11 +100,13 @@ class Meter:
         own = _seconds(trace, program, max(len(table.units) - 1, *table.parameters) + 1)
         sums = torch.zeros(table.num_positions, *own.shape, dtype=torch.float64)
         sums[here.position] = own
-        rows = torch.empty(self.comm.mesh.size, len(head), dtype=torch.float64)
-        world = self.comm.groups["world"]
-        world.all_gather(rows, torch.tensor(head, dtype=torch.float64)).wait()
-        world.all_reduce(sums).wait()
-        return Step(trace.name, rows, sums)
+        rows = torch.zeros(self.comm.mesh.size, len(head), dtype=torch.float64)
+        rows[self.comm.rank] = torch.tensor(head, dtype=torch.float64)
+        # On the device: NCCL adds up in a tree, gloo in a ring of all ranks.
+        numbers = torch.cat([rows.view(-1), sums.view(-1)]).to(self.comm.device)
+        self.comm.groups["world"].all_reduce(numbers).wait()
+        first, rest = numbers.cpu().split([rows.numel(), sums.numel()])
+        return Step(trace.name, first.view(rows.shape), rest.view(sums.shape))
 
     def metrics(self, step: Step, elapsed_s: float) -> dict[str, float | None]:
         """perf, pipeline, comm and memory metrics of a step."""
@@ -122,29 +121,24 @@ class Meter:
             "perf/model_tflops_per_device": tflops,
             "perf/mfu": tflops / peak if peak else None,
         }
-        bubble = 1.0 - step.column("compute_s") / step.column("step_s")
-        measured = [float(bubble[ranks].mean()) for ranks in self._ranks]
+        measured = self._means(1.0 - step.column("compute_s") / step.column("step_s"))
         for name, bubbles in (("measured", measured), ("predicted", self._predict(step, elapsed_s))):
             values[f"pipeline/bubble_{name}"] = _mean(bubbles)
             values |= {f"pipeline/bubble_{name}/{stage}": bubble for stage, bubble in enumerate(bubbles)}
-        for stage, ranks in enumerate(self._ranks):
-            # what a position's ranks spent on average: the parts are sums, so their order does not matter
-            mean = {what: float(step.column(what)[ranks].mean()) for what in (*PARTS, "step_s")}
+        # what a position's ranks spent on average: the parts are sums, so their order does not matter
+        means = {what: self._means(step.column(what)) for what in (*PARTS, "step_s")}
+        for stage in range(mesh.positions):
+            mean = {what: each[stage] for what, each in means.items()}
             spent = attribute(mean, step.clip_s, mean["step_s"])
             values |= {f"time/{cause}/{stage}": spent[cause] for cause in CAUSES}
         values |= {f"comm/bytes_{axis}": float(step.column(f"sent_{axis}").sum()) for axis in AXES}
-        values |= self.stragglers.look(step.rows)
+        values |= self.stragglers.look({what: step.column(what) for what in WORK})
         values["memory/peak_bytes"] = float(step.column("memory").max())
         return values
 
-    @cached_property
-    def _ranks(self) -> list[list[int]]:
-        """The ranks of each position."""
-        mesh = self.comm.mesh
-        ranks: list[list[int]] = [[] for _ in range(mesh.positions)]
-        for rank in range(mesh.size):
-            ranks[mesh.coordinate(rank).position].append(rank)
-        return ranks
+    def _means(self, column: torch.Tensor) -> list[float]:
+        """The mean over the ranks of each position."""
+        return column[self._ranks].mean(dim=1).tolist()
 
     def _predict(self, step: Step, elapsed_s: float) -> list[float]:
         """Predicted bubbles. The plan is walked again only while walks have taken less than a hundredth of

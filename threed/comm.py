@@ -301,7 +301,9 @@ class ProcessComm(Comm):
     def __init__(self, mesh: Mesh, rank: int, device: torch.device, timeout_s: float, store: Any):
         super().__init__(mesh, rank, device)
         self._timeout = timeout = datetime.timedelta(seconds=timeout_s)
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        # On GPUs the host's tensors, those of `exchange` and its like, travel in the world alone: another
+        # group's gloo would connect its ranks for nothing. (None: as the world.)
+        backend, self._others = ("cpu:gloo,cuda:nccl", "nccl") if device.type == "cuda" else ("gloo", None)
         if device.type == "cuda":
             torch.cuda.set_device(device)
         with connecting_late():
@@ -314,9 +316,12 @@ class ProcessComm(Comm):
                 if len(ranks) == mesh.size and row.axes is None:
                     group = dist.group.WORLD
                 else:
-                    group = dist.new_group(list(ranks), timeout) if len(ranks) > 1 else None
+                    group = self._new_group(ranks) if len(ranks) > 1 else None
                 if rank in ranks:
                     self.groups[name] = ProcessGroup(name, ranks, rank, self.sent, group)
+
+    def _new_group(self, ranks: Sequence[int]) -> Any:
+        return dist.new_group(list(ranks), self._timeout, self._others)
 
     def open_channels(self, pairs: Sequence[tuple[int, int, str]]) -> None:
         """Connect a plan's channels, given as (sender position, receiver position, kind): each its own
@@ -325,7 +330,7 @@ class ProcessComm(Comm):
         for sender, receiver, kind in sorted(pairs):
             for pipeline in pipelines:
                 ends = pipeline[sender], pipeline[receiver]
-                group = dist.new_group(sorted(ends), self._timeout)
+                group = self._new_group(sorted(ends))
                 if self.rank in ends:
                     peer = ends[1] if self.rank == ends[0] else ends[0]
                     self.channels[sender, receiver, kind] = ProcessChannel(self.sent, group, peer)

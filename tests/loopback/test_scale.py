@@ -132,6 +132,27 @@ class Alone(Comm):
         return [value]
 
 
+@pytest.mark.parametrize("kind, world, others", [("cuda", "cpu:gloo,cuda:nccl", "nccl"),
+                                                 ("cpu", "gloo", None)])
+def test_only_the_world_connects_hosts(kind, world, others, fake, monkeypatch):
+    """A connection over gloo from each rank of each group and channel to each other one, which carries
+    nothing on GPUs."""
+    made, new_group, init = [], dist.new_group, dist.init_process_group
+
+    def noted(ranks: list[int], timeout: Any, backend: str | None) -> Any:
+        made.append(backend)
+        return new_group(ranks, timeout)
+
+    monkeypatch.setattr(dist, "new_group", noted)
+    monkeypatch.setattr(dist, "init_process_group",
+                        lambda backend, **options: (made.append(backend), init(backend, **options)))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    comm = ProcessComm(Mesh(pp=2, dp=2, tp=2), 0, torch.device(kind), 60.0, None)
+    comm.open_channels([(0, 1, "act"), (1, 0, "grad")])
+    assert made == [world, *[others] * len(fake)] and len(fake) == 3 * 4 + 2 * 4
+    comm.close()
+
+
 # ---------------------------------------------------------------- files
 
 

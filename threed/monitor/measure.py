@@ -112,7 +112,7 @@ class Meter:
         """perf, pipeline, comm and memory metrics of a step."""
         config, mesh = self.config, self.comm.mesh
         step_s = float(step.column("step_s").max())
-        tflops = model_flops(config.model, config.train.global_batch_size) / step_s / mesh.size / 1e12
+        tflops = self._step_flops / step_s / mesh.size / 1e12
         peak = config.monitor.peak_tflops or _peak_tflops(self.comm.device)
         values: dict[str, float | None] = {
             "perf/step_s": step_s,
@@ -135,6 +135,11 @@ class Meter:
         values |= self.stragglers.look({what: step.column(what) for what in WORK})
         values["memory/peak_bytes"] = float(step.column("memory").max())
         return values
+
+    @cached_property
+    def _step_flops(self) -> int:
+        """Of the model, in a step."""
+        return model_flops(self.config.model, self.config.train.global_batch_size)
 
     def _means(self, column: torch.Tensor) -> list[float]:
         """The mean over the ranks of each position."""

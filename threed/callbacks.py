@@ -102,7 +102,8 @@ class Evaluation(Callback):
     def on_step_end(self, trainer: Trainer, step: Step) -> None:
         every = trainer.config.train.eval_every
         if every and step.number % every == 0:
-            step.metrics["val/loss"] = self._evaluate(trainer)
+            with trainer.meter.apart():
+                step.metrics["val/loss"] = self._evaluate(trainer)
 
     def _evaluate(self, trainer: Trainer) -> float:
         """The mean loss of the validation split's first `train.eval_batches` global batches."""

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -77,20 +79,41 @@ class Meter:
     _sent: dict[str, int] = field(default_factory=dict)
     _predicted: list[float] | None = None
     _spent_s: float = 0.0
+    _since: float | None = None  # the last lap
+    _last: tuple[Trace, float] | None = None  # the step before, and its time
+    _stream: torch.cuda.Stream | None = None
 
     def __post_init__(self) -> None:
         self.stragglers = Stragglers(self.comm.mesh)
         self._ranks = by_place(self.comm.mesh).flatten(1)  # [position, its ranks]
 
-    def begin(self) -> float:
-        """Begin a step: bytes that were sent before it (by a rehearsal, an evaluation, a proof) do not count.
-        Returns the time."""
+    def begin(self) -> None:
+        """Begin a step: bytes that were sent before it (by a rehearsal, an evaluation, a proof) do not
+        count."""
         self._sent = {axis: self.comm.sent[axis] for axis in AXES}
-        return time.monotonic()
+        if self._since is None:
+            self._since = time.monotonic()
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """The time in this context does not count as that of a step."""
+        begin = time.monotonic()
+        yield
+        if self._since is not None:
+            self._since += time.monotonic() - begin
+
+    def lap(self) -> float:
+        """Seconds since the last call: a step's time, with what is done between two steps."""
+        now = time.monotonic()
+        step_s, self._since = now - (self._since or now), now
+        return step_s
 
     def exchange(self, trace: Trace, step_s: float, asked: tuple[bool, bool], saving: float) -> Step:
         """Exchange this rank's row with all ranks. `asked`: to stop, to save; `saving`: how far this rank is
-        with a checkpoint."""
+        with a checkpoint. Where the host would have to wait for the end of this step, all times are those of
+        the step before."""
+        if trace.is_late:
+            (trace, step_s), self._last = self._last or (trace, step_s), (trace, step_s)
         table, here = self.plan.table, self.comm.here
         program = self.plan.programs[trace.name][here.position]
         sent = {axis: self.comm.sent[axis] for axis in AXES}
@@ -103,10 +126,17 @@ class Meter:
         rows = torch.zeros(self.comm.mesh.size, len(head), dtype=torch.float64)
         rows[self.comm.rank] = torch.tensor(head, dtype=torch.float64)
         # On the device: NCCL adds up in a tree, gloo in a ring of all ranks.
-        numbers = torch.cat([rows.view(-1), sums.view(-1)]).to(self.comm.device)
-        self.comm.groups["world"].all_reduce(numbers).wait()
-        first, rest = numbers.cpu().split([rows.numel(), sums.numel()])
+        with self._beside():
+            numbers = torch.cat([rows.view(-1), sums.view(-1)]).to(self.comm.device)
+            self.comm.groups["world"].all_reduce(numbers).wait()
+            first, rest = numbers.cpu().split([rows.numel(), sums.numel()])
         return Step(trace.name, first.view(rows.shape), rest.view(sums.shape))
+
+    def _beside(self) -> AbstractContextManager[Any]:
+        """On a GPU a stream of its own: the optimizer's steps may still be under way."""
+        if self.comm.device.type == "cuda" and self._stream is None:
+            self._stream = torch.cuda.Stream(self.comm.device)
+        return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
 
     def metrics(self, step: Step, elapsed_s: float) -> dict[str, float | None]:
         """perf, pipeline, comm and memory metrics of a step."""

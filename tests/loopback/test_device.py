@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from tests.harness import loopback, same_bits, tiny
 from threed.engine.device import attention, pick_device, set_up
 from threed.errors import ConfigError, InputError
+from threed.monitor.measure import peak_tflops
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
@@ -158,3 +159,21 @@ def test_devices():
         assert pick_device(tiny(), 0) == CPU
         with pytest.raises(InputError, match="torch sees no GPU here"):
             pick_device(tiny("run.device=cuda"), 0)
+
+
+def test_collectives_come_first(monkeypatch):
+    """NCCL's streams have a high priority, unless the machine says otherwise."""
+    monkeypatch.delenv("TORCH_NCCL_HIGH_PRIORITY", raising=False)
+    set_up(tiny())
+    assert os.environ["TORCH_NCCL_HIGH_PRIORITY"] == "1"
+    monkeypatch.setenv("TORCH_NCCL_HIGH_PRIORITY", "0")
+    set_up(tiny())
+    assert os.environ["TORCH_NCCL_HIGH_PRIORITY"] == "0"
+
+
+@pytest.mark.parametrize(("name", "tflops"), [
+    ("NVIDIA H100 PCIe", 756), ("NVIDIA H100 NVL", 835), ("NVIDIA H100 80GB HBM3", 989),
+    ("NVIDIA H200", 989), ("NVIDIA A100-SXM4-80GB", 312), ("Tesla T4", None)])
+def test_peaks_of_cards(name, tflops):
+    """A card that is plugged in was taken for the board of the same name, which has a third more."""
+    assert peak_tflops(name) == tflops

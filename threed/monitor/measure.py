@@ -33,7 +33,9 @@ HEAD = ("step_s", "compute_s", "memory", *(f"sent_{axis}" for axis in AXES), "st
 COSTED = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.STEP)
 
 # Dense 16-bit peaks of one device without sparsity, in TFLOPS, by what torch calls it (vendors' data sheets).
-PEAK_TFLOPS = {"A100": 312.0, "H100": 989.0, "H200": 989.0, "B200": 2250.0}
+# The cards that are plugged in have less than those of the same name on a board: they come first.
+PEAK_TFLOPS = {"H100 PCIe": 756.0, "H100 NVL": 835.0, "H200 NVL": 835.0,
+               "A100": 312.0, "H100": 989.0, "H200": 989.0, "B200": 2250.0}
 
 
 class Step:
@@ -143,7 +145,9 @@ class Meter:
         config, mesh = self.config, self.comm.mesh
         step_s = float(step.column("step_s").max())
         tflops = self._step_flops / step_s / mesh.size / 1e12
-        peak = config.monitor.peak_tflops or _peak_tflops(self.comm.device)
+        device = self.comm.device
+        named = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+        peak = config.monitor.peak_tflops or peak_tflops(named)
         values: dict[str, float | None] = {
             "perf/step_s": step_s,
             "perf/tokens_per_s": config.tokens_per_step / step_s,
@@ -207,10 +211,8 @@ def peak_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _peak_tflops(device: torch.device) -> float | None:
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
+def peak_tflops(name: str) -> float | None:
+    """Of a device, by what torch calls it."""
     return next((peak for part, peak in PEAK_TFLOPS.items() if part in name), None)
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from threed.comm import Comm, ProcessGroup
+from threed.comm import ProcessComm, ProcessGroup
 from threed.engine.engine import Engine
 from threed.lanes import Handle
 from threed.planner import make_plan
@@ -26,7 +26,7 @@ class SlowGroup(ProcessGroup):
     the one before it has ended, and waiting for it ends no earlier than it ends there. (Gloo has brought the
     numbers before that, unless the link is fast.)"""
 
-    def __init__(self, group: ProcessGroup, comm: Comm):
+    def __init__(self, group: ProcessGroup, comm: ProcessComm):
         super().__init__(group.name, group.ranks, comm.rank, comm.sent, group.process_group)
         self.s_per_byte = 0.0
         self.blocking = False  # whether a collective is waited for where it is issued
@@ -88,7 +88,7 @@ class Ran(NamedTuple):
 class Stepper:
     """The engine of one rank over a slow group."""
 
-    def __init__(self, config: Config, comm: Comm, link: SlowGroup):
+    def __init__(self, config: Config, comm: ProcessComm, link: SlowGroup):
         plan = make_plan(config)
         self.comm, self.link, self.units = comm, link, plan.table.units
         self.engine = Engine(config, plan, comm)

@@ -81,7 +81,7 @@ class Rank:
         while outcome is None:
             took, waited = self.step()
             steps.append(took)
-            statuses = self.comm.exchange(self.saver.status)
+            statuses = self.comm.numbers(self.saver.status)
             again = time.monotonic()
             outcome = self.saver.advance(statuses)
             blocked += waited + time.monotonic() - again

@@ -28,6 +28,7 @@ from pipeline import machine, processors
 from zero_peers import Sizes, batches, make_config
 
 from threed.comm import HOST_LANES, Comm, ProcessComm, file_store
+from threed.engine.device import set_up
 from threed.engine.engine import Engine
 from threed.errors import RunError
 from threed.lanes import Handle, Job, Lane
@@ -142,6 +143,7 @@ def largest(size: Sizes, setting: str, device: int, host: int, most: int) -> int
 def train(size: Sizes, blocks: int, setting: str, comm: Comm, steps: int) -> Measured:
     """Train a step that does not count, and `steps` that do; the fastest of them."""
     config = config_of(size, blocks, setting)
+    set_up(config)
     device, host = needs(size, blocks, setting)
     cuda = comm.device.type == "cuda"
     if cuda:

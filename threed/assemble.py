@@ -58,14 +58,15 @@ def train(job: Job, local_rank: int, requests: Requests, watch: Watch, store: An
     config = job.config
     set_up(config)
     comm, plan = _connect(config, watch, pick_device(config, local_rank), store)
+    looks = local_rank == 0  # at shared files, for its host
     try:
         watch.hosts = shared.hosts(comm)
-        data = _share_data(job, watch, comm, requests)
+        data = _share_data(job, watch, comm, requests, looks)
         check_room(plan, comm)
         watch.engine = engine = Engine(config, plan, comm)
         log = _open_log(config, plan, comm, watch, closing) if watch.rank == 0 else None
         with watch.phase("see that run.dir is shared", waits=False):
-            shared.same_folder(comm, Path(config.run.dir), watch.hosts, config.run.timeout_s)
+            shared.same_folder(comm, Path(config.run.dir), watch.hosts, config.run.timeout_s, looks)
         with watch.phase("load a checkpoint", waits=False):
             resumed = resume(config, engine.zero, log.say if log else lambda line: None)
         if log:
@@ -101,8 +102,9 @@ def _connect(config: Config, watch: Watch, device: torch.device, store: Any) -> 
     return comm, plan
 
 
-def _share_data(job: Job, watch: Watch, comm: Comm, requests: Requests) -> tuple[Split, Split]:
-    """The splits of the data, which rank 0 prepares if no launcher has, and which all ranks then compare."""
+def _share_data(job: Job, watch: Watch, comm: Comm, requests: Requests,
+                looks: bool) -> tuple[Split, Split]:
+    """The splits of the data, which rank 0 prepares if no launcher has, and which all hosts then compare."""
     config, prepared = job.config, job.prepared
     if watch.rank == 0 and prepared is None:
         prepared = prepare(config.data, config.model, partial(_progress, requests))
@@ -110,7 +112,7 @@ def _share_data(job: Job, watch: Watch, comm: Comm, requests: Requests) -> tuple
         prepared = comm.broadcast(prepared)
     assert prepared is not None
     with watch.phase("compare the prepared data", waits=False):
-        shared.same_data(comm, prepared, watch.hosts)
+        shared.same_data(comm, prepared, watch.hosts, looks)
     return splits(prepared.prefix, config.model.seq_len, config.train.seed, config.data.validation_fraction,
                   config.model.vocab)
 

@@ -34,7 +34,7 @@ class Saving(Callback):
 
     def on_step_end(self, trainer: Trainer, step: Step) -> None:
         """Go on with the checkpoint under way."""
-        trainer.checkpoints.after_step(step.measured.column("saving").tolist(), step.trace)
+        trainer.checkpoints.after_step(step.measured.column("saving"), step.trace)
 
     def on_end(self, trainer: Trainer) -> None:
         number = trainer.step_number
@@ -89,8 +89,8 @@ class Timeline(Callback):
             return
         with trainer.watch.phase(f"timeline of step {number}"):
             first = here.is_first(axis for axis in here.on if axis != "pp")
-            traces = trainer.comm.exchange(step.trace if first else None)
-        if trainer.log:
+            traces = trainer.comm.gather(step.trace if first else None)
+        if trainer.log and traces is not None:
             row = [traces[rank] for rank in trainer.mesh.group("pp", 0)]
             title = f"{trainer.config.run.dir}, step {number}, measured on dp 0 tp 0"
             trainer.log.picture(number, picture(trainer.plan.programs["train"], row, title))
@@ -102,7 +102,8 @@ class Evaluation(Callback):
     def on_step_end(self, trainer: Trainer, step: Step) -> None:
         every = trainer.config.train.eval_every
         if every and step.number % every == 0:
-            step.metrics["val/loss"] = self._evaluate(trainer)
+            with trainer.meter.apart():
+                step.metrics["val/loss"] = self._evaluate(trainer)
 
     def _evaluate(self, trainer: Trainer) -> float:
         """The mean loss of the validation split's first `train.eval_batches` global batches."""

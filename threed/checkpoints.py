@@ -6,11 +6,12 @@ from __future__ import annotations
 import math
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
 from threed.checkpoint.copy import Copied, Copier
 from threed.checkpoint.format import folder
@@ -74,7 +75,7 @@ class Checkpoints:
         taken, self._metrics = self._metrics, {}
         return taken
 
-    def after_step(self, statuses: Sequence[float], trace: Trace) -> None:
+    def after_step(self, statuses: torch.Tensor, trace: Trace) -> None:
         """Go on with the save under way. `statuses`: all ranks'; `trace`: of this rank's step."""
         self._tell_copies()
         if self._saver.stage is Stage.IDLE:
@@ -134,7 +135,7 @@ class Checkpoints:
             # All ranks take the same number of turns: the limits are the same, and no clock is read.
             while outcome is None and most_s > SAY_EVERY_S:
                 so_far = show_seconds(time.monotonic() - begin)
-                ranks = ", ".join(map(str, self._saver.waits_for[:8]))
+                ranks = ", ".join(map(str, self._saver.waits_for[:8].tolist()))
                 self._say(f"still writing the checkpoint of step {self._saver.step}: {so_far} so far, "
                           f"waiting for rank {ranks}")
                 outcome = self._saver.drain(SAY_EVERY_S, prunes)

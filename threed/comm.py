@@ -12,6 +12,8 @@ threads.
 from __future__ import annotations
 
 import datetime
+import os
+import pickle
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -137,8 +139,13 @@ class Comm(ABC):
     def exchange(self, value: Any) -> list[Any]:
         """Every rank's value, by rank (plain Python values, over the host). Also a barrier."""
 
+    def numbers(self, number: float) -> torch.Tensor:
+        """Every rank's number, by rank, [ranks], fp64. As `exchange`, but cheap for thousands of ranks that
+        ask again and again."""
+        return torch.tensor(self.exchange(number), dtype=torch.float64)
+
     def gather(self, value: Any) -> list[Any] | None:
-        """Every rank's value, by rank, on rank 0; None on the others."""
+        """Every rank's value, by rank, on rank 0; None on the others. A rank with None sends nothing."""
         values = self.exchange(value)
         return values if self.rank == 0 else None
 
@@ -294,10 +301,13 @@ class ProcessComm(Comm):
     def __init__(self, mesh: Mesh, rank: int, device: torch.device, timeout_s: float, store: Any):
         super().__init__(mesh, rank, device)
         self._timeout = timeout = datetime.timedelta(seconds=timeout_s)
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        # On GPUs the host's tensors, those of `exchange` and its like, travel in the world alone: another
+        # group's gloo would connect its ranks for nothing. (None: as the world.)
+        backend, self._others = ("cpu:gloo,cuda:nccl", "nccl") if device.type == "cuda" else ("gloo", None)
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=mesh.size, timeout=timeout)
+        with connecting_late():
+            dist.init_process_group(backend, store=store, rank=rank, world_size=mesh.size, timeout=timeout)
         # Every rank names every group, in one order; only members connect. (torch can let members make a
         # group alone, but then names it by how many groups a rank has made, and ranks at the ends of a
         # pipeline make fewer.)
@@ -306,32 +316,57 @@ class ProcessComm(Comm):
                 if len(ranks) == mesh.size and row.axes is None:
                     group = dist.group.WORLD
                 else:
-                    group = dist.new_group(list(ranks), timeout) if len(ranks) > 1 else None
+                    group = self._new_group(ranks) if len(ranks) > 1 else None
                 if rank in ranks:
                     self.groups[name] = ProcessGroup(name, ranks, rank, self.sent, group)
+
+    def _new_group(self, ranks: Sequence[int]) -> Any:
+        return dist.new_group(list(ranks), self._timeout, self._others)
 
     def open_channels(self, pairs: Sequence[tuple[int, int, str]]) -> None:
         """Connect a plan's channels, given as (sender position, receiver position, kind): each its own
         communicator, so that nothing waits behind a message of another kind."""
+        pipelines = self.mesh.groups("pp")
         for sender, receiver, kind in sorted(pairs):
-            for pipeline in self.mesh.groups("pp"):
+            for pipeline in pipelines:
                 ends = pipeline[sender], pipeline[receiver]
-                group = dist.new_group(sorted(ends), self._timeout)
+                group = self._new_group(sorted(ends))
                 if self.rank in ends:
                     peer = ends[1] if self.rank == ends[0] else ends[0]
                     self.channels[sender, receiver, kind] = ProcessChannel(self.sent, group, peer)
 
     def exchange(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * self.mesh.size
+        # all_gather_object makes some tensors for each rank: half a second with 10,000.
+        data = pickle.dumps(value)
+        most = int(self.numbers(len(data)).max())
+        everything = torch.empty(self.mesh.size, most, dtype=torch.uint8)
         with self._talking():
-            dist.all_gather_object(values, value)
+            own = torch.frombuffer(bytearray(data.ljust(most)), dtype=torch.uint8)
+            _single("all_gather")(everything.view(-1), own)
+        rows = memoryview(everything.numpy().tobytes())
+        return [pickle.loads(rows[start:start + most]) for start in range(0, len(rows), most)]
+
+    def numbers(self, number: float) -> torch.Tensor:
+        values = torch.empty(self.mesh.size, dtype=torch.float64)
+        with self._talking():
+            _single("all_gather")(values, torch.tensor([number], dtype=torch.float64))
         return values
 
     def gather(self, value: Any) -> list[Any] | None:
-        values: list[Any] | None = [None] * self.mesh.size if self.rank == 0 else None
+        # Messages: gather_object has all ranks send as much as the largest value.
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = self.numbers(0 if value is None else len(data))
+        if self.rank != 0:
+            with self._talking():
+                dist.send(data, 0) if value is not None else None
+            return None
+        parts = {rank: torch.empty(int(size), dtype=torch.uint8) for rank, size in enumerate(sizes.tolist())
+                 if size and rank}
         with self._talking():
-            dist.gather_object(value, values)
-        return values
+            for work in [dist.irecv(part, rank) for rank, part in parts.items()]:
+                work.wait()  # pyright: ignore[reportOptionalMemberAccess]
+        arrived = {rank: pickle.loads(part.numpy().tobytes()) for rank, part in parts.items()}
+        return [value, *(arrived.get(rank) for rank in range(1, self.mesh.size))]
 
     def broadcast(self, value: Any) -> Any:
         values = [value if self.rank == 0 else None]
@@ -351,6 +386,21 @@ class ProcessComm(Comm):
         super().close()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+@contextmanager
+def connecting_late() -> Iterator[None]:
+    """Gloo groups that are made here connect two ranks at their first message, which in most calls go to few
+    others. Otherwise each rank at once connects with all others and reads their addresses from the store, 8
+    bytes of each for each rank: 840 MB a rank at 10,240. (torch 2.7 does not know this variable.)"""
+    name = "TORCH_GLOO_LAZY_INIT"
+    before = os.environ.get(name)
+    os.environ.setdefault(name, "1")
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from threed.environment import Nodes
 from threed.rendezvous import REPORT_S, Line, is_address, is_loopback, plain, readable
 from threed.restart import Failure, Restarts
 
+LOOKS = 10_000  # at lines in a second: of a thousand nodes one has something to say at any time
 CLEAR_S = 20.0  # a launcher that cannot end its ranks within this is given up
 # a node that is silent for longer may have been replaced: every launcher sends a message each two seconds
 SILENT_S = 5.0
@@ -95,6 +96,7 @@ class Head:
             lines = [*(member.line for member in self.members.values()),
                      *(line for line, _ in self.unidentified)]
             readable(self.listener, *(line for line in lines if line.lost is None), wait_s=0.25)
+            time.sleep(len(lines) / LOOKS)  # what comes meanwhile is heard together
             self._admit()
             for member in list(self.members.values()):
                 for message in member.line.receive():
@@ -112,11 +114,12 @@ class Head:
     # -------- which nodes are connected
 
     def _admit(self) -> None:
-        if readable(self.listener, wait_s=0):
+        while readable(self.listener, wait_s=0):
             try:
                 self.unidentified.append((Line(self.listener.accept()[0]), time.monotonic()))
             except OSError:  # the peer has gone already, or too many files are open: other nodes go on
                 time.sleep(0.25)
+                break
         for line, since in list(self.unidentified):
             hello = next(iter(line.receive()), None)
             if hello is not None and hello["op"] == "hello" and hello.get("version") != self.version:

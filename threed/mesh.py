@@ -163,12 +163,13 @@ class Mesh:
 
     def groups(self, name: str) -> list[tuple[int, ...]]:
         """All groups called `name`, sorted by their least rank: every rank opens them in this order."""
-        groups: dict[int, tuple[int, ...]] = {}  # rank -> its group
+        groups: list[tuple[int, ...]] = []
+        seen: set[int] = set()
         for rank in range(self.size):
-            if rank not in groups:
-                group = self.group(name, rank)
-                groups |= dict.fromkeys(group, group)
-        return list(dict.fromkeys(groups.values()))
+            if rank not in seen:
+                groups.append(self.group(name, rank))
+                seen.update(groups[-1])
+        return groups
 
     def text(self, joined: str = " ") -> str:
         """The sizes as text: pp 2 x dp 2 x tp 1."""

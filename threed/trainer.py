@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -115,14 +114,15 @@ class Trainer:
         self.watch.at(number)
         batch, every = self.batches(self.train_split, self.samples), config.run.verify_every
         verify = bool(every) and number % every == 0
-        rehearsal = self.verifier.rehearse(batch) if verify else None
-        started = self.meter.begin()
+        with self.meter.apart():
+            rehearsal = self.verifier.rehearse(batch) if verify else None
+        self.meter.begin()
         clipped, trace = (self.verifier.step if verify else self.engine.train_step)(batch)
         self.skipped.look(number, clipped, hopeless, batch)
         self.samples += config.train.global_batch_size
         with self.watch.phase(f"metrics of step {number}"):
-            step_s, asked = time.monotonic() - started, self._requests.take()
-            measured = self.meter.exchange(trace, step_s, asked, self.checkpoints.status)
+            measured = self.meter.exchange(trace, self.meter.lap(), self._requests.take(),
+                                           self.checkpoints.status)
         self.stopping, self.save_asked = measured.asked("stop"), measured.asked("save")
         step = Step(number, clipped.loss, clipped.grad_norm, clipped.finite, trace, measured)
         step.metrics |= {"train/loss": clipped.loss, "train/lr": lr, "train/grad_norm": clipped.grad_norm,

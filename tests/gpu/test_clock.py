@@ -25,9 +25,9 @@ def test_marks_tell_when_work_was_done():
             marks.append(clock.mark())
         host_s = time.monotonic() - started
         behind = not clock.passed(marks[-1])
-        since = clock.reader(marks[0], marks[-1])
-        times = [since(mark) for mark in marks]
+        with clock.reader(marks[0], marks[-1]) as since:
+            times = [since(mark) for mark in marks]
         assert times == sorted(times) and times[0] == 0 and clock.passed(marks[-1])
         assert times[-1] <= time.monotonic() - started + 1e-3
     assert behind and host_s < times[-1]
-    assert not isinstance(clock, HostClock) and len(clock._events) == 51  # pyright: ignore[reportAttributeAccessIssue]
+    assert not isinstance(clock, HostClock) and len(clock._spare) == 51  # pyright: ignore[reportAttributeAccessIssue]

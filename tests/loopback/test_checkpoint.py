@@ -168,7 +168,7 @@ def test_stages_are_entered_together(tmp_path):
         for number in range(30_000):
             time.sleep(0.001)  # a step; on a busy machine the threads that write take long
             seen = [saver.stage]
-            outcome = saver.advance(comm.exchange(saver.status))
+            outcome = saver.advance(comm.numbers(saver.status))
             assert len(set(comm.exchange(saver.stage))) == 1
             if outcome is not None:
                 assert seen[-1] is Stage.PUBLISHING and (outcome.path / "manifest.json").exists()

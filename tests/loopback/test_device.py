@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,14 +14,19 @@ import torch.nn.functional as F
 from tests.harness import loopback, same_bits, tiny
 from threed.engine.device import attention, pick_device, set_up
 from threed.errors import ConfigError, InputError
+from threed.monitor.measure import peak_tflops
 
 CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[2]
+ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
 
 
 @pytest.fixture(autouse=True)
 def restored(monkeypatch):
     """Leave this process as it was."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "of the machine")
+    for name in ALLOCATOR:
+        monkeypatch.setenv(name, os.environ.get(name, ""))
     yield
     for enable in (torch.backends.cuda.enable_flash_sdp, torch.backends.cuda.enable_mem_efficient_sdp,
                    torch.backends.cuda.enable_cudnn_sdp):
@@ -47,13 +57,60 @@ def test_backends_that_may_run(others, want):
 
 def test_the_machine_may_have_a_workspace(monkeypatch):
     """cuBLAS needs a workspace of its own for each stream; a machine that has set one keeps it."""
-    import os
-
     set_up(tiny("run.deterministic=true"))
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == "of the machine"
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     set_up(tiny("run.deterministic=true"))
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+
+
+# ---------------------------------------------------------------- pinned memory
+
+EXACT = "pinned_max_round_threshold_mb:1"
+
+
+def test_torch_does_not_round_pinned_memory():
+    """Torch itself, in a process of its own, has the setting and knows it: 2.6 GB that are pinned would take
+    4.3. (A key that torch does not know it passes over.)"""
+    code = ("from tests.harness import tiny\n"
+            "from threed.engine.device import PINNED, set_up\n"
+            "import torch\n"
+            "set_up(tiny())\n"
+            "print(torch._C._accelerator_getAllocatorSettings())\n"
+            "try:\n"
+            "    torch._C._accelerator_setAllocatorSettings(f'{PINNED}:many')\n"
+            "except ValueError:\n"
+            "    print('known')\n")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False,
+                          env={name: value for name, value in os.environ.items() if name not in ALLOCATOR})
+    assert done.stdout.split() == [EXACT, "known"], done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("before, after", [
+    ({}, {"PYTORCH_ALLOC_CONF": EXACT}),
+    ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
+     {"PYTORCH_ALLOC_CONF": f"expandable_segments:True,{EXACT}"}),
+    ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64,"},
+     {"PYTORCH_CUDA_ALLOC_CONF": f"max_split_size_mb:64,{EXACT}"}),
+    ({"PYTORCH_CUDA_ALLOC_CONF": "pinned_max_round_threshold_mb:64"},) * 2])
+def test_the_machine_may_have_settings_of_the_allocator(before, after, monkeypatch):
+    """They stand: torch reads one of the two variables, and what is in it."""
+    for name in ALLOCATOR:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in before.items():
+        monkeypatch.setenv(name, value)
+    for _ in range(2):
+        set_up(tiny())
+        assert {name: os.environ[name] for name in ALLOCATOR if name in os.environ} == after
+
+
+def test_an_older_torch_gets_no_setting(monkeypatch):
+    """It refuses settings that it does not know, when memory is pinned first."""
+    for name in ALLOCATOR:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch, "__version__", "2.7.1+cu128")
+    set_up(tiny())
+    assert not ALLOCATOR & os.environ.keys()
 
 
 @pytest.mark.parametrize("others", [[], ["model.kv_heads=4", "precision.dtype=bf16"], ["parallel.tp=2"]])
@@ -102,3 +159,21 @@ def test_devices():
         assert pick_device(tiny(), 0) == CPU
         with pytest.raises(InputError, match="torch sees no GPU here"):
             pick_device(tiny("run.device=cuda"), 0)
+
+
+def test_collectives_come_first(monkeypatch):
+    """NCCL's streams have a high priority, unless the machine says otherwise."""
+    monkeypatch.delenv("TORCH_NCCL_HIGH_PRIORITY", raising=False)
+    set_up(tiny())
+    assert os.environ["TORCH_NCCL_HIGH_PRIORITY"] == "1"
+    monkeypatch.setenv("TORCH_NCCL_HIGH_PRIORITY", "0")
+    set_up(tiny())
+    assert os.environ["TORCH_NCCL_HIGH_PRIORITY"] == "0"
+
+
+@pytest.mark.parametrize(("name", "tflops"), [
+    ("NVIDIA H100 PCIe", 756), ("NVIDIA H100 NVL", 835), ("NVIDIA H100 80GB HBM3", 989),
+    ("NVIDIA H200", 989), ("NVIDIA A100-SXM4-80GB", 312), ("Tesla T4", None)])
+def test_peaks_of_cards(name, tflops):
+    """A card that is plugged in was taken for the board of the same name, which has a third more."""
+    assert peak_tflops(name) == tflops

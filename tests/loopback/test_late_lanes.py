@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.harness import assert_contract, assert_parity, cell_config, covering, loopback, tiny
+from tests.harness import assert_contract, assert_parity, cell_config, covering, each_value, loopback, tiny
 from tests.late import be_late
+from tests.recorder import record_on_cpu
 from threed.engine import engine
 from threed.engine import loopback as loop
 from threed.errors import ThreedError
@@ -26,6 +27,16 @@ def test_the_contracts_sample(cell, references, monkeypatch):
     """With a result that is read too early, or a buffer that is written too early, numbers would differ."""
     be_late(monkeypatch, seed=3)
     assert_contract(cell_config(cell, ranks=8), references, steps=2)
+
+
+@pytest.mark.parametrize("cell", each_value(covering()), ids=lambda cell: cell.id)
+def test_all_at_once(cell, references, monkeypatch):
+    """Late lanes, fused pieces, a loss in chunks, and CUDA graphs."""
+    be_late(monkeypatch, seed=5)
+    made, config = record_on_cpu(monkeypatch), cell_config(cell, ranks=8)
+    config.model.fused, config.model.loss_chunk, config.run.cuda_graphs = "auto", 5, True
+    assert_contract(config, references, steps=3)
+    assert all(each.made for each in made)
 
 
 SMALL = ["model.layers=3", "model.hidden=16", "model.heads=4", "model.seq_len=8", "model.vocab=30",

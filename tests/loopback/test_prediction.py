@@ -18,7 +18,7 @@ from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
 from threed.errors import RunError
 from threed.monitor.attribute import CAUSES, attribute
-from threed.monitor.measure import Meter
+from threed.monitor.measure import HEAD, Meter, Step
 from threed.planner import make_mesh, make_plan
 from threed.prediction.simulate import predict
 from threed.program.effects import effects
@@ -43,6 +43,12 @@ def put_to_sleep(engine: Engine) -> None:
     engine.handlers.update(dict.fromkeys(COMPUTE, handle))
 
 
+def rows(step: Step) -> list[dict[str, float]]:
+    """By rank."""
+    columns = [step.column(what).tolist() for what in HEAD]
+    return [dict(zip(HEAD, row, strict=True)) for row in zip(*columns, strict=True)]
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 def test_step_time_is_the_predicted_one(schedule):
     """pp=4, m=8, two units a stage: within 5%, and the attribution adds up to the step within 1%."""
@@ -61,17 +67,17 @@ def test_step_time_is_the_predicted_one(schedule):
         return steps
 
     steps = run_loopback(plan, make_mesh(config), work)[0]
-    ratios = [max(row["step_s"] for row in step.rows) / predict(plan, step.costs).step_s for step in steps]
+    ratios = [float(step.column("step_s").max()) / predict(plan, step.costs).step_s for step in steps]
     assert 0.99 < statistics.median(ratios) < 1.05, ratios
     for step in steps:
-        for row in step.rows:
+        for row in rows(step):
             causes = attribute(row, step.clip_s, row["step_s"])
             assert tuple(causes) == CAUSES and min(causes.values()) >= 0
             assert sum(causes.values()) == pytest.approx(row["step_s"], rel=0.01)
     # Work is the same at each position, and nobody has a dp peer: the bubble is waiting for messages, and the
     # drain.
     last = steps[-1]
-    for position, row in enumerate(last.rows):
+    for position, row in enumerate(rows(last)):
         causes = attribute(row, last.clip_s, row["step_s"])
         assert causes["dp_wait"] + causes["optimizer"] < 0.1 * row["step_s"], (position, causes)
         assert causes["p2p_wait"] + causes["idle"] < 0.5 * row["step_s"], (position, causes)

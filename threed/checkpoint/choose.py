@@ -98,18 +98,10 @@ def begin_lineage(config: Config, path: Path | None, lineage: Lineage) -> None:
 
 
 def read_manifest(path: Path, config: Config) -> dict[str, Any]:
-    """The manifest. Unusable where a file is missing or has another size; InputError where the config cannot
-    go on from this checkpoint."""
+    """The manifest. Unusable where a file is missing; InputError where the config cannot go on from this
+    checkpoint."""
     manifest = unseal(path)
-    sizes = {name: size for name, (size, *_) in manifest["files"].items()}
-    sizes[INDEX] = sum(entry["size"] for entry in manifest["parameters"].values())
-    for name, size in sizes.items():
-        try:
-            actual = (path / name).stat().st_size
-        except OSError as error:
-            raise Unusable(path, f"is incomplete: {name} cannot be read ({error.strerror})") from None
-        if actual != size:
-            raise Unusable(path, f"is damaged: {name} has {actual} bytes, not {size}")
+    _check_files(path, manifest)
     if manifest["waiting"] and not config.offload.delayed_update:
         raise InputError(f"checkpoint {path} holds gradients that its next step was to apply; go on with "
                          "offload.delayed_update=true, as the run that saved it, or resume from a checkpoint "
@@ -131,6 +123,24 @@ def read_manifest(path: Path, config: Config) -> dict[str, Any]:
                          f"{' and '.join(missing)}, which {config.optimizer.name} needs: go on with "
                          f"{theirs}, or begin anew with train.resume=never")
     return manifest
+
+
+def _check_files(path: Path, manifest: dict[str, Any]) -> None:
+    """Unusable where a file is missing, or the index has another size. (The size of another file is checked
+    by the ranks that open it, read.py: there may be thousands, and rank 0 looks once at the folder.)"""
+    sizes = {name: size for name, (size, *_) in manifest["files"].items()}
+    sizes[INDEX] = sum(entry["size"] for entry in manifest["parameters"].values())
+    try:
+        listed = set(os.listdir(path)) - {INDEX}
+    except OSError:
+        listed = set()
+    for name in sizes.keys() - listed:  # a network file system may list a file late
+        try:
+            actual = (path / name).stat().st_size
+        except OSError as error:
+            raise Unusable(path, f"is incomplete: {name} cannot be read ({error.strerror})") from None
+        if actual != sizes[name]:
+            raise Unusable(path, f"is damaged: {name} has {actual} bytes, not {sizes[name]}")
 
 
 def notes(path: Path, manifest: dict[str, Any], config: Config) -> list[str]:

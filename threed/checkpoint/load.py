@@ -98,10 +98,10 @@ def _together(comm: Comm, work: Callable[[], T], stop: threading.Event | None = 
         wait([future], POLL_S)
         if future.done():
             future.result()  # raises what the work raised
-        everywhere = comm.exchange((future.done(), stop.is_set()))
-        if any(stopped for _, stopped in everywhere):
+        everywhere = comm.numbers(float(future.done() + 2 * stop.is_set()))
+        if (everywhere >= 2).any():
             stop.set()
-        if all(done for done, _ in everywhere):
+        if (everywhere % 2 == 1).all():
             return future.result()
 
 

@@ -121,7 +121,10 @@ class Reader:
             if len(self._files) >= _OPEN:
                 os.close(self._files.pop(next(iter(self._files))))
             self._files[rank] = patiently(lambda: os.open(self._path / name, os.O_RDONLY))
-            _, size, crc = self._manifest["files"][name]
+            whole, size, crc = self._manifest["files"][name]
+            actual = os.fstat(self._files[rank]).st_size
+            if actual != whole:
+                raise Unusable(self._path, f"is damaged: {name} has {actual} bytes, not {whole}")
             if zlib.crc32(b"".join(read(self._files[rank], 0, size))) != crc:
                 raise Unusable(self._path,
                                f"is damaged: the head of {name} does not have the checksum of its manifest")

@@ -22,7 +22,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
@@ -93,7 +93,7 @@ class Saver:
         # part of the temporary folder's name, so that no other run writes into it
         self._attempt = self._comm.broadcast(uuid.uuid4().hex[:8])
         self.stage = Stage.IDLE
-        self.waits_for: list[int] = []  # ranks that have not finished the stage
+        self.waits_for = torch.empty(0, dtype=torch.int64)  # ranks that have not finished the stage
         self._thread: threading.Thread | None = None
         self._result: Any = None  # of the thread's work
         self._status = DONE
@@ -149,21 +149,22 @@ class Saver:
         """This rank's progress with the stage: BUSY, DONE, FAILED or FULL."""
         return BUSY if self._thread is not None and self._thread.is_alive() else self._status
 
-    def advance(self, statuses: Sequence[float]) -> Outcome | None:
-        """Enter the next stage if the statuses allow it (`statuses`: of all ranks, by rank). Returns how the
-        save ended, once it has."""
+    def advance(self, statuses: torch.Tensor) -> Outcome | None:
+        """Enter the next stage if the statuses allow it (`statuses`: of all ranks, by rank, [ranks]). Returns
+        how the save ended, once it has."""
         if self.stage is Stage.IDLE:
             return None
         asked = statuses if self.stage is Stage.WRITING else statuses[:1]
-        self.waits_for = [rank for rank, status in enumerate(asked) if status == BUSY]
-        if self.waits_for:
+        self.waits_for = (asked == BUSY).nonzero().view(-1)
+        if len(self.waits_for):
             return None
-        worst = max(asked)
+        worst = float(asked.max())
         if self.stage is Stage.UNDOING:
             return self._end(self._problem)
         if worst != DONE:
             self._problem = self._first_problem()
-            if FAILED not in asked and self._config.checkpoint.keep and self._prunes and not self._cleared:
+            only_full = not (asked == FAILED).any()
+            if only_full and self._config.checkpoint.keep and self._prunes and not self._cleared:
                 self._cleared = True
                 self._start(Stage.CLEARING, self._clear, only_first=True)
             else:  # an Outcome comes only after UNDOING: the next save may write into the same folder at once
@@ -186,7 +187,7 @@ class Saver:
             polls += 1
             if self._thread is not None:
                 self._thread.join(POLL_S)
-            outcome = self.advance(self._comm.exchange(self.status))
+            outcome = self.advance(self._comm.numbers(self.status))
             if outcome is not None:
                 return outcome
         return None

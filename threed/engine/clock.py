@@ -1,7 +1,8 @@
 """Clocks: a mark is a point in time of the work, taken from the host's clock on a CPU and by an event in the
 stream on a GPU.
 
-A mark on a GPU costs the host a microsecond and never makes it wait; marks are read once, after the step.
+A mark on a GPU costs the host a microsecond and never makes it wait. The marks of a program are read once,
+when somebody asks: the host need not wait for the program's end.
 """
 
 from __future__ import annotations
@@ -18,9 +19,8 @@ class Clock(Protocol):
         """The moment at which all work issued so far is done."""
         ...
 
-    def reader(self, begin: Any, end: Any) -> Callable[[Any], float]:
-        """Wait for the mark `end`. Returns a function from a mark to the seconds since `begin`. The next step
-        may reuse the marks."""
+    def reader(self, begin: Any, end: Any) -> Reader:
+        """A reader of the marks since the last call, of which `begin` is the first and `end` the last."""
         ...
 
     def passed(self, mark: Any) -> bool:
@@ -28,36 +28,73 @@ class Clock(Protocol):
         ...
 
 
+class Reader(Protocol):
+    at_once = True  # whether it waits for nothing
+
+    def __enter__(self) -> Callable[[Any], float]:
+        """Wait for the last mark. Returns a function from a mark to the seconds since the first. After the
+        context the marks may be used again."""
+        ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+class HostReader:
+    at_once = True
+
+    def __init__(self, begin: float):
+        self._begin = begin
+
+    def __enter__(self) -> Callable[[float], float]:
+        return lambda mark: mark - self._begin
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
 class HostClock:
     def mark(self) -> float:
         return time.monotonic()
 
-    def reader(self, begin: float, end: float) -> Callable[[float], float]:
-        return lambda mark: mark - begin
+    def reader(self, begin: float, end: float) -> HostReader:
+        return HostReader(begin)
 
     def passed(self, mark: float) -> bool:
         return True
+
+
+class CudaReader:
+    at_once = False
+
+    def __init__(self, marks: list[torch.cuda.Event], begin: torch.cuda.Event, end: torch.cuda.Event,
+                 spare: list[torch.cuda.Event]):
+        self._marks, self._begin, self._end, self._spare = marks, begin, end, spare
+
+    def __enter__(self) -> Callable[[torch.cuda.Event], float]:
+        self._end.synchronize()
+        return lambda mark: self._begin.elapsed_time(mark) / 1e3
+
+    def __exit__(self, *error: object) -> None:
+        self._spare += self._marks
+        self._marks = []
 
 
 class CudaClock:
     """Events are kept from step to step: creating one costs more than recording it."""
 
     def __init__(self) -> None:
-        self._events: list[torch.cuda.Event] = []
-        self._used = 0
+        self._spare: list[torch.cuda.Event] = []
+        self._marks: list[torch.cuda.Event] = []  # since the last reader
 
     def mark(self) -> torch.cuda.Event:
-        if self._used == len(self._events):
-            self._events.append(torch.cuda.Event(enable_timing=True))
-        event = self._events[self._used]
-        self._used += 1
+        event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
+        self._marks.append(event)
         event.record()
         return event
 
-    def reader(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> Callable[[torch.cuda.Event], float]:
-        end.synchronize()
-        self._used = 0
-        return lambda mark: begin.elapsed_time(mark) / 1e3
+    def reader(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> CudaReader:
+        marks, self._marks = self._marks, []
+        return CudaReader(marks, begin, end, self._spare)
 
     def passed(self, mark: torch.cuda.Event) -> bool:
         try:

@@ -17,6 +17,8 @@ BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIE
             "cudnn": SDPBackend.CUDNN_ATTENTION}
 # Their backwards add with atomics on a GPU, in an order that changes from run to run.
 _ATOMIC = ("efficient", "cudnn")
+PINNED = "pinned_max_round_threshold_mb"  # above it the allocator of pinned memory does not round
+EXACT_FROM = (2, 13)  # the versions of torch that are known to have this setting
 
 
 def pick_device(config: Config, local_rank: int) -> torch.device:
@@ -35,6 +37,7 @@ def pick_device(config: Config, local_rank: int) -> torch.device:
 def set_up(config: Config) -> None:
     """Settings of the process, before its first work on a GPU. With run.deterministic, an operation that
     has no deterministic kernel raises RuntimeError, with its name."""
+    _pin_exactly()
     # Kernels of collectives are short, and everybody waits for them. Read when a communicator is made.
     os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
     asked, deterministic = config.run.attention_backend, config.run.deterministic
@@ -50,6 +53,21 @@ def set_up(config: Config) -> None:
         torch.use_deterministic_algorithms(True)
         # It is for operations that read memory before it is written, and takes time.
         torch.utils.deterministic.fill_uninitialized_memory = False
+
+
+def _pin_exactly() -> None:
+    """Have torch pin no more host memory than it is asked for, above 1 MiB. By itself it rounds up to a power
+    of two, so that freed memory fits another request, and 2.6 GB take 4.3. What a run pins is large, and
+    lives as long as the run. (Pages registered by hand, with cudaHostRegister, would do in older versions of
+    torch, too; but torch keeps its own memory until copies that are under way have ended.)"""
+    if tuple(map(int, torch.__version__.split(".")[:2])) < EXACT_FROM:
+        return
+    # Of these torch reads the first that is set; it reads it when memory is pinned first.
+    names = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
+    name = next((each for each in names if each in os.environ), names[0])
+    others = [text for text in os.environ.get(name, "").split(",") if text]
+    if not any(PINNED in os.environ.get(each, "") for each in names):
+        os.environ[name] = ",".join([*others, f"{PINNED}:1"])
 
 
 def compiles(config: Config, device: torch.device) -> bool:

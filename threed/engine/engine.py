@@ -141,7 +141,6 @@ class Engine:
             self.pipeline.finish()
             under.finish()
             end = mark()
-            since = self.clock.reader(begin, end)
         except ThreedError:
             raise
         except Exception as error:
@@ -149,10 +148,15 @@ class Engine:
                            f"{line_of(error)}") from error
         finally:
             self.current = None
-        trace = Trace(name, epoch, list(map(since, issued)), list(map(since, started)),
-                      list(map(since, ended)))
-        trace.waits, trace.total_s = under.recorded(since), since(end)
-        return trace
+        reader = self.clock.reader(begin, end)
+
+        def read() -> dict[str, Any]:
+            with reader as since:
+                return {"issued": list(map(since, issued)), "started": list(map(since, started)),
+                        "ended": list(map(since, ended)), "waits": under.recorded(since),
+                        "total_s": since(end)}
+
+        return Trace(name, epoch, **read()) if reader.at_once else Trace.late(name, epoch, read)
 
     def rehearse(self, batch: Callable[[int], Batch]) -> Trace:
         """Run the next step without its update. Weights and optimizer state do not change."""

@@ -1,4 +1,5 @@
-"""Shared files: before the first step, check that every rank sees the same prepared data and run.dir.
+"""Shared files: before the first step, check that every host sees the same prepared data and run.dir. One
+rank of each host looks: thousands that read one file at one time are hard on a file system.
 
 If each host had a folder of its own under the same name, a run would reach its end without a checkpoint that
 can be used.
@@ -26,10 +27,11 @@ def hosts(comm: Comm) -> list[str]:
     return comm.exchange(socket.gethostname())
 
 
-def same_data(comm: Comm, prepared: Prepared, names: list[str]) -> None:
-    """InputError unless every rank has rank 0's data at the same path. `names`: the host of each rank."""
-    seen = comm.exchange(_identity(prepared.prefix))
-    if wrong := [rank for rank, value in enumerate(seen) if value != seen[0]]:
+def same_data(comm: Comm, prepared: Prepared, names: list[str], looks: bool) -> None:
+    """InputError unless every host has rank 0's data at the same path. `names`: the host of each rank.
+    `looks`: whether this rank looks for its host."""
+    seen = comm.exchange(_identity(prepared.prefix) if looks else None)
+    if wrong := [rank for rank, value in enumerate(seen) if value not in (seen[0], None)]:
         reasons = {names[rank]: _difference(seen[rank], seen[0]) for rank in wrong}
         where = "; ".join(f"on {host} {reason}" for host, reason in reasons.items())
         raise InputError(f"the prepared data {prepared.prefix}.bin of rank 0 on {names[0]} is not the same "
@@ -60,9 +62,10 @@ def _identity(prefix: Path) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def same_folder(comm: Comm, folder: Path, names: list[str], timeout_s: float) -> None:
-    """InputError unless every rank can read what rank 0 writes into `folder`, which exists on rank 0's host.
-    `names`: the host of each rank. `timeout_s`: after it, a rank that waits for another ends the run."""
+def same_folder(comm: Comm, folder: Path, names: list[str], timeout_s: float, looks: bool) -> None:
+    """InputError unless every host can read what rank 0 writes into `folder`, which exists on rank 0's host.
+    `names`: the host of each rank. `timeout_s`: after it, a rank that waits for another ends the run.
+    `looks`: whether this rank looks for its host."""
     patience_s = min(PATIENCE_S, timeout_s / 10)
     file, token = folder / f".seen-{uuid.uuid4().hex}", uuid.uuid4().hex
     if comm.rank == 0:
@@ -75,7 +78,7 @@ def same_folder(comm: Comm, folder: Path, names: list[str], timeout_s: float) ->
                             error) from None
     file, token = comm.broadcast((file, token))
     try:
-        everywhere = comm.exchange(_sees(file, token, patience_s))
+        everywhere = comm.exchange(not looks or _sees(file, token, patience_s))
     finally:
         if comm.rank == 0:
             file.unlink(missing_ok=True)

@@ -1,17 +1,20 @@
 """Measure: each rank sums up its step in numbers; metrics are computed from those of all ranks.
 
-Once a step, over the host, all ranks learn each rank's row (times, memory, bytes, requests to save or stop),
-and the mean cost of each (op, unit) of each position, from which the step is predicted. Costs are added up on
-the way, so that a rank sends and receives some 200 bytes for each rank, and not a program's worth.
+Once a step all ranks learn each rank's row (times, memory, bytes, requests to save or stop), and the mean
+cost of each (op, unit) of each position, from which the step is predicted. Both travel in one all-reduce:
+costs are added up on the way, and to the row of a rank the others add zeros. So a step has one call,
+whatever the number of ranks, some 250 bytes for each rank, and not a program's worth.
 """
 
 from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -19,7 +22,7 @@ from threed.comm import Comm
 from threed.mesh import AXES
 from threed.models.model import model_flops
 from threed.monitor.attribute import CAUSES, PARTS, attribute, parts
-from threed.monitor.straggler import Stragglers
+from threed.monitor.straggler import WORK, Stragglers, by_place
 from threed.prediction.simulate import Costs, predict
 from threed.program.instruction import Instruction, Op
 from threed.program.table import Plan
@@ -30,7 +33,9 @@ HEAD = ("step_s", "compute_s", "memory", *(f"sent_{axis}" for axis in AXES), "st
 COSTED = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.STEP)
 
 # Dense 16-bit peaks of one device without sparsity, in TFLOPS, by what torch calls it (vendors' data sheets).
-PEAK_TFLOPS = {"A100": 312.0, "H100": 989.0, "H200": 989.0, "B200": 2250.0}
+# The cards that are plugged in have less than those of the same name on a board: they come first.
+PEAK_TFLOPS = {"H100 PCIe": 756.0, "H100 NVL": 835.0, "H200 NVL": 835.0,
+               "A100": 312.0, "H100": 989.0, "H200": 989.0, "B200": 2250.0}
 
 
 class Step:
@@ -49,11 +54,6 @@ class Step:
 
     def asked(self, what: str) -> bool:
         return bool(self.column(what).any())
-
-    @cached_property
-    def rows(self) -> list[dict[str, float]]:
-        """By rank."""
-        return [dict(zip(HEAD, row, strict=True)) for row in self._rows.tolist()]
 
     @cached_property
     def clip_s(self) -> float:
@@ -81,19 +81,41 @@ class Meter:
     _sent: dict[str, int] = field(default_factory=dict)
     _predicted: list[float] | None = None
     _spent_s: float = 0.0
+    _since: float | None = None  # the last lap
+    _last: tuple[Trace, float] | None = None  # the step before, and its time
+    _stream: torch.cuda.Stream | None = None
 
     def __post_init__(self) -> None:
         self.stragglers = Stragglers(self.comm.mesh)
+        self._ranks = by_place(self.comm.mesh).flatten(1)  # [position, its ranks]
 
-    def begin(self) -> float:
-        """Begin a step: bytes that were sent before it (by a rehearsal, an evaluation, a proof) do not count.
-        Returns the time."""
+    def begin(self) -> None:
+        """Begin a step: bytes that were sent before it (by a rehearsal, an evaluation, a proof) do not
+        count."""
         self._sent = {axis: self.comm.sent[axis] for axis in AXES}
-        return time.monotonic()
+        if self._since is None:
+            self._since = time.monotonic()
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """The time in this context does not count as that of a step."""
+        begin = time.monotonic()
+        yield
+        if self._since is not None:
+            self._since += time.monotonic() - begin
+
+    def lap(self) -> float:
+        """Seconds since the last call: a step's time, with what is done between two steps."""
+        now = time.monotonic()
+        step_s, self._since = now - (self._since or now), now
+        return step_s
 
     def exchange(self, trace: Trace, step_s: float, asked: tuple[bool, bool], saving: float) -> Step:
         """Exchange this rank's row with all ranks. `asked`: to stop, to save; `saving`: how far this rank is
-        with a checkpoint."""
+        with a checkpoint. Where the host would have to wait for the end of this step, all times are those of
+        the step before."""
+        if trace.is_late:
+            (trace, step_s), self._last = self._last or (trace, step_s), (trace, step_s)
         table, here = self.plan.table, self.comm.here
         program = self.plan.programs[trace.name][here.position]
         sent = {axis: self.comm.sent[axis] for axis in AXES}
@@ -103,18 +125,29 @@ class Meter:
         own = _seconds(trace, program, max(len(table.units) - 1, *table.parameters) + 1)
         sums = torch.zeros(table.num_positions, *own.shape, dtype=torch.float64)
         sums[here.position] = own
-        rows = torch.empty(self.comm.mesh.size, len(head), dtype=torch.float64)
-        world = self.comm.groups["world"]
-        world.all_gather(rows, torch.tensor(head, dtype=torch.float64)).wait()
-        world.all_reduce(sums).wait()
-        return Step(trace.name, rows, sums)
+        rows = torch.zeros(self.comm.mesh.size, len(head), dtype=torch.float64)
+        rows[self.comm.rank] = torch.tensor(head, dtype=torch.float64)
+        # On the device: NCCL adds up in a tree, gloo in a ring of all ranks.
+        with self._beside():
+            numbers = torch.cat([rows.view(-1), sums.view(-1)]).to(self.comm.device)
+            self.comm.groups["world"].all_reduce(numbers).wait()
+            first, rest = numbers.cpu().split([rows.numel(), sums.numel()])
+        return Step(trace.name, first.view(rows.shape), rest.view(sums.shape))
+
+    def _beside(self) -> AbstractContextManager[Any]:
+        """On a GPU a stream of its own: the optimizer's steps may still be under way."""
+        if self.comm.device.type == "cuda" and self._stream is None:
+            self._stream = torch.cuda.Stream(self.comm.device)
+        return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
 
     def metrics(self, step: Step, elapsed_s: float) -> dict[str, float | None]:
         """perf, pipeline, comm and memory metrics of a step."""
         config, mesh = self.config, self.comm.mesh
         step_s = float(step.column("step_s").max())
-        tflops = model_flops(config.model, config.train.global_batch_size) / step_s / mesh.size / 1e12
-        peak = config.monitor.peak_tflops or _peak_tflops(self.comm.device)
+        tflops = self._step_flops / step_s / mesh.size / 1e12
+        device = self.comm.device
+        named = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+        peak = config.monitor.peak_tflops or peak_tflops(named)
         values: dict[str, float | None] = {
             "perf/step_s": step_s,
             "perf/tokens_per_s": config.tokens_per_step / step_s,
@@ -122,29 +155,29 @@ class Meter:
             "perf/model_tflops_per_device": tflops,
             "perf/mfu": tflops / peak if peak else None,
         }
-        bubble = 1.0 - step.column("compute_s") / step.column("step_s")
-        measured = [float(bubble[ranks].mean()) for ranks in self._ranks]
+        measured = self._means(1.0 - step.column("compute_s") / step.column("step_s"))
         for name, bubbles in (("measured", measured), ("predicted", self._predict(step, elapsed_s))):
             values[f"pipeline/bubble_{name}"] = _mean(bubbles)
             values |= {f"pipeline/bubble_{name}/{stage}": bubble for stage, bubble in enumerate(bubbles)}
-        for stage, ranks in enumerate(self._ranks):
-            # what a position's ranks spent on average: the parts are sums, so their order does not matter
-            mean = {what: float(step.column(what)[ranks].mean()) for what in (*PARTS, "step_s")}
+        # what a position's ranks spent on average: the parts are sums, so their order does not matter
+        means = {what: self._means(step.column(what)) for what in (*PARTS, "step_s")}
+        for stage in range(mesh.positions):
+            mean = {what: each[stage] for what, each in means.items()}
             spent = attribute(mean, step.clip_s, mean["step_s"])
             values |= {f"time/{cause}/{stage}": spent[cause] for cause in CAUSES}
         values |= {f"comm/bytes_{axis}": float(step.column(f"sent_{axis}").sum()) for axis in AXES}
-        values |= self.stragglers.look(step.rows)
+        values |= self.stragglers.look({what: step.column(what) for what in WORK})
         values["memory/peak_bytes"] = float(step.column("memory").max())
         return values
 
     @cached_property
-    def _ranks(self) -> list[list[int]]:
-        """The ranks of each position."""
-        mesh = self.comm.mesh
-        ranks: list[list[int]] = [[] for _ in range(mesh.positions)]
-        for rank in range(mesh.size):
-            ranks[mesh.coordinate(rank).position].append(rank)
-        return ranks
+    def _step_flops(self) -> int:
+        """Of the model, in a step."""
+        return model_flops(self.config.model, self.config.train.global_batch_size)
+
+    def _means(self, column: torch.Tensor) -> list[float]:
+        """The mean over the ranks of each position."""
+        return column[self._ranks].mean(dim=1).tolist()
 
     def _predict(self, step: Step, elapsed_s: float) -> list[float]:
         """Predicted bubbles. The plan is walked again only while walks have taken less than a hundredth of
@@ -178,10 +211,8 @@ def peak_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _peak_tflops(device: torch.device) -> float | None:
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
+def peak_tflops(name: str) -> float | None:
+    """Of a device, by what torch calls it."""
     return next((peak for part, peak in PEAK_TFLOPS.items() if part in name), None)
 
 

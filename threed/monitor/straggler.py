@@ -10,9 +10,9 @@ tp group has no peers to compare it with.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from statistics import median_low
+from collections.abc import Mapping
+
+import torch
 
 from threed.mesh import Mesh
 
@@ -20,57 +20,61 @@ WORK = ("compute", "optimizer", "offload")
 SLOWER = 1.5  # times its peers' work: a warning is due,
 STEPS = 10  # after so many steps in a row
 
-Row = Mapping[str, float]
+
+def by_place(mesh: Mesh) -> torch.Tensor:
+    """The ranks of a mesh, [position, replica, peer], int64; those at one place in ascending order."""
+    ranks = torch.arange(mesh.size).view([mesh.sizes[axis] for axis in mesh.order])
+    ranks = ranks.movedim((mesh.order.index("pp"), mesh.order.index("dp")), (0, 1))
+    return ranks.reshape(mesh.sizes["pp"], mesh.sizes["dp"], -1)
 
 
-@dataclass
 class Stragglers:
-    """Looks at each step's rows."""
+    """Looks at each step's numbers. A step in which nobody is slow takes no loop over ranks: there may be
+    thousands."""
 
-    mesh: Mesh
-    warnings: list[str] = field(default_factory=list)  # of this step
-    # (pp, dp) -> how many steps in a row it has been slow
-    _slow: dict[tuple[int, int], int] = field(default_factory=dict)
+    def __init__(self, mesh: Mesh):
+        self.warnings: list[str] = []  # of this step
+        self._ranks = by_place(mesh)
+        # [position, replica]: how many steps in a row it has been slow
+        self._slow = torch.zeros(self._ranks.shape[:2], dtype=torch.int64)
 
-    def look(self, rows: Sequence[Row]) -> dict[str, float | None]:
-        """Metrics of a step, from each rank's row. Sets `warnings`: ranks that have been slow for STEPS
-        steps, and ranks that no longer are."""
-        groups: dict[tuple[int, int], list[int]] = {}
-        for rank in range(self.mesh.size):
-            here = self.mesh.coordinate(rank)
-            groups.setdefault((here.position, here.replica), []).append(rank)
-        slowest = {key: max(ranks, key=lambda rank: _work_s(rows[rank])) for key, ranks in groups.items()}
+    def look(self, columns: Mapping[str, torch.Tensor]) -> dict[str, float | None]:
+        """Metrics of a step, from each rank's seconds, [ranks], of each part in WORK. Sets `warnings`: ranks
+        that have been slow for STEPS steps, and ranks that no longer are."""
+        compute, optimizer, offload = (columns[what][self._ranks] for what in WORK)
+        slowest_s, peer = (compute + optimizer + offload).max(dim=2)
+        slowest = self._ranks.gather(2, peer.unsqueeze(2)).squeeze(2)
         # The lower median: of two groups, the faster one counts as normal.
-        usual = {pp: median_low([_work_s(rows[rank]) for key, rank in slowest.items() if key[0] == pp])
-                 for pp in range(self.mesh.positions)}
-        slower = {key: _work_s(rows[rank]) / usual[key[0]] if usual[key[0]] > 0 else 1.0
-                  for key, rank in slowest.items()}
+        usual_s = slowest_s.median(dim=1, keepdim=True).values
+        slower = torch.where(usual_s > 0, slowest_s / usual_s, 1.0)
+        before, self._slow = self._slow, torch.where(slower > SLOWER, self._slow + 1, 0)
         self.warnings = []
-        for key, ratio in slower.items():
-            before, now = self._slow.get(key, 0), self._slow.get(key, 0) + 1 if ratio > SLOWER else 0
-            self._slow[key] = now
-            if now == STEPS:
-                peers = [rows[rank] for other, rank in slowest.items() if other[0] == key[0]]
-                self.warnings.append(_describe(key, groups[key], rows[slowest[key]], peers, ratio))
-            elif before >= STEPS and not now:
-                self.warnings.append(f"{_name(key, groups[key])} no longer slow")
-        worst = max(slower, key=lambda key: slower[key])
-        return {"straggler/rank": float(slowest[worst]), "straggler/slower": slower[worst]}
+        news = (self._slow == STEPS) | (before >= STEPS) & (self._slow == 0)
+        for position, replica in news.nonzero().tolist():
+            name = _name(position, replica, self._ranks[position, replica].tolist())
+            if self._slow[position, replica]:
+                seconds = {what: columns[what][slowest[position]] for what in WORK}
+                times = float(slower[position, replica])
+                self.warnings.append(_describe(name, position, replica, seconds, times))
+            else:
+                self.warnings.append(f"{name} no longer slow")
+        worst = int(slower.argmax())
+        return {"straggler/rank": float(slowest.view(-1)[worst]),
+                "straggler/slower": float(slower.view(-1)[worst])}
 
 
-def _describe(key: tuple[int, int], ranks: list[int], row: Row, peers: Sequence[Row], slower: float) -> str:
-    usual = {what: median_low([peer[what] for peer in peers]) for what in WORK}
-    what = max(WORK, key=lambda part: row[part] - usual[part])
-    return (f"warning: {_name(key, ranks)} slow for {STEPS} steps now: {slower:.1f} times the work of others "
-            f"at pp{key[0]}, most of it in {what} ({row[what]:.3g} s a step instead of {usual[what]:.3g} s). "
+def _describe(name: str, position: int, replica: int, seconds: Mapping[str, torch.Tensor],
+              slower: float) -> str:
+    """`seconds`: of each part, of the slowest rank of each replica at this position."""
+    usual = {what: float(each.median()) for what, each in seconds.items()}
+    own = {what: float(each[replica]) for what, each in seconds.items()}
+    what = max(WORK, key=lambda part: own[part] - usual[part])
+    return (f"warning: {name} slow for {STEPS} steps now: {slower:.1f} times the work of others at "
+            f"pp{position}, most of it in {what} ({own[what]:.3g} s a step instead of {usual[what]:.3g} s). "
             "The run waits for it: look at the hardware there")
 
 
-def _name(key: tuple[int, int], ranks: list[int]) -> str:
+def _name(position: int, replica: int, ranks: list[int]) -> str:
     some = ", ".join(map(str, ranks))
     one = len(ranks) == 1
-    return f"{'rank' if one else 'ranks'} {some} (pp{key[0]} dp{key[1]}) {'is' if one else 'are'}"
-
-
-def _work_s(row: Row) -> float:
-    return sum(row[what] for what in WORK)
+    return f"{'rank' if one else 'ranks'} {some} (pp{position} dp{replica}) {'is' if one else 'are'}"

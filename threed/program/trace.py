@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from threed.program.instruction import COMPUTE, Instruction, Op
 
@@ -34,6 +34,32 @@ class Trace:
     ended: list[float] = field(default_factory=list)
     waits: list[Wait] = field(default_factory=list)
     total_s: float = 0.0
+
+    @classmethod
+    def late(cls, name: str, begin: float, read: Callable[[], dict[str, Any]]) -> Trace:
+        """A trace whose other fields are read when one of them is asked for: until then nobody waits for the
+        device."""
+        trace = object.__new__(cls)
+        vars(trace).update(name=name, begin=begin, _read=read)
+        return trace
+
+    @property
+    def is_late(self) -> bool:
+        """Whether somebody would wait for the device who asks for the other fields."""
+        return "_read" in vars(self)
+
+    def __getattr__(self, name: str) -> Any:
+        """Python asks here for fields that are not there yet."""
+        if name not in _LATE or not self.is_late:
+            raise AttributeError(name)
+        vars(self).update(vars(self).pop("_read")())
+        return vars(self)[name]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("name", "begin", *_LATE)}
+
+
+_LATE = ("issued", "started", "ended", "waits", "total_s")
 
 
 def compute_s(trace: Trace, program: Sequence[Instruction]) -> float:

@@ -1,0 +1,271 @@
+"""What thousands of ranks cost one of them: at the start, in a step, and the head of the run.
+
+    python bench/scale.py --markdown bench/results/scale.md     # two minutes
+
+One rank of a model of 405 B parameters (pp 16, tp 8) runs the code of a start over torch's fake backend,
+which sends nothing, and counts what it gives to it. Gloo, the store and the head are real: their ranks are
+threads of this process, and their launchers connections of another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import pickle
+import resource
+import socket
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from threed import assemble
+from threed.checkpoint.load import resume
+from threed.checkpoints import check_room
+from threed.comm import ProcessComm, connecting_late
+from threed.config import load
+from threed.data.tokens import Prepared
+from threed.engine import shared
+from threed.engine.watch import POLL_S, POLLS, Watch
+from threed.environment import Nodes
+from threed.head import Head, State
+from threed.monitor.measure import Meter
+from threed.monitor.traces import encode
+from threed.program.trace import Trace
+from threed.quantity import show_bytes
+from threed.rendezvous import listen
+from threed.restart import Restarts
+from threed.schema import Config
+from threed.tensor.measure import SilentGroup
+
+RANKS, NODES, GLOO = (1024, 4096, 10240), (128, 512, 1280), (16, 32, 64)
+LIMIT = datetime.timedelta(seconds=60)
+STEADY_S = 10.0
+
+
+class Counting(ProcessComm):
+    """Rank 0 over the fake backend, where the other ranks have what it has."""
+
+    def __init__(self, *args: Any):
+        self.calls = self.received = 0
+        super().__init__(*args)
+
+    def _count(self, num_bytes: int) -> None:
+        self.calls, self.received = self.calls + 1, self.received + num_bytes
+
+    def exchange(self, value: Any) -> list[Any]:
+        self._count((self.mesh.size - 1) * len(pickle.dumps(value)))
+        return super().exchange(value)
+
+    def numbers(self, number: float) -> torch.Tensor:
+        self._count(8 * (self.mesh.size - 1))
+        return super().numbers(number)
+
+    def broadcast(self, value: Any) -> Any:
+        self._count(len(pickle.dumps(value)))
+        return value
+
+
+def config_of(ranks: int, folder: str) -> Config:
+    """As Llama 3 405B; a unit a layer."""
+    dp = ranks // 128
+    return load(None, [
+        "model.layers=126", "model.hidden=16384", "model.heads=128", "model.kv_heads=8",
+        "model.ffn_hidden=53248", "model.vocab=128256", "model.seq_len=8192", "model.activation=swiglu",
+        "model.norm=rmsnorm", "model.position=rotary", "model.tie_embeddings=false", "zero.stage=1",
+        "precision.dtype=bf16", "parallel.pp=16", "parallel.tp=8", f"parallel.dp={dp}",
+        f"train.global_batch_size={16 * dp}", f"run.dir={folder}", "train.resume=never",
+        "checkpoint.background=false"])
+
+
+def of_ranks(ranks: int, folder: str) -> dict[str, str]:
+    """One rank's start, without its weights, and a step's exchange of numbers."""
+    config, made = config_of(ranks, folder), [0]
+    init, new_group, plan_of = dist.init_process_group, dist.new_group, assemble.make_plan
+    spent = {}
+
+    def counted(*args: Any, **options: Any) -> Any:
+        made[0] += 1
+        return new_group(*args, **options)
+
+    def timed(*args: Any) -> Any:
+        begin = time.thread_time()
+        plan = plan_of(*args)
+        spent["plan"] = time.thread_time() - begin
+        return plan
+
+    dist.init_process_group = lambda backend, **options: init("fake", **{**options, "store": FakeStore()})
+    dist.new_group, assemble.make_plan, assemble.ProcessComm = counted, timed, Counting
+    prepared = Prepared(Path(folder) / "data", None, 1, 1, 1, None, True)
+    for suffix in (".bin", ".idx"):
+        Path(f"{prepared.prefix}{suffix}").write_bytes(bytes(1 << 17))
+    begin = time.thread_time()
+    watch = Watch(0, dist.HashStore(), 600.0, ranks)
+    comm, plan = assemble._connect(config, watch, torch.device("cpu"), None)
+    assert isinstance(comm, Counting)
+    hosts = shared.hosts(comm)
+    shared.same_data(comm, prepared, hosts, True)
+    check_room(plan, comm)
+    shared.same_folder(comm, Path(folder), hosts, 60.0, True)
+    resume(config, SimpleNamespace(comm=comm))  # pyright: ignore[reportArgumentType]
+    start_s = time.thread_time() - begin
+    watch.close()
+    dist.init_process_group, dist.new_group, assemble.make_plan = init, new_group, plan_of
+    row = {"processor s": f"{start_s:.1f}", "of it the plan": f"{spent['plan']:.1f}",
+           "calls of new_group": str(made[0]), "collectives": str(comm.calls),
+           "received in them": show_bytes(comm.received),
+           "polls of the store, one a": f"{max(POLL_S, ranks / POLLS):.2g} s"}
+    row |= of_a_step(config, plan, comm)
+    comm.close()
+    return row
+
+
+def of_a_step(config: Config, plan: Any, comm: ProcessComm) -> dict[str, str]:
+    comm.groups["world"] = SilentGroup("world", range(comm.mesh.size), comm.rank, comm.sent)
+    count = len(plan.programs["train"][comm.here.position])
+    times = [0.01 * index for index in range(count)]
+    trace = Trace("train", 0.0, times, times, [at + 0.005 for at in times])
+    trace.total_s = times[-1] + 1
+    meter = Meter(config, plan, comm)
+    meter.begin()
+    before, begin = comm.sent["world"], time.thread_time()
+    step = meter.exchange(trace, trace.total_s, (False, False), 1.0)
+    exchanged_s = time.thread_time() - begin
+    step._rows[:] = step._rows[comm.rank]
+    meter._predicted = [0.0] * comm.mesh.positions  # no prediction: a rank knows its own costs alone here
+    meter.metrics(step, 0.0)  # it counts the model's FLOPs, once
+    begin = time.thread_time()
+    meter.metrics(step, 0.0)
+    return {"its line of a trace": show_bytes(len(encode(1, trace))),
+            "bytes of metrics a step": show_bytes(comm.sent["world"] - before),
+            "processor ms": f"{1000 * exchanged_s:.0f}",
+            "rank 0's metrics, processor ms": f"{1000 * (time.thread_time() - begin):.0f}"}
+
+
+class Client(dist.Store):
+    """A rank's client of a store, which counts its reads."""
+
+    def __init__(self, port: int):
+        super().__init__()
+        self.inner, self.reads, self.read = dist.TCPStore("127.0.0.1", port, None, False), 0, 0
+
+    def set(self, key: str, value: str) -> None:
+        self.inner.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        value = self.inner.get(key)
+        self.reads, self.read = self.reads + 1, self.read + len(value)
+        return value
+
+    def wait(self, keys: list[str], timeout: Any = None) -> None:
+        self.inner.wait(keys, LIMIT)
+
+
+def of_gloo(count: int) -> dict[str, str]:
+    """What a rank reads from the store to meet the others: an all-gather, a broadcast and an all-reduce."""
+    server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    stores, groups = [Client(server.port) for _ in range(count)], []
+
+    def be(rank: int) -> None:
+        group: Any = dist.ProcessGroupGloo(stores[rank], rank, count, LIMIT)
+        groups.append(group)
+        group.allgather([list(torch.zeros(count).split(1))], [torch.zeros(1)]).wait()
+        group.broadcast(torch.zeros(1), 0).wait()
+        group.allreduce(torch.zeros(1)).wait()
+
+    files = len(os.listdir("/proc/self/fd"))
+    with ThreadPoolExecutor(count) as ranks:
+        list(ranks.map(be, range(count)))
+    files = len(os.listdir("/proc/self/fd")) - files
+    return {"reads": f"{sum(each.reads for each in stores) / count:.1f}",
+            "read": f"{sum(each.read for each in stores) / count:,.0f} B",
+            "open files": f"{files / count:.0f}"}
+
+
+def launchers(count: int, port: int) -> None:
+    """Connections of as many launchers, each of which says that it is alive every two seconds."""
+    lines = []
+    for node in range(count):
+        lines.append(line := socket.create_connection(("127.0.0.1", port)))
+        hello = {"op": "hello", "version": "1", "job": "", "nodes": [count, count], "node": node,
+                 "host": f"h{node}", "size": 8, "attempt": 0, "launch": "", "id": str(node), "fixed": True,
+                 "from": "127.0.0.1"}
+        line.sendall(json.dumps(hello).encode() + b"\n")
+    while True:
+        for start in range(40):
+            for line in lines[start::40]:
+                line.sendall(b'{"op":"alive"}\n')
+            time.sleep(0.05)
+
+
+def of_nodes(count: int) -> dict[str, str]:
+    """How long the head takes to admit the launchers, and its share of a processor after that."""
+    listener = listen(0)
+    nodes = Nodes(count, count, 0, 8, "127.0.0.1", listener.getsockname()[1])
+    pid = os.fork()
+    if pid == 0:
+        listener.close()
+        try:
+            launchers(count, nodes.port)
+        finally:
+            os._exit(0)
+    head = Head(listener, nodes, 600.0, Restarts(0, 0.1), lambda: "", "1", lambda: SimpleNamespace())
+    begin, used = time.monotonic(), time.process_time()
+    thread = threading.Thread(target=head.run, daemon=True)
+    thread.start()
+    while head.state == State.GATHER:
+        time.sleep(0.02)
+    row = {"all there after": f"{time.monotonic() - begin:.1f} s",
+           "processor": f"{time.process_time() - used:.1f} s"}
+    begin, used = time.monotonic(), time.process_time()
+    time.sleep(STEADY_S)
+    row["then"] = f"{(time.process_time() - used) / (time.monotonic() - begin):.0%} of a processor"
+    head.state = State.OVER
+    os.kill(pid, 9)
+    os.waitpid(pid, 0)
+    thread.join()
+    listener.close()
+    return row
+
+
+def table(head: str, rows: dict[str, dict[str, str]]) -> str:
+    columns = list(next(iter(rows.values())))
+    lines = [f"| {head} | {' | '.join(columns)} |", f"|---{'|---:' * len(columns)}|"]
+    return "\n".join([*lines, *(f"| {name} | {' | '.join(row.values())} |" for name, row in rows.items())])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--markdown", type=Path)
+    args = parser.parse_args()
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    torch.set_num_threads(1)
+    by_nodes = {f"{count:,}": of_nodes(count) for count in NODES}  # it forks: before there are threads
+    with tempfile.TemporaryDirectory() as folder:
+        by_ranks = {f"{ranks:,}": of_ranks(ranks, folder) for ranks in RANKS}
+    by_gloo = {}
+    for count in GLOO:
+        with connecting_late():
+            by_gloo[f"{count}, late"] = of_gloo(count)
+        by_gloo[f"{count}, at once"] = of_gloo(count)
+    text = "\n\n".join([table("ranks", by_ranks), table("ranks that connect", by_gloo),
+                        table("nodes", by_nodes)])
+    print(text)
+    if args.markdown:
+        args.markdown.write_text(f"# What thousands of ranks cost one of them\n\n`python bench/scale.py "
+                                 f"--markdown {args.markdown}`; see [bench/README.md](../README.md).\n\n"
+                                 f"{text}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""A device whose times are read late: nobody waits for the end of a step but who asks for it."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+
+from tests.harness import batches, tiny
+from threed.comm import Comm
+from threed.engine import engine as engines
+from threed.engine.clock import HostClock, HostReader
+from threed.engine.engine import Engine
+from threed.engine.loopback import run_loopback
+from threed.monitor.measure import Meter
+from threed.planner import make_mesh, make_plan
+from threed.program.trace import Trace
+
+
+class LateReader(HostReader):
+    at_once = False
+    waits = 0
+
+    def __enter__(self) -> Any:
+        LateReader.waits += 1
+        return super().__enter__()
+
+
+class LateClock(HostClock):
+    def reader(self, begin: float, end: float) -> LateReader:
+        return LateReader(begin)
+
+
+@pytest.fixture(autouse=True)
+def late(monkeypatch):
+    LateReader.waits = 0
+    monkeypatch.setattr(engines, "make_clock", lambda device: LateClock())
+
+
+def test_a_trace_is_read_once():
+    def work(comm: Comm) -> Trace:
+        engine = Engine(config, plan, comm)
+        _, trace = engine.train_step(batches(config, comm, 0))
+        assert trace.is_late and trace.name == "train" and LateReader.waits == 0
+        assert len(trace.issued) == len(plan.programs["train"][0]) and trace.total_s >= trace.ended[-1]
+        assert not trace.is_late and LateReader.waits == 1
+        with pytest.raises(AttributeError):
+            trace.nothing  # noqa: B018
+        return trace
+
+    config = tiny("model.layers=2")
+    plan = make_plan(config)
+    (trace,) = run_loopback(plan, make_mesh(config), work)
+    assert pickle.loads(pickle.dumps(trace)) == trace
+    unread = Trace.late("train", 1.0, lambda: vars(Trace("train", total_s=2.0)))
+    assert pickle.loads(pickle.dumps(unread)).total_s == 2.0
+
+
+def test_metrics_are_those_of_the_step_before():
+    """The first step alone is waited for: there is none before it."""
+    config = tiny("model.layers=2")
+    plan = make_plan(config)
+
+    def work(comm: Comm) -> None:
+        engine, meter = Engine(config, plan, comm), Meter(config, plan, comm)
+        seen, waits = [], []
+        for step in range(4):
+            meter.begin()
+            _, trace = engine.train_step(batches(config, comm, step))
+            measured = meter.exchange(trace, float(step), (False, False), 0.0)
+            seen.append(float(measured.column("step_s")))
+            waits.append((LateReader.waits, trace.is_late))
+        assert seen == [0.0, 0.0, 1.0, 2.0]
+        # What is read is always of a step that CLIP's numbers have shown to be over.
+        assert waits == [(1, False), (1, True), (2, True), (3, True)]
+
+    run_loopback(plan, make_mesh(config), work)

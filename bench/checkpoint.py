@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from zero import TIMEOUT_S
+from turns import TIMEOUT_S
 from zero_peers import Sizes, batches, make_config
 
 from threed.checkpoint.lineage import Lineage

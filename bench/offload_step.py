@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from zero import TIMEOUT_S, answer, check, join, timed
+from turns import TIMEOUT_S, answer, check, join, timed
 from zero_peers import DEEPSPEED, DEEPSPEED_VERSION, Sizes, Step, deepspeed, make_config, threed
 
 from threed.comm import Comm, ProcessComm, file_store

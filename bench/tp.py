@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import torch
 from pipeline import machine, processors, start_together
 from slow_link import Alone, Products, Ran, SlowGroup, Spent, Stepper, is_block
-from zero import TIMEOUT_S, answer
+from turns import TIMEOUT_S, answer
 from zero_peers import Sizes, batches, make_config
 
 from threed.comm import ProcessComm, ProcessGroup, file_store

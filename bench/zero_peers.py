@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -27,8 +28,9 @@ from threed.comm import Comm
 from threed.config import load
 from threed.engine.engine import Engine
 from threed.models.layers.base import Layer
-from threed.models.model import layers, parameters
+from threed.models.model import layers
 from threed.planner import make_plan
+from threed.program.table import Plan
 from threed.schema import Config
 from threed.tensor.context import Batch, Context
 from threed.tensor.layers import WeightGrads
@@ -100,7 +102,11 @@ Step = Callable[[Sequence[Batch]], float]  # one optimizer step; the loss
 
 def threed(config: Config, comm: Comm, **zero: Any) -> Step:
     config = dataclasses.replace(config, zero=dataclasses.replace(config.zero, **zero))
-    engine = Engine(config, make_plan(config), comm)
+    return on_engine(config, make_plan(config), comm)
+
+
+def on_engine(config: Config, plan: Plan, comm: Comm) -> Step:
+    engine = Engine(config, plan, comm)
     return lambda data: engine.train_step(lambda microbatch: data[microbatch])[0].loss
 
 
@@ -118,19 +124,23 @@ class Wrapped(nn.Module):
         return self.layer(x, batch)
 
 
+def modules(config: Config, comm: Comm, which: slice = slice(None)) -> nn.ModuleList:
+    """Layers of threed at tp=1 as torch's modules, with the initial values that threed draws."""
+    dtype, chosen = Precision.of(config.precision).compute, layers(config.model)[which]
+    context = Context(config.model, comm.groups, False, dtype, WeightGrads())
+    weights = {}
+    for p in dict.fromkeys(p for layer in chosen for p in layer.parameters()):
+        values = initial_values(p, {}, {}, config.train.seed).view(p.module_shape({}))
+        weights[p.key] = nn.Parameter(values.to(comm.device, dtype))
+    return nn.ModuleList(Wrapped(layer.build(context, weights)) for layer in chosen)
+
+
 class Gpt(nn.Module):
-    """The layers of threed at tp=1 as one module, with the initial values that threed draws."""
+    """All layers as one module."""
 
     def __init__(self, config: Config, comm: Comm):
         super().__init__()
-        model = config.model
-        dtype = Precision.of(config.precision).compute
-        context = Context(model, comm.groups, False, dtype, WeightGrads())
-        weights = {}
-        for p in parameters(model):
-            values = initial_values(p, {}, {}, config.train.seed).view(p.module_shape({}))
-            weights[p.key] = nn.Parameter(values.to(comm.device, dtype))
-        self.layers = nn.ModuleList(Wrapped(layer.build(context, weights)) for layer in layers(model))
+        self.layers = modules(config, comm)
 
     def forward(self, batch: Batch) -> torch.Tensor:
         x: Any = None
@@ -177,11 +187,12 @@ def ddp(config: Config, comm: Comm, make: Callable[..., Any] = torch.optim.AdamW
                    else module.no_sync())
 
 
-def zero_redundancy(config: Config, comm: Comm) -> Step:
-    def make(groups: Any, **options: Any) -> Any:
-        return ZeroRedundancyOptimizer(groups, torch.optim.AdamW, **options)
+def sharded_adamw(groups: Any, **options: Any) -> Any:
+    return ZeroRedundancyOptimizer(groups, torch.optim.AdamW, **options)
 
-    return ddp(config, comm, make)
+
+def zero_redundancy(config: Config, comm: Comm) -> Step:
+    return ddp(config, comm, sharded_adamw)
 
 
 def fsdp2(config: Config, comm: Comm, reshard: bool) -> Step:
@@ -198,7 +209,8 @@ def fsdp2(config: Config, comm: Comm, reshard: bool) -> Step:
 def silent() -> Iterator[None]:
     logging.disable(logging.WARNING)
     try:
-        yield
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
     finally:
         logging.disable(logging.NOTSET)
 
@@ -214,13 +226,7 @@ def deepspeed(config: Config, comm: Comm, stage: int) -> Step:
     if config.offload.optimizer == "cpu":
         zero |= {"offload_optimizer": {"device": "cpu", "pin_memory": comm.device.type == "cuda"}}
         make = cpu_adam
-    with silent():
-        engine, *_ = DEEPSPEED.initialize(model=module, optimizer=adamw(config, module, make),
-                                          dist_init_required=False, config={
-            "train_micro_batch_size_per_gpu": config.train.micro_batch_size, "steps_per_print": 10**9,
-            "gradient_accumulation_steps": config.num_microbatches, "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False, "gradient_clipping": 0.0, "zero_optimization": zero,
-            "bf16": {"enabled": config.precision.dtype == "bf16"}})
+    engine = deepspeed_engine(config, module, adamw(config, module, make), zero)
 
     def step(data: Sequence[Batch]) -> float:
         total = torch.zeros((), device=comm.device)
@@ -232,6 +238,16 @@ def deepspeed(config: Config, comm: Comm, stage: int) -> Step:
         return total.item()
 
     return step
+
+
+def deepspeed_engine(config: Config, module: nn.Module, optimizer: Any, zero: dict[str, Any]) -> Any:
+    """`zero`: the section zero_optimization of its configuration."""
+    with silent():
+        return DEEPSPEED.initialize(model=module, optimizer=optimizer, dist_init_required=False, config={
+            "train_micro_batch_size_per_gpu": config.train.micro_batch_size, "steps_per_print": 10**9,
+            "gradient_accumulation_steps": config.num_microbatches, "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False, "gradient_clipping": 0.0, "zero_optimization": zero,
+            "bf16": {"enabled": config.precision.dtype == "bf16"}})[0]
 
 
 def executors() -> dict[str, Callable[[Config, Comm], Step]]:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
+from threed.models.kernels import Kernel
 from threed.quantity import ring
 
 TILES = "tiles"  # stands for an axis in a Cut: the tiles of a layer
@@ -160,7 +161,7 @@ class Saved(NamedTuple):
 class Cost:
     """What a layer costs a rank for a micro-batch."""
 
-    flops: int = 0  # of matrix products, in forward
+    kernels: tuple[Kernel, ...] = ()
     saved: tuple[Saved, ...] = ()
     operands: int = 0  # bytes kept from the input half of backward to the weights' half
     # (phase: forward, input or weight; axis) -> bytes
@@ -169,8 +170,13 @@ class Cost:
     def __add__(self, other: Cost) -> Cost:
         sent = Counter(self.sent)
         sent.update(other.sent)
-        return Cost(self.flops + other.flops, self.saved + other.saved, self.operands + other.operands,
+        return Cost(self.kernels + other.kernels, self.saved + other.saved, self.operands + other.operands,
                     dict(sent))
+
+    @property
+    def flops(self) -> int:
+        """Of matrix products, in forward."""
+        return sum(kernel.flops for kernel in self.kernels)
 
     def saved_bytes(self, again: tuple[str, ...] = ()) -> int:
         """Bytes saved from forward to backward, without the pieces `again`, which are computed again."""

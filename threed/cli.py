@@ -38,8 +38,9 @@ Json = Annotated[bool, typer.Option("--json", help="print one JSON document on s
 BareConfigPath = Annotated[Path | None, typer.Argument(metavar="CONFIG",
                                                        help="YAML file; leave it out for a bare pipeline")]
 HELP_COSTS = "measured costs: a run's folder, or its costs.json"
-HELP_HARDWARE = ("for analytic costs, and for costs that --costs does not have (offload): "
-                 "tflops=989,efficiency=0.4,dp_gbps=400 ...")
+HELP_HARDWARE = ("a name of configs/hardware or a file, then single numbers: h100-sxm,adapter_gbps=200 ... "
+                 "(default: a100-sxm, or cpu-core where run.device=cpu)")
+HELP_TOKENS = "to train on, such as 15e12: print days, device-hours and dollars"
 HELP_SCHEDULE = "of a bare pipeline: 1f1b, zb-v, auto, file:PATH ..."
 HELP_TIMES = "seconds of a position's forward, of backward's two halves, of a message"
 HELP_LIMIT = "most activations that a position may keep"
@@ -143,9 +144,10 @@ def check(config: ConfigPath, overrides: Overrides = None,
     advised, advice = None, None
     if advise or limit is not None:
         from threed.prediction import advise as advising
-        from threed.prediction.analytic import Hardware
+        from threed.prediction.hardware import DEFAULT, OF_CPUS, Hardware
 
-        advised = advising.advise(loaded, Hardware.parse(hardware), limit,
+        machine = Hardware.parse(hardware, OF_CPUS if loaded.run.device == "cpu" else DEFAULT)
+        advised = advising.advise(loaded, machine, limit,
                                   lambda line: print(f"... {line}", file=sys.stderr))
         advice = advising.show(advised, limit)
     if as_json:
@@ -158,6 +160,7 @@ def check(config: ConfigPath, overrides: Overrides = None,
 def predict(context: typer.Context, config: BareConfigPath = None, overrides: Overrides = None,
             costs: Annotated[Path | None, typer.Option(metavar="RUN|FILE", help=HELP_COSTS)] = None,
             hardware: Annotated[str, typer.Option(help=HELP_HARDWARE)] = "",
+            tokens: Annotated[float | None, typer.Option(metavar="N", min=1, help=HELP_TOKENS)] = None,
             schedule: Annotated[str | None, typer.Option(help=HELP_SCHEDULE)] = None,
             pp: Annotated[int, typer.Option(min=1, help="positions of a bare pipeline")] = 4,
             micro_batches: Annotated[int, typer.Option(min=1, help="micro-batches of a bare pipeline")] = 8,
@@ -180,14 +183,14 @@ def predict(context: typer.Context, config: BareConfigPath = None, overrides: Ov
 
         _exclude(context, "CONFIG", "schedule", "pp", "micro_batches", "times", "virtual_stages",
                  "activation_limit")
-        _print(api.predict(configs.load(config, overrides), hardware, costs), show_report, as_json)
+        _print(api.predict(configs.load(config, overrides), hardware, costs, tokens), show_report, as_json)
         return
     from threed.prediction import bare
 
     if schedule is None:
         raise InputError("give a CONFIG, or --schedule NAME for a bare pipeline; threed predict --help shows "
                          "both")
-    _exclude(context, "--schedule", "costs", "hardware")
+    _exclude(context, "--schedule", "costs", "hardware", "tokens")
     limit = None
     if activation_limit is not None:
         limit = bare.parse_limit_of_bare(activation_limit, pp, micro_batches)

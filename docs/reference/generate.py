@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 
 import threed
 from threed import cli, schema
-from threed.prediction.analytic import Hardware
+from threed.prediction.hardware import Hardware
 
 HERE = Path(__file__).parent
 WIDTH = {"TERMINAL_WIDTH": "80"}
@@ -100,7 +100,7 @@ def cli_page() -> str:
         name = command.name or command.callback.__name__
         shown = CliRunner().invoke(cli.app, [name, "--help"], prog_name="threed", color=False, env=WIDTH)
         lines += ["", f"## threed {name}", "", "```text", shown.output.strip(), "```"]
-    lines += ["", "## Hardware", "", "`--hardware key=value,...` of `predict` and `check --advise`.", "",
+    lines += ["", "## Hardware", "", "`--hardware NAME,key=value,...` of `predict` and `check --advise`. Names: the files of configs/hardware.", "",
               inspect.getdoc(Hardware) or "", "", *_table(Hardware)]
     return "\n".join(lines) + "\n"
 

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING
 
 from threed.later import F, torch
 from threed.models.layers.base import Part
-from threed.models.layers.parts import Column, Row
+from threed.models.kernels import Attention as Core
+from threed.models.kernels import Kernel, Moved, Product
+from threed.models.layers.parts import MASK, Column, Row
 from threed.models.spec import WHOLE, Cost, Saved, Share, Tile
 from threed.schema import ModelConfig
 
@@ -36,10 +38,27 @@ class Attention(Part):
         return Attention(self.model, self.name, tile)
 
     def cost(self, share: Share) -> Cost:
-        seq, hidden = self.model.seq_len, self.model.hidden // self.tile.count
-        # FLOPs of the whole square, not halved for the causal mask.
-        core = 4 * seq * seq * hidden * share.sequences // share.over("tp")
-        return super().cost(share) + Cost(core, self._saved(share))
+        return super().cost(share) + Cost(self._kernels(share), self._saved(share))
+
+    def _kernels(self, share: Share) -> tuple[Kernel, ...]:
+        model, piece = self.model, "attention"
+        seq, ranks = model.seq_len, share.over("tp") * self.tile.count
+        heads, kv_heads = model.heads // ranks, model.num_kv_heads // ranks
+        queries, keys = (share.bytes(seq * each * model.head_dim) for each in (heads, kv_heads))
+        moved = [Moved("queries, keys and values apart", 2 * queries * (heads > kv_heads),
+                       2 * (queries + 2 * keys), (int(heads > kv_heads), 1), piece)]
+        if model.position == "rotary":
+            passes, kernels = (2, 2) if model.fuses else (10, 10)  # over queries and keys; 5 operations each
+            size = passes * (queries + keys)
+            moved.append(Moved("rotary positions", size, size, (kernels, kernels), piece))
+        if not model.attention_dropout:
+            return (Core(share.sequences, heads, kv_heads, seq, model.head_dim, piece), *moved)
+        count, own = share.sequences * heads, share.element
+        squares, cast = count * seq**2, 2 * (own + 4) if own < 4 else 0
+        return (Product(seq, seq, model.head_dim, count, False, piece),
+                Product(seq, model.head_dim, seq, count, False, piece), *moved,
+                Moved("softmax and dropout", squares * (MASK + 8 * own + 9 + cast),
+                      squares * (6 * own + 13 + cast), (36, 6), piece))
 
     def _saved(self, share: Share) -> tuple[Saved, ...]:
         """The tensors saved between the norm and the dropout of its branch."""

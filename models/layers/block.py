@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from threed.models.layers.base import Layer, Out
+from threed.models.kernels import Moved
 from threed.models.layers.parts import Dropout, Norm, added
 from threed.models.spec import SEQUENCE, Cost, Saved, Share, Tile
 
@@ -53,7 +54,9 @@ class Branch(Layer):
         gathers = [body.axis in share.sequence for body in self.bodies]
         normed, whole = share.bytes(size, SEQUENCE), share.bytes(size)
         shared = 0 if all(gathers) else normed
-        return super().cost(share) + Cost(saved=(Saved("output of the norm", normed, "norm"),),
+        sums = len(self.bodies)  # of the stream and the bodies, and in backward of their gradients
+        return super().cost(share) + Cost((Moved("sum", 3 * sums * normed, 3 * sums * normed, (sums, sums)),),
+                                          (Saved("output of the norm", normed, "norm"),),
                                           operands=normed + shared + sum(gathers) * whole)
 
     def tileable(self) -> tuple[Any, ...]:
@@ -94,7 +97,8 @@ class BranchTile(Layer):
         gathers = self.body.axis in share.sequence
         if self.norm is not None or self.model.dropout or gathers:
             operands += share.bytes(size, "" if gathers else SEQUENCE)
-        return super().cost(share) + Cost(operands=operands)
+        stream = share.bytes(size, SEQUENCE)
+        return super().cost(share) + Cost((Moved("sum", 3 * stream, 3 * stream),), operands=operands)
 
     def forward(self, x_sBD: torch.Tensor | None, batch: Batch, normed: torch.Tensor | None = None) -> Any:
         if self.norm is not None:

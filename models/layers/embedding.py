@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from threed.models.layers.base import Layer
+from threed.models.kernels import Moved
 from threed.models.layers.parts import WORD, Dropout, Held, Table, added, vocabulary
 from threed.models.spec import SEQUENCE, WHOLE, Cost, Parameter, Saved, Share, Tile
 from threed.schema import ModelConfig
@@ -33,10 +34,11 @@ class Embedding(Layer):
     def cost(self, share: Share) -> Cost:
         """All of its backward is weight gradients: all that is saved is an operand of them."""
         tokens = Saved("token ids", share.bytes(self.model.seq_len, element=8))
-        cost = super().cost(share) + Cost(saved=(tokens,))
+        stream = share.bytes(self.model.seq_len * self.model.hidden, SEQUENCE)
+        sums = (self.position is not None) + self.adds
+        cost = super().cost(share) + Cost((Moved("sum", 3 * stream * sums, stream * sums, (sums, sums)),), (tokens,))
         # All tiles share this tensor.
-        gradient = share.bytes(self.model.seq_len * self.model.hidden, SEQUENCE)
-        return cost + Cost(operands=cost.saved_bytes() + (0 if self.adds else gradient))
+        return cost + Cost(operands=cost.saved_bytes() + (0 if self.adds else stream))
 
     def tileable(self) -> tuple[Embedding, ...]:
         return (self,)

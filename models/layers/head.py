@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from threed.models.layers.base import Layer, Out
+from threed.models.kernels import Moved
 from threed.models.layers.parts import WORD, Column, Norm, vocabulary
 from threed.models.spec import SEQUENCE, WHOLE, Cost, Saved, Share, Tile
 from threed.schema import ModelConfig
@@ -54,9 +55,21 @@ class Head(Layer):
                  Saved("softmax", share.bytes(logits, "tp", 4)),
                  Saved("labels", share.bytes(seq, element=token)),
                  *((Saved("output of the norm", stream),) if whole else ()))
+        moved = self._moved(share.bytes(logits, "tp", 1), share.element)
         # Three all-reduces of one number a token.
         loss = {("forward", "tp"): share.sent(seq, "tp", 3 * 2, 4)} if self.tile.last else {}
-        return super().cost(share) + Cost(saved=saved, operands=stream if first else 0, sent=loss)
+        return super().cost(share) + Cost((moved,), saved, stream if first else 0, loss)
+
+    def _moved(self, logits: int, own: int) -> Moved:
+        """`logits`: their number on a rank; `own`: bytes of an element in the dtype of compute."""
+        if self.model.loss_chunk is not None:
+            chunk = self.model.loss_chunk
+            chunks = -(-self.model.seq_len // chunk)
+            return Moved("loss", logits * (2 * own + 16), logits * (own + 32), (8 * chunks, 12 * chunks))
+        cast, cut = (own + 4) * (own < 4), 2 * own * (self.model.padded_vocab > self.model.vocab)
+        if self.tile.count == 1:
+            return Moved("loss", logits * (32 + cast + cut), logits * (8 + cast + cut), (23, 11))
+        return Moved("loss", logits * (32 + cast), logits * (12 + cast), (16, 8))
 
     def tileable(self) -> tuple[Head, ...]:
         return (self,)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from threed.later import F
 from threed.models.layers.base import Part
 from threed.models.layers.parts import Column, Row
+from threed.models.kernels import Moved
 from threed.models.spec import WHOLE, Cost, Saved, Share, Tile
 from threed.schema import ModelConfig
 
@@ -38,10 +39,14 @@ class Mlp(Part):
         seq = share.seen(self.model.seq_len, self.axis)
         size = share.bytes(seq * self.model.num_ffn_hidden // self.tile.count, self.axis)
         saved = (Saved("up", size), Saved("activated", size, "mlp_act"))
+        moved = Moved("gelu", 2 * size, 3 * size, piece="mlp_act")
         if self.model.activation == "swiglu":
             opened = () if self.model.fuses else (Saved("opened gate", size, "mlp_act"),)
             saved = (Saved("gate and up", 2 * size), *opened, Saved("gated", size, "mlp_act"))
-        return super().cost(share) + Cost(saved=saved)
+            moved = Moved("swiglu", 5 * size, 13 * size, (2, 4), "mlp_act")
+            if self.model.fuses:
+                moved = Moved("swiglu", 3 * size, 5 * size, piece="mlp_act")
+        return super().cost(share) + Cost((moved,), saved)
 
     def forward(self, x_sBD: torch.Tensor, _: Batch) -> torch.Tensor:
         x_SBF = self.up(x_sBD)

@@ -1,6 +1,6 @@
 """The parts of layers: linears and tables cut over tp, norms, dropout.
 
-A linear counts its FLOPs, its bytes over tp, and, for a delayed weight gradient, the operand on its cut side.
+A linear counts its product, its bytes over tp, and, for a delayed weight gradient, the operand on its cut side.
 The operand on the other side is of the residual stream, which several linears may share: their layer counts
 it.
 """
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from threed.later import F, torch
 from threed.models.layers.base import Part
+from threed.models.kernels import Moved, Product
 from threed.models.spec import SEQUENCE, TILES, WHOLE, Cost, Cut, Parameter, Saved, Share, Tile
 from threed.schema import ModelConfig
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from threed.tensor.context import Batch, Context
 
 WORD = "embedding.word.weight"
+# Bytes that separate operations read and write to compute one number of a dropout mask (tensor/random.py).
+MASK = 269
 
 
 def cut_over(axis: str, dim: int, tile: Tile, runs: int = 1) -> tuple[Cut, ...]:
@@ -74,8 +77,9 @@ class _Linear(Held):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.compute(x)
 
-    def flops(self, seq_len: int, share: Share) -> int:
-        return 2 * seq_len * self.inputs * self.outputs * share.sequences // share.over(self.axis)
+    def product(self, seq_len: int, share: Share, outputs: int, inputs: int) -> Product:
+        """`outputs`, `inputs`: of this rank."""
+        return Product(seq_len * share.sequences, outputs, inputs)
 
 
 class Column(_Linear):
@@ -99,8 +103,11 @@ class Column(_Linear):
         sent = {("input", axis): 2}
         if axis in share.sequence:
             sent = {("forward", axis): 1, ("input", axis): 1, ("weight", axis): 1}
-        stream = seq * self.model.hidden
-        return Cost(self.flops(seq, share), operands=share.bytes(seq * self.outputs, axis),
+        stream, size = seq * self.model.hidden, share.bytes(seq * self.outputs, axis)
+        kernels = [self.product(seq, share, self.outputs // share.over(axis), self.inputs)]
+        if "bias" in self.held:
+            kernels.append(Moved("gradient of the bias", 0, size, (0, 1)))
+        return Cost(tuple(kernels), operands=size,
                     sent={where: share.sent(stream, axis, rings) for where, rings in sent.items()})
 
     def module(self, context: Context) -> torch.nn.Module:
@@ -120,7 +127,11 @@ class Row(_Linear):
 
     def cost(self, share: Share) -> Cost:
         seq = share.seen(self.model.seq_len, self.axis)
-        return Cost(self.flops(seq, share), operands=share.bytes(seq * self.inputs, self.axis),
+        kernels = [self.product(seq, share, self.outputs, self.inputs // share.over(self.axis))]
+        if "bias" in self.held:
+            stream = share.bytes(self.model.seq_len * self.model.hidden, SEQUENCE)
+            kernels.append(Moved("bias", 2 * stream, stream))
+        return Cost(tuple(kernels), operands=share.bytes(seq * self.inputs, self.axis),
                     sent=sums(share, seq * self.model.hidden, self.axis))
 
     def module(self, context: Context) -> torch.nn.Module:
@@ -142,7 +153,13 @@ class Table(Held):
         self.model, self.held = model, {"weight": weight}
 
     def cost(self, share: Share) -> Cost:
-        return Cost(sent=sums(share, self.model.seq_len * self.model.hidden))
+        seen = share.bytes(share.seen(self.model.seq_len, "tp") * self.model.hidden)
+        (weight,) = self.held.values()
+        table = share.bytes(weight.numel, "tp") // share.sequences
+        moved = Moved("rows of the table", 2 * seen, 2 * seen + table)
+        if share.over("tp") > 1 or weight.tile.count > 1:  # rows of other ranks and tiles are 0
+            moved = Moved("rows of the table", 4 * seen, 4 * seen + table, (3, 2))
+        return Cost((moved,), sent=sums(share, self.model.seq_len * self.model.hidden))
 
     def module(self, context: Context) -> torch.nn.Module:
         return context.table(self.model.padded_vocab, self.model.hidden, self.held["weight"].tile)
@@ -163,8 +180,18 @@ class Norm(Held):
 
     def cost(self, share: Share) -> Cost:
         seq, numbers = self.model.seq_len, len(self.held)  # an rms norm has one number a token, in fp32
-        return Cost(saved=(Saved(f"input of {self.name}", share.bytes(seq * self.model.hidden, SEQUENCE)),
+        return Cost((self._moved(share),), saved=(Saved(f"input of {self.name}", share.bytes(seq * self.model.hidden, SEQUENCE)),
                            Saved(f"statistics of {self.name}", share.bytes(seq * numbers, SEQUENCE, 4))))
+
+    def _moved(self, share: Share) -> Moved:
+        numel = share.bytes(self.model.seq_len * self.model.hidden, SEQUENCE, 1)
+        own = share.element
+        if self.model.norm == "layernorm" or self.model.fuses:
+            return Moved(self.name, 2 * own * numel, 3 * own * numel, (1, 2), "norm")
+        # Separate operations on fp32: each number is read or written so many times.
+        narrow = own < 4
+        forward, backward = 28 + 2 * (own + 4) * narrow, 76 + 3 * (own + 4) * narrow
+        return Moved(self.name, forward * numel, backward * numel, (8, 13), "norm")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight, eps = self.compute.weight, self.model.norm_eps
@@ -181,8 +208,13 @@ class Dropout(Part):
 
     def cost(self, share: Share) -> Cost:
         size = share.bytes(self.model.seq_len * self.model.hidden, SEQUENCE, 1)
-        kept = self.model.dropout > 0 and not self.model.fuses
-        return Cost(saved=(Saved("dropout mask", size),) if kept else ())
+        if not self.model.dropout:
+            return Cost()
+        own = share.element
+        if self.model.fuses:
+            return Cost((Moved("dropout", 2 * own * size, 2 * own * size),))
+        moved = Moved("dropout", (MASK + 4 * own + 1) * size, (4 * own + 1) * size, (31, 2))
+        return Cost((moved,), saved=(Saved("dropout mask", size),))
 
     def forward(self, x_sBD: torch.Tensor, batch: Batch) -> torch.Tensor:
         probability = self.model.dropout

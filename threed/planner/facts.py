@@ -258,8 +258,9 @@ def _compute_unit(config: Config, members: Sequence[Layer], run: tuple[int, int]
     name = names[0] if len(names) == 1 else f"{names[0]}..{names[-1].rsplit('.', 1)[-1]}"
     traffic = {phase: {axis: size for (when, axis), size in cost.sent.items() if when == phase}
                for phase in ("forward", "input", "weight")}
-    return ComputeUnit(name, run, stage, parameters, cost.flops, cost.saved_bytes(config.pieces),
+    return ComputeUnit(name, run, stage, parameters, cost.kernels, cost.saved_bytes(config.pieces),
                        cost.operands, traffic,
                        makes=tuple(Handed(name, sizes[name]) for name in sorted(makes)), reads=reads,
                        loss=any(layer.loss for layer in members), adds=all(layer.adds for layer in members),
-                       running_bytes=members[-1].running_bytes(share))
+                       running_bytes=members[-1].running_bytes(share),
+                       again=tuple(kernel for kernel in cost.kernels if kernel.piece in config.pieces))

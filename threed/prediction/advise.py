@@ -8,11 +8,12 @@ from typing import Any
 
 from threed.errors import ThreedError
 from threed.planner import make_pipeline, make_plan
-from threed.prediction.analytic import Hardware
+from threed.prediction.analytic import cost as analytic_cost
+from threed.prediction.beside import timed
 from threed.prediction.cost import load_costs
+from threed.prediction.hardware import Hardware
 from threed.prediction.memory import at_stage
 from threed.prediction.transient import Transient, communicators, peak_bytes
-from threed.program.show import timeline
 from threed.program.summary import fixed_bytes, stages
 from threed.quantity import show_bytes, show_seconds
 from threed.schema import ActivationConfig, Config, OffloadConfig
@@ -71,12 +72,12 @@ def measure(config: Config, hardware: Hardware, transient: Transient) -> dict[st
              for position in range(len(rows))]
     peaks = [fixed_bytes(row) + peak_bytes(plan, position, held) + taken[position]
              for position, row in enumerate(rows)]
-    cost = hardware.cost(plan.table, load_costs(config.parallel.costs) if config.parallel.costs else None)
+    cost = analytic_cost(plan, hardware, load_costs(config.parallel.costs) if config.parallel.costs else None)
     return {"fixed_bytes": max(map(fixed_bytes, rows)),
             "planned_bytes": max(fixed_bytes(row) + row["activation_peak_bytes"] for row in rows),
             "taken_bytes": max(taken), "peak_bytes": max(peaks),
             "dp_bytes": max(row["sent_bytes"]["dp"] for row in rows),
-            "step_s": timeline(plan, "train", cost).total_s}
+            "step_s": timed(plan, cost, 0.0 if config.parallel.costs else hardware.contention).total_s}
 
 
 def advise(config: Config, hardware: Hardware, memory: int | None = None,

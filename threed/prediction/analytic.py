@@ -1,98 +1,134 @@
-"""Costs before any run: FLOPs over speed, bytes over bandwidth. They neglect the start-up of kernels,
-memory-bound work, and the lower speed of a GPU on small products; `efficiency` stands for all of these.
-Measured costs (`--costs RUN`) are better."""
+"""Costs before any run: seconds of each instruction of a plan on a kind of machine. Measured costs
+(`--costs RUN`) are better."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-
-from threed.errors import InputError
+from threed.mesh import GROUPS
+from threed.planner.facts import make_mesh
+from threed.prediction.hardware import Hardware, Place, places
+from threed.prediction.kernels import Prices, Travel
 from threed.prediction.simulate import Costs, cost_of
 from threed.program.effects import effects
 from threed.program.instruction import COMPUTE, Instruction, Op, Tier
-from threed.program.table import Table
+from threed.program.table import ComputeUnit, Plan
 from threed.program.walk import Cost
 
 
-@dataclass(frozen=True)
-class Hardware:
-    """One device and its links. The defaults are an A100's 16-bit peak, half of it reached, NVLink inside a
-    node (tp) and 200 Gbit/s a device between nodes (dp, pp)."""
+def cost(plan: Plan, hardware: Hardware, measured: Costs | None = None) -> Cost:
+    """Seconds of an instruction of a plan. `measured` costs replace the analytic ones, but not for moves
+    between tiers and steps on the host, which no run measures."""
+    table, by_run = plan.table, cost_of(measured) if measured is not None else None
+    compute, travel = _Compute(plan, hardware), _Travel(plan, hardware)
+    ways = {"d2h": hardware.link_gbps, "h2d": hardware.link_gbps, "read": hardware.read_gbps,
+            "write": hardware.write_gbps}
 
-    tflops: float = 312.0  # peak of one device
-    efficiency: float = 0.5  # share of the peak that large products reach
-    tp_gbps: float = 2400.0  # Gbit/s that a rank sends over tp
-    dp_gbps: float = 200.0  # Gbit/s that a rank sends over dp
-    pp_gbps: float = 200.0  # Gbit/s that a rank sends over pp
-    memory_gbps: float = 12000.0  # Gbit/s of device memory, which bounds the optimizer step
-    host_gbps: float = 800.0  # Gbit/s of host memory that a rank has for its optimizer step
-    link_gbps: float = 200.0  # Gbit/s between device and host, each way
-    read_gbps: float = 24.0  # Gbit/s that a rank reads from its disk
-    write_gbps: float = 12.0  # Gbit/s that a rank writes to its disk
-    latency_us: float = 10.0  # of one communication
-    context_gb: float = 0.5  # GB of device memory for CUDA and its libraries
-    # NVIDIA/nccl, issue 964: 0.54 GB for 2 ranks of an A100 node, 0.69 GB for more.
-    communicator_gb: float = 0.6  # GB of device memory for a NCCL communicator
+    known: dict[tuple, float] = {}
 
-    @classmethod
-    def parse(cls, text: str) -> Hardware:
-        """'tflops=989,dp_gbps=400' -> Hardware."""
-        values = {}
-        names = [item.name for item in fields(cls)]
-        for part in filter(None, text.split(",")):
-            name, _, value = part.partition("=")
-            try:
-                values[name] = float(value)
-            except ValueError:
-                values[name] = -1.0
-            if name not in names or not values[name] > 0:
-                raise InputError(f"hardware={text}: '{part}' is not one of {', '.join(names)} with a number "
-                                 "above 0")
-        return cls(**values)
+    def analytic(position: int, instruction: Instruction) -> float:
+        op = instruction.op
+        if op in COMPUTE:
+            return compute.seconds(op, instruction.unit)
+        if op == Op.STEP:
+            return compute.step(instruction.unit)
+        if op in (Op.OFFLOAD, Op.FETCH):
+            gbps = ways[effects(instruction, table, position).lane]
+            return table.moved(instruction) * 8 / (gbps * 1e9) + hardware.kernel_us * 1e-6
+        return travel.seconds(position, instruction)
 
-    def taken_bytes(self, communicators: int) -> int:
-        """Bytes of a device that are taken before a run asks for any, by so many communicators a rank."""
-        return round((self.context_gb + communicators * self.communicator_gb) * 1e9)
+    def seconds(position: int, instruction: Instruction) -> float:
+        op = instruction.op
+        home = table.parameters[instruction.unit].state_home if op == Op.STEP else Tier.DEVICE
+        if by_run is not None and op not in (Op.OFFLOAD, Op.FETCH) and home == Tier.DEVICE:
+            return by_run(position, instruction)
+        # All micro-batches take the same time.
+        key = position, op, instruction.unit, instruction.kind, instruction.group, instruction.peer
+        if key not in known:
+            known[key] = analytic(position, instruction)
+        return known[key]
 
-    def link(self, axis: str) -> float:
-        """Gbit/s that a rank sends over an axis. An axis without a number of its own has that of dp."""
-        return getattr(self, f"{axis}_gbps", self.dp_gbps)
-
-    def cost(self, table: Table, measured: Costs | None = None) -> Cost:
-        """Seconds of an instruction of a plan. `measured` costs replace the analytic ones, but not for moves
-        between tiers and steps on the host, which no run measures."""
-        by_run = cost_of(measured) if measured is not None else None
-        speed = self.tflops * 1e12 * self.efficiency
-        ways = {"d2h": self.link_gbps, "h2d": self.link_gbps, "read": self.read_gbps,
-                "write": self.write_gbps, "host": self.host_gbps}
-
-        def travel(instruction: Instruction) -> float:
-            sent = {axis: size for axis, size in table.sent(instruction).items() if size}
-            return sum(size * 8 / (self.link(axis) * 1e9) + self.latency_us * 1e-6
-                       for axis, size in sent.items())
-
-        def cost(position: int, instruction: Instruction) -> float:
-            op = instruction.op
-            home = table.parameters[instruction.unit].state_home if op == Op.STEP else Tier.DEVICE
-            if by_run is not None and op not in (Op.OFFLOAD, Op.FETCH) and home == Tier.DEVICE:
-                return by_run(position, instruction)
-            if op in COMPUTE:
-                flops = table.units[instruction.unit].forward_flops * (2 if op == Op.BACKWARD else 1)
-                return flops / speed + travel(instruction)
-            # STEP reads gradient, master and buffers, and writes master, buffers and the parameter.
-            if op == Op.STEP:
-                numel = table.shard_numel(instruction.unit)
-                speed_gbps = self.memory_gbps if home == Tier.DEVICE else self.host_gbps
-                kept = table.state_bytes(Tier.HOST)
-                return numel * (2 * kept + table.elements.grad
-                                + table.elements.param) * 8 / (speed_gbps * 1e9)
-            if op in (Op.OFFLOAD, Op.FETCH):
-                gbps = ways[effects(instruction, table, position).lane]
-                return table.moved(instruction) * 8 / (gbps * 1e9) + self.latency_us * 1e-6
-            if op == Op.CLIP:
-                return self.latency_us * 1e-6
-            return travel(instruction)
-
-        return cost
+    return seconds
 
 
+class _Compute:
+    """Seconds of what a device computes, with the collectives of tensor parallelism."""
+
+    def __init__(self, plan: Plan, hardware: Hardware):
+        self.table, self.hardware = plan.table, hardware
+        self.prices = Prices(hardware, plan.table.elements.param)
+        self.travel, self.places = Travel(hardware), _places(plan, hardware)
+        self._known: dict[tuple, float] = {}
+
+    def seconds(self, op: Op, index: int) -> float:
+        unit = self.table.units[index]
+        key = op, (unit.kernels, unit.again, tuple((phase, tuple(sizes.items()))
+                                                   for phase, sizes in unit.traffic.items()))
+        if key not in self._known:  # units are few kinds
+            self._known[key] = self._seconds(op, unit)
+        return self._known[key]
+
+    def _seconds(self, op: Op, unit: ComputeUnit) -> float:
+        prices, sent = self.prices, unit.traffic
+        if op in (Op.FORWARD, Op.RECOMPUTE):
+            return prices.forward(unit.kernels) + self._sent(unit, "forward")
+        # Pieces are computed again when the input half begins.
+        first = prices.forward(unit.again) + prices.input_half(unit.kernels)
+        second = prices.weight_half(unit.kernels)
+        if op == Op.BACKWARD_INPUT:
+            return first + self._sent(unit, "input")
+        if op == Op.BACKWARD_WEIGHT:
+            return second + self._sent(unit, "weight")
+        # A column-parallel linear sends beside its products: the sum of its input's gradient beside that for
+        # its weight, and where the sequence is cut, the gather of its input beside the other. A row-parallel
+        # one, which gathers where the sequence is cut, waits.
+        cut = any(sent["weight"].values())
+        waits = self._sent(unit, "input") / 2 if cut else 0.0
+        beside = self._sent(unit, "input") - waits + self._sent(unit, "weight")
+        return first + second + waits + max(0.0, beside - second)
+
+    def _sent(self, unit: ComputeUnit, phase: str) -> float:
+        """Of the collectives in a phase. Where the sequence is cut, they gather and scatter."""
+        cut = any(unit.traffic["weight"].values())
+        seconds = 0.0
+        for axis, size in unit.traffic[phase].items():
+            if size:
+                calls = sum(hasattr(kernel, "weight") and kernel.weight for kernel in unit.kernels) / 2
+                way = self.travel.ring if cut else self.travel.all_reduce
+                seconds += way(size, self.places[axis], max(1, round(calls)))
+        return seconds
+
+    def step(self, index: int) -> float:
+        """STEP reads gradient, master and buffers, and writes master, buffers and the parameter."""
+        table, hardware = self.table, self.hardware
+        numel, home = table.shard_numel(index), table.parameters[index].state_home
+        size = numel * (2 * table.state_bytes(Tier.HOST) + table.elements.grad + table.elements.param)
+        if home == Tier.DEVICE:
+            return self.prices.moved(size)
+        return size * 8 / (hardware.host_gbps * 1e9)
+
+
+class _Travel:
+    """Seconds of what instructions send."""
+
+    def __init__(self, plan: Plan, hardware: Hardware):
+        self.table, self.travel = plan.table, Travel(hardware)
+        self.places, self.hardware = _places(plan, hardware), hardware
+        mesh = make_mesh(plan.config) if plan.config is not None else None
+        self.nodes = [rank // hardware.devices for rank in mesh.group("pp", 0)] if mesh is not None else []
+
+    def seconds(self, position: int, instruction: Instruction) -> float:
+        sent = sum(self.table.sent(instruction).values())
+        if instruction.op == Op.SEND:
+            far = not self.nodes or self.nodes[position] != self.nodes[instruction.peer]
+            return self.travel.message(sent, far)
+        if instruction.op == Op.CLIP:
+            return self.travel.all_reduce(8, self.places["world"]) + self.hardware.kernel_us * 1e-6
+        if not sent:
+            return 0.0
+        group = instruction.group or self.table.activation.partition
+        return self.travel.ring(sent, self.places[group])
+
+
+def _places(plan: Plan, hardware: Hardware) -> dict[str, Place]:
+    if plan.config is None:  # a plan of a test: all groups of one node
+        return {name: Place((0,), hardware.devices) for name in GROUPS}
+    return places(make_mesh(plan.config), hardware.devices)

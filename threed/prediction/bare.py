@@ -105,7 +105,7 @@ def bare_programs(order: Order, place: tuple[int, ...],
     """An order as checked programs of a model with one unit a stage and no parameters."""
     silent: dict[str, dict[str, int]] = {phase: {} for phases in PHASES.values() for phase in phases}
     last = len(place) - 1
-    units = tuple(ComputeUnit(f"stage {stage}", (stage, stage + 1), stage, (), 1, 1, 1, silent,
+    units = tuple(ComputeUnit(f"stage {stage}", (stage, stage + 1), stage, (), (), 1, 1, silent,
                               loss=stage == last)
                   for stage in range(len(place)))
     table = Table(units, {}, place, m, act_bytes=1)

@@ -4,10 +4,11 @@ costs of its instructions."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from threed.mesh import AXES
+from threed.prediction.beside import timed
 from threed.program.buffers import buffers
 from threed.program.instruction import COMPUTE, Instruction, Op
 from threed.program.order import plan_links, run_links
@@ -15,19 +16,20 @@ from threed.program.show import timeline
 from threed.program.summary import activations, alive_bytes, fixed_bytes, stages
 from threed.program.table import SNAPSHOT, VERIFY, Plan
 from threed.program.walk import Cost, Links, Mode, Program, walk
-from threed.quantity import show_bytes, show_seconds
+from threed.quantity import show_bytes, show_count, show_seconds
 
 SAMPLES = 50  # points of memory over time
 
 
-def report(plan: Plan, cost: Cost, source: str, verify_every: int = 0) -> dict[str, Any]:
-    """Times are of one train step, and bytes of one rank of a position, by tier: device, host, disk.
+def report(plan: Plan, cost: Cost, source: str, verify_every: int = 0,
+           contention: float = 0.0) -> dict[str, Any]:
+    """`source`: where the costs are from; `contention`: as in Hardware, 0 where costs are measured. Times are of one train step, and bytes of one rank of a position, by tier: device, host, disk.
     Offloaded values keep their memory on the host and on disk all the time. `exposed_transfer_s`: how much
     longer the step is than if moves between tiers were free. `verify`: how much longer a step takes that is
     computed twice, and a step on average (without checksums)."""
     table, programs = plan.table, plan.programs["train"]
     links = plan_links(plan, "train")
-    when = walk(programs, links, Mode.BUFFERED, cost)
+    when = timed(plan, cost, contention)
     total = when.total_s
     rows = []
     for position, (program, held) in enumerate(zip(programs, stages(plan), strict=True)):
@@ -48,8 +50,7 @@ def report(plan: Plan, cost: Cost, source: str, verify_every: int = 0) -> dict[s
             **held,
         })
     bubble = sum(row["bubble"] for row in rows) / len(rows)
-    free = walk(programs, links, Mode.BUFFERED,
-                lambda at, item: 0.0 if item.op in _BETWEEN_TIERS else cost(at, item))
+    free = timed(plan, lambda at, item: 0.0 if item.op in _BETWEEN_TIERS else cost(at, item), contention)
     return {"step_time": total, "bubble": bubble, "exposed_transfer_s": total - free.total_s, "costs": source,
             "digest": plan.digest, "checkpoint": _checkpoint(plan, cost, total), "stages": rows,
             **_verifying(plan, cost, verify_every)}
@@ -89,10 +90,18 @@ def _transfers(program: Program, links: Links, cost: Callable[[Instruction], flo
     return dict(seconds)
 
 
+def _speeds(values: dict[str, Any]) -> Iterator[str]:
+    if "tokens_per_s" in values:
+        yield f"{show_count(values['tokens_per_s'])} tokens/s"
+    if values.get("mfu") is not None:
+        yield f"MFU {values['mfu']:.1%}"
+
+
 def show(values: dict[str, Any]) -> str:
     """The report as a table."""
-    lines = [f"step {show_seconds(values['step_time'])}, bubble {values['bubble']:.1%} (costs: "
-             f"{values['costs']})",
+    lines = [f"costs: {values['costs']}",
+             f"step {show_seconds(values['step_time'])}, bubble {values['bubble']:.1%}"
+             + "".join(f", {text}" for text in _speeds(values)),
              "".join(text.rjust(12) for text in ("a rank of", "busy", "bubble", "peak", "fixed",
                                                  "activations", *(f"sends {axis}" for axis in AXES)))]
     for position, row in enumerate(values["stages"]):
@@ -118,4 +127,8 @@ def show(values: dict[str, Any]) -> str:
         lines.append(f"every {verify['every']} steps one is computed twice: "
                      f"{show_seconds(verify['rehearsal_s'])} longer, {show_seconds(verify['step_s'])} a step "
                      "on average, without checksums")
+    if (whole := values.get("training")) is not None:
+        money = f", {whole['dollars']:,.0f} dollars" if whole["dollars"] else ""
+        lines.append(f"{show_count(whole['tokens'])} tokens take {whole['days']:,.1f} days, "
+                     f"{whole['device_hours']:,.0f} device-hours{money}")
     return "\n".join(lines)

@@ -6,28 +6,51 @@ from pathlib import Path
 from typing import Any
 
 from threed.errors import check_type
+from threed.models.model import model_flops
 from threed.planned import config_of, planned
-from threed.prediction.analytic import Hardware
+from threed.planner import make_mesh
+from threed.prediction.analytic import cost as analytic_cost
 from threed.prediction.cost import load_costs
+from threed.prediction.hardware import DEFAULT, OF_CPUS, Hardware
 from threed.prediction.report import report
 from threed.program.table import Plan
 from threed.schema import Config
 
 
-def predict(what: Config | Plan, hardware: str = "", costs: str | Path | None = None) -> dict[str, Any]:
+def predict(what: Config | Plan, hardware: str = "", costs: str | Path | None = None,
+            tokens: float | None = None) -> dict[str, Any]:
     """Predict a step by walking the plan with a clock.
 
-    `hardware` is what `threed predict --hardware` takes ("tflops=989,efficiency=0.4,dp_gbps=400"; the default
-    is an A100). `costs`: the folder or the costs.json of a run, whose measured seconds replace the analytic
-    costs. Returns the document of `threed predict --json`: `step_time` in seconds, `bubble` as a share of it,
+    `hardware` is what `threed predict --hardware` takes: a name of configs/hardware or a file, and then single
+    numbers ("h100-sxm,adapter_gbps=200"); the default is an A100, or a CPU core where run.device=cpu.
+    `costs`: the folder or the costs.json of a run, whose measured seconds replace the analytic costs.
+    `tokens`: how many to train on, for `training`: days, device-hours, dollars. Returns the document of `threed predict --json`: `step_time` in seconds, `bubble` as a share of it,
     and `stages`, a row a pipeline position (`peak_bytes` by tier, `busy_s`, `sent_bytes` by axis). Raises
     InputError, also for a wrong `hardware` or `costs`.
 
-    >>> threed.predict(threed.load("configs/toy.yaml"), "tflops=989")["step_time"]
+    >>> threed.predict(threed.load("configs/toy.yaml"), "h100-sxm")["step_time"]
     """
-    check_type("hardware", hardware, str, 'a text such as "tflops=989,efficiency=0.4"')
+    check_type("hardware", hardware, str, 'a text such as "h100-sxm,adapter_gbps=200"')
     check_type("costs", costs, (str, Path, None), "the folder of a run, or its costs.json")
     plan = planned(what)
-    cost = Hardware.parse(hardware).cost(plan.table, load_costs(costs) if costs is not None else None)
-    source = str(costs) if costs is not None else "analytic"
-    return report(plan, cost, source, config_of(plan).run.verify_every)
+    config = config_of(plan)
+    machine = Hardware.parse(hardware, OF_CPUS if config.run.device == "cpu" else DEFAULT)
+    cost = analytic_cost(plan, machine, load_costs(costs) if costs is not None else None)
+    source = str(costs) if costs is not None else machine.title
+    values = report(plan, cost, source, config.run.verify_every, machine.contention if costs is None else 0.0)
+    return {**values, **_speed(config, machine, values["step_time"], tokens)}
+
+
+def _speed(config: Config, machine: Hardware, step_s: float, tokens: float | None) -> dict[str, Any]:
+    """Tokens a second of all devices, their share of the peak, and a whole training."""
+    ranks = make_mesh(config).size
+    peak = machine.peak(4 if config.precision.dtype == "fp32" else 2)
+    done = model_flops(config.model, config.train.global_batch_size)
+    rate = config.tokens_per_step / step_s if step_s else 0.0
+    values: dict[str, Any] = {"hardware": machine.title, "devices": ranks, "tokens_per_s": rate,
+                              "mfu": done / step_s / ranks / peak if step_s else None}
+    if tokens is not None:
+        hours = tokens / rate / 3600 if rate else 0.0
+        values["training"] = {"tokens": tokens, "days": hours / 24, "device_hours": hours * ranks,
+                              "dollars": hours * ranks * machine.dollars}
+    return values

@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from threed.mesh import GROUPS
+from threed.models.kernels import Kernel
 from threed.optimizers.base import BYTES, Buffer
 from threed.program.instruction import PARAMETER_KINDS, Instruction, Op, Slot, Tier
 from threed.quantity import ring
@@ -49,7 +50,7 @@ class ComputeUnit:
     layers: tuple[int, int]  # first, one past the last
     stage: int
     parameters: tuple[int, ...]  # parameter units that it uses
-    forward_flops: int  # of a micro-batch, this rank's share
+    kernels: tuple[Kernel, ...]  # of a micro-batch, this rank's share
     saved_bytes: int  # kept from FORWARD to BACKWARD, a micro-batch
     operand_bytes: int  # kept from BACKWARD_INPUT to BACKWARD_WEIGHT
     traffic: dict[str, dict[str, int]]  # phase (forward, input, weight) -> axis -> bytes sent in that phase
@@ -60,6 +61,12 @@ class ComputeUnit:
     # Whether it only adds to its input: it keeps nothing, and passes its output's gradient on unchanged.
     adds: bool = False
     running_bytes: int = 0  # bytes of its output, where this is a running softmax and not the residual stream
+    again: tuple[Kernel, ...] = ()  # kernels of forward that BACKWARD computes again
+
+    @property
+    def forward_flops(self) -> int:
+        """Of products of a micro-batch, this rank's share."""
+        return sum(kernel.flops for kernel in self.kernels)
 
 
 class Reduction(NamedTuple):

@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from threed.comm import Group, Handle
 from threed.mesh import axes_of
+from threed.models.kernels import Kernel, Moved, Product
 from threed.models.layers.base import Layer, Out
 from threed.models.spec import Cost, Parameter, Saved, Share
 from threed.schema import ModelConfig
@@ -46,6 +48,43 @@ def silent_groups(share: Share, sent: Counter[str]) -> dict[str, Group]:
     """The groups over which layers send, of the last rank of each."""
     return {axis: SilentGroup(axis, range(share.over(axis)), share.over(axis) - 1, sent)
             for axis in axes_of("parameters")}
+
+
+class Kernels(TorchDispatchMode):
+    """Counts the products of matrices that run under it, and the bytes that all other operations read and
+    write; of these, attention in one kernel and what moves nothing do not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products: list[Product] = []
+        self.bytes, self.count = 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func._schema.name.removeprefix("aten::")
+        if name in ("mm", "addmm", "bmm"):
+            left, right = args[-2:]
+            *batch, m, k = left.shape
+            self.products.append(Product(m, right.shape[-1], k, *batch))
+        elif not (func.is_view or name in _FREE or name.startswith("_scaled_dot_product")):
+            self._move(name, func, [args, kwargs], out)
+        return out
+
+    def _move(self, name: str, func: Any, given: Any, out: Any) -> None:
+        read = [each for each in tree_leaves(given) if isinstance(each, torch.Tensor)]
+        written = [each for each in tree_leaves(out) if isinstance(each, torch.Tensor)]
+        if name in _SPARSE:  # they touch a few elements of their first tensor
+            read = read[1:]
+        if func._schema.is_mutable:
+            written = written[:1] if name not in _SPARSE else []
+            read = [each for each in read if not any(each is one for one in written) or name not in ("copy_",)]
+        self.bytes += sum(min(each.nbytes, each.untyped_storage().nbytes()) for each in (*read, *written))
+        self.count += 1
+
+
+# Operations that move no bytes (an _unsafe_view is none of torch's views), and those that touch few elements.
+_FREE = ("_unsafe_view", "new_empty", "empty_like", "empty", "detach", "slice_backward", "ones_like")
+_SPARSE = ("index", "index_put", "index_put_", "gather", "embedding")
 
 
 class Measured:
@@ -97,7 +136,7 @@ class Measured:
         if leaf is None and not self.reads:  # all of its backward belongs to the weights' half
             operands = sum(saved.bytes for saved in kept) + (0 if self.layer.adds else grads[0].nbytes)
             torch.autograd.backward(roots, grads)
-            return Cost(flops.get_total_flops(), kept, operands, sent | _phase("input", self.sent))
+            return Cost(_product(flops), kept, operands, sent | _phase("input", self.sent))
         self.grads.put_off = put_off = []
         torch.autograd.backward(roots, grads)
         self.grads.put_off = None
@@ -109,11 +148,28 @@ class Measured:
         with torch.no_grad():
             for product in put_off:
                 product()
-        return Cost(flops.get_total_flops(), kept, operands, sent | _phase("weight", self.sent))
+        return Cost(_product(flops), kept, operands, sent | _phase("weight", self.sent))
+
+    def kernels(self, first: bool = False) -> tuple[list[Product], Moved]:
+        """The products of forward, and all that moves bytes beside products and attention."""
+        leaf = None if first else self.x.detach().requires_grad_()
+        with Kernels() as forward:
+            out = self._forward(leaf)
+        roots = [root for root in (out.x, *out.makes.values(), out.loss) if root is not None]
+        grads = [torch.ones_like(root) for root in roots]
+        with Kernels() as backward:
+            torch.autograd.backward(roots, grads)
+        return forward.products, Moved("measured", forward.bytes, backward.bytes,
+                                       (forward.count, backward.count))
 
     def _forward(self, x: torch.Tensor | None) -> Out:
         out = self.layer(x, self.batch, **self.reads)
         return out if isinstance(out, Out) else Out(out)
+
+
+def _product(flops: FlopCounterMode) -> tuple[Kernel, ...]:
+    """A product with all FLOPs."""
+    return (Product(flops.get_total_flops() // 2, 1, 1),)
 
 
 def weight_of(parameter: Parameter, share: Share, dtype: torch.dtype) -> torch.nn.Parameter:

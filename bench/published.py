@@ -1,0 +1,159 @@
+"""Compare predictions with steps that others have measured and published.
+
+    python bench/published.py                      # the table, with the hardware files as they are
+    python bench/published.py --fit                # fit the four efficiencies of a100-sxm to its rows
+
+Rows of vTrain (Bang et al. 2024) ran Megatron-LM on A100 nodes with 4 adapters of 200 Gbit/s: 1F1B, full
+recomputation, fp16, attention that stores its matrix, and gradients reduced after backward. So attention is
+priced with passes over that matrix (`attention_passes`), and nothing is computed while gradients travel
+(`contention=1`). Rows of torchtitan ran FSDP2 with flash attention on H100 of 96 GB at 2.4 TB/s and 500 W.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+from statistics import mean
+from typing import NamedTuple
+
+import threed
+from threed.planner import make_pipeline, make_plan
+from threed.prediction.analytic import cost
+from threed.prediction.beside import timed
+from threed.prediction.hardware import Hardware
+from threed.program.table import Plan
+from threed.schema import Config
+
+FITTED = ("efficiency", "memory_efficiency", "node_efficiency", "adapter_efficiency")
+MEGATRON = "attention_passes=6,contention=1"
+
+
+class Model(NamedTuple):
+    name: str
+    devices: int
+    batch: int  # global
+    micro_batch: int
+    hidden: int
+    heads: int
+    layers: int
+    rows: str  # tp dp pp: ms
+
+
+VTRAIN = (
+    Model("3.6B", 64, 512, 4, 3072, 32, 30,
+          "1 64 1: 3638.3, 2 32 1: 4078.2, 4 16 1: 4764, 1 32 2: 4382.1, 8 8 1: 5618, 16 4 1: 11960.1"),
+    Model("18.4B", 256, 1024, 2, 6144, 48, 40,
+          "8 32 1: 10453.3, 4 32 2: 10031.6, 8 16 2: 10434.8, 8 8 4: 10926.4, 16 16 1: 20414.8"),
+)
+# torchtitan, docs/performance.md: ranks, compiled, tokens a second and GPU
+TORCHTITAN = ((8, False, 5762), (8, True, 6667), (128, False, 5605), (128, True, 6514))
+H100_96GB = "h100-sxm,memory_gb=96,memory_gbps=19200"
+
+
+class Row(NamedTuple):
+    group: str
+    name: str
+    plan: Plan
+    hardware: str
+    measured_s: float
+
+    def predicted_s(self, hardware: Hardware | None = None) -> float:
+        hardware = hardware or Hardware.parse(self.hardware)
+        return timed(self.plan, cost(self.plan, hardware), hardware.contention).total_s
+
+
+def plan_of(config: Config) -> Plan:
+    return make_plan(config, make_pipeline(config))
+
+
+def vtrain() -> list[Row]:
+    rows = []
+    for model in VTRAIN:
+        for text in model.rows.split(", "):
+            layout, ms = text.split(":")
+            tp, dp, pp = map(int, layout.split())
+            config = threed.load(Path("configs/gpt3-175b.yaml"), [
+                f"model.layers={model.layers}", f"model.hidden={model.hidden}", f"model.heads={model.heads}",
+                "model.seq_len=2048", "model.vocab=51200", "model.dropout=0.1", "model.fused=on",
+                f"parallel.tp={tp}", f"parallel.dp={dp}", f"parallel.pp={pp}",
+                "parallel.sequence_parallel=false", "zero.stage=0", "activation.policy=full",
+                f"train.global_batch_size={model.batch}", f"train.micro_batch_size={model.micro_batch}",
+                "precision.dtype=fp16", "precision.grad_dtype=fp16", "precision.reduce_dtype=fp16"])
+            rows.append(Row(model.name, f"tp {tp} dp {dp} pp {pp}", plan_of(config), f"a100-sxm,{MEGATRON}",
+                            float(ms) / 1e3))
+    return rows
+
+
+def torchtitan() -> list[Row]:
+    rows = []
+    for ranks, compiled, tokens_per_s in TORCHTITAN:
+        config = threed.load(Path("configs/llama3-8b.yaml"), [
+            f"parallel.dp={ranks}", "parallel.tp=1", "parallel.pp=1", "parallel.schedule=1f1b",
+            "parallel.sequence_parallel=false", "zero.stage=3", "activation.policy=selective",
+            f"model.fused={'on' if compiled else 'off'}", "train.micro_batch_size=2",
+            f"train.global_batch_size={2 * ranks}", "precision.dtype=bf16"])
+        rows.append(Row("Llama 8B", f"FSDP {ranks}{', compiled' if compiled else ''}", plan_of(config), H100_96GB,
+                        2 * config.model.seq_len / tokens_per_s))
+    return rows
+
+
+def spearman(left: Sequence[float], right: Sequence[float]) -> float:
+    """Of two rankings without ties."""
+    order = [sorted(values).index for values in (left, right)]
+    apart = sum((order[0](a) - order[1](b)) ** 2 for a, b in zip(left, right, strict=True))
+    return 1 - 6 * apart / (len(left) * (len(left) ** 2 - 1))
+
+
+def fit(rows: Sequence[Row]) -> Hardware:
+    """Least squares of relative errors, by a search along one constant after the other."""
+    best = Hardware.parse(rows[0].hardware)
+
+    def loss(hardware: Hardware) -> float:
+        return mean((row.predicted_s(hardware) / row.measured_s - 1) ** 2 for row in rows)
+
+    least, steps = loss(best), dict.fromkeys(FITTED, 1.15)
+    while max(steps.values()) > 1.005:
+        for name in FITTED:
+            for factor in (steps[name], 1 / steps[name]):
+                other = replace(best, **{name: min(1.0, getattr(best, name) * factor)})
+                if (new := loss(other)) < least:
+                    best, least = other, new
+                    break
+            else:
+                steps[name] **= 0.5
+    return best
+
+
+def table(rows: Sequence[Row], hardware: Hardware | None = None) -> str:
+    lines = ["| model | layout | measured s | predicted s | error |", "|---|---|--:|--:|--:|"]
+    predicted = {row.name: row.predicted_s(hardware) for row in rows}
+    errors = {row.name: predicted[row.name] / row.measured_s - 1 for row in rows}
+    for row in rows:
+        lines.append(f"| {row.group} | {row.name} | {row.measured_s:.3f} | {predicted[row.name]:.3f} | "
+                     f"{errors[row.name]:+.1%} |")
+    sizes, ranks = [abs(error) for error in errors.values()], []
+    for name, group in groupby(rows, lambda row: row.group):
+        each = list(group)
+        rank = spearman([row.measured_s for row in each], [predicted[row.name] for row in each])
+        ranks.append(f"{name} {rank:.3f}")
+    lines.append(f"\nmean error {mean(sizes):.1%}, worst {max(sizes):.1%}; Spearman's rank correlation: "
+                 + ", ".join(ranks))
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n    python")[0])
+    parser.add_argument("--fit", action="store_true", help="fit the four efficiencies of a100-sxm first")
+    args = parser.parse_args()
+    rows, fitted = vtrain(), None
+    if args.fit:
+        fitted = fit(rows)
+        print("fitted:", ", ".join(f"{name}: {getattr(fitted, name):.3f}" for name in FITTED), "\n")
+    print(f"A100, Megatron-LM:\n\n{table(rows, fitted)}\n\nH100, torchtitan:\n\n{table(torchtitan())}")
+
+
+if __name__ == "__main__":
+    main()

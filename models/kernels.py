@@ -1,0 +1,60 @@
+"""Kernels: the work of a layer for a rank and a micro-batch, from which its time is predicted. Plain values,
+no torch.
+
+A layer declares its products, its attention, and what else moves bytes. tests/loopback/test_measure.py
+measures all three. Every kernel says its FLOPs, which count products alone.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Product(NamedTuple):
+    """`count` products of matrices in forward: [m, k] x [k, n]. In backward each has two more, [m, n] x [n, k]
+    for the gradient of its input and [n, m] x [m, k] for that of its weight."""
+
+    m: int
+    n: int
+    k: int
+    count: int = 1
+    weight: bool = True  # whether [k, n] is a weight; else both gradients belong to the input half
+    piece: str | None = None  # the activation piece that computes it again in backward
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.m * self.n * self.k * self.count
+
+
+class Attention(NamedTuple):
+    """Causal attention in one kernel, which stores no [S, S] matrix."""
+
+    sequences: int
+    heads: int
+    kv_heads: int
+    seq: int
+    size: int  # of a head
+    piece: str | None = None
+
+    @property
+    def flops(self) -> int:
+        """Of the whole square, not halved for the causal mask, as is customary."""
+        return 4 * self.sequences * self.heads * self.seq**2 * self.size
+
+
+class Moved(NamedTuple):
+    """Kernels that are bound by memory: bytes that they read and write, and how many they are. Those of
+    backward belong to its input half."""
+
+    what: str
+    forward: int  # bytes
+    backward: int
+    kernels: tuple[int, int] = (1, 1)  # in forward, in backward
+    piece: str | None = None
+
+    @property
+    def flops(self) -> int:
+        return 0
+
+
+Kernel = Product | Attention | Moved

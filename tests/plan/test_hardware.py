@@ -1,0 +1,159 @@
+"""Prices of kernels and collectives, and the files that describe machines."""
+
+from __future__ import annotations
+
+import pytest
+
+import threed
+from tests.harness import tiny
+from threed.errors import InputError
+from threed.mesh import Mesh
+from threed.models.kernels import Attention, Moved, Product
+from threed.planner import make_pipeline, make_plan
+from threed.prediction import analytic
+from threed.prediction.beside import timed
+from threed.prediction.hardware import Hardware, Place, load, names, places
+from threed.prediction.kernels import Prices, Travel
+from threed.program.instruction import COMPUTE, Op
+
+A100 = load("a100-sxm")
+
+
+@pytest.mark.parametrize("name", names())
+def test_files(name):
+    hardware = load(name)
+    assert hardware.name != name and hardware.memory_gb > 1
+    assert Hardware.parse(f"{name},devices=4").devices == 4
+
+
+def test_a_file_of_ones_own(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("tflops: 100\ndevices: 4\n")
+    hardware = Hardware.parse(f"{path},adapters=2")
+    assert (hardware.name, hardware.tflops, hardware.devices, hardware.adapters) == ("mine", 100, 4, 2)
+
+
+@pytest.mark.parametrize("text, message", [
+    ("h100", "there is no such file.*a100-sxm"), ("foo=1", "'foo' is not one of name, tflops"),
+    ("tflops=fast", "'tflops=fast' must be a name with a number"), ("tflops=0", "tflops=0.0 must be above 0"),
+    ("tflops=nan", "must be above 0"), ("efficiency=1.5", "is a share, at most 1"),
+    ("devices=2.5", "devices=2.5 must be a whole number"), ("a100-sxm,tp_gbps=1", "'tp_gbps' is not one of"),
+    ("a100-sxm,fast", "'fast' must be a name with a number")])
+def test_bad_hardware(text, message):
+    with pytest.raises(InputError, match=message):
+        Hardware.parse(text)
+
+
+@pytest.mark.parametrize("text, message", [
+    ("- 1\n", "a name and a number on each line"), ("tflops: [1]\n", "tflops=.1. must be a number"),
+    ("tflops: true\n", "must be a number"), ("speed: 1\n", "'speed' is not one of"), ("a: b: c\n", "cannot be read")])
+def test_bad_files(text, message, tmp_path):
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(InputError, match=message):
+        load(str(path))
+
+
+def test_products():
+    prices = Prices(A100, 2)
+    best = 312e12 * A100.efficiency
+    for m, n, k in ((8192, 8192, 8192), (1000, 1000, 64), (128, 128, 128), (1, 50000, 4096)):
+        seconds = prices.product(m, n, k)
+        assert seconds > 2 * m * n * k / best
+        for other in ((m + 100, n, k), (m, n + 100, k), (m, n, k + 100)):
+            assert prices.product(*other) >= seconds
+    assert prices.product(8192, 8192, 8192) < 1.1 * 2 * 8192**3 / best
+    # 109 tiles are two waves on 108 units, and 4096 rows of one number read a whole matrix.
+    assert prices.product(108 * 256, 128, 8192) < 0.6 * prices.product(109 * 256 * 2, 128, 8192)
+    assert prices.product(1, 4096, 4096) > 2 * 4096**2 / (A100.memory_gbps / 8 * 1e9)
+    assert Prices(A100, 4).product(4096, 4096, 4096) > 10 * prices.product(4096, 4096, 4096)
+    assert prices.product(0, 8, 8) == 0
+
+
+def test_kernels():
+    prices = Prices(A100, 2)
+    product, core = Product(8192, 4096, 4096), Attention(4, 32, 8, 2048, 128)
+    assert prices.input_half([product]) == pytest.approx(prices.forward([product]), 0.2)
+    assert prices.weight_half([product]) == pytest.approx(prices.forward([product]), 0.2)
+    square = Product(2048, 2048, 128, 32, weight=False)  # both gradients are of the input half
+    assert prices.input_half([square]) > 1.7 * prices.forward([square]) and not prices.weight_half([square])
+    assert 2 < prices.input_half([core]) / prices.forward([core]) < 3
+    assert prices.weight_half([core, Moved("sum", 1, 1)]) == 0
+    assert prices.forward([Moved("sum", 10**9, 0)]) > 10**9 / 2.04e12
+    # A host that launches many small kernels is what a step waits for.
+    small = [Moved("sum", 1000, 1000)] * 100
+    assert prices.forward(small) == pytest.approx(100 * A100.launch_us * 1e-6)
+    cpu = load("cpu-core")
+    assert Prices(cpu, 4).forward(small) > 100 * cpu.launch_us * 1e-6
+    stores = Hardware.parse("a100-sxm,attention_passes=6")
+    assert Prices(stores, 2).forward([core]) > 2 * prices.forward([core])
+
+
+def test_places():
+    mesh = Mesh(tp=4, dp=4, pp=2)
+    found = places(mesh, 8)
+    assert {name: (place.ranks, place.nodes, place.together) for name, place in found.items()
+            if name in ("tp", "dp", "pp", "world")} == {
+        "tp": (4, 1, 4), "dp": (4, 2, 2), "pp": (2, 2, 1), "world": (32, 4, 8)}
+
+
+def test_collectives():
+    travel, size = Travel(A100), 10**9
+    node, two, apart = (Place(ranks, 8) for ranks in (range(8), range(16), range(0, 64, 8)))
+    inside, outside = A100.node_gbps / 8e-9 * A100.node_efficiency, 100e9 * A100.adapter_efficiency
+    assert travel.ring(size, node) == pytest.approx(size / inside, 0.01)
+    assert travel.ring(size, two) == pytest.approx(size / outside, 0.01)
+    assert travel.ring(size, apart) == pytest.approx(8 * size / outside, 0.01)  # 8 groups share the adapters
+    # Over two nodes a ring sends 15/8 of a message over the adapters, and a tree of rings all of it once.
+    assert travel.all_reduce(size, two) == pytest.approx(size * 8 / 15 / outside, 0.01)
+    assert travel.all_reduce(1000, node) < travel.ring(1000, node, 2)  # small: a tree
+    assert travel.ring(size, Place([3], 8)) == travel.ring(0, node) == 0
+    assert travel.message(size, False) < travel.message(size, True) == pytest.approx(8 * size / outside, 0.01)
+
+
+def plan_of(*overrides):
+    config = tiny("run.device=cpu", *overrides)
+    return make_plan(config, make_pipeline(config))
+
+
+def test_recomputed_pieces_cost():
+    policies = {policy: plan_of(f"activation.policy={policy}") for policy in ("none", "selective", "full")}
+    seconds = {policy: timed(plan, analytic.cost(plan, A100), 0.0).total_s for policy, plan in policies.items()}
+    assert seconds["none"] < seconds["selective"] < seconds["full"]
+
+
+def test_fused_pieces_are_cheaper():
+    sizes = "model.hidden=512", "model.seq_len=512", "model.family=llama"
+    plans = [plan_of(*sizes, f"model.fused={fused}") for fused in ("on", "off")]
+    on, off = (timed(plan, analytic.cost(plan, load("cpu-core")), 0.0).total_s for plan in plans)
+    assert on < off
+
+
+def test_contention():
+    plan = plan_of("parallel.dp=4", "train.global_batch_size=8", "zero.stage=2", "model.hidden=256",
+                   "model.seq_len=256")
+    price = analytic.cost(plan, load("cpu-core"))
+    total = [timed(plan, price, contention).total_s for contention in (0.0, 0.5, 1.0)]
+    assert total[0] < total[1] < total[2]
+    program = plan.programs["train"][0]
+    computed = sum(price(0, item) for item in program if item.op in COMPUTE or item.op == Op.STEP)
+    sent = sum(price(0, item) for item in program if item.op in (Op.GATHER, Op.REDUCE))
+    assert total[2] > 0.9 * (computed + sent)
+
+
+def test_across_nodes_is_slower():
+    """tp over two nodes is not priced as NVLink."""
+    config = ("model.hidden=512", "model.heads=16", "model.vocab_multiple=128")
+    inside, across = (timed(plan, analytic.cost(plan, A100), 0.0).total_s for plan in (
+        plan_of(*config, "parallel.tp=8"), plan_of(*config, "parallel.tp=16")))
+    assert across > inside
+
+
+def test_a_whole_training():
+    config = threed.load("configs/llama3-8b.yaml", ["parallel.dp=8"])
+    values = threed.predict(config, "h100-sxm,dollars=2", tokens=1e12)
+    whole = values["training"]
+    assert whole["days"] == pytest.approx(1e12 / values["tokens_per_s"] / 86400)
+    assert whole["device_hours"] == pytest.approx(whole["days"] * 24 * values["devices"])
+    assert whole["dollars"] == pytest.approx(2 * whole["device_hours"])
+    assert 0.2 < values["mfu"] < 0.7 and "H100" in values["hardware"]

@@ -1,0 +1,153 @@
+"""Hardware: what one device, its links and its host can do. Files of configs/hardware have one machine each;
+`threed calibrate` writes one for the machine that it runs on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from threed.errors import InputError
+from threed.mesh import GROUPS, Mesh
+
+FOLDER = Path(__file__).parent.parent / "configs" / "hardware"
+DEFAULT, OF_CPUS = "a100-sxm", "cpu-core"
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One kind of machine. Rates are those of the data sheet; the efficiencies are the shares of them that
+    large kernels and messages reach. Gbit/s count one direction."""
+
+    name: str = "unnamed"
+    # ---- a device
+    tflops: float = 312.0  # peak of products in 16 bits, without sparsity
+    tflops_fp32: float = 19.5  # and in fp32
+    efficiency: float = 0.7  # share of the peak that large products reach
+    attention_efficiency: float = 0.5  # share of the peak that attention in one kernel reaches
+    # 0: attention is one kernel. Above: software before such kernels, whose forward reads or writes the
+    # matrix of [S, S] so many times (and backward 1.3 times as often)
+    attention_passes: float = 0.0
+    units: int = 108  # that compute tiles of a product at the same time
+    tile: int = 128  # a unit computes tiles of 2 tile x tile numbers; 1: no tiles
+    memory_gb: float = 80.0  # GB of memory
+    memory_gbps: float = 16312.0  # Gbit/s of memory
+    memory_efficiency: float = 0.8  # share of it that element-wise kernels reach
+    kernel_us: float = 3.0  # from the end of a kernel to the end of an empty one
+    launch_us: float = 6.0  # of the host, for a kernel that it launches
+    # seconds that computation loses to a second of a collective beside it; 1: nothing is computed meanwhile
+    contention: float = 0.1
+    waits: bool = False  # whether the host waits for each kernel, as on a CPU
+    context_gb: float = 0.5  # GB of memory for CUDA and its libraries
+    # NVIDIA/nccl, issue 964: 0.54 GB for 2 ranks of an A100 node, 0.69 GB for more.
+    communicator_gb: float = 0.6  # GB of memory for a NCCL communicator
+    # ---- links
+    devices: int = 8  # of a node
+    node_gbps: float = 2400.0  # Gbit/s that a device sends to others of its node
+    node_efficiency: float = 0.75  # share of it that large messages reach
+    node_us: float = 5.0  # of a message inside a node
+    adapters: float = 8.0  # network adapters of a node
+    adapter_gbps: float = 200.0  # Gbit/s of an adapter
+    adapter_efficiency: float = 0.75  # share of it that large messages reach
+    adapter_us: float = 12.0  # of a message between nodes
+    # ---- the host
+    host_gbps: float = 800.0  # Gbit/s of host memory that a rank has for its optimizer step
+    host_memory_gb: float = 1000.0  # GB of a node
+    link_gbps: float = 200.0  # Gbit/s between device and host, each way
+    read_gbps: float = 24.0  # Gbit/s that a rank reads from its disk
+    write_gbps: float = 12.0  # Gbit/s that a rank writes to its disk
+    dollars: float = 0.0  # an hour of one device; 0: not known
+
+    @classmethod
+    def parse(cls, text: str, default: str = DEFAULT) -> Hardware:
+        """'h100-sxm,adapter_gbps=100' -> Hardware: a name of configs/hardware or a file, then single
+        numbers. Without a name, `default`."""
+        first, *rest = text.split(",") if text else [""]
+        if first and "=" in first:
+            first, rest = "", [first, *rest]
+        values: dict[str, Any] = {}
+        for part in filter(None, rest):
+            name, _, value = part.partition("=")
+            try:
+                values[name] = float(value)
+            except ValueError:
+                raise InputError(f"hardware={text}: '{part}' must be a name with a number, such as "
+                                 "adapter_gbps=200") from None
+        return _checked(load(first or default), values, f"hardware={text}")
+
+    @property
+    def title(self) -> str:
+        return f"{self.name}: {self.tflops:g} TFLOPS, {self.memory_gb:g} GB, {self.devices} devices a node"
+
+    def taken_bytes(self, communicators: int) -> int:
+        """Bytes of a device that are taken before a run asks for any, by so many communicators a rank."""
+        return round((self.context_gb + communicators * self.communicator_gb) * 1e9)
+
+    def peak(self, element: int) -> float:
+        """FLOPs a second of products, at an element's bytes."""
+        return 1e12 * (self.tflops if element < 4 else self.tflops_fp32)
+
+
+_NAMES = tuple(item.name for item in fields(Hardware))
+_MAY_BE_0 = ("attention_passes", "contention", "kernel_us", "launch_us", "node_us", "adapter_us", "context_gb",
+             "communicator_gb", "dollars")
+_SHARES = ("efficiency", "contention", "attention_efficiency", "memory_efficiency", "node_efficiency", "adapter_efficiency")
+
+
+def names() -> list[str]:
+    """Of the hardware files that threed has."""
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def load(name: str) -> Hardware:
+    """A hardware file by its name in configs/hardware, or by its path."""
+    path = FOLDER / f"{name}.yaml" if name in names() else Path(name)
+    try:
+        values = OmegaConf.to_container(OmegaConf.load(path))
+    except FileNotFoundError:
+        raise InputError(f"hardware={name}: there is no such file, and threed has none of this name; it has "
+                         f"{', '.join(names())}") from None
+    except (OSError, ValueError, OmegaConfBaseException, YAMLError) as error:
+        raise InputError(f"hardware={name}: {path} cannot be read: {error}") from None
+    if not isinstance(values, dict):
+        raise InputError(f"hardware={name}: {path} must have a name and a number on each line")
+    return _checked(Hardware(name=path.stem), values, str(path))
+
+
+def _checked(hardware: Hardware, values: dict[Any, Any], where: str) -> Hardware:
+    """`hardware` with other values. InputError where one has no meaning."""
+    for name, value in values.items():
+        if name not in _NAMES:
+            raise InputError(f"{where}: '{name}' is not one of {', '.join(_NAMES)}")
+        if name == "name" or (name == "waits" and isinstance(value, bool)):
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise InputError(f"{where}: {name}={value} must be a number")
+        if not value >= 0 or (value == 0 and name not in _MAY_BE_0):
+            raise InputError(f"{where}: {name}={value} must be above 0")
+        if name in _SHARES and value > 1:
+            raise InputError(f"{where}: {name}={value} is a share, at most 1")
+        if name in ("devices", "units", "tile"):
+            if value != int(value):
+                raise InputError(f"{where}: {name}={value} must be a whole number")
+            values = {**values, name: int(value)}
+    return replace(hardware, **values)
+
+
+class Place:
+    """How the ranks of a group lie: how many, on how many nodes, and how many of them on each."""
+
+    def __init__(self, ranks: Sequence[int], devices: int):
+        self.ranks = len(ranks)
+        self.nodes = len({rank // devices for rank in ranks})
+        self.together = max(1, self.ranks // self.nodes)
+
+
+def places(mesh: Mesh, devices: int) -> dict[str, Place]:
+    """The place of rank 0's group of each kind: meshes are regular, so the others lie alike."""
+    return {name: Place(mesh.group(name, 0), devices) for name in GROUPS}

@@ -1,0 +1,169 @@
+"""Explore: look for rules (`rule.py`) whose orders are short. Random rules come first; then a number of one of
+the best few is changed, again and again. The same arguments give the same orders."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from threed.pipeline import rule
+from threed.pipeline.bound import Bound, bound
+from threed.pipeline.rule import Rule
+from threed.pipeline.timed import TimedOrder, Times
+
+FRESH, CHANGED, KEPT = 16, 56, 4  # rules for each room: random ones, changed ones, and those that are kept
+STEPS = (0.02, 0.1, 0.4)  # how much a change adds to a number or takes from it, at most
+
+
+class Course(NamedTuple):
+    """A placement of stages, and its times."""
+
+    virtual: int
+    place: tuple[int, ...]
+    times: Times
+
+    def room(self, limit: float, m: int) -> int:
+        """The chunks that a position may keep; `limit` is in micro-batches of its whole share."""
+        return int(min(limit, m) * self.virtual + 1e-9)
+
+
+class Candidate(NamedTuple):
+    name: str
+    virtual: int
+    place: tuple[int, ...]
+    timed: TimedOrder
+
+
+def score(candidate: Candidate) -> tuple[float, float, int]:
+    """The less, the better: first the step, then the longest span, then what is kept."""
+    order = candidate.timed
+    return round(order.total_s, 9), round(order.span_s, 9), order.peak
+
+
+def least(courses: Sequence[Course], m: int, limit: float) -> Bound:
+    """What no order on any of these placements can be below."""
+    bounds = [bound(course.place, course.times, m, room) for course in courses
+              if (room := course.room(limit, m)) >= 1]
+    return Bound(min((b.span_s for b in bounds), default=0.0), min((b.total_s for b in bounds), default=0.0))
+
+
+class Explorer:
+
+    def __init__(self, courses: list[Course], m: int):
+        self.courses, self.m, self.random = courses, m, random.Random(m)
+        self.best: Candidate | None = None
+        self.pool: list[tuple[tuple[float, float, int], Rule, Course]] = []
+
+    def climb(self, limit: float) -> None:
+        """One step of the ladder, with this much memory."""
+        courses = [course for course in self.courses if course.room(limit, self.m) >= course.virtual]
+        if not courses or self.at_bound(limit):
+            return
+        kept, self.pool = self.pool, []
+        for _, known, course in kept:
+            self.try_rule(known, course, limit)
+        for course in courses:
+            for known in self.patterns(course, limit):
+                self.try_rule(known, course, limit)
+        for index in range(FRESH):
+            course = courses[-1 if index % 4 else 0]
+            self.try_rule(self.fresh(course, limit), course, limit)
+        for _ in range(CHANGED):
+            self.change(limit)
+
+    def at_bound(self, limit: float) -> bool:
+        """Whether no order can be better than the best one."""
+        if self.best is None:
+            return False
+        span_s, total_s = least(self.courses, self.m, limit)
+        return self.best.timed.total_s <= total_s + 1e-9 and self.best.timed.span_s <= span_s + 1e-9
+
+    def change(self, limit: float) -> None:
+        """Change a number of a rule that is kept; the better ones more often."""
+        if not self.pool:
+            return
+        index = min(self.random.randrange(len(self.pool)) for _ in range(2))
+        _, known, course = self.pool[index]
+        self.try_rule(self.changed(known), course, limit, index)
+
+    def try_rule(self, tried: Rule, course: Course, limit: float, instead: int | None = None) -> None:
+        """Play a rule, and keep it if it is among the best; or, with `instead`, no worse than that one."""
+        worst = self.pool[-1 if instead is None else instead][0][0] if self.pool else math.inf
+        if instead is None and len(self.pool) < KEPT:
+            worst = math.inf
+        order = rule.play(tried, course.place, course.times, self.m, course.room(limit, self.m), worst)
+        if order is None:
+            return
+        found = Candidate("searched", course.virtual, course.place, order)
+        if self.best is None or score(found) < score(self.best):
+            self.best = found
+        if instead is None:
+            self.pool.append((score(found), tried, course))
+        elif score(found) <= self.pool[instead][0]:
+            self.pool[instead] = score(found), tried, course
+        self.pool.sort(key=lambda entry: entry[0])
+        del self.pool[KEPT:]
+
+    def loose(self, course: Course, limit: float) -> float:
+        """The slack of all legs that fills the room: it holds as many lives of chunks at a time, and a life is
+        the way with its slack."""
+        way = (sum(course.times.forward) + sum(course.times.input)) / max(rule.work(course.place, course.times))
+        return max(0.1, (course.room(limit, self.m) - way) / (max(course.place) + 1))
+
+    def patterns(self, course: Course, limit: float) -> list[Rule]:
+        """Rules with which a search well begins: equal slack, or more of it in every other leg."""
+        v, loose = course.virtual, self.loose(course, limit)
+        found = []
+        for share in (0.3, 0.6, 0.9):
+            for odd in (1 / 3, 1 / 2, 2 / 3) if v == 2 else (1 / 2,):
+                slack = [share * loose / v * (odd if leg % 2 else 1 - odd) for leg in range(2 * v)]
+                found.append(Rule(tuple(slack), (0.0,) * (2 * v - 1), 0.0, 0.25, -1.0))
+        return [*found, Rule((0.0,) * 2 * v, (0.0,) * (2 * v - 1), 0.1, 1.0, -1.0),
+                Rule((0.0,) * 2 * v, (0.0,) * (2 * v - 1), 100.0, 0.5, 0.9)]
+
+    def fresh(self, course: Course, limit: float) -> Rule:
+        """A random rule. Lives of chunks are as long as the room allows, or shorter."""
+        draw, v = self.random.random, course.virtual
+        loose = 1.2 * draw() * self.loose(course, limit)
+        if draw() < 0.5:  # what forwards of a chunk take longer, backwards take shorter
+            shares = [draw() / v for _ in range(v)]
+            slack = [*shares, *(1 / v - share for share in reversed(shares))]
+        else:
+            slack = [draw() ** 2 for _ in range(2 * v)]
+            slack = [share / sum(slack) for share in slack]
+        turn = tuple(draw() if draw() < 0.25 else 0.0 for _ in range(2 * v - 1))
+        worth = self.random.choice((0.0, 0.25, 0.5, 1.0))
+        if draw() < 0.3:
+            return Rule(tuple(loose * share for share in slack), turn, self.random.choice((0.5, 100.0)), worth,
+                        draw())
+        return Rule(tuple(loose * share for share in slack), turn,
+                    self.random.choice((0.0, 0.0, 0.0, 0.03, 0.1)), worth,
+                    self.random.choice((-1.0, -1.0, -1.0, 0.0, draw())))
+
+    def changed(self, known: Rule) -> Rule:
+        """A rule that differs in one number, or two."""
+        draw, choice = self.random.random, self.random.choice
+        by, what = choice(STEPS) * 2 * (draw() + draw() - 1), draw()
+        slack, turn = list(known.slack), list(known.turn)
+        if what < 0.6:
+            index, other = self.random.sample(range(len(slack)), 2)
+            slack[index] = max(0.0, slack[index] + by)
+            if what > 0.45:
+                slack[other] = max(0.0, slack[other] - by)
+        elif what < 0.75:
+            index = self.random.randrange(len(turn))
+            turn[index] = max(0.0, turn[index] + by) if draw() < 0.8 else 0.0
+        known = known._replace(slack=tuple(slack), turn=tuple(turn))
+        if what < 0.75:
+            return known
+        if what < 0.83:
+            return known._replace(worth=choice((0.0, 0.1, 0.25, 0.5, 0.75, 1.0)))
+        if what < 0.9:
+            return known._replace(ahead=choice((0.0, 0.0, 0.03, 0.1, 0.3, 1.0, 100.0)))
+        if what < 0.97:
+            return known._replace(spare=choice((-1.0, 0.0, draw())))
+        return known._replace(pace=choice((0.9, 0.95, 0.98, 1.0, 1.0, 1.02, 1.05, 1.1)))
+
+

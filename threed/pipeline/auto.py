@@ -2,8 +2,8 @@
 search, never the clock, unless a time is given (`seconds`).
 
 Candidates are every named schedule within the limit, orders that rules play (`rule.py`), and the best order
-of a divisor of the micro-batches, repeated. `explore.py` looks for rules, with the
-room of each step of `LADDER` in turn, from the lowest up to the limit. The shortest step wins; then the shortest span.
+of a divisor of the micro-batches, repeated. `explore.py` looks for rules with the room of each step of
+`LADDER` in turn, from the lowest up to the limit. The shortest step wins; then the shortest span.
 
 What follows by construction:
 
@@ -63,7 +63,7 @@ class _Search:
     def __init__(self, p: int, times: TimesOf, limit: float, virtual: int | None):
         self.p, self.limit = p, limit
         known: dict[tuple[int, ...], Course] = {}
-        places = {name: schedule.place(p, schedule.virtual or virtual or 2)
+        places = {name: schedule.place(p, schedule.virtual or max(2, virtual or 2))
                   for name, schedule in SCHEDULES.items()}
         for place in {line(p, 1): 1, vee(p, 2): 2, **dict.fromkeys(places.values())}:
             v = len(place) // p
@@ -71,6 +71,8 @@ class _Search:
             if found is not None:
                 known[place] = Course(v, place, found)
         self.courses = list(known.values())
+        searched = [course for course in self.courses if course.place in (line(p, 1), vee(p, 2))]
+        self.searched = searched or self.courses
         self.named = {name: known[place] for name, place in places.items() if place in known}
         self.best: dict[int, Candidate | None] = {}
 
@@ -102,7 +104,7 @@ class _Search:
 
     def explored(self, m: int, seconds: float | None) -> list[Candidate]:
         until = time.monotonic() + (seconds or 0.0)
-        explorer = Explorer([c for c in self.courses if c.place in (line(self.p, 1), vee(self.p, 2))], m)
+        explorer = Explorer(self.searched, m)
         rooms = [room for room in sorted({min(m, max(1.0, step * self.p)) for step in LADDER})
                  if room <= self.limit + 1e-9]
         for room in rooms:

@@ -1,5 +1,5 @@
-"""Explore: look for rules (`rule.py`) whose orders are short. Random rules come first; then a number of one of
-the best few is changed, again and again. The same arguments give the same orders."""
+"""Explore: look for rules (`rule.py`) whose orders are short. Patterns and random rules come first; then a
+number of one of the best few is changed, again and again. The same arguments give the same orders."""
 
 from __future__ import annotations
 
@@ -107,9 +107,10 @@ class Explorer:
         del self.pool[KEPT:]
 
     def loose(self, course: Course, limit: float) -> float:
-        """The slack of all legs that fills the room: it holds as many lives of chunks at a time, and a life is
-        the way with its slack."""
-        way = (sum(course.times.forward) + sum(course.times.input)) / max(rule.work(course.place, course.times))
+        """The slack of all legs that fills the room: it holds as many lives of chunks at a time, and a life
+        is the way with its slack."""
+        times = course.times
+        way = (sum(times.forward) + sum(times.input)) / (max(rule.work(course.place, times)) or 1.0)
         return max(0.1, (course.room(limit, self.m) - way) / (max(course.place) + 1))
 
     def patterns(self, course: Course, limit: float) -> list[Rule]:
@@ -136,11 +137,11 @@ class Explorer:
         turn = tuple(draw() if draw() < 0.25 else 0.0 for _ in range(2 * v - 1))
         worth = self.random.choice((0.0, 0.25, 0.5, 1.0))
         if draw() < 0.3:
-            return Rule(tuple(loose * share for share in slack), turn, self.random.choice((0.5, 100.0)), worth,
-                        draw())
-        return Rule(tuple(loose * share for share in slack), turn,
-                    self.random.choice((0.0, 0.0, 0.0, 0.03, 0.1)), worth,
-                    self.random.choice((-1.0, -1.0, -1.0, 0.0, draw())))
+            ahead, spare = self.random.choice((0.5, 100.0)), draw()
+        else:
+            ahead = self.random.choice((0.0, 0.0, 0.0, 0.03, 0.1))
+            spare = self.random.choice((-1.0, -1.0, -1.0, 0.0, draw()))
+        return Rule(tuple(loose * share for share in slack), turn, ahead, worth, spare)
 
     def changed(self, known: Rule) -> Rule:
         """A rule that differs in one number, or two."""

@@ -7,11 +7,12 @@ run of stages in one direction: chunk 0 forwards, chunk 1 forwards, chunk 1 back
 a position has two chunks. From one stage of a leg to the next, keys rise by the time of the task, the message
 and the leg's slack; the keys of the next micro-batch are one period later.
 
-    position 0   F0 .  .  .  .  .  .  F1 I1 .  .  .  .  .  .  I0       keys of one micro-batch: legs without
-    position 1   .  F0 .  .  .  .  F1 .  .  I1 .  .  .  .  I0 .        slack keep little, since the micro-batch
-    position 2   .  .  F0 .  .  F1 .  .  .  .  I1 .  .  I0 .  .        comes back early; slack lets more
-    position 3   .  .  .  F0 F1 .  .  .  .  .  .  I1 I0 .  .  .        micro-batches be under way
+    position 0   F0 .  .  .  .  .  .  F1 I1 .  .  .  .  .  .  I0
+    position 1   .  F0 .  .  .  .  F1 .  .  I1 .  .  .  .  I0 .
+    position 2   .  .  F0 .  .  F1 .  .  .  .  I1 .  .  I0 .  .
+    position 3   .  .  .  F0 F1 .  .  .  .  .  .  I1 I0 .  .  .
 
+Without slack a micro-batch is back soon, so that little is kept; slack lets more micro-batches be under way.
 Each position runs the task with the smallest key; a weights' half fills a wait, and makes room.
 """
 
@@ -85,7 +86,7 @@ class _Player:
         unit = max(self.work)
         self.period = unit * rule.pace
         self.place, self.m, self.room = place, m, room
-        self.ahead, self.message = rule.ahead * unit + 1e-9, times.message
+        self.ahead, self.message = rule.ahead * unit, times.message
         self.seconds = [*times.forward, *times.input, *times.weight]
         self.worth = [rule.worth * seconds for seconds in times.weight]
         self.key = [*forward, *backward]  # of each op's next micro-batch
@@ -101,38 +102,49 @@ class _Player:
                 self.most[s] = max(1, room - (v - 1 - s // p) - round(share))
         self.now, self.first, self.start = [0.0] * p, [-1.0] * p, [INF] * p
         self.chosen, self.live, self.peak = [-1] * p, [0] * p, 0
+        self.sure = [False] * p  # whether a position's next op stays, whatever arrives
         self.due: list[list[int]] = [[] for _ in range(p)]  # weights' halves, oldest first
         self.codes: list[list[int]] = [[] for _ in range(p)]
 
     def choose(self, q: int) -> None:
         """Set `start` and `chosen` of a position: its next op; the start is INF where it is not known yet, or
-        no task is left."""
-        key, most, live, due = self.key, self.most, self.live[q], self.due[q]
+        no task is left. `sure`: the choice stays, whatever arrives."""
+        key, most, live, due, now = self.key, self.most, self.live[q], self.due[q], self.now[q]
         make_room = due and live >= self.room
-        head, ops = INF, self.ops[q]
-        for op in ops:
+        head, first = INF, -1
+        for op in self.ops[q]:
             if key[op] < head and (live < most[op] or make_room):
-                head = key[op]
-        latest, now, best, soon, chosen, then = head + self.ahead, self.now[q] + 1e-9, INF, INF, -1, -1
-        for op in ops:
-            if key[op] <= latest and key[op] < best:
-                if live >= most[op]:
-                    if make_room:
-                        best, chosen = key[op], due[0] // self.m
-                    continue
-                n = self.count[op]
-                if n < len(self.ready[op]):
-                    ready = self.ready[op][n]
-                    if ready <= now:
-                        best, chosen = key[op], op
-                    elif ready < soon:
-                        soon, then = ready, op
-        if chosen < 0 and due and soon - now >= self.worth[due[0] // self.m - len(self.key)]:
-            chosen = due[0] // self.m
-        if chosen < 0:
-            self.start[q], self.chosen[q] = soon, then
-        else:
-            self.start[q], self.chosen[q] = self.now[q], chosen
+                head, first = key[op], op
+        soon, then = INF, -1
+        if first >= 0:
+            if live >= most[first]:
+                then, soon = due[0] // self.m, now
+            else:
+                soon, then = self.ready_at(first), first
+        self.sure[q] = soon <= now + 1e-9
+        if not self.sure[q]:
+            soon, then = self.overtake(q, head, first, soon)
+            if due and soon - now >= self.worth[due[0] // self.m - len(key)]:
+                soon, then = now, due[0] // self.m
+        self.start[q], self.chosen[q] = max(soon, now), then
+
+    def ready_at(self, op: int) -> float:
+        times, n = self.ready[op], self.count[op]
+        return times[n] if n < len(times) else INF
+
+    def overtake(self, q: int, head: float, first: int, soon: float) -> tuple[float, int]:
+        """(start, op) where a position would wait until `soon` for the op with the smallest key: an op that
+        may overtake it, if there is one."""
+        then, best, now, live = first, INF, self.now[q] + 1e-9, self.live[q]
+        for op in self.ops[q] if self.ahead else ():
+            key = self.key[op]
+            if key <= head + self.ahead and key < best and live < self.most[op]:
+                ready = self.ready_at(op)
+                if ready <= now:
+                    soon, then, best = ready, op, key
+                elif ready < soon:
+                    soon, then = ready, op
+        return soon, then
 
     def run(self, longest_s: float) -> bool:
         """Play to the end; False where no position can go on before, or one has waited too long."""
@@ -174,7 +186,8 @@ class _Player:
                 where = place[to % stages]
                 if where != q:
                     self.ready[to].append(end + self.message)
-                    self.choose(where)
+                    if not self.sure[where]:
+                        self.choose(where)
                 else:
                     self.ready[to].append(end)
             self.choose(q)

@@ -3,7 +3,7 @@ search, never the clock, unless a time is given (`seconds`).
 
 Candidates are every named schedule within the limit, orders that rules play (`rule.py`), and the best order
 of a divisor of the micro-batches, repeated. `explore.py` looks for rules with the room of each step of
-`LADDER` in turn, from the lowest up to the limit. The shortest step wins; then the shortest span.
+`LADDER` up to the limit. The shortest step wins; then the shortest span.
 
 What follows by construction:
 
@@ -78,7 +78,8 @@ class _Search:
 
     def find(self, m: int, seconds: float | None = None) -> Candidate | None:
         """The best order of m micro-batches; None where none is within the limit."""
-        found = self.named_orders(m) + self.explored(m, seconds)
+        found = self.named_orders(m)
+        found += self.explored(m, min(found, key=score, default=None), seconds)
         for divisor in sorted({m // prime for prime in range(2, m + 1) if m % prime == 0 and _prime(prime)}):
             best = min(found, key=score, default=None)
             bound_s = least(self.courses, divisor, self.limit).total_s
@@ -102,17 +103,22 @@ class _Search:
                     found.append(Candidate(name, course.virtual, course.place, order))
         return found
 
-    def explored(self, m: int, seconds: float | None) -> list[Candidate]:
-        until = time.monotonic() + (seconds or 0.0)
-        explorer = Explorer(self.searched, m)
-        rooms = [room for room in sorted({min(m, max(1.0, step * self.p)) for step in LADDER})
-                 if room <= self.limit + 1e-9]
-        for room in rooms:
-            explorer.climb(room)
-        if rooms:
-            while time.monotonic() < until and explorer.pool and not explorer.at_bound(rooms[-1]):
-                explorer.change(rooms[-1])
-        return [] if explorer.best is None else [explorer.best]
+    def explored(self, m: int, known: Candidate | None, seconds: float | None) -> list[Candidate]:
+        """The best orders of each step of the ladder, from the highest on; but for steps at which none can be
+        better than what is known."""
+        until, found = time.monotonic() + (seconds or 0.0), [known] if known is not None else []
+        explorers = [Explorer(self.searched, m, room)
+                     for room in sorted({min(m, max(1.0, step * self.p)) for step in LADDER}, reverse=True)
+                     if room <= self.limit + 1e-9]
+        for explorer in explorers:
+            if not explorer.beyond(min(found, key=score, default=None)):
+                explorer.run()
+                found += [explorer.best] if explorer.best is not None else []
+        for explorer in explorers[:1]:
+            while time.monotonic() < until and explorer.pool and not explorer.beyond(explorer.best):
+                explorer.change()
+            found += [explorer.best] if explorer.best is not None else []
+        return found
 
 
 def _prime(number: int) -> bool:

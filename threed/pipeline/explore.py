@@ -13,7 +13,7 @@ from threed.pipeline.bound import Bound, bound
 from threed.pipeline.rule import Rule
 from threed.pipeline.timed import TimedOrder, Times
 
-FRESH, CHANGED, KEPT = 16, 56, 4  # rules for each room: random ones, changed ones, and those that are kept
+FRESH, CHANGED, KEPT = 40, 140, 4  # random rules, changed ones, and those that are kept
 STEPS = (0.02, 0.1, 0.4)  # how much a change adds to a number or takes from it, at most
 
 
@@ -50,50 +50,47 @@ def least(courses: Sequence[Course], m: int, limit: float) -> Bound:
 
 
 class Explorer:
+    """Orders of m micro-batches that keep at most `limit` micro-batches."""
 
-    def __init__(self, courses: list[Course], m: int):
-        self.courses, self.m, self.random = courses, m, random.Random(m)
+    def __init__(self, courses: Sequence[Course], m: int, limit: float):
+        self.courses = [course for course in courses if course.room(limit, m) >= course.virtual]
+        self.m, self.limit, self.random = m, limit, random.Random(f"{m} {limit}")
+        self.bound = least(courses, m, limit)
         self.best: Candidate | None = None
-        self.pool: list[tuple[tuple[float, float, int], Rule, Course]] = []
+        self.pool: list[tuple[tuple[float, float, int], Rule, Course]] = []  # the best rules, in order
 
-    def climb(self, limit: float) -> None:
-        """One step of the ladder, with this much memory."""
-        courses = [course for course in self.courses if course.room(limit, self.m) >= course.virtual]
-        if not courses or self.at_bound(limit):
-            return
-        kept, self.pool = self.pool, []
-        for _, known, course in kept:
-            self.try_rule(known, course, limit)
-        for course in courses:
-            for known in self.patterns(course, limit):
-                self.try_rule(known, course, limit)
+    def beyond(self, candidate: Candidate | None) -> bool:
+        """Whether no order can be better than this one."""
+        if candidate is None:
+            return not self.courses
+        order, (span_s, total_s) = candidate.timed, self.bound
+        return (round(order.total_s, 6), round(order.span_s, 6)) <= (round(total_s, 6), round(span_s, 6))
+
+    def run(self) -> None:
+        for course in self.courses:
+            for known in self.patterns(course):
+                self.try_rule(known, course)
         for index in range(FRESH):
-            course = courses[-1 if index % 4 else 0]
-            self.try_rule(self.fresh(course, limit), course, limit)
+            course = self.courses[-1 if index % 4 else 0]
+            self.try_rule(self.fresh(course), course)
         for _ in range(CHANGED):
-            self.change(limit)
+            if not self.beyond(self.best):
+                self.change()
 
-    def at_bound(self, limit: float) -> bool:
-        """Whether no order can be better than the best one."""
-        if self.best is None:
-            return False
-        span_s, total_s = least(self.courses, self.m, limit)
-        return self.best.timed.total_s <= total_s + 1e-9 and self.best.timed.span_s <= span_s + 1e-9
-
-    def change(self, limit: float) -> None:
+    def change(self) -> None:
         """Change a number of a rule that is kept; the better ones more often."""
-        if not self.pool:
-            return
-        index = min(self.random.randrange(len(self.pool)) for _ in range(2))
-        _, known, course = self.pool[index]
-        self.try_rule(self.changed(known), course, limit, index)
+        if self.pool:
+            index = min(self.random.randrange(len(self.pool)) for _ in range(2))
+            _, known, course = self.pool[index]
+            self.try_rule(self.changed(known), course, index)
 
-    def try_rule(self, tried: Rule, course: Course, limit: float, instead: int | None = None) -> None:
+    def try_rule(self, tried: Rule, course: Course, instead: int | None = None) -> None:
         """Play a rule, and keep it if it is among the best; or, with `instead`, no worse than that one."""
         worst = self.pool[-1 if instead is None else instead][0][0] if self.pool else math.inf
         if instead is None and len(self.pool) < KEPT:
             worst = math.inf
-        order = rule.play(tried, course.place, course.times, self.m, course.room(limit, self.m), worst)
+        room = course.room(self.limit, self.m)
+        order = rule.play(tried, course.place, course.times, self.m, room, worst)
         if order is None:
             return
         found = Candidate("searched", course.virtual, course.place, order)
@@ -106,28 +103,30 @@ class Explorer:
         self.pool.sort(key=lambda entry: entry[0])
         del self.pool[KEPT:]
 
-    def loose(self, course: Course, limit: float) -> float:
+    def loose(self, course: Course) -> float:
         """The slack of all legs that fills the room: it holds as many lives of chunks at a time, and a life
         is the way with its slack."""
         times = course.times
         way = (sum(times.forward) + sum(times.input)) / (max(rule.work(course.place, times)) or 1.0)
-        return max(0.1, (course.room(limit, self.m) - way) / (max(course.place) + 1))
+        return max(0.1, (course.room(self.limit, self.m) - way) / (max(course.place) + 1))
 
-    def patterns(self, course: Course, limit: float) -> list[Rule]:
+    def patterns(self, course: Course) -> list[Rule]:
         """Rules with which a search well begins: equal slack, or more of it in every other leg."""
-        v, loose = course.virtual, self.loose(course, limit)
+        v, loose = course.virtual, self.loose(course)
         found = []
         for share in (0.3, 0.6, 0.9):
             for odd in (1 / 3, 1 / 2, 2 / 3) if v == 2 else (1 / 2,):
                 slack = [share * loose / v * (odd if leg % 2 else 1 - odd) for leg in range(2 * v)]
                 found.append(Rule(tuple(slack), (0.0,) * (2 * v - 1), 0.0, 0.25, -1.0))
-        return [*found, Rule((0.0,) * 2 * v, (0.0,) * (2 * v - 1), 0.1, 1.0, -1.0),
-                Rule((0.0,) * 2 * v, (0.0,) * (2 * v - 1), 100.0, 0.5, 0.9)]
+        still = (0.0,) * (2 * v - 1)
+        for ahead, worth, spare in ((0.1, 1.0, -1.0), (0.3, 1.0, -1.0), (0.3, 0.5, -1.0), (100.0, 0.5, 0.9)):
+            found += [Rule((share,) * 2 * v, still, ahead, worth, spare) for share in (0.0, 0.05)]
+        return found
 
-    def fresh(self, course: Course, limit: float) -> Rule:
+    def fresh(self, course: Course) -> Rule:
         """A random rule. Lives of chunks are as long as the room allows, or shorter."""
         draw, v = self.random.random, course.virtual
-        loose = 1.2 * draw() * self.loose(course, limit)
+        loose = 1.2 * draw() * self.loose(course)
         if draw() < 0.5:  # what forwards of a chunk take longer, backwards take shorter
             shares = [draw() / v for _ in range(v)]
             slack = [*shares, *(1 / v - share for share in reversed(shares))]

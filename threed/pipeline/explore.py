@@ -13,7 +13,9 @@ from threed.pipeline.bound import Bound, bound
 from threed.pipeline.rule import Rule
 from threed.pipeline.timed import TimedOrder, Times
 
-FRESH, CHANGED, KEPT = 40, 140, 4  # random rules, changed ones, and those that are kept
+FRESH, KEPT = 40, 4  # random rules, and rules that are kept
+CHANGED, WORK = 140, 9_000  # changed rules; more for a small pipeline: WORK / (positions * micro-batches)
+MOST = 400  # changed rules
 STEPS = (0.02, 0.1, 0.4)  # how much a change adds to a number or takes from it, at most
 
 
@@ -73,7 +75,8 @@ class Explorer:
         for index in range(FRESH):
             course = self.courses[-1 if index % 4 else 0]
             self.try_rule(self.fresh(course), course)
-        for _ in range(CHANGED):
+        size = self.m * (1 + max(self.courses[0].place))
+        for _ in range(min(MOST, max(CHANGED, WORK // size))):
             if not self.beyond(self.best):
                 self.change()
 

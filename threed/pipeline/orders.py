@@ -185,8 +185,10 @@ def _blocks(p: int, m: int, steps: tuple[int, ...], gaps: tuple[int, ...]) -> Or
     wait, as far as these numbers allow.
     """
     lines = [_line(position, p, m, steps, gaps) for position in range(p)]
-    order, due = ([[] for _ in range(p)] for _ in range(2))
-    freed, ended, slot = [0] * p, {}, 0
+    order: Order = [[] for _ in range(p)]
+    due: Order = [[] for _ in range(p)]
+    ended: dict[Task, int] = {}
+    freed, slot = [0] * p, 0
     while any(lines) or any(due):
         for position, line_ in enumerate(lines):
             task, before = line_[0] if line_ else (None, 0)

@@ -42,8 +42,7 @@ def play(order: Order, place: Sequence[int], times: Times) -> TimedOrder:
     a value takes the time of a message to reach another position. A task that never has what it needs is not
     run, nor is what comes after it."""
     done: dict[Task, float] = {}
-    heads, now, first = ([0] * len(order) for _ in range(3))
-    now, first, moved = [0.0] * len(order), [-1.0] * len(order), True
+    heads, now, first, moved = [0] * len(order), [0.0] * len(order), [-1.0] * len(order), True
     while moved:
         moved = False
         for position, tasks in enumerate(order):

@@ -14,8 +14,7 @@ from threed.pipeline.rule import Rule
 from threed.pipeline.timed import TimedOrder, Times
 
 FRESH, KEPT = 40, 4  # random rules, and rules that are kept
-CHANGED, WORK = 140, 9_000  # changed rules; more for a small pipeline: WORK / (positions * micro-batches)
-MOST = 400  # changed rules
+WORK, LEAST, MOST = 36_000, 60, 250  # changed rules: WORK / (positions * micro-batches), within these
 STEPS = (0.02, 0.1, 0.4)  # how much a change adds to a number or takes from it, at most
 
 
@@ -76,7 +75,7 @@ class Explorer:
             course = self.courses[-1 if index % 4 else 0]
             self.try_rule(self.fresh(course), course)
         size = self.m * (1 + max(self.courses[0].place))
-        for _ in range(min(MOST, max(CHANGED, WORK // size))):
+        for _ in range(min(MOST, max(LEAST, WORK // size))):
             if not self.beyond(self.best):
                 self.change()
 

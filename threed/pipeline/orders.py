@@ -163,14 +163,14 @@ def zb_v(p: int, m: int, v: int = 2) -> Order:
 
 
 def v_half(p: int, m: int, v: int = 2) -> Order:
-    """Qi et al. 2024 (controllable memory): keeps half as much as 1F1B and at most one micro-batch more. A
-    bubble half as large, where F, I and W take equal time."""
+    """Qi et al. 2024 (controllable memory): keeps floor(p / 2) + 1 micro-batches. Where F, I and W take
+    equal time, the bubble is little more than half of 1F1B's."""
     return _blocks(p, m, (1, 2, 1, 2), (0, 0, 1) if p % 2 else (0, 3, 1))
 
 
 def v_min(p: int, m: int, v: int = 2) -> Order:
-    """Qi et al. 2024 (controllable memory): keeps a third as much as 1F1B and at most two micro-batches more.
-    A bubble two thirds as large, where F, I and W take equal time."""
+    """Qi et al. 2024 (controllable memory): keeps floor((p + 4) / 3) micro-batches. Where F, I and W take
+    equal time, the bubble is some two thirds of 1F1B's."""
     return _blocks(p, m, (1, 1, 1, 1), (0, 0, 0) if p % 3 else (2, 0, 2))
 
 

@@ -167,6 +167,7 @@ def predict(context: typer.Context, config: BareConfigPath = None, overrides: Ov
             times: Annotated[str, typer.Option(help=HELP_TIMES)] = "f=1,b=1,w=1,comm=0",
             virtual_stages: Annotated[int | None, typer.Option(min=1, help="stages a position")] = None,
             activation_limit: Annotated[str | None, typer.Option(metavar="2x|BYTES", help=HELP_LIMIT)] = None,
+            seconds: Annotated[float | None, typer.Option(min=0, help=HELP_SECONDS)] = None,
             as_json: Json = False) -> None:
     """Predict a step: time, bubble, memory and bytes of each pipeline position, by walking the plan with a
     clock.
@@ -182,7 +183,7 @@ def predict(context: typer.Context, config: BareConfigPath = None, overrides: Ov
         from threed.prediction.report import show as show_report
 
         _exclude(context, "CONFIG", "schedule", "pp", "micro_batches", "times", "virtual_stages",
-                 "activation_limit")
+                 "activation_limit", "seconds")
         _print(api.predict(configs.load(config, overrides), hardware, costs, tokens), show_report, as_json)
         return
     from threed.prediction import bare
@@ -194,7 +195,8 @@ def predict(context: typer.Context, config: BareConfigPath = None, overrides: Ov
     limit = None
     if activation_limit is not None:
         limit = bare.parse_limit_of_bare(activation_limit, pp, micro_batches)
-    values = bare.predict_bare(schedule, pp, micro_batches, bare.parse_times(times), virtual_stages, limit)
+    values = bare.predict_bare(schedule, pp, micro_batches, bare.parse_times(times), virtual_stages, limit,
+                               seconds)
     _print(values, bare.show, as_json)
 
 

@@ -1,224 +1,125 @@
 """Auto: search an order for given times and a limit on activations. The number of candidates bounds the
-search, never the clock.
+search, never the clock, unless a time is given (`seconds`).
 
-Candidates are every named schedule within the limit, and orders that `_Filler` builds. It plays a frame of
-forwards and input halves (1F1B's line or zb-v's V) with a clock. Where a position would wait, it runs a
-weights' half that is due, or a forward ahead of its turn if memory allows; where memory is full, it must run
-a weights' half. The candidates differ in how long a wait must be to be filled. The shortest predicted step
-wins.
+Candidates are every named schedule within the limit, orders that rules play (`rule.py`), and the best order
+of a divisor of the micro-batches, repeated. `explore.py` looks for rules with the room of each step of
+`LADDER` up to the limit. The shortest step wins; then the shortest span.
+
+What follows by construction:
+
+* The step is never longer than that of a named schedule within the limit: all of them are candidates.
+* It is never longer than with a lower limit: what a step of the ladder finds does not depend on the limit.
+* Its time per micro-batch is never longer than with a divisor of the micro-batches: repeating the order of
+  the divisor keeps what it keeps, and takes at most as many times as long.
+
+Nothing can promise the last for any smaller number of micro-batches: where two fit into memory, three take
+two turns, as four do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+import math
+import time
+from collections.abc import Callable
 
 from threed.errors import InputError
-from threed.pipeline.orders import SCHEDULES, Order, Task, line, needs, one_f_one_b, vee, zb_v
+from threed.pipeline.bound import Bound
+from threed.pipeline.explore import Candidate, Course, Explorer, least, score
+from threed.pipeline.orders import SCHEDULES, Order, line, vee
+from threed.pipeline.timed import Times, play
 
-WORTH = (0.0, 0.1, 0.25, 0.5, 1.0)  # shares of the time of a weights' half: shorter waits are not filled
+# What a position may keep at each step of the search, in micro-batches of its whole share, by the number of
+# positions; the last step is all of them.
+LADDER = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, math.inf)
 
-
-@dataclass(frozen=True)
-class Times:
-    """Seconds of each stage's forward, input half and weights' half, and of a message between positions."""
-
-    forward: list[float]
-    input: list[float]
-    weight: list[float]
-    message: float = 0.0
-
-    def of(self, task: Task) -> float:
-        if task.kind == "B":
-            return self.input[task.stage] + self.weight[task.stage]
-        return {"F": self.forward, "I": self.input, "W": self.weight}[task.kind][task.stage]
-
-    @classmethod
-    def equal(cls, stages: int, whole: tuple[float, float, float], share: int, message: float = 0.0) -> Times:
-        """Equal stages: `whole` is a position's forward, input half and weights' half; a stage takes 1/share
-        of it."""
-        return cls(*([seconds / share] * stages for seconds in whole), message=message)
+TimesOf = Callable[[tuple[int, ...]], Times | None]
 
 
-class TimedOrder(NamedTuple):
-    order: Order
-    span_s: float  # of the position that takes longest, from its first task to its last
-    total_s: float
-    peak: int  # the most chunks that any position keeps at a time, each from its forward to its weights' half
-
-
-class Clock:
-    """Plays tasks one by one: each position has a clock, and a value takes the time of a message to reach
-    another position."""
-
-    def __init__(self, place: Sequence[int], times: Times):
-        self.place, self.times = place, times
-        positions = max(place) + 1
-        self.now, self.first = [0.0] * positions, [-1.0] * positions
-        self.live, self.peak = [0] * positions, [0] * positions
-        self.done: dict[Task, float] = {}
-        self.order: Order = [[] for _ in range(positions)]
-
-    def ready(self, task: Task) -> float | None:
-        """The time at which a task has all that it needs; None where this is not known yet."""
-        latest = 0.0
-        for need in needs(task, len(self.place) - 1):
-            end = self.done.get(need)
-            if end is None:
-                return None
-            far = self.place[need.stage] != self.place[task.stage]
-            latest = max(latest, end + self.times.message if far else end)
-        return latest
-
-    def play(self, task: Task, start: float) -> None:
-        position = self.place[task.stage]
-        if self.first[position] < 0:
-            self.first[position] = start
-        self.now[position] = end = start + self.times.of(task)
-        self.done[task._replace(kind="I") if task.kind == "B" else task] = end
-        self.live[position] += {"F": 1, "I": 0}.get(task.kind, -1)
-        self.peak[position] = max(self.peak[position], self.live[position])
-        self.order[position].append(task)
-
-    def result(self) -> TimedOrder:
-        spans = [end - start for start, end in zip(self.first, self.now, strict=True)]
-        return TimedOrder(self.order, max(spans), max(self.now), max(self.peak))
-
-
-def play(order: Order, place: Sequence[int], times: Times) -> TimedOrder:
-    """Time an order without changing it."""
-    clock = Clock(place, times)
-    heads = [0] * len(order)
-    moved = True
-    while moved:
-        moved = False
-        for position, tasks in enumerate(order):
-            while heads[position] < len(tasks):
-                task = tasks[heads[position]]
-                ready = clock.ready(task)
-                if ready is None:
-                    break
-                clock.play(task, max(ready, clock.now[position]))
-                heads[position] += 1
-                moved = True
-    return clock.result()
-
-
-class _Filler:
-    """Plays a frame (each position's forwards and input halves, in order) and fills its waits. A position
-    keeps at most `limit` chunks."""
-
-    def __init__(self, frame: Order, clock: Clock, limit: int, worth: float, eager: bool):
-        self.frame = [list(tasks) for tasks in frame]
-        self.clock, self.limit, self.worth, self.eager = clock, limit, worth, eager
-        self.heads = [0] * len(frame)
-        self.due: list[list[Task]] = [[] for _ in frame]  # weights' halves, oldest first
-        self.reserve = len(clock.place) // len(frame)  # room that a forward ahead of its turn must leave
-
-    def choose(self, position: int) -> tuple[float, Task] | None:
-        """(start, task) of a position's next task; None where it is not known yet, or no task is left."""
-        clock, tasks, due = self.clock, self.frame[position], self.due[position]
-        now, head = clock.now[position], self.heads[position]
-        if head == len(tasks):
-            return (now, due[0]) if due else None
-        task = tasks[head]
-        if task.kind == "F" and clock.live[position] >= self.limit:
-            return (now, due[0]) if due else None
-        ready = clock.ready(task)
-        if ready is not None and ready <= now + 1e-12:
-            return now, task
-        wait = float("inf") if ready is None else ready - now
-        ahead = None if due and self.eager else self._ahead(position, wait)
-        if ahead is not None:
-            tasks.insert(head, tasks.pop(ahead))
-            return now, tasks[head]
-        if due and wait >= self.worth * clock.times.of(due[0]):
-            return now, due[0]
-        return None if ready is None else (ready, task)
-
-    def _ahead(self, position: int, wait: float) -> int | None:
-        """The index in the frame of the next forward of the position's first stage, if it can run now."""
-        clock, tasks, head = self.clock, self.frame[position], self.heads[position]
-        if clock.live[position] >= self.limit - self.reserve:
-            return None
-        for index in range(head + 1, min(len(tasks), head + 6 * len(self.frame))):
-            task = tasks[index]
-            if task.kind == "F" and task.stage == position:
-                ready = clock.ready(task)
-                fits = ready is not None and ready <= clock.now[position] + 1e-12
-                return index if fits and wait >= self.worth * clock.times.of(task) else None
-        return None
-
-    def run(self) -> TimedOrder | None:
-        """Returns None where the frame cannot be played to its end within the limit."""
-        positions = range(len(self.frame))
-        left = sum(len(tasks) + sum(task.kind == "I" for task in tasks) for tasks in self.frame)
-        chosen: list[tuple[float, Task] | None] = [self.choose(position) for position in positions]
-        place = self.clock.place
-        for _ in range(left):
-            times = [(entry[0], p) for p, entry in enumerate(chosen) if entry is not None]
-            _, position = min(times, default=(0.0, None))
-            if position is None:
-                return None
-            start, task = chosen[position]  # pyright: ignore[reportGeneralTypeIssues]
-            self.clock.play(task, start)
-            if task.kind == "W":
-                self.due[position].pop(0)
-            else:
-                self.heads[position] += 1
-                if task.kind == "I":
-                    self.due[position].append(Task("W", task.stage, task.microbatch))
-            near = {position, *(place[s] for s in (task.stage - 1, task.stage + 1) if 0 <= s < len(place))}
-            for other in near:  # the choices of other positions cannot have changed
-                chosen[other] = self.choose(other)
-        return self.clock.result()
-
-
-def _frame(order: Order) -> Order:
-    """The forwards and input halves of an order."""
-    return [[task._replace(kind="I") if task.kind == "B" else task for task in tasks if task.kind != "W"]
-            for tasks in order]
-
-
-class Candidate(NamedTuple):
-    name: str
-    virtual: int
-    place: tuple[int, ...]
-    timed: TimedOrder
-
-
-def search(p: int, m: int, times: Callable[[tuple[int, ...]], Times | None], limit: float | None,
-           virtual: int | None = None) -> Candidate:
-    """The best order for p positions and m micro-batches.
+def search(p: int, m: int, times: TimesOf, limit: float | None, virtual: int | None = None,
+           seconds: float | None = None) -> tuple[Candidate, Bound]:
+    """The best order for p positions and m micro-batches, and what no order on the same placements can be
+    below.
 
     `times(place)` gives the times for a placement of stages, or None where the model cannot be cut into so
     many stages. `limit`: how much a position may keep, in micro-batches of its whole share; None for no
-    limit. `virtual`: stages a position; None for any number.
+    limit. `virtual`: stages a position; None for any number. `seconds`: go on for this long, or until the
+    bound is reached; then the result depends on the machine.
     """
-    candidates: list[Candidate] = []
-
-    def add(name: str, v: int, place: tuple[int, ...], timed: TimedOrder | None) -> None:
-        if timed is not None and (limit is None or timed.peak <= limit * v + 1e-9):
-            candidates.append(Candidate(name, v, place, timed))
-
-    for name, schedule in SCHEDULES.items():
-        v = schedule.virtual or 2
-        place = schedule.place(p, v)
-        known = times(place) if virtual in (None, v) and m >= schedule.least(p) else None
-        if known is not None:
-            add(name, v, place, play(schedule.make(p, m, v), place, known))
-    for v, place in ((1, line(p, 1)), (2, vee(p, 2))):
-        known = times(place) if virtual in (None, v) else None
-        room = m * v if limit is None else min(m * v, int(limit * v + 1e-9))
-        if known is None or room < 1:
-            continue
-        frame = one_f_one_b(p, m, most=room) if v == 1 else zb_v(p, m)
-        for worth in WORTH:
-            for eager in (True, False):
-                add("filled", v, place, _Filler(_frame(frame), Clock(place, known), room, worth, eager).run())
-    if not candidates:
+    seeker = _Search(p, times, math.inf if limit is None else limit, virtual)
+    found = seeker.find(m, seconds)
+    if found is None:
         raise InputError(f"no schedule of {p} positions and {m} micro-batches keeps at most {limit:g} "
                          "micro-batches a position; raise parallel.activation_limit")
-    return min(candidates, key=lambda candidate: (round(candidate.timed.total_s, 9),
-                                                  round(candidate.timed.span_s, 9), candidate.timed.peak))
+    return found, least(seeker.courses, m, seeker.limit)
+
+
+def repeat(order: Order, m: int, copies: int) -> Order:
+    """An order of m micro-batches, `copies` times one after the other."""
+    return [[task._replace(microbatch=copy * m + task.microbatch) for copy in range(copies) for task in tasks]
+            for tasks in order]
+
+
+class _Search:
+    def __init__(self, p: int, times: TimesOf, limit: float, virtual: int | None):
+        self.p, self.limit = p, limit
+        known: dict[tuple[int, ...], Course] = {}
+        places = {name: schedule.place(p, schedule.virtual or max(2, virtual or 2))
+                  for name, schedule in SCHEDULES.items()}
+        for place in {line(p, 1): 1, vee(p, 2): 2, **dict.fromkeys(places.values())}:
+            v = len(place) // p
+            found = times(place) if virtual in (None, v) else None
+            if found is not None:
+                known[place] = Course(v, place, found)
+        self.courses = list(known.values())
+        searched = [course for course in self.courses if course.place in (line(p, 1), vee(p, 2))]
+        self.searched = searched or self.courses
+        self.named = {name: known[place] for name, place in places.items() if place in known}
+        self.best: dict[int, Candidate | None] = {}
+
+    def find(self, m: int, seconds: float | None = None) -> Candidate | None:
+        """The best order of m micro-batches; None where none is within the limit."""
+        found = self.named_orders(m)
+        found += self.explored(m, min(found, key=score, default=None), seconds)
+        for divisor in sorted({m // prime for prime in range(2, m + 1) if m % prime == 0 and _prime(prime)}):
+            best = min(found, key=score, default=None)
+            bound_s = least(self.courses, divisor, self.limit).total_s
+            if best is not None and best.timed.total_s <= bound_s * (m // divisor):
+                continue  # no order of so few can be better
+            if divisor not in self.best:
+                self.best[divisor] = self.find(divisor)
+            part = self.best[divisor]
+            if part is not None:
+                course = next(course for course in self.courses if course.place == part.place)
+                order = repeat(part.timed.order, divisor, m // divisor)
+                found.append(part._replace(timed=play(order, part.place, course.times)))
+        return min(found, key=score, default=None)
+
+    def named_orders(self, m: int) -> list[Candidate]:
+        found = []
+        for name, course in self.named.items():
+            if m >= SCHEDULES[name].least(self.p):
+                order = play(SCHEDULES[name].make(self.p, m, course.virtual), course.place, course.times)
+                if order.peak <= self.limit * course.virtual + 1e-9:
+                    found.append(Candidate(name, course.virtual, course.place, order))
+        return found
+
+    def explored(self, m: int, known: Candidate | None, seconds: float | None) -> list[Candidate]:
+        """The best orders of each step of the ladder, from the highest on; but for steps at which none can be
+        better than what is known."""
+        until, found = time.monotonic() + (seconds or 0.0), [known] if known is not None else []
+        explorers = [Explorer(self.searched, m, room)
+                     for room in sorted({min(m, max(1.0, step * self.p)) for step in LADDER}, reverse=True)
+                     if room <= self.limit + 1e-9]
+        for explorer in explorers:
+            if not explorer.beyond(min(found, key=score, default=None)):
+                explorer.run()
+                found += [explorer.best] if explorer.best is not None else []
+        for explorer in explorers[:1]:
+            while time.monotonic() < until and explorer.pool and not explorer.beyond(explorer.best):
+                explorer.change()
+            found += [explorer.best] if explorer.best is not None else []
+        return found
+
+
+def _prime(number: int) -> bool:
+    return all(number % divisor for divisor in range(2, math.isqrt(number) + 1))

@@ -30,8 +30,8 @@ p positions, m micro-batches, and v stages a position. With p = 3 and m = 4:
     pp1   .  F0 F1 F2 B0 F3 B1 .  B2 W0 B3 W1 W2 W3
     pp2   .  .  F0 B0 F1 B1 F2 B2 F3 B3 W0 W1 W2 W3
 
-interleaved and breadth-first give each position v stages, which are p apart; zb-v and dualpipe-v give it two,
-in V shape, so that the first position also has the last stage.
+interleaved and breadth-first give each position v stages, which are p apart; zb-v, v-half, v-min and
+dualpipe-v give it two, in V shape, so that the first position also has the last stage.
 """
 
 from __future__ import annotations
@@ -162,6 +162,77 @@ def zb_v(p: int, m: int, v: int = 2) -> Order:
     return order
 
 
+def v_half(p: int, m: int, v: int = 2) -> Order:
+    """Qi et al. 2024 (controllable memory): keeps floor(p / 2) + 1 micro-batches. Where F, I and W take
+    equal time, the bubble is little more than half of 1F1B's."""
+    return _blocks(p, m, (1, 2, 1, 2), (0, 0, 1) if p % 2 else (0, 3, 1))
+
+
+def v_min(p: int, m: int, v: int = 2) -> Order:
+    """Qi et al. 2024 (controllable memory): keeps floor((p + 4) / 3) micro-batches. Where F, I and W take
+    equal time, the bubble is some two thirds of 1F1B's."""
+    return _blocks(p, m, (1, 1, 1, 1), (0, 0, 0) if p % 3 else (2, 0, 2))
+
+
+def _blocks(p: int, m: int, steps: tuple[int, ...], gaps: tuple[int, ...]) -> Order:
+    """A building block, repeated each six slots, for tasks of one slot each. A micro-batch goes down and up
+    the V, forwards and then backwards: `steps` are the slots between neighbours on these four legs, and
+    `gaps` those that it waits between legs. No two tasks of a position may fall on the same slot of the six.
+
+    A weights' half has the next free slot of the block. Together the blocks say which forwards and input
+    halves a position runs in turn, and how many weights' halves must have been run before each forward, which
+    sets what it keeps. Then the blocks are squeezed: weights' halves are postponed to where a position would
+    wait, as far as these numbers allow.
+    """
+    lines = [_line(position, p, m, steps, gaps) for position in range(p)]
+    order: Order = [[] for _ in range(p)]
+    due: Order = [[] for _ in range(p)]
+    ended: dict[Task, int] = {}
+    freed, slot = [0] * p, 0
+    while any(lines) or any(due):
+        for position, line_ in enumerate(lines):
+            task, before = line_[0] if line_ else (None, 0)
+            ready = task is not None and all(ended.get(need, slot) < slot for need in needs(task, 2 * p - 1))
+            if task is not None and ready and freed[position] >= before:
+                line_.pop(0)
+                due[position] += [task._replace(kind="W")] if task.kind == "I" else []
+            elif due[position]:
+                task = due[position].pop(0)
+                freed[position] += 1
+            else:
+                continue
+            order[position].append(task)
+            ended[task] = slot
+        slot += 1
+    return order
+
+
+def _line(position: int, p: int, m: int, steps: tuple[int, ...],
+          gaps: tuple[int, ...]) -> list[tuple[Task, int]]:
+    """A position's forwards and input halves in the order of the blocks; and with each forward, how many
+    weights' halves come before it."""
+    stages = position, 2 * p - 1 - position
+    slots, now = [], 0
+    for leg, step in enumerate(steps):
+        slots.append(now + step * (p - 1 - position if leg % 2 else position))
+        now += step * (p - 1) + 1 + (gaps[leg] if leg < 3 else 0)
+    tasks = list(zip(slots, "FFII", (stages[0], stages[1], stages[1], stages[0]), strict=True))
+    taken = {slot % 6 for slot in slots}
+    assert len(taken) == 4, (position, p, steps, gaps)
+    for slot, _, stage in tasks[2:]:
+        late = next(late for late in range(slot + 1, slot + 7) if late % 6 not in taken)
+        taken.add(late % 6)
+        tasks.append((late, "W", stage))
+    result, freed = [], 0
+    for _, k, kind, stage in sorted((slot + 6 * k, k, kind, stage) for slot, kind, stage in tasks
+                                    for k in range(m)):
+        if kind == "W":
+            freed += 1
+        else:
+            result.append((Task(kind, stage, k), freed if kind == "F" else 0))
+    return result
+
+
 def dualpipe_v(p: int, m: int, v: int = 2) -> Order:
     """DualPipe (DeepSeek-AI 2024) cut in half, so that parameters are held once: forwards of one chunk
     alternate with backwards of the other. It fills both arms of the V at once, so it needs 2p
@@ -236,6 +307,8 @@ SCHEDULES: dict[str, Schedule] = {
     "zb-h1": Schedule(zb_h1),
     "zb-h2": Schedule(zb_h2),
     "zb-v": Schedule(zb_v, vee, 2),
+    "v-half": Schedule(v_half, vee, 2),
+    "v-min": Schedule(v_min, vee, 2),
     "dualpipe-v": Schedule(dualpipe_v, vee, 2, lambda p: 2 * p),
     "breadth-first": Schedule(breadth_first, virtual=None, alone="gpipe"),
 }

@@ -8,9 +8,10 @@ from pathlib import Path
 
 from threed.activation import plan as activation
 from threed.errors import InputError
-from threed.pipeline.auto import Times, play, search
+from threed.pipeline.auto import search
 from threed.pipeline.file import read_order
 from threed.pipeline.orders import SCHEDULES, line
+from threed.pipeline.timed import Times, play
 from threed.planner.facts import make_table, unit_costs
 from threed.planner.passes import Pipeline, run_passes
 from threed.program.summary import stages
@@ -44,8 +45,8 @@ def _search(config: Config) -> Pipeline:
     parallel, limit = config.parallel, _limit(config)
     size = parse_limit(parallel.activation_limit)[1] if parallel.activation_limit is not None else None
     while True:
-        best = search(parallel.pp, config.num_microbatches, lambda place: _times(config, place), limit,
-                      parallel.virtual_stages)
+        best, _ = search(parallel.pp, config.num_microbatches, lambda place: _times(config, place), limit,
+                         parallel.virtual_stages)
         pipeline = Pipeline(best.timed.order, best.place)
         if size is None or limit is None:
             return pipeline

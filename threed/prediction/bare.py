@@ -7,13 +7,15 @@ position, from its first task to its last.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from threed.errors import InputError
-from threed.pipeline.auto import Times, search
+from threed.pipeline.auto import search
+from threed.pipeline.bound import Bound
 from threed.pipeline.file import read_order
 from threed.pipeline.orders import SCHEDULES, Order
 from threed.pipeline.plan import communicate, expand
+from threed.pipeline.timed import Times
 from threed.program.check import check_programs
 from threed.program.instruction import COMPUTE, Instruction, Op
 from threed.program.table import PHASES, ComputeUnit, Table
@@ -38,17 +40,28 @@ def parse_times(text: str) -> dict[str, float]:
     return {"comm": 0.0, **times}
 
 
-def choose(schedule: str, p: int, m: int, times: dict[str, float], virtual: int | None,
-           limit: float | None) -> tuple[str, int, tuple[int, ...], Order]:
-    """(name, stages a position, placement, order) of a schedule for p positions and m micro-batches."""
+class Choice(NamedTuple):
+    name: str
+    virtual: int  # stages a position
+    place: tuple[int, ...]
+    order: Order
+    bound: Bound | None = None  # of a searched order: what none is below
+
+
+def find(p: int, m: int, times: dict[str, float], virtual: int | None, limit: float | None,
+         seconds: float | None) -> Choice:
+    """`auto` for p positions and m micro-batches. `seconds`: how much longer to search."""
     whole = times["f"], times["b"], times["w"]
-    if schedule == "auto":
-        best = search(p, m, lambda place: Times.equal(len(place), whole, len(place) // p, times["comm"]),
-                      limit, virtual)
-        return best.name, best.virtual, best.place, best.timed.order
+    best, bound = search(p, m, lambda place: Times.equal(len(place), whole, len(place) // p, times["comm"]),
+                         limit, virtual, seconds)
+    return Choice(best.name, best.virtual, best.place, best.timed.order, bound)
+
+
+def choose(schedule: str, p: int, m: int, virtual: int | None) -> Choice:
+    """A named schedule, or a file's, for p positions and m micro-batches."""
     if schedule.startswith("file:"):
         order, place = read_order(Path(schedule.removeprefix("file:")), p)
-        return schedule, len(place) // p, place, order
+        return Choice(schedule, len(place) // p, place, order)
     if schedule not in SCHEDULES:
         raise InputError(f"--schedule {schedule}: must be one of {', '.join(SCHEDULES)}, auto, file:PATH")
     known = SCHEDULES[schedule]
@@ -57,14 +70,19 @@ def choose(schedule: str, p: int, m: int, times: dict[str, float], virtual: int 
         raise InputError(f"--virtual-stages {virtual}: {schedule} has {v} a position")
     if m < known.least(p):
         raise InputError(f"--micro-batches {m}: {schedule} needs {known.least(p)} for {p} positions")
-    return schedule, v, known.place(p, v), known.make(p, m, v)
+    return Choice(schedule, v, known.place(p, v), known.make(p, m, v))
 
 
 def predict_bare(schedule: str, p: int, m: int, times: dict[str, float], virtual: int | None = None,
-                 limit: float | None = None) -> dict[str, Any]:
+                 limit: float | None = None, seconds: float | None = None) -> dict[str, Any]:
     """The values that `threed predict --schedule ...` prints. `limit`: how much a position may keep, in
-    micro-batches of its whole share."""
-    name, v, place, order = choose(schedule, p, m, times, virtual, limit)
+    micro-batches of its whole share. `seconds`: how much longer `auto` searches."""
+    if schedule == "auto":
+        name, v, place, order, bound = find(p, m, times, virtual, limit, seconds)
+    elif seconds is not None:
+        raise InputError(f"--seconds {seconds:g}: only --schedule auto searches, and this is {schedule}")
+    else:
+        name, v, place, order, bound = choose(schedule, p, m, virtual)
     programs, table = bare_programs(order, place, m)
     # Tests check the named schedules; a check here would make a large prediction three times as slow.
     if name not in SCHEDULES:
@@ -76,15 +94,25 @@ def predict_bare(schedule: str, p: int, m: int, times: dict[str, float], virtual
         raise InputError(f"{schedule} keeps {kept:g} micro-batches at its peak, above the limit of "
                          f"{limit:g}; use --schedule auto")
     cost, ideal = max(stage["span"] for stage in stages), m * (times["f"] + times["b"] + times["w"])
-    return {"schedule": schedule, "order": name, "pp": p, "micro_batches": m, "virtual_stages": v,
-            "bubble_rate": (cost - ideal) / cost if cost else 0.0, "step_time": when.total_s,
-            "stages": stages}
+    values = {"schedule": schedule, "order": name, "pp": p, "micro_batches": m, "virtual_stages": v,
+              "bubble_rate": _rate(cost, ideal), "step_time": when.total_s, "stages": stages}
+    if bound is not None:  # sums of the same numbers in another order may differ in the last digit
+        values |= {"bubble_rate_bound": _rate(min(cost, bound.span_s), ideal),
+                   "step_time_bound": min(when.total_s, bound.total_s)}
+    return values
+
+
+def _rate(cost: float, ideal: float) -> float:
+    return (cost - ideal) / cost if cost else 0.0
 
 
 def show(values: dict[str, Any]) -> str:
     """The values that `predict_bare` returns, as text."""
     lines = [f"{values['schedule']} ({values['order']}, {values['virtual_stages']} stages a position): "
              f"bubble rate {values['bubble_rate']:.4f}, step time {values['step_time']:.3f}"]
+    if "step_time_bound" in values:
+        lines.append(f"no order is below: bubble rate {values['bubble_rate_bound']:.4f}, step time "
+                     f"{values['step_time_bound']:.3f}")
     for position, row in enumerate(values["stages"]):
         lines.append(f"pp{position}".ljust(6) + f"busy {row['busy']:.3f}  span {row['span']:.3f}  "
                      f"keeps {row['peak_activations']:g}")

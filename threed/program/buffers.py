@@ -10,11 +10,11 @@ layer differ by a norm or a bias, and are not all alive at a time.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
-from threed.program.effects import effects
-from threed.program.instruction import Slot, Tier
+from threed.program.effects import Effects, forms_of
+from threed.program.instruction import Instruction, Slot, Tier
 from threed.program.table import Plan, Table
 from threed.quantity import ALIGNMENT, round_up
 
@@ -47,7 +47,13 @@ def _elements(sizes: Sizes) -> int:
 
 
 def buffers(plan: Plan, position: int) -> Buffers:
-    """The buffers that a rank of a position needs over all programs of the plan."""
+    """The buffers that a rank of a position needs over all programs of the plan. The plan remembers them."""
+    if position not in plan.pools:
+        plan.pools[position] = _buffers(plan, position)
+    return plan.pools[position]
+
+
+def _buffers(plan: Plan, position: int) -> Buffers:
     table = plan.table
     held = table.held(position)
     # the sets of sizes that are alive together
@@ -56,8 +62,7 @@ def buffers(plan: Plan, position: int) -> Buffers:
     for programs in plan.programs.values():
         alive: dict[str, Counter[int]] = {name: Counter() for name in most}
         inside: set[Slot] = set()
-        for instruction in programs[position]:
-            effect = effects(instruction, table, position)
+        for effect in _pooled(programs[position], table, position):
             for slot in (*effect.writes, *effect.adds):
                 name = pool_of(slot, table)
                 if name is not None and slot not in inside:
@@ -80,6 +85,16 @@ def buffers(plan: Plan, position: int) -> Buffers:
     shared = {name: _shared(times, units, spare=name == "grads") for name, times in taken.items()}
     return Buffers(**{name: dict(sizes) for name, sizes in most.items()} | shared,
                    staging=_staging(table, held))
+
+
+def _pooled(program: Sequence[Instruction], table: Table, position: int) -> Iterator[Effects]:
+    """What the instructions of a program do to slots that are in pools."""
+    forms = forms_of(program, table, position)
+    parts = {form: form.effect.part(lambda slot: pool_of(slot, table) is not None)
+             for form in dict.fromkeys(forms)}
+    for item, form in zip(program, forms, strict=True):
+        if (part := parts[form]) is not None:
+            yield part.of(item.microbatch) if item.microbatch > 0 else part
 
 
 def _shared(taken: Collection[tuple[tuple[int, int], ...]], units: Counter[int], spare: bool) -> Sizes:

@@ -16,13 +16,16 @@ from threed.errors import PlanError
 from threed.mesh import GROUPS
 from threed.program.instruction import BACKWARDS, Instruction, Op, Slot
 from threed.program.table import DELAYED_STEPS, EVALUATE, SNAPSHOT, VERIFY, WAITING, Plan, Table
-from threed.program.walk import Links, Mode, Program, channels, link, walk
+from threed.program.link import Links, Program, link
+from threed.program.walk import Mode, channels, stand_still, walk
 
 
 def check(plan: Plan) -> dict[str, list[Links]]:
     """Raise PlanError unless every program of the plan can run and does all of its work. Returns the links of
     each program."""
-    return {name: check_programs(name, programs, plan.table) for name, programs in plan.programs.items()}
+    for name, programs in plan.programs.items():
+        plan.linked[name] = check_programs(name, programs, plan.table)
+    return dict(plan.linked)
 
 
 def check_programs(name: str, programs: Sequence[Program], table: Table) -> list[Links]:
@@ -34,11 +37,8 @@ def check_programs(name: str, programs: Sequence[Program], table: Table) -> list
     links = []
     for position, program in enumerate(programs):
         seam, ends = table.seam(position, name), table.seam(position, name, end=True)
-        for index, instruction in enumerate(program):
-            if strays := instruction.strays():
-                raise PlanError(describe(name, programs, position, index,
-                                         f"sets {' and '.join(strays)}, which {instruction.op} does not use"))
         linked = link(program, table, position, seam)
+        _check_fields(name, programs, position, linked)
         if linked.faults:
             raise PlanError(describe(name, programs, position, *linked.faults[0]))
         left = linked.alive - ends - {Slot("scale")}
@@ -52,11 +52,10 @@ def check_programs(name: str, programs: Sequence[Program], table: Table) -> list
         links.append(linked)
     _check_channels(name, programs)
     _check_collectives(name, programs, table)
-    for mode in Mode:
-        stuck = walk(programs, links, mode).stuck
-        if stuck:
-            raise PlanError(f"deadlock ({mode.value}): each of these waits for another\n" + "\n".join(
-                describe(name, programs, position, index, "never runs") for position, index in stuck))
+    if stand_still(links):
+        mode, stuck = next((mode, stuck) for mode in Mode if (stuck := walk(programs, links, mode).stuck))
+        raise PlanError(f"deadlock ({mode.value}): each of these waits for another\n" + "\n".join(
+            describe(name, programs, position, index, "never runs") for position, index in stuck))
     return links
 
 
@@ -67,6 +66,16 @@ def describe(name: str, programs: Sequence[Program], position: int, index: int, 
     for near in range(max(0, index - 2), min(len(program), index + 3)):
         lines.append(f"  {'>' if near == index else ' '} {near:5d}  {program[near]}")
     return "\n".join(lines)
+
+
+def _check_fields(name: str, programs: Sequence[Program], position: int, links: Links) -> None:
+    """Instructions of one form set the same fields, but for the micro-batch."""
+    strays = {form for form in dict.fromkeys(links.forms) if form.item.strays()}
+    for index, form in enumerate(links.forms) if strays else ():
+        if form in strays:
+            raise PlanError(describe(name, programs, position, index,
+                                     f"sets {' and '.join(programs[position][index].strays())}, which "
+                                     f"{form.item.op} does not use"))
 
 
 def _check_complete(name: str, programs: Sequence[Program], position: int, table: Table) -> None:

@@ -40,6 +40,8 @@ from typing import NamedTuple
 
 
 class Op(StrEnum):
+    __hash__ = str.__hash__  # that of Enum is a Python function, and plans are read by dictionaries of slots
+
     FORWARD = "FORWARD"
     RECOMPUTE = "RECOMPUTE"
     BACKWARD = "BACKWARD"
@@ -85,6 +87,8 @@ WORDS: dict[str, tuple[str, ...]] = {
 
 class Tier(StrEnum):
     """The memory that a slot is in."""
+
+    __hash__ = str.__hash__  # as of Op
 
     DEVICE = "device"
     HOST = "host"

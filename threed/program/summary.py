@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from threed.mesh import AXES, GROUPS
+from threed.mesh import AXES
 from threed.program.buffers import buffers
-from threed.program.effects import effects
 from threed.program.instruction import Op, Slot, Tier
+from threed.program.link import Memory, links_of, memory
 from threed.program.table import Plan, Table
-from threed.program.walk import Memory, link, memory
 from threed.quantity import show_bytes, show_count
 
 
@@ -31,17 +30,18 @@ def stages(plan: Plan) -> list[dict[str, Any]]:
     that slots of each kind take over the step, on all tiers.
     """
     table, rows = plan.table, []
-    for position, program in enumerate(plan.programs["train"]):
+    for position, links in enumerate(links_of(plan, "train")):
         alive = alive_bytes(plan, position)
         sent: Counter[str] = Counter(dict.fromkeys(AXES, 0))
         moved: Counter[str] = Counter()
-        for instruction in program:
-            sent.update(table.sent(instruction))
-            if instruction.op in (Op.OFFLOAD, Op.FETCH):
-                moved[effects(instruction, table, position).lane] += table.moved(instruction)
-        # A REDUCE on the compute lane sums in place; it is not counted.
-        counts = Counter(item.op for item in program
-                         if item.op != Op.REDUCE or GROUPS[item.group].lane != "compute")
+        counts: Counter[Op] = Counter()
+        for form, count in Counter(links.forms).items():
+            sent.update({axis: count * size for axis, size in table.sent(form.item).items()})
+            if form.item.op in (Op.OFFLOAD, Op.FETCH):
+                moved[form.effect.lane] += count * table.moved(form.item)
+            # A REDUCE on the compute lane sums in place; it is not counted.
+            if form.item.op != Op.REDUCE or form.effect.lane != "compute":
+                counts[form.item.op] += count
         pools, away = buffers(plan, position), _away(table, position)
         held = table.held(position)
         rows.append({
@@ -92,8 +92,8 @@ def _away(table: Table, position: int) -> dict[Tier, int]:
 
 def alive_bytes(plan: Plan, position: int, name: str = "train") -> Memory:
     """Bytes of a position's slots over a program."""
-    program, seam = plan.programs[name][position], plan.table.seam(position, name)
-    return memory(program, plan.table, link(program, plan.table, position, seam), seam)
+    return memory(plan.programs[name][position], plan.table, links_of(plan, name)[position],
+                  plan.table.seam(position, name))
 
 
 def fixed_bytes(row: dict[str, Any]) -> int:

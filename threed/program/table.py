@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -155,9 +155,9 @@ class Table:
         return self.stage_positions[self.units[unit].stage]
 
     @cached_property
-    def known(self) -> dict[Instruction, Any]:
-        """Effects that `effects` has computed for this table already."""
-        return {}
+    def forms(self) -> defaultdict[int, dict[tuple[Any, ...], Any]]:
+        """Position -> forms of instructions that `form_of` has found for this table already."""
+        return defaultdict(dict)
 
     @cached_property
     def groups(self) -> dict[tuple[Op, int], tuple[str, ...]]:
@@ -358,6 +358,16 @@ class Plan:
     table: Table
     programs: dict[str, list[tuple[Instruction, ...]]]
     config: Config | None = field(default=None, compare=False, repr=False)  # None: not made from a config
+
+    @cached_property
+    def linked(self) -> dict[str, list[Any]]:
+        """Links of programs that `link.links_of` has followed for this plan already."""
+        return {}
+
+    @cached_property
+    def pools(self) -> dict[int, Any]:
+        """Position -> the buffers that `buffers.buffers` has counted for this plan already."""
+        return {}
 
     @cached_property
     def digest(self) -> str:

@@ -341,6 +341,15 @@ def gradient_kind(name: str) -> str:
     return f"g{name}"
 
 
+class _Formats(dict[tuple[tuple[Any, ...], tuple[Any, ...]], str]):
+    """The fields before the micro-batch, and those after it -> the JSON of an instruction, with %d for it."""
+
+    def __missing__(self, key: tuple[tuple[Any, ...], tuple[Any, ...]]) -> str:
+        before, after = (json.dumps(part)[1:-1].replace("%", "%%") for part in key)
+        self[key] = text = f"[{before}, %d, {after}]"
+        return text
+
+
 @dataclass(frozen=True)
 class Plan:
     """All positions' programs, by name, with the table. `programs[name][position]`.
@@ -372,8 +381,18 @@ class Plan:
     @cached_property
     def digest(self) -> str:
         """Two ranks with equal digests will do the same thing."""
-        text = json.dumps([asdict(self.table), self.programs], sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        # Of json.dumps([asdict(table), programs], sort_keys=True), but instructions that differ by their
+        # micro-batch alone are formatted once.
+        digest = hashlib.sha256(f"[{json.dumps(asdict(self.table), sort_keys=True)}, {{".encode())
+        formats = _Formats()
+        for number, (name, programs) in enumerate(sorted(self.programs.items())):
+            digest.update(f"{', ' if number else ''}{json.dumps(name)}: [".encode())
+            for position, program in enumerate(programs):
+                text = ", ".join([formats[item[0:2], item[3:]] % item[2] for item in program])
+                digest.update(f"{', ' if position else ''}[{text}]".encode())
+            digest.update(b"]")
+        digest.update(b"}]")
+        return digest.hexdigest()[:16]
 
     def __len__(self) -> int:
         return sum(len(program) for programs in self.programs.values() for program in programs)

@@ -20,7 +20,7 @@ from collections import defaultdict
 from typing import NamedTuple
 
 from threed.mesh import GROUPS
-from threed.program.effects import effects
+from threed.program.effects import forms_of
 from threed.program.instruction import Instruction, Op, Programs
 from threed.program.table import Elements, Reduction, Table
 
@@ -92,11 +92,11 @@ def _reduce(program: Program, table: Table, position: int) -> tuple[Program, Pro
     """The program with its REDUCEs; and the REDUCEs that come after the whole program."""
     added: dict[int, list[int]] = defaultdict(list)  # parameter unit -> instructions that add to its gradient
     users: dict[int, set[int]] = defaultdict(set)  # parameter unit -> compute units of these instructions
-    for index, instruction in enumerate(program):
-        for slot in effects(instruction, table, position).adds:
+    for index, form in enumerate(forms_of(program, table, position)):
+        for slot in form.effect.adds:
             if slot.kind == "wgrad":
                 added[slot.unit].append(index)
-                users[slot.unit].add(instruction.unit)
+                users[slot.unit].add(form.item.unit)
     after: dict[int, Program] = defaultdict(list)
     late = []
     for unit, places in added.items():
@@ -117,11 +117,10 @@ def _gather(program: Program, table: Table, position: int) -> Program:
     """The program with its GATHERs and RELEASEs."""
     if not table.sharded:
         return program
-    uses: list[tuple[int, list[int]]] = []  # (index, parameter units that it reads)
-    for index, instruction in enumerate(program):
-        read = [slot.unit for slot in effects(instruction, table, position).reads if slot.kind == "param"]
-        if read:
-            uses.append((index, read))
+    forms = forms_of(program, table, position)
+    read = {form: [slot.unit for slot in form.effect.reads if slot.kind == "param"]
+            for form in dict.fromkeys(forms)}
+    uses = [(index, read[form]) for index, form in enumerate(forms) if read[form]]  # (index, units that it reads)
     last = {unit: index for index, units in uses for unit in units}
     gathers: dict[int, list[int]] = defaultdict(list)  # before this instruction
     releases: dict[int, list[int]] = defaultdict(list)  # after this one

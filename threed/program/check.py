@@ -10,10 +10,12 @@ Deadlock: `walk` in its three modes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Any
 
 from threed.errors import PlanError
 from threed.mesh import GROUPS
+from threed.program.effects import Effects
 from threed.program.instruction import BACKWARDS, Instruction, Op, Slot
 from threed.program.table import DELAYED_STEPS, EVALUATE, SNAPSHOT, VERIFY, WAITING, Plan, Table
 from threed.program.link import Links, Program, link
@@ -85,38 +87,42 @@ def _check_complete(name: str, programs: Sequence[Program], position: int, table
     if name in (SNAPSHOT, WAITING):
         _check_snapshot(name, programs, position, table)
         return
-    seen: Counter[Instruction] = Counter()
-    for instruction in program:
-        if instruction.op == Op.FORWARD or instruction.op in BACKWARDS:
-            seen[Instruction(instruction.op, instruction.unit, instruction.microbatch)] += 1
     trains = name != EVALUATE
-    expected: Counter[Instruction] = Counter()
-    for unit in table.units_of(position):
-        for microbatch in range(table.num_microbatches):
-            expected[Instruction(Op.FORWARD, unit, microbatch)] += 1
-            if trains and Instruction(Op.BACKWARD_INPUT, unit, microbatch) in seen:
-                expected[Instruction(Op.BACKWARD_INPUT, unit, microbatch)] += 1
-                expected[Instruction(Op.BACKWARD_WEIGHT, unit, microbatch)] += 1
-            elif trains:
-                expected[Instruction(Op.BACKWARD, unit, microbatch)] += 1
-    for instruction in (seen - expected) + (expected - seen):
-        have, want = seen[instruction], expected[instruction]
-        index = next((i for i, other in enumerate(program)
-                      if (other.op, *other.turn) == (instruction.op, *instruction.turn)), len(program) - 1)
+    computing = (Op.FORWARD, *BACKWARDS)
+    seen = Counter([item[:3] for item in program if item.op in computing])  # (op, unit, micro-batch)
+    expected = _expected(table, position, trains, seen)
+    for turn in () if seen == expected else (seen - expected) + (expected - seen):
+        index = next((i for i, item in enumerate(program) if item[:3] == turn), len(program) - 1)
         raise PlanError(describe(name, programs, position, index,
-                                 f"'{instruction}' runs {have} times here, not {want}"))
-    counts = Counter(instruction.op for instruction in program)
+                                 f"'{Instruction(*turn)}' runs {seen[turn]} times here, not {expected[turn]}"))
     if trains:
         _check_steps(name, programs, position, table)
-    wrong = next((i for i, item in enumerate(program)
-                  if item.op == Op.CLIP and (item.gradients != "none") != trains), None)
-    if counts[Op.CLIP] != 1 or wrong is not None:
+    clips = [i for i, item in enumerate(program) if item.op == Op.CLIP]
+    wrong = next((i for i in clips if (program[i].gradients != "none") != trains), None)
+    if len(clips) != 1 or wrong is not None:
         raise PlanError(describe(name, programs, position, wrong if wrong is not None else len(program) - 1,
                                  "CLIP must run once, over gradients where there are any"))
     for index, instruction in enumerate(program):
         if instruction.op == Op.FORWARD and (instruction.keep == "none") == trains:
             raise PlanError(describe(name, programs, position, index,
                                      f"keep={instruction.keep} does not belong here"))
+
+
+_Turn = tuple[Op, int, int]  # op, unit, micro-batch
+
+
+def _expected(table: Table, position: int, trains: bool, seen: Collection[_Turn]) -> dict[_Turn, int]:
+    """How often each must run. A backward that has begun as two halves must run as two."""
+    expected = Counter[_Turn]()
+    for unit in table.units_of(position):
+        for microbatch in range(table.num_microbatches):
+            expected[Op.FORWARD, unit, microbatch] = 1
+            if trains and (Op.BACKWARD_INPUT, unit, microbatch) in seen:
+                expected[Op.BACKWARD_INPUT, unit, microbatch] = 1
+                expected[Op.BACKWARD_WEIGHT, unit, microbatch] = 1
+            elif trains:
+                expected[Op.BACKWARD, unit, microbatch] = 1
+    return expected
 
 
 def _check_steps(name: str, programs: Sequence[Program], position: int, table: Table) -> None:
@@ -155,19 +161,31 @@ def _check_copies(name: str, programs: Sequence[Program], position: int, links: 
     the step may read a shard after its STEP: all micro-batches see the same weights."""
     whole: set[int] = set()
     changed: set[int] = set()
-    for index, effect in enumerate(links.effects):
-        for slot in effect.updates:
+    used = {form: _copies(form.effect) for form in dict.fromkeys(links.forms)}
+    for index, form in enumerate(links.forms):
+        updates, reads, gathered, released = used[form]
+        for slot in updates:
             if slot.name == "pshard" and slot.unit in whole:
                 raise PlanError(describe(name, programs, position, index,
                                          f"updates '{slot}' while 'param p{slot.unit}', which is gathered "
                                          "from it, is alive"))
-            changed.update([slot.unit] if slot.name in ("param", "pshard") else [])
-        for slot in effect.reads:
-            if slot.name in ("param", "pshard") and slot.unit in changed:
+            changed.add(slot.unit)
+        for slot in reads if changed else ():
+            if slot.unit in changed:
                 raise PlanError(describe(name, programs, position, index,
                                          f"reads '{slot}', which this step has already updated"))
-        whole.update(slot.unit for slot in effect.writes if slot.name == "param")
-        whole.difference_update(slot.unit for slot in effect.frees if slot.name == "param")
+        whole.update(gathered)
+        whole.difference_update(released)
+
+
+def _copies(effect: Effects) -> tuple[list[Slot], list[Slot], list[int], list[int]]:
+    """Parameters and shards of them that are updated, and that are read; the units of which a whole copy is
+    made, and of which it is freed."""
+    updates, reads = ([slot for slot in slots if slot.name in ("param", "pshard")]
+                      for slots in (effect.updates, effect.reads))
+    made, freed = ([slot.unit for slot in slots if slot.name == "param"]
+                   for slots in (effect.writes, effect.frees))
+    return updates, reads, made, freed
 
 
 def _check_channels(name: str, programs: Sequence[Program]) -> None:
@@ -177,6 +195,8 @@ def _check_channels(name: str, programs: Sequence[Program]) -> None:
             position, index = (sends or receives)[0]
             raise PlanError(describe(name, programs, position, index, "there is no such peer"))
     for (sender, receiver, kind), (sends, receives) in ends.items():
+        if _slots(programs[sender], sends) == _slots(programs[receiver], receives):
+            continue
         for k in range(max(len(sends), len(receives))):
             if k >= len(sends) or k >= len(receives):
                 position, index = (sends if k < len(sends) else receives)[k]
@@ -186,6 +206,11 @@ def _check_channels(name: str, programs: Sequence[Program]) -> None:
             if programs[sender][i].slot != programs[receiver][j].slot:
                 raise PlanError(describe(name, programs, receiver, j,
                                          f"message {k} of {kind} from pp{sender} is '{programs[sender][i]}'"))
+
+
+def _slots(program: Program, ends: Sequence[tuple[int, int]]) -> list[tuple[Any, ...]]:
+    """The fields of the slots that messages name: unit, micro-batch, kind, tier."""
+    return [program[index][1:5] for _, index in ends]
 
 
 def _check_collectives(name: str, programs: Sequence[Program], table: Table) -> None:

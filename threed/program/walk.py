@@ -222,8 +222,12 @@ def channels(programs: Sequence[Program]) -> Channels:
     """Channel -> (position, index) of its sends, and of its receives, in program order."""
     ends: Channels = {}
     for position, program in enumerate(programs):
-        for index, instruction in enumerate(program):
-            if instruction.op in MESSAGES:
-                pair = ends.setdefault(_channel(position, instruction), ([], []))
-                pair[instruction.op == Op.RECV].append((position, index))
+        lists: dict[tuple[Op, int, str], list[tuple[int, int]]] = {}
+        for index, item in enumerate(program):
+            if item.op in MESSAGES:
+                key = item.op, item.peer, item.kind
+                if key not in lists:
+                    pair = ends.setdefault(_channel(position, item), ([], []))
+                    lists[key] = pair[item.op == Op.RECV]
+                lists[key].append((position, index))
     return ends

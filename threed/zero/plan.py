@@ -110,7 +110,7 @@ def _reduce(program: Program, table: Table, position: int) -> tuple[Program, Pro
             # before.
             target = late if GROUPS[group].across_positions else after[places[-1]]
             target.append(Instruction(Op.REDUCE, unit, group=group))
-    return [item for index, instruction in enumerate(program) for item in (instruction, *after[index])], late
+    return [item for index, instruction in enumerate(program) for item in (instruction, *after.get(index, ()))], late
 
 
 def _gather(program: Program, table: Table, position: int) -> Program:

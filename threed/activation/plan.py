@@ -60,6 +60,8 @@ def choose(table: Table, costs: Sequence[float], peaks: Callable[[Collection[int
 def recompute(programs: Programs, table: Table) -> Programs:
     """Keep only the input where the table says so, but not where backward follows at once: that would save no
     memory."""
+    if not any(unit.recompute for unit in table.units):
+        return programs
     result = []
     for program in programs:
         out: Program = []

@@ -19,7 +19,7 @@ from threed.program.effects import Effects
 from threed.program.instruction import BACKWARDS, Instruction, Op, Slot
 from threed.program.table import DELAYED_STEPS, EVALUATE, SNAPSHOT, VERIFY, WAITING, Plan, Table
 from threed.program.link import Links, Program, link
-from threed.program.walk import Mode, channels, stand_still, walk
+from threed.program.walk import Mode, all_meet, channels, walk
 
 
 def check(plan: Plan) -> dict[str, list[Links]]:
@@ -54,10 +54,10 @@ def check_programs(name: str, programs: Sequence[Program], table: Table) -> list
         links.append(linked)
     _check_channels(name, programs)
     _check_collectives(name, programs, table)
-    if stand_still(links):
-        mode, stuck = next((mode, stuck) for mode in Mode if (stuck := walk(programs, links, mode).stuck))
-        raise PlanError(f"deadlock ({mode.value}): each of these waits for another\n" + "\n".join(
-            describe(name, programs, position, index, "never runs") for position, index in stuck))
+    for mode in () if all_meet(links) else Mode:
+        if stuck := walk(programs, links, mode).stuck:
+            raise PlanError(f"deadlock ({mode.value}): each of these waits for another\n" + "\n".join(
+                describe(name, programs, position, index, "never runs") for position, index in stuck))
     return links
 
 
@@ -162,7 +162,10 @@ def _check_copies(name: str, programs: Sequence[Program], position: int, links: 
     whole: set[int] = set()
     changed: set[int] = set()
     used = {form: _copies(form.effect) for form in dict.fromkeys(links.forms)}
+    acting = {form for form, (updates, _, *moved) in used.items() if updates or any(moved)}
     for index, form in enumerate(links.forms):
+        if form not in acting and not changed:  # most instructions
+            continue
         updates, reads, gathered, released = used[form]
         for slot in updates:
             if slot.name == "pshard" and slot.unit in whole:
@@ -170,7 +173,7 @@ def _check_copies(name: str, programs: Sequence[Program], position: int, links: 
                                          f"updates '{slot}' while 'param p{slot.unit}', which is gathered "
                                          "from it, is alive"))
             changed.add(slot.unit)
-        for slot in reads if changed else ():
+        for slot in reads:
             if slot.unit in changed:
                 raise PlanError(describe(name, programs, position, index,
                                          f"reads '{slot}', which this step has already updated"))

@@ -95,10 +95,10 @@ def link(program: Program, table: Table, position: int, start: set[Slot]) -> Lin
         forms, unknown = _known_forms(program, table, position)
     links = Links(program, forms, _strands(program, forms), [], set(), unknown)
     of_strands, shared = links.split()
-    followed = _follow(shared, start)
-    within = [_follow(steps, ()) for steps in of_strands]
+    followed = follow(shared, start)
+    within = [follow(steps, ()) for steps in of_strands]
     if unknown or followed.faults or any(each.faults for each in within):  # find them in program order
-        followed = _follow(enumerate(links.effects), start)
+        followed = follow(enumerate(links.effects), start)
         return replace(links, shared=followed.pairs, alive=followed.alive,
                        faults=sorted(unknown + followed.faults, key=lambda fault: fault[0]))
     left = {slot._replace(microbatch=program[first].microbatch)
@@ -140,13 +140,13 @@ def _strands(program: Program, forms: Sequence[Form]) -> list[Strand]:
     return [Strand(kinds, list(zip(*rows, strict=True)), []) for kinds, rows in alike.items()]
 
 
-class _Followed(NamedTuple):
+class Followed(NamedTuple):
     pairs: list[Pair]
     alive: set[Slot]  # at the end
     faults: list[tuple[int, str]]
 
 
-def _follow(steps: Iterable[Step], start: Iterable[Slot]) -> _Followed:
+def follow(steps: Iterable[Step], start: Iterable[Slot]) -> Followed:
     """Follow slots from those alive at the start."""
     made_by: dict[Slot, list[int]] = {slot: [] for slot in start}
     sealed: set[Slot] = set()
@@ -179,7 +179,7 @@ def _follow(steps: Iterable[Step], start: Iterable[Slot]) -> _Followed:
             del made_by[slot]
             sealed.discard(slot)
         pairs += [(need, index) for need in needs]
-    return _Followed(pairs, set(made_by), faults)
+    return Followed(pairs, set(made_by), faults)
 
 
 # ---------------------------------------------------------------- memory

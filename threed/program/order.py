@@ -23,7 +23,7 @@ from typing import NamedTuple
 from threed.program.buffers import Buffers, buffers, pool_of, size_in
 from threed.program.effects import Effects, Form
 from threed.program.instruction import MESSAGES, Op, Slot, Tier
-from threed.program.link import Links, Pair, Program, Step, link, links_of
+from threed.program.link import Links, Pair, Program, Step, follow, link, links_of
 from threed.program.table import Plan, Table
 
 
@@ -79,9 +79,25 @@ def simulated(links: Links, table: Table, start: set[Slot], pools: Buffers) -> L
         used = Users(table, set(), pools).follow(steps)
         strands.append(strand._replace(pairs=[*_across(strand.pairs, strand.forms),
                                               *_across(used, strand.forms)]))
-    used = Users(table, start, pools).follow(shared)
+    steps = list(_ends_of_runs(shared))
+    made, used = follow(steps, start).pairs, Users(table, start, pools).follow(steps)
     return replace(links, strands=strands, shared=[
-        pair for pairs in (links.shared, used, _kept_moves(links.forms)) for pair in _across(pairs, links.forms)])
+        pair for pairs in (made, used, _kept_moves(links.forms)) for pair in _across(pairs, links.forms)])
+
+
+def _ends_of_runs(steps: Iterable[Step]) -> Iterator[Step]:
+    """Steps without computations that use the same as one before and as one after them, where nothing changes
+    in between: the order of the lane covers them."""
+    run: dict[Effects, list[Step]] = {}  # since the last change: the first and the last that do the same
+    for step in steps:
+        effect = step[1]
+        if effect.lane == "compute" and not (effect.writes or effect.updates or effect.frees):
+            run[effect] = [*run.get(effect, ())[:1], step]
+            continue
+        yield from sorted(each for ends in run.values() for each in ends)
+        run.clear()
+        yield step
+    yield from sorted(each for ends in run.values() for each in ends)
 
 
 def _across(pairs: Iterable[Pair], forms: Sequence[Form]) -> Iterator[Pair]:

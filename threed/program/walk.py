@@ -15,8 +15,8 @@ backend.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from itertools import chain, repeat
 from typing import NamedTuple
@@ -138,8 +138,18 @@ def _merge(programs: Sequence[Program], links: Sequence[Links], mode: Mode,
 Meeting = tuple[object, int]  # what meets, and how often it has met so far
 
 
-def _meetings(position: int, links: Links, mode: Mode) -> list[tuple[int, Meeting]]:
+def _meetings(position: int, links: Links, mode: Mode) -> Iterator[tuple[int, Meeting]]:
     """(index, meeting) of the instructions of a position that begin and end with those of others."""
+    keys = _keys(position, links, mode)
+    counts = Counter[object]()
+    for index, form in enumerate(links.forms):
+        if form in keys:
+            counts[keys[form]] += 1
+            yield index, (keys[form], counts[keys[form]])
+
+
+def _keys(position: int, links: Links, mode: Mode) -> dict[Form, object]:
+    """Forms of instructions of a position that begin and end with those of others -> what meets there."""
     across = {group for group, row in GROUPS.items() if row.across_positions}
     keys: dict[Form, object] = {}
     for form in dict.fromkeys(links.forms):
@@ -147,39 +157,35 @@ def _meetings(position: int, links: Links, mode: Mode) -> list[tuple[int, Meetin
             keys[form] = _channel(position, form.item)
         elif group := next((group for group in form.effect.groups if group in across), None):
             keys[form] = group
-    counts: dict[object, int] = {}
-    met = []
-    for index, form in enumerate(links.forms):
-        if form in keys:
-            key = keys[form]
-            counts[key] = count = counts.get(key, 0) + 1
-            met.append((index, (key, count)))
-    return met
+    return keys
 
 
-def stand_still(links: Sequence[Links]) -> list[tuple[int, int]]:
-    """What is stuck in BLOCKING mode (position, index), without a walk: a position stands still only where it
-    meets others. Where nothing is, nothing is in the other modes: what waits there comes later in a program,
-    or is the other end of a message."""
-    rows = [_meetings(position, linked, Mode.BLOCKING) for position, linked in enumerate(links)]
-    missing = Counter(meeting for row in rows for _, meeting in row)
-    waiting: defaultdict[Meeting, list[int]] = defaultdict(list)  # positions that are there already
-    heads = [0] * len(rows)
-    ready = list(range(len(rows)))
+def all_meet(links: Sequence[Links]) -> bool:
+    """Whether nothing is stuck in BLOCKING mode, without a walk: a position stands still only where it meets
+    others, and all that meet go on together. Then nothing is stuck in the other modes, where an instruction
+    waits for earlier ones of its position and for the other ends of their messages. (False says nothing:
+    positions may have missed each other by a count.)"""
+    keys = [_keys(position, linked, Mode.BLOCKING) for position, linked in enumerate(links)]
+    members = Counter(key for of_position in keys for key in set(of_position.values()))
+    rows = [[of_position[form] for form in linked.forms if form in of_position]
+            for of_position, linked in zip(keys, links, strict=True)]
+    there: dict[object, list[int]] = {key: [] for key in members}  # positions that wait for others
+    heads, ready = [0] * len(rows), list(range(len(rows)))
     while ready:
         position = ready.pop()
-        row = rows[position]
-        while heads[position] < len(row):
-            meeting = row[heads[position]][1]
-            missing[meeting] -= 1
-            waiting[meeting].append(position)
-            if missing[meeting]:
+        row, head = rows[position], heads[position]
+        while head < len(row):
+            others = there[row[head]]
+            if len(others) + 1 < members[row[head]]:
+                others.append(position)
                 break
-            for other in waiting.pop(meeting):
+            for other in others:
                 heads[other] += 1
-                if other != position:
-                    ready.append(other)
-    return [(position, row[head][0]) for position, (row, head) in enumerate(zip(rows, heads)) if head < len(row)]
+            ready += others
+            others.clear()
+            head += 1
+        heads[position] = head
+    return all(head == len(row) for head, row in zip(heads, rows, strict=True))
 
 
 def _visit(node_of: list[list[int]], took: list[float], after: list[list[int]]) -> Walk:

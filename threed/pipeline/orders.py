@@ -202,9 +202,11 @@ def _number_weights(tasks: list[Task]) -> list[Task]:
 def forward_only(place: tuple[int, ...], m: int) -> Order:
     """Evaluation, for any placement of stages: each position runs its tasks in the order of the wave
     front."""
-    tasks = sorted((Task("F", stage, k) for stage in range(len(place)) for k in range(m)),
-                   key=lambda task: (task.stage + task.microbatch, task.stage))
-    return [[task for task in tasks if place[task.stage] == position] for position in range(max(place) + 1)]
+    order: Order = [[] for _ in range(max(place) + 1)]
+    for wave in range(len(place) + m - 1):
+        for stage in range(max(0, wave - m + 1), min(wave + 1, len(place))):
+            order[place[stage]].append(Task("F", stage, wave - stage))
+    return order
 
 
 # ---------------------------------------------------------------- placements of stages

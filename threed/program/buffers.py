@@ -10,11 +10,12 @@ layer differ by a norm or a bias, and are not all alive at a time.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
-from threed.program.effects import Effects, forms_of
-from threed.program.instruction import Instruction, Slot, Tier
+from threed.program.effects import Effects
+from threed.program.instruction import Slot, Tier
+from threed.program.link import Links, links_of
 from threed.program.table import Plan, Table
 from threed.quantity import ALIGNMENT, round_up
 
@@ -59,10 +60,10 @@ def _buffers(plan: Plan, position: int) -> Buffers:
     # the sets of sizes that are alive together
     taken: dict[str, set[tuple[tuple[int, int], ...]]] = {"params": set(), "grads": set()}
     most: dict[str, Counter[int]] = {name: Counter() for name in Buffers._fields if name != "staging"}
-    for programs in plan.programs.values():
+    for program in plan.programs:
         alive: dict[str, Counter[int]] = {name: Counter() for name in most}
         inside: set[Slot] = set()
-        for effect in _pooled(programs[position], table, position):
+        for effect in _pooled(links_of(plan, program)[position], table):
             for slot in (*effect.writes, *effect.adds):
                 name = pool_of(slot, table)
                 if name is not None and slot not in inside:
@@ -87,12 +88,11 @@ def _buffers(plan: Plan, position: int) -> Buffers:
                    staging=_staging(table, held))
 
 
-def _pooled(program: Sequence[Instruction], table: Table, position: int) -> Iterator[Effects]:
+def _pooled(links: Links, table: Table) -> Iterator[Effects]:
     """What the instructions of a program do to slots that are in pools."""
-    forms = forms_of(program, table, position)
-    parts = {form: form.effect.part(lambda slot: pool_of(slot, table) is not None)
-             for form in dict.fromkeys(forms)}
-    for item, form in zip(program, forms, strict=True):
+    parts = {form: form.effect.parts(lambda slot: pool_of(slot, table) is not None)[0]
+             for form in dict.fromkeys(links.forms)}
+    for item, form in zip(links.program, links.forms, strict=True) if any(parts.values()) else ():
         if (part := parts[form]) is not None:
             yield part.of(item.microbatch) if item.microbatch > 0 else part
 

@@ -10,7 +10,7 @@ Deadlock: `walk` in its three modes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from threed.errors import PlanError
@@ -49,7 +49,7 @@ def check_programs(name: str, programs: Sequence[Program], table: Table) -> list
             what = f"leaves '{min(left)}' behind" if left else f"has lost '{min(lost)}'"
             raise PlanError(describe(name, programs, position, len(program) - 1,
                                      f"the program ends here and {what}"))
-        _check_complete(name, programs, position, table)
+        _check_complete(name, programs, position, table, linked)
         _check_copies(name, programs, position, linked)
         links.append(linked)
     _check_channels(name, programs)
@@ -80,42 +80,60 @@ def _check_fields(name: str, programs: Sequence[Program], position: int, links: 
                                      f"{form.item.op} does not use"))
 
 
-def _check_complete(name: str, programs: Sequence[Program], position: int, table: Table) -> None:
+def _check_complete(name: str, programs: Sequence[Program], position: int, table: Table,
+                    links: Links) -> None:
     """For each unit of the position and each micro-batch, FORWARD runs once, and BACKWARD once, whole or as
     its two halves."""
-    program = programs[position]
+    program, trains = programs[position], name != EVALUATE
     if name in (SNAPSHOT, WAITING):
         _check_snapshot(name, programs, position, table)
         return
-    trains = name != EVALUATE
-    computing = (Op.FORWARD, *BACKWARDS)
-    seen = Counter([item[:3] for item in program if item.op in computing])  # (op, unit, micro-batch)
-    expected = _expected(table, position, trains, seen)
-    for turn in () if seen == expected else (seen - expected) + (expected - seen):
-        index = next((i for i, item in enumerate(program) if item[:3] == turn), len(program) - 1)
-        raise PlanError(describe(name, programs, position, index,
-                                 f"'{Instruction(*turn)}' runs {seen[turn]} times here, not {expected[turn]}"))
+    if not _each_once(links, table, position, trains):
+        seen = Counter([item[:3] for item in program if item.op in _COMPUTING])  # (op, unit, micro-batch)
+        expected = _expected(range(table.num_microbatches), table, position, trains, seen)
+        for turn in (seen - expected) + (expected - seen):
+            index = next((i for i, item in enumerate(program) if item[:3] == turn), len(program) - 1)
+            raise PlanError(describe(name, programs, position, index, f"'{Instruction(*turn)}' runs {seen[turn]} "
+                                     f"times here, not {expected[turn]}"))
     if trains:
         _check_steps(name, programs, position, table)
-    clips = [i for i, item in enumerate(program) if item.op == Op.CLIP]
+    clips = [i for i, form in enumerate(links.forms) if form.item.op == Op.CLIP]
     wrong = next((i for i in clips if (program[i].gradients != "none") != trains), None)
     if len(clips) != 1 or wrong is not None:
         raise PlanError(describe(name, programs, position, wrong if wrong is not None else len(program) - 1,
                                  "CLIP must run once, over gradients where there are any"))
-    for index, instruction in enumerate(program):
-        if instruction.op == Op.FORWARD and (instruction.keep == "none") == trains:
+    wrong = {form for form in dict.fromkeys(links.forms)
+             if form.item.op == Op.FORWARD and (form.item.keep == "none") == trains}
+    for index, form in enumerate(links.forms) if wrong else ():
+        if form in wrong:
             raise PlanError(describe(name, programs, position, index,
-                                     f"keep={instruction.keep} does not belong here"))
+                                     f"keep={form.item.keep} does not belong here"))
+
+
+_COMPUTING = (Op.FORWARD, *BACKWARDS)
+
+
+def _each_once(links: Links, table: Table, position: int, trains: bool) -> bool:
+    """Whether every micro-batch has a strand, and each has every unit once. (False says nothing: the
+    instructions of a strand are those that use slots.)"""
+    microbatches = []
+    for strand in links.strands:
+        seen = Counter([form.item[:3] for form in strand.forms if form.item.op in _COMPUTING])
+        if seen != _expected(range(1), table, position, trains, seen):
+            return False
+        microbatches += [links.program[index].microbatch for index in strand.indices[0]]
+    return sorted(microbatches) == list(range(table.num_microbatches))
 
 
 _Turn = tuple[Op, int, int]  # op, unit, micro-batch
 
 
-def _expected(table: Table, position: int, trains: bool, seen: Collection[_Turn]) -> dict[_Turn, int]:
+def _expected(microbatches: Iterable[int], table: Table, position: int, trains: bool,
+              seen: Collection[_Turn]) -> Counter[_Turn]:
     """How often each must run. A backward that has begun as two halves must run as two."""
     expected = Counter[_Turn]()
     for unit in table.units_of(position):
-        for microbatch in range(table.num_microbatches):
+        for microbatch in microbatches:
             expected[Op.FORWARD, unit, microbatch] = 1
             if trains and (Op.BACKWARD_INPUT, unit, microbatch) in seen:
                 expected[Op.BACKWARD_INPUT, unit, microbatch] = 1
@@ -220,9 +238,9 @@ def _check_collectives(name: str, programs: Sequence[Program], table: Table) -> 
     """A REDUCE over a group with members at several positions is one collective of all of them, on the same
     unit: for a tied embedding, of the two ends of the pipeline. (CLIP is a collective of all positions;
     `_check_complete` has counted it.)"""
+    reduces = [[item for item in program if item.op == Op.REDUCE] for program in programs]
     for group in (group for group, row in GROUPS.items() if row.across_positions):
-        calls = [[item.unit for item in program if item.op == Op.REDUCE and item.group == group]
-                 for program in programs]
+        calls = [[item.unit for item in program if item.group == group] for program in reduces]
         members = {position for unit in table.parameters.values() for position in unit.positions
                    if any(step.group == group for step in unit.reductions)}
         first, last = min(members, default=0), max(members, default=len(programs) - 1)

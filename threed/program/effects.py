@@ -36,10 +36,14 @@ class Effects(NamedTuple):
         return Effects(self.lane, *(tuple(slot if slot.microbatch < 0 else slot._replace(microbatch=microbatch)
                                           for slot in slots) for slots in self.slots), groups=self.groups)
 
-    def part(self, wanted: Callable[[Slot], bool]) -> Effects | None:
-        """The same with some of the slots only; None without any."""
-        parts = [tuple(filter(wanted, slots)) for slots in self.slots]
-        return Effects(self.lane, *parts, groups=self.groups) if any(parts) else None
+    def parts(self, first: Callable[[Slot], bool]) -> tuple[Effects | None, Effects | None]:
+        """The same with some of the slots, and with the others; None without any."""
+        ones, others = [], []
+        for slots in self.slots:
+            ones.append(tuple(slot for slot in slots if first(slot)))
+            others.append(tuple(slot for slot in slots if not first(slot)) if len(ones[-1]) < len(slots) else ())
+        return (Effects(self.lane, *ones, groups=self.groups) if any(ones) else None,
+                Effects(self.lane, *others, groups=self.groups) if any(others) else None)
 
     @property
     def slots(self) -> tuple[tuple[Slot, ...], ...]:
@@ -78,9 +82,11 @@ def form_of(instruction: Instruction, table: Table, position: int) -> Form:
 
 def forms_of(program: Sequence[Instruction], table: Table, position: int) -> list[Form]:
     """The form of each instruction of a program. KeyError as for `effects`."""
-    known = table.forms[position]
-    return [known.get(_FIELDS(item) if item.microbatch >= 0 else item) or form_of(item, table, position)
-            for item in program]
+    forms = list(map(table.forms[position].get, map(_FIELDS, program)))  # written for speed
+    for index, item in enumerate(program):
+        if forms[index] is None or item[2] < 0:
+            forms[index] = form_of(item, table, position)
+    return forms
 
 
 _FIELDS = itemgetter(*(at for at, name in enumerate(Instruction._fields) if name != "microbatch"))
@@ -90,11 +96,12 @@ _WORDS = frozenset(product(*(WORDS[field] for field in ("keep", "gradients", "ag
 def _form(instruction: Instruction, table: Table, position: int) -> Form:
     if (instruction.keep, instruction.gradients, instruction.age) not in _WORDS:
         raise KeyError(f"{instruction}: the words that a field may hold are {WORDS}")
-    effect = _EFFECTS[instruction.op](instruction, table, position)
-    if instruction.microbatch >= 0:
-        instruction, effect = instruction._replace(microbatch=0), effect.of(0)
-    return Form(instruction, effect, effect.part(lambda slot: slot.microbatch >= 0),
-                effect.part(lambda slot: slot.microbatch < 0))
+    rule = _EFFECTS[instruction.op]
+    effect = rule(instruction, table, position)  # its KeyError names the instruction
+    if instruction.microbatch > 0:
+        instruction = instruction._replace(microbatch=0)
+        effect = rule(instruction, table, position)
+    return Form(instruction, effect, *effect.parts(lambda slot: slot.microbatch >= 0))
 
 
 # ---- forward and backward

@@ -35,6 +35,7 @@ compute unit that stay whole under ZeRO-3 are a second unit (zero.persist_below)
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -189,3 +190,15 @@ class Instruction(NamedTuple):
 
 
 Programs = list[list[Instruction]]  # one program a position, while passes work on them
+
+
+def insert(program: Sequence[Instruction], before: Mapping[int, Sequence[Instruction]],
+           after: Mapping[int, Sequence[Instruction]]) -> list[Instruction]:
+    """A program with instructions before and after some of its own, which are named by their index."""
+    out: list[Instruction] = []
+    start = 0
+    for index in sorted({*before, *after}):
+        out += program[start:index]
+        out += (*before.get(index, ()), program[index], *after.get(index, ()))
+        start = index + 1
+    return [*out, *program[start:]]

@@ -78,11 +78,13 @@ class Links:
         for form in dict.fromkeys(self.forms):
             own[form], shared[form] = form.own, form.shared
             if mine is not None:
-                own[form] = form.effect.part(mine)
-                shared[form] = form.effect.part(lambda slot: not mine(slot))
+                own[form], shared[form] = form.effect.parts(mine)
         rest = [(index, effect) for index, form in enumerate(self.forms) if (effect := shared[form]) is not None]
         if mine is not None:
-            rest = [(index, effect.of(max(0, self.program[index].microbatch))) for index, effect in rest]
+            varies = {form for form, effect in shared.items()
+                      if effect is not None and any(slot.microbatch >= 0 for slots in effect.slots for slot in slots)}
+            rest = [(index, effect.of(self.program[index].microbatch) if self.forms[index] in varies else effect)
+                    for index, effect in rest]
         return [[(place, effect) for place, form in enumerate(strand.forms)
                  if (effect := own[form]) is not None] for strand in self.strands], rest
 

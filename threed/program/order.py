@@ -88,11 +88,11 @@ def simulated(links: Links, table: Table, start: set[Slot], pools: Buffers) -> L
 def _ends_of_runs(steps: Iterable[Step]) -> Iterator[Step]:
     """Steps without computations that use the same as one before and as one after them, where nothing changes
     in between: the order of the lane covers them."""
-    run: dict[Effects, list[Step]] = {}  # since the last change: the first and the last that do the same
+    run: dict[int, list[Step]] = {}  # since the last change: the first and the last that do the same, by its id
     for step in steps:
         effect = step[1]
         if effect.lane == "compute" and not (effect.writes or effect.updates or effect.frees):
-            run[effect] = [*run.get(effect, ())[:1], step]
+            run[id(effect)] = [*run.get(id(effect), ())[:1], step]
             continue
         yield from sorted(each for ends in run.values() for each in ends)
         run.clear()

@@ -40,7 +40,8 @@ CASES: dict[str, tuple[str, ...]] = {
     "contiguous": (FULL, "activation.contiguous=true", "activation.every=2", "zero.stage=1", "parallel.dp=4",
                    "zero.shard_size=2", "train.global_batch_size=28"),
     "budget": ("activation.policy=budget", "activation.budget=3MB", "model.tie_embeddings=false"),
-    "tiles": ("model.layers=6", "train.global_batch_size=8", "model.tile_linears=60000", "zero.stage=3", "model.tie_embeddings=false"),
+    "tiles": ("model.layers=6", "train.global_batch_size=8", "model.tile_linears=60000", "zero.stage=3",
+              "model.tie_embeddings=false"),
     "graphs": ("run.cuda_graphs=true", "activation.policy=selective", HALF, "checkpoint.background=false"),
     "one": ("parallel.pp=1", "parallel.dp=1", "train.global_batch_size=3"),
 }

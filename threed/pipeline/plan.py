@@ -104,7 +104,9 @@ def _passing(program: Sequence[Instruction], table: Table, position: int) -> lis
     forms = forms_of(program, table, position)
     known = {}
     for form in dict.fromkeys(forms):
-        takes = _cost(form.item.op, table.units[form.item.unit].forward_flops) if form.item.op in COMPUTE else 0.0
+        item, takes = form.item, 0.0
+        if item.op in COMPUTE:
+            takes = _cost(item.op, table.units[item.unit].forward_flops)
         reads, writes = (tuple((slot.kind, slot.unit) for slot in slots if slot.kind in ("act", "grad"))
                          for slots in (form.effect.reads, form.effect.writes))
         readers = tuple(table.position(unit + (kind == "act")) for kind, unit in writes)

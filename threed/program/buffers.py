@@ -94,7 +94,7 @@ def _pooled(links: Links, table: Table) -> Iterator[Effects]:
              for form in dict.fromkeys(links.forms)}
     for item, form in zip(links.program, links.forms, strict=True) if any(parts.values()) else ():
         if (part := parts[form]) is not None:
-            yield part.of(item.microbatch) if item.microbatch > 0 else part
+            yield part.of(item.microbatch)
 
 
 def _shared(taken: Collection[tuple[tuple[int, int], ...]], units: Counter[int], spare: bool) -> Sizes:

@@ -17,8 +17,8 @@ from threed.errors import PlanError
 from threed.mesh import GROUPS
 from threed.program.effects import Effects
 from threed.program.instruction import BACKWARDS, Instruction, Op, Slot
-from threed.program.table import DELAYED_STEPS, EVALUATE, SNAPSHOT, VERIFY, WAITING, Plan, Table
 from threed.program.link import Links, Program, link
+from threed.program.table import DELAYED_STEPS, EVALUATE, SNAPSHOT, VERIFY, WAITING, Plan, Table
 from threed.program.walk import Mode, all_meet, channels, walk
 
 
@@ -93,8 +93,9 @@ def _check_complete(name: str, programs: Sequence[Program], position: int, table
         expected = _expected(range(table.num_microbatches), table, position, trains, seen)
         for turn in (seen - expected) + (expected - seen):
             index = next((i for i, item in enumerate(program) if item[:3] == turn), len(program) - 1)
-            raise PlanError(describe(name, programs, position, index, f"'{Instruction(*turn)}' runs {seen[turn]} "
-                                     f"times here, not {expected[turn]}"))
+            raise PlanError(describe(
+                name, programs, position, index,
+                f"'{Instruction(*turn)}' runs {seen[turn]} times here, not {expected[turn]}"))
     if trains:
         _check_steps(name, programs, position, table)
     clips = [i for i, form in enumerate(links.forms) if form.item.op == Op.CLIP]

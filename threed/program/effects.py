@@ -18,7 +18,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from threed.mesh import GROUPS
-from threed.program.instruction import COMPUTE, WORDS, Instruction, Op, Slot, Tier
+from threed.program.instruction import WORDS, Instruction, Op, Slot, Tier
 from threed.program.table import Table, gradient_kind
 
 
@@ -32,18 +32,19 @@ class Effects(NamedTuple):
     groups: tuple[str, ...] = ()  # whose members take part; a message has none, only its two ends
 
     def of(self, microbatch: int) -> Effects:
-        """The same with another micro-batch in the slots that have one."""
-        return Effects(self.lane, *(tuple(slot if slot.microbatch < 0 else slot._replace(microbatch=microbatch)
-                                          for slot in slots) for slots in self.slots), groups=self.groups)
+        """Effects of a form -> of its instruction for a micro-batch."""
+        if microbatch <= 0:
+            return self
+        changed = (tuple(slot._replace(microbatch=microbatch) if slot.microbatch >= 0 else slot
+                         for slot in slots) for slots in self.slots)
+        return Effects(self.lane, *changed, self.groups)
 
     def parts(self, first: Callable[[Slot], bool]) -> tuple[Effects | None, Effects | None]:
         """The same with some of the slots, and with the others; None without any."""
-        ones, others = [], []
-        for slots in self.slots:
-            ones.append(tuple(slot for slot in slots if first(slot)))
-            others.append(tuple(slot for slot in slots if not first(slot)) if len(ones[-1]) < len(slots) else ())
-        return (Effects(self.lane, *ones, groups=self.groups) if any(ones) else None,
-                Effects(self.lane, *others, groups=self.groups) if any(others) else None)
+        ones, others = ([tuple(slot for slot in slots if first(slot) is wanted) for slots in self.slots]
+                        for wanted in (True, False))
+        return (Effects(self.lane, *ones, self.groups) if any(ones) else None,
+                Effects(self.lane, *others, self.groups) if any(others) else None)
 
     @property
     def slots(self) -> tuple[tuple[Slot, ...], ...]:
@@ -65,8 +66,7 @@ class Form:
 def effects(instruction: Instruction, table: Table, position: int) -> Effects:
     """Effects of one instruction of a position's program. Raises KeyError where the instruction names
     something that does not exist."""
-    effect = form_of(instruction, table, position).effect
-    return effect.of(instruction.microbatch) if instruction.microbatch > 0 else effect
+    return form_of(instruction, table, position).effect.of(instruction.microbatch)
 
 
 def form_of(instruction: Instruction, table: Table, position: int) -> Form:

@@ -59,8 +59,7 @@ class Links:
     @cached_property
     def effects(self) -> list[Effects]:
         """Of each instruction."""
-        return [form.effect.of(item.microbatch) if item.microbatch > 0 else form.effect
-                for item, form in zip(self.program, self.forms, strict=True)]
+        return [form.effect.of(item.microbatch) for item, form in zip(self.program, self.forms, strict=True)]
 
     @cached_property
     def producers(self) -> list[list[int]]:
@@ -74,19 +73,15 @@ class Links:
     def split(self, mine: Callable[[Slot], bool] | None = None) -> tuple[list[list[Step]], list[Step]]:
         """What happens to slots of each strand (places in it), and to shared slots. `mine`: slots that are
         followed in their strand; others are shared, although they may be of a micro-batch."""
-        own, shared = {}, {}
-        for form in dict.fromkeys(self.forms):
-            own[form], shared[form] = form.own, form.shared
-            if mine is not None:
-                own[form], shared[form] = form.effect.parts(mine)
-        rest = [(index, effect) for index, form in enumerate(self.forms) if (effect := shared[form]) is not None]
+        parts = {form: (form.own, form.shared) if mine is None else form.effect.parts(mine)
+                 for form in dict.fromkeys(self.forms)}
+        strands = [[(place, own) for place, form in enumerate(strand.forms)
+                    if (own := parts[form][0]) is not None] for strand in self.strands]
+        shared = [(index, rest) for index, form in enumerate(self.forms)
+                  if (rest := parts[form][1]) is not None]
         if mine is not None:
-            varies = {form for form, effect in shared.items()
-                      if effect is not None and any(slot.microbatch >= 0 for slots in effect.slots for slot in slots)}
-            rest = [(index, effect.of(self.program[index].microbatch) if self.forms[index] in varies else effect)
-                    for index, effect in rest]
-        return [[(place, effect) for place, form in enumerate(strand.forms)
-                 if (effect := own[form]) is not None] for strand in self.strands], rest
+            shared = [(index, rest.of(self.program[index].microbatch)) for index, rest in shared]
+        return strands, shared
 
 
 def link(program: Program, table: Table, position: int, start: set[Slot]) -> Links:
@@ -222,7 +217,8 @@ def memory(program: Program, table: Table, links: Links, start: set[Slot]) -> Me
     return Memory({kind: list(accumulate(row[:-1])) for kind, row in changes.items()})
 
 
-def _sizes(steps: Iterable[Step], table: Table, start: Iterable[Slot]) -> Iterator[tuple[str, int, int, bool]]:
+def _sizes(steps: Iterable[Step], table: Table,
+           start: Iterable[Slot]) -> Iterator[tuple[str, int, int, bool]]:
     """(kind of slot, bytes, index, whether they are freed there) of all slots that become alive or dead."""
     sizes = {slot: table.size(slot) for slot in start}
     for index, effect in steps:

@@ -18,6 +18,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import NamedTuple
 
 from threed.program.buffers import Buffers, buffers, pool_of, size_in
@@ -76,19 +77,18 @@ def simulated(links: Links, table: Table, start: set[Slot], pools: Buffers) -> L
         (lambda slot: slot.microbatch >= 0 and pool_of(slot, table) is None) if in_turn else None)
     strands = []
     for strand, steps in zip(links.strands, of_strands, strict=True):
-        used = Users(table, set(), pools).follow(steps)
-        strands.append(strand._replace(pairs=[*_across(strand.pairs, strand.forms),
-                                              *_across(used, strand.forms)]))
-    steps = list(_ends_of_runs(shared))
-    made, used = follow(steps, start).pairs, Users(table, start, pools).follow(steps)
-    return replace(links, strands=strands, shared=[
-        pair for pairs in (made, used, _kept_moves(links.forms)) for pair in _across(pairs, links.forms)])
+        found = strand.pairs, Users(table, set(), pools).follow(steps)
+        strands.append(strand._replace(pairs=[*chain(*(_across(pairs, strand.forms) for pairs in found))]))
+    steps = [*_ends_of_runs(shared)]
+    found = (follow(steps, start).pairs, Users(table, start, pools).follow(steps), _kept_moves(links.forms))
+    return replace(links, strands=strands,
+                   shared=[*chain(*(_across(pairs, links.forms) for pairs in found))])
 
 
 def _ends_of_runs(steps: Iterable[Step]) -> Iterator[Step]:
-    """Steps without computations that use the same as one before and as one after them, where nothing changes
+    """Steps without computations that use what one before and one after them use, where nothing changes
     in between: the order of the lane covers them."""
-    run: dict[int, list[Step]] = {}  # since the last change: the first and the last that do the same, by its id
+    run: dict[int, list[Step]] = {}  # since the last change: the first and the last that do the same
     for step in steps:
         effect = step[1]
         if effect.lane == "compute" and not (effect.writes or effect.updates or effect.frees):
@@ -124,9 +124,9 @@ def waits(program: Program, links: Links, table: Table, start: set[Slot], pools:
 
 
 def _kept_moves(forms: Sequence[Form]) -> Iterator[Pair]:
-    """Memory from the device's allocator may have been used by any computation before: a kept input comes back
-    after that. And kept inputs leave one at a time: behind a slow link they would pile up, in memory that no
-    plan counts."""
+    """Memory from the device's allocator may have been used by any computation before: a kept input comes
+    back after that. And kept inputs leave one at a time: behind a slow link they would pile up, in memory
+    that no plan counts."""
     moves = {form for form in dict.fromkeys(forms)
              if form.effect.lane in ("d2h", "h2d") and form.item.kind in ("kept", "kpart")}
     computed = -1  # the latest instruction of the compute lane

@@ -92,10 +92,10 @@ def svg(programs: Sequence[Sequence[Instruction]], when: Walk, title: str) -> st
         y = 26 + row * position
         parts.append(f'<text x="8" y="{y + 15}">pp{position}</text>')
         for op, microbatch, first, last, name in _blocks(program, when.start[position], when.end[position]):
-            x, width = 50 + first * scale, (last - first) * scale
+            x, width, title = 50 + first * scale, (last - first) * scale, escape(name, quote=False)
             parts.append(f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{row - 4}" '
                          f'fill="{_COLORS[op]}" fill-opacity="{0.6 + 0.4 * (microbatch % 2):.1f}" '
-                         f'stroke="#fff" stroke-width="0.6"><title>{escape(name, quote=False)}</title></rect>')
+                         f'stroke="#fff" stroke-width="0.6"><title>{title}</title></rect>')
             if microbatch >= 0 and width > 9:
                 parts.append(f'<text x="{x + width / 2:.1f}" y="{y + 15}" fill="#fff" '
                              f'text-anchor="middle">{microbatch}</text>')

@@ -395,8 +395,8 @@ class Plan:
         for number, (name, programs) in enumerate(sorted(self.programs.items())):
             digest.update(f"{', ' if number else ''}{json.dumps(name)}: [".encode())
             for position, program in enumerate(programs):
-                formatted = map(formats.__getitem__, map(_REST, program))  # written for speed, as the next line
-                text = ", ".join(map(mod, formatted, map(_MICROBATCH, program)))
+                lines = map(mod, map(formats.__getitem__, map(_REST, program)), map(_MICROBATCH, program))
+                text = ", ".join(lines)
                 digest.update(f"{', ' if position else ''}[{text}]".encode())
             digest.update(b"]")
         digest.update(b"}]")

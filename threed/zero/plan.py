@@ -134,9 +134,11 @@ def _gather(program: Program, table: Table, position: int) -> Program:
         windowed = [(index, [unit for unit in units if unit not in once]) for index, units in uses]
         _window([use for use in windowed if use[1]], _capacity(table, position), table.zero.prefetch, gathers,
                 releases)
-    return insert(program, {index: [Instruction(Op.GATHER, unit, group=table.parameters[unit].shard_group)
-                                    for unit in units] for index, units in gathers.items()},
-                  {index: [Instruction(Op.RELEASE, unit) for unit in units] for index, units in releases.items()})
+    groups = {unit: table.parameters[unit].shard_group for unit in last}
+    before = {index: [Instruction(Op.GATHER, unit, group=groups[unit]) for unit in units]
+              for index, units in gathers.items()}
+    after = {index: [Instruction(Op.RELEASE, unit) for unit in units] for index, units in releases.items()}
+    return insert(program, before, after)
 
 
 def _capacity(table: Table, position: int) -> int:

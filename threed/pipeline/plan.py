@@ -66,7 +66,8 @@ def _events(programs: Programs, table: Table) -> list[list[_Event]]:
                 takes, reads, writes = passing[position][head]
                 microbatch, start = item.microbatch, now
                 for value in reads:
-                    start = max(start, ready.get((value, microbatch), math.inf))
+                    at = ready.get((value, microbatch), math.inf)
+                    start = at if at > start else start
                 if start == math.inf:
                     break
                 mine.append((start, True, number, item))

@@ -10,10 +10,10 @@ from threed.mesh import AXES
 from threed.program.buffers import buffers
 from threed.program.effects import Form
 from threed.program.instruction import COMPUTE, Op
-from threed.program.link import Links, link
+from threed.program.link import Links, joined, links_of
 from threed.program.order import plan_links, simulated
 from threed.program.show import timeline
-from threed.program.summary import activations, alive_bytes, fixed_bytes, stages
+from threed.program.summary import activations, alive_bytes, fixed_bytes, stage
 from threed.program.table import SNAPSHOT, VERIFY, Plan
 from threed.program.walk import Cost, Mode, seconds_of, walk
 from threed.quantity import show_bytes, show_seconds
@@ -32,9 +32,11 @@ def report(plan: Plan, cost: Cost, source: str, verify_every: int = 0) -> dict[s
     when = walk(programs, links, Mode.BUFFERED, seconds)
     total = when.total_s
     rows = []
-    for position, held in enumerate(stages(plan)):
+    for position in range(len(programs)):
+        alive = alive_bytes(plan, position)
+        held = stage(plan, position, alive)
         busy = sum(_seconds(links[position], seconds[position], _works))
-        kept, fixed = alive_bytes(plan, position).total(*activations(table)), fixed_bytes(held)
+        kept, fixed = alive.total(*activations(table)), fixed_bytes(held)
         every = max(1, len(programs[position]) // SAMPLES)
         rows.append({
             "bubble": max(0.0, 1.0 - busy / total) if total else 0.0, "busy_s": busy,
@@ -61,11 +63,10 @@ def _checkpoint(plan: Plan, cost: Cost, step_s: float) -> dict[str, float] | Non
     table, copies = plan.table, plan.programs.get(SNAPSHOT)
     if copies is None:
         return None
-    programs = [(*copy, *program) for copy, program in zip(copies, plan.programs["train"], strict=True)]
-    starts = [table.seam(position) for position in range(len(programs))]
-    links = [simulated(link(program, table, position, start), table, start, buffers(plan, position))
-             for position, (program, start) in enumerate(zip(programs, starts, strict=True))]
-    longer = walk(programs, links, Mode.BUFFERED, cost).total_s - step_s
+    both = [joined(*links) for links in zip(links_of(plan, SNAPSHOT), links_of(plan, "train"), strict=True)]
+    links = [simulated(links, table, table.seam(position), buffers(plan, position))
+             for position, links in enumerate(both)]
+    longer = walk([linked.program for linked in links], links, Mode.BUFFERED, cost).total_s - step_s
     return {"bytes": max(sum(table.moved(item) for item in copy) for copy in copies),
             "copy_s": max(sum(cost(position, item) for item in copy) for position, copy in enumerate(copies)),
             "blocked_s": max(0.0, longer)}

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from itertools import zip_longest
+from operator import itemgetter
 
 from threed.errors import PlanError
 from threed.mesh import GROUPS
@@ -214,25 +215,22 @@ def _check_channels(name: str, programs: Sequence[Program]) -> None:
     ends = channels(programs)
     for (sender, receiver, _), (sends, receives) in ends.items():
         if not (0 <= sender < len(programs) and 0 <= receiver < len(programs)) or sender == receiver:
-            position, index = (sends or receives)[0]
+            position, index = (sender, sends[0]) if sends else (receiver, receives[0])
             raise PlanError(describe(name, programs, position, index, "there is no such peer"))
     for (sender, receiver, kind), (sends, receives) in ends.items():
-        if _slots(programs[sender], sends) == _slots(programs[receiver], receives):
-            continue
-        for k in range(max(len(sends), len(receives))):
-            if k >= len(sends) or k >= len(receives):
-                position, index = (sends if k < len(sends) else receives)[k]
-                other = f"pp{receiver} never receives it" if k < len(sends) else f"pp{sender} never sends it"
-                raise PlanError(describe(name, programs, position, index, other))
-            (_, i), (_, j) = sends[k], receives[k]
-            if programs[sender][i].slot != programs[receiver][j].slot:
-                raise PlanError(describe(name, programs, receiver, j,
-                                         f"message {k} of {kind} from pp{sender} is '{programs[sender][i]}'"))
+        sent, wanted = ([_SLOT(programs[position][index]) for index in indices]
+                        for position, indices in ((sender, sends), (receiver, receives)))
+        for k, (one, other) in enumerate(zip_longest(sent, wanted)) if sent != wanted else ():
+            if one is None or other is None:
+                position, index = (sender, sends[k]) if other is None else (receiver, receives[k])
+                missing = f"pp{receiver} never receives it" if other is None else f"pp{sender} never sends it"
+                raise PlanError(describe(name, programs, position, index, missing))
+            if one != other:
+                raise PlanError(describe(name, programs, receiver, receives[k], f"message {k} of {kind} from "
+                                         f"pp{sender} is '{programs[sender][sends[k]]}'"))
 
 
-def _slots(program: Program, ends: Sequence[tuple[int, int]]) -> list[tuple[Any, ...]]:
-    """The fields of the slots that messages name: unit, micro-batch, kind, tier."""
-    return [program[index][1:5] for _, index in ends]
+_SLOT = itemgetter(*(Instruction._fields.index(name) for name in Slot._fields))  # without making it
 
 
 def _check_collectives(name: str, programs: Sequence[Program], table: Table) -> None:

@@ -105,6 +105,15 @@ def link(program: Program, table: Table, position: int, start: set[Slot]) -> Lin
     return replace(links, strands=strands, shared=followed.pairs, alive=followed.alive | left)
 
 
+def joined(before: Links, after: Links) -> Links:
+    """The links of two programs one after the other, but for the pairs of shared slots."""
+    count = len(before.program)
+    moved = [strand._replace(indices=[tuple([index + count for index in row]) for row in strand.indices])
+             for strand in after.strands]
+    return Links((*before.program, *after.program), before.forms + after.forms, before.strands + moved, [],
+                 after.alive, [])
+
+
 def links_of(plan: Plan, name: str) -> list[Links]:
     """The links of a plan's program, one a position. The plan remembers them."""
     known, programs = plan.linked.get(name, []), plan.programs[name]

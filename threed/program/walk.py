@@ -68,8 +68,8 @@ def walk(programs: Sequence[Program], links: Sequence[Links], mode: Mode = Mode.
     node_of, took = _merge(programs, links, mode, seconds)
     after: list[list[int]] = [[] for _ in took]
     sent_by: list[dict[int, int]] = [{} for _ in links]  # a receive -> the node whose end brings its slot
-    for sends, receives in () if mode == Mode.BLOCKING else channels(programs).values():
-        for (sender, i), (receiver, j) in zip(sends, receives, strict=False):
+    for (sender, receiver, _), ends in () if mode == Mode.BLOCKING else channels(programs).items():
+        for i, j in zip(*ends, strict=False):
             send, receive = node_of[sender][i], node_of[receiver][j]
             if mode == Mode.BUFFERED:
                 after[send].append(receive)
@@ -221,19 +221,19 @@ def _channel(position: int, instruction: Instruction) -> tuple[int, int, str]:
     return instruction.peer, position, instruction.kind
 
 
-Channels = dict[tuple[int, int, str], tuple[list[tuple[int, int]], list[tuple[int, int]]]]
+# (sender, receiver, act or grad) -> indices of the sends, and of the receives, in program order
+Channels = dict[tuple[int, int, str], tuple[list[int], list[int]]]
 
 
 def channels(programs: Sequence[Program]) -> Channels:
-    """Channel -> (position, index) of its sends, and of its receives, in program order."""
+    """The channels of programs that run together."""
     ends: Channels = {}
     for position, program in enumerate(programs):
-        lists: dict[tuple[Op, int, str], list[tuple[int, int]]] = {}
+        mine: dict[tuple[Op, int, str], list[int]] = {}
         for index, item in enumerate(program):
             if item.op in MESSAGES:
                 key = item.op, item.peer, item.kind
-                if key not in lists:
-                    pair = ends.setdefault(_channel(position, item), ([], []))
-                    lists[key] = pair[item.op == Op.RECV]
-                lists[key].append((position, index))
+                if key not in mine:
+                    mine[key] = ends.setdefault(_channel(position, item), ([], []))[item.op == Op.RECV]
+                mine[key].append(index)
     return ends

@@ -102,7 +102,7 @@ def _ends_of_runs(steps: Iterable[Step]) -> Iterator[Step]:
 
 def _across(pairs: Iterable[Pair], forms: Sequence[Form]) -> Iterator[Pair]:
     """Pairs, in the order of their second ones, without those that the order within lanes gives."""
-    waited: dict[tuple[str, str], int] = {}  # (lane, other lane) -> the latest of the other that is waited for
+    waited: dict[tuple[str, str], int] = {}  # (lane, other) -> the latest of the other that it has waited for
     for first, then in pairs:
         of_first, of_then = lanes = forms[first].effect.lane, forms[then].effect.lane
         # A message is sent from where the computation is, after what is computed before it.

@@ -141,4 +141,5 @@ def _same_messages(programs: Sequence[Sequence[Instruction]]) -> bool:
             if item.op in (Op.SEND, Op.RECV):
                 pair = (position, item.peer) if item.op == Op.SEND else (item.peer, position)
                 ends.setdefault((item.op, *pair, item.kind), []).append(item.slot)
-    return all(slots == ends.get((Op.RECV, *channel)) for (op, *channel), slots in ends.items() if op == Op.SEND)
+    return all(slots == ends.get((Op.RECV, *channel))
+               for (op, *channel), slots in ends.items() if op == Op.SEND)

@@ -57,7 +57,7 @@ class Clock:
         positions = max(place) + 1
         self.now, self.first = [0.0] * positions, [-1.0] * positions
         self.live, self.peak = [0] * positions, [0] * positions
-        self.done: dict[Task, float] = {}
+        self.done: dict[tuple[str, int, int], float] = {}
         self.order: Order = [[] for _ in range(positions)]
 
     def ready(self, task: Task) -> float | None:
@@ -67,7 +67,7 @@ class Clock:
             end = self.done.get(need)
             if end is None:
                 return None
-            far = self.place[need.stage] != self.place[task.stage]
+            far = self.place[need[1]] != self.place[task.stage]
             latest = max(latest, end + self.times.message if far else end)
         return latest
 

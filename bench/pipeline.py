@@ -42,8 +42,9 @@ from threed.pipeline.orders import SCHEDULES, Order
 from threed.planner import make_mesh
 from threed.prediction.bare import bare_programs
 from threed.program.instruction import COMPUTE, Instruction, Op, Slot
+from threed.program.link import Program, link
 from threed.program.table import Plan, Table
-from threed.program.walk import Mode, Program, link, walk
+from threed.program.walk import Mode, walk
 
 TIMEOUT_S = 120.0
 PINGS = 60
@@ -135,8 +136,9 @@ def simulate(programs: Sequence[Program], table: Table, seam: Callable[[int], se
     """Step time of programs whose instructions take these times. Sends take `transfer_s`; the rest of
     communication nothing."""
     links = [link(program, table, position, seam(position)) for position, program in enumerate(programs)]
-    return walk(programs, links, Mode.BUFFERED, lambda position, item:
-                transfer_s if item.op == Op.SEND else seconds.get((position, item), 0.0)).total_s
+    taken = [[transfer_s if item.op == Op.SEND else seconds.get((position, item), 0.0) for item in program]
+             for position, program in enumerate(programs)]
+    return walk(programs, links, Mode.BUFFERED, taken).total_s
 
 
 def averaged(seconds: Seconds) -> Seconds:

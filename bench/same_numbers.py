@@ -82,7 +82,7 @@ def main() -> None:
         parser.error(f"unknown cases {', '.join(unknown)}; there are {', '.join(CASES)}")
     with tempfile.TemporaryDirectory(prefix="numbers-") as folder:
         base = Path(folder)
-        other = _tree(given.against, base / "other")
+        other = work_tree(given.against, base / "other")
         try:
             failed = sum(not _compare(name, other, base) for name in track(names, "comparing"))
         finally:
@@ -92,7 +92,7 @@ def main() -> None:
     sys.exit(failed > 0)
 
 
-def _tree(commit: str, folder: Path) -> Path:
+def work_tree(commit: str, folder: Path) -> Path:
     """A work tree of a commit, with its C code compiled."""
     subprocess.run(["git", "worktree", "add", "--quiet", "--detach", folder, commit], cwd=ROOT, check=True)
     subprocess.run([sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"], cwd=folder, check=True,

@@ -15,8 +15,8 @@ from typing import NamedTuple
 from threed.program.buffers import Buffers, pool_of, size_in
 from threed.program.effects import Effects
 from threed.program.instruction import MESSAGES, Op, Slot, Tier
+from threed.program.link import Program
 from threed.program.table import Table
-from threed.program.walk import Program
 
 
 class Race(NamedTuple):

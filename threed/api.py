@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from threed import config as configs
 from threed.callback import Callback
@@ -18,7 +18,6 @@ from threed.config import checked
 from threed.early import STOPS
 from threed.environment import Place, place_of_environment
 from threed.errors import InputError, RunError, check_type
-from threed.monitor.run import Run
 from threed.planned import config_of, planned
 from threed.planner import layouts, make_mesh, make_pipeline, saved_by_piece
 from threed.planner.passes import stages_of
@@ -34,6 +33,9 @@ from threed.quantity import show_bytes
 from threed.schema import Config
 from threed.start import start
 from threed.validate import warnings
+
+if TYPE_CHECKING:
+    from threed.monitor.run import Run
 
 __all__ = ["check", "plan", "predict", "show", "train"]
 PROBE_S = 10  # how long a forked process may take for a small product on several threads
@@ -192,6 +194,8 @@ def train(config: Config | str | Path, overrides: list[str] | None = None,
                          "said why on stderr")
         error.status = status
         raise error
+    from threed.monitor.run import Run  # it reads what a run has measured; planning does not
+
     return Run(folder)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -15,7 +16,6 @@ from threed import __version__, api
 from threed import config as configs
 from threed.early import begin
 from threed.errors import ConfigError, InputError, ThreedError
-from threed.monitor.run import Run
 from threed.program import explain as explaining
 from threed.program import show as shows
 from threed.quantity import parse_bytes
@@ -104,6 +104,7 @@ def show(context: typer.Context, config: ConfigPath, overrides: Overrides = None
         _exclude(context, "--explain", "units", "svg")
     if units is not None:
         _exclude(context, "--units", "rank", "program")
+    gc.disable()  # as in predict
     plan = api.plan(configs.load(config, overrides))
     if explain is not None:
         explained = api.explain(plan, explain, rank or 0, program)
@@ -131,6 +132,7 @@ def check(config: ConfigPath, overrides: Overrides = None,
     Prints what a rank of each pipeline position holds and sends in a step; with --advise, other settings
     beside it. Exit status 2 where it cannot run.
     """
+    gc.disable()  # as in predict
     try:
         loaded = configs.load(config, overrides)
         checked = api.check(loaded)
@@ -143,6 +145,7 @@ def check(config: ConfigPath, overrides: Overrides = None,
     limit = parse_bytes(memory) if memory is not None else None
     advised, advice = None, None
     if advise or limit is not None:
+        gc.enable()  # it makes one plan after the other
         from threed.prediction import advise as advising
         from threed.prediction.hardware import DEFAULT, OF_CPUS, Hardware
 
@@ -176,8 +179,6 @@ def predict(context: typer.Context, config: BareConfigPath = None, overrides: Ov
     walked: its bubble rate is that of the zero-bubble paper, (cost - m (f + b + w)) / cost, where cost is the
     longest span of a position.
     """
-    import gc
-
     gc.disable()  # plans are millions of small objects that all live until the end
     if config is not None:
         from threed.prediction.report import show as show_report
@@ -282,6 +283,7 @@ def trace(run: RunPath,
                                                         "traced one, into FILE")] = None) -> None:
     """Merge the traces of a run's ranks for ui.perfetto.dev and chrome://tracing, or draw them."""
     from threed.monitor import timeline
+    from threed.monitor.run import Run
 
     traced = Run(run).traces
     chosen = traced.pick(step)
@@ -303,6 +305,7 @@ def compare(run: RunPath, as_json: Json = False) -> None:
     """Compare the times that a run measured with those that its plan predicts, and show where each rank's
     time went."""
     from threed.monitor import compare as comparing
+    from threed.monitor.run import Run
 
     _print(Run(run).compare(), comparing.show, as_json)
 

@@ -14,8 +14,9 @@ from threed.planner import make_plan
 from threed.program.check import check_programs, describe
 from threed.program.effects import effects
 from threed.program.instruction import FIELDS, MOVES, Instruction, Op
+from threed.program.link import link
 from threed.program.table import Plan
-from threed.program.walk import Mode, link, walk
+from threed.program.walk import Mode, walk
 
 F, B, S, R = Op.FORWARD, Op.BACKWARD, Op.SEND, Op.RECV
 

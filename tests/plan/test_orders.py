@@ -18,8 +18,9 @@ from threed.pipeline.timed import Times, play
 from threed.planner import make_plan, make_table
 from threed.prediction.bare import predict_bare
 from threed.program.instruction import Op
+from threed.program.link import link, memory
 from threed.program.show import grid, legend, timeline, unit_cost
-from threed.program.walk import Mode, link, memory, walk
+from threed.program.walk import Mode, walk
 
 UNIT = {"f": 1.0, "b": 1.0, "w": 1.0, "comm": 0.0}
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
-from threed.program.instruction import BACKWARDS, Instruction, Op, Programs, Slot
+from threed.program.instruction import BACKWARDS, Instruction, Op, Programs, Slot, insert
 from threed.program.table import Table
 
 Program = list[Instruction]
@@ -60,6 +60,8 @@ def choose(table: Table, costs: Sequence[float], peaks: Callable[[Collection[int
 def recompute(programs: Programs, table: Table) -> Programs:
     """Keep only the input where the table says so, but not where backward follows at once: that would save no
     memory."""
+    if not any(unit.recompute for unit in table.units):
+        return programs
     result = []
     for program in programs:
         out: Program = []
@@ -119,6 +121,5 @@ def offload(programs: Programs, table: Table) -> Programs:
                     before[fetch].append(Instruction(Op.FETCH, item.unit, item.microbatch, kind=kind))
         for fetches in before.values():  # they share a lane: the first to be used comes first
             fetches.sort(key=lambda fetch: use_of[fetch.turn])
-        result.append([each for index, item in enumerate(program)
-                       for each in (*before[index], item, *after[index])])
+        result.append(insert(program, before, after))
     return result

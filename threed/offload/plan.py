@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 
-from threed.program.instruction import Instruction, Op, Programs, Tier
+from threed.program.instruction import Instruction, Op, Programs, Tier, insert
 from threed.program.table import DELAYED_STEPS, Table
 
 Program = list[Instruction]
@@ -153,6 +153,8 @@ def snapshot_waiting(programs: Programs, table: Table) -> Programs:
 def parameters(programs: Programs, table: Table) -> Programs:
     """Bring this rank's part of a unit to the device before its GATHER; from disk to the host already before
     the GATHER of the unit before."""
+    if all(unit.weight_home == Tier.DEVICE for unit in table.parameters.values()):
+        return programs
     result = []
     for program in programs:
         gathers = [index for index, item in enumerate(program)
@@ -167,5 +169,5 @@ def parameters(programs: Programs, table: Table) -> Programs:
                     Instruction(Op.FETCH, unit, kind="pshard", tier=Tier.HOST))
         for index in gathers:
             before[index].append(Instruction(Op.FETCH, program[index].unit, kind="pshard"))
-        result.append([each for index, item in enumerate(program) for each in (*before[index], item)])
+        result.append(insert(program, before, {}))
     return result

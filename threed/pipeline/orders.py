@@ -273,9 +273,11 @@ def _number_weights(tasks: list[Task]) -> list[Task]:
 def forward_only(place: tuple[int, ...], m: int) -> Order:
     """Evaluation, for any placement of stages: each position runs its tasks in the order of the wave
     front."""
-    tasks = sorted((Task("F", stage, k) for stage in range(len(place)) for k in range(m)),
-                   key=lambda task: (task.stage + task.microbatch, task.stage))
-    return [[task for task in tasks if place[task.stage] == position] for position in range(max(place) + 1)]
+    order: Order = [[] for _ in range(max(place) + 1)]
+    for wave in range(len(place) + m - 1):
+        for stage in range(max(0, wave - m + 1), min(wave + 1, len(place))):
+            order[place[stage]].append(Task("F", stage, wave - stage))
+    return order
 
 
 # ---------------------------------------------------------------- placements of stages
@@ -314,20 +316,20 @@ SCHEDULES: dict[str, Schedule] = {
 }
 
 
-def needs(task: Task, last_stage: int) -> list[Task]:
+def needs(task: Task, last_stage: int) -> list[tuple[str, int, int]]:
     """The tasks that a task waits for, of other stages or of its own. A whole backward (B) is named by its
-    input half (I) here."""
+    input half (I) here. (They are plain tuples: searches ask for millions.)"""
     kind, stage, k = task
     if kind == "F":
-        return [Task("F", stage - 1, k)] if stage > 0 else []
+        return [("F", stage - 1, k)] if stage > 0 else []
     if kind == "W":
-        return [Task("I", stage, k)]
-    return [Task("F", stage, k), *([Task("I", stage + 1, k)] if stage < last_stage else [])]
+        return [("I", stage, k)]
+    return [("F", stage, k), ("I", stage + 1, k)] if stage < last_stage else [("F", stage, k)]
 
 
 def can_run(order: Order) -> bool:
     """Whether every position comes to its end."""
-    done: set[Task] = set()
+    done: set[tuple[str, int, int]] = set()
     last = max(task.stage for tasks in order for task in tasks)
     heads, moved = [0] * len(order), True
     while moved:
@@ -335,9 +337,9 @@ def can_run(order: Order) -> bool:
         for position, tasks in enumerate(order):
             while heads[position] < len(tasks):
                 task = tasks[heads[position]]
-                if not all(need in done for need in needs(task, last)):
+                if not done.issuperset(needs(task, last)):
                     break
-                done.add(task._replace(kind="I") if task.kind == "B" else task)
+                done.add(("I", task.stage, task.microbatch) if task.kind == "B" else task)
                 heads[position] += 1
                 moved = True
     return all(heads[position] == len(tasks) for position, tasks in enumerate(order))

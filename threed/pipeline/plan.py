@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from threed.errors import PlanError
 from threed.pipeline.orders import Order
-from threed.program.effects import effects
-from threed.program.instruction import COMPUTE, Instruction, Op, Programs, Slot
+from threed.program.effects import forms_of
+from threed.program.instruction import COMPUTE, Instruction, Op, Programs
 from threed.program.table import Table
 
 _OPS = {"B": Op.BACKWARD, "I": Op.BACKWARD_INPUT, "W": Op.BACKWARD_WEIGHT}
@@ -38,51 +40,48 @@ def communicate(programs: Programs, table: Table) -> Programs:
     agree on the order of messages; a RECV comes as early as its value can arrive; and the plan cannot
     deadlock, even where every call blocks, because the ranks can run the sequence itself.
     """
-    result: Programs = [[] for _ in programs]
-    for *_, position, instruction in sorted(_events(programs, table)):
-        result[position].append(instruction)
-    return result
+    return [[instruction for *_, instruction in sorted(events)] for events in _events(programs, table)]
 
 
-# (time, whether it is compute, sequence number, position, instruction). Sorted, the messages of one moment
-# come before the compute that waits for them.
-_Event = tuple[float, bool, int, int, Instruction]
+# (time, whether it is compute, sequence number, instruction). Sorted, the messages of one moment come before
+# the compute that waits for them.
+_Event = tuple[float, bool, int, Instruction]
 
 
-def _events(programs: Programs, table: Table) -> list[_Event]:
+def _events(programs: Programs, table: Table) -> list[list[_Event]]:
     """Walk all positions together with a clock (compute takes time in proportion to its FLOPs, messages take
-    none)."""
+    none). The events of each position."""
     clock = [0.0] * len(programs)
     heads = [0] * len(programs)
-    ready: dict[Slot, float] = {}
-    events: list[_Event] = []
-    costs = {(op, u): _cost(op, unit.forward_flops) for u, unit in enumerate(table.units) for op in COMPUTE}
-    positions = [table.position(u) for u in range(len(table.units))]
-    moved = True
+    ready: dict[tuple[_Value, int], float] = {}  # a value of a micro-batch -> when it is there
+    events: list[list[_Event]] = [[] for _ in programs]
+    passing = [_passing(program, table, position) for position, program in enumerate(programs)]
+    number, moved = 0, True
     while moved:
         moved = False
         for position, program in enumerate(programs):
-            now, head = clock[position], heads[position]
+            now, head, mine = clock[position], heads[position], events[position]
             while head < len(program):
-                instruction = program[head]
-                effect = effects(instruction, table, position)
-                start = now
-                for slot in effect.reads:
-                    if slot.kind in _PASSED:
-                        start = max(start, ready.get(slot, math.inf))
+                item = program[head]
+                takes, reads, writes = passing[position][head]
+                microbatch, start = item.microbatch, now
+                for value in reads:
+                    at = ready.get((value, microbatch), math.inf)
+                    start = at if at > start else start
                 if start == math.inf:
                     break
-                events.append((start, True, len(events), position, instruction))
-                now = start + costs.get((instruction.op, instruction.unit), 0.0)
-                for slot in effect.writes:
-                    if slot.kind in _PASSED:
-                        ready[slot] = now
-                        reader = positions[slot.unit + (slot.kind == "act")]
-                        if reader != position:
-                            for op, end, peer in ((Op.SEND, position, reader), (Op.RECV, reader, position)):
-                                message = Instruction(op, slot.unit, slot.microbatch, kind=slot.kind,
-                                                      peer=peer)
-                                events.append((now, False, len(events), end, message))
+                mine.append((start, True, number, item))
+                now = start + takes
+                for value, reader in writes:
+                    ready[value, microbatch] = now
+                    if reader != position:
+                        kind, unit = value
+                        mine.append((now, False, number + 1, Instruction(
+                            Op.SEND, unit, microbatch, kind, peer=reader)))
+                        events[reader].append((now, False, number + 2, Instruction(
+                            Op.RECV, unit, microbatch, kind, peer=position)))
+                        number += 2
+                number += 1
                 head += 1
                 moved = True
             clock[position], heads[position] = now, head
@@ -90,7 +89,30 @@ def _events(programs: Programs, table: Table) -> list[_Event]:
     return events
 
 
-_PASSED = ("act", "grad")  # kinds of slots that one unit makes for another
+_Value = tuple[str, int]  # act or grad, which one unit makes for another; the unit
+
+
+class _Passing(NamedTuple):
+    """What an instruction of some form passes to other units."""
+
+    takes: float  # how long it computes
+    reads: tuple[_Value, ...]
+    writes: tuple[tuple[_Value, int], ...]  # with the position of the unit that reads it
+
+
+def _passing(program: Sequence[Instruction], table: Table, position: int) -> list[_Passing]:
+    """Of each instruction."""
+    forms = forms_of(program, table, position)
+    known = {}
+    for form in dict.fromkeys(forms):
+        item, takes = form.item, 0.0
+        if item.op in COMPUTE:
+            takes = _cost(item.op, table.units[item.unit].forward_flops)
+        reads, writes = (tuple((slot.kind, slot.unit) for slot in slots if slot.kind in ("act", "grad"))
+                         for slots in (form.effect.reads, form.effect.writes))
+        readers = tuple(table.position(unit + (kind == "act")) for kind, unit in writes)
+        known[form] = _Passing(takes, reads, tuple(zip(writes, readers, strict=True)))
+    return [known[form] for form in forms]
 
 
 def _check_finished(programs: Programs, heads: list[int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -33,9 +34,14 @@ def split_units(costs: Sequence[float], num_stages: int) -> list[int]:
     best = {(0, 0): (0.0, 0)}  # (stages, units used) -> (costliest stage, where the last stage begins)
     for stage in range(1, num_stages + 1):
         for stop in range(stage, count - (num_stages - stage) + 1):
-            best[stage, stop] = min(
-                (max(best[stage - 1, start][0], before[stop] - before[start]), start)
-                for start in range(stage - 1, stop) if (stage - 1, start) in best)
+            found = math.inf, stop
+            for start in range(stop - 1, stage - 2, -1):
+                last = before[stop] - before[start]
+                if last > found[0]:  # and more so for smaller ones
+                    break
+                if (stage - 1, start) in best:
+                    found = min(found, (max(best[stage - 1, start][0], last), start))
+            best[stage, stop] = found
     sizes, stop = [], count
     for stage in range(num_stages, 0, -1):
         start = best[stage, stop][1]

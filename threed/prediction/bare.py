@@ -18,8 +18,9 @@ from threed.pipeline.plan import communicate, expand
 from threed.pipeline.timed import Times
 from threed.program.check import check_programs
 from threed.program.instruction import COMPUTE, Instruction, Op
+from threed.program.link import link
 from threed.program.table import PHASES, ComputeUnit, Table
-from threed.program.walk import Mode, Walk, link, walk
+from threed.program.walk import Mode, Walk, walk
 from threed.validate import parse_limit
 
 

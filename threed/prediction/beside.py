@@ -4,48 +4,49 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from threed.program.instruction import COMPUTE, Instruction
+from threed.program.instruction import COMPUTE
+from threed.program.link import Links
 from threed.program.order import plan_links
 from threed.program.table import Plan
-from threed.program.walk import Cost, Links, Mode, Walk, walk
+from threed.program.walk import Mode, Seconds, Walk, walk
 
 _COMMUNICATES = ("dp",)  # lanes of collectives, whose kernels take units of the device
 
 
-def timed(plan: Plan, cost: Cost, contention: float, name: str = "train") -> Walk:
+def timed(plan: Plan, seconds: Seconds, contention: float, name: str = "train") -> Walk:
     """Walk a program twice: the first walk says for how long communication runs beside each computation, and
     in the second each takes `contention` times that longer. (0: it takes no time from computation; 1:
     nothing is computed meanwhile.)"""
     programs, links = plan.programs[name], plan_links(plan, name)
-    first = walk(programs, links, Mode.BUFFERED, cost)
+    first = walk(programs, links, Mode.BUFFERED, seconds)
     if not contention:
         return first
-    longer: dict[tuple[int, Instruction], float] = {}
-    for position, program in enumerate(programs):
-        busy = _union(first, position, links[position])
-        at = 0
-        for index, item in enumerate(program):
-            if item.op not in COMPUTE:
-                continue
-            start, end = first.start[position][index], first.end[position][index]
+    longer = [[took + contention * beside for took, beside in zip(row, _beside(first, position, linked), strict=True)]
+              for position, (row, linked) in enumerate(zip(seconds, links, strict=True))]
+    return walk(programs, links, Mode.BUFFERED, longer)
+
+
+def _beside(when: Walk, position: int, links: Links) -> list[float]:
+    """For each instruction: for how many seconds it computes while its position communicates."""
+    busy, at, result = _union(when, position, links), 0, []
+    for start, end, item in zip(when.start[position], when.end[position], links.program, strict=True):
+        inside = 0.0
+        if item.op in COMPUTE:
             while at < len(busy) and busy[at][1] <= start:
                 at += 1
-            inside = 0.0
             for begin, stop in busy[at:]:
                 if begin >= end:
                     break
                 inside += min(end, stop) - max(start, begin)
-            if inside:
-                longer[position, item] = contention * inside
-    return walk(programs, links, Mode.BUFFERED,
-                lambda position, item: cost(position, item) + longer.get((position, item), 0.0))
+        result.append(inside)
+    return result
 
 
 def _union(when: Walk, position: int, links: Links) -> Sequence[tuple[float, float]]:
     """The times in which a position communicates, in order and apart."""
-    spans = sorted((start, end) for start, end, effect in
-                   zip(when.start[position], when.end[position], links.effects, strict=True)
-                   if end > start and effect.lane in _COMMUNICATES)
+    spans = sorted((start, end) for start, end, form in
+                   zip(when.start[position], when.end[position], links.forms, strict=True)
+                   if end > start and form.effect.lane in _COMMUNICATES)
     apart: list[tuple[float, float]] = []
     for start, end in spans:
         if apart and start <= apart[-1][1]:

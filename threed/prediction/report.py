@@ -3,19 +3,20 @@ costs of its instructions."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from threed.mesh import AXES
 from threed.prediction.beside import timed
 from threed.program.buffers import buffers
-from threed.program.instruction import COMPUTE, Instruction, Op
-from threed.program.order import plan_links, run_links
+from threed.program.effects import Form
+from threed.program.instruction import COMPUTE, Op
+from threed.program.link import Links, joined, links_of
+from threed.program.order import plan_links, simulated
 from threed.program.show import timeline
-from threed.program.summary import activations, alive_bytes, fixed_bytes, stages
+from threed.program.summary import activations, alive_bytes, fixed_bytes, stage
 from threed.program.table import SNAPSHOT, VERIFY, Plan
-from threed.program.walk import Cost, Links, Mode, Program, walk
+from threed.program.walk import Cost, Mode, seconds_of, walk
 from threed.quantity import show_bytes, show_count, show_seconds
 
 SAMPLES = 50  # points of memory over time
@@ -23,35 +24,38 @@ SAMPLES = 50  # points of memory over time
 
 def report(plan: Plan, cost: Cost, source: str, verify_every: int = 0,
            contention: float = 0.0) -> dict[str, Any]:
-    """`source`: where the costs are from; `contention`: as in Hardware, 0 where costs are measured. Times are of one train step, and bytes of one rank of a position, by tier: device, host, disk.
+    """`source`: where the costs are from. `contention`: as in Hardware; 0 where costs are measured. Times are
+    of one train step, and bytes of one rank of a position, by tier: device, host, disk.
     Offloaded values keep their memory on the host and on disk all the time. `exposed_transfer_s`: how much
     longer the step is than if moves between tiers were free. `verify`: how much longer a step takes that is
     computed twice, and a step on average (without checksums)."""
     table, programs = plan.table, plan.programs["train"]
     links = plan_links(plan, "train")
-    when = timed(plan, cost, contention)
+    seconds = seconds_of(links, cost)
+    when = timed(plan, seconds, contention)
     total = when.total_s
     rows = []
-    for position, (program, held) in enumerate(zip(programs, stages(plan), strict=True)):
-        effects = links[position].effects  # a step on the host is not the device's work
-        busy = sum(cost(position, item) for item, effect in zip(program, effects, strict=True)
-                   if item.op in COMPUTE or (item.op == Op.STEP and effect.lane == "compute"))
-        by_kind, fixed = alive_bytes(plan, position).by_kind, fixed_bytes(held)
-        kinds = [kind for kind in activations(table) if kind in by_kind]
-        kept = [sum(column) for column in zip(*(by_kind[kind] for kind in kinds), strict=True)]
-        every = max(1, len(program) // SAMPLES)
+    for position in range(len(programs)):
+        alive = alive_bytes(plan, position)
+        held = stage(plan, position, alive)
+        busy = sum(_seconds(links[position], seconds[position], _works))
+        kept, fixed = alive.total(*activations(table)), fixed_bytes(held)
+        every = max(1, len(programs[position]) // SAMPLES)
         rows.append({
             "bubble": max(0.0, 1.0 - busy / total) if total else 0.0, "busy_s": busy,
             "peak_bytes": {"device": fixed + max(kept, default=0), "disk": held["disk_bytes"],
                            "host": held["host_bytes"] + held["snapshot_bytes"]},
-            "transfer_s": _transfers(program, links[position], lambda item, at=position: cost(at, item)),
+            "transfer_s": _transfers(links[position], seconds[position]),
             "memory": [{"seconds": when.start[position][i], "device": fixed + kept[i]}
                        for i in range(0, len(kept), every)],
             **held,
         })
     bubble = sum(row["bubble"] for row in rows) / len(rows)
-    free = timed(plan, lambda at, item: 0.0 if item.op in _BETWEEN_TIERS else cost(at, item), contention)
-    return {"step_time": total, "bubble": bubble, "exposed_transfer_s": total - free.total_s, "costs": source,
+    free_s = total
+    if any(row["transfer_s"] for row in rows):
+        free = seconds_of(links, lambda at, item: 0.0 if item.op in _BETWEEN_TIERS else cost(at, item))
+        free_s = timed(plan, free, contention).total_s
+    return {"step_time": total, "bubble": bubble, "exposed_transfer_s": total - free_s, "costs": source,
             "digest": plan.digest, "checkpoint": _checkpoint(plan, cost, total), "stages": rows,
             **_verifying(plan, cost, verify_every)}
 
@@ -62,10 +66,10 @@ def _checkpoint(plan: Plan, cost: Cost, step_s: float) -> dict[str, float] | Non
     table, copies = plan.table, plan.programs.get(SNAPSHOT)
     if copies is None:
         return None
-    programs = [(*copy, *program) for copy, program in zip(copies, plan.programs["train"], strict=True)]
-    links = [run_links(program, table, position, table.seam(position), buffers(plan, position))
-             for position, program in enumerate(programs)]
-    longer = walk(programs, links, Mode.BUFFERED, cost).total_s - step_s
+    both = [joined(*links) for links in zip(links_of(plan, SNAPSHOT), links_of(plan, "train"), strict=True)]
+    links = [simulated(links, table, table.seam(position), buffers(plan, position))
+             for position, links in enumerate(both)]
+    longer = walk([linked.program for linked in links], links, Mode.BUFFERED, cost).total_s - step_s
     return {"bytes": max(sum(table.moved(item) for item in copy) for copy in copies),
             "copy_s": max(sum(cost(position, item) for item in copy) for position, copy in enumerate(copies)),
             "blocked_s": max(0.0, longer)}
@@ -81,13 +85,23 @@ def _verifying(plan: Plan, cost: Cost, every: int) -> dict[str, Any]:
 _BETWEEN_TIERS = (Op.OFFLOAD, Op.FETCH)
 
 
-def _transfers(program: Program, links: Links, cost: Callable[[Instruction], float]) -> dict[str, float]:
+def _transfers(links: Links, seconds: Sequence[float]) -> dict[str, float]:
     """Seconds that a position's links between tiers are busy."""
-    seconds: dict[str, float] = defaultdict(float)
-    for item, effect in zip(program, links.effects, strict=True):
-        if item.op in _BETWEEN_TIERS:
-            seconds[effect.lane] += cost(item)
-    return dict(seconds)
+    lanes = dict.fromkeys(form.effect.lane for form in dict.fromkeys(links.forms)
+                          if form.item.op in _BETWEEN_TIERS)
+    return {lane: sum(_seconds(links, seconds, lambda form, lane=lane: form.item.op in _BETWEEN_TIERS
+                               and form.effect.lane == lane)) for lane in lanes}
+
+
+def _works(form: Form) -> bool:
+    """Whether the device computes. A step on the host is not its work."""
+    return form.item.op in COMPUTE or (form.item.op == Op.STEP and form.effect.lane == "compute")
+
+
+def _seconds(links: Links, seconds: Sequence[float], chosen: Callable[[Form], bool]) -> list[float]:
+    """Seconds of the instructions of some forms."""
+    forms = {form for form in dict.fromkeys(links.forms) if chosen(form)}
+    return [took for form, took in zip(links.forms, seconds, strict=True) if form in forms]
 
 
 def _speeds(values: dict[str, Any]) -> Iterator[str]:

@@ -28,9 +28,10 @@ from threed.planner import make_mesh
 from threed.program.effects import effects
 from threed.program.graphs import graphs
 from threed.program.instruction import COMPUTE, PARAMETER_KINDS, Instruction, Op, Slot
+from threed.program.link import Program
 from threed.program.summary import activations, alive_bytes
 from threed.program.table import Plan, Table
-from threed.program.walk import Program, channels
+from threed.program.walk import channels
 from threed.schema import Config
 from threed.slots import Slots
 from threed.tensor.alive import Alive

@@ -10,11 +10,12 @@ layer differ by a norm or a bias, and are not all alive at a time.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
-from threed.program.effects import effects
+from threed.program.effects import Effects
 from threed.program.instruction import Slot, Tier
+from threed.program.link import Links, links_of
 from threed.program.table import Plan, Table
 from threed.quantity import ALIGNMENT, round_up
 
@@ -47,17 +48,22 @@ def _elements(sizes: Sizes) -> int:
 
 
 def buffers(plan: Plan, position: int) -> Buffers:
-    """The buffers that a rank of a position needs over all programs of the plan."""
+    """The buffers that a rank of a position needs over all programs of the plan. The plan remembers them."""
+    if position not in plan.pools:
+        plan.pools[position] = _buffers(plan, position)
+    return plan.pools[position]
+
+
+def _buffers(plan: Plan, position: int) -> Buffers:
     table = plan.table
     held = table.held(position)
     # the sets of sizes that are alive together
     taken: dict[str, set[tuple[tuple[int, int], ...]]] = {"params": set(), "grads": set()}
     most: dict[str, Counter[int]] = {name: Counter() for name in Buffers._fields if name != "staging"}
-    for programs in plan.programs.values():
+    for program in plan.programs:
         alive: dict[str, Counter[int]] = {name: Counter() for name in most}
         inside: set[Slot] = set()
-        for instruction in programs[position]:
-            effect = effects(instruction, table, position)
+        for effect in _pooled(links_of(plan, program)[position], table):
             for slot in (*effect.writes, *effect.adds):
                 name = pool_of(slot, table)
                 if name is not None and slot not in inside:
@@ -80,6 +86,15 @@ def buffers(plan: Plan, position: int) -> Buffers:
     shared = {name: _shared(times, units, spare=name == "grads") for name, times in taken.items()}
     return Buffers(**{name: dict(sizes) for name, sizes in most.items()} | shared,
                    staging=_staging(table, held))
+
+
+def _pooled(links: Links, table: Table) -> Iterator[Effects]:
+    """What the instructions of a program do to slots that are in pools."""
+    parts = {form: form.effect.parts(lambda slot: pool_of(slot, table) is not None)[0]
+             for form in dict.fromkeys(links.forms)}
+    for item, form in zip(links.program, links.forms, strict=True) if any(parts.values()) else ():
+        if (part := parts[form]) is not None:
+            yield part.of(item.microbatch)
 
 
 def _shared(taken: Collection[tuple[tuple[int, int], ...]], units: Counter[int], spare: bool) -> Sizes:

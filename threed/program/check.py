@@ -10,19 +10,25 @@ Deadlock: `walk` in its three modes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
+from itertools import zip_longest
+from operator import itemgetter
 
 from threed.errors import PlanError
 from threed.mesh import GROUPS
+from threed.program.effects import Effects
 from threed.program.instruction import BACKWARDS, Instruction, Op, Slot
+from threed.program.link import Links, Program, link
 from threed.program.table import DELAYED_STEPS, EVALUATE, SNAPSHOT, VERIFY, WAITING, Plan, Table
-from threed.program.walk import Links, Mode, Program, channels, link, walk
+from threed.program.walk import Mode, all_meet, channels, walk
 
 
 def check(plan: Plan) -> dict[str, list[Links]]:
     """Raise PlanError unless every program of the plan can run and does all of its work. Returns the links of
     each program."""
-    return {name: check_programs(name, programs, plan.table) for name, programs in plan.programs.items()}
+    for name, programs in plan.programs.items():
+        plan.linked[name] = check_programs(name, programs, plan.table)
+    return dict(plan.linked)
 
 
 def check_programs(name: str, programs: Sequence[Program], table: Table) -> list[Links]:
@@ -34,11 +40,8 @@ def check_programs(name: str, programs: Sequence[Program], table: Table) -> list
     links = []
     for position, program in enumerate(programs):
         seam, ends = table.seam(position, name), table.seam(position, name, end=True)
-        for index, instruction in enumerate(program):
-            if strays := instruction.strays():
-                raise PlanError(describe(name, programs, position, index,
-                                         f"sets {' and '.join(strays)}, which {instruction.op} does not use"))
         linked = link(program, table, position, seam)
+        _check_fields(name, programs, position, linked)
         if linked.faults:
             raise PlanError(describe(name, programs, position, *linked.faults[0]))
         left = linked.alive - ends - {Slot("scale")}
@@ -47,14 +50,13 @@ def check_programs(name: str, programs: Sequence[Program], table: Table) -> list
             what = f"leaves '{min(left)}' behind" if left else f"has lost '{min(lost)}'"
             raise PlanError(describe(name, programs, position, len(program) - 1,
                                      f"the program ends here and {what}"))
-        _check_complete(name, programs, position, table)
+        _check_complete(name, programs, position, table, linked)
         _check_copies(name, programs, position, linked)
         links.append(linked)
     _check_channels(name, programs)
     _check_collectives(name, programs, table)
-    for mode in Mode:
-        stuck = walk(programs, links, mode).stuck
-        if stuck:
+    for mode in () if all_meet(links) else Mode:
+        if stuck := walk(programs, links, mode).stuck:
             raise PlanError(f"deadlock ({mode.value}): each of these waits for another\n" + "\n".join(
                 describe(name, programs, position, index, "never runs") for position, index in stuck))
     return links
@@ -69,45 +71,78 @@ def describe(name: str, programs: Sequence[Program], position: int, index: int, 
     return "\n".join(lines)
 
 
-def _check_complete(name: str, programs: Sequence[Program], position: int, table: Table) -> None:
+def _check_fields(name: str, programs: Sequence[Program], position: int, links: Links) -> None:
+    """Instructions of one form set the same fields, but for the micro-batch."""
+    strays = {form for form in dict.fromkeys(links.forms) if form.item.strays()}
+    for index, form in enumerate(links.forms) if strays else ():
+        if form in strays:
+            raise PlanError(describe(name, programs, position, index,
+                                     f"sets {' and '.join(programs[position][index].strays())}, which "
+                                     f"{form.item.op} does not use"))
+
+
+def _check_complete(name: str, programs: Sequence[Program], position: int, table: Table,
+                    links: Links) -> None:
     """For each unit of the position and each micro-batch, FORWARD runs once, and BACKWARD once, whole or as
     its two halves."""
-    program = programs[position]
+    program, trains = programs[position], name != EVALUATE
     if name in (SNAPSHOT, WAITING):
         _check_snapshot(name, programs, position, table)
         return
-    seen: Counter[Instruction] = Counter()
-    for instruction in program:
-        if instruction.op == Op.FORWARD or instruction.op in BACKWARDS:
-            seen[Instruction(instruction.op, instruction.unit, instruction.microbatch)] += 1
-    trains = name != EVALUATE
-    expected: Counter[Instruction] = Counter()
-    for unit in table.units_of(position):
-        for microbatch in range(table.num_microbatches):
-            expected[Instruction(Op.FORWARD, unit, microbatch)] += 1
-            if trains and Instruction(Op.BACKWARD_INPUT, unit, microbatch) in seen:
-                expected[Instruction(Op.BACKWARD_INPUT, unit, microbatch)] += 1
-                expected[Instruction(Op.BACKWARD_WEIGHT, unit, microbatch)] += 1
-            elif trains:
-                expected[Instruction(Op.BACKWARD, unit, microbatch)] += 1
-    for instruction in (seen - expected) + (expected - seen):
-        have, want = seen[instruction], expected[instruction]
-        index = next((i for i, other in enumerate(program)
-                      if (other.op, *other.turn) == (instruction.op, *instruction.turn)), len(program) - 1)
-        raise PlanError(describe(name, programs, position, index,
-                                 f"'{instruction}' runs {have} times here, not {want}"))
-    counts = Counter(instruction.op for instruction in program)
+    if not _each_once(links, table, position, trains):
+        seen = Counter([item[:3] for item in program if item.op in _COMPUTING])  # (op, unit, micro-batch)
+        expected = _expected(range(table.num_microbatches), table, position, trains, seen)
+        for turn in (seen - expected) + (expected - seen):
+            index = next((i for i, item in enumerate(program) if item[:3] == turn), len(program) - 1)
+            raise PlanError(describe(
+                name, programs, position, index,
+                f"'{Instruction(*turn)}' runs {seen[turn]} times here, not {expected[turn]}"))
     if trains:
         _check_steps(name, programs, position, table)
-    wrong = next((i for i, item in enumerate(program)
-                  if item.op == Op.CLIP and (item.gradients != "none") != trains), None)
-    if counts[Op.CLIP] != 1 or wrong is not None:
+    clips = [i for i, form in enumerate(links.forms) if form.item.op == Op.CLIP]
+    wrong = next((i for i in clips if (program[i].gradients != "none") != trains), None)
+    if len(clips) != 1 or wrong is not None:
         raise PlanError(describe(name, programs, position, wrong if wrong is not None else len(program) - 1,
                                  "CLIP must run once, over gradients where there are any"))
-    for index, instruction in enumerate(program):
-        if instruction.op == Op.FORWARD and (instruction.keep == "none") == trains:
+    wrong = {form for form in dict.fromkeys(links.forms)
+             if form.item.op == Op.FORWARD and (form.item.keep == "none") == trains}
+    for index, form in enumerate(links.forms) if wrong else ():
+        if form in wrong:
             raise PlanError(describe(name, programs, position, index,
-                                     f"keep={instruction.keep} does not belong here"))
+                                     f"keep={form.item.keep} does not belong here"))
+
+
+_COMPUTING = (Op.FORWARD, *BACKWARDS)
+
+
+def _each_once(links: Links, table: Table, position: int, trains: bool) -> bool:
+    """Whether every micro-batch has a strand, and each has every unit once. (False says nothing: the
+    instructions of a strand are those that use slots.)"""
+    microbatches = []
+    for strand in links.strands:
+        seen = Counter([form.item[:3] for form in strand.forms if form.item.op in _COMPUTING])
+        if seen != _expected(range(1), table, position, trains, seen):
+            return False
+        microbatches += [links.program[index].microbatch for index in strand.indices[0]]
+    return sorted(microbatches) == list(range(table.num_microbatches))
+
+
+_Turn = tuple[Op, int, int]  # op, unit, micro-batch
+
+
+def _expected(microbatches: Iterable[int], table: Table, position: int, trains: bool,
+              seen: Collection[_Turn]) -> Counter[_Turn]:
+    """How often each must run. A backward that has begun as two halves must run as two."""
+    expected = Counter[_Turn]()
+    for unit in table.units_of(position):
+        for microbatch in microbatches:
+            expected[Op.FORWARD, unit, microbatch] = 1
+            if trains and (Op.BACKWARD_INPUT, unit, microbatch) in seen:
+                expected[Op.BACKWARD_INPUT, unit, microbatch] = 1
+                expected[Op.BACKWARD_WEIGHT, unit, microbatch] = 1
+            elif trains:
+                expected[Op.BACKWARD, unit, microbatch] = 1
+    return expected
 
 
 def _check_steps(name: str, programs: Sequence[Program], position: int, table: Table) -> None:
@@ -146,46 +181,65 @@ def _check_copies(name: str, programs: Sequence[Program], position: int, links: 
     the step may read a shard after its STEP: all micro-batches see the same weights."""
     whole: set[int] = set()
     changed: set[int] = set()
-    for index, effect in enumerate(links.effects):
-        for slot in effect.updates:
+    used = {form: _copies(form.effect) for form in dict.fromkeys(links.forms)}
+    acting = {form for form, (updates, _, *moved) in used.items() if updates or any(moved)}
+    for index, form in enumerate(links.forms):
+        if form not in acting and not changed:  # most instructions
+            continue
+        updates, reads, gathered, released = used[form]
+        for slot in updates:
             if slot.name == "pshard" and slot.unit in whole:
                 raise PlanError(describe(name, programs, position, index,
                                          f"updates '{slot}' while 'param p{slot.unit}', which is gathered "
                                          "from it, is alive"))
-            changed.update([slot.unit] if slot.name in ("param", "pshard") else [])
-        for slot in effect.reads:
-            if slot.name in ("param", "pshard") and slot.unit in changed:
+            changed.add(slot.unit)
+        for slot in reads:
+            if slot.unit in changed:
                 raise PlanError(describe(name, programs, position, index,
                                          f"reads '{slot}', which this step has already updated"))
-        whole.update(slot.unit for slot in effect.writes if slot.name == "param")
-        whole.difference_update(slot.unit for slot in effect.frees if slot.name == "param")
+        whole.update(gathered)
+        whole.difference_update(released)
+
+
+def _copies(effect: Effects) -> tuple[list[Slot], list[Slot], list[int], list[int]]:
+    """Parameters and shards of them that are updated, and that are read; the units of which a whole copy is
+    made, and of which it is freed."""
+    updates, reads = ([slot for slot in slots if slot.name in ("param", "pshard")]
+                      for slots in (effect.updates, effect.reads))
+    made, freed = ([slot.unit for slot in slots if slot.name == "param"]
+                   for slots in (effect.writes, effect.frees))
+    return updates, reads, made, freed
 
 
 def _check_channels(name: str, programs: Sequence[Program]) -> None:
     ends = channels(programs)
     for (sender, receiver, _), (sends, receives) in ends.items():
         if not (0 <= sender < len(programs) and 0 <= receiver < len(programs)) or sender == receiver:
-            position, index = (sends or receives)[0]
+            position, index = (sender, sends[0]) if sends else (receiver, receives[0])
             raise PlanError(describe(name, programs, position, index, "there is no such peer"))
     for (sender, receiver, kind), (sends, receives) in ends.items():
-        for k in range(max(len(sends), len(receives))):
-            if k >= len(sends) or k >= len(receives):
-                position, index = (sends if k < len(sends) else receives)[k]
-                other = f"pp{receiver} never receives it" if k < len(sends) else f"pp{sender} never sends it"
-                raise PlanError(describe(name, programs, position, index, other))
-            (_, i), (_, j) = sends[k], receives[k]
-            if programs[sender][i].slot != programs[receiver][j].slot:
-                raise PlanError(describe(name, programs, receiver, j,
-                                         f"message {k} of {kind} from pp{sender} is '{programs[sender][i]}'"))
+        sent, wanted = ([_SLOT(programs[position][index]) for index in indices]
+                        for position, indices in ((sender, sends), (receiver, receives)))
+        for k, (one, other) in enumerate(zip_longest(sent, wanted)) if sent != wanted else ():
+            if one is None or other is None:
+                position, index = (sender, sends[k]) if other is None else (receiver, receives[k])
+                missing = f"pp{receiver} never receives it" if other is None else f"pp{sender} never sends it"
+                raise PlanError(describe(name, programs, position, index, missing))
+            if one != other:
+                raise PlanError(describe(name, programs, receiver, receives[k], f"message {k} of {kind} from "
+                                         f"pp{sender} is '{programs[sender][sends[k]]}'"))
+
+
+_SLOT = itemgetter(*(Instruction._fields.index(name) for name in Slot._fields))  # without making it
 
 
 def _check_collectives(name: str, programs: Sequence[Program], table: Table) -> None:
     """A REDUCE over a group with members at several positions is one collective of all of them, on the same
     unit: for a tied embedding, of the two ends of the pipeline. (CLIP is a collective of all positions;
     `_check_complete` has counted it.)"""
+    reduces = [[item for item in program if item.op == Op.REDUCE] for program in programs]
     for group in (group for group, row in GROUPS.items() if row.across_positions):
-        calls = [[item.unit for item in program if item.op == Op.REDUCE and item.group == group]
-                 for program in programs]
+        calls = [[item.unit for item in program if item.group == group] for program in reduces]
         members = {position for unit in table.parameters.values() for position in unit.positions
                    if any(step.group == group for step in unit.reductions)}
         first, last = min(members, default=0), max(members, default=len(programs) - 1)

@@ -11,12 +11,14 @@ through slots and their memory (`order`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import compress, product
+from operator import itemgetter
 from typing import NamedTuple
 
 from threed.mesh import GROUPS
-from threed.program.instruction import COMPUTE, WORDS, Instruction, Op, Slot, Tier
+from threed.program.instruction import WORDS, Instruction, Op, Slot, Tier
 from threed.program.table import Table, gradient_kind
 
 
@@ -29,22 +31,77 @@ class Effects(NamedTuple):
     frees: tuple[Slot, ...] = ()  # alive before, not after; happens last
     groups: tuple[str, ...] = ()  # whose members take part; a message has none, only its two ends
 
+    def of(self, microbatch: int) -> Effects:
+        """Effects of a form -> of its instruction for a micro-batch."""
+        if microbatch <= 0:
+            return self
+        changed = (tuple(slot._replace(microbatch=microbatch) if slot.microbatch >= 0 else slot
+                         for slot in slots) for slots in self.slots)
+        return Effects(self.lane, *changed, self.groups)
 
-# Every pass checks the words of every instruction: one look-up in a set is faster than three tests.
-_WORDS = frozenset(product(*(WORDS[field] for field in ("keep", "gradients", "age"))))
+    def parts(self, first: Callable[[Slot], bool]) -> tuple[Effects | None, Effects | None]:
+        """The same with some of the slots, and with the others; None without any."""
+        ones, others = ([tuple(slot for slot in slots if first(slot) is wanted) for slots in self.slots]
+                        for wanted in (True, False))
+        return (Effects(self.lane, *ones, self.groups) if any(ones) else None,
+                Effects(self.lane, *others, self.groups) if any(others) else None)
+
+    @property
+    def slots(self) -> tuple[tuple[Slot, ...], ...]:
+        """All that it does to slots, in the order of the fields."""
+        return self[1:6]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Form:
+    """What instructions have in common that differ by their micro-batch alone: a plan has millions of
+    instructions of a few hundred forms. The slots of a micro-batch are used by its own instructions alone."""
+
+    item: Instruction  # one of them: of micro-batch 0, or of none
+    effect: Effects  # of that one
+    own: Effects | None  # the part that is about slots of the micro-batch
+    shared: Effects | None  # the part that is about slots of no micro-batch
 
 
 def effects(instruction: Instruction, table: Table, position: int) -> Effects:
     """Effects of one instruction of a position's program. Raises KeyError where the instruction names
     something that does not exist."""
-    known = table.known.get(instruction)
-    if known is None:
-        if (instruction.keep, instruction.gradients, instruction.age) not in _WORDS:
-            raise KeyError(f"{instruction}: the words that a field may hold are {WORDS}")
-        known = _EFFECTS[instruction.op](instruction, table, position)
-        if instruction.op in COMPUTE:  # the same at every position, and every pass asks for them
-            table.known[instruction] = known
-    return known
+    return form_of(instruction, table, position).effect.of(instruction.microbatch)
+
+
+def form_of(instruction: Instruction, table: Table, position: int) -> Form:
+    """The form of an instruction of a position's program. KeyError as for `effects`."""
+    # Instructions without a micro-batch are rare. The fields of the others, without the micro-batch, are
+    # fewer: the keys differ.
+    key = _FIELDS(instruction) if instruction.microbatch >= 0 else instruction
+    form = table.forms[position].get(key)
+    if form is None:
+        form = table.forms[position][key] = _form(instruction, table, position)
+    return form
+
+
+def forms_of(program: Sequence[Instruction], table: Table, position: int) -> list[Form]:
+    """The form of each instruction of a program. KeyError as for `effects`."""
+    forms = list(map(table.forms[position].get, map(_FIELDS, program)))  # written for speed
+    for index, item in enumerate(program):
+        if forms[index] is None or item[2] < 0:
+            forms[index] = form_of(item, table, position)
+    return forms
+
+
+_FIELDS = itemgetter(*(at for at, name in enumerate(Instruction._fields) if name != "microbatch"))
+_WORDS = frozenset(product(*(WORDS[field] for field in ("keep", "gradients", "age"))))
+
+
+def _form(instruction: Instruction, table: Table, position: int) -> Form:
+    if (instruction.keep, instruction.gradients, instruction.age) not in _WORDS:
+        raise KeyError(f"{instruction}: the words that a field may hold are {WORDS}")
+    rule = _EFFECTS[instruction.op]
+    effect = rule(instruction, table, position)  # its KeyError names the instruction
+    if instruction.microbatch > 0:
+        instruction = instruction._replace(microbatch=0)
+        effect = rule(instruction, table, position)
+    return Form(instruction, effect, *effect.parts(lambda slot: slot.microbatch >= 0))
 
 
 # ---- forward and backward

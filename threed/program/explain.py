@@ -10,9 +10,9 @@ from typing import Any
 from threed.program.buffers import buffers
 from threed.program.effects import effects
 from threed.program.instruction import PARAMETER_KINDS, Instruction, Op, Slot
+from threed.program.link import link
 from threed.program.order import run_links
 from threed.program.table import Plan, Table
-from threed.program.walk import link
 from threed.quantity import show_bytes
 
 SHOWN = 5  # instructions that wait, and ranks that take part

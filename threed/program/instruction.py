@@ -35,11 +35,14 @@ compute unit that stay whole under ZeRO-3 are a second unit (zero.persist_below)
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
 
 class Op(StrEnum):
+    __hash__ = str.__hash__  # that of Enum is a Python function, and plans are read by dictionaries of slots
+
     FORWARD = "FORWARD"
     RECOMPUTE = "RECOMPUTE"
     BACKWARD = "BACKWARD"
@@ -85,6 +88,8 @@ WORDS: dict[str, tuple[str, ...]] = {
 
 class Tier(StrEnum):
     """The memory that a slot is in."""
+
+    __hash__ = str.__hash__  # as of Op
 
     DEVICE = "device"
     HOST = "host"
@@ -185,3 +190,15 @@ class Instruction(NamedTuple):
 
 
 Programs = list[list[Instruction]]  # one program a position, while passes work on them
+
+
+def insert(program: Sequence[Instruction], before: Mapping[int, Sequence[Instruction]],
+           after: Mapping[int, Sequence[Instruction]]) -> list[Instruction]:
+    """A program with instructions before and after some of its own, which are named by their index."""
+    out: list[Instruction] = []
+    start = 0
+    for index in sorted({*before, *after}):
+        out += program[start:index]
+        out += (*before.get(index, ()), program[index], *after.get(index, ()))
+        start = index + 1
+    return [*out, *program[start:]]

@@ -16,14 +16,16 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import chain
 from typing import NamedTuple
 
 from threed.program.buffers import Buffers, buffers, pool_of, size_in
-from threed.program.effects import Effects
+from threed.program.effects import Effects, Form
 from threed.program.instruction import MESSAGES, Op, Slot, Tier
+from threed.program.link import Links, Pair, Program, Step, follow, link, links_of
 from threed.program.table import Plan, Table
-from threed.program.walk import Links, Program, link
 
 
 class Order(NamedTuple):
@@ -56,37 +58,89 @@ class Order(NamedTuple):
 def run_links(program: Program, table: Table, position: int, start: set[Slot], pools: Buffers) -> Links:
     """The links of a program of which the producers are all instructions that are waited for."""
     links = link(program, table, position, start)
-    return links._replace(producers=waits(program, links, table, start, pools))
+    pairs = [(need, index) for index, needs in enumerate(waits(program, links, table, start, pools))
+             for need in needs]
+    return replace(links, strands=[strand._replace(pairs=[]) for strand in links.strands], shared=pairs)
 
 
 def plan_links(plan: Plan, name: str) -> list[Links]:
-    """The same at each position of a plan."""
-    return [run_links(program, plan.table, position, plan.table.seam(position, name), buffers(plan, position))
-            for position, program in enumerate(plan.programs[name])]
+    """The links of each position of a plan, as `simulated`."""
+    return [simulated(links, plan.table, plan.table.seam(position, name), buffers(plan, position))
+            for position, links in enumerate(links_of(plan, name))]
+
+
+def simulated(links: Links, table: Table, start: set[Slot], pools: Buffers) -> Links:
+    """Links of which the producers are those that are waited for, and a few of which nobody needs to know
+    because others are waited for: what is alike for all micro-batches is found once. A walk is the same."""
+    in_turn = pools.kept or pools.host_kept  # slots of different micro-batches take a buffer in turn
+    of_strands, shared = links.split(
+        (lambda slot: slot.microbatch >= 0 and pool_of(slot, table) is None) if in_turn else None)
+    strands = []
+    for strand, steps in zip(links.strands, of_strands, strict=True):
+        found = strand.pairs, Users(table, set(), pools).follow(steps)
+        strands.append(strand._replace(pairs=[*chain(*(_across(pairs, strand.forms) for pairs in found))]))
+    steps = [*_ends_of_runs(shared)]
+    found = (follow(steps, start).pairs, Users(table, start, pools).follow(steps), _kept_moves(links.forms))
+    return replace(links, strands=strands,
+                   shared=[*chain(*(_across(pairs, links.forms) for pairs in found))])
+
+
+def _ends_of_runs(steps: Iterable[Step]) -> Iterator[Step]:
+    """Steps without computations that use what one before and one after them use, where nothing changes
+    in between: the order of the lane covers them."""
+    run: dict[int, list[Step]] = {}  # since the last change: the first and the last that do the same
+    for step in steps:
+        effect = step[1]
+        if effect.lane == "compute" and not (effect.writes or effect.updates or effect.frees):
+            run[id(effect)] = [*run.get(id(effect), ())[:1], step]
+            continue
+        yield from sorted(each for ends in run.values() for each in ends)
+        run.clear()
+        yield step
+    yield from sorted(each for ends in run.values() for each in ends)
+
+
+def _across(pairs: Iterable[Pair], forms: Sequence[Form]) -> Iterator[Pair]:
+    """Pairs, in the order of their second ones, without those that the order within lanes gives."""
+    waited: dict[tuple[str, str], int] = {}  # (lane, other) -> the latest of the other that it has waited for
+    for first, then in pairs:
+        of_first, of_then = lanes = forms[first].effect.lane, forms[then].effect.lane
+        # A message is sent from where the computation is, after what is computed before it.
+        message = forms[then].item.op in MESSAGES
+        if of_first not in (of_then, "compute" if message else of_then) and first > waited.get(lanes, -1):
+            waited[lanes] = first
+            yield first, then
 
 
 def waits(program: Program, links: Links, table: Table, start: set[Slot], pools: Buffers) -> list[list[int]]:
     """The instructions of other lanes for which each instruction waits."""
-    memory, lanes = Users(table, start, pools), [effect.lane for effect in links.effects]
-    known = _Known(lanes)
+    memory = Users(table, start, pools)
+    known = _Known([effect.lane for effect in links.effects])
+    needs: list[set[int]] = [{*producers, *memory.occupy(index, effect)}
+                             for index, (producers, effect) in enumerate(zip(links.producers, links.effects))]
+    for need, index in _kept_moves(links.forms):
+        needs[index].add(need)
+    return [known.add(index, needs[index], item.op in MESSAGES) for index, item in enumerate(program)]
+
+
+def _kept_moves(forms: Sequence[Form]) -> Iterator[Pair]:
+    """Memory from the device's allocator may have been used by any computation before: a kept input comes
+    back after that. And kept inputs leave one at a time: behind a slow link they would pile up, in memory
+    that no plan counts."""
+    moves = {form for form in dict.fromkeys(forms)
+             if form.effect.lane in ("d2h", "h2d") and form.item.kind in ("kept", "kpart")}
     computed = -1  # the latest instruction of the compute lane
     leaving = [-1, -1]  # the last two that take a kept input to the host
-    result = []
-    for index, (item, effect) in enumerate(zip(program, links.effects, strict=True)):
-        needs = {*links.producers[index], *memory.occupy(index, effect)}
-        if effect.lane in ("d2h", "h2d") and item.kind in ("kept", "kpart"):
-            if item.op == Op.FETCH:
-                needs.add(computed)
-            else:
-                leaving = [leaving[-1], index]
-        if effect.lane == "compute":
-            # Kept inputs leave one at a time: behind a slow link they would pile up, in memory that no plan
-            # counts.
-            needs.add(leaving[0])
+    for index, form in enumerate(forms) if moves else ():
+        if form in moves and form.item.op == Op.FETCH:
+            if computed >= 0:
+                yield computed, index
+        elif form in moves:
+            leaving = [leaving[-1], index]
+        elif form.effect.lane == "compute":
+            if leaving[0] >= 0:
+                yield leaving[0], index
             computed = index
-        needs.discard(-1)
-        result.append(known.add(index, needs, item.op in MESSAGES))
-    return result
 
 
 class Buffer(NamedTuple):
@@ -141,6 +195,12 @@ class Users:
             if (buffer := self.buffers.pop(slot, None)) is not None:
                 self.free[buffer.pool, buffer.numel].append((buffer, users.pop(slot, [])))
         return before
+
+    def follow(self, steps: Iterable[Step]) -> Iterator[Pair]:
+        """Pairs of an instruction and of a later one that writes what it uses."""
+        for index, effect in steps:
+            for user in self.occupy(index, effect):
+                yield user, index
 
     def _own(self, slot: Slot) -> Slot:
         """The slot whose memory this one's is a part of: a shard of parameters that stay whole."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from xml.sax.saxutils import escape
+from html import escape
 
 from threed.program.instruction import COMPUTE, Instruction, Op
 from threed.program.order import plan_links
@@ -87,15 +87,15 @@ def svg(programs: Sequence[Sequence[Instruction]], when: Walk, title: str) -> st
     height = row * len(programs) + 40
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="1080" height="{height}" '
              'font-family="sans-serif" font-size="10">',
-             f'<text x="8" y="16" font-size="12">{escape(title)}</text>']
+             f'<text x="8" y="16" font-size="12">{escape(title, quote=False)}</text>']
     for position, program in enumerate(programs):
         y = 26 + row * position
         parts.append(f'<text x="8" y="{y + 15}">pp{position}</text>')
         for op, microbatch, first, last, name in _blocks(program, when.start[position], when.end[position]):
-            x, width = 50 + first * scale, (last - first) * scale
+            x, width, title = 50 + first * scale, (last - first) * scale, escape(name, quote=False)
             parts.append(f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{row - 4}" '
                          f'fill="{_COLORS[op]}" fill-opacity="{0.6 + 0.4 * (microbatch % 2):.1f}" '
-                         f'stroke="#fff" stroke-width="0.6"><title>{escape(name)}</title></rect>')
+                         f'stroke="#fff" stroke-width="0.6"><title>{title}</title></rect>')
             if microbatch >= 0 and width > 9:
                 parts.append(f'<text x="{x + width / 2:.1f}" y="{y + 15}" fill="#fff" '
                              f'text-anchor="middle">{microbatch}</text>')

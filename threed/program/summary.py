@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from threed.mesh import AXES, GROUPS
+from threed.mesh import AXES
 from threed.program.buffers import buffers
-from threed.program.effects import effects
 from threed.program.instruction import Op, Slot, Tier
+from threed.program.link import Memory, links_of, memory
 from threed.program.table import Plan, Table
-from threed.program.walk import Memory, link, memory
 from threed.quantity import show_bytes, show_count
 
 
@@ -30,38 +29,42 @@ def stages(plan: Plan) -> list[dict[str, Any]]:
     additional bytes on the host: the copy from which a checkpoint is written. `slot_peak_bytes` is the most
     that slots of each kind take over the step, on all tiers.
     """
-    table, rows = plan.table, []
-    for position, program in enumerate(plan.programs["train"]):
-        alive = alive_bytes(plan, position)
-        sent: Counter[str] = Counter(dict.fromkeys(AXES, 0))
-        moved: Counter[str] = Counter()
-        for instruction in program:
-            sent.update(table.sent(instruction))
-            if instruction.op in (Op.OFFLOAD, Op.FETCH):
-                moved[effects(instruction, table, position).lane] += table.moved(instruction)
+    positions = range(plan.table.num_positions)
+    return [stage(plan, position, alive_bytes(plan, position)) for position in positions]
+
+
+def stage(plan: Plan, position: int, alive: Memory) -> dict[str, Any]:
+    """The object of one position. `alive`: its bytes in a train step, as `alive_bytes` returns them."""
+    table, links = plan.table, links_of(plan, "train")[position]
+    sent: Counter[str] = Counter(dict.fromkeys(AXES, 0))
+    moved: Counter[str] = Counter()
+    counts: Counter[Op] = Counter()
+    for form, count in Counter(links.forms).items():
+        sent.update({axis: count * size for axis, size in table.sent(form.item).items()})
+        if form.item.op in (Op.OFFLOAD, Op.FETCH):
+            moved[form.effect.lane] += count * table.moved(form.item)
         # A REDUCE on the compute lane sums in place; it is not counted.
-        counts = Counter(item.op for item in program
-                         if item.op != Op.REDUCE or GROUPS[item.group].lane != "compute")
-        pools, away = buffers(plan, position), _away(table, position)
-        held = table.held(position)
-        rows.append({
-            "parameters": sum(table.parameters[p].numel - table.parameters[p].padding for p in held),
-            "parameter_bytes": sum(_parameter_bytes(table, p) for p in held),
-            # Below ZeRO-2 the reduced shard is a part of the whole gradient.
-            "gradient_bytes": sum(table.size(Slot("wgrad" if table.zero.stage < 2 else "gshard", p))
-                                  for p in held if not table.streams(p)),
-            "optimizer_bytes": sum(table.size(table.state(p)) for p in held
-                                   if table.parameters[p].state_home == Tier.DEVICE),
-            "buffer_bytes": pools.bytes(table),
-            "host_bytes": away[Tier.HOST] + pools.host_bytes(table), "disk_bytes": away[Tier.DISK],
-            "snapshot_bytes": _snapshot_bytes(table, position),
-            "activation_peak_bytes": alive.peak(*activations(table)),
-            "slot_peak_bytes": {kind: max(row) for kind, row in sorted(alive.by_kind.items()) if max(row)},
-            "gathers": counts[Op.GATHER], "reduces": counts[Op.REDUCE],
-            "sent_bytes": dict(sent), "moved_bytes": dict(moved),
-            "units": [table.units[u].name for u in table.units_of(position)],
-        })
-    return rows
+        if form.item.op != Op.REDUCE or form.effect.lane != "compute":
+            counts[form.item.op] += count
+    pools, away = buffers(plan, position), _away(table, position)
+    held = table.held(position)
+    return {
+        "parameters": sum(table.parameters[p].numel - table.parameters[p].padding for p in held),
+        "parameter_bytes": sum(_parameter_bytes(table, p) for p in held),
+        # Below ZeRO-2 the reduced shard is a part of the whole gradient.
+        "gradient_bytes": sum(table.size(Slot("wgrad" if table.zero.stage < 2 else "gshard", p))
+                              for p in held if not table.streams(p)),
+        "optimizer_bytes": sum(table.size(table.state(p)) for p in held
+                               if table.parameters[p].state_home == Tier.DEVICE),
+        "buffer_bytes": pools.bytes(table),
+        "host_bytes": away[Tier.HOST] + pools.host_bytes(table), "disk_bytes": away[Tier.DISK],
+        "snapshot_bytes": _snapshot_bytes(table, position),
+        "activation_peak_bytes": alive.peak(*activations(table)),
+        "slot_peak_bytes": {kind: max(row) for kind, row in sorted(alive.by_kind.items()) if max(row)},
+        "gathers": counts[Op.GATHER], "reduces": counts[Op.REDUCE],
+        "sent_bytes": dict(sent), "moved_bytes": dict(moved),
+        "units": [table.units[u].name for u in table.units_of(position)],
+    }
 
 
 def _parameter_bytes(table: Table, unit: int) -> int:
@@ -92,8 +95,8 @@ def _away(table: Table, position: int) -> dict[Tier, int]:
 
 def alive_bytes(plan: Plan, position: int, name: str = "train") -> Memory:
     """Bytes of a position's slots over a program."""
-    program, seam = plan.programs[name][position], plan.table.seam(position, name)
-    return memory(program, plan.table, link(program, plan.table, position, seam), seam)
+    return memory(plan.programs[name][position], plan.table, links_of(plan, name)[position],
+                  plan.table.seam(position, name))
 
 
 def fixed_bytes(row: dict[str, Any]) -> int:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from operator import itemgetter, mod
 from typing import Any, NamedTuple
 
 from threed.mesh import GROUPS
@@ -162,9 +163,9 @@ class Table:
         return self.stage_positions[self.units[unit].stage]
 
     @cached_property
-    def known(self) -> dict[Instruction, Any]:
-        """Effects that `effects` has computed for this table already."""
-        return {}
+    def forms(self) -> defaultdict[int, dict[tuple[Any, ...], Any]]:
+        """Position -> forms of instructions that `form_of` has found for this table already."""
+        return defaultdict(dict)
 
     @cached_property
     def groups(self) -> dict[tuple[Op, int], tuple[str, ...]]:
@@ -348,6 +349,21 @@ def gradient_kind(name: str) -> str:
     return f"g{name}"
 
 
+class _Formats(dict[tuple[Any, ...], str]):
+    """The other fields -> the JSON of an instruction, with %d for its micro-batch."""
+
+    def __missing__(self, rest: tuple[Any, ...]) -> str:
+        fields = [json.dumps(field).replace("%", "%%") for field in rest]
+        fields.insert(_AT, "%d")
+        self[rest] = text = f"[{', '.join(fields)}]"
+        return text
+
+
+_AT = Instruction._fields.index("microbatch")
+_MICROBATCH = itemgetter(_AT)
+_REST = itemgetter(*(at for at in range(len(Instruction._fields)) if at != _AT))
+
+
 @dataclass(frozen=True)
 class Plan:
     """All positions' programs, by name, with the table. `programs[name][position]`.
@@ -367,10 +383,31 @@ class Plan:
     config: Config | None = field(default=None, compare=False, repr=False)  # None: not made from a config
 
     @cached_property
+    def linked(self) -> dict[str, list[Any]]:
+        """Links of programs that `link.links_of` has followed for this plan already."""
+        return {}
+
+    @cached_property
+    def pools(self) -> dict[int, Any]:
+        """Position -> the buffers that `buffers.buffers` has counted for this plan already."""
+        return {}
+
+    @cached_property
     def digest(self) -> str:
         """Two ranks with equal digests will do the same thing."""
-        text = json.dumps([asdict(self.table), self.programs], sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        # Of json.dumps([asdict(table), programs], sort_keys=True), but instructions that differ by their
+        # micro-batch alone are formatted once.
+        digest = hashlib.sha256(f"[{json.dumps(asdict(self.table), sort_keys=True)}, {{".encode())
+        formats = _Formats()
+        for number, (name, programs) in enumerate(sorted(self.programs.items())):
+            digest.update(f"{', ' if number else ''}{json.dumps(name)}: [".encode())
+            for position, program in enumerate(programs):
+                lines = map(mod, map(formats.__getitem__, map(_REST, program)), map(_MICROBATCH, program))
+                text = ", ".join(lines)
+                digest.update(f"{', ' if position else ''}[{text}]".encode())
+            digest.update(b"]")
+        digest.update(b"}]")
+        return digest.hexdigest()[:16]
 
     def __len__(self) -> int:
         return sum(len(program) for programs in self.programs.values() for program in programs)

@@ -1,7 +1,7 @@
-"""Walking a program: which instruction waits for which, when each runs, and whether all of them can.
+"""Walking programs: when each instruction runs, and whether all of them can.
 
-`link` follows the slots of one program and finds each instruction's producers. `walk` builds one graph over
-all positions and visits it; with costs it is also the clock of the simulator. The mode says what may block:
+`walk` builds one graph over all positions and visits it; with costs it is also the clock of the simulator.
+The mode says what may block:
 
     BUFFERED     every lane runs by itself, and a SEND never waits for its RECV (as on a GPU at its best)
     RENDEZVOUS   the host of each rank issues in order and waits for compute; a SEND waits until its RECV is
@@ -15,76 +15,25 @@ backend.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
+from itertools import chain, repeat
 from typing import NamedTuple
 
 from threed.mesh import GROUPS
-from threed.program.effects import Effects, effects
-from threed.program.instruction import MESSAGES, Instruction, Op, Slot
-from threed.program.table import Table
+from threed.program.effects import Form
+from threed.program.instruction import MESSAGES, Instruction, Op
+from threed.program.link import Links, Program
 
-Program = Sequence[Instruction]
-Cost = Callable[[int, Instruction], float]  # (position, instruction) -> seconds
+Cost = Callable[[int, Instruction], float]  # (position, instruction) -> seconds, equal for all of a form
+Seconds = Sequence[Sequence[float]]  # [position][index]
 
 
 class Mode(Enum):
     BUFFERED = "buffered"
     RENDEZVOUS = "rendezvous"
     BLOCKING = "blocking"
-
-
-class Links(NamedTuple):
-    """The result of `link` for one program."""
-
-    effects: list[Effects]
-    producers: list[list[int]]  # for each instruction: the earlier instructions whose results it uses
-    alive: set[Slot]  # at the end
-    faults: list[tuple[int, str]]  # (index, reason): reads of dead slots, double writes, ...
-
-
-def link(program: Program, table: Table, position: int, start: set[Slot]) -> Links:
-    """Follow the slots of a program from those alive at its start."""
-    made_by: dict[Slot, list[int]] = {slot: [] for slot in start}
-    sealed: set[Slot] = set()
-    all_effects, producers, faults = [], [], []
-    for index, instruction in enumerate(program):
-        try:
-            effect = effects(instruction, table, position)
-        except KeyError as error:
-            faults.append((index, f"names something that does not exist: {error.args[0]}"))
-            all_effects.append(Effects("compute"))
-            producers.append([])
-            continue
-        needs: list[int] = []
-        for slot in effect.reads:
-            if slot not in made_by:
-                faults.append((index, f"reads '{slot}', which is not alive"))
-            needs += made_by.get(slot, ())
-            sealed.add(slot)
-        for slot in effect.updates:
-            if slot not in made_by:
-                faults.append((index, f"updates '{slot}', which is not alive"))
-            needs += made_by.get(slot, ())
-            made_by[slot] = [index]
-        for slot in effect.writes:
-            if slot in made_by:
-                faults.append((index, f"writes '{slot}', which is already alive"))
-            made_by[slot] = [index]
-        for slot in effect.adds:
-            if slot in sealed:
-                faults.append((index, f"adds to '{slot}' after it was used"))
-            made_by.setdefault(slot, []).append(index)
-        for slot in effect.frees:
-            if slot not in made_by:
-                if slot not in effect.reads:
-                    faults.append((index, f"frees '{slot}', which is not alive"))
-                continue
-            del made_by[slot]
-            sealed.discard(slot)
-        all_effects.append(effect)
-        producers.append(needs)
-    return Links(all_effects, producers, set(made_by), faults)
 
 
 class Walk(NamedTuple):
@@ -97,98 +46,159 @@ class Walk(NamedTuple):
 
     @property
     def total_s(self) -> float:
-        return max((time for times in self.end for time in times), default=0.0)
+        return max((max(times) for times in self.end if times), default=0.0)
+
+
+def seconds_of(links: Sequence[Links], cost: Cost) -> list[list[float]]:
+    """Seconds of each instruction."""
+    rows = []
+    for position, linked in enumerate(links):
+        by_form = {form: cost(position, form.item) for form in dict.fromkeys(linked.forms)}
+        rows.append([by_form[form] for form in linked.forms])
+    return rows
 
 
 def walk(programs: Sequence[Program], links: Sequence[Links], mode: Mode = Mode.BLOCKING,
-         cost: Cost | None = None) -> Walk:
+         cost: Cost | Seconds | None = None) -> Walk:
     """Visit all instructions of all positions in an order that the mode allows.
 
     Send k of a channel meets receive k of its other end: `check` has made sure that both name the same slot.
     """
-    node_of, seconds = _merge(programs, links, mode, cost)
-    after: list[list[int]] = [[] for _ in seconds]
-    waits = [0] * len(seconds)
-
-    # The loops below see every edge of large plans: they are written out for speed.
-    blocking, buffered = mode == Mode.BLOCKING, mode == Mode.BUFFERED
-    for position, nodes in enumerate(node_of):
-        tails: dict[str, int] = {}
-        for node, item, effect in zip(nodes, programs[position], links[position].effects, strict=True):
-            lane = effect.lane if buffered else "host"
-            # A message is sent from where the computation is, after what is computed before it. And the host
-            # reads the result of CLIP before it issues anything else.
-            behinds = (lane, "compute") if lane.startswith(_MESSAGES) else (lane, "CLIP")
-            for behind in behinds:
-                previous = tails.get(behind, node)
+    seconds = seconds_of(links, cost) if callable(cost) else cost
+    node_of, took = _merge(programs, links, mode, seconds)
+    after: list[list[int]] = [[] for _ in took]
+    sent_by: list[dict[int, int]] = [{} for _ in links]  # a receive -> the node whose end brings its slot
+    for (sender, receiver, _), ends in () if mode == Mode.BLOCKING else channels(programs).items():
+        for i, j in zip(*ends, strict=False):
+            send, receive = node_of[sender][i], node_of[receiver][j]
+            if mode == Mode.BUFFERED:
+                after[send].append(receive)
+            else:
+                after[receive].append(send)
+                sent_by[receiver][j] = send
+    for nodes, linked, sent in zip(node_of, links, sent_by, strict=True):
+        if mode == Mode.BUFFERED:
+            _behind_lanes(nodes, linked, after)
+            _behind_producers(nodes, linked, after)
+        else:  # behind all that is issued before, its producers among it
+            for previous, node in zip(nodes, nodes[1:]):
                 if previous != node:
                     after[previous].append(node)
-                    waits[node] += 1
-            tails[lane] = node
-            if item.op == Op.CLIP:
-                tails["CLIP"] = node
-    sent_by: dict[tuple[int, int], int] = {}  # a receive -> the node whose end brings its slot
-    for sends, receives in () if blocking else channels(programs).values():
-        for (sender, i), (receiver, j) in zip(sends, receives, strict=False):
-            send, receive = node_of[sender][i], node_of[receiver][j]
-            first, then = (send, receive) if buffered else (receive, send)
-            after[first].append(then)
-            waits[then] += 1
-            if not buffered:
-                sent_by[receiver, j] = send
-    for position, nodes in enumerate(node_of):
-        for node, producers in zip(nodes, links[position].producers, strict=True):
-            for producer in producers:
-                first = sent_by.get((position, producer), nodes[producer]) if sent_by else nodes[producer]
-                if first != node:
-                    after[first].append(node)
-                    waits[node] += 1
-    return _visit(node_of, seconds, after, waits)
+            for producers, node in zip(linked.producers, nodes, strict=True) if sent else ():
+                for producer in producers:
+                    if producer in sent:
+                        after[sent[producer]].append(node)
+    return _visit(node_of, took, after)
 
 
-_MESSAGES = ("send", "recv")  # the beginnings of their lanes
+def _behind_lanes(nodes: Sequence[int], links: Links, after: list[list[int]]) -> None:
+    """An instruction comes behind the one before it on its lane. A message is sent from where the computation
+    is, after what is computed before it. And the host reads the result of CLIP before it issues anything
+    else."""
+    lanes = {form: (form.effect.lane, "compute" if form.item.op in MESSAGES else "CLIP")
+             for form in dict.fromkeys(links.forms)}
+    tails: dict[str, int] = {}
+    for node, form in zip(nodes, links.forms, strict=True):
+        lane, other = lanes[form]
+        if lane in tails:
+            after[tails[lane]].append(node)
+        if other in tails:
+            after[tails[other]].append(node)
+        tails[lane] = node
+        if form.item.op == Op.CLIP:
+            tails["CLIP"] = node
+
+
+def _behind_producers(nodes: Sequence[int], links: Links, after: list[list[int]]) -> None:
+    for firsts, thens in links.pairs():
+        for first, then in zip(firsts, thens, strict=True):
+            after[nodes[first]].append(nodes[then])
 
 
 def _merge(programs: Sequence[Program], links: Sequence[Links], mode: Mode,
-           cost: Cost | None) -> tuple[list[list[int]], list[float]]:
+           seconds: Seconds | None) -> tuple[list[list[int]], list[float]]:
     """Give each instruction a node, and each node its seconds. A collective over several positions is one
-    node: it begins and ends everywhere together. In BLOCKING mode a SEND and its RECV are one node too."""
-    across = {group for group, row in GROUPS.items() if row.across_positions}
-    shared: dict[object, int] = {}
+    node: it begins and ends everywhere together. In BLOCKING mode a SEND and its RECV are one node too.
+    (Nobody comes to the nodes of instructions that share another one.)"""
+    shared: dict[Meeting, int] = {}
     node_of: list[list[int]] = []
-    seconds: list[float] = []
-    for position, program in enumerate(programs):
-        counts: dict[object, int] = {}
-        nodes = []
-        for instruction, effect in zip(program, links[position].effects, strict=True):
-            key: object = None
-            if not across.isdisjoint(effect.groups):
-                key = next(group for group in effect.groups if group in across)
-            if mode == Mode.BLOCKING and instruction.op in MESSAGES:
-                key = _channel(position, instruction)
-            node = len(seconds)
-            if key is not None:
-                count = counts[key] = counts.get(key, 0) + 1
-                node = shared.setdefault((key, count), node)
-            took = cost(position, instruction) if cost is not None else 0.0
-            if node == len(seconds):
-                seconds.append(took)
-            else:
-                seconds[node] = max(seconds[node], took)
-            nodes.append(node)
+    took: list[float] = []
+    for position, linked in enumerate(links):
+        count = len(linked.forms)
+        nodes = list(range(len(took), len(took) + count))
+        took += seconds[position] if seconds is not None else repeat(0.0, count)
+        for index, meeting in _meetings(position, linked, mode):
+            node = nodes[index]
+            nodes[index] = first = shared.setdefault(meeting, node)
+            took[first] = max(took[first], took[node])
         node_of.append(nodes)
-    return node_of, seconds
+    return node_of, took
 
 
-def _visit(node_of: list[list[int]], seconds: list[float], after: list[list[int]], waits: list[int]) -> Walk:
+Meeting = tuple[object, int]  # what meets, and how often it has met so far
+
+
+def _meetings(position: int, links: Links, mode: Mode) -> Iterator[tuple[int, Meeting]]:
+    """(index, meeting) of the instructions of a position that begin and end with those of others."""
+    keys = _keys(position, links, mode)
+    counts = Counter[object]()
+    for index, form in enumerate(links.forms):
+        if form in keys:
+            counts[keys[form]] += 1
+            yield index, (keys[form], counts[keys[form]])
+
+
+def _keys(position: int, links: Links, mode: Mode) -> dict[Form, object]:
+    """Forms of instructions of a position that begin and end with those of others -> what meets there."""
+    across = {group for group, row in GROUPS.items() if row.across_positions}
+    keys: dict[Form, object] = {}
+    for form in dict.fromkeys(links.forms):
+        if mode == Mode.BLOCKING and form.item.op in MESSAGES:
+            keys[form] = _channel(position, form.item)
+        elif group := next((group for group in form.effect.groups if group in across), None):
+            keys[form] = group
+    return keys
+
+
+def all_meet(links: Sequence[Links]) -> bool:
+    """Whether nothing is stuck in BLOCKING mode, without a walk: a position stands still only where it meets
+    others, and all that meet go on together. Then nothing is stuck in the other modes, where an instruction
+    waits for earlier ones of its position and for the other ends of their messages. (False says nothing:
+    positions may have missed each other by a count.)"""
+    keys = [_keys(position, linked, Mode.BLOCKING) for position, linked in enumerate(links)]
+    members = Counter(key for of_position in keys for key in set(of_position.values()))
+    rows = [[of_position[form] for form in linked.forms if form in of_position]
+            for of_position, linked in zip(keys, links, strict=True)]
+    there: dict[object, list[int]] = {key: [] for key in members}  # positions that wait for others
+    heads, ready = [0] * len(rows), list(range(len(rows)))
+    while ready:
+        position = ready.pop()
+        row, head = rows[position], heads[position]
+        while head < len(row):
+            others = there[row[head]]
+            if len(others) + 1 < members[row[head]]:
+                others.append(position)
+                break
+            for other in others:
+                heads[other] += 1
+            ready += others
+            others.clear()
+            head += 1
+        heads[position] = head
+    return all(head == len(row) for head, row in zip(heads, rows, strict=True))
+
+
+def _visit(node_of: list[list[int]], took: list[float], after: list[list[int]]) -> Walk:
     """Topological visit with clocks. Nodes that are never visited form a cycle, or wait for one."""
-    begin, end = [0.0] * len(seconds), [0.0] * len(seconds)
+    # The loops see every edge of large plans: they are written out for speed.
+    waits = [0] * len(took)
+    for then in chain.from_iterable(after):
+        waits[then] += 1
+    begin, end = [0.0] * len(took), [0.0] * len(took)
     ready = [node for node, count in enumerate(waits) if count == 0]
-    done = [False] * len(seconds)
     while ready:
         node = ready.pop()
-        done[node] = True
-        now = end[node] = begin[node] + seconds[node]
+        now = end[node] = begin[node] + took[node]
         for then in after[node]:
             if begin[then] < now:
                 begin[then] = now
@@ -197,7 +207,7 @@ def _visit(node_of: list[list[int]], seconds: list[float], after: list[list[int]
                 ready.append(then)
     stuck = []
     for position, nodes in enumerate(node_of):
-        first = next((index for index, node in enumerate(nodes) if not done[node]), None)
+        first = next((index for index, node in enumerate(nodes) if waits[node]), None)
         if first is not None:
             stuck.append((position, first))
     return Walk([[begin[node] for node in nodes] for nodes in node_of],
@@ -211,50 +221,19 @@ def _channel(position: int, instruction: Instruction) -> tuple[int, int, str]:
     return instruction.peer, position, instruction.kind
 
 
-Channels = dict[tuple[int, int, str], tuple[list[tuple[int, int]], list[tuple[int, int]]]]
+# (sender, receiver, act or grad) -> indices of the sends, and of the receives, in program order
+Channels = dict[tuple[int, int, str], tuple[list[int], list[int]]]
 
 
 def channels(programs: Sequence[Program]) -> Channels:
-    """Channel -> (position, index) of its sends, and of its receives, in program order."""
+    """The channels of programs that run together."""
     ends: Channels = {}
     for position, program in enumerate(programs):
-        for index, instruction in enumerate(program):
-            if instruction.op in MESSAGES:
-                pair = ends.setdefault(_channel(position, instruction), ([], []))
-                pair[instruction.op == Op.RECV].append((position, index))
+        mine: dict[tuple[Op, int, str], list[int]] = {}
+        for index, item in enumerate(program):
+            if item.op in MESSAGES:
+                key = item.op, item.peer, item.kind
+                if key not in mine:
+                    mine[key] = ends.setdefault(_channel(position, item), ([], []))[item.op == Op.RECV]
+                mine[key].append(index)
     return ends
-
-
-class Memory(NamedTuple):
-    """Bytes alive on one rank over a program, by kind of slot: [index] -> after that instruction's writes."""
-
-    by_kind: dict[str, list[int]]
-
-    def peak(self, *kinds: str) -> int:
-        """The most bytes that slots of these kinds (without arguments, of all kinds) take together."""
-        rows = [row for kind, row in self.by_kind.items() if not kinds or kind in kinds]
-        return max((sum(column) for column in zip(*rows, strict=True)), default=0)
-
-
-def memory(program: Program, table: Table, links: Links, start: set[Slot]) -> Memory:
-    """Follow the bytes of a program in issue order."""
-    sizes: dict[Slot, int] = {}
-    now: dict[str, int] = {}
-    by_kind: dict[str, list[int]] = {}
-
-    def put(slot: Slot) -> None:
-        if slot not in sizes:
-            sizes[slot] = table.size(slot)
-            now[slot.name] = now.get(slot.name, 0) + sizes[slot]
-
-    for slot in start:
-        put(slot)
-    for index in range(len(program)):
-        effect = links.effects[index]
-        for slot in (*effect.writes, *effect.adds):
-            put(slot)
-        for kind, size in now.items():
-            by_kind.setdefault(kind, [0] * index).append(size)
-        for slot in effect.frees:
-            now[slot.name] -= sizes.pop(slot, 0)
-    return Memory(by_kind)

@@ -20,8 +20,8 @@ from collections import defaultdict
 from typing import NamedTuple
 
 from threed.mesh import GROUPS
-from threed.program.effects import effects
-from threed.program.instruction import Instruction, Op, Programs
+from threed.program.effects import forms_of
+from threed.program.instruction import Instruction, Op, Programs, insert
 from threed.program.table import Elements, Reduction, Table
 
 Program = list[Instruction]
@@ -92,11 +92,13 @@ def _reduce(program: Program, table: Table, position: int) -> tuple[Program, Pro
     """The program with its REDUCEs; and the REDUCEs that come after the whole program."""
     added: dict[int, list[int]] = defaultdict(list)  # parameter unit -> instructions that add to its gradient
     users: dict[int, set[int]] = defaultdict(set)  # parameter unit -> compute units of these instructions
-    for index, instruction in enumerate(program):
-        for slot in effects(instruction, table, position).adds:
-            if slot.kind == "wgrad":
-                added[slot.unit].append(index)
-                users[slot.unit].add(instruction.unit)
+    forms = forms_of(program, table, position)
+    adds = {form: units for form in dict.fromkeys(forms)
+            if (units := [slot.unit for slot in form.effect.adds if slot.kind == "wgrad"])}
+    for index, form in enumerate(forms):
+        for unit in adds.get(form, ()):
+            added[unit].append(index)
+            users[unit].add(form.item.unit)
     after: dict[int, Program] = defaultdict(list)
     late = []
     for unit, places in added.items():
@@ -110,21 +112,20 @@ def _reduce(program: Program, table: Table, position: int) -> tuple[Program, Pro
             # before.
             target = late if GROUPS[group].across_positions else after[places[-1]]
             target.append(Instruction(Op.REDUCE, unit, group=group))
-    return [item for index, instruction in enumerate(program) for item in (instruction, *after[index])], late
+    return insert(program, {}, after), late
 
 
 def _gather(program: Program, table: Table, position: int) -> Program:
     """The program with its GATHERs and RELEASEs."""
     if not table.sharded:
         return program
-    uses: list[tuple[int, list[int]]] = []  # (index, parameter units that it reads)
-    for index, instruction in enumerate(program):
-        read = [slot.unit for slot in effects(instruction, table, position).reads if slot.kind == "param"]
-        if read:
-            uses.append((index, read))
+    forms = forms_of(program, table, position)
+    read = {form: [slot.unit for slot in form.effect.reads if slot.kind == "param"]
+            for form in dict.fromkeys(forms)}
+    uses = [(index, read[form]) for index, form in enumerate(forms) if read[form]]
     last = {unit: index for index, units in uses for unit in units}
-    gathers: dict[int, list[int]] = defaultdict(list)  # before this instruction
-    releases: dict[int, list[int]] = defaultdict(list)  # after this one
+    gathers: dict[int, list[int]] = defaultdict(list)  # units to gather before this instruction
+    releases: dict[int, list[int]] = defaultdict(list)  # units to release after this one
     once = [unit for unit in last if table.parameters[unit].whole or table.zero.residency == "step"]
     for unit in once:
         gathers[0].append(unit)
@@ -133,15 +134,11 @@ def _gather(program: Program, table: Table, position: int) -> Program:
         windowed = [(index, [unit for unit in units if unit not in once]) for index, units in uses]
         _window([use for use in windowed if use[1]], _capacity(table, position), table.zero.prefetch, gathers,
                 releases)
-    out = []
-    for index, instruction in enumerate(program):
-        if index in gathers:
-            out += [Instruction(Op.GATHER, unit, group=table.parameters[unit].shard_group)
-                    for unit in gathers[index]]
-        out.append(instruction)
-        if index in releases:
-            out += [Instruction(Op.RELEASE, unit) for unit in releases[index]]
-    return out
+    groups = {unit: table.parameters[unit].shard_group for unit in last}
+    before = {index: [Instruction(Op.GATHER, unit, group=groups[unit]) for unit in units]
+              for index, units in gathers.items()}
+    after = {index: [Instruction(Op.RELEASE, unit) for unit in units] for index, units in releases.items()}
+    return insert(program, before, after)
 
 
 def _capacity(table: Table, position: int) -> int:

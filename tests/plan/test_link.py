@@ -1,0 +1,145 @@
+"""What is found once for all micro-batches is what each of them has: against accounts that follow every
+instruction by itself."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import cache
+
+import pytest
+
+from tests.plan.test_same_plans import CASES, SIZE
+from threed.config import load
+from threed.planner import make_plan
+from threed.prediction.analytic import Hardware
+from threed.program.buffers import buffers
+from threed.program.effects import _EFFECTS, effects
+from threed.program.instruction import Instruction, Op
+from threed.program.link import follow, joined, link, links_of, memory
+from threed.program.order import plan_links, run_links
+from threed.program.table import Plan
+from threed.program.walk import Mode, all_meet, walk
+
+SPREAD = ("1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v", "partition", "delayed", "contiguous", "tiles")
+
+
+@cache
+def plan_of(name: str) -> Plan:
+    return make_plan(load(None, [*SIZE, *CASES[name], "train.global_batch_size=16"]))
+
+
+def each_program(plan: Plan):
+    """(name, position, program, slots alive before it)."""
+    for name, programs in plan.programs.items():
+        for position, program in enumerate(programs):
+            yield name, position, program, plan.table.seam(position, name)
+
+
+@pytest.mark.parametrize("name", SPREAD)
+def test_effects_of_a_form(name):
+    """A rule whose slots depend on the micro-batch in another way than by carrying it."""
+    plan = plan_of(name)
+    for _, position, program, _ in each_program(plan):
+        for item in program:
+            assert effects(item, plan.table, position) == _EFFECTS[item.op](item, plan.table, position)
+
+
+@pytest.mark.parametrize("name", SPREAD)
+def test_links_by_strands(name):
+    """A link within a strand that is missing, or is another micro-batch's; a slot that is lost at the end."""
+    plan = plan_of(name)
+    for _, position, program, start in each_program(plan):
+        links = link(program, plan.table, position, start)
+        whole = follow(enumerate(links.effects), start)
+        producers: list[list[int]] = [[] for _ in program]
+        for first, then in whole.pairs:
+            producers[then].append(first)
+        assert [sorted(row) for row in links.producers] == [sorted(row) for row in producers]
+        assert links.alive == whole.alive and not whole.faults
+
+
+@pytest.mark.parametrize("name", SPREAD)
+def test_memory_by_strands(name):
+    """Bytes that come an instruction early or late, or stay."""
+    plan = plan_of(name)
+    for _, position, program, start in each_program(plan):
+        links = link(program, plan.table, position, start)
+        by_kind = memory(program, plan.table, links, start).by_kind
+        alive = {slot: plan.table.size(slot) for slot in start}
+        for index, effect in enumerate(links.effects):
+            alive |= {slot: plan.table.size(slot) for slot in (*effect.writes, *effect.adds)}
+            now = dict.fromkeys(by_kind, 0)
+            for slot, size in alive.items():
+                now[slot.name] += size
+            assert now == {kind: row[index] for kind, row in by_kind.items()}
+            for slot in effect.frees:
+                alive.pop(slot, None)
+
+
+@pytest.mark.parametrize("name", SPREAD)
+def test_simulated_is_what_is_waited_for(name):
+    """The simulator's links give each instruction the time, to the bit, that the engine's waits give it."""
+    plan = plan_of(name)
+    cost = Hardware(tflops=0.01, link_gbps=3.0, read_gbps=1.0, dp_gbps=2.0).cost(plan.table)
+    for name, programs in plan.programs.items():
+        engines = [run_links(program, plan.table, position, plan.table.seam(position, name),
+                             buffers(plan, position)) for position, program in enumerate(programs)]
+        assert walk(programs, plan_links(plan, name), Mode.BUFFERED, cost) == walk(
+            programs, engines, Mode.BUFFERED, cost)
+
+
+def test_two_programs_as_one():
+    """Two steps, one after the other: the second one's strands at the places of the first one's."""
+    plan = plan_of("interleaved")
+    for position, links in enumerate(links_of(plan, "train")):
+        program, start = links.program, plan.table.seam(position)
+        both = link((*program, *program), plan.table, position, start)
+        one = joined(links, links)
+        assert one.program == both.program and one.alive == both.alive
+        assert {pair for strand in one.strands for first, then in strand.pairs
+                for pair in zip(strand.indices[first], strand.indices[then])} | set(both.shared) == {
+            (first, then) for then, row in enumerate(both.producers) for first in row}
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v", "delayed"])
+def test_digest(name):
+    """A digest that is not of the whole plan, or is another one than versions before gave to it."""
+    plan = plan_of(name)
+    text = json.dumps([asdict(plan.table), plan.programs], sort_keys=True)
+    assert plan.digest == hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def test_all_meet():
+    """Programs with a message later: a deadlock in some mode although all calls meet, or none in the mode in
+    which all calls block although they do not."""
+    plan, rng, stuck = plan_of("1f1b"), random.Random(4), 0
+    for _ in range(150):
+        programs = [list(program) for program in plan.programs["train"]]
+        program = rng.choice(programs)
+        messages = [at for at, item in enumerate(program) if item.op in (Op.SEND, Op.RECV)]
+        at, other = sorted(rng.sample(messages, 2))
+        program[at:other + 1] = [*program[at + 1:other + 1], program[at]]
+        links = [link(each, plan.table, position, plan.table.seam(position))
+                 for position, each in enumerate(programs)]
+        if any(linked.faults for linked in links) or not _same_messages(programs):
+            continue
+        found = {mode: bool(walk(programs, links, mode).stuck) for mode in Mode}
+        assert all_meet(links) == (not found[Mode.BLOCKING]) and any(found.values()) == found[Mode.BLOCKING]
+        stuck += found[Mode.BLOCKING]
+    assert stuck > 5
+
+
+def _same_messages(programs: Sequence[Sequence[Instruction]]) -> bool:
+    """Whether both ends of each channel name the same slots in the same order."""
+    ends: dict[tuple[object, ...], list[object]] = {}
+    for position, program in enumerate(programs):
+        for item in program:
+            if item.op in (Op.SEND, Op.RECV):
+                pair = (position, item.peer) if item.op == Op.SEND else (item.peer, position)
+                ends.setdefault((item.op, *pair, item.kind), []).append(item.slot)
+    return all(slots == ends.get((Op.RECV, *channel))
+               for (op, *channel), slots in ends.items() if op == Op.SEND)

@@ -8,20 +8,22 @@ from threed.program.instruction import COMPUTE
 from threed.program.link import Links
 from threed.program.order import plan_links
 from threed.program.table import Plan
-from threed.program.walk import Mode, Seconds, Walk, walk
+from threed.program.walk import Cost, Mode, Seconds, Walk, seconds_of, walk
 
 _COMMUNICATES = ("dp",)  # lanes of collectives, whose kernels take units of the device
 
 
-def timed(plan: Plan, seconds: Seconds, contention: float, name: str = "train") -> Walk:
+def timed(plan: Plan, cost: Cost | Seconds, contention: float, name: str = "train") -> Walk:
     """Walk a program twice: the first walk says for how long communication runs beside each computation, and
     in the second each takes `contention` times that longer. (0: it takes no time from computation; 1:
     nothing is computed meanwhile.)"""
     programs, links = plan.programs[name], plan_links(plan, name)
+    seconds = seconds_of(links, cost) if callable(cost) else cost
     first = walk(programs, links, Mode.BUFFERED, seconds)
     if not contention:
         return first
-    longer = [[took + contention * beside for took, beside in zip(row, _beside(first, position, linked), strict=True)]
+    longer = [[took + contention * beside
+               for took, beside in zip(row, _beside(first, position, linked), strict=True)]
               for position, (row, linked) in enumerate(zip(seconds, links, strict=True))]
     return walk(programs, links, Mode.BUFFERED, longer)
 

@@ -17,7 +17,7 @@ from threed.early import begin
 from threed.errors import ConfigError, InputError, ThreedError
 from threed.monitor.run import Run
 from threed.program import explain as explaining
-from threed.program import show as shows
+from threed.program.picture import picture
 from threed.quantity import parse_bytes
 from threed.start import start
 
@@ -111,7 +111,7 @@ def show(context: typer.Context, config: ConfigPath, overrides: Overrides = None
     document = json.dumps(api.show_document(plan, rank, program, units), indent=1) if as_json else None
     text = document or api.show(plan, rank, program, units)  # raises for bad input before a file is written
     if svg is not None:
-        _write("--svg", svg, shows.picture(plan, program))
+        _write("--svg", svg, picture(plan, program))
     print(text)
 
 

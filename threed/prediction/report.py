@@ -4,8 +4,8 @@ costs of its instructions."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from threed.mesh import AXES
 from threed.program.buffers import buffers
@@ -14,20 +14,36 @@ from threed.program.order import plan_links, run_links
 from threed.program.show import timeline
 from threed.program.summary import activations, alive_bytes, fixed_bytes, stages
 from threed.program.table import SNAPSHOT, VERIFY, Plan
-from threed.program.walk import Cost, Links, Mode, Program, walk
+from threed.program.walk import Cost, Links, Mode, Program, Walk, walk
 from threed.quantity import show_bytes, show_seconds
 
 SAMPLES = 50  # points of memory over time
 
 
-def report(plan: Plan, cost: Cost, source: str, verify_every: int = 0) -> dict[str, Any]:
-    """Times are of one train step, and bytes of one rank of a position, by tier: device, host, disk.
+class Walked(NamedTuple):
+    """The train program of a plan, walked with a clock."""
+
+    links: list[Links]  # of each position
+    walk: Walk
+
+
+def walked(plan: Plan, cost: Cost) -> Walked:
+    """Walk a train step, with these costs."""
+    links = plan_links(plan, "train")
+    return Walked(links, walk(plan.programs["train"], links, Mode.BUFFERED, cost))
+
+
+def report(plan: Plan, cost: Cost, source: str, verify_every: int = 0,
+           clock: Walked | None = None) -> dict[str, Any]:
+    """The document of `threed predict --json`. `clock`: what `walked` returns for the same plan and cost, if
+    it is there already.
+
+    Times are of one train step, and bytes of one rank of a position, by tier: device, host, disk.
     Offloaded values keep their memory on the host and on disk all the time. `exposed_transfer_s`: how much
     longer the step is than if moves between tiers were free. `verify`: how much longer a step takes that is
     computed twice, and a step on average (without checksums)."""
     table, programs = plan.table, plan.programs["train"]
-    links = plan_links(plan, "train")
-    when = walk(programs, links, Mode.BUFFERED, cost)
+    links, when = clock or walked(plan, cost)
     total = when.total_s
     rows = []
     for position, (program, held) in enumerate(zip(programs, stages(plan), strict=True)):
@@ -37,14 +53,13 @@ def report(plan: Plan, cost: Cost, source: str, verify_every: int = 0) -> dict[s
         by_kind, fixed = alive_bytes(plan, position).by_kind, fixed_bytes(held)
         kinds = [kind for kind in activations(table) if kind in by_kind]
         kept = [sum(column) for column in zip(*(by_kind[kind] for kind in kinds), strict=True)]
-        every = max(1, len(program) // SAMPLES)
         rows.append({
             "bubble": max(0.0, 1.0 - busy / total) if total else 0.0, "busy_s": busy,
             "peak_bytes": {"device": fixed + max(kept, default=0), "disk": held["disk_bytes"],
                            "host": held["host_bytes"] + held["snapshot_bytes"]},
             "transfer_s": _transfers(program, links[position], lambda item, at=position: cost(at, item)),
             "memory": [{"seconds": when.start[position][i], "device": fixed + kept[i]}
-                       for i in range(0, len(kept), every)],
+                       for i in highest(kept, SAMPLES)],
             **held,
         })
     bubble = sum(row["bubble"] for row in rows) / len(rows)
@@ -53,6 +68,14 @@ def report(plan: Plan, cost: Cost, source: str, verify_every: int = 0) -> dict[s
     return {"step_time": total, "bubble": bubble, "exposed_transfer_s": total - free.total_s, "costs": source,
             "digest": plan.digest, "checkpoint": _checkpoint(plan, cost, total), "stages": rows,
             **_verifying(plan, cost, verify_every)}
+
+
+def highest(values: Sequence[float], most: int) -> list[int]:
+    """The index of the highest of each run of values, where about `most` runs cover all: so a curve of few
+    points keeps its peak."""
+    every = max(1, len(values) // most)
+    return [max(range(first, min(first + every, len(values))), key=values.__getitem__)
+            for first in range(0, len(values), every)]
 
 
 def _checkpoint(plan: Plan, cost: Cost, step_s: float) -> dict[str, float] | None:

@@ -69,6 +69,7 @@ LEVELS = (
         "engine. monitor.",
         "checkpoint.",
         "monitor.run",
+        "page.",
         "checkpoints",
         "nonfinite",
         "children trainer",

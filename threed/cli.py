@@ -293,6 +293,35 @@ def trace(run: RunPath,
               "events")
 
 
+@app.command(short_help="draw a plan or a run as one HTML page")
+def report(what: Annotated[Path, typer.Argument(metavar="CONFIG|RUN", help="YAML file, or the run.dir of a "
+                                                                           "run")],
+           overrides: Overrides = None,
+           output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE",
+                                                       help="default: report.html, in RUN if one is "
+                                                            "given")] = None,
+           costs: Annotated[Path | None, typer.Option(metavar="RUN|FILE",
+                                                      help=f"{HELP_COSTS}; default: RUN's own")] = None,
+           hardware: Annotated[str, typer.Option(help=HELP_HARDWARE)] = "") -> None:
+    """Draw what will run, as one HTML file that needs no network: mesh, stages and units, the timeline of
+    every lane, where the time goes, memory over time, and bytes on each axis.
+
+    With a RUN, what was measured is drawn beside the prediction: a traced step, the causes of waiting, and
+    the loss, throughput and bubble of all steps.
+    """
+    import gc
+
+    from threed.page.verb import report as draw
+
+    gc.disable()  # as in predict
+    if what.is_dir() and overrides:
+        raise InputError(f"{' '.join(overrides)}: {what} is the folder of a run, which has its config "
+                         "already; leave the overrides out, or give a CONFIG")
+    file = output or (what / "report.html" if what.is_dir() else Path("report.html"))
+    draw(Run(what) if what.is_dir() else configs.load(what, overrides), file, hardware, costs)
+    print(f"wrote {file}: {file.stat().st_size / 1e6:.1f} MB; open it in a browser")
+
+
 @app.command(short_help="compare predicted and measured times; show where the time went")
 def compare(run: RunPath, as_json: Json = False) -> None:
     """Compare the times that a run measured with those that its plan predicts, and show where each rank's

@@ -1,5 +1,5 @@
-"""Content: what a page shows, before it is drawn. All of it is read from the plan, from its walk with a clock,
-from `report`, and from the files of a run.
+"""Content: what a page shows, before it is drawn. All of it is read from the plan, from its walk with a
+clock, from `report`, and from the files of a run.
 
 A page has a budget of boxes. Where a plan has more, a part of its positions and micro-batches is drawn, and a
 note says which.
@@ -129,7 +129,8 @@ class Content:
     def _positions(self, most: int, what: str, count: Callable[[Sequence[Instruction]], int]) -> list[int]:
         programs = self.plan.programs["train"]
         each = max(map(count, programs))
-        return self.spread(len(programs), max(2, most // each), what, f": all have {each * len(programs):,} boxes")
+        return self.spread(len(programs), max(2, most // each), what,
+                           f": all have {each * len(programs):,} boxes")
 
     def spread(self, count: int, most: int, what: str, why: str = "") -> list[int]:
         """Positions to draw: all, or `most`, from the first to the last. A note says which."""

@@ -140,7 +140,8 @@ def memory(content: Content) -> Any:
             row=row, col=column)
     figure.update_xaxes(ticksuffix=f" {clock.name}")
     figure.update_yaxes(ticksuffix=f" {unit.name}", rangemode="tozero")
-    return finish(figure, 90 + 230 * -(-len(positions) // columns), margin={"l": 80, "r": 24, "t": 76, "b": 36})
+    return finish(figure, 90 + 230 * -(-len(positions) // columns),
+                  margin={"l": 80, "r": 24, "t": 76, "b": 36})
 
 
 def _curve(content: Content, position: int) -> tuple[list[float], list[tuple[str, str, list[float]]], int]:

@@ -7,6 +7,7 @@ from html import escape
 from typing import Any
 
 from threed import __version__
+from threed.monitor.charts import model_size
 from threed.page import figures, timelines
 from threed.page.content import LAST, Content
 from threed.page.drawing import CONFIG, FONT, INK, plotly
@@ -51,7 +52,8 @@ def page(content: Content) -> str:
 
     drawn = [_section(content, *section) for section in _sections(content)]  # which may add notes
     names = [(name, title) for name, title, *_ in _sections(content)]
-    body = [_head(content), *(f'<div class="note">{escape(note)}</div>' for note in dict.fromkeys(content.notes)),
+    notes = [f'<div class="note">{escape(note)}</div>' for note in dict.fromkeys(content.notes)]
+    body = [_head(content), *notes,
             "<nav>" + "".join(f'<a href="#{name}">{escape(title)}</a>' for name, title in names) + "</nav>",
             *drawn, _numbers(content)]
     return PAGE.format(policy=POLICY, title=escape(_title(content)), style=STYLE, script=get_plotlyjs(),
@@ -64,7 +66,8 @@ Section = tuple[str, str, str, tuple[Callable[[Content], Any], ...]]
 def _sections(content: Content) -> list[Section]:
     """(name, title, what is to be seen, figures) of each section."""
     measured = content.measured is not None
-    both = "the predicted step above, a measured one below, with one axis" if measured else "the predicted step"
+    both = ("the predicted step above, a measured one below, with one axis" if measured else
+            "the predicted step")
     sections: list[Section] = [
         ("mesh", "Mesh, stages and units",
          "A row a pipeline position. Ranks of one position run the same program; shades alternate with the "
@@ -73,8 +76,9 @@ def _sections(content: Content) -> list[Section]:
          f"What each position computes, and when: {both}. White is the bubble. Draw a frame to zoom, double "
          "click to see all again; shades alternate with the micro-batch.", (timelines.compute_lanes,)),
         ("lanes", "Every lane",
-         f"A lane is a queue of work of one rank: computing, collectives over dp, messages to one peer, copies "
-         f"to and from the host and the disk. Here is {both}; lanes in which nothing takes time are left out"
+         "A lane is a queue of work of one rank: computing, collectives over dp, messages to one peer, "
+         "copies to and from the host and the disk. Here is "
+         f"{both}; lanes in which nothing takes time are left out"
          f"{', and light grey is waiting' if measured else ''}.", (timelines.all_lanes,)),
         ("time", "Where the time goes",
          "Of a step, on a rank of each position. Idle is waiting for the last rank before the optimizer's "
@@ -107,16 +111,15 @@ def _title(content: Content) -> str:
 
 
 def _head(content: Content) -> str:
-    config, values, table = content.config, content.values, content.plan.table
+    config, values = content.config, content.values
     parallel = config.parallel
-    parameters = sum(unit.numel - unit.padding for unit in table.parameters.values())
     tiles = [("step, predicted", show_seconds(values["step_time"])),
              ("bubble, predicted", f"{values['bubble']:.1%}"),
              ("peak of a device, predicted",
               show_bytes(max(row["peak_bytes"]["device"] for row in values["stages"]))),
              ("ranks: " + content.mesh.text(), f"{content.mesh.size:,}"),
              (f"micro-batches, {parallel.schedule}", f"{config.num_microbatches:,}"),
-             ("parameters of tp 0, all positions", show_count(parameters))]
+             ("parameters", show_count(model_size(config)))]
     measured = (("perf/step_s", "step, measured", show_seconds),
                 ("pipeline/bubble_measured", "bubble, measured", lambda share: f"{share:.1%}"),
                 ("perf/tokens_per_s", "tokens a second, measured", show_count),

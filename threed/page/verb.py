@@ -55,8 +55,8 @@ def content(what: Config | Plan | Run | str | Path, hardware: str = "",
     cost = Hardware.parse(hardware).cost(plan.table, load_costs(costs) if costs is not None else None)
     found = Content(plan, config_of(plan), cost, str(costs) if costs is not None else "analytic", run)
     if run is not None and costs is None:
-        found.notes.append("No measured costs: no step was traced (monitor.trace_every), so the prediction is "
-                           "analytic, for the hardware that --hardware names.")
+        found.notes.append("No measured costs: no step was traced (monitor.trace_every), so the prediction "
+                           "is analytic, for the hardware that --hardware names.")
     elif run is not None and costs == run.path:
         found.notes.append("Predicted with the times of compute instructions that the run measured, and with "
                            "free messages: what is measured takes longer by communication and the host.")

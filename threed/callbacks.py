@@ -20,7 +20,7 @@ from threed.monitor.traces import TraceWriter
 from threed.quantity import show_bytes, show_count, show_seconds
 from threed.trainer import Trainer
 
-REPORT_S = 60.0  # how long the page may take at the end of a run
+REPORT_S = 120.0  # how long the page may take at the end of a run
 
 class Saving(Callback):
     """Saves checkpoints: those that are due, those that were asked for, and the last."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 from threed.mesh import AXES
@@ -148,13 +149,10 @@ def _curve(content: Content, position: int) -> tuple[list[float], list[tuple[str
     """Times, (kind, colour, bytes) of each kind, and the index of the peak. Slots begin in the order of
     issue, so a time is the latest at which an instruction up to here begins."""
     fixed, moving = content.kinds(position)
-    start, total = content.clock.walk.start[position], [sum(column) for column in zip(*moving.values())]
+    total = [sum(column) for column in zip(*moving.values())]
     chosen = sorted({0, *highest(total, POINTS)}) if total else [0]
-    reached, times = 0.0, []
-    for index, begin in enumerate(start):
-        reached = max(reached, begin)
-        if index in set(chosen[len(times):len(times) + 1]):
-            times.append(reached)
+    begun = list(accumulate(content.clock.walk.start[position], max))
+    times = [begun[index] for index in chosen]
     kinds = [(name, FIXED_COLORS[name], [float(size)] * len(chosen)) for name, size in fixed.items() if size]
     colors = dict(zip(moving, ACTIVATION_COLORS * len(moving)))
     kinds += [(kind, colors[kind], [float(sizes[i]) for i in chosen]) for kind, sizes in moving.items()

@@ -107,7 +107,10 @@ def _section(content: Content, name: str, title: str, about: str,
 
 
 def _title(content: Content) -> str:
-    return str(content.run.path) if content.run else content.config.model.name or "a plan of threed"
+    """What the page is about: a run's folder, or a model and how it is run."""
+    config = content.config
+    what = str(content.run.path) if content.run else config.model.name or f"{config.model.layers} layers"
+    return f"{what}: {config.parallel.schedule}, ZeRO {config.zero.stage}, {content.mesh.text()}"
 
 
 def _head(content: Content) -> str:

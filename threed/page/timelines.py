@@ -133,15 +133,15 @@ def _traces(go: Any, rows: Rows, unit: Unit, known: set[str]) -> list[Any]:
     import numpy
 
     traces, numbered = [], sum(map(len, rows.bars.values())) <= NUMBERED
-    order = ["wait", *map(str, COLORS)]
+    colors = {"wait": WAIT_COLOR, **{str(op): color for op, color in COLORS.items()}}
+    order = list(colors)
     for (op, shade), bars in sorted(rows.bars.items(), key=lambda item: (order.index(item[0][0]), item[0])):
-        color = WAIT_COLOR if op == "wait" else COLORS[next(known for known in COLORS if str(known) == op)]
         traces.append(go.Bar(
             orientation="h", name=op, legendgroup=op, showlegend=op not in known,
             x=numpy.array([bar.length for bar in bars]) / unit.size,
             base=numpy.array([bar.begin for bar in bars]) / unit.size,
             y=numpy.array([bar.row for bar in bars], dtype=numpy.int16), width=0.84,
-            marker={"color": color, "opacity": 1.0 if shade or op == "wait" else 0.72,
+            marker={"color": colors[op], "opacity": 1.0 if shade or op == "wait" else 0.72,
                     "line": {"width": 0.5 if numbered else 0, "color": "#fff"}},
             text=[bar.number for bar in bars] if numbered else None, textposition="inside", textangle=0,
             insidetextanchor="middle", insidetextfont={"color": "#fff", "size": 10},

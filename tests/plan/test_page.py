@@ -64,7 +64,7 @@ def test_compute_lanes(toy):
     values, unit = toy.values, time_unit(toy.values["step_time"])
     drawn = dict.fromkeys(range(toy.mesh.positions), 0.0)
     for trace in timelines.compute_lanes(toy).data:
-        assert max(trace.base + trace.x) * unit.size <= values["step_time"] * 1.0001
+        assert max(numpy.add(trace.base, trace.x)) * unit.size <= values["step_time"] * 1.0001
         if trace.name in {str(op) for op in (*COMPUTE, Op.STEP)}:
             for row, length in zip(trace.y, trace.x, strict=True):
                 drawn[int(row)] += length * unit.size

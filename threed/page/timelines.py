@@ -34,7 +34,7 @@ def compute_lanes(content: Content) -> Any:
     """The compute lane of every position, or of some: the picture of the pipeline."""
     panels = [(timeline.title, _rows(timeline, content.computed, ("compute",)))
               for timeline in _timelines(content, content.computed)]
-    return _draw([panels], ["all"], 24)
+    return _draw([panels], ["all"], 24, content.values["step_time"])
 
 
 def all_lanes(content: Content) -> Any:
@@ -48,7 +48,7 @@ def all_lanes(content: Content) -> Any:
         groups[-1].append(position)
     drawn = [[(timeline.title, _rows(timeline, group, None, lanes)) for timeline in timelines]
              for group in groups]
-    return _draw(drawn, [_label(group) for group in groups], 20)
+    return _draw(drawn, [_label(group) for group in groups], 20, content.values["step_time"])
 
 
 def _label(positions: Sequence[int]) -> str:
@@ -86,16 +86,16 @@ def _rows(timeline: Timeline, positions: Sequence[int], only: Sequence[str] | No
     return Rows(names, bars)
 
 
-def _draw(groups: list[list[tuple[str, Rows]]], labels: Sequence[str], height: int) -> Any:
+def _draw(groups: list[list[tuple[str, Rows]]], labels: Sequence[str], height: int, step_s: float) -> Any:
     """A figure with a panel below another for each (title, rows) of a group. `labels`: of the groups, of
-    which a menu chooses one. `height`: of a row, in pixels."""
+    which a menu chooses one. `height`: of a row, in pixels. `step_s`: the predicted step's time."""
     go, make_subplots = plotly()
     panels, most = len(groups[0]), max(len(rows.names) for group in groups for _, rows in group)
     tall = height * most
     figure = make_subplots(rows=panels, cols=1, shared_xaxes=True, subplot_titles=[t for t, _ in groups[0]],
                            vertical_spacing=56 / (panels * (tall + 56)))
-    unit = time_unit(max((bar.begin + bar.length for group in groups for _, rows in group
-                          for bars in rows.bars.values() for bar in bars), default=1.0))
+    unit = time_unit(max((step_s, *(bar.begin + bar.length for group in groups for _, rows in group
+                                    for bars in rows.bars.values() for bar in bars))))
     owner: list[int] = []  # of each trace: its group
     for number, group in enumerate(groups):
         known: set[str] = set()
@@ -139,7 +139,7 @@ def _traces(go: Any, rows: Rows, unit: Unit, known: set[str]) -> list[Any]:
         traces.append(go.Bar(
             orientation="h", name=op, legendgroup=op, showlegend=op not in known,
             x=numpy.array([bar.length for bar in bars]) / unit.size,
-            base=numpy.array([bar.begin for bar in bars]) / unit.size,
+            base=[round(bar.begin / unit.size, 6) for bar in bars],
             y=numpy.array([bar.row for bar in bars], dtype=numpy.int16), width=0.84,
             marker={"color": colors[op], "opacity": 1.0 if shade or op == "wait" else 0.72,
                     "line": {"width": 0.5 if numbered else 0, "color": "#fff"}},

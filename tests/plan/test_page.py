@@ -45,6 +45,7 @@ def test_one_file(text):
     assert "http://" not in own and "https://" not in own and "<link" not in own and "import(" not in own
     assert not re.search(r"<(script|img|iframe|link)[^>]*\s(src|href)=", text)
     assert "Content-Security-Policy" in own and "default-src 'none'" in own and "unsafe-eval" not in own
+    assert own.count('"showSendToCloud": false') == 7 and own.count('"plotlyServerURL": ""') == 7
     assert len(text) < 7_000_000
 
 
@@ -114,7 +115,7 @@ def test_causes_and_bytes(toy):
                                                                   "optimizer", "offload", "idle"}
     sent = [row["sent_bytes"]["pp"] for row in toy.values["stages"]]
     figure = figures.traffic(toy)
-    titles = [note.text for note in figure.layout.annotations]
+    titles = [note.text.strip("</b>") for note in figure.layout.annotations]
     trace = figure.data[titles.index("sent over pp")]
     assert list(numpy.array(trace.y) * byte_unit(max(sent)).size) == pytest.approx(sent)
     moved = {lane for row in toy.values["stages"] for lane in row["moved_bytes"]}

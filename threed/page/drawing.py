@@ -10,7 +10,9 @@ from threed.errors import InputError
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 INK, FAINT, LINE = "#24292f", "#6e7781", "#e6e8eb"
 PREDICTED, MEASURED = "#9aa5b1", "#4c78a8"
-CONFIG = {"displaylogo": False, "responsive": True, "scrollZoom": False,
+# plotly's own bar of buttons has one that sends a figure to its cloud: a page keeps what it shows.
+CONFIG = {"displaylogo": False, "responsive": True, "scrollZoom": False, "showSendToCloud": False,
+          "plotlyServerURL": "",
           "modeBarButtonsToRemove": ["select2d", "lasso2d", "autoScale2d"]}
 
 
@@ -62,6 +64,17 @@ def finish(figure: Any, height: int, **layout: Any) -> Any:
             "tickfont": {"color": FAINT}}
     figure.update_xaxes(**axis)
     figure.update_yaxes(**axis)
-    figure.for_each_annotation(lambda note: note.update(font={"size": 13, "color": INK})
-                               if not note.showarrow and note.yref == "paper" else None)
+    figure.for_each_annotation(_title)
     return figure.update_layout(**layout)
+
+
+def _title(note: Any) -> None:
+    """The looks of a panel's title."""
+    if not note.showarrow and note.yref == "paper":
+        note.update(font={"size": 13, "color": INK}, text=f"<b>{note.text}</b>")
+
+
+def paler(color: str) -> str:
+    """A colour mixed with white. (A transparent one would show the lines behind it.)"""
+    parts = (int(color[at:at + 2], 16) for at in (1, 3, 5))
+    return "#" + "".join(f"{round(255 - 0.72 * (255 - part)):02x}" for part in parts)

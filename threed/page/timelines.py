@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from threed.page.content import Content, Timeline
-from threed.page.drawing import FAINT, LINE, Unit, finish, plotly, time_unit
+from threed.page.drawing import FAINT, LINE, Unit, finish, paler, plotly, time_unit
 from threed.program.picture import COLORS
 
 ROWS = 30  # of lanes that are shown at a time
@@ -141,7 +141,7 @@ def _traces(go: Any, rows: Rows, unit: Unit, known: set[str]) -> list[Any]:
             x=numpy.array([bar.length for bar in bars]) / unit.size,
             base=[round(bar.begin / unit.size, 6) for bar in bars],
             y=numpy.array([bar.row for bar in bars], dtype=numpy.int16), width=0.84,
-            marker={"color": colors[op], "opacity": 1.0 if shade or op == "wait" else 0.72,
+            marker={"color": colors[op] if shade or op == "wait" else paler(colors[op]),
                     "line": {"width": 0.5 if numbered else 0, "color": "#fff"}},
             text=[bar.number for bar in bars] if numbered else None, textposition="inside", textangle=0,
             insidetextanchor="middle", insidetextfont={"color": "#fff", "size": 10},

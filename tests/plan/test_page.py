@@ -45,7 +45,7 @@ def test_one_file(text):
     assert "http://" not in own and "https://" not in own and "<link" not in own and "import(" not in own
     assert not re.search(r"<(script|img|iframe|link)[^>]*\s(src|href)=", text)
     assert "Content-Security-Policy" in own and "default-src 'none'" in own and "unsafe-eval" not in own
-    assert own.count('"showSendToCloud": false') == 7 and own.count('"plotlyServerURL": ""') == 7
+    assert own.count('"showSendToCloud": false') == 7
     assert len(text) < 7_000_000
 
 

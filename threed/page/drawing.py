@@ -12,7 +12,6 @@ INK, FAINT, LINE = "#24292f", "#6e7781", "#e6e8eb"
 PREDICTED, MEASURED = "#9aa5b1", "#4c78a8"
 # plotly's own bar of buttons has one that sends a figure to its cloud: a page keeps what it shows.
 CONFIG = {"displaylogo": False, "responsive": True, "scrollZoom": False, "showSendToCloud": False,
-          "plotlyServerURL": "",
           "modeBarButtonsToRemove": ["select2d", "lasso2d", "autoScale2d"]}
 
 

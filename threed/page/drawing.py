@@ -58,7 +58,8 @@ def finish(figure: Any, height: int, **layout: Any) -> Any:
         font={"family": FONT, "size": 12, "color": INK}, margin={"l": 64, "r": 24, "t": 48, "b": 48},
         hoverlabel={"bgcolor": "#fff", "bordercolor": LINE, "font": {"color": INK}},
         legend={"orientation": "h", "x": 0, "y": 1, "yref": "container", "yanchor": "top",
-                "bgcolor": "rgba(0,0,0,0)", "itemsizing": "constant"})
+                "bgcolor": "rgba(0,0,0,0)", "itemsizing": "constant",
+                "traceorder": "normal"})
     axis = {"gridcolor": LINE, "zeroline": False, "linecolor": LINE, "title_standoff": 8,
             "tickfont": {"color": FAINT}}
     figure.update_xaxes(**axis)

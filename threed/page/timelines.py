@@ -135,7 +135,8 @@ def _traces(go: Any, rows: Rows, unit: Unit, known: set[str]) -> list[Any]:
     traces, numbered = [], sum(map(len, rows.bars.values())) <= NUMBERED
     colors = {"wait": WAIT_COLOR, **{str(op): color for op, color in COLORS.items()}}
     order = list(colors)
-    for (op, shade), bars in sorted(rows.bars.items(), key=lambda item: (order.index(item[0][0]), item[0])):
+    for op, shade in sorted(rows.bars, key=lambda key: (order.index(key[0]), -key[1])):
+        bars = rows.bars[op, shade]
         traces.append(go.Bar(
             orientation="h", name=op, legendgroup=op, showlegend=op not in known,
             x=numpy.array([bar.length for bar in bars]) / unit.size,

@@ -70,6 +70,7 @@ LEVELS = (
         "engine. monitor.",
         "checkpoint.",
         "monitor.run",
+        "page.",
         "checkpoints",
         "nonfinite",
         "children trainer",

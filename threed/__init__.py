@@ -5,6 +5,7 @@
     print(threed.show(plan))                                      the mesh, the units, the schedule's grid
     threed.check(plan)                                            what a rank holds and sends
     threed.predict(plan)                                          time and memory of a step
+    threed.report(plan, "page.html")                              all of it, as a page to look at
     run = threed.train(config, callbacks=[...])                   train on all ranks
     run.metrics, run.compare()                                    what it measured
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from threed.config import load
     from threed.errors import ThreedError
     from threed.monitor.run import Run
+    from threed.page.verb import report
     from threed.prediction.verb import predict
     from threed.program.table import Plan
     from threed.schema import Config
@@ -30,11 +32,11 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["Callback", "Config", "Plan", "Run", "ThreedError", "Trainer",
-           "check", "load", "plan", "predict", "show", "train"]
+           "check", "load", "plan", "predict", "report", "show", "train"]
 
 _HOMES = {"Callback": "callback", "Config": "schema", "Plan": "program.table", "Run": "monitor.run",
           "ThreedError": "errors", "Trainer": "trainer", "check": "api", "load": "config", "plan": "api",
-          "predict": "prediction.verb", "show": "api", "train": "api"}
+          "predict": "prediction.verb", "report": "page.verb", "show": "api", "train": "api"}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,5 +1,5 @@
 """The verbs of the library. `import threed` has them, and the command line calls them. (`predict` is in
-prediction/verb.)"""
+prediction/verb, `report` in page/verb.)"""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from threed.config import checked
 from threed.early import STOPS
 from threed.environment import Place, place_of_environment
 from threed.errors import InputError, RunError, check_type
+from threed.page.verb import report
 from threed.planned import config_of, planned
 from threed.planner import layouts, make_mesh, make_pipeline, saved_by_piece
 from threed.planner.passes import stages_of
@@ -37,7 +38,7 @@ from threed.validate import warnings
 if TYPE_CHECKING:
     from threed.monitor.run import Run
 
-__all__ = ["check", "plan", "predict", "show", "train"]
+__all__ = ["check", "plan", "predict", "report", "show", "train"]
 PROBE_S = 10  # how long a forked process may take for a small product on several threads
 
 

@@ -4,10 +4,13 @@ calls."""
 from __future__ import annotations
 
 import math
+import os
+import subprocess
 import sys
 import time
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from threed.callback import Callback, Guarded, Step
@@ -17,6 +20,7 @@ from threed.monitor.traces import TraceWriter
 from threed.quantity import show_bytes, show_count, show_seconds
 from threed.trainer import Trainer
 
+REPORT_S = 120.0  # how long the page may take at the end of a run
 
 class Saving(Callback):
     """Saves checkpoints: those that are due, those that were asked for, and the last."""
@@ -154,6 +158,33 @@ class Logging(Callback):
         log.say(f"checkpoint {saved}\nmetrics    {log.path}\nwandb      {log.wandb_dir or 'off'}")
 
 
+class Reporting(Callback):
+    """Sends the page of `threed report` to wandb at the end of a run, and keeps it in run.dir. Another
+    process makes it, so that nothing that goes wrong with a page ends a run that has done its work."""
+
+    def on_end(self, trainer: Trainer) -> None:
+        log, folder = trainer.log, Path(trainer.config.run.dir)
+        if log is None or log.run_id is None or not trainer.config.monitor.report or trainer.hurried:
+            return
+        if find_spec("plotly") is None:
+            log.say("no report for wandb: it is drawn with plotly (pip install 'threed[report]')")
+            return
+        file = folder / "report.html"
+        argv = [sys.executable, "-m", "threed", "report", str(folder), "-o", str(file)]
+        here = os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))))
+        try:
+            done = subprocess.run(argv, env={**os.environ, "PYTHONPATH": here}, timeout=REPORT_S, text=True,
+                                  stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, check=False)
+            problem = done.stderr.strip()[-500:] if done.returncode else ""
+        except (OSError, subprocess.SubprocessError) as error:
+            problem = str(error)
+        if problem:
+            log.say(f"warning: no report for wandb; threed report {folder} draws it: {problem}")
+            return
+        log.report(file)
+        log.say(f"report     {file}")
+
+
 def _summary(first_loss: float, recent: Collection[Mapping[str, float | None]], tokens: int) -> str:
     """The numbers at the end of a run: means over its last steps. `tokens`: of a step."""
     loss, step_s, measured, predicted = (
@@ -170,7 +201,7 @@ def _summary(first_loss: float, recent: Collection[Mapping[str, float | None]], 
 # Each method is called in this order. Saving comes first: after a step it uses what all ranks have just
 # exchanged, before a rank does anything that takes long; at the end it saves before the other callbacks run.
 # A script's callbacks come before Logging: they see val/loss, and may add to the metrics.
-ORDER: tuple[type[Callback], ...] = (Saving, Tracing, Timeline, Evaluation, Guarded, Logging)
+ORDER: tuple[type[Callback], ...] = (Saving, Tracing, Timeline, Evaluation, Guarded, Logging, Reporting)
 
 
 def in_order(yours: Sequence[Callback]) -> list[Callback]:

@@ -17,7 +17,7 @@ from threed import config as configs
 from threed.early import begin
 from threed.errors import ConfigError, InputError, ThreedError
 from threed.program import explain as explaining
-from threed.program import show as shows
+from threed.program.picture import picture
 from threed.quantity import parse_bytes
 from threed.start import start
 
@@ -113,7 +113,7 @@ def show(context: typer.Context, config: ConfigPath, overrides: Overrides = None
     document = json.dumps(api.show_document(plan, rank, program, units), indent=1) if as_json else None
     text = document or api.show(plan, rank, program, units)  # raises for bad input before a file is written
     if svg is not None:
-        _write("--svg", svg, shows.picture(plan, program))
+        _write("--svg", svg, picture(plan, program))
     print(text)
 
 
@@ -298,6 +298,35 @@ def trace(run: RunPath,
         _write("-o", file, json.dumps(events, separators=(",", ":")))
         print(f"wrote {file}: {len(traced.ranks)} ranks, {len(chosen)} steps, {len(events['traceEvents'])} "
               "events")
+
+
+@app.command(short_help="draw a plan or a run as one HTML page")
+def report(what: Annotated[Path, typer.Argument(metavar="CONFIG|RUN", help="YAML file, or the run.dir of a "
+                                                                           "run")],
+           overrides: Overrides = None,
+           output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE",
+                                                       help="default: report.html, in RUN if one is "
+                                                            "given")] = None,
+           costs: Annotated[Path | None, typer.Option(metavar="RUN|FILE",
+                                                      help=f"{HELP_COSTS}; default: RUN's own")] = None,
+           hardware: Annotated[str, typer.Option(help=HELP_HARDWARE)] = "") -> None:
+    """Draw what will run, as one HTML file that needs no network: mesh, stages and units, the timeline of
+    every lane, where the time goes, memory over time, and bytes on each axis.
+
+    With a RUN, what was measured is drawn beside the prediction: a traced step, the causes of waiting, and
+    the loss, throughput and bubble of all steps.
+    """
+    import gc
+
+    from threed.page.verb import report as draw
+
+    gc.disable()  # as in predict
+    if what.is_dir() and overrides:
+        raise InputError(f"{' '.join(overrides)}: {what} is the folder of a run, which has its config "
+                         "already; leave the overrides out, or give a CONFIG")
+    file = output or (what / "report.html" if what.is_dir() else Path("report.html"))
+    draw(Run(what) if what.is_dir() else configs.load(what, overrides), file, hardware, costs)
+    print(f"wrote {file}: {file.stat().st_size / 1e6:.1f} MB; open it in a browser")
 
 
 @app.command(short_help="compare predicted and measured times; show where the time went")

@@ -198,12 +198,16 @@ class MonitorConfig:
     wandb: str = "auto"  # auto: online if WANDB_MODE or WANDB_API_KEY says so, else offline | offline |
     # online | disabled
     project: str = "threed"  # project in wandb
-    name: str | None = None  # name of the run in wandb; null: wandb chooses
+    name: str | None = None  # name of the run in wandb; null: the last part of run.dir, and the mesh
+    group: str | None = None  # group of the run in wandb
+    tags: list[str] = field(default_factory=list)  # of the run in wandb, besides those of its mesh, schedule
+    # and precision
     peak_tflops: float | None = None  # of one device, for perf/mfu; null: looked up, null where not known
     console_every: int = 1  # steps between console lines
     trace_every: int = 10  # steps between traced steps, in run.dir/trace; 0: none (otherwise the last step
     # too)
     timeline_every: int = 0  # steps between pictures of the measured timeline in wandb; 0: never
+    report: bool = True  # whether wandb gets the page of `threed report` at the end of the run
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -126,7 +127,8 @@ class Trainer:
         self.stopping, self.save_asked = measured.asked("stop"), measured.asked("save")
         step = Step(number, clipped.loss, clipped.grad_norm, clipped.finite, trace, measured)
         step.metrics |= {"train/loss": clipped.loss, "train/lr": lr, "train/grad_norm": clipped.grad_norm,
-                         "train/skipped_steps": float(self.skipped.total)}
+                         "train/skipped_steps": float(self.skipped.total),
+                         "run/tokens": float(self.samples * config.model.seq_len), "run/time": time.time()}
         if zero.scaler.dynamic:
             step.metrics["train/loss_scale"] = clipped.loss_scale
         if every:

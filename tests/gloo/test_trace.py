@@ -13,16 +13,20 @@ from xml.etree import ElementTree
 import pytest
 
 import threed.launcher  # noqa: F401  (imported before the runs fork)
+from tests.browser import Browser, figures, texts
 from tests.running import Run, metrics
 from threed.cli import app
 from threed.errors import InputError
 from threed.monitor.attribute import CAUSES
 from threed.monitor.compare import load_config
 from threed.monitor.traces import COLUMNS, read_run
+from threed.page import timelines
+from threed.page.verb import content
 from threed.planner import make_plan
 from threed.prediction.cost import load_costs, read_costs
 from threed.program.effects import effects
 from threed.program.instruction import Op
+from threed.quantity import show_seconds
 
 TOY = ["train", "configs/toy.yaml", "model.layers=2", "model.hidden=32", "model.seq_len=32",
        "model.vocab=300",
@@ -120,6 +124,13 @@ def test_merged_trace(traced, tmp_path):
     ends = {(event["args"]["step"], round(event["ts"] + event["dur"], 0)) for event in complete
             if event["name"] == "CLIP"}
     assert len(ends) <= 2 * 5  # one moment a step, to a microsecond's rounding
+    lanes_of: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for event in complete:
+        begin, end = (round(time * 10) for time in (event["ts"], event["ts"] + event["dur"]))
+        lanes_of.setdefault((event["pid"], event["tid"]), []).append((begin, end))
+    for spans in lanes_of.values():  # Perfetto drops what begins before its neighbour ends
+        spans.sort()
+        assert all(first[1] <= then[0] for first, then in zip(spans, spans[1:]))
     one = tmp_path / "one.json"
     command("trace", traced, "-o", one, "--step", 6)
     assert {event["args"]["step"] for event in json.loads(one.read_text())["traceEvents"]
@@ -180,6 +191,80 @@ def test_metrics_and_wandb(traced):
     pictures = list((traced / "wandb").glob("offline-run-*/files/media/html/timeline_*.html"))
     assert len(pictures) == 2
     assert all("<svg" in path.read_text() and "FORWARD u0 m0" in path.read_text() for path in pictures)
+
+
+def test_page_of_a_run(traced, tmp_path):
+    """The run ends with its page, which wandb gets as well; the same command draws it again."""
+    page = (traced / "report.html").read_text()
+    (media,) = (traced / "wandb").glob("offline-run-*/files/media/html/report_*.html")
+    assert media.read_text() == page
+    log = next((traced / "wandb").glob("offline-run-*/run-*.wandb")).read_bytes()
+    assert b"report-" in log and b"threed report" in log
+    assert f"wrote {tmp_path / 'page.html'}" in command("report", traced, "-o", tmp_path / "page.html")
+    values = json.loads(command("predict", "configs/toy.yaml", *TOY[2:], "--costs", traced, "--json"))
+    text = (tmp_path / "page.html").read_text()
+    assert f"step {show_seconds(values['step_time'])}, bubble" in text and values["digest"] in text
+    for name in ("run", "mesh", "pipeline", "lanes", "time", "memory", "bytes"):
+        assert f'<section id="{name}">' in text
+    assert "with free messages" in text and "step, measured" in text and "the last 8 steps" in text
+
+
+def test_measured_beside_predicted(traced):
+    """The page's timeline has the boxes of a traced step, and its causes are the metrics'."""
+    found, all_ranks = content(traced), read_run(traced)
+    measured, rows = found.measured, found.rows
+    assert measured is not None and re.search(r"measured in step [4689], on the ranks", measured.title)
+    step = int(re.findall("step ([0-9]+)", measured.title)[0])
+    for rank in (0, 4):
+        traced_rank = all_ranks.ranks[rank]
+        trace = traced_rank.trace(step)
+        busy = sum(trace.ended[index] - trace.started[index] for index, item in enumerate(traced_rank.program)
+                   if item.op in (Op.FORWARD, Op.BACKWARD))
+        drawn = sum(block.end - block.begin for block in measured.lanes[rank // 4]["compute"]
+                    if block.op in (Op.FORWARD, Op.BACKWARD))
+        assert busy <= drawn * 1.0001 <= 1.1 * busy
+        waited = sum(span.end - span.begin for spans in measured.waits[rank // 4].values() for span in spans)
+        assert waited == pytest.approx(sum(wait.wait_s for wait in trace.waits), rel=0.01, abs=1e-5)
+    assert found.spent is not None
+    for position, row in enumerate(found.spent):
+        for cause in CAUSES:
+            mean = sum(each[f"time/{cause}/{position}"] for each in rows[1:]) / (len(rows) - 1)
+            assert row[cause] == pytest.approx(mean)
+    assert len(timelines.compute_lanes(found).layout.annotations) == 2  # a title above each panel
+
+
+def test_page_without_traces(traced, copy):
+    """What is missing is said, and the rest is drawn."""
+    shutil.copy(traced / "metrics.jsonl", copy)
+    shutil.rmtree(copy / "trace")
+    (copy / "costs.json").unlink()
+    command("report", copy)
+    text = (copy / "report.html").read_text()
+    assert "No measured timeline: " in text and "No measured costs: no step was traced" in text
+    assert '<section id="run">' in text and "(costs: analytic)" in text
+    (copy / "metrics.jsonl").unlink()
+    command("report", copy, "-o", copy / "less.html")
+    text = (copy / "less.html").read_text()
+    assert "No metrics: " in text and '<section id="run">' not in text
+
+
+@pytest.mark.parametrize("what", ["run", "plan"])
+def test_in_a_browser(what, traced, tmp_path):
+    """The page opens without an error, draws all figures, and shows what it must."""
+    browser, file = Browser(tmp_path / "browser"), tmp_path / "page.html"
+    argv = [traced] if what == "run" else ["configs/toy.yaml"]
+    costs = ["--costs", traced] if what == "run" else []
+    command("report", *argv, "-o", file)
+    document, console = browser.open(file)
+    assert console == [] and figures(document) == (8 if what == "run" else 7)
+    seen = " ".join(texts(document))
+    predicted = command("predict", "configs/toy.yaml", *(TOY[2:] if what == "run" else []), *costs)
+    assert predicted.splitlines()[0] in seen
+    words = ["Mesh, stages and units", "u1 blocks.0", "pp0 compute", "FORWARD", "BACKWARD", "dp wait",
+             "optimizer state", "sent over tp", "MiB"]
+    words += ["measured in step", "gradient norm"] if what == "run" else []
+    assert not [word for word in words if word not in seen]
+    assert document.count('class="point"') > (200 if what == "run" else 60)
 
 
 def test_resume_appends(cache, tmp_path):

@@ -85,13 +85,10 @@ def compare(run: Path) -> dict[str, Any]:
     ranks = [_attribute_rank(rank, of_rank, clips) for rank, of_rank in zip(traced.ranks, traces)]
     prediction = predict(plan, mean_costs(traced.ranks, traces, clips))
     walked = [_as_trace(plan, prediction.walk, position) for position in range(len(programs))]
-    clip_s = min(parts(trace, program)["clip"] for trace, program in zip(walked, programs))
-    stages = []
-    for position, (trace, program) in enumerate(zip(walked, programs)):
-        causes = attribute(parts(trace, program), clip_s, prediction.step_s)
-        stages.append({"predicted": _with_bubble({"step": prediction.step_s, **causes}),
-                       "measured": _with_bubble(_mean([row for row in ranks if row["pp"] == position],
-                                                      ("step", *CAUSES)))})
+    stages = [{"predicted": row,
+               "measured": _with_bubble(_mean([rank for rank in ranks if rank["pp"] == position],
+                                              ("step", *CAUSES)))}
+              for position, row in enumerate(_attribute_walk(plan, walked, prediction.step_s))]
     lanes = {rank.here.position: rank.lanes for rank in traced.ranks}
     grouped: dict[str, Any] = {}
     for name, group in (("ops", _by_op), ("lanes", _by_lane), ("units", _by_unit)):
@@ -121,6 +118,12 @@ def _choose(traced: RunTrace) -> list[int]:
     return sorted(sorted(last, key=lambda step: slowest[step])[aside:len(last) - aside])
 
 
+def typical_step(traced: RunTrace) -> int:
+    """The traced step whose time is the median of those that `compare` takes."""
+    chosen = sorted(_choose(traced), key=lambda step: max(rank.trace(step).total_s for rank in traced.ranks))
+    return chosen[len(chosen) // 2]
+
+
 def mean_costs(ranks: Sequence[RankTrace], traces: Sequence[Sequence[Trace]],
                clips: Sequence[float]) -> dict[tuple[int, Op, int], float]:
     """Mean seconds of (position, op, unit) over ranks, steps and micro-batches. CLIP's are those of the last
@@ -141,6 +144,19 @@ def _attribute_rank(rank: RankTrace, traces: Sequence[Trace], clips: Sequence[fl
     rows = [{"step": trace.total_s, **attribute(parts(trace, rank.program), clip_s, trace.total_s)}
             for trace, clip_s in zip(traces, clips, strict=True)]
     return {"rank": rank.rank, **rank.here.on, **_mean(rows, ("step", *CAUSES))}
+
+
+def attribute_walk(plan: Plan, walk: Walk) -> list[Row]:
+    """Where the time of a walked train step goes: a row a position, with the step, its causes and the
+    bubble."""
+    walked = [_as_trace(plan, walk, position) for position in range(len(plan.programs["train"]))]
+    return _attribute_walk(plan, walked, walk.total_s)
+
+
+def _attribute_walk(plan: Plan, walked: Sequence[Trace], step_s: float) -> list[Row]:
+    all_parts = [parts(*pair) for pair in zip(walked, plan.programs["train"], strict=True)]
+    clip_s = min(each["clip"] for each in all_parts)
+    return [_with_bubble({"step": step_s, **attribute(each, clip_s, step_s)}) for each in all_parts]
 
 
 def _as_trace(plan: Plan, walk: Walk, position: int) -> Trace:

@@ -1,6 +1,7 @@
 """Log: writes the same metrics to metrics.jsonl, to wandb and to the console. Rank 0 only.
 
 train/loss train/lr train/grad_norm train/skipped_steps    of the step
+run/tokens run/time                                        so far, of this run; seconds since 1970
 train/loss_scale                                           that it was made with, where it is dynamic
 val/loss                                                   where evaluated
 perf/step_s perf/tokens_per_s perf/tokens_per_s_per_device perf/model_tflops_per_device
@@ -8,8 +9,9 @@ perf/mfu                          null where the device's peak is not known
 pipeline/bubble_measured          1 - (time in compute instructions / step time), mean; per stage as .../0,
                                   .../1
 pipeline/bubble_predicted         the same from walking the plan with this step's measured costs
-time/compute/0 time/p2p_wait/0 time/dp_wait/0 time/optimizer/0 time/offload/0 time/idle/0
-                                  of the step on a rank of position 0 [s], and so on: see monitor/attribute
+time/compute time/p2p_wait time/dp_wait time/optimizer time/offload time/idle
+                                  of the step on a rank [s], mean: see monitor/attribute; per stage as .../0,
+                                  .../1
 comm/bytes_dp comm/bytes_tp comm/bytes_pp                  sent by all ranks in the step
 integrity/verified_steps          so far in this process, where run.verify_every is set
 integrity/rehearsal_s             of a verified step: of its first computation, which perf/step_s leaves out
@@ -37,6 +39,7 @@ from rich.console import Console
 
 from threed.environment import restarted
 from threed.errors import InputError, ThreedError, of_folder
+from threed.monitor import charts
 from threed.monitor.lines import StepLines, cut
 from threed.quantity import show_bytes, show_count
 from threed.schema import Config
@@ -90,7 +93,7 @@ class Log:
         if run_id is None and restarted():
             with contextlib.suppress(OSError):
                 run_id = note.read_text().strip() or None
-        self._wandb = _start_wandb(self.config, run_id)
+        self._wandb = charts.start(self.config, run_id)
         if self._wandb:
             self.run_id, self.wandb_dir = self._wandb.id, os.path.dirname(self._wandb.dir)
             with contextlib.suppress(OSError):
@@ -124,9 +127,12 @@ class Log:
         """Send a measured timeline to wandb. Call it before `step`: wandb takes nothing more for a step after
         its metrics."""
         if self._wandb:
-            import wandb
+            charts.picture(self._wandb, step, svg)
 
-            self._wandb.log({"timeline": wandb.Html(svg)}, step=step)
+    def report(self, file: Path) -> None:
+        """Send the page of the run to wandb, after its last step."""
+        if self._wandb:
+            charts.report(self._wandb, file)
 
     def say(self, text: str) -> None:
         self.console.print(text, soft_wrap=True, markup=False)
@@ -154,13 +160,7 @@ class Log:
         if self._lines is not None:
             self._lines.close()
         if self._wandb:
-            self._wandb.finish(quiet=True) if _takes_quiet(self._wandb.finish) else self._wandb.finish()
-
-
-def _takes_quiet(function: Any) -> bool:
-    import inspect
-
-    return "quiet" in inspect.signature(function).parameters
+            charts.finish(self._wandb)
 
 
 def _line(step: int, steps: int, metrics: dict[str, float | None]) -> str:
@@ -181,30 +181,3 @@ def _line(step: int, steps: int, metrics: dict[str, float | None]) -> str:
 
 def _unusable(config: Config, error: OSError) -> ThreedError:
     return of_folder(f"run.dir={config.run.dir} cannot be used: {error}", error)
-
-
-def wandb_mode(setting: str) -> str:
-    """`auto`: what the environment says, else offline. No account is needed for offline."""
-    if setting != "auto":
-        return setting
-    return os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_API_KEY") else "offline")
-
-
-def _start_wandb(config: Config, run_id: str | None) -> Any:
-    mode = wandb_mode(config.monitor.wandb)
-    if mode == "disabled":
-        return None
-    os.environ.setdefault("WANDB_SILENT", "true")
-    import wandb
-
-    settings = wandb.Settings(console="off", x_disable_stats=True)
-    return wandb.init(
-        project=config.monitor.project,
-        name=config.monitor.name,
-        id=run_id,
-        mode=mode,  # pyright: ignore
-        resume="allow" if run_id and mode == "online" else None,
-        dir=config.run.dir,
-        config=config.to_dict(),
-        settings=settings,
-    )

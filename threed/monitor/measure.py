@@ -161,10 +161,11 @@ class Meter:
             values |= {f"pipeline/bubble_{name}/{stage}": bubble for stage, bubble in enumerate(bubbles)}
         # what a position's ranks spent on average: the parts are sums, so their order does not matter
         means = {what: self._means(step.column(what)) for what in (*PARTS, "step_s")}
-        for stage in range(mesh.positions):
-            mean = {what: each[stage] for what, each in means.items()}
-            spent = attribute(mean, step.clip_s, mean["step_s"])
-            values |= {f"time/{cause}/{stage}": spent[cause] for cause in CAUSES}
+        spent = [attribute({what: each[stage] for what, each in means.items()}, step.clip_s,
+                           means["step_s"][stage]) for stage in range(mesh.positions)]
+        for cause in CAUSES:
+            values[f"time/{cause}"] = _mean([row[cause] for row in spent])
+            values |= {f"time/{cause}/{stage}": row[cause] for stage, row in enumerate(spent)}
         values |= {f"comm/bytes_{axis}": float(step.column(f"sent_{axis}").sum()) for axis in AXES}
         values |= self.stragglers.look({what: step.column(what) for what in WORK})
         values["memory/peak_bytes"] = float(step.column("memory").max())

@@ -8,12 +8,13 @@ its CLIP ends when rank 0's does.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from threed.mesh import AXES
 from threed.monitor.traces import RankTrace, RunTrace
 from threed.program.instruction import Instruction, Op
-from threed.program.show import svg
+from threed.program.picture import svg
 from threed.program.trace import Trace
 from threed.program.walk import Walk
 
@@ -44,46 +45,82 @@ def chrome(traced: RunTrace, steps: Sequence[int]) -> dict[str, Any]:
         for rank in traced.ranks:
             trace = rank.trace(step)
             origin = together - trace.ended[_clip(rank.program)]
-            events += _events(rank, trace, step, origin, threads[rank.rank])
+            events += [_event(rank, span, step, origin, threads[rank.rank]) for span in spans(rank, trace)]
     zero = min(event["ts"] for event in events)
-    for event in events:
-        event["ts"] = round((event["ts"] - zero) * 1e6, 1)
-        event["dur"] = round(event["dur"] * 1e6, 1)
+    for event in events:  # begin and end are rounded, and not the time between: so spans do not overlap
+        begin, end = (round((time - zero) * 1e6, 1) for time in (event["ts"], event["dur"]))
+        event["ts"], event["dur"] = begin, round(end - begin, 1)
     return {"traceEvents": [*shown, *events], "displayTimeUnit": "ms",
             "otherData": {"digest": traced.digest, "run": str(traced.run)}}
 
 
-def _events(rank: RankTrace, trace: Trace, step: int, origin: float,
-            threads: dict[str, int]) -> list[dict[str, Any]]:
-    """Complete events, in seconds. Waits are shown one after the other from the issue of the instruction that
-    waits."""
-    events = []
-    reached = dict(enumerate((*trace.issued, trace.ended[-1])))
-    waiting = [*zip(rank.lanes, map(str, rank.program), strict=True), ("compute", "the end of the program")]
+class Span(NamedTuple):
+    """What a lane did for a while; times in seconds from the begin of the step."""
+
+    lane: str
+    begin: float
+    end: float
+    name: str
+    index: int  # of the instruction that ran, or that waited; the program's length: the end of the program
+    waits: bool = False
+
+
+def spans(rank: RankTrace, trace: Trace) -> list[Span]:
+    """The waits and instructions of a rank, in order. Waits come one after the other from the issue of the
+    instruction that waits. The times of a trace are rounded apart: where two spans of a lane would overlap by
+    that, the later one begins at the end of the earlier one."""
+    found, reached = [], dict(enumerate((*trace.issued, trace.ended[-1])))
+    lanes = [*rank.lanes, "compute"]
     for index, source, wait_s in trace.waits:
         awaited = str(rank.program[source]) if source >= 0 else "a copy for a checkpoint"
-        events.append({"ph": "X", "pid": rank.rank, "tid": threads[waiting[index][0]],
-                       "name": f"wait {awaited}", "cat": "wait", "ts": origin + reached[index], "dur": wait_s,
-                       "args": {"step": step, "for": waiting[index][1]}})
-        reached[index] += wait_s
+        begin, reached[index] = reached[index], reached[index] + wait_s
+        found.append(Span(lanes[index], begin, reached[index], f"wait {awaited}", index, True))
     for index, item in enumerate(rank.program):
-        args = {"step": step, "index": index, "op": str(item.op)}
+        found.append(Span(lanes[index], trace.started[index], trace.ended[index], str(item), index))
+    busy_until: dict[str, float] = {}
+    ordered = []
+    for span in sorted(found, key=lambda span: (span.index, not span.waits)):
+        begin = max(span.begin, busy_until.get(span.lane, span.begin))
+        busy_until[span.lane] = end = max(begin, span.end)
+        ordered.append(span._replace(begin=begin, end=end))
+    return ordered
+
+
+def _event(rank: RankTrace, span: Span, step: int, origin: float, threads: dict[str, int]) -> dict[str, Any]:
+    """A complete event; begin and end (as `dur`) in seconds."""
+    program, index = rank.program, span.index
+    args: dict[str, Any] = {"step": step}
+    if span.waits:
+        args["for"] = str(program[index]) if index < len(program) else "the end of the program"
+    else:
+        item = program[index]
+        args |= {"index": index, "op": str(item.op)}
         args |= {name: value for name, value in (("unit", item.unit), ("microbatch", item.microbatch))
                  if value >= 0}
-        events.append({"ph": "X", "pid": rank.rank, "tid": threads[rank.lanes[index]], "name": str(item),
-                       "cat": str(item.op), "ts": origin + trace.started[index],
-                       "dur": trace.ended[index] - trace.started[index], "args": args})
-    return events
+    return {"ph": "X", "pid": rank.rank, "tid": threads[span.lane], "name": span.name,
+            "cat": "wait" if span.waits else str(program[index].op), "ts": origin + span.begin,
+            "dur": origin + span.end, "args": args}
+
+
+def on_one_clock(traced: RunTrace, step: int) -> list[Trace]:
+    """A step of all ranks, in seconds since the first of them began."""
+    traces = [rank.trace(step) for rank in traced.ranks]
+    return _shift([rank.program for rank in traced.ranks], traces)
+
+
+def _shift(programs: Sequence[Sequence[Instruction]], traces: Sequence[Trace]) -> list[Trace]:
+    origins = [-trace.ended[_clip(program)] for program, trace in zip(programs, traces, strict=True)]
+    zero = min(origin + trace.started[0] for origin, trace in zip(origins, traces))
+    return [replace(trace, **{name: [time + origin - zero for time in getattr(trace, name)]
+                              for name in ("issued", "started", "ended")})
+            for origin, trace in zip(origins, traces)]
 
 
 def picture(programs: Sequence[Sequence[Instruction]], traces: Sequence[Trace], title: str) -> str:
     """A drawing of one rank of each position, in the form of `threed show --svg`."""
-    origins = [-trace.ended[_clip(program)] for program, trace in zip(programs, traces, strict=True)]
-    zero = min(origin + trace.started[0] for origin, trace in zip(origins, traces))
-    moved = [([time + origin - zero for time in trace.started],
-              [time + origin - zero for time in trace.ended])
-             for origin, trace in zip(origins, traces)]
-    return svg(programs, Walk([start for start, _ in moved], [end for _, end in moved], []), title)
+    moved = _shift(programs, traces)
+    return svg(programs, Walk([trace.started for trace in moved], [trace.ended for trace in moved], []),
+               title)
 
 
 def picture_of(traced: RunTrace, step: int) -> str:

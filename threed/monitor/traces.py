@@ -12,7 +12,7 @@ import contextlib
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -153,8 +153,8 @@ class RunTrace:
         return [step]
 
 
-def read_run(run: Path) -> RunTrace:
-    """Read the trace of a run. InputError: there is none, or it is damaged."""
+def read_run(run: Path, only: Sequence[int] | None = None) -> RunTrace:
+    """Read the trace of a run: of all ranks, or of some. InputError: there is none, or it is damaged."""
     if not run.is_dir():
         raise InputError(f"{run}: there is no such run; give the folder that run.dir named")
     first = rank_file(run, 0)
@@ -163,7 +163,7 @@ def read_run(run: Path) -> RunTrace:
                          "monitor.trace_every > 0")
     header = _last_header(first)
     digest, world_size, notes, ranks = header["digest"], header["world_size"], [], []
-    for rank in range(world_size):
+    for rank in range(world_size) if only is None else only:
         file = rank_file(run, rank)
         if not file.exists():
             raise InputError(f"{file} is missing: the run had {world_size} ranks")

@@ -16,23 +16,26 @@ from threed.program.order import plan_links, simulated
 from threed.program.show import timeline
 from threed.program.summary import activations, alive_bytes, fixed_bytes, stage
 from threed.program.table import SNAPSHOT, VERIFY, Plan
-from threed.program.walk import Cost, Mode, seconds_of, walk
+from threed.program.walk import Cost, Mode, Walk, seconds_of, walk
 from threed.quantity import show_bytes, show_count, show_seconds
 
 SAMPLES = 50  # points of memory over time
 
 
-def report(plan: Plan, cost: Cost, source: str, verify_every: int = 0,
-           contention: float = 0.0) -> dict[str, Any]:
-    """`source`: where the costs are from. `contention`: as in Hardware; 0 where costs are measured. Times are
-    of one train step, and bytes of one rank of a position, by tier: device, host, disk.
+def report(plan: Plan, cost: Cost, source: str, verify_every: int = 0, contention: float = 0.0,
+           clock: Walk | None = None) -> dict[str, Any]:
+    """The document of `threed predict --json`. `source`: where the costs are from. `contention`: as in
+    Hardware; 0 where costs are measured. `clock`: what `timed` returns for the same plan, cost and
+    contention, if it is known already.
+
+    Times are of one train step, and bytes of one rank of a position, by tier: device, host, disk.
     Offloaded values keep their memory on the host and on disk all the time. `exposed_transfer_s`: how much
     longer the step is than if moves between tiers were free. `verify`: how much longer a step takes that is
     computed twice, and a step on average (without checksums)."""
     table, programs = plan.table, plan.programs["train"]
     links = plan_links(plan, "train")
     seconds = seconds_of(links, cost)
-    when = timed(plan, seconds, contention)
+    when = clock or timed(plan, seconds, contention)
     total = when.total_s
     rows = []
     for position in range(len(programs)):
@@ -40,14 +43,13 @@ def report(plan: Plan, cost: Cost, source: str, verify_every: int = 0,
         held = stage(plan, position, alive)
         busy = sum(_seconds(links[position], seconds[position], _works))
         kept, fixed = alive.total(*activations(table)), fixed_bytes(held)
-        every = max(1, len(programs[position]) // SAMPLES)
         rows.append({
             "bubble": max(0.0, 1.0 - busy / total) if total else 0.0, "busy_s": busy,
             "peak_bytes": {"device": fixed + max(kept, default=0), "disk": held["disk_bytes"],
                            "host": held["host_bytes"] + held["snapshot_bytes"]},
             "transfer_s": _transfers(links[position], seconds[position]),
             "memory": [{"seconds": when.start[position][i], "device": fixed + kept[i]}
-                       for i in range(0, len(kept), every)],
+                       for i in highest(kept, SAMPLES)],
             **held,
         })
     bubble = sum(row["bubble"] for row in rows) / len(rows)
@@ -58,6 +60,14 @@ def report(plan: Plan, cost: Cost, source: str, verify_every: int = 0,
     return {"step_time": total, "bubble": bubble, "exposed_transfer_s": total - free_s, "costs": source,
             "digest": plan.digest, "checkpoint": _checkpoint(plan, cost, total), "stages": rows,
             **_verifying(plan, cost, verify_every)}
+
+
+def highest(values: Sequence[float], most: int) -> list[int]:
+    """The index of the highest of each run of values, where about `most` runs cover all: so a curve of few
+    points keeps its peak."""
+    every = max(1, len(values) // most)
+    return [max(range(first, min(first + every, len(values))), key=values.__getitem__)
+            for first in range(0, len(values), every)]
 
 
 def _checkpoint(plan: Plan, cost: Cost, step_s: float) -> dict[str, float] | None:

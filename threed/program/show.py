@@ -1,19 +1,14 @@
-"""Show: a plan as text, and as an SVG timeline."""
+"""Show: a plan as text, and when its instructions run."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from html import escape
 
 from threed.program.instruction import COMPUTE, Instruction, Op
 from threed.program.order import plan_links
 from threed.program.table import Plan, Table
 from threed.program.walk import Mode, Walk, walk
 
-_COLORS = {Op.FORWARD: "#4c78a8", Op.RECOMPUTE: "#9ecae9", Op.BACKWARD: "#f58518",
-           Op.BACKWARD_INPUT: "#f58518", Op.BACKWARD_WEIGHT: "#54a24b", Op.CLIP: "#bab0ac",
-           Op.STEP: "#b279a2"}
 _LETTERS = {Op.FORWARD: "F", Op.RECOMPUTE: "R", Op.BACKWARD: "B", Op.BACKWARD_INPUT: "B",
             Op.BACKWARD_WEIGHT: "W"}
 
@@ -70,53 +65,3 @@ def listing(plan: Plan, position: int, name: str = "train") -> str:
     """The program of a position, one instruction a line."""
     program = plan.programs[name][position]
     return "\n".join(f"{index:5d}  {instruction}" for index, instruction in enumerate(program))
-
-
-def picture(plan: Plan, name: str = "train") -> str:
-    """The timeline of a program, with the costs of `unit_cost`, as SVG."""
-    schedule = plan.config.parallel.schedule + ", " if plan.config else ""
-    table = plan.table
-    title = f"{schedule}{table.num_positions} positions, {table.num_microbatches} micro-batches, {name}"
-    return svg(plan.programs[name], timeline(plan, name), title)
-
-
-def svg(programs: Sequence[Sequence[Instruction]], when: Walk, title: str) -> str:
-    """A timeline: one row a position; the op chooses the colour, the micro-batch the shade and the number.
-    Units that run one after the other for one micro-batch are drawn as one block."""
-    scale, row = 1000 / (when.total_s or 1.0), 26
-    height = row * len(programs) + 40
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="1080" height="{height}" '
-             'font-family="sans-serif" font-size="10">',
-             f'<text x="8" y="16" font-size="12">{escape(title, quote=False)}</text>']
-    for position, program in enumerate(programs):
-        y = 26 + row * position
-        parts.append(f'<text x="8" y="{y + 15}">pp{position}</text>')
-        for op, microbatch, first, last, name in _blocks(program, when.start[position], when.end[position]):
-            x, width, title = 50 + first * scale, (last - first) * scale, escape(name, quote=False)
-            parts.append(f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{row - 4}" '
-                         f'fill="{_COLORS[op]}" fill-opacity="{0.6 + 0.4 * (microbatch % 2):.1f}" '
-                         f'stroke="#fff" stroke-width="0.6"><title>{title}</title></rect>')
-            if microbatch >= 0 and width > 9:
-                parts.append(f'<text x="{x + width / 2:.1f}" y="{y + 15}" fill="#fff" '
-                             f'text-anchor="middle">{microbatch}</text>')
-    return "\n".join([*parts, "</svg>", ""])
-
-
-def _blocks(program: Sequence[Instruction], start: Sequence[float],
-            end: Sequence[float]) -> list[tuple[Op, int, float, float, str]]:
-    """(op, micro-batch, start, end, name) of each block to draw: consecutive instructions of one op, one
-    micro-batch and neighbouring units are joined."""
-    blocks: list[tuple[Op, int, float, float, str]] = []
-    previous = Instruction(Op.CLIP)
-    for instruction, first, last in zip(program, start, end, strict=True):
-        if instruction.op not in _COLORS or last <= first:
-            continue
-        alike = (previous.op, previous.microbatch) == (instruction.op, instruction.microbatch)
-        neighbours = abs(previous.unit - instruction.unit) == 1
-        if alike and neighbours and first - blocks[-1][3] < 0.1 * (last - first):
-            op, microbatch, begin, _, name = blocks[-1]
-            blocks[-1] = (op, microbatch, begin, last, f"{name.split(' to ')[0]} to u{instruction.unit}")
-        else:
-            blocks.append((instruction.op, instruction.microbatch, first, last, str(instruction)))
-        previous = instruction
-    return blocks

@@ -1,0 +1,63 @@
+"""The verb `threed.report`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from threed.errors import InputError, check_type
+from threed.monitor.run import Run
+from threed.page.content import Content
+from threed.page.html import page
+from threed.planned import config_of, planned
+from threed.planner import make_plan
+from threed.prediction.analytic import Hardware
+from threed.prediction.cost import FILE as COSTS
+from threed.prediction.cost import load_costs, write_whole
+from threed.program.table import Plan
+from threed.schema import Config
+
+
+def report(what: Config | Plan | Run | str | Path, output: str | Path, hardware: str = "",
+           costs: str | Path | None = None) -> Path:
+    """Draw a plan, or a run, as one HTML file that needs no network.
+
+    `what`: a config or a plan, of which the prediction is drawn, or a run (its folder), whose measurements
+    are drawn beside it. `hardware` and `costs` are those of `threed.predict`; without `costs`, a run's own
+    are taken, if it has traced a step. Returns `output`, the file. Raises InputError where it cannot be
+    written, where there is no such run, and where plotly is not installed (`pip install
+    'threed[report]'`).
+
+    >>> threed.report(threed.load("configs/toy.yaml"), "page.html")
+    """
+    check_type("what", what, (Config, Plan, Run, str, Path), "a Config, a Plan, a Run, or a run's folder")
+    check_type("output", output, (str, Path), "the file to write")
+    check_type("hardware", hardware, str, 'a text such as "tflops=989,efficiency=0.4"')
+    check_type("costs", costs, (str, Path, None), "the folder of a run, or its costs.json")
+    file = Path(output)
+    if file.is_dir() or not file.parent.is_dir():
+        raise InputError(f"{file}: " + ("is a folder; give a file in it" if file.is_dir() else
+                                        f"there is no folder {file.parent}"))
+    text = page(content(what, hardware, costs))
+    try:
+        write_whole(file, text)
+    except OSError as error:
+        raise InputError(f"{file}: {error.strerror}") from None
+    return file
+
+
+def content(what: Config | Plan | Run | str | Path, hardware: str = "",
+            costs: str | Path | None = None) -> Content:
+    """What the page shows. The arguments are those of `report`."""
+    run = what if isinstance(what, Run) else Run(what) if isinstance(what, str | Path) else None
+    plan = planned(what) if isinstance(what, Config | Plan) else make_plan(run.config if run else Config())
+    if run is not None and costs is None and (run.path / COSTS).exists():
+        costs = run.path
+    cost = Hardware.parse(hardware).cost(plan.table, load_costs(costs) if costs is not None else None)
+    found = Content(plan, config_of(plan), cost, str(costs) if costs is not None else "analytic", run)
+    if run is not None and costs is None:
+        found.notes.append("No measured costs: no step was traced (monitor.trace_every), so the prediction "
+                           "is analytic, for the hardware that --hardware names.")
+    elif run is not None and costs == run.path:
+        found.notes.append("Predicted with the times of compute instructions that the run measured, and with "
+                           "free messages: what is measured takes longer by communication and the host.")
+    return found

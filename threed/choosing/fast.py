@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from threed.choosing.layout import Layout
-from threed.choosing.rhythm import Beat, Times, at_once, beat, held, place_of
+from threed.choosing.rhythm import KEEP_ALL, Beat, Times, at_once, beat, held, place_of
 from threed.choosing.traffic import Toll, Tolls
 from threed.choosing.units import Cut, Strides, Unit, Units
 from threed.pipeline.orders import SCHEDULES
@@ -170,8 +170,9 @@ class Priced:
         """By how much traffic in every micro-batch makes forward, backward, and its halves longer."""
         if not self.often and self.window is None:
             return 0.0, 0.0, 0.0, 0.0
-        return _stream(self.stages[index], self.window, self.often, self.hardware.contention,
-                       self.fast.config.zero.prefetch or 1)
+        return _stream(self.stages[index], Rule(
+            self.window, self.often, self.hardware.contention, self.fast.config.zero.prefetch or 1,
+            self.layout.schedule in KEEP_ALL))
 
     def _held(self, position: int) -> list[Toll]:
         """Tolls of a position's parameter units."""
@@ -186,7 +187,9 @@ class Priced:
         layout = self.layout
         if layout.dp == 1 or layout.stage == 0 or self.window is not None:
             return 0.0
-        delay, lanes = 0.0, [0.0] * layout.pp
+        # The first forwards come after no reduction.
+        delay = -sum(self._longer_parts(index)[0] for index in range(len(self.stages)))
+        lanes = [0.0] * layout.pp
         all_gathers = [sum(toll.gather_s for toll in self._held(position)) for position in range(layout.pp)]
         for index, stage in enumerate(self.stages):
             position = self.place[index]
@@ -223,8 +226,9 @@ class Priced:
             seconds = [unit.weight_s if split else
                        unit.backward_s + unit.forward_s * (unit.again and unit is not stage.units[-1])
                        for unit in stage.units]
-            now = -played.last[index] - sum(seconds) + (0.0 if split else chained)
-            late = 0.0
+            longer = self._longer_parts(index)[3 if split else 1]
+            now = -played.last[index] - sum(seconds) - longer + (0.0 if split else chained)
+            late, freed = 0.0, [-1e30, -1e30]  # when gradients' buffers are free
             for unit in reversed(range(len(stage.units))):
                 beside = max(0.0, min(seconds[unit], lanes[position] - now)) if once else 0.0
                 longer = self.hardware.contention * beside
@@ -234,11 +238,12 @@ class Priced:
                         and self.place[index] != self.place[0])):
                     tolls.append(self.tied)
                 summed = sum(toll.sum_s for toll in tolls if toll) if once else 0.0
-                now += seconds[unit] + longer + summed
+                now = max(now, freed[-2] if self.often else now) + seconds[unit] + longer + summed
                 late += longer + summed
                 for toll in tolls:
                     assert toll is not None
                     lanes[position] = max(lanes[position], now) + toll.reduce_s
+                    freed.append(lanes[position])
                     downs[position] = max(downs[position], lanes[position]) + toll.down_s
             chained += late * (not split)
             ends[position] = max(ends[position] + (chained if not split else late), now)
@@ -296,30 +301,49 @@ def _splits(schedule: str) -> bool:
     return schedule in ("zb-h1", "zb-h2", "zb-v", "dualpipe-v")
 
 
-def _stream(stage: Stage, window: int | None, often: bool, contention: float,
-            prefetch: int) -> tuple[float, float, float, float]:
-    """By how much forward, backward, input and weights' half of a stage are longer in the steady state, where
-    parameters are gathered for each use (`window` stay from one pass to the next) and gradients are reduced
-    after each backward (`often`)."""
-    count = len(stage.units)
-    gathers = [toll.gather_s if toll is not None and window is not None else 0.0 for toll in stage.tolls]
-    sums = [toll.reduce_s if toll is not None and often else 0.0 for toll in stage.tolls]
-    tp = [toll.sum_s if toll is not None and often else 0.0 for toll in stage.tolls]
-    stays = window or 0
-    uses = []  # (seconds, gather, reduction, whether it is of backward)
-    for _ in range(2):
-        uses += [(unit.forward_s, gathers[u] * (u >= stays), 0.0) for u, unit in enumerate(stage.units)]
-        for u in reversed(range(count)):
-            unit = stage.units[u]
-            seconds = unit.backward_s + unit.forward_s * unit.again + tp[u]
-            uses.append((seconds, gathers[u] * (u < count - stays), sums[u]))
-    plain = [use[0] for use in uses]
-    beside = _two_lanes(uses, plain, prefetch)[1]
-    ends = _two_lanes(uses, [s + contention * b for s, b in zip(plain, beside, strict=True)], prefetch)[0]
-    forward = ends[3 * count - 1] - ends[2 * count - 1] - sum(plain[:count])
-    backward = ends[4 * count - 1] - ends[3 * count - 1] - sum(plain[count:2 * count]) + sum(tp)
+class Rule(NamedTuple):
+    """How a stage's traffic runs."""
+
+    window: int | None  # units that stay gathered between uses; None: all do
+    often: bool  # whether gradients are reduced after each backward
+    contention: float
+    prefetch: int
+    apart: bool  # whether all forwards come before all backwards, instead of in turns
+
+
+def _stream(stage: Stage, rule: Rule) -> tuple[float, float, float, float]:
+    """By how much forward, backward, input and weights' half of a stage are longer in the steady state."""
+    count, stays = len(stage.units), rule.window or 0
+    gathers = [toll.gather_s if toll is not None and rule.window is not None else 0.0 for toll in stage.tolls]
+    sums = [toll.reduce_s if toll is not None and rule.often else 0.0 for toll in stage.tolls]
+    tp = [toll.sum_s if toll is not None and rule.often else 0.0 for toll in stage.tolls]
+    if rule.apart:  # one of the resident units makes room for the others
+        stays = max(0, stays - 1)
+    # (seconds, gather, reduction)
+    ahead = [(unit.forward_s, gathers[u] * (u >= stays), 0.0) for u, unit in enumerate(stage.units)]
+    back = []
+    for u in reversed(range(count)):
+        unit = stage.units[u]
+        stay = u >= stays if rule.apart else u < count - stays
+        back.append((unit.backward_s + unit.forward_s * unit.again + tp[u], gathers[u] * stay, sums[u]))
+    if rule.apart:
+        forward, backward = _last(ahead * 2, count, rule), _last(back * 2, count, rule)
+    else:
+        backward = _last((ahead + back) * 2, count, rule)
+        forward = _last((ahead + back) * 2, 2 * count, rule) - backward
+    forward -= sum(use[0] for use in ahead)
+    backward -= sum(use[0] for use in back) - sum(tp)
     share = sum(sums) / (sum(gathers) + sum(sums)) if sum(sums) else 0.0
     return forward, backward, backward * (1 - share), backward * share
+
+
+def _last(uses: list[tuple[float, float, float]], count: int, rule: Rule) -> float:
+    """How long the last so many uses take, beside their traffic."""
+    plain = [use[0] for use in uses]
+    beside = _two_lanes(uses, plain, rule.prefetch)[1]
+    longer = [seconds + rule.contention * each for seconds, each in zip(plain, beside, strict=True)]
+    ends = _two_lanes(uses, longer, rule.prefetch)[0]
+    return ends[-1] - ends[-1 - count]
 
 
 def _two_lanes(uses: list[tuple[float, float, float]], seconds: list[float],

@@ -140,7 +140,7 @@ class Held(NamedTuple):
 def held(name: str, p: int, m: int, v: int) -> tuple[tuple[Held, ...], ...]:
     """By position: what it keeps at the times of most memory, none of which is below another."""
     fewest = max(SCHEDULES[name].least(p), 2 * p + 2)
-    if name not in _KEEP_ALL and m > fewest + p:
+    if name not in KEEP_ALL and m > fewest + p:
         m = fewest + (m - fewest) % p
     place, result = place_of(name, p, v), []
     for position, tasks in enumerate(order_of(name, p, m, v)):
@@ -157,7 +157,7 @@ def held(name: str, p: int, m: int, v: int) -> tuple[tuple[Held, ...], ...]:
     return tuple(result)
 
 
-_KEEP_ALL = ("gpipe", "breadth-first")
+KEEP_ALL = ("gpipe", "breadth-first")
 
 
 def _highest(rows: set[tuple[int, ...]]) -> Sequence[tuple[int, ...]]:

@@ -1,0 +1,177 @@
+"""Rhythm: play an order of stages, few micro-batches of it, and extrapolate to all of them.
+
+A named schedule is periodic: after it is filled, each p more micro-batches take as long as the p before. So
+two plays, p micro-batches apart, give the time of any number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from threed.pipeline.orders import SCHEDULES, Task, needs
+
+FORWARD, BACKWARD, INPUT, WEIGHT = range(4)
+_KINDS = {"F": FORWARD, "B": BACKWARD, "I": INPUT, "W": WEIGHT}
+
+
+class Times(NamedTuple):
+    """Seconds by stage; `message` of one from a stage to the next (0 inside a position)."""
+
+    forward: tuple[float, ...]
+    before: tuple[float, ...]  # of backward, that does not wait for the gradient: RECOMPUTE of the last unit
+    backward: tuple[float, ...]
+    input: tuple[float, ...]
+    weight: tuple[float, ...]
+    message: tuple[float, ...]
+
+
+class Beat(NamedTuple):
+    """When a step's tasks run, in seconds."""
+
+    total_s: float
+    first: list[float]  # by stage: start of the first forward, from the start of the step
+    last: list[float]  # by stage: end of the last task that makes weights' gradients, before the end
+    ends: list[float]  # by position: its end, before the end of the step
+
+
+class Sequence_(NamedTuple):
+    """The tasks of all positions in an order in which they can run."""
+
+    # kind, stage, position, own place in `done`, that of what it waits for (-1: nothing)
+    tasks: list[tuple[int, int, int, int, int]]
+    last: list[int]  # by stage: index in `tasks` of the last that makes weights' gradients
+
+
+@lru_cache(512)
+def place_of(name: str, p: int, v: int) -> tuple[int, ...]:
+    return SCHEDULES[name].place(p, v)
+
+
+@lru_cache(512)
+def order_of(name: str, p: int, m: int, v: int) -> list[list[Task]]:
+    return SCHEDULES[name].make(p, m, v)
+
+
+@lru_cache(512)
+def sequence(name: str, p: int, m: int, v: int) -> Sequence_:
+    order, place = order_of(name, p, m, v), place_of(name, p, v)
+    final = len(place) - 1
+    half = len(place) * m
+    done: set[Task] = set()
+    heads, tasks, last = [0] * p, [], [0] * len(place)
+    moved = True
+    while moved:
+        moved = False
+        for position in range(p):
+            mine = order[position]
+            while heads[position] < len(mine):
+                task = mine[heads[position]]
+                wants = needs(task, final)
+                if not all(need in done for need in wants):
+                    break
+                kind, (_, stage, k) = _KINDS[task.kind], task
+                # The gradient or activation of another stage is the last need; its own forward is behind.
+                far = [need for need in wants if need.stage != stage]
+                at = -1
+                if far:
+                    at = far[0].stage * m + far[0].microbatch + (half if far[0].kind == "I" else 0)
+                if kind in (BACKWARD, WEIGHT):
+                    last[stage] = len(tasks)
+                own = stage * m + k + (0 if kind == FORWARD else half if kind != WEIGHT else 2 * half)
+                tasks.append((kind, stage, position, own, at))
+                done.add(task._replace(kind="I") if task.kind == "B" else task)
+                heads[position] += 1
+                moved = True
+    return Sequence_(tasks, last)
+
+
+def beat(name: str, p: int, m: int, v: int, times: Times) -> Beat:
+    """Of all m micro-batches, by playing some of them."""
+    fewest = max(SCHEDULES[name].least(p), 2 * p + 2)
+    some = fewest + (m - fewest) % p
+    if m <= some + p:
+        return _play(name, p, m, v, times)
+    less, more = _play(name, p, some, v, times), _play(name, p, some + p, v, times)
+    longer = (m - some - p) * (more.total_s - less.total_s) / p
+    return more._replace(total_s=more.total_s + longer)
+
+
+def _play(name: str, p: int, m: int, v: int, times: Times) -> Beat:
+    tasks, last = sequence(name, p, m, v)
+    forward, before, backward, first_half, second_half, message = times
+    stages = len(forward)
+    done, clock = [0.0] * (3 * stages * m), [0.0] * p
+    first = [-1.0] * stages
+    ends = [0.0] * stages
+    finals = {index: stage for stage, index in enumerate(last)}
+    for index, (kind, stage, position, own, at) in enumerate(tasks):
+        now = clock[position]
+        if kind == FORWARD:
+            if at >= 0 and (ready := done[at] + message[stage - 1]) > now:
+                now = ready
+            if first[stage] < 0:
+                first[stage] = now
+            now += forward[stage]
+        elif kind == WEIGHT:
+            now += second_half[stage]
+        else:
+            now += before[stage]
+            if at >= 0 and (ready := done[at] + message[stage]) > now:
+                now = ready
+            now += backward[stage] if kind == BACKWARD else first_half[stage]
+        clock[position] = done[own] = now
+        if index in finals:
+            ends[stage] = now
+    total = max(clock)
+    return Beat(total, first, [total - end for end in ends], [total - end for end in clock])
+
+
+class Held(NamedTuple):
+    """What a position keeps at a time, by its stages: micro-batches from forward to backward, and from the
+    input half of backward to the weights' half."""
+
+    saved: tuple[int, ...]
+    operands: tuple[int, ...]
+
+
+@lru_cache(512)
+def held(name: str, p: int, m: int, v: int) -> tuple[tuple[Held, ...], ...]:
+    """By position: what it keeps at the times of most memory, none of which is below another."""
+    fewest = max(SCHEDULES[name].least(p), 2 * p + 2)
+    if name not in KEEP_ALL and m > fewest + p:
+        m = fewest + (m - fewest) % p
+    place, result = place_of(name, p, v), []
+    for position, tasks in enumerate(order_of(name, p, m, v)):
+        chunk = {stage: at for at, stage in enumerate(s for s, where in enumerate(place) if where == position)}
+        saved, operands, seen = [0] * v, [0] * v, set()
+        for task in tasks:
+            at = chunk[task.stage]
+            saved[at] += task.kind == "F"
+            operands[at] += task.kind == "I"
+            seen.add((*saved, *operands))
+            saved[at] -= task.kind in "BI"
+            operands[at] -= task.kind == "W"
+        result.append(tuple(Held(each[:v], each[v:]) for each in _highest(seen)))
+    return tuple(result)
+
+
+KEEP_ALL = ("gpipe", "breadth-first")
+
+
+def _highest(rows: set[tuple[int, ...]]) -> Sequence[tuple[int, ...]]:
+    kept: list[tuple[int, ...]] = []
+    for row in sorted(rows, key=lambda row: (-sum(row), row)):
+        if not any(all(a <= b for a, b in zip(row, other, strict=True)) for other in kept):
+            kept.append(row)
+    return kept
+
+
+@lru_cache(512)
+def at_once(name: str, p: int, m: int, v: int) -> bool:
+    """Whether the last unit's backward follows its forward, so that to recompute it would save nothing."""
+    place = place_of(name, p, v)
+    tasks, final = order_of(name, p, m, v)[place[-1]], len(place) - 1
+    index = tasks.index(Task("F", final, 0))
+    return index + 1 < len(tasks) and tasks[index + 1][1:] == (final, 0)

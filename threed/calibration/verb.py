@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import time
@@ -223,7 +224,7 @@ def _text(hardware: Hardware, found: dict[str, tuple[float, float, int]], task: 
         lines.append("# One rank has no peers: node_* and contention are not measured.")
     for item in fields(Hardware):
         value = getattr(hardware, item.name)
-        text = str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else value
+        text = f"{value:g}" if isinstance(value, float) else json.dumps(value)
         lines.append(f"{item.name}: {text}")
     return "\n".join(lines) + "\n"
 

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from threed.mesh import AXES
-from threed.prediction.beside import timed
+from threed.prediction.beside import step
+from threed.prediction.hardware import Hardware
 from threed.program.buffers import buffers
 from threed.program.instruction import COMPUTE, Instruction, Op
 from threed.program.order import plan_links, run_links
@@ -22,15 +23,15 @@ SAMPLES = 50  # points of memory over time
 
 
 def report(plan: Plan, cost: Cost, source: str, verify_every: int = 0,
-           contention: float = 0.0) -> dict[str, Any]:
-    """`source`: where the costs are from; `contention`: as in Hardware, 0 where costs are measured. Times are of one train step, and bytes of one rank of a position, by tier: device, host, disk.
+           hardware: Hardware | None = None) -> dict[str, Any]:
+    """`source`: where the costs are from; `hardware`: None where they are measured. Times are of one train
+    step, and bytes of one rank of a position, by tier: device, host, disk.
     Offloaded values keep their memory on the host and on disk all the time. `exposed_transfer_s`: how much
     longer the step is than if moves between tiers were free. `verify`: how much longer a step takes that is
     computed twice, and a step on average (without checksums)."""
     table, programs = plan.table, plan.programs["train"]
     links = plan_links(plan, "train")
-    when = timed(plan, cost, contention)
-    total = when.total_s
+    when, total = step(plan, cost, hardware)
     rows = []
     for position, (program, held) in enumerate(zip(programs, stages(plan), strict=True)):
         effects = links[position].effects  # a step on the host is not the device's work
@@ -50,9 +51,9 @@ def report(plan: Plan, cost: Cost, source: str, verify_every: int = 0,
             **held,
         })
     bubble = sum(row["bubble"] for row in rows) / len(rows)
-    free = timed(plan, lambda at, item: 0.0 if item.op in _BETWEEN_TIERS else cost(at, item), contention)
+    free = step(plan, lambda at, item: 0.0 if item.op in _BETWEEN_TIERS else cost(at, item), hardware)
     return {"step_time": total, "bubble": bubble, "exposed_transfer_s": total - free.total_s, "costs": source,
-            "digest": plan.digest, "checkpoint": _checkpoint(plan, cost, total), "stages": rows,
+            "digest": plan.digest, "checkpoint": _checkpoint(plan, cost, when.total_s), "stages": rows,
             **_verifying(plan, cost, verify_every)}
 
 

@@ -37,7 +37,7 @@ def predict(what: Config | Plan, hardware: str = "", costs: str | Path | None = 
     machine = Hardware.parse(hardware, OF_CPUS if config.run.device == "cpu" else DEFAULT)
     cost = analytic_cost(plan, machine, load_costs(costs) if costs is not None else None)
     source = str(costs) if costs is not None else machine.title
-    values = report(plan, cost, source, config.run.verify_every, machine.contention if costs is None else 0.0)
+    values = report(plan, cost, source, config.run.verify_every, machine if costs is None else None)
     return {**values, **_speed(config, machine, values["step_time"], tokens)}
 
 

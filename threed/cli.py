@@ -201,6 +201,35 @@ def predict(context: typer.Context, config: BareConfigPath = None, overrides: Ov
     _print(values, bare.show, as_json)
 
 
+@app.command(short_help="measure this machine, and write a file for predict --hardware")
+def calibrate(output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE",
+                                                   help="hardware file to write, such as my.yaml")],
+              ranks: Annotated[int | None,
+                               typer.Option(help="processes that measure together; default: one a GPU, or a "
+                                                 "processor (8 at most)")] = None,
+              quick: Annotated[bool, typer.Option("--quick", help="fewer sizes, and less time for each")] = False,
+              folder: Annotated[Path, typer.Option(help="whose disk is measured")] = Path("."),
+              device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+              as_json: Json = False) -> None:
+    """Measure this machine, in less than two minutes: products, element-wise kernels, attention and layers;
+    collectives and messages of several ranks, and what they take from computation; copies, the disk, and the
+    host's optimizer step.
+
+    Writes a file for `threed predict CONFIG --hardware FILE`, and prints how far its prices are from what was
+    measured. Let nothing else run meanwhile.
+    """
+    from dataclasses import asdict
+
+    from threed.calibration.verb import calibrate as measure
+    from threed.calibration.verb import show_errors
+
+    done = measure(output, ranks, quick, folder, device, lambda line: print(line, file=sys.stderr, flush=True))
+    if as_json:
+        _print_json({"hardware": asdict(done["hardware"]), "errors": done["errors"]})
+    else:
+        print(f"{show_errors(done['errors'])}\nwrote {output}: {done['hardware'].title}")
+
+
 @app.command(short_help="bytes of parameters, gradients and optimizer state at each ZeRO stage")
 def memory(context: typer.Context,
            config: Annotated[Path | None, typer.Argument(metavar="CONFIG",

@@ -20,12 +20,13 @@ from threed.monitor.run import Run
 from threed.monitor.timeline import Span, on_one_clock, spans
 from threed.monitor.traces import read_run
 from threed.planner import make_mesh
-from threed.prediction.report import Walked, report, walked
+from threed.prediction.beside import Priced
+from threed.prediction.report import report
 from threed.program.instruction import COMPUTE, Instruction
+from threed.program.order import plan_links
 from threed.program.picture import Block, blocks
 from threed.program.summary import activations, alive_bytes
 from threed.program.table import Plan
-from threed.program.walk import Cost
 from threed.schema import Config
 
 MOST_BOXES = 40_000  # in all lanes of a page; a browser draws those of some positions at a time
@@ -48,10 +49,8 @@ class Timeline(NamedTuple):
 class Content:
     """A plan with the costs of its instructions, and the run that it belongs to, if there is one."""
 
-    plan: Plan
     config: Config
-    cost: Cost
-    source: str  # of the costs
+    priced: Priced
     run: Run | None = None
     notes: list[str] = field(default_factory=list)  # what is left out, and why
 
@@ -59,19 +58,23 @@ class Content:
     def mesh(self) -> Mesh:
         return make_mesh(self.config)
 
-    @cached_property
-    def clock(self) -> Walked:
-        return walked(self.plan, self.cost)
+    @property
+    def plan(self) -> Plan:
+        return self.priced.plan
+
+    @property
+    def source(self) -> str:
+        return self.priced.source
 
     @cached_property
     def values(self) -> dict[str, Any]:
         """The document of `threed predict --json`."""
-        return report(self.plan, self.cost, self.source, self.config.run.verify_every, self.clock)
+        return report(self.priced, self.config.run.verify_every)
 
     @cached_property
     def attributed(self) -> list[dict[str, float]]:
         """Where the time of a predicted step goes: a row a position, seconds by cause."""
-        return attribute_walk(self.plan, self.clock.walk)
+        return attribute_walk(self.plan, self.priced.step.walk)
 
     def kinds(self, position: int) -> tuple[dict[str, int], dict[str, list[int]]]:
         """Bytes on the device of a rank: what it holds all the time, and by kind what it keeps for a while,
@@ -87,9 +90,9 @@ class Content:
         """The predicted step."""
         lanes = {}
         for position in positions:
-            program, effects = self.plan.programs["train"][position], self.clock.links[position].effects
-            start, end = self.clock.walk.start[position], self.clock.walk.end[position]
-            lanes[position] = self._lanes(program, [effect.lane for effect in effects], start, end)
+            linked, when = plan_links(self.plan, "train")[position], self.priced.step.walk
+            lanes[position] = self._lanes(linked.program, [form.effect.lane for form in linked.forms],
+                                          when.start[position], when.end[position])
         return Timeline(f"predicted ({self.source})", lanes, {})
 
     @cached_property

@@ -10,9 +10,9 @@ from threed.page.content import Content
 from threed.page.html import page
 from threed.planned import config_of, planned
 from threed.planner import make_plan
-from threed.prediction.analytic import Hardware
 from threed.prediction.cost import FILE as COSTS
-from threed.prediction.cost import load_costs, write_whole
+from threed.prediction.cost import write_whole
+from threed.prediction.verb import priced
 from threed.program.table import Plan
 from threed.schema import Config
 
@@ -31,8 +31,6 @@ def report(what: Config | Plan | Run | str | Path, output: str | Path, hardware:
     """
     check_type("what", what, (Config, Plan, Run, str, Path), "a Config, a Plan, a Run, or a run's folder")
     check_type("output", output, (str, Path), "the file to write")
-    check_type("hardware", hardware, str, 'a text such as "tflops=989,efficiency=0.4"')
-    check_type("costs", costs, (str, Path, None), "the folder of a run, or its costs.json")
     file = Path(output)
     if file.is_dir() or not file.parent.is_dir():
         raise InputError(f"{file}: " + ("is a folder; give a file in it" if file.is_dir() else
@@ -52,8 +50,7 @@ def content(what: Config | Plan | Run | str | Path, hardware: str = "",
     plan = planned(what) if isinstance(what, Config | Plan) else make_plan(run.config if run else Config())
     if run is not None and costs is None and (run.path / COSTS).exists():
         costs = run.path
-    cost = Hardware.parse(hardware).cost(plan.table, load_costs(costs) if costs is not None else None)
-    found = Content(plan, config_of(plan), cost, str(costs) if costs is not None else "analytic", run)
+    found = Content(config_of(plan), priced(plan, hardware, costs)[1], run)
     if run is not None and costs is None:
         found.notes.append("No measured costs: no step was traced (monitor.trace_every), so the prediction "
                            "is analytic, for the hardware that --hardware names.")

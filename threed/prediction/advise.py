@@ -9,7 +9,7 @@ from typing import Any
 from threed.errors import ThreedError
 from threed.planner import make_pipeline, make_plan
 from threed.prediction.analytic import cost as analytic_cost
-from threed.prediction.beside import timed
+from threed.prediction.beside import step
 from threed.prediction.cost import load_costs
 from threed.prediction.hardware import Hardware
 from threed.prediction.memory import at_stage
@@ -77,7 +77,7 @@ def measure(config: Config, hardware: Hardware, transient: Transient) -> dict[st
             "planned_bytes": max(fixed_bytes(row) + row["activation_peak_bytes"] for row in rows),
             "taken_bytes": max(taken), "peak_bytes": max(peaks),
             "dp_bytes": max(row["sent_bytes"]["dp"] for row in rows),
-            "step_s": timed(plan, cost, 0.0 if config.parallel.costs else hardware.contention).total_s}
+            "step_s": step(plan, cost, None if config.parallel.costs else hardware).total_s}
 
 
 def advise(config: Config, hardware: Hardware, memory: int | None = None,

@@ -19,6 +19,7 @@ def cost(plan: Plan, hardware: Hardware, measured: Costs | None = None) -> Cost:
     between tiers and steps on the host, which no run measures."""
     table, by_run = plan.table, cost_of(measured) if measured is not None else None
     compute, travel = _Compute(plan, hardware), _Travel(plan, hardware)
+    host_s = hardware.host_us * 1e-6 if hardware.waits else 0.0
     ways = {"d2h": hardware.link_gbps, "h2d": hardware.link_gbps, "read": hardware.read_gbps,
             "write": hardware.write_gbps}
 
@@ -43,7 +44,7 @@ def cost(plan: Plan, hardware: Hardware, measured: Costs | None = None) -> Cost:
         # All micro-batches take the same time.
         key = position, op, instruction.unit, instruction.kind, instruction.group, instruction.peer
         if key not in known:
-            known[key] = analytic(position, instruction)
+            known[key] = analytic(position, instruction) + host_s
         return known[key]
 
     return seconds
@@ -101,7 +102,7 @@ class _Compute:
         table, hardware = self.table, self.hardware
         numel, home = table.shard_numel(index), table.parameters[index].state_home
         size = numel * (2 * table.state_bytes(Tier.HOST) + table.elements.grad + table.elements.param)
-        if home == Tier.DEVICE:
+        if home == Tier.DEVICE and not hardware.waits:
             return self.prices.moved(size)
         return size * 8 / (hardware.host_gbps * 1e9)
 
@@ -113,7 +114,7 @@ class _Travel:
         self.table, self.travel = plan.table, Travel(hardware)
         self.places, self.hardware = _places(plan, hardware), hardware
         mesh = make_mesh(plan.config) if plan.config is not None else None
-        self.nodes = [rank // hardware.devices for rank in mesh.group("pp", 0)] if mesh is not None else []
+        self.nodes = [rank // hardware.node_ranks for rank in mesh.group("pp", 0)] if mesh is not None else []
 
     def seconds(self, position: int, instruction: Instruction) -> float:
         sent = sum(self.table.sent(instruction).values())
@@ -131,4 +132,4 @@ class _Travel:
 def _places(plan: Plan, hardware: Hardware) -> dict[str, Place]:
     if plan.config is None:  # a plan of a test: all groups of one node
         return {name: Place((0,), hardware.devices) for name in GROUPS}
-    return places(make_mesh(plan.config), hardware.devices)
+    return places(make_mesh(plan.config), hardware.node_ranks)

@@ -1,9 +1,15 @@
-"""Time of a plan's program in which computation slows down while communication runs beside it."""
+"""Time of a plan's step on a machine: computation slows down while communication runs beside it, and ranks may
+share processors."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
+from threed.planner.facts import make_mesh
+from threed.prediction.hardware import Hardware
 from threed.program.instruction import COMPUTE
 from threed.program.link import Links
 from threed.program.order import plan_links
@@ -11,6 +17,56 @@ from threed.program.table import Plan
 from threed.program.walk import Cost, Mode, Seconds, Walk, seconds_of, walk
 
 _COMMUNICATES = ("dp",)  # lanes of collectives, whose kernels take units of the device
+_COMPUTES = ("compute", "host", "d2h", "h2d")  # lanes of which a CPU's processors do all of the work
+_DISK = ("read", "write")
+
+
+class Step(NamedTuple):
+    """A predicted step. `total_s` is above the walk's where ranks share processors."""
+
+    walk: Walk
+    total_s: float
+
+
+@dataclass
+class Priced:
+    """A plan with the seconds of its instructions."""
+
+    plan: Plan
+    cost: Cost
+    source: str  # of the costs
+    hardware: Hardware | None = None  # None: costs are measured, with all that slows them
+
+    @cached_property
+    def seconds(self) -> Seconds:
+        """Of each instruction of the train step."""
+        return seconds_of(plan_links(self.plan, "train"), self.cost)
+
+    @cached_property
+    def step(self) -> Step:
+        """The train step, walked with a clock."""
+        return step(self.plan, self.seconds, self.hardware)
+
+
+def step(plan: Plan, cost: Cost | Seconds, hardware: Hardware | None) -> Step:
+    """The step of a plan on a machine. `hardware`: as in Priced."""
+    seconds = seconds_of(plan_links(plan, "train"), cost) if callable(cost) else cost
+    when = timed(plan, seconds, hardware.contention if hardware is not None else 0.0)
+    shared = _shared_s(plan, seconds, hardware) if hardware is not None and hardware.waits else 0.0
+    return Step(when, max(when.total_s, shared))
+
+
+def _shared_s(plan: Plan, seconds: Seconds, hardware: Hardware) -> float:
+    """For how long the processors of a machine are busy with a step of all ranks, with nobody waiting. Of what
+    communicates, `contention` is the share that takes a processor."""
+    busy = 0.0
+    for linked, row in zip(plan_links(plan, "train"), seconds, strict=True):
+        shares = {form: 0.0 if form.effect.lane in _DISK else
+                  1.0 if form.effect.lane in _COMPUTES else hardware.contention
+                  for form in dict.fromkeys(linked.forms)}
+        busy += sum(took * shares[form] for form, took in zip(linked.forms, row, strict=True))
+    ranks = make_mesh(plan.config).size if plan.config is not None else len(seconds)
+    return busy * ranks / len(seconds) / hardware.devices
 
 
 def timed(plan: Plan, cost: Cost | Seconds, contention: float, name: str = "train") -> Walk:

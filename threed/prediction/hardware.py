@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -35,6 +36,7 @@ class Hardware:
     attention_passes: float = 0.0
     units: int = 108  # that compute tiles of a product at the same time
     tile: int = 128  # a unit computes tiles of 2 tile x tile numbers; 1: no tiles
+    half_dim: float = 0.0  # shortest dim of a product that reaches half of `efficiency`; 0: all alike
     memory_gb: float = 80.0  # GB of memory
     memory_gbps: float = 16312.0  # Gbit/s of memory
     memory_efficiency: float = 0.8  # share of it that element-wise kernels reach
@@ -42,7 +44,10 @@ class Hardware:
     launch_us: float = 6.0  # of the host, for a kernel that it launches
     # seconds that computation loses to a second of a collective beside it; 1: nothing is computed meanwhile
     contention: float = 0.1
-    waits: bool = False  # whether the host waits for each kernel, as on a CPU
+    # whether the host waits for each kernel, as on a CPU. Then `devices` are processors, which the ranks of a
+    # run share, however many there are
+    waits: bool = False
+    host_us: float = 0.0  # of a host that waits, for an instruction
     context_gb: float = 0.5  # GB of memory for CUDA and its libraries
     # NVIDIA/nccl, issue 964: 0.54 GB for 2 ranks of an A100 node, 0.69 GB for more.
     communicator_gb: float = 0.6  # GB of memory for a NCCL communicator
@@ -84,6 +89,11 @@ class Hardware:
     def title(self) -> str:
         return f"{self.name}: {self.tflops:g} TFLOPS, {self.memory_gb:g} GB, {self.devices} devices a node"
 
+    @property
+    def node_ranks(self) -> float:
+        """Ranks of a node: one a device; on a CPU any number."""
+        return math.inf if self.waits else self.devices
+
     def taken_bytes(self, communicators: int) -> int:
         """Bytes of a device that are taken before a run asks for any, by so many communicators a rank."""
         return round((self.context_gb + communicators * self.communicator_gb) * 1e9)
@@ -94,9 +104,10 @@ class Hardware:
 
 
 _NAMES = tuple(item.name for item in fields(Hardware))
-_MAY_BE_0 = ("attention_passes", "contention", "kernel_us", "launch_us", "node_us", "adapter_us", "context_gb",
-             "communicator_gb", "dollars")
-_SHARES = ("efficiency", "contention", "attention_efficiency", "memory_efficiency", "node_efficiency", "adapter_efficiency")
+_MAY_BE_0 = ("attention_passes", "contention", "half_dim", "kernel_us", "launch_us", "host_us", "node_us",
+             "adapter_us", "context_gb", "communicator_gb", "dollars")
+SHARES = ("efficiency", "contention", "attention_efficiency", "memory_efficiency", "node_efficiency",
+          "adapter_efficiency")
 
 
 def names() -> list[str]:
@@ -130,7 +141,7 @@ def _checked(hardware: Hardware, values: dict[Any, Any], where: str) -> Hardware
             raise InputError(f"{where}: {name}={value} must be a number")
         if not value >= 0 or (value == 0 and name not in _MAY_BE_0):
             raise InputError(f"{where}: {name}={value} must be above 0")
-        if name in _SHARES and value > 1:
+        if name in SHARES and value > 1:
             raise InputError(f"{where}: {name}={value} is a share, at most 1")
         if name in ("devices", "units", "tile"):
             if value != int(value):
@@ -142,12 +153,12 @@ def _checked(hardware: Hardware, values: dict[Any, Any], where: str) -> Hardware
 class Place:
     """How the ranks of a group lie: how many, on how many nodes, and how many of them on each."""
 
-    def __init__(self, ranks: Sequence[int], devices: int):
+    def __init__(self, ranks: Sequence[int], devices: float):
         self.ranks = len(ranks)
         self.nodes = len({rank // devices for rank in ranks})
         self.together = max(1, self.ranks // self.nodes)
 
 
-def places(mesh: Mesh, devices: int) -> dict[str, Place]:
+def places(mesh: Mesh, devices: float) -> dict[str, Place]:
     """The place of rank 0's group of each kind: meshes are regular, so the others lie alike."""
     return {name: Place(mesh.group(name, 0), devices) for name in GROUPS}

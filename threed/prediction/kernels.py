@@ -50,6 +50,7 @@ class Prices:
         if not min(m, n, k, count):
             return 0.0
         computed = _tiled(m, n, count, self.hardware) * 2 * (k + _FILL * (self.hardware.tile > 1)) / self._speed
+        computed *= 1 + self.hardware.half_dim / min(m, n, k)
         size = self.element * count * (m * k + k * n + m * n)
         return max(computed, size / self._memory) + self.hardware.kernel_us * 1e-6
 

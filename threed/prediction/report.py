@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from threed.mesh import AXES
-from threed.prediction.beside import timed
+from threed.prediction.beside import Priced, step
 from threed.program.buffers import buffers
 from threed.program.effects import Form
 from threed.program.instruction import COMPUTE, Op
@@ -16,27 +16,23 @@ from threed.program.order import plan_links, simulated
 from threed.program.show import timeline
 from threed.program.summary import activations, alive_bytes, fixed_bytes, stage
 from threed.program.table import SNAPSHOT, VERIFY, Plan
-from threed.program.walk import Cost, Mode, Walk, seconds_of, walk
+from threed.program.walk import Cost, Mode, walk
 from threed.quantity import show_bytes, show_count, show_seconds
 
 SAMPLES = 50  # points of memory over time
 
 
-def report(plan: Plan, cost: Cost, source: str, verify_every: int = 0, contention: float = 0.0,
-           clock: Walk | None = None) -> dict[str, Any]:
-    """The document of `threed predict --json`. `source`: where the costs are from. `contention`: as in
-    Hardware; 0 where costs are measured. `clock`: what `timed` returns for the same plan, cost and
-    contention, if it is known already.
+def report(priced: Priced, verify_every: int = 0) -> dict[str, Any]:
+    """The document of `threed predict --json`.
 
     Times are of one train step, and bytes of one rank of a position, by tier: device, host, disk.
     Offloaded values keep their memory on the host and on disk all the time. `exposed_transfer_s`: how much
     longer the step is than if moves between tiers were free. `verify`: how much longer a step takes that is
     computed twice, and a step on average (without checksums)."""
+    plan, cost = priced.plan, priced.cost
     table, programs = plan.table, plan.programs["train"]
     links = plan_links(plan, "train")
-    seconds = seconds_of(links, cost)
-    when = clock or timed(plan, seconds, contention)
-    total = when.total_s
+    seconds, (when, total) = priced.seconds, priced.step
     rows = []
     for position in range(len(programs)):
         alive = alive_bytes(plan, position)
@@ -55,10 +51,10 @@ def report(plan: Plan, cost: Cost, source: str, verify_every: int = 0, contentio
     bubble = sum(row["bubble"] for row in rows) / len(rows)
     free_s = total
     if any(row["transfer_s"] for row in rows):
-        free = seconds_of(links, lambda at, item: 0.0 if item.op in _BETWEEN_TIERS else cost(at, item))
-        free_s = timed(plan, free, contention).total_s
-    return {"step_time": total, "bubble": bubble, "exposed_transfer_s": total - free_s, "costs": source,
-            "digest": plan.digest, "checkpoint": _checkpoint(plan, cost, total), "stages": rows,
+        free_s = step(plan, lambda at, item: 0.0 if item.op in _BETWEEN_TIERS else cost(at, item),
+                      priced.hardware).total_s
+    return {"step_time": total, "bubble": bubble, "exposed_transfer_s": total - free_s, "costs": priced.source,
+            "digest": plan.digest, "checkpoint": _checkpoint(plan, cost, when.total_s), "stages": rows,
             **_verifying(plan, cost, verify_every)}
 
 

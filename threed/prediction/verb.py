@@ -10,6 +10,7 @@ from threed.models.model import model_flops
 from threed.planned import config_of, planned
 from threed.planner import make_mesh
 from threed.prediction.analytic import cost as analytic_cost
+from threed.prediction.beside import Priced
 from threed.prediction.cost import load_costs
 from threed.prediction.hardware import DEFAULT, OF_CPUS, Hardware
 from threed.prediction.report import report
@@ -24,21 +25,28 @@ def predict(what: Config | Plan, hardware: str = "", costs: str | Path | None = 
     `hardware` is what `threed predict --hardware` takes: a name of configs/hardware or a file, and then single
     numbers ("h100-sxm,adapter_gbps=200"); the default is an A100, or a CPU core where run.device=cpu.
     `costs`: the folder or the costs.json of a run, whose measured seconds replace the analytic costs.
-    `tokens`: how many to train on, for `training`: days, device-hours, dollars. Returns the document of `threed predict --json`: `step_time` in seconds, `bubble` as a share of it,
-    and `stages`, a row a pipeline position (`peak_bytes` by tier, `busy_s`, `sent_bytes` by axis). Raises
+    `tokens`: how many to train on, for `training`: days, device-hours, dollars.
+
+    Returns the document of `threed predict --json`: `step_time` in seconds, `bubble` as a share of it, and
+    `stages`, a row a pipeline position (`peak_bytes` by tier, `busy_s`, `sent_bytes` by axis). Raises
     InputError, also for a wrong `hardware` or `costs`.
 
     >>> threed.predict(threed.load("configs/toy.yaml"), "h100-sxm")["step_time"]
     """
+    plan = planned(what)
+    config, machine, step = config_of(plan), *priced(plan, hardware, costs)
+    values = report(step, config.run.verify_every)
+    return {**values, **_speed(config, machine, values["step_time"], tokens)}
+
+
+def priced(plan: Plan, hardware: str, costs: str | Path | None) -> tuple[Hardware, Priced]:
+    """A machine, and a plan with its costs. The arguments are those of `predict`."""
     check_type("hardware", hardware, str, 'a text such as "h100-sxm,adapter_gbps=200"')
     check_type("costs", costs, (str, Path, None), "the folder of a run, or its costs.json")
-    plan = planned(what)
-    config = config_of(plan)
-    machine = Hardware.parse(hardware, OF_CPUS if config.run.device == "cpu" else DEFAULT)
-    cost = analytic_cost(plan, machine, load_costs(costs) if costs is not None else None)
-    source = str(costs) if costs is not None else machine.title
-    values = report(plan, cost, source, config.run.verify_every, machine.contention if costs is None else 0.0)
-    return {**values, **_speed(config, machine, values["step_time"], tokens)}
+    machine = Hardware.parse(hardware, OF_CPUS if config_of(plan).run.device == "cpu" else DEFAULT)
+    if costs is None:
+        return machine, Priced(plan, analytic_cost(plan, machine), machine.title, machine)
+    return machine, Priced(plan, analytic_cost(plan, machine, load_costs(costs)), str(costs))
 
 
 def _speed(config: Config, machine: Hardware, step_s: float, tokens: float | None) -> dict[str, Any]:

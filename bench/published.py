@@ -95,7 +95,8 @@ def torchtitan() -> list[Row]:
             "parallel.sequence_parallel=false", "zero.stage=3", "activation.policy=selective",
             f"model.fused={'on' if compiled else 'off'}", "train.micro_batch_size=2",
             f"train.global_batch_size={2 * ranks}", "precision.dtype=bf16"])
-        rows.append(Row("Llama 8B", f"FSDP {ranks}{', compiled' if compiled else ''}", plan_of(config), H100_96GB,
+        name = f"FSDP {ranks}{', compiled' if compiled else ''}"
+        rows.append(Row("Llama 8B", name, plan_of(config), H100_96GB,
                         2 * config.model.seq_len / tokens_per_s))
     return rows
 

@@ -27,6 +27,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean, median
 from typing import Any, NamedTuple
@@ -39,7 +40,8 @@ from zero_peers import Sizes, batches, make_config
 
 from threed.comm import ProcessComm, ProcessGroup, file_store
 from threed.planner import make_mesh, make_plan
-from threed.prediction.analytic import Hardware
+from threed.prediction.analytic import cost as analytic_cost
+from threed.prediction.hardware import Hardware
 from threed.program.instruction import Op
 from threed.quantity import show_bytes
 from threed.schema import Config
@@ -125,7 +127,8 @@ def analytic_s(config: Config, part: str, s_per_byte: float) -> float:
     """Seconds of tp collectives in a part of the step, as `threed predict` adds them."""
     plan = make_plan(config)
     gbps = 8e-9 / s_per_byte if s_per_byte else math.inf
-    cost = Hardware(tflops=math.inf, tp_gbps=gbps, latency_us=0.0).cost(plan.table)
+    free = Hardware(tflops=math.inf, tflops_fp32=math.inf, memory_gbps=math.inf, kernel_us=0.0, launch_us=0.0)
+    cost = analytic_cost(plan, replace(free, node_gbps=gbps, node_efficiency=1.0, node_us=0.0))
     items = [item for item in plan.programs["train"][0] if plan.table.sent(item).get("tp")]
     if part == PARTS[0]:
         items = [item for item in items if item.op == Op.BACKWARD

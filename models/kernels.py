@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 
 class Product(NamedTuple):
-    """`count` products of matrices in forward: [m, k] x [k, n]. In backward each has two more, [m, n] x [n, k]
-    for the gradient of its input and [n, m] x [m, k] for that of its weight."""
+    """`count` products of matrices in forward: [m, k] x [k, n]. In backward each has two more,
+    [m, n] x [n, k] for the gradient of its input and [n, m] x [m, k] for that of its weight."""
 
     m: int
     n: int

@@ -41,6 +41,8 @@ HELP_COSTS = "measured costs: a run's folder, or its costs.json"
 HELP_HARDWARE = ("a name of configs/hardware or a file, then single numbers: h100-sxm,adapter_gbps=200 ... "
                  "(default: a100-sxm, or cpu-core where run.device=cpu)")
 HELP_TOKENS = "to train on, such as 15e12: print days, device-hours and dollars"
+HELP_SECONDS = ("search this much longer with --schedule auto, or until no order can be better; the result "
+                "then depends on the machine")
 HELP_SCHEDULE = "of a bare pipeline: 1f1b, zb-v, auto, file:PATH ..."
 HELP_TIMES = "seconds of a position's forward, of backward's two halves, of a message"
 HELP_LIMIT = "most activations that a position may keep"
@@ -207,7 +209,7 @@ def calibrate(output: Annotated[Path, typer.Option("-o", "--output", metavar="FI
               ranks: Annotated[int | None,
                                typer.Option(help="processes that measure together; default: one a GPU, or a "
                                                  "processor (8 at most)")] = None,
-              quick: Annotated[bool, typer.Option("--quick", help="fewer sizes, and less time for each")] = False,
+              quick: Annotated[bool, typer.Option("--quick", help="fewer sizes, less time for each")] = False,
               folder: Annotated[Path, typer.Option(help="whose disk is measured")] = Path("."),
               device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
               as_json: Json = False) -> None:
@@ -223,7 +225,8 @@ def calibrate(output: Annotated[Path, typer.Option("-o", "--output", metavar="FI
     from threed.calibration.verb import calibrate as measure
     from threed.calibration.verb import show_errors
 
-    done = measure(output, ranks, quick, folder, device, lambda line: print(line, file=sys.stderr, flush=True))
+    done = measure(output, ranks, quick, folder, device,
+                   lambda line: print(line, file=sys.stderr, flush=True))
     if as_json:
         _print_json({"hardware": asdict(done["hardware"]), "errors": done["errors"]})
     else:
@@ -347,6 +350,7 @@ def report(what: Annotated[Path, typer.Argument(metavar="CONFIG|RUN", help="YAML
     """
     import gc
 
+    from threed.monitor.run import Run
     from threed.page.verb import report as draw
 
     gc.disable()  # as in predict

@@ -100,7 +100,8 @@ def cli_page() -> str:
         name = command.name or command.callback.__name__
         shown = CliRunner().invoke(cli.app, [name, "--help"], prog_name="threed", color=False, env=WIDTH)
         lines += ["", f"## threed {name}", "", "```text", shown.output.strip(), "```"]
-    lines += ["", "## Hardware", "", "`--hardware NAME,key=value,...` of `predict` and `check --advise`. Names: the files of configs/hardware.", "",
+    lines += ["", "## Hardware", "", "`--hardware NAME,key=value,...` of `predict` and "
+              "`check --advise`. Names: the files of configs/hardware.", "",
               inspect.getdoc(Hardware) or "", "", *_table(Hardware)]
     return "\n".join(lines) + "\n"
 

@@ -13,9 +13,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from threed.later import F, torch
-from threed.models.layers.base import Part
 from threed.models.kernels import Attention as Core
 from threed.models.kernels import Kernel, Moved, Product
+from threed.models.layers.base import Part
 from threed.models.layers.parts import MASK, Column, Row
 from threed.models.spec import WHOLE, Cost, Saved, Share, Tile
 from threed.schema import ModelConfig

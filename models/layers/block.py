@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from threed.models.layers.base import Layer, Out
 from threed.models.kernels import Moved
+from threed.models.layers.base import Layer, Out
 from threed.models.layers.parts import Dropout, Norm, added
 from threed.models.spec import SEQUENCE, Cost, Saved, Share, Tile
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from threed.models.layers.base import Layer
 from threed.models.kernels import Moved
+from threed.models.layers.base import Layer
 from threed.models.layers.parts import WORD, Dropout, Held, Table, added, vocabulary
 from threed.models.spec import SEQUENCE, WHOLE, Cost, Parameter, Saved, Share, Tile
 from threed.schema import ModelConfig
@@ -36,7 +36,8 @@ class Embedding(Layer):
         tokens = Saved("token ids", share.bytes(self.model.seq_len, element=8))
         stream = share.bytes(self.model.seq_len * self.model.hidden, SEQUENCE)
         sums = (self.position is not None) + self.adds
-        cost = super().cost(share) + Cost((Moved("sum", 3 * stream * sums, stream * sums, (sums, sums)),), (tokens,))
+        added = Moved("sum", 3 * stream * sums, stream * sums, (sums, sums))
+        cost = super().cost(share) + Cost((added,), (tokens,))
         # All tiles share this tensor.
         return cost + Cost(operands=cost.saved_bytes() + (0 if self.adds else stream))
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from threed.models.layers.base import Layer, Out
 from threed.models.kernels import Moved
+from threed.models.layers.base import Layer, Out
 from threed.models.layers.parts import WORD, Column, Norm, vocabulary
 from threed.models.spec import SEQUENCE, WHOLE, Cost, Saved, Share, Tile
 from threed.schema import ModelConfig

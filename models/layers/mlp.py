@@ -11,9 +11,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from threed.later import F
+from threed.models.kernels import Moved
 from threed.models.layers.base import Part
 from threed.models.layers.parts import Column, Row
-from threed.models.kernels import Moved
 from threed.models.spec import WHOLE, Cost, Saved, Share, Tile
 from threed.schema import ModelConfig
 

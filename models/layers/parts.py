@@ -1,8 +1,8 @@
 """The parts of layers: linears and tables cut over tp, norms, dropout.
 
-A linear counts its product, its bytes over tp, and, for a delayed weight gradient, the operand on its cut side.
-The operand on the other side is of the residual stream, which several linears may share: their layer counts
-it.
+A linear counts its product, its bytes over tp, and, for a delayed weight gradient, the operand on its cut
+side. The operand on the other side is of the residual stream, which several linears may share: their layer
+counts it.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 from threed.later import F, torch
+from threed.models.kernels import Kernel, Moved, Product
 from threed.models.layers.base import Part
-from threed.models.kernels import Moved, Product
 from threed.models.spec import SEQUENCE, TILES, WHOLE, Cost, Cut, Parameter, Saved, Share, Tile
 from threed.schema import ModelConfig
 
@@ -104,7 +104,7 @@ class Column(_Linear):
         if axis in share.sequence:
             sent = {("forward", axis): 1, ("input", axis): 1, ("weight", axis): 1}
         stream, size = seq * self.model.hidden, share.bytes(seq * self.outputs, axis)
-        kernels = [self.product(seq, share, self.outputs // share.over(axis), self.inputs)]
+        kernels: list[Kernel] = [self.product(seq, share, self.outputs // share.over(axis), self.inputs)]
         if "bias" in self.held:
             kernels.append(Moved("gradient of the bias", 0, size, (0, 1)))
         return Cost(tuple(kernels), operands=size,
@@ -127,7 +127,8 @@ class Row(_Linear):
 
     def cost(self, share: Share) -> Cost:
         seq = share.seen(self.model.seq_len, self.axis)
-        kernels = [self.product(seq, share, self.outputs, self.inputs // share.over(self.axis))]
+        kernels: list[Kernel] = [
+            self.product(seq, share, self.outputs, self.inputs // share.over(self.axis))]
         if "bias" in self.held:
             stream = share.bytes(self.model.seq_len * self.model.hidden, SEQUENCE)
             kernels.append(Moved("bias", 2 * stream, stream))
@@ -180,8 +181,10 @@ class Norm(Held):
 
     def cost(self, share: Share) -> Cost:
         seq, numbers = self.model.seq_len, len(self.held)  # an rms norm has one number a token, in fp32
-        return Cost((self._moved(share),), saved=(Saved(f"input of {self.name}", share.bytes(seq * self.model.hidden, SEQUENCE)),
-                           Saved(f"statistics of {self.name}", share.bytes(seq * numbers, SEQUENCE, 4))))
+        stream = share.bytes(seq * self.model.hidden, SEQUENCE)
+        return Cost((self._moved(share),), saved=(
+            Saved(f"input of {self.name}", stream),
+            Saved(f"statistics of {self.name}", share.bytes(seq * numbers, SEQUENCE, 4))))
 
     def _moved(self, share: Share) -> Moved:
         numel = share.bytes(self.model.seq_len * self.model.hidden, SEQUENCE, 1)

@@ -12,8 +12,8 @@ import torch
 
 from tests.harness import tiny
 from threed.comm import initialized
-from threed.models.layers.base import Layer
 from threed.models.kernels import Product
+from threed.models.layers.base import Layer
 from threed.models.layers.mlp import Mlp
 from threed.models.spec import Cost, Saved
 from threed.models.tiling import layers_of, share_of
@@ -86,7 +86,8 @@ def test_a_head_in_16_bits(mesh, others):
 
 
 @pytest.mark.parametrize("what, wrong", [
-    ("flops", Cost((Product(1, 1, 1),))), ("saved", Cost(saved=(Saved("nothing", 8),))), ("operands", Cost(operands=4)),
+    ("flops", Cost((Product(1, 1, 1),))), ("saved", Cost(saved=(Saved("nothing", 8),))),
+    ("operands", Cost(operands=4)),
     ("sent", Cost(sent={("forward", "tp"): 4}))])
 def test_a_wrong_declaration_is_seen(what, wrong, monkeypatch):
     config = tiny(*SIZES, *MESHES["sp"])

@@ -13,7 +13,8 @@ from threed.config import load
 from threed.errors import ConfigError, InputError
 from threed.planner import make_pipeline, make_plan, make_table, unit_costs
 from threed.planner.passes import run_passes
-from threed.prediction.analytic import Hardware
+from threed.prediction.analytic import cost as analytic_cost
+from threed.prediction.hardware import Hardware
 from threed.program.buffers import buffers
 from threed.program.check import check
 from threed.program.instruction import Instruction, Op, Slot
@@ -194,7 +195,7 @@ def test_prices():
     """RECOMPUTE that is predicted to be free: it costs a forward, in time and in traffic. JOIN costs an
     all-gather of the input."""
     plan = plan_of(*FULL, "activation.partition=true", "parallel.tp=2")
-    cost, table = Hardware().cost(plan.table), plan.table
+    cost, table = analytic_cost(plan, Hardware()), plan.table
     for item in plan.programs["train"][0]:
         if item.op == Op.RECOMPUTE:
             forward = Instruction(Op.FORWARD, item.unit, item.microbatch)

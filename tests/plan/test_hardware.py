@@ -46,7 +46,8 @@ def test_bad_hardware(text, message):
 
 @pytest.mark.parametrize("text, message", [
     ("- 1\n", "a name and a number on each line"), ("tflops: [1]\n", "tflops=.1. must be a number"),
-    ("tflops: true\n", "must be a number"), ("speed: 1\n", "'speed' is not one of"), ("a: b: c\n", "cannot be read")])
+    ("tflops: true\n", "must be a number"), ("speed: 1\n", "'speed' is not one of"),
+    ("a: b: c\n", "cannot be read")])
 def test_bad_files(text, message, tmp_path):
     path = tmp_path / "bad.yaml"
     path.write_text(text)
@@ -118,7 +119,8 @@ def plan_of(*overrides):
 
 def test_recomputed_pieces_cost():
     policies = {policy: plan_of(f"activation.policy={policy}") for policy in ("none", "selective", "full")}
-    seconds = {policy: timed(plan, analytic.cost(plan, A100), 0.0).total_s for policy, plan in policies.items()}
+    seconds = {policy: timed(plan, analytic.cost(plan, A100), 0.0).total_s
+               for policy, plan in policies.items()}
     assert seconds["none"] < seconds["selective"] < seconds["full"]
 
 

@@ -15,7 +15,8 @@ import pytest
 from tests.plan.test_same_plans import CASES, SIZE
 from threed.config import load
 from threed.planner import make_plan
-from threed.prediction.analytic import Hardware
+from threed.prediction.analytic import cost as analytic_cost
+from threed.prediction.hardware import Hardware
 from threed.program.buffers import buffers
 from threed.program.effects import _EFFECTS, effects
 from threed.program.instruction import Instruction, Op
@@ -84,7 +85,7 @@ def test_memory_by_strands(name):
 def test_simulated_is_what_is_waited_for(name):
     """The simulator's links give each instruction the time, to the bit, that the engine's waits give it."""
     plan = plan_of(name)
-    cost = Hardware(tflops=0.01, link_gbps=3.0, read_gbps=1.0, dp_gbps=2.0).cost(plan.table)
+    cost = analytic_cost(plan, Hardware(tflops=0.01, link_gbps=3.0, read_gbps=1.0, adapter_gbps=2.0))
     for name, programs in plan.programs.items():
         engines = [run_links(program, plan.table, position, plan.table.seam(position, name),
                              buffers(plan, position)) for position, program in enumerate(programs)]

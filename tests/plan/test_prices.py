@@ -13,7 +13,9 @@ from threed.config import load
 from threed.errors import ConfigError, InputError
 from threed.planner import make_plan
 from threed.prediction.advise import advise
-from threed.prediction.analytic import Hardware
+from threed.prediction.analytic import cost as analytic_cost
+from threed.prediction.beside import Priced
+from threed.prediction.hardware import Hardware
 from threed.prediction.memory import of_config
 from threed.prediction.report import report
 from threed.prediction.simulate import predict
@@ -112,12 +114,12 @@ def test_measured_costs_leave_moves_their_price(over):
     plan = make_plan(load("configs/toy.yaml", over))
     measured = {(position, op, unit): 1e-6 for position in range(2) for unit in range(20)
                 for op in (*COMPUTE, Op.STEP)}
-    slow, fast = (report(plan, hardware.cost(plan.table, measured), "a run")["step_time"]
+    slow, fast = (report(Priced(plan, analytic_cost(plan, hardware, measured), "a run"))["step_time"]
                   for hardware in (Hardware(link_gbps=1, host_gbps=1, read_gbps=1, write_gbps=1), Hardware()))
     assert slow > 2 * fast
     of_device = make_plan(load("configs/toy.yaml"))
-    assert report(of_device, Hardware().cost(of_device.table, measured),
-                  "a run")["step_time"] == pytest.approx(
+    priced = Priced(of_device, analytic_cost(of_device, Hardware(), measured), "a run")
+    assert report(priced)["step_time"] == pytest.approx(
         predict(of_device, measured).step_s), "what the device computes costs what was measured"
 
 

@@ -50,7 +50,7 @@ CASES: dict[str, tuple[str, ...]] = {
 def hashes(name: str) -> dict[str, str]:
     """Of what `threed check`, `predict` and `show` say of a case."""
     plan = threed.plan(threed.load(None, [*SIZE, *CASES[name]]))
-    said = {"check": threed.check(plan), "predict": threed.predict(plan, "tflops=300,latency_us=7"),
+    said = {"check": threed.check(plan), "predict": threed.predict(plan, "tflops=300,node_us=7"),
             "show": [threed.show(plan, program=program) for program in plan.programs]}
     return {"digest": plan.digest,
             **{verb: hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]

@@ -10,8 +10,10 @@ import pytest
 from threed.config import load
 from threed.errors import PlanError
 from threed.planner import make_plan
-from threed.prediction.analytic import Hardware
+from threed.prediction.analytic import cost as analytic_cost
+from threed.prediction.hardware import Hardware
 from threed.prediction.report import report, show
+from threed.prediction.verb import priced
 from threed.program.check import check
 from threed.program.effects import effects
 from threed.program.instruction import Instruction, Op, Slot, Tier
@@ -120,20 +122,19 @@ def test_what_it_costs():
     needs it."""
     plan = plan_of("parallel.pp=2")
     for link_gbps, blocked in ((1e6, False), (1e-4, True)):
-        values = report(plan, Hardware.parse(f"link_gbps={link_gbps}").cost(plan.table), "analytic")
+        values = report(priced(plan, f"link_gbps={link_gbps}", None)[1])
         saved = values["checkpoint"]
         assert saved["bytes"] == max(row["snapshot_bytes"] for row in values["stages"])
         assert saved["copy_s"] > 0 and (saved["blocked_s"] > 0.01 * saved["copy_s"]) == blocked
         assert "a checkpoint copies" in show(values)
-    assert report(plan_of("checkpoint.every=0"), Hardware().cost(plan.table),
-                  "analytic")["checkpoint"] is None
+    assert report(priced(plan_of("checkpoint.every=0"), "", None)[1])["checkpoint"] is None
 
 
 @pytest.mark.parametrize("home, gbps", [("none", 100.0), ("cpu", 50.0)])
 def test_the_link_of_a_copy(home, gbps):
     """State that the host steps is copied inside the host, and does not take the device's link."""
     plan = plan_of("parallel.dp=2", "zero.stage=2", f"offload.optimizer={home}")
-    cost = Hardware(link_gbps=100.0, host_gbps=50.0, latency_us=0.0).cost(plan.table)
+    cost = analytic_cost(plan, Hardware(link_gbps=100.0, host_gbps=50.0, node_us=0.0))
     for item in plan.programs[SNAPSHOT][0]:
         lane = "d2h" if home == "none" else "host"
         assert effects(item, plan.table, 0).lane == lane

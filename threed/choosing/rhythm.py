@@ -59,7 +59,7 @@ def sequence(name: str, p: int, m: int, v: int) -> Sequence_:
     order, place = order_of(name, p, m, v), place_of(name, p, v)
     final = len(place) - 1
     half = len(place) * m
-    done: set[Task] = set()
+    done: set[tuple[str, int, int]] = set()
     heads, tasks, last = [0] * p, [], [0] * len(place)
     moved = True
     while moved:
@@ -73,10 +73,11 @@ def sequence(name: str, p: int, m: int, v: int) -> Sequence_:
                     break
                 kind, (_, stage, k) = _KINDS[task.kind], task
                 # The gradient or activation of another stage is the last need; its own forward is behind.
-                far = [need for need in wants if need.stage != stage]
+                far = [need for need in wants if need[1] != stage]
                 at = -1
                 if far:
-                    at = far[0].stage * m + far[0].microbatch + (half if far[0].kind == "I" else 0)
+                    other, of, number = far[0]
+                    at = of * m + number + (half if other == "I" else 0)
                 if kind in (BACKWARD, WEIGHT):
                     last[stage] = len(tasks)
                 own = stage * m + k + (0 if kind == FORWARD else half if kind != WEIGHT else 2 * half)
@@ -144,7 +145,8 @@ def held(name: str, p: int, m: int, v: int) -> tuple[tuple[Held, ...], ...]:
         m = fewest + (m - fewest) % p
     place, result = place_of(name, p, v), []
     for position, tasks in enumerate(order_of(name, p, m, v)):
-        chunk = {stage: at for at, stage in enumerate(s for s, where in enumerate(place) if where == position)}
+        mine = (stage for stage, where in enumerate(place) if where == position)
+        chunk = {stage: at for at, stage in enumerate(mine)}
         saved, operands, seen = [0] * v, [0] * v, set()
         for task in tasks:
             at = chunk[task.stage]

@@ -80,7 +80,7 @@ def spans(rank: RankTrace, trace: Trace) -> list[Span]:
     busy_until: dict[str, float] = {}
     ordered = []
     for span in sorted(found, key=lambda span: (span.index, not span.waits)):
-        begin = max(span.begin, busy_until.get(span.lane, span.begin))
+        begin = max(span.begin, busy_until.get(span.lane, 0.0))
         busy_until[span.lane] = end = max(begin, span.end)
         ordered.append(span._replace(begin=begin, end=end))
     return ordered

@@ -151,7 +151,7 @@ def _curve(content: Content, position: int) -> tuple[list[float], list[tuple[str
     fixed, moving = content.kinds(position)
     total = [sum(column) for column in zip(*moving.values())]
     chosen = sorted({0, *highest(total, POINTS)}) if total else [0]
-    begun = list(accumulate(content.clock.walk.start[position], max))
+    begun = list(accumulate(content.priced.step.walk.start[position], max))
     times = [begun[index] for index in chosen]
     kinds = [(name, FIXED_COLORS[name], [float(size)] * len(chosen)) for name, size in fixed.items() if size]
     colors = dict(zip(moving, ACTIVATION_COLORS * len(moving)))

@@ -187,7 +187,7 @@ def _blocks(p: int, m: int, steps: tuple[int, ...], gaps: tuple[int, ...]) -> Or
     lines = [_line(position, p, m, steps, gaps) for position in range(p)]
     order: Order = [[] for _ in range(p)]
     due: Order = [[] for _ in range(p)]
-    ended: dict[Task, int] = {}
+    ended: dict[tuple[str, int, int], int] = {}
     freed, slot = [0] * p, 0
     while any(lines) or any(due):
         for position, line_ in enumerate(lines):

@@ -41,13 +41,13 @@ def play(order: Order, place: Sequence[int], times: Times) -> TimedOrder:
     """Time an order: each position runs its tasks one after the other, each as soon as it has what it needs;
     a value takes the time of a message to reach another position. A task that never has what it needs is not
     run, nor is what comes after it."""
-    done: dict[Task, float] = {}
+    done: dict[tuple[str, int, int], float] = {}
     heads, now, first, moved = [0] * len(order), [0.0] * len(order), [-1.0] * len(order), True
     while moved:
         moved = False
         for position, tasks in enumerate(order):
             for task in tasks[heads[position]:]:
-                ends = [(done.get(need), place[need.stage]) for need in needs(task, len(place) - 1)]
+                ends = [(done.get(need), place[need[1]]) for need in needs(task, len(place) - 1)]
                 if any(end is None for end, _ in ends):
                     break
                 start = max([now[position], *(end + (times.message if where != position else 0.0)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from threed.mesh import GROUPS
+from threed.models.kernels import Product
 from threed.planner.facts import make_mesh
 from threed.prediction.hardware import Hardware, Place, places
 from threed.prediction.kernels import Prices, Travel
@@ -21,8 +22,7 @@ def cost(plan: Plan, hardware: Hardware, measured: Costs | None = None) -> Cost:
     compute, travel = _Compute(plan, hardware), _Travel(plan, hardware)
     host_s = hardware.host_us * 1e-6 if hardware.waits else 0.0
     ways = {"d2h": hardware.link_gbps, "h2d": hardware.link_gbps, "read": hardware.read_gbps,
-            "write": hardware.write_gbps}
-
+            "write": hardware.write_gbps, "host": hardware.host_gbps}
     known: dict[tuple, float] = {}
 
     def analytic(position: int, instruction: Instruction) -> float:
@@ -92,7 +92,7 @@ class _Compute:
         seconds = 0.0
         for axis, size in unit.traffic[phase].items():
             if size:
-                calls = sum(hasattr(kernel, "weight") and kernel.weight for kernel in unit.kernels) / 2
+                calls = sum(isinstance(kernel, Product) and kernel.weight for kernel in unit.kernels) / 2
                 way = self.travel.ring if cut else self.travel.all_reduce
                 seconds += way(size, self.places[axis], max(1, round(calls)))
         return seconds

@@ -1,5 +1,5 @@
-"""Time of a plan's step on a machine: computation slows down while communication runs beside it, and ranks may
-share processors."""
+"""Time of a plan's step on a machine: computation slows down while communication runs beside it, and ranks
+may share processors."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def step(plan: Plan, cost: Cost | Seconds, hardware: Hardware | None) -> Step:
 
 
 def _shared_s(plan: Plan, seconds: Seconds, hardware: Hardware) -> float:
-    """For how long the processors of a machine are busy with a step of all ranks, with nobody waiting. Of what
-    communicates, `contention` is the share that takes a processor."""
+    """For how long the processors of a machine are busy with a step of all ranks, with nobody waiting. Of
+    what communicates, `contention` is the share that takes a processor."""
     busy = 0.0
     for linked, row in zip(plan_links(plan, "train"), seconds, strict=True):
         shares = {form: 0.0 if form.effect.lane in _DISK else

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from threed.models.kernels import Attention, Kernel, Moved, Product
+from threed.models.kernels import Attention, Kernel, Product
 from threed.prediction.hardware import Hardware, Place
 
 # Kernels that attention in one kernel launches; products of its backward, to one of forward.
@@ -49,7 +49,8 @@ class Prices:
         """Of [m, k] x [k, n], `count` times in one kernel."""
         if not min(m, n, k, count):
             return 0.0
-        computed = _tiled(m, n, count, self.hardware) * 2 * (k + _FILL * (self.hardware.tile > 1)) / self._speed
+        depth = k + _FILL * (self.hardware.tile > 1)
+        computed = _tiled(m, n, count, self.hardware) * 2 * depth / self._speed
         computed *= 1 + self.hardware.half_dim / min(m, n, k)
         size = self.element * count * (m * k + k * n + m * n)
         return max(computed, size / self._memory) + self.hardware.kernel_us * 1e-6

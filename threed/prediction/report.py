@@ -53,8 +53,9 @@ def report(priced: Priced, verify_every: int = 0) -> dict[str, Any]:
     if any(row["transfer_s"] for row in rows):
         free_s = step(plan, lambda at, item: 0.0 if item.op in _BETWEEN_TIERS else cost(at, item),
                       priced.hardware).total_s
-    return {"step_time": total, "bubble": bubble, "exposed_transfer_s": total - free_s, "costs": priced.source,
-            "digest": plan.digest, "checkpoint": _checkpoint(plan, cost, when.total_s), "stages": rows,
+    return {"step_time": total, "bubble": bubble, "exposed_transfer_s": total - free_s,
+            "costs": priced.source, "digest": plan.digest,
+            "checkpoint": _checkpoint(plan, cost, when.total_s), "stages": rows,
             **_verifying(plan, cost, verify_every)}
 
 

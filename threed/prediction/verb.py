@@ -22,8 +22,8 @@ def predict(what: Config | Plan, hardware: str = "", costs: str | Path | None = 
             tokens: float | None = None) -> dict[str, Any]:
     """Predict a step by walking the plan with a clock.
 
-    `hardware` is what `threed predict --hardware` takes: a name of configs/hardware or a file, and then single
-    numbers ("h100-sxm,adapter_gbps=200"); the default is an A100, or a CPU core where run.device=cpu.
+    `hardware` is what `threed predict --hardware` takes: a name of configs/hardware or a file, and then
+    single numbers ("h100-sxm,adapter_gbps=200"); the default is an A100, or a CPU core where run.device=cpu.
     `costs`: the folder or the costs.json of a run, whose measured seconds replace the analytic costs.
     `tokens`: how many to train on, for `training`: days, device-hours, dollars.
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import compress, product
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from threed.mesh import GROUPS
 from threed.program.instruction import WORDS, Instruction, Op, Slot, Tier
@@ -37,14 +37,14 @@ class Effects(NamedTuple):
             return self
         changed = (tuple(slot._replace(microbatch=microbatch) if slot.microbatch >= 0 else slot
                          for slot in slots) for slots in self.slots)
-        return Effects(self.lane, *changed, self.groups)
+        return self._replace(**dict(zip(self._fields[1:6], changed, strict=True)))
 
     def parts(self, first: Callable[[Slot], bool]) -> tuple[Effects | None, Effects | None]:
         """The same with some of the slots, and with the others; None without any."""
         ones, others = ([tuple(slot for slot in slots if first(slot) is wanted) for slots in self.slots]
                         for wanted in (True, False))
-        return (Effects(self.lane, *ones, self.groups) if any(ones) else None,
-                Effects(self.lane, *others, self.groups) if any(others) else None)
+        return tuple(self._replace(**dict(zip(self._fields[1:6], slots, strict=True))) if any(slots) else None
+                     for slots in (ones, others))  # pyright: ignore[reportReturnType]
 
     @property
     def slots(self) -> tuple[tuple[Slot, ...], ...]:
@@ -82,7 +82,7 @@ def form_of(instruction: Instruction, table: Table, position: int) -> Form:
 
 def forms_of(program: Sequence[Instruction], table: Table, position: int) -> list[Form]:
     """The form of each instruction of a program. KeyError as for `effects`."""
-    forms = list(map(table.forms[position].get, map(_FIELDS, program)))  # written for speed
+    forms: list[Any] = list(map(table.forms[position].get, map(_FIELDS, program)))  # written for speed
     for index, item in enumerate(program):
         if forms[index] is None or item[2] < 0:
             forms[index] = form_of(item, table, position)

@@ -77,7 +77,7 @@ class Kernels(TorchDispatchMode):
             read = read[1:]
         if func._schema.is_mutable:
             written = written[:1] if name not in _SPARSE else []
-            read = [each for each in read if not any(each is one for one in written) or name not in ("copy_",)]
+            read = [each for each in read if name != "copy_" or not any(each is one for one in written)]
         self.bytes += sum(min(each.nbytes, each.untyped_storage().nbytes()) for each in (*read, *written))
         self.count += 1
 

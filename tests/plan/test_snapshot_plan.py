@@ -134,7 +134,7 @@ def test_what_it_costs():
 def test_the_link_of_a_copy(home, gbps):
     """State that the host steps is copied inside the host, and does not take the device's link."""
     plan = plan_of("parallel.dp=2", "zero.stage=2", f"offload.optimizer={home}")
-    cost = analytic_cost(plan, Hardware(link_gbps=100.0, host_gbps=50.0, node_us=0.0))
+    cost = analytic_cost(plan, Hardware(link_gbps=100.0, host_gbps=50.0, kernel_us=0.0))
     for item in plan.programs[SNAPSHOT][0]:
         lane = "d2h" if home == "none" else "host"
         assert effects(item, plan.table, 0).lane == lane

@@ -12,6 +12,7 @@ priced with passes over that matrix (`attention_passes`), and nothing is compute
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -31,7 +32,7 @@ from threed.program.table import Plan
 from threed.program.walk import Cost, Mode, walk
 from threed.schema import Config
 
-FITTED = ("efficiency", "memory_efficiency", "node_efficiency", "adapter_efficiency")
+FITTED = ("efficiency", "node_efficiency", "adapter_efficiency", "adapter_us")
 MEGATRON = "attention_passes=6"
 
 
@@ -151,7 +152,7 @@ def fit(rows: Sequence[Row]) -> Hardware:
     while max(steps.values()) > 1.005:
         for name in FITTED:
             for factor in (steps[name], 1 / steps[name]):
-                other = replace(best, **{name: min(1.0, getattr(best, name) * factor)})
+                other = replace(best, **{name: min(1.0 if name.endswith("efficiency") else math.inf, getattr(best, name) * factor)})
                 if (new := loss(other)) < least:
                     best, least = other, new
                     break

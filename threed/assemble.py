@@ -29,9 +29,9 @@ from threed.engine.engine import Engine
 from threed.engine.loopback import channel_pairs
 from threed.engine.watch import Watch
 from threed.errors import InputError, Stopped
-from threed.monitor.compare import save_config
 from threed.monitor.log import CLOSE_S, FAILED_S, Log
 from threed.optimizers.registry import OPTIMIZERS
+from threed.planned import save_config
 from threed.planner import make_mesh, make_pipeline, make_plan
 from threed.program.table import Plan
 from threed.requests import Requests

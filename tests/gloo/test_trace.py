@@ -18,10 +18,10 @@ from tests.running import Run, metrics
 from threed.cli import app
 from threed.errors import InputError
 from threed.monitor.attribute import CAUSES
-from threed.monitor.compare import load_config
 from threed.monitor.traces import COLUMNS, read_run
 from threed.page import timelines
 from threed.page.verb import content
+from threed.planned import load_config
 from threed.planner import make_plan
 from threed.prediction.cost import load_costs, read_costs
 from threed.program.effects import effects

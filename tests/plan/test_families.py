@@ -168,7 +168,7 @@ def test_sound_configurations(text, tmp_path, monkeypatch):
 
 def test_config_of_a_run(tmp_path, monkeypatch):
     """A key of the family's own, in the config of a run."""
-    from threed.monitor.compare import save_config
+    from threed.planned import save_config
 
     monkeypatch.chdir(ROOT)
     config = threed.load("configs/toy.yaml", [HANDING, "model.penalty=0.5", f"run.dir={tmp_path}"])

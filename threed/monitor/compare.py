@@ -8,19 +8,17 @@ host.
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from threed.config import of_values
 from threed.errors import InputError
 from threed.mesh import AXES
 from threed.monitor.attribute import CAUSES, attribute, parts
 from threed.monitor.traces import RankTrace, RunTrace, read_run
+from threed.planned import CONFIG, load_config
 from threed.planner import make_plan
-from threed.prediction.cost import write_whole
 from threed.prediction.simulate import predict
 from threed.program.buffers import buffers
 from threed.program.instruction import COMPUTE, Instruction, Op
@@ -29,40 +27,9 @@ from threed.program.table import Plan
 from threed.program.trace import Trace, Wait
 from threed.program.walk import Walk
 from threed.quantity import show_seconds
-from threed.schema import Config
 
-CONFIG = "config.json"
 MOST_STEPS = 10
 Row = dict[str, float]
-
-
-# ---------------------------------------------------------------- the run's config
-
-
-def save_config(config: Config) -> list[str]:
-    """Write the config of a run, with every default and override resolved, to its folder. Returns
-    warnings."""
-    folder = Path(config.run.dir)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / CONFIG, json.dumps(config.to_dict(), indent=1) + "\n")
-    except OSError as error:
-        return [f"{folder / CONFIG} was not written: {error}; threed compare will not know this run"]
-    return []
-
-
-def load_config(run: Path) -> Config:
-    """The config with which a run was last started."""
-    file = run / CONFIG
-    try:
-        values = json.loads(file.read_text())
-        if not isinstance(values, dict):
-            raise ValueError(f"it has a {type(values).__name__}, and must have the sections of a config")
-    except FileNotFoundError:
-        raise InputError(f"{file}: there is none; is {run} the run.dir of a run?") from None
-    except (OSError, ValueError) as error:
-        raise InputError(f"{file} cannot be read: {' '.join(str(error).split())}") from None
-    return of_values(values, str(file))
 
 
 # ---------------------------------------------------------------- measured | predicted

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from threed.errors import InputError, check_type
-from threed.monitor.compare import compare, load_config
+from threed.monitor.compare import compare
 from threed.monitor.traces import RunTrace, read_run
+from threed.planned import load_config
 from threed.schema import Config
 
 

@@ -7,13 +7,14 @@ from typing import Any
 
 from threed.errors import check_type
 from threed.models.model import model_flops
-from threed.planned import config_of, planned
-from threed.planner import make_mesh
+from threed.planned import CONFIG, config_of, load_config, planned
+from threed.planner import make_mesh, make_plan
 from threed.prediction.analytic import cost as analytic_cost
 from threed.prediction.beside import Priced
-from threed.prediction.cost import load_costs
+from threed.prediction.cost import read_costs
 from threed.prediction.hardware import DEFAULT, OF_CPUS, Hardware
 from threed.prediction.report import report
+from threed.prediction.transfer import transferred
 from threed.program.table import Plan
 from threed.schema import Config
 
@@ -24,7 +25,8 @@ def predict(what: Config | Plan, hardware: str = "", costs: str | Path | None = 
 
     `hardware` is what `threed predict --hardware` takes: a name of configs/hardware or a file, and then
     single numbers ("h100-sxm,adapter_gbps=200"); the default is an A100, or a CPU core where run.device=cpu.
-    `costs`: the folder or the costs.json of a run, whose measured seconds replace the analytic costs.
+    `costs`: the folder or the costs.json of a run, whose measured seconds replace the prices of kernels; of a
+    run with another mesh, micro-batch size or schedule (its folder) they are scaled by these prices.
     `tokens`: how many to train on, for `training`: days, device-hours, dollars.
 
     Returns the document of `threed predict --json`: `step_time` in seconds, `bubble` as a share of it, and
@@ -46,7 +48,11 @@ def priced(plan: Plan, hardware: str, costs: str | Path | None) -> tuple[Hardwar
     machine = Hardware.parse(hardware, OF_CPUS if config_of(plan).run.device == "cpu" else DEFAULT)
     if costs is None:
         return machine, Priced(plan, analytic_cost(plan, machine), machine.title, machine)
-    return machine, Priced(plan, analytic_cost(plan, machine, load_costs(costs)), str(costs))
+    measured, digest, _ = read_costs(costs)
+    if digest != plan.digest and (Path(costs) / CONFIG).exists():
+        moved = transferred(plan, machine, make_plan(load_config(Path(costs))), measured)
+        return machine, Priced(plan, moved.cost, f"{costs}, another plan: {moved}")
+    return machine, Priced(plan, analytic_cost(plan, machine, measured), str(costs))
 
 
 def _speed(config: Config, machine: Hardware, step_s: float, tokens: float | None) -> dict[str, Any]:

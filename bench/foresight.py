@@ -3,9 +3,9 @@
     python bench/foresight.py                        # calibrate, predict, run, compare; some ten minutes
     python bench/foresight.py --hardware my.yaml     # with a file of `threed calibrate`
 
-Twelve configurations of configs/toy.yaml are predicted with a hardware file that `threed calibrate` has written,
-then run twice each, with one thread a rank. None of them is used for the calibration. The step time is the median
-of `perf/step_s` over the later steps of a run; `noise` is how far the second run is from the first.
+Twelve configurations of configs/toy.yaml are predicted with a hardware file that `threed calibrate` has
+written, then run twice each, with one thread a rank. None of them is used for the calibration. The step time
+is the median of `perf/step_s` over the later steps of a run; `noise` is how far one run is from the other.
 """
 
 from __future__ import annotations
@@ -27,22 +27,28 @@ import threed
 from threed.prediction.hardware import load
 
 STEPS, WARM = 10, 3  # of a run; the first do not count
-BASE = (f"train.steps={STEPS}", "train.eval_every=0", "checkpoint.every=0", "monitor.wandb=disabled", "run.device=cpu")
+BASE = (f"train.steps={STEPS}", "train.eval_every=0", "checkpoint.every=0", "monitor.wandb=disabled",
+        "run.device=cpu")
 ONE = "parallel.dp=1 parallel.tp=1 parallel.pp=1"
 # Name -> overrides of configs/toy.yaml, whose mesh is dp 2, tp 2, pp 2.
 CONFIGS = {
     "1 rank": f"{ONE} train.global_batch_size=16",
     "1 rank, full recomputation": f"{ONE} train.global_batch_size=16 activation.policy=full",
-    "1 rank, optimizer on the host": f"{ONE} train.global_batch_size=8 offload.optimizer=cpu model.hidden=256",
+    "1 rank, optimizer on the host": f"{ONE} train.global_batch_size=8 offload.optimizer=cpu "
+                                     "model.hidden=256",
     "dp 2, ZeRO-1": f"{ONE} parallel.dp=2 train.global_batch_size=16",
     "dp 2, ZeRO-2, micro-batch 1": f"{ONE} parallel.dp=2 zero.stage=2 train.global_batch_size=16 "
                                    "train.micro_batch_size=1",
-    "dp 2, ZeRO-3, hidden 256": f"{ONE} parallel.dp=2 zero.stage=3 train.global_batch_size=32 model.hidden=256",
-    "tp 2, sequence parallel": f"{ONE} parallel.tp=2 parallel.sequence_parallel=true train.global_batch_size=16",
+    "dp 2, ZeRO-3, hidden 256": f"{ONE} parallel.dp=2 zero.stage=3 train.global_batch_size=32 "
+                                "model.hidden=256",
+    "tp 2, sequence parallel": f"{ONE} parallel.tp=2 parallel.sequence_parallel=true "
+                               "train.global_batch_size=16",
     "pp 2, GPipe": f"{ONE} parallel.pp=2 parallel.schedule=gpipe train.global_batch_size=24",
-    "pp 2, interleaved, selective": f"{ONE} parallel.pp=2 parallel.schedule=interleaved parallel.virtual_stages=2 "
-                                    "activation.policy=selective train.global_batch_size=16",
-    "pp 2 x dp 2, zb-h1": f"{ONE} parallel.pp=2 parallel.dp=2 parallel.schedule=zb-h1 train.global_batch_size=32",
+    "pp 2, interleaved, selective": f"{ONE} parallel.pp=2 parallel.schedule=interleaved "
+                                    "parallel.virtual_stages=2 activation.policy=selective "
+                                    "train.global_batch_size=16",
+    "pp 2 x dp 2, zb-h1": f"{ONE} parallel.pp=2 parallel.dp=2 parallel.schedule=zb-h1 "
+                          "train.global_batch_size=32",
     "dp 2 x tp 2, ZeRO-3": f"{ONE} parallel.dp=2 parallel.tp=2 zero.stage=3 train.global_batch_size=32 "
                            "train.micro_batch_size=8",
     "dp 2 x tp 2 x pp 2": "",
@@ -70,8 +76,8 @@ def predicted(overrides: Sequence[str], hardware: str) -> float:
 def measured(overrides: Sequence[str], folder: Path) -> float:
     """The median step of a run."""
     run = folder / "run"
-    command = [sys.executable, "-m", "threed", "train", "configs/toy.yaml", *BASE, *overrides, f"run.dir={run}",
-               "train.resume=none"]
+    command = [sys.executable, "-m", "threed", "train", "configs/toy.yaml", *BASE, *overrides,
+               f"run.dir={run}", "train.resume=none"]
     done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
                           check=False)
     if done.returncode:
@@ -83,8 +89,8 @@ def measured(overrides: Sequence[str], folder: Path) -> float:
 
 def table(rows: Sequence[Row]) -> str:
     lines = ["| configuration | predicted ms | measured ms | error | noise |", "|---|--:|--:|--:|--:|"]
-    lines += [f"| {row.name} | {1e3 * row.predicted_s:.1f} | {1e3 * fmean(row.measured_s):.1f} | {row.error:+.1%} | "
-              f"{row.noise:.1%} |" for row in rows]
+    lines += [f"| {row.name} | {1e3 * row.predicted_s:.1f} | {1e3 * fmean(row.measured_s):.1f} | "
+              f"{row.error:+.1%} | {row.noise:.1%} |" for row in rows]
     errors = [abs(row.error) for row in rows]
     rank = spearman([fmean(row.measured_s) for row in rows], [row.predicted_s for row in rows])
     lines.append(f"\nmean error {fmean(errors):.1%}, worst {max(errors):.1%}, mean noise "
@@ -110,8 +116,8 @@ def main() -> None:
         for _ in range(args.repeat):
             for number, (name, each) in enumerate(chosen.items()):
                 times[name].append(measured(each, Path(folder) / str(number)))
-                print(f"{name}: predicted {1e3 * seconds[name]:.1f} ms, measured {1e3 * times[name][-1]:.1f} ms",
-                      file=sys.stderr, flush=True)
+                print(f"{name}: predicted {1e3 * seconds[name]:.1f} ms, measured "
+                      f"{1e3 * times[name][-1]:.1f} ms", file=sys.stderr, flush=True)
         print(table([Row(name, seconds[name], times[name]) for name in chosen]))
 
 

@@ -59,7 +59,15 @@ class Sent(NamedTuple):
             seconds = travel.message(self.size, False)
         else:
             seconds = (travel.all_reduce if self.way == "all_reduce" else travel.ring)(self.size, place)
-        return seconds * max(1.0, self.busy / hardware.devices if hardware.waits else 1.0)
+        return seconds * self._sharing(hardware)
+
+    def alone_s(self, hardware: Hardware) -> float:
+        """Seconds that it would have taken if each rank had a processor."""
+        return self.seconds / self._sharing(hardware)
+
+    def _sharing(self, hardware: Hardware) -> float:
+        """Ranks that share a processor."""
+        return max(1.0, self.busy / hardware.devices) if hardware.waits else 1.0
 
 
 Point = Computed | Sent

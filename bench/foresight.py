@@ -16,11 +16,13 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean, median
 from typing import NamedTuple
 
+import psutil
 from published import spearman
 
 import threed
@@ -98,6 +100,17 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+def others(run: Callable[[], object]) -> float:
+    """The share of the machine's processors that other programs take while something runs."""
+    def busy() -> float:
+        times, ours = psutil.cpu_times(), os.times()
+        return sum(times) - times.idle - times.iowait - sum(ours[:4])
+
+    begin, before = time.monotonic(), busy()
+    run()
+    return (busy() - before) / (time.monotonic() - begin) / psutil.cpu_count()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n    python")[0])
     parser.add_argument("--hardware", help="a file of threed calibrate; without it, this bench calibrates")
@@ -113,12 +126,16 @@ def main() -> None:
         print(f"{load(hardware)}\n", flush=True)
         seconds = {name: predicted(each, hardware) for name, each in chosen.items()}
         times: dict[str, list[float]] = {name: [] for name in chosen}
-        for _ in range(args.repeat):
+
+        def run() -> None:
             for number, (name, each) in enumerate(chosen.items()):
                 times[name].append(measured(each, Path(folder) / str(number)))
                 print(f"{name}: predicted {1e3 * seconds[name]:.1f} ms, measured "
                       f"{1e3 * times[name][-1]:.1f} ms", file=sys.stderr, flush=True)
+
+        shares = [others(run) for _ in range(args.repeat)]
         print(table([Row(name, seconds[name], times[name]) for name in chosen]))
+        print(f"other programs took {fmean(shares):.0%} of the processors meanwhile")
 
 
 if __name__ == "__main__":

@@ -22,15 +22,29 @@ class Clock:
     def __init__(self, device: torch.device):
         self.device = device
 
-    def seconds(self, call: Callable[[], object], limit_s: float,
-                most: Callable[[float], float] = lambda seconds: seconds) -> float:
-        """Of a call, from as many samples as fit into the limit. Where ranks make the call together, `most`
-        gives the largest of their numbers: all then call equally often."""
+    def seconds(self, call: Callable[[], object], limit_s: float) -> float:
+        """Of a call, from as many samples as fit into the limit."""
+        until, samples = time.monotonic() + limit_s, []
+        calls = self._calls(self._first(call))
+        while len(samples) < LEAST or (time.monotonic() < until and len(samples) < MOST):
+            samples.append(self.sample(call, calls))
+        return typical(samples)
+
+    def together(self, call: Callable[[], object], limit_s: float, most: Callable[[float], float]) -> float:
+        """The same of a call that all ranks make equally often. `most`: a number -> the largest of all
+        ranks."""
+        once = most(self._first(call))
+        calls = self._calls(once)
+        count = min(MOST, max(LEAST, round(limit_s / once / calls)))
+        return typical([self.sample(call, calls) for _ in range(count)])
+
+    def _first(self, call: Callable[[], object]) -> float:
+        """Of the second call; the first is not like the others."""
         call()
-        once = max(most(self.sample(call, 1)), 1e-7)
-        calls = max(1, round(SAMPLE_S / once))
-        count = round(limit_s / once / calls)
-        return typical([self.sample(call, calls) for _ in range(min(MOST, max(LEAST, count)))])
+        return max(self.sample(call, 1), 1e-7)
+
+    def _calls(self, once: float) -> int:
+        return max(1, round(SAMPLE_S / once))
 
     def sample(self, call: Callable[[], object], calls: int) -> float:
         """Seconds of one call."""

@@ -107,7 +107,7 @@ class Links:
                     self.comm.mesh.size // 2, self._time(call) / 2)
 
     def _time(self, call: Callable[[], object]) -> float:
-        return self.clock.seconds(call, self.grid.point_s / 2, self._most)
+        return self.clock.together(call, self.grid.point_s / 2, self._most)
 
     def _most(self, seconds: float) -> float:
         return float(self.comm.numbers(seconds).max())

@@ -68,8 +68,8 @@ def _cpu(computed: Sequence[Computed], rates: dict[str, float], machine: Machine
                    tflops=ABOVE * _tflops(computed, NARROW),
                    tflops_fp32=ABOVE * _tflops(computed, "products"), half_dim=8.0,
                    memory_gbps=_gbps(_moved(computed)), devices=machine.processors,
-                   memory_gb=_memory_gb() / machine.processors, launch_us=rates["launch"] * 1e6, host_us=100.0,
-                   context_gb=rates["context"] / 1e9)
+                   memory_gb=_memory_gb() / machine.processors, context_gb=rates["context"] / 1e9,
+                   launch_us=rates["launch"] * 1e6, host_us=100.0)
 
 
 def _fit_gpu(computed: Sequence[Computed], hardware: Hardware) -> tuple[Hardware, list[Computed]]:
@@ -82,8 +82,8 @@ def _fit_gpu(computed: Sequence[Computed], hardware: Hardware) -> tuple[Hardware
 
 
 def _fit_cpu(computed: Sequence[Computed], hardware: Hardware) -> tuple[Hardware, list[Computed]]:
-    """What a unit takes above its products and its attention is the host's time and memory's. An element-wise
-    kernel that runs again and again says little of it: its tensors are in caches."""
+    """What a unit takes above its products and its attention is the host's time and memory's. An
+    element-wise kernel that runs again and again says little of it: its tensors are in caches."""
     kinds = _by_kind(computed)
     hardware = fit(kinds["products"], hardware, ("efficiency", "half_dim"))
     hardware = fit(kinds[NARROW], hardware, ("tflops",))

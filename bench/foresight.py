@@ -57,26 +57,44 @@ CONFIGS = {
 }
 
 
+class Times(NamedTuple):
+    step_s: float
+    compute_s: float  # of it in forward and backward, mean over ranks
+
+
 class Row(NamedTuple):
     name: str
-    predicted_s: float
-    measured_s: list[float]
+    predicted: Times
+    measured: list[Times]
+
+    @property
+    def measured_s(self) -> float:
+        return fmean(times.step_s for times in self.measured)
 
     @property
     def error(self) -> float:
-        return self.predicted_s / fmean(self.measured_s) - 1
+        return self.predicted.step_s / self.measured_s - 1
 
     @property
     def noise(self) -> float:
-        return max(self.measured_s) / min(self.measured_s) - 1
+        steps = [times.step_s for times in self.measured]
+        return max(steps) / min(steps) - 1
+
+    @property
+    def line(self) -> str:
+        computed_s = fmean(times.compute_s for times in self.measured)
+        numbers = (self.predicted.step_s, self.measured_s, self.predicted.compute_s, computed_s)
+        return (f"| {self.name} | {' | '.join(f'{1e3 * number:.1f}' for number in numbers)} | "
+                f"{self.error:+.1%} | {self.noise:.1%} |")
 
 
-def predicted(overrides: Sequence[str], hardware: str) -> float:
-    return threed.predict(threed.load("configs/toy.yaml", [*BASE, *overrides]), hardware)["step_time"]
+def predicted(overrides: Sequence[str], hardware: str) -> Times:
+    values = threed.predict(threed.load("configs/toy.yaml", [*BASE, *overrides]), hardware)
+    return Times(values["step_time"], fmean(stage["busy_s"] for stage in values["stages"]))
 
 
-def measured(overrides: Sequence[str], folder: Path) -> float:
-    """The median step of a run."""
+def measured(overrides: Sequence[str], folder: Path) -> Times:
+    """Medians over the later steps of a run."""
     run = folder / "run"
     command = [sys.executable, "-m", "threed", "train", "configs/toy.yaml", *BASE, *overrides,
                f"run.dir={run}", "train.resume=none"]
@@ -84,17 +102,16 @@ def measured(overrides: Sequence[str], folder: Path) -> float:
                           check=False)
     if done.returncode:
         sys.exit(f"{' '.join(command)}\n{done.stdout}\n{done.stderr}")
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][WARM:]
     (run / "metrics.jsonl").unlink()
-    return median(row["perf/step_s"] for row in rows[WARM:])
+    return Times(median(row["perf/step_s"] for row in rows), median(row["time/compute"] for row in rows))
 
 
 def table(rows: Sequence[Row]) -> str:
-    lines = ["| configuration | predicted ms | measured ms | error | noise |", "|---|--:|--:|--:|--:|"]
-    lines += [f"| {row.name} | {1e3 * row.predicted_s:.1f} | {1e3 * fmean(row.measured_s):.1f} | "
-              f"{row.error:+.1%} | {row.noise:.1%} |" for row in rows]
+    lines = ["| configuration | predicted ms | measured ms | predicted compute | measured compute | error | "
+             "noise |", "|---|--:|--:|--:|--:|--:|--:|", *(row.line for row in rows)]
     errors = [abs(row.error) for row in rows]
-    rank = spearman([fmean(row.measured_s) for row in rows], [row.predicted_s for row in rows])
+    rank = spearman([row.measured_s for row in rows], [row.predicted.step_s for row in rows])
     lines.append(f"\nmean error {fmean(errors):.1%}, worst {max(errors):.1%}, mean noise "
                  f"{fmean(row.noise for row in rows):.1%}; Spearman's rank correlation {rank:.3f}")
     return "\n".join(lines)
@@ -124,17 +141,17 @@ def main() -> None:
             subprocess.run([sys.executable, "-m", "threed", "calibrate", "-o", hardware],
                            env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True)
         print(f"{load(hardware)}\n", flush=True)
-        seconds = {name: predicted(each, hardware) for name, each in chosen.items()}
-        times: dict[str, list[float]] = {name: [] for name in chosen}
+        before = {name: predicted(each, hardware) for name, each in chosen.items()}
+        times: dict[str, list[Times]] = {name: [] for name in chosen}
 
         def run() -> None:
             for number, (name, each) in enumerate(chosen.items()):
                 times[name].append(measured(each, Path(folder) / str(number)))
-                print(f"{name}: predicted {1e3 * seconds[name]:.1f} ms, measured "
-                      f"{1e3 * times[name][-1]:.1f} ms", file=sys.stderr, flush=True)
+                print(f"{name}: predicted {1e3 * before[name].step_s:.1f} ms, measured "
+                      f"{1e3 * times[name][-1].step_s:.1f} ms", file=sys.stderr, flush=True)
 
         shares = [others(run) for _ in range(args.repeat)]
-        print(table([Row(name, seconds[name], times[name]) for name in chosen]))
+        print(table([Row(name, before[name], times[name]) for name in chosen]))
         print(f"other programs took {fmean(shares):.0%} of the processors meanwhile")
 
 

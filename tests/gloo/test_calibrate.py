@@ -64,7 +64,7 @@ def test_no_gpu(tmp_path, monkeypatch):
 def test_no_room(mount):
     """The disk is measured with a file of some size; that there is no room for it is known before."""
     folder = mount("size=8m")
-    with pytest.raises(InputError, match=r"8 MiB are free, and 128 MiB are written.*--quick"):
+    with pytest.raises(InputError, match=r"8.0 MiB are free, and 128.0 MiB are written.*--quick"):
         verb.calibrate(folder / "my.yaml", ranks=2, quick=True, folder=folder, device="cpu")
 
 

@@ -222,15 +222,14 @@ def calibrate(output: Annotated[Path, typer.Option("-o", "--output", metavar="FI
     """
     from dataclasses import asdict
 
-    from threed.calibration.verb import calibrate as measure
-    from threed.calibration.verb import show_errors
+    from threed.calibration import fitted, points, verb
 
-    done = measure(output, ranks, quick, folder, device,
-                   lambda line: print(line, file=sys.stderr, flush=True))
+    machine, found = verb.calibrate(output, ranks, quick, folder, device,
+                                    lambda line: print(line, file=sys.stderr, flush=True))
     if as_json:
-        _print_json({"hardware": asdict(done["hardware"]), "errors": done["errors"]})
+        _print_json({"hardware": asdict(machine), "errors": points.errors(found, machine)})
     else:
-        print(f"{show_errors(done['errors'])}\nwrote {output}: {done['hardware'].title}")
+        print(f"{fitted.table(found, machine)}\nwrote {output}: {machine.title}")
 
 
 @app.command(short_help="bytes of parameters, gradients and optimizer state at each ZeRO stage")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 import threed
@@ -76,6 +78,10 @@ def test_kernels():
     product, core = Product(8192, 4096, 4096), Attention(4, 32, 8, 2048, 128)
     assert prices.input_half([product]) == pytest.approx(prices.forward([product]), 0.2)
     assert prices.weight_half([product]) == pytest.approx(prices.forward([product]), 0.2)
+    slow = Prices(replace(A100, half_dim=16), 2)  # 16 of a head's size take as long as the softmax
+    wide, narrow = Attention(1, 8, 8, 2048, 128), Attention(1, 64, 64, 2048, 16)
+    assert prices.forward([wide]) == prices.forward([narrow])
+    assert slow.forward([narrow]) == pytest.approx(2 / (9 / 8) * slow.forward([wide]), 0.1)
     square = Product(2048, 2048, 128, 32, weight=False)  # both gradients are of the input half
     assert prices.input_half([square]) > 1.7 * prices.forward([square]) and not prices.weight_half([square])
     assert 2 < prices.input_half([core]) / prices.forward([core]) < 3

@@ -1,15 +1,19 @@
-"""Clock: the seconds of a call, as the median of repetitions."""
+"""Clock: the seconds of a call, from many repetitions."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from statistics import median
+from collections.abc import Callable, Sequence
 
 import torch
 
 SAMPLE_S = 0.002  # a sample repeats a call for as long: a clock's own time does not show
 LEAST, MOST = 5, 400  # samples
+
+
+def typical(samples: Sequence[float]) -> float:
+    """The lower quartile: what else runs on a machine makes samples longer, and none shorter."""
+    return sorted(samples)[len(samples) // 4]
 
 
 class Clock:
@@ -19,23 +23,28 @@ class Clock:
         self.device = device
 
     def seconds(self, call: Callable[[], object], limit_s: float) -> float:
-        """The median of as many samples as fit into the limit, after a first call."""
-        call()
-        once = self.sample(call, 1)
-        calls = max(1, round(SAMPLE_S / max(once, 1e-7)))
+        """Of a call, from as many samples as fit into the limit."""
         until, samples = time.monotonic() + limit_s, []
+        calls = self._calls(self._first(call))
         while len(samples) < LEAST or (time.monotonic() < until and len(samples) < MOST):
             samples.append(self.sample(call, calls))
-        return median(samples)
+        return typical(samples)
 
-    def together(self, call: Callable[[], object], limit_s: float, agree: Callable[[float], float]) -> float:
-        """The same of a call that all ranks make equally often. `agree`: a number -> the largest of all
+    def together(self, call: Callable[[], object], limit_s: float, most: Callable[[float], float]) -> float:
+        """The same of a call that all ranks make equally often. `most`: a number -> the largest of all
         ranks."""
+        once = most(self._first(call))
+        calls = self._calls(once)
+        count = min(MOST, max(LEAST, round(limit_s / once / calls)))
+        return typical([self.sample(call, calls) for _ in range(count)])
+
+    def _first(self, call: Callable[[], object]) -> float:
+        """Of the second call; the first is not like the others."""
         call()
-        once = agree(self.sample(call, 1))
-        calls = max(1, round(SAMPLE_S / max(once, 1e-7)))
-        count = round(limit_s / max(once, 1e-7) / calls)
-        return median(self.sample(call, calls) for _ in range(min(MOST, max(LEAST, count))))
+        return max(self.sample(call, 1), 1e-7)
+
+    def _calls(self, once: float) -> int:
+        return max(1, round(SAMPLE_S / once))
 
     def sample(self, call: Callable[[], object], calls: int) -> float:
         """Seconds of one call."""
@@ -44,10 +53,10 @@ class Clock:
             for _ in range(calls):
                 call()
             return (time.perf_counter() - begin) / calls
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
         for _ in range(calls):
             call()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) / 1e3 / calls
+        last.record()
+        last.synchronize()
+        return first.elapsed_time(last) / 1e3 / calls

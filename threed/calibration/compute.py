@@ -1,5 +1,5 @@
-"""Compute: products, element-wise kernels and attention on one rank's device; and the links of a device to its
-host and its disk, and the host's optimizer step."""
+"""Compute: what one rank measures alone: products, element-wise kernels and attention on its device; copies
+between device and host, the disk, and the host's optimizer step."""
 
 from __future__ import annotations
 
@@ -25,17 +25,20 @@ class Compute:
     """What one rank measures alone. Each method returns points, or bytes a second."""
 
     def __init__(self, grid: Grid, device: torch.device):
-        self.grid, self.device, self.clock = grid, device, Clock(device)
+        self.grid, self.device = grid, device
+        self.clock, self.host = Clock(device), Clock(torch.device("cpu"))
 
     def products(self, dtype: torch.dtype) -> list[Computed]:
-        # A CPU without units for 16 bits takes long for them.
+        """All sizes in the type that the machine is for, and some in the other: a CPU without units for 16
+        bits takes long for them."""
         narrow = dtype.itemsize < 4
-        kind = "products in 16 bits" if narrow else "products"
+        some = 1 if narrow == (self.device.type == "cuda") else 2
         points = []
-        for m, n, k in self.grid.products[::2] if narrow else self.grid.products:
+        for m, n, k in self.grid.products[::some]:
             left, right = self._numbers(m, k, dtype=dtype), self._numbers(n, k, dtype=dtype).t()
             seconds = self.clock.seconds(lambda a=left, b=right: torch.mm(a, b), self.grid.point_s)
-            points.append(_computed(kind, f"{m} x {n} x {k}", Product(m, n, k), dtype.itemsize, seconds))
+            points.append(_computed("products in 16 bits" if narrow else "products", f"{m} x {n} x {k}",
+                                    Product(m, n, k), dtype.itemsize, seconds))
         return points
 
     def element_wise(self) -> list[Computed]:
@@ -43,16 +46,18 @@ class Compute:
         points = []
         for numel in self.grid.moved:
             x, y = self._numbers(numel), self._numbers(numel)
-            for what, call, tensors in (("sum", lambda x=x, y=y: x + y, 3), ("gelu", lambda x=x: F.gelu(x), 2)):
+            for what, call, tensors in (("sum", lambda x=x, y=y: x + y, 3),
+                                        ("gelu", lambda x=x: F.gelu(x), 2)):
                 seconds = self.clock.seconds(call, self.grid.point_s)
-                points.append(_computed("element-wise", f"{what} of {numel}", Moved(what, tensors * x.nbytes, 0), 4,
-                                        seconds))
+                kernel = Moved(what, tensors * x.nbytes, 0)
+                points.append(_computed("element-wise", f"{what} of {numel}", kernel, 4, seconds))
         return points
 
     def attention(self, dtype: torch.dtype) -> list[Computed]:
         points = []
         for sequences, heads, seq, size in self.grid.attention:
-            q, k, v = (self._numbers(sequences, heads, seq, size, dtype=dtype).requires_grad_() for _ in range(3))
+            q, k, v = (self._numbers(sequences, heads, seq, size, dtype=dtype).requires_grad_()
+                       for _ in range(3))
             kernel = Attention(sequences, heads, heads, seq, size)
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
             given = torch.ones_like(out)
@@ -66,19 +71,18 @@ class Compute:
             what = f"{sequences * heads} heads of {size}, {seq} tokens"
             for back, call in ((False, forward), (True, backward)):
                 seconds = self.clock.seconds(call, self.grid.point_s)
-                points.append(_computed("attention", what + ", backward" * back, kernel, dtype.itemsize, seconds, back))
+                points.append(_computed("attention", what + ", backward" * back, kernel, dtype.itemsize,
+                                        seconds, back))
         return points
 
     def launch_s(self) -> float:
         """The host's time for a small kernel, in a graph of autograd."""
         x = self._numbers(16).requires_grad_()
-        cpu = Clock(torch.device("cpu"))
-
         def launch() -> None:
             for _ in range(LAUNCHES):
-                x * x
+                x.mul(x)
 
-        seconds = cpu.seconds(launch, self.grid.point_s)
+        seconds = self.host.seconds(launch, self.grid.point_s)
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         return seconds / LAUNCHES
@@ -98,18 +102,19 @@ class Compute:
         weight, grad, *buffers = (torch.zeros(self.grid.stepped) for _ in range(4))
         by = Update(OptimizerConfig(), 1e-3, 1, True, 1.0)
         adamw = OPTIMIZERS[by.config.name]
-        view = View(weight, grad, {buffer.name: each for buffer, each in zip(adamw.buffers, buffers, strict=True)})
-        seconds = Clock(torch.device("cpu")).seconds(lambda: optimizer.step(by, view), self.grid.point_s)
+        view = View(weight, grad,
+                    {buffer.name: each for buffer, each in zip(adamw.buffers, buffers, strict=True)})
+        seconds = self.host.seconds(lambda: optimizer.step(by, view), self.grid.point_s)
         return self.grid.stepped * (2 * (adamw.bytes + 4) + 4 + 4) / seconds
 
     def disk(self, folder: str, rank: int) -> tuple[float, float]:
         """Bytes a second that are written, and read, past the page cache. RunError where the disk fails."""
-        disk, host = Disk(folder, rank), Clock(torch.device("cpu"))
+        disk = Disk(folder, rank)
         memory = aligned(self.grid.disk, torch.uint8, torch.device("cpu"), self.device.type == "cuda")
         try:
             disk.make("calibration", self.grid.disk)
-            written = host.seconds(lambda: disk.write("calibration", memory), self.grid.point_s)
-            read = host.seconds(lambda: disk.read("calibration", memory), self.grid.point_s)
+            written = self.host.seconds(lambda: disk.write("calibration", memory), self.grid.point_s)
+            read = self.host.seconds(lambda: disk.read("calibration", memory), self.grid.point_s)
         finally:
             disk.close()
         return self.grid.disk / written, self.grid.disk / read

@@ -1,54 +1,43 @@
-"""Layers: what each kind of unit takes on one rank, on the engine, and the host's time beside it. The prices of
-kernels alone miss autograd and what is in a processor's caches."""
+"""Layers: what each kind of unit takes on one rank, as an instruction of the engine. The prices of kernels
+alone miss autograd, and memory that is not in a processor's caches."""
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
-from statistics import median
-from typing import NamedTuple
+from collections.abc import Iterator
 
 import torch
 
+from threed.calibration.clock import typical
 from threed.calibration.grid import Grid
-from threed.calibration.points import Computed
+from threed.calibration.points import UNITS, Computed
 from threed.config import load
 from threed.engine.engine import Engine
 from threed.engine.loopback import ThreadComm, World
 from threed.planner import make_mesh, make_pipeline, make_plan
-from threed.program.instruction import COMPUTE, Op, Tier
+from threed.program.instruction import Op
 from threed.program.table import Plan
 from threed.program.trace import Trace
 from threed.schema import Config
 from threed.tensor.context import Batch
 
-SIZES = ("model.layers=2", "model.dropout=0", "train.steps=1000000", "run.device=cpu", "optimizer.lr=1e-5",
-         "parallel.dp=1")
+BASE = ("model.layers=3", "model.dropout=0", "train.steps=1000000", "run.device=cpu", "optimizer.lr=1e-5",
+        "parallel.dp=1")
 MICRO_BATCHES, LEAST = 4, 3
+POINTS = 4  # a config takes as long as so many other points
 
 
-class Dispatch(NamedTuple):
-    """A step of one rank without its computation."""
-
-    seconds: float
-    instructions: int
-    stepped: int  # bytes that STEP reads and writes; its time is in `seconds`
-
-
-def layers(grid: Grid) -> tuple[list[Computed], list[Dispatch]]:
-    points, rests = [], []
+def layers(grid: Grid) -> Iterator[Computed]:
     for text in grid.layers:
-        config = load(None, [*SIZES, *text.split()])
+        config = load(None, [*BASE, *text.split()])
         config.train.global_batch_size = MICRO_BATCHES * config.train.micro_batch_size
         plan = make_plan(config, make_pipeline(config))
-        traces = _run(config, plan, 4 * grid.point_s)
-        points += _points(plan, traces)
-        rests.append(_rest(plan, traces))
-    return points, rests
+        yield from _points(config, plan, _run(config, plan, POINTS * grid.point_s))
 
 
 def _run(config: Config, plan: Plan, limit_s: float) -> list[Trace]:
-    """Traces of steps with random tokens, of which the first does not count."""
+    """Traces of steps with random tokens; the first does not count."""
     model, size = config.model, config.train.micro_batch_size
     comm = ThreadComm(World(make_mesh(config)), 0, [])
     engine = Engine(config, plan, comm)
@@ -62,32 +51,15 @@ def _run(config: Config, plan: Plan, limit_s: float) -> list[Trace]:
     return traces[1:]
 
 
-def _points(plan: Plan, traces: list[Trace]) -> list[Computed]:
-    """A point a kind of unit and op."""
-    program, table = plan.programs["train"][0], plan.table
-    seconds: dict[tuple, list[float]] = defaultdict(list)
-    names: dict[tuple, str] = {}
-    for index, item in enumerate(program):
+def _points(config: Config, plan: Plan, traces: list[Trace]) -> Iterator[Computed]:
+    """A point a unit and op."""
+    table, model = plan.table, config.model
+    seconds: dict[tuple[Op, int], list[float]] = defaultdict(list)
+    for index, item in enumerate(plan.programs["train"][0]):
         if item.op in (Op.FORWARD, Op.BACKWARD):
-            unit = table.units[item.unit]
-            key = item.op, unit.kernels
-            names.setdefault(key, f"{unit.name} {str(item.op).lower()}, {_size(plan)}")
-            seconds[key] += [trace.ended[index] - trace.started[index] for trace in traces]
-    return [Computed("layers", names[op, kernels], kernels, table.elements.param, op == Op.BACKWARD, median(each))
-            for (op, kernels), each in seconds.items()]
-
-
-def _size(plan: Plan) -> str:
-    assert plan.config is not None
-    model = plan.config.model
-    return f"hidden {model.hidden}, {model.seq_len} tokens"
-
-
-def _rest(plan: Plan, traces: list[Trace]) -> Dispatch:
-    program, table = plan.programs["train"][0], plan.table
-    computes = [index for index, item in enumerate(program) if item.op in COMPUTE]
-    seconds = median(trace.total_s - sum(trace.ended[index] - trace.started[index] for index in computes)
-                     for trace in traces)
-    stepped = sum(table.shard_numel(item.unit) for item in program if item.op == Op.STEP)
-    each = 2 * table.state_bytes(Tier.HOST) + table.elements.grad + table.elements.param
-    return Dispatch(seconds, len(program), stepped * each)
+            seconds[item.op, item.unit] += [trace.ended[index] - trace.started[index] for trace in traces]
+    for (op, unit), each in seconds.items():
+        what = (f"{table.units[unit].name} {str(op).lower()}, {model.family}, hidden {model.hidden}, "
+                f"{model.seq_len} tokens")
+        yield Computed(UNITS, what, table.units[unit].kernels, table.elements.param, op == Op.BACKWARD,
+                       typical(each))

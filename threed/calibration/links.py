@@ -14,7 +14,6 @@ from threed.comm import Comm, Group
 from threed.lanes import Lane, StreamLane, ThreadLane
 from threed.quantity import round_up, show_bytes
 
-KIND = "collectives"
 CHANNELS = ((0, 1, "act"), (1, 0, "grad"))
 BESIDE_S = 0.3  # of computation, and of collectives, at a time
 TRIES = 3
@@ -53,20 +52,20 @@ class Links:
             for _ in range(calls[0]):
                 work()
 
-        def both() -> None:
+        def together() -> float:
+            """Seconds of the computation, with collectives beside it that end before the next call."""
             handle = lane.submit(self._repeated(talk, calls[1]))
-            compute()
-            ends.append(handle)
+            seconds = self.clock.sample(compute, 1)
+            handle.wait()
+            return seconds
 
-        ends: list = []
         lost = []
         for _ in range(TRIES):
             alone = self._most(self.clock.sample(compute, 1))
             sent = self._most(self.clock.sample(self._repeated(talk, calls[1]), 1))
-            together = self._most(self.clock.sample(both, 1))
-            ends.pop().wait()
+            beside = self._most(together())
             # Where collectives end before the computation, all of them ran beside it.
-            lost.append((together - alone) / min(sent, together))
+            lost.append((beside - alone) / min(sent, beside))
         lane.close()
         return min(1.0, max(0.0, sorted(lost)[TRIES // 2]))
 
@@ -87,8 +86,8 @@ class Links:
             "all-gather": ("ring", ring, lambda: group.all_gather(whole, part).wait()),
             "reduce-scatter": ("ring", ring, lambda: group.reduce_scatter(part, whole).wait())}
         for what, (way, sent, call) in calls.items():
-            # All groups of this kind talk at the same time, so as many ranks share the processors as there are.
-            yield Sent(KIND, f"{what} of {show_bytes(whole.nbytes)} over {size}", way, sent, size,
+            # All groups of a kind talk at the same time: so many ranks share the processors.
+            yield Sent("collectives", f"{what} of {show_bytes(whole.nbytes)} over {size}", way, sent, size,
                        self.comm.mesh.size, self._time(call))
 
     def _message(self, numel: int) -> Sent:
@@ -104,7 +103,7 @@ class Links:
                 there.recv(tensor).wait()
                 back.send(tensor).wait()
 
-        return Sent(KIND, f"message of {show_bytes(tensor.nbytes)}", "message", tensor.nbytes, 2,
+        return Sent("messages", f"message of {show_bytes(tensor.nbytes)}", "message", tensor.nbytes, 2,
                     self.comm.mesh.size // 2, self._time(call) / 2)
 
     def _time(self, call: Callable[[], object]) -> float:

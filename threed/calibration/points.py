@@ -1,15 +1,15 @@
 """Points: what a machine was measured to take for kernels and collectives, and the constants of Hardware with
 which the predictions come nearest.
 
-A point is predicted by the same `Prices` and `Travel` that predict a step, so the error of a fit is that of the
-prices.
+A point is predicted by the same `Prices` and `Travel` that predict a step, so the error of a fit is that of
+the prices.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import NamedTuple
 
@@ -17,13 +17,15 @@ from threed.models.kernels import Kernel
 from threed.prediction.hardware import SHARES, Hardware, Place
 from threed.prediction.kernels import Prices, Travel
 
+UNITS = "units"
 FINEST = 1.003  # a search ends when its factors are nearer to 1
 
 
 class Computed(NamedTuple):
-    """Kernels that one rank has run, while other ranks of the machine did the same."""
+    """Kernels that one rank has run, while other ranks of the machine did the same: one kernel again and
+    again, or a unit as an instruction of the engine, with the host's time for it."""
 
-    kind: str  # products, element-wise, attention or layers
+    kind: str  # products, products in 16 bits, element-wise, attention or UNITS
     what: str
     kernels: tuple[Kernel, ...]
     element: int  # bytes
@@ -31,16 +33,19 @@ class Computed(NamedTuple):
     seconds: float
 
     def predicted_s(self, hardware: Hardware) -> float:
-        prices = Prices(hardware, self.element)
+        unit = self.kind == UNITS
+        prices = Prices(hardware if unit else replace(hardware, launch_us=0.0), self.element)
         if self.backward:
-            return prices.input_half(self.kernels) + prices.weight_half(self.kernels)
-        return prices.forward(self.kernels)
+            seconds = prices.input_half(self.kernels) + prices.weight_half(self.kernels)
+        else:
+            seconds = prices.forward(self.kernels)
+        return seconds + unit * hardware.host_us * 1e-6
 
 
 class Sent(NamedTuple):
     """A collective or a message, of ranks of one node."""
 
-    kind: str  # collectives
+    kind: str  # collectives or messages
     what: str
     way: str  # all_reduce, ring or message
     size: int  # bytes that a rank sends
@@ -54,20 +59,38 @@ class Sent(NamedTuple):
             seconds = travel.message(self.size, False)
         else:
             seconds = (travel.all_reduce if self.way == "all_reduce" else travel.ring)(self.size, place)
-        return seconds * max(1.0, self.busy / hardware.devices if hardware.waits else 1.0)
+        return seconds * self._sharing(hardware)
+
+    def alone_s(self, hardware: Hardware) -> float:
+        """Seconds that it would have taken if each rank had a processor."""
+        return self.seconds / self._sharing(hardware)
+
+    def _sharing(self, hardware: Hardware) -> float:
+        """Ranks that share a processor."""
+        return max(1.0, self.busy / hardware.devices) if hardware.waits else 1.0
 
 
 Point = Computed | Sent
 
 
+@dataclass
+class Measured:
+    """What one rank has measured. `rates`: bytes a second, or seconds, by name."""
+
+    device: str = ""  # what a GPU calls itself
+    computed: list[Computed] = field(default_factory=list)
+    sent: list[Sent] = field(default_factory=list)
+    rates: dict[str, float] = field(default_factory=dict)
+
+
 def fit(points: Sequence[Point], hardware: Hardware, names: Sequence[str]) -> Hardware:
     """The hardware with other numbers of these names: least squares of the logarithms of predicted over
     measured, by a search along one number after the other. Each kind of points counts alike."""
-    kinds = {point.kind for point in points}
+    kinds = {point.kind: [other for other in points if other.kind == point.kind] for point in points}
 
     def loss(at: Hardware) -> float:
-        return fmean(fmean(math.log(point.predicted_s(at) / point.seconds) ** 2 for point in points
-                           if point.kind == kind) for kind in kinds)
+        return fmean(fmean(math.log(point.predicted_s(at) / point.seconds) ** 2 for point in each)
+                     for each in kinds.values())
 
     best, least, factors = hardware, loss(hardware), dict.fromkeys(names, 1.5)
     while max(factors.values()) > FINEST:

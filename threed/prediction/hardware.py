@@ -36,7 +36,8 @@ class Hardware:
     attention_passes: float = 0.0
     units: int = 108  # that compute tiles of a product at the same time
     tile: int = 128  # a unit computes tiles of 2 tile x tile numbers; 1: no tiles
-    half_dim: float = 0.0  # shortest dim of a product that reaches half of `efficiency`; 0: all alike
+    # shortest dim of a product, and size of a head, that reaches half of its efficiency; 0: all alike
+    half_dim: float = 0.0
     memory_gb: float = 80.0  # GB of memory
     memory_gbps: float = 16312.0  # Gbit/s of memory
     memory_efficiency: float = 0.8  # share of it that element-wise kernels reach

@@ -93,7 +93,8 @@ class Prices:
             return products + self.moved(round(passes * squares * self.element), round(passes))
         speed = hardware.peak(self.element) * hardware.attention_efficiency
         rows = kernel.sequences * kernel.seq * kernel.size * (2 * kernel.heads + 2 * kernel.kv_heads)
-        computed = times * kernel.flops / 2 / speed
+        # What the softmax takes for each pair of tokens does not depend on the size of a head.
+        computed = times * kernel.flops / 2 / speed * (1 + hardware.half_dim / kernel.size)
         return max(computed, times * rows * self.element / self._memory) + hardware.kernel_us * 1e-6
 
 

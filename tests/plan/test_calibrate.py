@@ -1,0 +1,110 @@
+"""Calibration without a machine: constants are found again from points that they have made, and their file
+loads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import threed
+from threed.calibration import grid
+from threed.calibration.fitted import NARROW, Machine, fitted, table, text
+from threed.calibration.points import UNITS, Computed, Measured, Sent, errors
+from threed.config import load as load_config
+from threed.models.kernels import Attention, Moved, Product
+from threed.planner import make_pipeline, make_plan
+from threed.prediction.hardware import Hardware, load
+
+CPU = replace(load("cpu-core"), half_dim=6.0, launch_us=9.0, host_us=120.0, contention=0.4, node_us=80.0)
+GPU = replace(load("a100-sxm"), efficiency=0.6, memory_efficiency=0.7, attention_efficiency=0.4)
+RATES = {"step": 1e10, "link": 5e9, "read": 1e9, "write": 5e8, "launch": 6e-6, "contention": 0.4,
+         "context": 3e8, "memory": 8.5e10}
+
+
+def points(hardware: Hardware, cuda: bool) -> list[Computed]:
+    """What `hardware` would take for everything on a grid."""
+    sizes = grid.grid(cuda, False)
+    found = [Computed(kind, "", (Product(*each),), element, False, 0.0)
+             for kind, element in (("products", 4), (NARROW, 2)) for each in sizes.products]
+    found += [Computed("element-wise", "", (Moved("sum", 12 * each, 0),), 4, False, 0.0)
+              for each in sizes.moved]
+    found += [Computed("attention", "", (Attention(sequences, heads, heads, seq, size),), 2 if cuda else 4,
+                       back, 0.0)
+              for sequences, heads, seq, size in sizes.attention for back in (False, True)]
+    for layers in sizes.layers:
+        config = load_config(None, ["run.device=cpu", "model.layers=2", "model.dropout=0", "parallel.dp=1",
+                                    *layers.split()])
+        found += [Computed(UNITS, unit.name, unit.kernels, 4, back, 0.0)
+                  for unit in make_plan(config, make_pipeline(config)).table.units for back in (False, True)]
+    return [point._replace(seconds=point.predicted_s(hardware)) for point in found]
+
+
+def measured(hardware: Hardware, cuda: bool, ranks: int) -> list[Measured]:
+    sent = [Sent("collectives", "", way, size, ranks, ranks, 0.0)
+            for way in ("ring", "all_reduce", "message") for size in (128, 1 << 14, 1 << 20, 1 << 25)]
+    sent = [point._replace(seconds=point.predicted_s(hardware)) for point in sent]
+    return [Measured("NVIDIA A100-SXM4-80GB" * cuda, points(hardware, cuda), sent if ranks > 1 else [],
+                     dict(RATES)) for _ in range(ranks)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_cpu(ranks):
+    machine = Machine(ranks, 2, cuda=False)
+    found, fits = fitted(measured(CPU, False, ranks), machine)
+    assert all(mean < 0.02 and most < 0.1 for mean, most, _ in errors(fits, found).values()), \
+        table(fits, found)
+    for name in ("half_dim", "launch_us", "host_us"):
+        assert getattr(found, name) == pytest.approx(getattr(CPU, name), 0.1), name
+    assert found.tflops_fp32 * found.efficiency == pytest.approx(CPU.tflops_fp32 * CPU.efficiency, 0.02)
+    assert found.memory_gbps * found.memory_efficiency == pytest.approx(
+        CPU.memory_gbps * CPU.memory_efficiency, 0.05)
+    assert (found.host_gbps, found.link_gbps, found.read_gbps, found.write_gbps) == (80, 40, 8, 4)
+    assert (found.devices, found.waits, found.context_gb) == (2, True, 0.3)
+    if ranks > 1:
+        assert found.node_us == pytest.approx(CPU.node_us, 0.1) and found.contention == 0.4
+        assert found.node_gbps * found.node_efficiency == pytest.approx(
+            CPU.node_gbps * CPU.node_efficiency, 0.05)
+
+
+def test_gpu():
+    """What is not measured is that of the file of this kind of GPU."""
+    found, fits = fitted(measured(GPU, True, 4), Machine(4, 64, cuda=True))
+    assert all(most < 0.02 for _, most, _ in errors(fits, found).values()), table(fits, found)
+    for name in ("efficiency", "memory_efficiency", "attention_efficiency", "tflops_fp32"):
+        assert getattr(found, name) == pytest.approx(getattr(GPU, name), 0.02), name
+    assert (found.name, found.tflops, found.memory_gb) == ("NVIDIA A100-SXM4-80GB", GPU.tflops, 85)
+    assert found.adapters == load("a100-sxm").adapters and not found.waits
+
+
+def test_unknown_gpu():
+    """Its peaks are not known, and the prices are what was measured all the same."""
+    ranks = [replace(each, device="Other 1") for each in measured(GPU, True, 2)]
+    found, fits = fitted(ranks, Machine(2, 64, cuda=True))
+    assert found.name == "Other 1"
+    assert all(mean < 0.1 for mean, _, _ in errors(fits, found).values()), table(fits, found)
+
+
+def test_noise():
+    """A fit of noisy points says how far it is from them."""
+    ranks = measured(CPU, False, 2)
+    for each in ranks:
+        each.computed = [point._replace(seconds=point.seconds * (1.2 if number % 2 else 0.8))
+                         for number, point in enumerate(each.computed)]
+    found, fits = fitted(ranks, Machine(2, 2, cuda=False))
+    assert 0.1 < errors(fits, found)[UNITS][0] < 0.3
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_file(ranks, tmp_path):
+    """It has the errors as comments, and loads as the hardware that it was made of."""
+    machine = Machine(ranks, 2, cuda=False)
+    found, fits = fitted(measured(CPU, False, ranks), machine)
+    path = tmp_path / "my.yaml"
+    path.write_text(text(found, fits, machine))
+    assert Hardware.parse(str(path)) == found
+    comments = [line for line in path.read_text().splitlines() if line.startswith("#")]
+    assert any("products" in line and "on average" in line for line in comments)
+    assert any("node_* and contention are not measured" in line for line in comments) == (ranks == 1)
+    config = threed.load("configs/toy.yaml", ["run.device=cpu"])
+    assert threed.predict(config, str(path))["step_time"] > 0

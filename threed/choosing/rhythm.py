@@ -177,3 +177,9 @@ def at_once(name: str, p: int, m: int, v: int) -> bool:
     tasks, final = order_of(name, p, m, v)[place[-1]], len(place) - 1
     index = tasks.index(Task("F", final, 0))
     return index + 1 < len(tasks) and tasks[index + 1][1:] == (final, 0)
+
+
+@lru_cache(64)
+def splits(name: str) -> bool:
+    """Whether a schedule's last weights' gradients come from halves of backwards."""
+    return SCHEDULES[name].make(2, 4, 2)[0][-1].kind == "W"

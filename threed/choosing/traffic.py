@@ -20,7 +20,8 @@ class Toll(NamedTuple):
     """Seconds and bytes of a parameter unit on a rank."""
 
     gather_s: float
-    reduce_s: float  # on the lane of dp
+    reduce_s: float  # on the lane of dp, over the ranks that share a copy
+    copy_s: float  # after the last of them, over the copies
     sum_s: float  # over tp, on the lane of computation
     tie_s: float
     step_s: float  # on the device, or on the host
@@ -73,15 +74,20 @@ class Tolls:
             size = sum(table.sent(instruction).values())
             return self.travel.ring(size, self.places[instruction.group])
 
+        hardware = self.hardware
         costs = {step.group: sent(Instruction(Op.REDUCE, 0, group=step.group)) for step in chain}
-        tie, total = costs.pop("tie", 0.0), costs.pop("tp", 0.0)
         away = layout.offload_optimizer
         size = kept * (2 * table.state_bytes(Tier.HOST) + elements.grad + elements.param)
-        step = size * 8 / (self.hardware.host_gbps * 1e9) if away else self.prices.moved(size)
-        link = self.hardware.link_gbps * 1e9 / 8
+        on_host = away or hardware.waits
+        step = size * 8 / (hardware.host_gbps * 1e9) if on_host else self.prices.moved(size)
+
+        def moved(element: int) -> float:
+            return kept * element * 8 / (hardware.link_gbps * 1e9) + hardware.kernel_us * 1e-6 if away else 0.0
+
         return Toll(sent(Instruction(Op.GATHER, 0, group=group)) if layout.stage >= 1 else 0.0,
-                    sum(costs.values()), total, tie, step, kept * elements.grad / link * away,
-                    kept * elements.param / link * away, part.numel, kept)
+                    costs[group], costs.get("replica", 0.0), costs.get("tp", 0.0), costs.get("tie", 0.0),
+                    step + hardware.host_us * 1e-6 * hardware.waits, moved(elements.grad),
+                    moved(elements.param), part.numel, kept)
 
     def clip_s(self) -> float:
         return self.travel.all_reduce(8, self.places["world"]) + self.hardware.kernel_us * 1e-6

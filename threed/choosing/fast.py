@@ -13,14 +13,15 @@ memory, temporaries but for a bound.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
+from operator import add, mul
 from typing import NamedTuple
 
 from threed.choosing.layout import Layout
-from threed.choosing.rhythm import Beat, Times, at_once, beat, held, place_of, splits
+from threed.choosing.rhythm import Beat, Held, Times, at_once, beat, held, place_of, splits
 from threed.choosing.stream import Piece, Rule, Steps, stream
 from threed.choosing.traffic import Toll, Tolls
 from threed.choosing.units import Cut, Strides, Unit, Units
-from threed.pipeline.orders import SCHEDULES
 from threed.prediction.hardware import Hardware
 from threed.schema import Config
 
@@ -45,26 +46,24 @@ class Stage(NamedTuple):
 
 
 class Fast:
-    """Evaluates layouts of one config on one kind of machine."""
+    """Evaluates layouts of one config on one kind of machine, and remembers their parts."""
 
     def __init__(self, config: Config, hardware: Hardware):
         self.config, self.hardware = config, hardware
-        self._units: dict[str | None, Units] = {}
+        self.units = Units(config, hardware)
         self.beats: dict[object, Beat] = {}
-
-    def units(self, tiles: str | None) -> Units:
-        if tiles not in self._units:
-            config = self.config
-            if tiles != config.model.tile_linears:
-                from copy import deepcopy
-
-                config = deepcopy(config)
-                config.model.tile_linears = tiles
-            self._units[tiles] = Units(config, self.hardware)
-        return self._units[tiles]
+        self.bytes: dict[object, list[int]] = {}
+        self._tolls: dict[object, Tolls] = {}
 
     def microbatches(self, layout: Layout) -> int:
         return self.config.train.global_batch_size // (layout.micro_batch_size * layout.dp)
+
+    def tolls(self, layout: Layout) -> Tolls:
+        key = (layout.axis_order, layout.tp, layout.pp, layout.dp, layout.sequence_parallel, layout.stage,
+               layout.shard_size, layout.reduce_every, layout.offload_optimizer)
+        if key not in self._tolls:
+            self._tolls[key] = Tolls(self.config, self.hardware, layout)
+        return self._tolls[key]
 
     def cut(self, layout: Layout) -> Cut:
         stride = Strides(layout.axis_order, {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp}).strides["tp"]
@@ -73,8 +72,9 @@ class Fast:
 
     def bound_s(self, layout: Layout) -> float:
         """No step is shorter: all positions compute all the time, and nothing is sent but over tp."""
-        units = self.units(layout.tile_linears).of(self.cut(layout))
-        return self.microbatches(layout) * sum(u.forward_s + u.backward_s for u in units) / layout.pp
+        units = self.units.of(self.cut(layout))
+        return self.microbatches(layout) * sum(u.forward_s + u.backward_s + u.forward_s * u.again
+                                               for u in units[:-1]) / layout.pp
 
     def priced(self, layout: Layout) -> Priced:
         return Priced(self, layout)
@@ -86,34 +86,42 @@ class Priced:
     def __init__(self, fast: Fast, layout: Layout):
         self.fast, self.layout, self.hardware = fast, layout, fast.hardware
         self.m, self.v = fast.microbatches(layout), layout.virtual_stages
-        units = fast.units(layout.tile_linears)
-        cut = fast.cut(layout)
-        all_units = units.of(cut)
+        self.cut, self.tolls = fast.cut(layout), fast.tolls(layout)
+        self.units = fast.units.of(self.cut)
         self.place = place_of(layout.schedule, layout.pp, self.v)
-        split = units.split(len(self.place))
-        assert split is not None, layout
-        if at_once(layout.schedule, layout.pp, self.m, self.v):
-            all_units = [*all_units[:-1], all_units[-1]._replace(again=False)]
-        self.tolls = Tolls(fast.config, fast.hardware, layout)
-        parts = units.parts(layout.tp, layout.shard_size)
-        ends = {self.place[0], self.place[-1]}
-        self.tied = self.tolls.of(parts[-1], len(ends)) if -1 in parts else None
-        self.stages = [Stage(all_units[first:stop],
-                             [self.tolls.of(parts[u]) if u in parts else None for u in range(first, stop)])
-                       for first, stop in split]
-        self.act_bytes = units.act_bytes[cut]
-        self.messages = self.tolls.messages(self.place, self.act_bytes)
-        self.often = layout.stage >= 2 and layout.reduce_every != "step" and layout.dp > 1
-        # ZeRO-3 whose units do not stay gathered: the residency, else None.
+        self.act_bytes = fast.units.act_bytes[self.cut]
+        # Under ZeRO-3 whose units do not stay gathered: units at a time, or stage.
         window = layout.residency if layout.stage == 3 and layout.dp > 1 else "step"
         self.window = 1 if window is None else None if window == "step" else window
+        self.parts = fast.units.parts(layout.tp, layout.shard_size)
+        self.tied = (self.tolls.of(self.parts[-1], len({self.place[0], self.place[-1]}))
+                     if -1 in self.parts else None)
+
+    @cached_property
+    def stages(self) -> list[Stage]:
+        layout, units = self.layout, self.units
+        split = self.fast.units.split(len(self.place))
+        assert split is not None, layout
+        if at_once(layout.schedule, layout.pp, self.m, self.v):
+            units = [*units[:-1], units[-1]._replace(again=False)]
+        tolls = [self.tolls.of(self.parts[u]) if u in self.parts else None for u in range(len(units))]
+        return [Stage(units[first:stop], tolls[first:stop]) for first, stop in split]
+
+    @cached_property
+    def messages(self) -> tuple[float, ...]:
+        return self.tolls.messages(self.place, self.act_bytes)
+
+    @property
+    def free_s(self) -> float:
+        """Seconds of a step without traffic over dp."""
+        return self._played.total_s
 
     # ---------------------------------------------------------------- time
 
     def estimate(self) -> Estimate:
         layout = self.layout
-        free_s = (played := self._played()).total_s
-        if self.often or self.window is not None:
+        free_s = (played := self._played).total_s
+        if layout.often or (layout.dp > 1 and layout.schedule == "dualpipe-v"):
             end, moves = self._streamed() - free_s, 0.0
         else:
             end, moves = self._end(played)
@@ -130,6 +138,7 @@ class Priced:
         return Estimate(total, compute, again, sent, max(0.0, end - moves), away,
                         max(0.0, 1 - (mean + device) / total))
 
+    @cached_property
     def _played(self) -> Beat:
         """The step without its traffic over dp."""
         times, layout, known = self._times(), self.layout, self.fast.beats
@@ -294,27 +303,46 @@ class Priced:
     # ---------------------------------------------------------------- memory
 
     def bytes(self) -> int:
-        """Of the fullest rank."""
-        layout = self.layout
+        """Of the fullest rank, with temporaries, CUDA and NCCL."""
+        fixed, kept = self._fixed(), self._kept()
         taken = self.hardware.taken_bytes(self.tolls.communicators(self.place))
-        fixed, ahead = [], self.fast.config.zero.prefetch or 1
-        most = max(len(stage.units) for stage in self.stages)
-        window = (most if self.window == "stage" else int(self.window or 0)) + ahead
-        saved = [sum(unit.kept_bytes * (not layout.offload_activations) if unit.again else unit.saved_bytes
-                     for unit in stage.units) + sum(unit.handed_bytes for unit in stage.units)
-                 for stage in self.stages]
-        operands = [sum(unit.operand_bytes for unit in stage.units) for stage in self.stages]
-        kept = held(layout.schedule, layout.pp, self.m, self.v)
-        for position in range(layout.pp):
-            mine = [index for index, where in enumerate(self.place) if where == position]
-            tolls = self._held(position)
-            gathered = window
-            if layout.stage == 3 and self.window is None:
-                gathered = len(tolls)
-            peak = max(sum(row.saved[at] * saved[index] + row.operands[at] * operands[index]
-                           for at, index in enumerate(mine)) for row in kept[position])
-            units = [unit for index in mine for unit in self.stages[index].units]
-            again = max((unit.saved_bytes for unit in units if unit.again), default=0)
-            beside = max(max(unit.operand_bytes, 2 * unit.logits_bytes) for unit in units)
-            fixed.append(self.tolls.states(tolls, gathered) + peak + again + 3 * self.act_bytes + beside)
-        return max(fixed) + (taken if self.fast.config.run.device != "cpu" else 0)
+        return max(map(add, fixed, kept)) + (taken if self.fast.config.run.device != "cpu" else 0)
+
+    def host_bytes(self) -> int:
+        """Of optimizer states on the host, of the ranks of a node."""
+        ranks = min(self.hardware.devices, self.tolls.strides.size)
+        return ranks * max(self.tolls.host_bytes(self._held(position)) for position in range(self.layout.pp))
+
+    def _fixed(self) -> list[int]:
+        """By position: parameters, gradients, optimizer states, buffers."""
+        layout, known = self.layout, self.fast.bytes
+        key = id(self.tolls), self.place, self.window
+        if key not in known:
+            ahead = self.fast.config.zero.prefetch or 1
+            most = max(len(stage.units) for stage in self.stages)
+            window = (most if self.window == "stage" else int(self.window or 0)) + ahead
+            rows = [self._held(position) for position in range(layout.pp)]
+            known[key] = [self.tolls.states(tolls, len(tolls) if self.window is None else window)
+                          for tolls in rows]
+        return known[key]
+
+    def _kept(self) -> list[int]:
+        """By position: activations and temporaries."""
+        layout, known = self.layout, self.fast.bytes
+        key = self.cut, layout.schedule, layout.pp, self.v, self.m, layout.offload_activations
+        if key not in known:
+            kept = held(layout.schedule, layout.pp, self.m, self.v)
+            known[key] = [self._kept_at(position, kept[position]) for position in range(layout.pp)]
+        return known[key]
+
+    def _kept_at(self, position: int, kept: Sequence[Held]) -> int:
+        away = self.layout.offload_activations
+        mine = [self.stages[index] for index, where in enumerate(self.place) if where == position]
+        saved = [sum((unit.kept_bytes * (not away) if unit.again else unit.saved_bytes) + unit.handed_bytes
+                     for unit in stage.units) for stage in mine]
+        operands = [sum(unit.operand_bytes for unit in stage.units) for stage in mine]
+        peak = max(sum(map(mul, (*row.saved, *row.operands), (*saved, *operands))) for row in kept)
+        units = [unit for stage in mine for unit in stage.units]
+        again = max((unit.saved_bytes for unit in units if unit.again), default=0)
+        beside = max(max(unit.operand_bytes, 2 * unit.logits_bytes) for unit in units)
+        return peak + again + 3 * self.act_bytes + beside

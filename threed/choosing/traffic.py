@@ -3,6 +3,7 @@ that they take."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from threed.choosing.layout import Layout
@@ -38,7 +39,7 @@ class Tolls:
         precision, self.layout, self.hardware = config.precision, layout, hardware
         element = 4 if precision.dtype == "fp32" else 2
         self.elements = Elements(element, *(4 if dtype == "fp32" else element for dtype in
-                                            (precision.grad_dtype, layout.reduce_dtype)))
+                                            (precision.grad_dtype, precision.reduce_dtype)))
         self.update = UpdateSettings(OPTIMIZERS[config.optimizer.name].buffers,
                                      element < 4 and precision.master == "fp32")
         self.travel, self.prices = Travel(hardware), Prices(hardware, element)
@@ -82,7 +83,8 @@ class Tolls:
         step = size * 8 / (hardware.host_gbps * 1e9) if on_host else self.prices.moved(size)
 
         def moved(element: int) -> float:
-            return kept * element * 8 / (hardware.link_gbps * 1e9) + hardware.kernel_us * 1e-6 if away else 0.0
+            seconds = kept * element * 8 / (hardware.link_gbps * 1e9) + hardware.kernel_us * 1e-6
+            return seconds if away else 0.0
 
         return Toll(sent(Instruction(Op.GATHER, 0, group=group)) if layout.stage >= 1 else 0.0,
                     costs[group], costs.get("replica", 0.0), costs.get("tp", 0.0), costs.get("tie", 0.0),
@@ -109,12 +111,17 @@ class Tolls:
         return sum(groups) + max((sum(position in end[:2] for end in ends)
                                   for position in range(max(place) + 1)), default=0)
 
-    def states(self, tolls: list[Toll], window: int) -> int:
+    def host_bytes(self, tolls: Sequence[Toll]) -> int:
+        """Bytes of a position's rank on the host: optimizer state, gradients."""
+        each = self.table.state_bytes(Tier.HOST) + self.elements.grad
+        return sum(toll.shard_numel for toll in tolls) * each if self.layout.offload_optimizer else 0
+
+    def states(self, tolls: Sequence[Toll], window: int) -> int:
         """Bytes that a position with these parameter units holds all the time. `window`: units that are
         gathered at a time, under ZeRO-3."""
         layout, elements = self.layout, self.elements
         whole, shard = sum(toll.numel for toll in tolls), sum(toll.shard_numel for toll in tolls)
-        state = 0 if layout.offload_optimizer else self.state_bytes
+        state = 0 if layout.offload_optimizer else self.table.state_bytes(Tier.DEVICE)
         held = ((whole if layout.stage < 3 else shard) * elements.param
                 + (whole if layout.stage < 2 else shard) * elements.grad + shard * state)
         if layout.stage >= 2:
@@ -128,11 +135,11 @@ class Tolls:
         return held
 
     @property
-    def state_bytes(self) -> int:
-        return Table((), {}, (0,), 1, 0, self.elements, update=self.update).state_bytes(Tier.DEVICE)
+    def table(self) -> Table:
+        return Table((), {}, (0,), 1, 0, self.elements, update=self.update)
 
 
-def _most(tolls: list[Toll], count: int) -> int:
+def _most(tolls: Sequence[Toll], count: int) -> int:
     """Elements of buffers for so many units at a time: of each size its own, or all of the largest."""
     sizes: dict[int, int] = {}
     for toll in tolls:

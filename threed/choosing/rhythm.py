@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from threed.pipeline.orders import SCHEDULES, Task, needs
+from threed.pipeline.orders import SCHEDULES, Task
 
 FORWARD, BACKWARD, INPUT, WEIGHT = range(4)
 _KINDS = {"F": FORWARD, "B": BACKWARD, "I": INPUT, "W": WEIGHT}
@@ -54,37 +54,40 @@ def order_of(name: str, p: int, m: int, v: int) -> list[list[Task]]:
     return SCHEDULES[name].make(p, m, v)
 
 
-@lru_cache(512)
+@lru_cache(256)
 def sequence(name: str, p: int, m: int, v: int) -> Sequence_:
-    order, place = order_of(name, p, m, v), place_of(name, p, v)
-    final = len(place) - 1
-    half = len(place) * m
-    done: set[tuple[str, int, int]] = set()
-    heads, tasks, last = [0] * p, [], [0] * len(place)
-    moved = True
-    while moved:
-        moved = False
-        for position in range(p):
-            mine = order[position]
-            while heads[position] < len(mine):
-                task = mine[heads[position]]
-                wants = needs(task, final)
-                if not all(need in done for need in wants):
+    order, half = order_of(name, p, m, v), p * v * m
+    final, last = p * v - 1, [0] * (p * v)
+    rows = []
+    for position, row in enumerate(order):
+        mine = []
+        for kind, stage, k in row:
+            own, at = stage * m + k, -1
+            if kind == "F":
+                at = own - m if stage else -1
+            elif kind == "W":
+                own += 2 * half
+            else:
+                own += half
+                at = own + m if stage < final else -1
+            mine.append((_KINDS[kind], stage, position, own, at))
+        rows.append(mine)
+    done, heads, tasks = bytearray(3 * half), [0] * p, []
+    before = -1
+    while len(tasks) > before:
+        before = len(tasks)
+        for position, mine in enumerate(rows):
+            head, count = heads[position], len(mine)
+            while head < count:
+                task = mine[head]
+                if task[4] >= 0 and not done[task[4]]:
                     break
-                kind, (_, stage, k) = _KINDS[task.kind], task
-                # The gradient or activation of another stage is the last need; its own forward is behind.
-                far = [need for need in wants if need[1] != stage]
-                at = -1
-                if far:
-                    other, of, number = far[0]
-                    at = of * m + number + (half if other == "I" else 0)
-                if kind in (BACKWARD, WEIGHT):
-                    last[stage] = len(tasks)
-                own = stage * m + k + (0 if kind == FORWARD else half if kind != WEIGHT else 2 * half)
-                tasks.append((kind, stage, position, own, at))
-                done.add(task._replace(kind="I") if task.kind == "B" else task)
-                heads[position] += 1
-                moved = True
+                done[task[3]] = 1
+                if task[0] in (BACKWARD, WEIGHT):
+                    last[task[1]] = len(tasks)
+                tasks.append(task)
+                head += 1
+            heads[position] = head
     return Sequence_(tasks, last)
 
 

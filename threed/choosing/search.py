@@ -22,6 +22,7 @@ from threed.schema import Config
 
 Progress = Callable[[str], None]
 _NEAR = 1.02  # the fast evaluator's error: what is so much slower than the worst of the best is dropped
+_FAR = 1.3  # while there are few ideas: times the best step
 
 
 class Found(NamedTuple):
@@ -68,9 +69,10 @@ class Search:
         begin = told = time.monotonic()
         result = self.result
         space = Space(self.base, self.fast.units, devices, fixed, round(self.hardware.devices))
-        shapes = [(self.fast.bound_s(shape._replace(policy=fixed.get("policy", "none"))), number, shape)
-                  for number, shape in enumerate(space.shapes())]
-        for done, (bound_s, _, shape) in enumerate(sorted(shapes)):
+        shapes = [(self.fast.bound_s(shape._replace(policy=fixed.get("policy", "none"))), shape)
+                  for shape in space.shapes()]
+        shapes.sort(key=lambda each: each[0] * (1 + self._bubble(each[1])))  # the likely best first
+        for done, (bound_s, shape) in enumerate(shapes):
             variants = space.variants(shape)
             result.considered += len(variants)
             if bound_s > self._limit:
@@ -87,6 +89,10 @@ class Search:
                                             each.bytes))
         result.seconds = time.monotonic() - begin
         return result
+
+    def _bubble(self, shape: Layout) -> float:
+        """Of 1F1B with this many stages; others have less."""
+        return (shape.pp - 1) / self.fast.microbatches(shape) / shape.virtual_stages
 
     def _words(self, done: int, total: int) -> str:
         best = min(self._best.values(), default=None)
@@ -121,8 +127,8 @@ class Search:
         idea = layout.idea
         if estimate.step_s < self._best.get(idea, float("inf")):
             self._best[idea] = estimate.step_s
-            if len(self._best) >= self.keep:
-                self._limit = _NEAR * heapq.nsmallest(self.keep, self._best.values())[-1]
+            best = heapq.nsmallest(self.keep, self._best.values())
+            self._limit = _NEAR * (best[-1] if len(best) == self.keep else _FAR * best[0])
         return None
 
 

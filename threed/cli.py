@@ -40,6 +40,7 @@ BareConfigPath = Annotated[Path | None, typer.Argument(metavar="CONFIG",
 HELP_COSTS = "measured costs: a run's folder, or its costs.json"
 HELP_HARDWARE = ("a name of configs/hardware or a file, then single numbers: h100-sxm,adapter_gbps=200 ... "
                  "(default: a100-sxm, or cpu-core where run.device=cpu)")
+HELP_MEMORY = "of a device, such as 80GB (default: the hardware's)"
 HELP_TOKENS = "to train on, such as 15e12: print days, device-hours and dollars"
 HELP_SECONDS = ("search this much longer with --schedule auto, or until no order can be better; the result "
                 "then depends on the machine")
@@ -152,8 +153,7 @@ def check(config: ConfigPath, overrides: Overrides = None,
         from threed.prediction.hardware import DEFAULT, OF_CPUS, Hardware
 
         machine = Hardware.parse(hardware, OF_CPUS if loaded.run.device == "cpu" else DEFAULT)
-        advised = advising.advise(loaded, machine, limit,
-                                  lambda line: print(f"... {line}", file=sys.stderr))
+        advised = advising.advise(loaded, machine, limit, _progress)
         advice = advising.show(advised, limit)
     if as_json:
         _print_json({**checked, **({"advice": advised} if advised else {})})
@@ -201,6 +201,24 @@ def predict(context: typer.Context, config: BareConfigPath = None, overrides: Ov
     values = bare.predict_bare(schedule, pp, micro_batches, bare.parse_times(times), virtual_stages, limit,
                                seconds)
     _print(values, bare.show, as_json)
+
+
+@app.command(short_help="search the best layout of a config on so many devices")
+def search(config: ConfigPath, overrides: Overrides = None, *,
+           devices: Annotated[int, typer.Option(min=1, help="ranks, one a device")],
+           memory: Annotated[str | None, typer.Option(metavar="BYTES", help=HELP_MEMORY)] = None,
+           hardware: Annotated[str, typer.Option(help=HELP_HARDWARE)] = "",
+           write: Annotated[Path | None, typer.Option(metavar="FILE", help="write the fastest as a config")]
+           = None, top: Annotated[int, typer.Option(min=1, help="layouts to print")] = 10,
+           as_json: Json = False) -> None:
+    """Search mesh, schedule, micro-batch, ZeRO, recomputation, sequence parallelism and offload for the
+    shortest step. What overrides say of them stays fixed; the file's own layout is left out."""
+    from threed.choosing import verb
+
+    values = verb.search(config, devices, overrides, hardware, memory, _progress)
+    if write is not None:
+        verb.write_best(values, write)
+    _print(values, lambda found: verb.show(found, top), as_json)
 
 
 @app.command(short_help="measure this machine, and write a file for predict --hardware")
@@ -370,6 +388,10 @@ def compare(run: RunPath, as_json: Json = False) -> None:
     from threed.monitor.run import Run
 
     _print(Run(run).compare(), comparing.show, as_json)
+
+
+def _progress(line: str) -> None:
+    print(f"... {line}", file=sys.stderr, flush=True)
 
 
 def _write(option: str, file: Path, text: str) -> None:

@@ -153,8 +153,7 @@ def check(config: ConfigPath, overrides: Overrides = None,
         from threed.prediction.hardware import DEFAULT, OF_CPUS, Hardware
 
         machine = Hardware.parse(hardware, OF_CPUS if loaded.run.device == "cpu" else DEFAULT)
-        advised = advising.advise(loaded, machine, limit, _progress)
-        advice = advising.show(advised, limit)
+        advice = advising.show(advised := advising.advise(loaded, machine, limit, _progress), limit)
     if as_json:
         _print_json({**checked, **({"advice": advised} if advised else {})})
     else:
@@ -204,13 +203,13 @@ def predict(context: typer.Context, config: BareConfigPath = None, overrides: Ov
 
 
 @app.command(short_help="search the best layout of a config on so many devices")
-def search(config: ConfigPath, overrides: Overrides = None, *,
-           devices: Annotated[int, typer.Option(min=1, help="ranks, one a device")],
+def search(config: ConfigPath, devices: Annotated[int, typer.Option(min=1, help="ranks, one a device")],
+           overrides: Overrides = None,
            memory: Annotated[str | None, typer.Option(metavar="BYTES", help=HELP_MEMORY)] = None,
            hardware: Annotated[str, typer.Option(help=HELP_HARDWARE)] = "",
-           write: Annotated[Path | None, typer.Option(metavar="FILE", help="write the fastest as a config")]
-           = None, top: Annotated[int, typer.Option(min=1, help="layouts to print")] = 10,
-           as_json: Json = False) -> None:
+           top: Annotated[int, typer.Option(min=1, help="rows to print")] = 10,
+           write: Annotated[Path | None, typer.Option(metavar="FILE", help="for the fastest, as a config")]
+           = None, as_json: Json = False) -> None:
     """Search mesh, schedule, micro-batch, ZeRO, recomputation, sequence parallelism and offload for the
     shortest step. What overrides say of them stays fixed; the file's own layout is left out."""
     from threed.choosing import verb
@@ -243,8 +242,7 @@ def calibrate(output: Annotated[Path, typer.Option("-o", "--output", metavar="FI
     from threed.calibration.verb import calibrate as measure
     from threed.calibration.verb import show_errors
 
-    done = measure(output, ranks, quick, folder, device,
-                   lambda line: print(line, file=sys.stderr, flush=True))
+    done = measure(output, ranks, quick, folder, device, _progress)
     if as_json:
         _print_json({"hardware": asdict(done["hardware"]), "errors": done["errors"]})
     else:
@@ -366,8 +364,6 @@ def report(what: Annotated[Path, typer.Argument(metavar="CONFIG|RUN", help="YAML
     With a RUN, what was measured is drawn beside the prediction: a traced step, the causes of waiting, and
     the loss, throughput and bubble of all steps.
     """
-    import gc
-
     from threed.monitor.run import Run
     from threed.page.verb import report as draw
 

@@ -21,8 +21,8 @@ _OTHER = ("zero.persist_below", "activation.budget", "activation.partition", "ac
 _WHERE_USED = ("zero.prefetch", "activation.pieces")  # which only some layouts use
 # Values that the fast evaluator does not know, by their beginnings; and why
 _UNKNOWN = {
-    "parallel.schedule": (("auto", "file:"), "search compares named schedules, and an order of its own is made "
-                                             "for one mesh: try it on the mesh that search finds"),
+    "parallel.schedule": (("auto", "file:"), "search compares named schedules; try this one on the mesh that "
+                                             "it finds"),
     "activation.policy": (("budget",), "search finds out what must be recomputed"),
     "offload.optimizer": (("nvme",), "search knows none and cpu"),
 }
@@ -49,8 +49,8 @@ def ask(path: str | Path, overrides: list[str] | None = None) -> Question:
     file, others = given(path, overrides)
     for key, value in others.items():
         if key in _OTHER:
-            raise InputError(f"{key}={value}: search decides what is kept, and where, by other keys; leave it "
-                             "out, and set it in the config that --write writes")
+            raise InputError(f"{key}={value}: search decides what is kept, and where, by other keys; leave "
+                             "it out, and set it in the config that --write writes")
         if key in _UNKNOWN and str(value).startswith(_UNKNOWN[key][0]):
             raise InputError(f"{key}={value}: {_UNKNOWN[key][1]}; leave it out")
     fixed = {key: value for key, value in others.items() if key in _LAYOUT}

@@ -163,7 +163,7 @@ class Priced:
             pieces.append(rows)
             first += len(rows)
         copies = layout.shard_size < layout.dp or (self.tied is not None and self.place[0] != self.place[-1])
-        every = layout.reduce_every or 1
+        every = "step" if layout.stage < 2 else layout.reduce_every or 1
         rule = Rule(self.window, config.zero.prefetch or 1, self.m if every == "step" else int(every),
                     layout.stage >= 1 and layout.dp > 1, layout.stage >= 2,
                     layout.offload_optimizer and not copies, self.hardware.contention)

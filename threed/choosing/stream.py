@@ -62,12 +62,12 @@ def stream(steps: Steps, rule: Rule, m: int) -> float:
 
 
 class _Item(NamedTuple):
-    """A line of a position's program: a computation, or (`reduces` >= 0) the reduction of a unit."""
+    """A line of a position's program: a computation, or the reduction of a unit."""
 
     seconds: float
     reads: tuple[int, ...] = ()
     adds: tuple[int, ...] = ()
-    reduces: int = -1
+    reduces: int | None = None
     last: bool = False  # of its reductions
 
 
@@ -81,10 +81,11 @@ class _Program:
         users = Counter(part for (kind, _), items in templates.items() if kind != FORWARD
                         for item in items for part in item.adds)
         count: Counter[int] = Counter()
+        began: dict[int, int] = {}  # units in the order in which their gradients begin
         for task in tasks:
             for item in templates[task]:
                 self.items.append(item)
-                for part in item.adds:
+                for part in sorted(item.adds, key=lambda part: began.setdefault(part, len(began))):
                     count[part] += 1
                     last = count[part] == m * users[part]
                     if last or count[part] % (rule.every * users[part]) == 0:
@@ -223,7 +224,8 @@ class _Lanes:
         seen: set[int] = set()
         for index, item in enumerate(self.program.items if asked else ()):
             come = item.adds if grads else self.program.gathers.get(index, ())
-            go = (item.reduces,) * (item.reduces >= 0) if grads else self.program.releases.get(index, ())
+            ended = () if item.reduces is None else (item.reduces,)
+            go = ended if grads else self.program.releases.get(index, ())
             for part in come:
                 if part not in inside:
                     inside.add(part)
@@ -245,8 +247,8 @@ class _Lanes:
             item = self.program.items[index]
             for part in self.program.gathers.get(index, ()):
                 self._gather(part)
-            if item.reduces >= 0:
-                self._reduce(item)
+            if item.reduces is not None:
+                self._reduce(item.reduces, item.last)
             else:
                 node = self._compute(item, message if computed == before else -1)
                 computed += 1
@@ -279,8 +281,8 @@ class _Lanes:
             self.added[part] = node
         return node
 
-    def _reduce(self, item: _Item) -> None:
-        part, tolls = item.reduces, self.tolls[item.reduces]
+    def _reduce(self, part: int, last: bool) -> None:
+        tolls = self.tolls[part]
         added = self.added[part]
         if tolls.sum_s:
             added = self._put("compute", tolls.sum_s, [])
@@ -293,10 +295,10 @@ class _Lanes:
         if self.pool is not None:
             self.pool.give(tolls.numel, node)
             self.grads.discard(part)
-        if item.last and tolls.copy_s:
+        if last and tolls.copy_s:
             node = self._put("dp", tolls.copy_s, [])
             self.graph.sends[self.position].append(node)
-        if tolls.down_s and (self.rule.streams or item.last):
+        if tolls.down_s and (self.rule.streams or last):
             node = self._put("d2h", tolls.down_s, [node])
             if self.rule.streams:
                 downs.append(node)

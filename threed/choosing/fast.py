@@ -93,6 +93,8 @@ class Priced:
         # Under ZeRO-3 whose units do not stay gathered: units at a time, or stage.
         window = layout.residency if layout.stage == 3 and layout.dp > 1 else "step"
         self.window = 1 if window is None else None if window == "step" else window
+        # Whether its rhythm changes: halves of backwards are apart for some micro-batches only.
+        self.mixed = layout.schedule == "dualpipe-v"
         self.parts = fast.units.parts(layout.tp, layout.shard_size)
         self.tied = (self.tolls.of(self.parts[-1], len({self.place[0], self.place[-1]}))
                      if -1 in self.parts else None)
@@ -102,7 +104,7 @@ class Priced:
         layout, units = self.layout, self.units
         split = self.fast.units.split(len(self.place))
         assert split is not None, layout
-        if at_once(layout.schedule, layout.pp, self.m, self.v):
+        if at_once(layout.schedule, layout.pp, self.m, self.v) and not self.mixed:
             units = [*units[:-1], units[-1]._replace(again=False)]
         tolls = [self.tolls.of(self.parts[u]) if u in self.parts else None for u in range(len(units))]
         return [Stage(units[first:stop], tolls[first:stop]) for first, stop in split]
@@ -121,7 +123,7 @@ class Priced:
     def estimate(self) -> Estimate:
         layout = self.layout
         free_s = (played := self._played).total_s
-        if layout.often or (layout.dp > 1 and layout.schedule == "dualpipe-v"):
+        if layout.often or self.mixed:
             end, moves = self._streamed() - free_s, 0.0
         else:
             end, moves = self._end(played)

@@ -61,6 +61,14 @@ def stream(steps: Steps, rule: Rule, m: int) -> float:
     return more + (m - some - p) * (more - less) / p
 
 
+class _Task(NamedTuple):
+    """`at_once`: a backward right after its forward, so that the last unit is not computed again."""
+
+    kind: int
+    stage: int
+    at_once: bool
+
+
 class _Item(NamedTuple):
     """A line of a position's program: a computation, or the reduction of a unit."""
 
@@ -74,12 +82,12 @@ class _Item(NamedTuple):
 class _Program:
     """The items of a position, by task, with what is gathered before and released after each."""
 
-    def __init__(self, steps: Steps, rule: Rule, tasks: Sequence[tuple[int, int]], m: int):
+    def __init__(self, steps: Steps, rule: Rule, tasks: Sequence[_Task], m: int):
         self.items: list[_Item] = []
         self.ends: list[int] = []  # of tasks, in items
-        templates = {task: _items(*task, steps.stages[task[1]]) for task in set(tasks)}
-        users = Counter(part for (kind, _), items in templates.items() if kind != FORWARD
-                        for item in items for part in item.adds)
+        templates = {task: _items(task, steps.stages[task.stage]) for task in set(tasks)}
+        stages = {task.stage for task in tasks}
+        users = Counter(part for stage in stages for piece in steps.stages[stage] for part in piece.parts)
         count: Counter[int] = Counter()
         began: dict[int, int] = {}  # units in the order in which their gradients begin
         for task in tasks:
@@ -94,7 +102,7 @@ class _Program:
         self.gathers: defaultdict[int, list[int]] = defaultdict(list)
         self.releases: defaultdict[int, list[int]] = defaultdict(list)
         if rule.gathers:
-            self._gather(steps, rule, {stage for _, stage in tasks})
+            self._gather(steps, rule, stages)
 
     def _gather(self, steps: Steps, rule: Rule, stages: set[int]) -> None:
         uses = [(index, list(item.reads)) for index, item in enumerate(self.items) if item.reads]
@@ -106,13 +114,14 @@ class _Program:
         window(uses, capacity, rule.prefetch, self.gathers, self.releases)
 
 
-def _items(kind: int, stage: int, pieces: Sequence[Piece]) -> list[_Item]:
+def _items(task: _Task, pieces: Sequence[Piece]) -> list[_Item]:
     """Of a task."""
+    kind = task.kind
     if kind == FORWARD:
         return [_Item(unit.forward_s, parts) for unit, parts in pieces]
     result = []
-    for unit, parts in reversed(pieces):
-        if kind in (BACKWARD, INPUT) and unit.again:
+    for at, (unit, parts) in enumerate(reversed(pieces)):
+        if kind in (BACKWARD, INPUT) and unit.again and not (task.at_once and at == 0):
             result.append(_Item(unit.forward_s, parts))
         if kind == BACKWARD:
             result.append(_Item(unit.backward_s, parts, parts))
@@ -151,9 +160,13 @@ class _Graph:
         self.computes: list[list[int]] = [[] for _ in range(p)]  # nodes of the lane, by position
         self.sends: list[list[int]] = [[] for _ in range(p)]
         tasks = sequence(steps.name, p, self.m, v).tasks
-        mine: list[list[tuple[int, int]]] = [[] for _ in range(p)]
-        for kind, stage, position, *_ in tasks:
-            mine[position].append((kind, stage))
+        mine: list[list[_Task]] = [[] for _ in range(p)]
+        before = [-1] * p  # forward before a position's next task
+        for kind, stage, position, own, _ in tasks:
+            at_once = kind in (BACKWARD, INPUT) and before[position] == own - p * v * self.m
+            mine[position].append(_Task(kind, stage, at_once and stage == len(steps.place) - 1))
+            before[position] = own if kind == FORWARD else -1
+        heads = [0] * p
         lanes = [_Lanes(self, _Program(steps, rule, each, self.m), position)
                  for position, each in enumerate(mine)]
         done: dict[int, int] = {}
@@ -164,6 +177,8 @@ class _Graph:
                 if late := steps.messages[stage - 1 if kind == FORWARD else stage]:
                     message = self.node(late, [message])
             again = kind in (BACKWARD, INPUT) and steps.stages[stage][-1].unit.again
+            again = again and not mine[position][heads[position]].at_once
+            heads[position] += 1
             done[own] = lanes[position].task(message, 1 if again else 0)
 
     def node(self, seconds: float, waits: list[int]) -> int:

@@ -93,7 +93,7 @@ def sequence(name: str, p: int, m: int, v: int) -> Sequence_:
 
 def beat(name: str, p: int, m: int, v: int, times: Times) -> Beat:
     """Of all m micro-batches, by playing some of them."""
-    some = _few(name, p, m)
+    some = few(name, p, m)
     if m <= some + p:
         return _play(name, p, m, v, times)
     less, more = _play(name, p, some, v, times), _play(name, p, some + p, v, times)
@@ -101,9 +101,9 @@ def beat(name: str, p: int, m: int, v: int, times: Times) -> Beat:
     return more._replace(total_s=more.total_s + longer)
 
 
-def _few(name: str, p: int, m: int) -> int:
+def few(name: str, p: int, m: int) -> int:
     """As many micro-batches as it takes to be in the rhythm, and at the same place in it as with m."""
-    fewest = max(SCHEDULES[name].least(p), 2 * p + 2)
+    fewest = SCHEDULES[name].least(p) + 2 * p + 2
     return m if m <= fewest + p else fewest + (m - fewest) % p
 
 
@@ -150,7 +150,7 @@ def held(name: str, p: int, m: int, v: int) -> tuple[tuple[Held, ...], ...]:
     """By position: what it keeps at the times of most memory, none of which is below another."""
     if name in KEEP_ALL:
         return tuple((Held((m,) * v, (0,) * v),) for _ in range(p))
-    m = _few(name, p, m)
+    m = few(name, p, m)
     place, result = place_of(name, p, v), []
     for position, tasks in enumerate(order_of(name, p, m, v)):
         mine = (stage for stage, where in enumerate(place) if where == position)
@@ -184,7 +184,7 @@ def at_once(name: str, p: int, m: int, v: int) -> bool:
     place = place_of(name, p, v)
     if name in KEEP_ALL:
         return m == 1
-    tasks, final = order_of(name, p, _few(name, p, m), v)[place[-1]], len(place) - 1
+    tasks, final = order_of(name, p, few(name, p, m), v)[place[-1]], len(place) - 1
     index = tasks.index(Task("F", final, 0))
     return index + 1 < len(tasks) and tasks[index + 1][1:] == (final, 0)
 

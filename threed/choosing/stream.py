@@ -13,10 +13,9 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from threed.choosing.rhythm import BACKWARD, FORWARD, INPUT, sequence
+from threed.choosing.rhythm import BACKWARD, FORWARD, INPUT, few, sequence
 from threed.choosing.traffic import Toll
 from threed.choosing.units import Unit
-from threed.pipeline.orders import SCHEDULES
 from threed.program.buffers import shared_sizes
 from threed.zero.plan import window
 
@@ -53,8 +52,7 @@ class Steps(NamedTuple):
 def stream(steps: Steps, rule: Rule, m: int) -> float:
     """Seconds of m micro-batches, up to the last reduction: of few of them, and of p more for each p more."""
     p, v = max(steps.place) + 1, len(steps.place) // (max(steps.place) + 1)
-    fewest = max(SCHEDULES[steps.name].least(p), p + 4)
-    some = fewest + (m - fewest) % p
+    some = few(steps.name, p, m)
     if m <= some + p:
         return _Graph(steps, rule, (p, m, v)).total_s()
     less, more = (_Graph(steps, rule, (p, each, v)).total_s() for each in (some, some + p))

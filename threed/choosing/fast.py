@@ -338,6 +338,8 @@ class Priced:
         return known[key]
 
     def _kept_at(self, position: int, kept: Sequence[Held]) -> int:
+        """The highest of two: when the loss is made, or a forward ends; when a unit has been computed again.
+        (Temporaries: logits once more, or about a third of the operands.)"""
         away = self.layout.offload_activations
         mine = [self.stages[index] for index, where in enumerate(self.place) if where == position]
         saved = [sum((unit.kept_bytes * (not away) if unit.again else unit.saved_bytes) + unit.handed_bytes
@@ -345,6 +347,10 @@ class Priced:
         operands = [sum(unit.operand_bytes for unit in stage.units) for stage in mine]
         peak = max(sum(map(mul, (*row.saved, *row.operands), (*saved, *operands))) for row in kept)
         units = [unit for stage in mine for unit in stage.units]
-        again = max((unit.saved_bytes for unit in units if unit.again), default=0)
-        beside = max(max(unit.operand_bytes, 2 * unit.logits_bytes) for unit in units)
-        return peak + again + 3 * self.act_bytes + beside
+        logits = max(unit.logits_bytes for unit in units)
+        beside = [unit.operand_bytes // 3 for unit in units if not unit.logits_bytes]
+        # Its saved tensors are gone when other units of its micro-batch are computed again.
+        gone = sum(unit.saved_bytes for unit in units if unit.logits_bytes and not unit.again)
+        again = max((unit.saved_bytes + unit.operand_bytes // 3 - gone * (not unit.logits_bytes)
+                     for unit in units if unit.again), default=0)
+        return peak + max(logits, again, max(beside, default=0)) + 2 * self.act_bytes

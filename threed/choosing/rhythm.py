@@ -159,10 +159,11 @@ def held(name: str, p: int, m: int, v: int) -> tuple[tuple[Held, ...], ...]:
         for task in tasks:
             at = chunk[task.stage]
             saved[at] += task.kind == "F"
-            operands[at] += task.kind == "I"
             seen.add((*saved, *operands))
+            # Unit by unit, operands take the place of what was saved.
             saved[at] -= task.kind in "BI"
-            operands[at] -= task.kind == "W"
+            operands[at] += (task.kind == "I") - (task.kind == "W")
+            seen.add((*saved, *operands))
         result.append(tuple(Held(each[:v], each[v:]) for each in _highest(seen)))
     return tuple(result)
 

@@ -54,6 +54,7 @@ class Fast:
         self.beats: dict[object, Beat] = {}
         self.bytes: dict[object, list[int]] = {}
         self._tolls: dict[object, Tolls] = {}
+        self._bounds: dict[object, tuple[float, float, float, float]] = {}
 
     def microbatches(self, layout: Layout) -> int:
         return self.config.train.global_batch_size // (layout.micro_batch_size * layout.dp)
@@ -71,10 +72,28 @@ class Fast:
                    layout.micro_batch_size, layout.policy, layout.every)
 
     def bound_s(self, layout: Layout) -> float:
-        """No step is shorter: all positions compute all the time, and nothing is sent but over tp."""
-        units = self.units.of(self.cut(layout))
-        return self.microbatches(layout) * sum(u.forward_s + u.backward_s + u.forward_s * u.again
-                                               for u in units[:-1]) / layout.pp
+        """No step is shorter: without traffic over dp and messages, the last position waits for the first
+        forward of those before it, computes all of its micro-batches, and they do its last backward. (Halves
+        of backwards for weights' gradients may run meanwhile. The unit of the loss, which may not be computed
+        again, counts once.)"""
+        m, p, v = self.microbatches(layout), layout.pp, layout.virtual_stages
+        key = self.cut(layout), layout.schedule, p, v
+        if key not in self._bounds:
+            units, place = self.units.of(key[0]), place_of(layout.schedule, p, v)
+            units = [*units[:-1], units[-1]._replace(again=False)]
+            split = self.units.split(p * v)
+            assert split is not None, layout
+            busy, before, last = [0.0] * p, 0.0, 0.0
+            halves = splits(layout.schedule)
+            for stage, (first, stop) in enumerate(split):
+                forward, backward, _, weight, again = (sum(column) for column in zip(*[
+                    (*unit[:4], unit.forward_s * unit.again) for unit in units[first:stop]], strict=True))
+                busy[place[stage]] += forward + backward + again
+                last += weight * halves * (place[stage] == p - 1)
+                before += (forward + (backward - weight * halves)) * (stage < p - 1)
+            self._bounds[key] = max(busy), busy[-1], before, last
+        most, busy, before, weights = self._bounds[key]
+        return max(m * most, m * (busy - weights) + before)
 
     def priced(self, layout: Layout) -> Priced:
         return Priced(self, layout)

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from threed.choosing.fast import Estimate, Fast
@@ -71,7 +72,7 @@ class Search:
         space = Space(self.base, self.fast.units, devices, fixed, round(self.hardware.devices))
         shapes = [(self.fast.bound_s(shape._replace(policy=fixed.get("policy", "none"))), shape)
                   for shape in space.shapes()]
-        shapes.sort(key=lambda each: each[0] * (1 + self._bubble(each[1])))  # the likely best first
+        shapes.sort(key=itemgetter(0))
         for done, (bound_s, shape) in enumerate(shapes):
             variants = space.variants(shape)
             result.considered += len(variants)
@@ -89,10 +90,6 @@ class Search:
                                             each.bytes))
         result.seconds = time.monotonic() - begin
         return result
-
-    def _bubble(self, shape: Layout) -> float:
-        """Of 1F1B with this many stages; others have less."""
-        return (shape.pp - 1) / self.fast.microbatches(shape) / shape.virtual_stages
 
     def _words(self, done: int, total: int) -> str:
         best = min(self._best.values(), default=None)
@@ -120,7 +117,7 @@ class Search:
         if layout.offload_optimizer and priced.host_bytes() > self.hardware.host_memory_gb * 1e9:
             return NO_HOST
         fitting.append(variant)
-        if priced.free_s > self._limit:
+        if self.fast.bound_s(layout) > self._limit or priced.free_s > self._limit:
             return SLOWER
         estimate = priced.estimate()
         result.found.append(Found(layout, estimate, size))

@@ -26,6 +26,9 @@ from threed.prediction.hardware import Hardware
 from threed.schema import Config
 
 
+_MUCH = 0.05  # of the step: traffic at its start and end that moves the positions' rhythm
+
+
 class Estimate(NamedTuple):
     """A layout's step and memory, and the parts of the step that something could shorten."""
 
@@ -142,11 +145,7 @@ class Priced:
     def estimate(self) -> Estimate:
         layout = self.layout
         free_s = (played := self._played).total_s
-        if layout.often or self.mixed:
-            end, moves = self._streamed() - free_s, 0.0
-        else:
-            end, moves = self._end(played)
-            end += self._start(played)
+        end, moves = self._traffic(played)
         steps, up = self._updates()
         total = free_s + end + self.tolls.clip_s() + max(steps) + up
         if self.hardware.waits:
@@ -158,6 +157,15 @@ class Priced:
         device = 0.0 if layout.offload_optimizer else sum(steps) / layout.pp
         return Estimate(total, compute, again, sent, max(0.0, end - moves), away,
                         max(0.0, 1 - (mean + device) / total))
+
+    def _traffic(self, played: Beat) -> tuple[float, float]:
+        """How much longer the step is with traffic over dp and with moves to the host; of that, the moves."""
+        if not (self.layout.often or self.mixed):
+            end, moves = self._end(played)
+            end += self._start(played)
+            if end <= _MUCH * played.total_s:
+                return end, moves
+        return self._streamed() - played.total_s, 0.0
 
     @cached_property
     def _played(self) -> Beat:
@@ -204,9 +212,19 @@ class Priced:
         return steps, late
 
     def _shared_s(self, steps: list[float]) -> float:
-        """For how long the processors of a machine are busy with all ranks that share them."""
-        busy = sum(sum(each) for each in self._busy()) + sum(steps)
-        return busy * self.layout.tp * self.layout.dp / self.hardware.devices
+        """For how long the processors of a machine are busy with all ranks that share them. (A gather in
+        every micro-batch counts twice: forward, backward.)"""
+        layout = self.layout
+        busy = sum(compute + sent for compute, _, sent in self._busy()) + sum(steps)
+        gathers = (2 * self.m if self.window is not None else 1) if layout.dp > 1 and layout.stage else 0
+        reduces = self.m if layout.stage >= 2 and layout.reduce_every != "step" else 1
+        sent = 2 * self.m * sum(self.messages) + layout.pp * self.tolls.clip_s()
+        for position in range(layout.pp):
+            for toll in self._held(position):
+                busy += toll.sum_s * reduces
+                sent += toll.gather_s * gathers + toll.reduce_s * reduces + toll.copy_s + toll.tie_s
+        busy += self.hardware.contention * sent
+        return busy * layout.tp * layout.dp / self.hardware.devices
 
     def _times(self) -> Times:
         columns = [self._stage_times(index) for index in range(len(self.stages))]
@@ -331,7 +349,7 @@ class Priced:
 
     def host_bytes(self) -> int:
         """Of optimizer states on the host, of the ranks of a node."""
-        ranks = min(self.hardware.devices, self.tolls.strides.size)
+        ranks = round(min(self.hardware.node_ranks, self.tolls.strides.size))
         return ranks * max(self.tolls.host_bytes(self._held(position)) for position in range(self.layout.pp))
 
     def _fixed(self) -> list[int]:

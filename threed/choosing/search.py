@@ -69,7 +69,8 @@ class Search:
     def run(self, devices: int, fixed: Mapping[str, Any], progress: Progress = lambda _: None) -> Result:
         begin = told = time.monotonic()
         result = self.result
-        space = Space(self.base, self.fast.units, devices, fixed, round(self.hardware.devices))
+        space = Space(self.base, self.fast.units, devices, fixed,
+                      round(min(self.hardware.node_ranks, devices)))
         shapes = [(self.fast.bound_s(shape._replace(policy=fixed.get("policy", "none"))), shape)
                   for shape in space.shapes()]
         shapes.sort(key=itemgetter(0))

@@ -42,18 +42,19 @@ class Tolls:
                                             (precision.grad_dtype, precision.reduce_dtype)))
         self.update = UpdateSettings(OPTIMIZERS[config.optimizer.name].buffers,
                                      element < 4 and precision.master == "fp32")
+        self.host_s = hardware.host_us * 1e-6 * hardware.waits
         self.travel, self.prices = Travel(hardware), Prices(hardware, element)
         self.strides = Strides(layout.axis_order, {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp})
         self.places = self._places()
         self._known: dict[tuple[Part, int], Toll] = {}
 
     def _places(self) -> dict[str, Place]:
-        layout, strides, devices = self.layout, self.strides, self.hardware.devices
+        layout, strides, node = self.layout, self.strides, self.hardware.node_ranks
         ranks = {"tp": strides.ranks("tp"), "dp": strides.ranks("dp"), "world": range(strides.size),
                  "shard": strides.ranks("dp", layout.shard_size),
                  "replica": strides.ranks("dp", layout.dp // layout.shard_size, layout.shard_size),
                  "tie": strides.ranks("pp", min(2, layout.pp), max(1, layout.pp - 1))}
-        return {name: Place(each, devices) for name, each in ranks.items()}
+        return {name: Place(each, node) for name, each in ranks.items()}
 
     def of(self, part: Part, positions: int = 1) -> Toll:
         """`positions`: how many hold it, 2 for a tied embedding at both ends."""
@@ -88,18 +89,21 @@ class Tolls:
 
         return Toll(sent(Instruction(Op.GATHER, 0, group=group)) if layout.stage >= 1 else 0.0,
                     costs[group], costs.get("replica", 0.0), costs.get("tp", 0.0), costs.get("tie", 0.0),
-                    step + hardware.host_us * 1e-6 * hardware.waits, moved(elements.grad),
+                    step + self.host_s, moved(elements.grad),
                     moved(elements.param), part.numel, kept)
 
     def clip_s(self) -> float:
-        return self.travel.all_reduce(8, self.places["world"]) + self.hardware.kernel_us * 1e-6
+        return (self.travel.all_reduce(8, self.places["world"]) + self.hardware.kernel_us * 1e-6
+                + self.host_s)
 
     def messages(self, place: tuple[int, ...], act_bytes: int) -> tuple[float, ...]:
         """Seconds of a message from each stage to the next; 0 inside a position."""
-        stride, devices = self.strides.strides["pp"], self.hardware.devices
-        nodes = [position * stride // devices for position in range(max(place) + 1)]
-        return (*(0.0 if here == there else self.travel.message(act_bytes, nodes[here] != nodes[there])
-                  for here, there in zip(place, place[1:], strict=False)), 0.0)
+        stride, node = self.strides.strides["pp"], self.hardware.node_ranks
+        nodes = [position * stride // node for position in range(max(place) + 1)]
+        ends = zip(place, place[1:], strict=False)
+        return (*(0.0 if here == there
+                  else self.host_s + self.travel.message(act_bytes, nodes[here] != nodes[there])
+                  for here, there in ends), 0.0)
 
     def communicators(self, place: tuple[int, ...]) -> int:
         """The most of any rank."""

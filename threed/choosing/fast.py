@@ -6,8 +6,8 @@ The full plan walks each instruction of each unit; this walks tasks of stages, f
 happens once a step (gathers before the first forward, reductions after the last backward) is walked unit by
 unit. Where there is traffic in every micro-batch (ZeRO-2, ZeRO-3), all units are walked (stream).
 
-Neglected: messages that wait for each other; how a gather that delays a stage moves its neighbours; of
-memory, temporaries but for a bound.
+Neglected: how a gather that delays a stage moves its neighbours, where this is little; of memory, most
+temporaries.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from threed.choosing.traffic import Toll, Tolls
 from threed.choosing.units import Cut, Strides, Unit, Units
 from threed.prediction.hardware import Hardware
 from threed.schema import Config
-
 
 _MUCH = 0.05  # of the step: traffic at its start and end that moves the positions' rhythm
 

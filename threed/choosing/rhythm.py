@@ -107,30 +107,50 @@ def few(name: str, p: int, m: int) -> int:
     return m if m <= fewest + p else fewest + (m - fewest) % p
 
 
+def channels(place: Sequence[int]) -> tuple[list[int], list[int]]:
+    """By stage: the channel on which it sends its output, and that of its input's gradient. Messages of one
+    kind from one position to another wait for each other."""
+    known: dict[object, int] = {}
+
+    def of(kind: str, here: int, there: int) -> int:
+        return known.setdefault((kind, place[here], place[there]), len(known))
+
+    last = len(place) - 1
+    return ([of("act", stage, min(stage + 1, last)) for stage in range(last + 1)],
+            [of("grad", stage, max(stage - 1, 0)) for stage in range(last + 1)])
+
+
 def _play(name: str, p: int, m: int, v: int, times: Times) -> Beat:
     tasks, last = sequence(name, p, m, v)
     forward, before, backward, first_half, second_half, message = times
     stages = len(forward)
-    done, clock = [0.0] * (3 * stages * m), [0.0] * p
+    on, back = channels(place_of(name, p, v))
+    done, clock, sent = [0.0] * (3 * stages * m), [0.0] * p, [0.0] * (2 * stages)
     first = [-1.0] * stages
     ends = [0.0] * stages
     finals = {index: stage for stage, index in enumerate(last)}
     for index, (kind, stage, position, own, at) in enumerate(tasks):
-        now = clock[position]
+        now, seconds, channel = clock[position], 0.0, 0
         if kind == FORWARD:
-            if at >= 0 and (ready := done[at] + message[stage - 1]) > now:
-                now = ready
+            if at >= 0 and done[at] > now:
+                now = done[at]
             if first[stage] < 0:
                 first[stage] = now
             now += forward[stage]
+            seconds, channel = message[stage], on[stage]
         elif kind == WEIGHT:
             now += second_half[stage]
         else:
             now += before[stage]
-            if at >= 0 and (ready := done[at] + message[stage]) > now:
-                now = ready
+            if at >= 0 and done[at] > now:
+                now = done[at]
             now += backward[stage] if kind == BACKWARD else first_half[stage]
+            if stage:
+                seconds, channel = message[stage - 1], back[stage]
         clock[position] = done[own] = now
+        if seconds:  # when it arrives
+            begin = sent[channel] if sent[channel] > now else now
+            done[own] = sent[channel] = begin + seconds
         if index in finals:
             ends[stage] = now
     total = max(clock)

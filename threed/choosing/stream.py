@@ -13,7 +13,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from threed.choosing.rhythm import BACKWARD, FORWARD, INPUT, few, sequence
+from threed.choosing.rhythm import BACKWARD, FORWARD, INPUT, WEIGHT, channels, few, sequence
 from threed.choosing.traffic import Toll
 from threed.choosing.units import Unit
 from threed.program.buffers import shared_sizes
@@ -168,16 +168,20 @@ class _Graph:
         lanes = [_Lanes(self, _Program(steps, rule, each, self.m), position)
                  for position, each in enumerate(mine)]
         done: dict[int, int] = {}
+        on, back = channels(steps.place)
+        sent: dict[int, int] = {}  # channel -> its latest message
         for kind, stage, position, own, at in tasks:
-            message = -1
-            if at >= 0:
-                message = done[at]
-                if late := steps.messages[stage - 1 if kind == FORWARD else stage]:
-                    message = self.node(late, [message])
             again = kind in (BACKWARD, INPUT) and steps.stages[stage][-1].unit.again
             again = again and not mine[position][heads[position]].at_once
             heads[position] += 1
-            done[own] = lanes[position].task(message, 1 if again else 0)
+            done[own] = node = lanes[position].task(done.get(at, -1), 1 if again else 0)
+            if kind == WEIGHT or (kind != FORWARD and not stage):
+                continue
+            seconds, channel = ((steps.messages[stage], on[stage]) if kind == FORWARD else
+                                (steps.messages[stage - 1], back[stage]))
+            if seconds:
+                waits = [node, *([sent[channel]] if channel in sent else [])]
+                done[own] = sent[channel] = self.node(seconds, waits)
 
     def node(self, seconds: float, waits: list[int]) -> int:
         self.seconds.append(seconds)

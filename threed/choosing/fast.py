@@ -176,25 +176,20 @@ class Priced:
         return known[key]
 
     def _streamed(self) -> float:
-        """Up to the last reduction, where units are gathered or reduced in every micro-batch."""
-        layout, config = self.layout, self.fast.config
-        ends = ({0: (-1,), len(self.stages) - 1: (-1,)} if self.tied is not None else {})
-        pieces, tolls, first = [], {} if self.tied is None else {-1: self.tied}, 0
-        for index, stage in enumerate(self.stages):
-            rows = []
-            for at, (unit, toll) in enumerate(zip(stage.units, stage.tolls, strict=True)):
-                own = () if toll is None else (first + at,)
-                tolls |= {} if toll is None else {first + at: toll}
-                edge = at == (0 if index == 0 else len(stage.units) - 1)
-                both = index == 0 == len(self.stages) - 1 and at in (0, len(stage.units) - 1)
-                rows.append(Piece(unit, own + (ends.get(index, ()) if edge or both else ())))
-            pieces.append(rows)
-            first += len(rows)
-        copies = layout.shard_size < layout.dp or (self.tied is not None and self.place[0] != self.place[-1])
-        every = "step" if layout.stage < 2 else layout.reduce_every or 1
-        rule = Rule(self.window, config.zero.prefetch or 1, self.m if every == "step" else int(every),
+        """Up to the last reduction, unit by unit."""
+        layout, prefetch = self.layout, self.fast.config.zero.prefetch
+        tolls = {part: self.tolls.of(held) for part, held in self.parts.items() if part >= 0}
+        ends = (0, len(self.units) - 1) if self.tied is not None else ()
+        parts = iter([((unit,) if unit in tolls else ()) + ((-1,) if unit in ends else ())
+                      for unit in range(len(self.units))])
+        tolls |= {-1: self.tied} if self.tied is not None else {}
+        pieces = [[Piece(unit, next(parts)) for unit in stage.units] for stage in self.stages]
+        several = layout.shard_size < layout.dp or (self.tied is not None and self.place[0] != self.place[-1])
+        once = layout.stage < 2 or layout.reduce_every == "step"
+        every = self.m if once else int(layout.reduce_every or 1)
+        rule = Rule(self.window, 1 if prefetch is None else prefetch, every,
                     layout.stage >= 1 and layout.dp > 1, layout.stage >= 2,
-                    layout.offload_optimizer and not copies, self.hardware.contention)
+                    layout.offload_optimizer and not several, self.hardware.contention)
         seconds = stream(Steps(layout.schedule, self.place, pieces, self.messages, tolls), rule, self.m)
         return seconds + (self.tied.tie_s if self.tied is not None else 0.0)
 
@@ -356,7 +351,8 @@ class Priced:
         layout, known = self.layout, self.fast.bytes
         key = id(self.tolls), self.place, self.window
         if key not in known:
-            ahead = self.fast.config.zero.prefetch or 1
+            prefetch = self.fast.config.zero.prefetch
+            ahead = 1 if prefetch is None else prefetch
             most = max(len(stage.units) for stage in self.stages)
             window = (most if self.window == "stage" else int(self.window or 0)) + ahead
             rows = [self._held(position) for position in range(layout.pp)]

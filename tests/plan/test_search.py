@@ -68,11 +68,12 @@ def test_bound():
 
 
 @pytest.mark.parametrize("fixed", [
-    ["parallel.tp=2"], ["parallel.pp=4", "parallel.schedule=zb-v"], ["parallel.dp=2"], ["zero.stage=3"],
+    ["parallel.tp=2"], ["parallel.pp=2", "parallel.schedule=zb-v"], ["parallel.dp=2"], ["zero.stage=3"],
     ["zero.stage=2", "zero.reduce_every=2"], ["zero.residency=2"], ["train.micro_batch_size=2"],
     ["activation.policy=full", "activation.every=2"], ["parallel.axis_order=dp-pp-tp"],
-    ["offload.optimizer=cpu"], ["parallel.schedule=interleaved", "parallel.virtual_stages=3", "parallel.pp=2"],
-    ["zero.shard_size=2"], ["parallel.sequence_parallel=false"], ["activation.offload=cpu"]])
+    ["offload.optimizer=cpu"], ["zero.shard_size=2"],
+    ["parallel.schedule=interleaved", "parallel.virtual_stages=3", "parallel.pp=2"],
+    ["parallel.sequence_parallel=false"], ["activation.offload=cpu"]])
 def test_fixed(fixed):
     """A key on the command line that the search changes would not be what the user asked for."""
     asked, result = searched(4, "model.layers=4", *fixed)

@@ -111,8 +111,6 @@ def test_every_layout_is_counted():
     assert result.dropped[NEEDLESS] and result.dropped[SLOWER] and result.dropped[NO_BATCH]
     steps = [found.estimate.step_s for found in result.found]
     assert steps == sorted(steps, key=lambda step: round(step, 5))
-    ideas = [found.layout.idea for found in result.ideas()]
-    assert len(set(ideas)) == len({*ideas[:len(set(ideas))]})  # distinct ones first
 
 
 def test_nothing_better_is_dropped():
@@ -173,6 +171,7 @@ def test_command(tmp_path):
     assert threed.check(config)["ok"]
     step_s = threed.predict(threed.load(file, QUIET), "h100-sxm")["step_time"]
     assert step_s == pytest.approx(best["step_s"], rel=1e-6)
+    assert len({row["layout"] for row in values["layouts"]}) == len(values["layouts"])
     text = show(values, 3)
     assert "would help" in text and "fixed: tp=1" in text and text.count("layers") == 0
     assert best["layout"] in file.read_text().replace("\n# ", " ")

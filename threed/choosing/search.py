@@ -23,6 +23,7 @@ from threed.schema import Config
 
 Progress = Callable[[str], None]
 _NEAR = 1.02  # the fast evaluator's error: what is so much slower than the worst of the best is dropped
+_SURE = 0.97  # what takes less of the memory fits by the full plan, too
 _FAR = 1.3  # while there are few ideas: times the best step
 
 
@@ -44,15 +45,6 @@ class Result:
     considered: int = 0
     nearest: tuple[int, Layout] | None = None  # bytes, where nothing fits
     seconds: float = 0.0
-
-    def ideas(self) -> list[Found]:
-        """The best of each idea first, the best idea first; then all others."""
-        seen: set[object] = set()
-        first, rest = [], []
-        for each in self.found:
-            (rest if each.layout.idea in seen else first).append(each)
-            seen.add(each.layout.idea)
-        return first + rest
 
 
 class Search:
@@ -117,7 +109,8 @@ class Search:
             return NO_MEMORY
         if layout.offload_optimizer and priced.host_bytes() > self.hardware.host_memory_gb * 1e9:
             return NO_HOST
-        fitting.append(variant)
+        if size < _SURE * self.memory:
+            fitting.append(variant)
         if self.fast.bound_s(layout) > self._limit or priced.free_s > self._limit:
             return SLOWER
         estimate = priced.estimate()

@@ -15,7 +15,8 @@ from threed.models.model import model_flops
 from threed.prediction.hardware import DEFAULT, OF_CPUS, Hardware
 from threed.quantity import parse_bytes, show_bytes, show_count, show_seconds
 
-_PLANNED = 20  # layouts that the full plan decides about
+_PLANNED = 20  # ideas about which the full plan decides
+_TRIES = 3  # layouts of an idea that may turn out not to fit
 _BY_PLAN = "does not fit, or cannot run, by the full plan"
 Progress = Callable[[str], None]
 
@@ -53,17 +54,18 @@ def search(path: str | Path, devices: int, overrides: list[str] | None = None, h
 
 def _planned(asked: Question, machine: Hardware, limit: int, result: Result,
              progress: Progress) -> list[dict[str, Any]]:
-    """The best layouts by the full plan: those of distinct ideas."""
+    """The best layouts by the full plan: of each idea the fastest that fits."""
     if not result.found:
         return []
     from threed.prediction.advise import measure  # imports torch, for temporaries
     from threed.prediction.transient import Transient
 
-    rows, transient, ideas = [], Transient(), Counter[object]()
-    for found in result.ideas():
+    rows, transient, tries, done = [], Transient(), Counter[object](), set[object]()
+    for found in result.found:
         idea = found.layout.idea
-        if ideas[idea]:  # of each idea the fastest that fits
+        if idea in done or tries[idea] == _TRIES:
             continue
+        tries[idea] += 1
         config = asked.config(found.layout)
         config.train.eval_every = config.checkpoint.every = 0  # a step has no part in them
         progress(f"plan {len(rows) + 1}: {found.layout.text()}")
@@ -74,7 +76,7 @@ def _planned(asked: Question, machine: Hardware, limit: int, result: Result,
         if measured["peak_bytes"] > limit:
             result.dropped[_BY_PLAN] += 1
             continue
-        ideas[idea] += 1
+        done.add(idea)
         rows.append(_row(asked, machine, found, measured))
         if len(rows) == _PLANNED:
             break

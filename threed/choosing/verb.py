@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 from threed.choosing.question import Question, ask, write
 from threed.choosing.search import Found, Result, Search, helps
 from threed.choosing.space import NO_MEMORY
+from threed.config import checked
 from threed.errors import InputError, ThreedError, check_type
 from threed.models.model import model_flops
 from threed.prediction.hardware import DEFAULT, OF_CPUS, Hardware
@@ -44,12 +46,13 @@ def search(path: str | Path, devices: int, overrides: list[str] | None = None, h
     limit = parse_bytes(memory) if memory is not None else round(machine.memory_gb * 1e9)
     searched = Search(asked.base, machine, limit, _PLANNED)
     result = searched.run(devices, asked.fixed, progress)
+    begin = time.monotonic()
     rows = _planned(asked, machine, limit, result, progress)
     if not rows:
         raise InputError(_nothing(result, devices, limit))
     return {"config": str(path), "devices": devices, "hardware": machine.title, "memory_bytes": limit,
             "fixed": asked.fixed, "considered": result.considered, "timed": len(result.found),
-            "seconds": result.seconds, "dropped": dict(result.dropped.most_common()), "layouts": rows}
+            "seconds": result.seconds, "planned_seconds": time.monotonic() - begin, "dropped": dict(result.dropped.most_common()), "layouts": rows}
 
 
 def _planned(asked: Question, machine: Hardware, limit: int, result: Result,
@@ -70,7 +73,7 @@ def _planned(asked: Question, machine: Hardware, limit: int, result: Result,
         config.train.eval_every = config.checkpoint.every = 0  # a step has no part in them
         progress(f"plan {len(rows) + 1}: {found.layout.text()}")
         try:
-            measured = measure(config, machine, transient)
+            measured = measure(checked(config), machine, transient)
         except ThreedError:
             measured = {"peak_bytes": limit + 1}
         if measured["peak_bytes"] > limit:
@@ -130,7 +133,7 @@ def show(values: dict[str, Any], top: int = 10) -> str:
     lines = [f"{values['config']} on {values['devices']} x {values['hardware']}, "
              f"{show_bytes(values['memory_bytes'])} each" + (f"; fixed: {fixed}" if fixed else ""),
              f"{values['considered']} layouts in {values['seconds']:.1f} s, {values['timed']} timed, "
-             f"{len(values['layouts'])} ideas planned in full"]
+             f"{len(values['layouts'])} ideas planned in full in {values['planned_seconds']:.1f} s"]
     lines += [f"{count:8d} dropped: {reason}" for reason, count in values["dropped"].items()]
     lines += ["", "".join(text.rjust(11) for text in ("step", "tokens/s", "MFU", "memory", "bubble",
                                                       "exposed")) + "  layout"]

@@ -52,7 +52,8 @@ def search(path: str | Path, devices: int, overrides: list[str] | None = None, h
         raise InputError(_nothing(result, devices, limit))
     return {"config": str(path), "devices": devices, "hardware": machine.title, "memory_bytes": limit,
             "fixed": asked.fixed, "considered": result.considered, "timed": len(result.found),
-            "seconds": result.seconds, "planned_seconds": time.monotonic() - begin, "dropped": dict(result.dropped.most_common()), "layouts": rows}
+            "seconds": result.seconds, "planned_seconds": time.monotonic() - begin,
+            "dropped": dict(result.dropped.most_common()), "layouts": rows}
 
 
 def _planned(asked: Question, machine: Hardware, limit: int, result: Result,

@@ -110,7 +110,7 @@ def test_every_layout_is_counted():
     assert result.considered == len(result.found) + result.dropped.total() > 5000
     assert result.dropped[NEEDLESS] and result.dropped[SLOWER] and result.dropped[NO_BATCH]
     steps = [found.estimate.step_s for found in result.found]
-    assert steps == sorted(steps, key=lambda step: round(step, 5))
+    assert all(then > step * 0.999 for step, then in zip(steps, steps[1:]))
 
 
 def test_nothing_better_is_dropped():

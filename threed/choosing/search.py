@@ -79,8 +79,8 @@ class Search:
         result.dropped.update(space.dropped)
         result.examples.update(space.wrong)
         result.considered += space.dropped.total()
-        result.found.sort(key=lambda each: (round(each.estimate.step_s, 5), each.layout.stage,
-                                            each.bytes))
+        # Of layouts that are as fast, the one that holds least.
+        result.found.sort(key=lambda each: (float(f"{each.estimate.step_s:.4g}"), each.bytes))
         result.seconds = time.monotonic() - begin
         return result
 

@@ -65,6 +65,7 @@ LEVELS = (
         "planned",
         "prediction.memory prediction.transient prediction.verb",
         "prediction.advise",
+        "choosing.",
     ),
     (  # 5
         "engine. monitor.",

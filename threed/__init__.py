@@ -5,6 +5,7 @@
     print(threed.show(plan))                                      the mesh, the units, the schedule's grid
     threed.check(plan)                                            what a rank holds and sends
     threed.predict(plan)                                          time and memory of a step
+    threed.search("configs/toy.yaml", 64)["layouts"]              the best layouts on 64 devices
     threed.report(plan, "page.html")                              all of it, as a page to look at
     run = threed.train(config, callbacks=[...])                   train on all ranks
     run.metrics, run.compare()                                    what it measured
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from threed.api import check, plan, show, train
     from threed.callback import Callback
+    from threed.choosing.verb import search
     from threed.config import load
     from threed.errors import ThreedError
     from threed.monitor.run import Run
@@ -32,11 +34,12 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["Callback", "Config", "Plan", "Run", "ThreedError", "Trainer",
-           "check", "load", "plan", "predict", "report", "show", "train"]
+           "check", "load", "plan", "predict", "report", "search", "show", "train"]
 
 _HOMES = {"Callback": "callback", "Config": "schema", "Plan": "program.table", "Run": "monitor.run",
           "ThreedError": "errors", "Trainer": "trainer", "check": "api", "load": "config", "plan": "api",
-          "predict": "prediction.verb", "report": "page.verb", "show": "api", "train": "api"}
+          "predict": "prediction.verb", "report": "page.verb", "search": "choosing.verb", "show": "api",
+          "train": "api"}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,5 +1,5 @@
 """The verbs of the library. `import threed` has them, and the command line calls them. (`predict` is in
-prediction/verb, `report` in page/verb.)"""
+prediction/verb, `report` in page/verb, `search` in choosing/verb.)"""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from threed import config as configs
 from threed.callback import Callback
+from threed.choosing.verb import search
 from threed.config import checked
 from threed.early import STOPS
 from threed.environment import Place, place_of_environment
@@ -38,7 +39,7 @@ from threed.validate import warnings
 if TYPE_CHECKING:
     from threed.monitor.run import Run
 
-__all__ = ["check", "plan", "predict", "report", "show", "train"]
+__all__ = ["check", "plan", "predict", "report", "search", "show", "train"]
 PROBE_S = 10  # how long a forked process may take for a small product on several threads
 
 

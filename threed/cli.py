@@ -40,6 +40,7 @@ BareConfigPath = Annotated[Path | None, typer.Argument(metavar="CONFIG",
 HELP_COSTS = "measured costs: a run's folder, or its costs.json"
 HELP_HARDWARE = ("a name of configs/hardware or a file, then single numbers: h100-sxm,adapter_gbps=200 ... "
                  "(default: a100-sxm, or cpu-core where run.device=cpu)")
+HELP_MEMORY = "of a device, such as 80GB (default: the hardware's)"
 HELP_TOKENS = "to train on, such as 15e12: print days, device-hours and dollars"
 HELP_SECONDS = ("search this much longer with --schedule auto, or until no order can be better; the result "
                 "then depends on the machine")
@@ -152,9 +153,7 @@ def check(config: ConfigPath, overrides: Overrides = None,
         from threed.prediction.hardware import DEFAULT, OF_CPUS, Hardware
 
         machine = Hardware.parse(hardware, OF_CPUS if loaded.run.device == "cpu" else DEFAULT)
-        advised = advising.advise(loaded, machine, limit,
-                                  lambda line: print(f"... {line}", file=sys.stderr))
-        advice = advising.show(advised, limit)
+        advice = advising.show(advised := advising.advise(loaded, machine, limit, _progress), limit)
     if as_json:
         _print_json({**checked, **({"advice": advised} if advised else {})})
     else:
@@ -203,6 +202,24 @@ def predict(context: typer.Context, config: BareConfigPath = None, overrides: Ov
     _print(values, bare.show, as_json)
 
 
+@app.command(short_help="search the best layout of a config on so many devices")
+def search(config: ConfigPath, devices: Annotated[int, typer.Option(min=1, help="ranks, one a device")],
+           overrides: Overrides = None,
+           memory: Annotated[str | None, typer.Option(metavar="BYTES", help=HELP_MEMORY)] = None,
+           hardware: Annotated[str, typer.Option(help=HELP_HARDWARE)] = "",
+           top: Annotated[int, typer.Option(min=1, help="rows to print")] = 10,
+           write: Annotated[Path | None, typer.Option(metavar="FILE", help="for the fastest, as a config")]
+           = None, as_json: Json = False) -> None:
+    """Search mesh, schedule, micro-batch, ZeRO, recomputation, sequence parallelism and offload for the
+    shortest step. What overrides say of them stays fixed; the file's own layout is left out."""
+    from threed.choosing import verb
+
+    values = api.search(config, devices, overrides, hardware, memory, _progress)
+    if write is not None:
+        verb.write_best(values, write)
+    _print(values, lambda found: verb.show(found, top), as_json)
+
+
 @app.command(short_help="measure this machine, and write a file for predict --hardware")
 def calibrate(output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE",
                                                    help="hardware file to write, such as my.yaml")],
@@ -224,8 +241,7 @@ def calibrate(output: Annotated[Path, typer.Option("-o", "--output", metavar="FI
 
     from threed.calibration import fitted, points, verb
 
-    machine, found = verb.calibrate(output, ranks, quick, folder, device,
-                                    lambda line: print(line, file=sys.stderr, flush=True))
+    machine, found = verb.calibrate(output, ranks, quick, folder, device, _progress)
     if as_json:
         _print_json({"hardware": asdict(machine), "errors": points.errors(found, machine)})
     else:
@@ -347,8 +363,6 @@ def report(what: Annotated[Path, typer.Argument(metavar="CONFIG|RUN", help="YAML
     With a RUN, what was measured is drawn beside the prediction: a traced step, the causes of waiting, and
     the loss, throughput and bubble of all steps.
     """
-    import gc
-
     from threed.monitor.run import Run
     from threed.page.verb import report as draw
 
@@ -369,6 +383,10 @@ def compare(run: RunPath, as_json: Json = False) -> None:
     from threed.monitor.run import Run
 
     _print(Run(run).compare(), comparing.show, as_json)
+
+
+def _progress(line: str) -> None:
+    print(f"... {line}", file=sys.stderr, flush=True)
 
 
 def _write(option: str, file: Path, text: str) -> None:

@@ -29,7 +29,7 @@ from threed.models.families.registry import FAMILIES, family_of, sizes
 from threed.schema import Config, ModelConfig
 from threed.synonyms import ours
 from threed.validate import validate
-from threed.values import CHOICES, get
+from threed.values import CHOICES, check_values, get
 
 _NEAR = 0.8  # how alike a key and a slip of the pen are; below it they are two words
 
@@ -47,11 +47,17 @@ def load(path: str | Path | None, overrides: list[str] | None = None,
     """
     check_type("path", path, (str, Path, None), "the path of a YAML file")
     check_type("world_size", world_size, (int, None), "the number of ranks")
+    values, others = given(path, overrides)
+    return of_values({**values, **others}, str(path) if path is not None else "the config", world_size)
+
+
+def given(path: str | Path | None, overrides: list[str] | None = None) -> tuple[dict[str, Any],
+                                                                                dict[str, Any]]:
+    """Dotted keys with the values that a file, and overrides, give them. Raises InputError where they cannot
+    be read."""
     _check_overrides(overrides)
-    given = _flatten(_read_yaml(path) if path is not None else {})
-    for text in overrides or []:
-        given.update(_read_override(text))
-    return of_values(given, str(path) if path is not None else "the config", world_size)
+    values = _flatten(_read_yaml(path) if path is not None else {})
+    return values, {key: value for text in overrides or [] for key, value in _read_override(text).items()}
 
 
 def of_values(values: dict[str, Any], where: str, world_size: int | None = None) -> Config:
@@ -59,6 +65,16 @@ def of_values(values: dict[str, Any], where: str, world_size: int | None = None)
     from, where they are no config."""
     config, problems = _build(_flatten(values))
     return _resolved(config, world_size, problems, where)
+
+
+def uncombined(values: dict[str, Any], where: str) -> Config:
+    """A Config of values by dotted key, of which each has its type and a value that it may have. Whether they
+    go together is not checked."""
+    config, problems = _build(values)
+    resolve_dp(config, None)
+    if problems := [*problems, *check_values(config)]:
+        raise ConfigError(problems, where)
+    return config
 
 
 def checked(config: Config, world_size: int | None = None) -> Config:

@@ -33,7 +33,7 @@ def test_names():
         _ = threed.fit  # pyright: ignore[reportAttributeAccessIssue]
 
 
-VERBS = ("check", "load", "plan", "predict", "report", "show", "train")
+VERBS = ("check", "load", "plan", "predict", "report", "search", "show", "train")
 
 
 def test_documented_and_typed():

@@ -4,31 +4,34 @@
 
 The full plan walks each instruction of each unit; this walks tasks of stages, few micro-batches of them. What
 happens once a step (gathers before the first forward, reductions after the last backward) is walked unit by
-unit. What happens in every micro-batch (ZeRO-2, ZeRO-3) makes stages longer, as in a steady state.
+unit. Where there is traffic in every micro-batch (ZeRO-2, ZeRO-3), all units are walked (stream).
 
-Neglected: how a stage that takes longer by traffic in one micro-batch moves its neighbours; messages that wait
-for each other; temporaries, which `memory` estimates.
+Neglected: how a gather that delays a stage moves its neighbours, where this is little; of memory, most
+temporaries.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
+from operator import add, mul
 from typing import NamedTuple
 
 from threed.choosing.layout import Layout
-from threed.choosing.rhythm import KEEP_ALL, Beat, Times, at_once, beat, held, place_of
+from threed.choosing.rhythm import Beat, Held, Times, at_once, beat, held, place_of, splits
+from threed.choosing.stream import Piece, Rule, Steps, stream
 from threed.choosing.traffic import Toll, Tolls
 from threed.choosing.units import Cut, Strides, Unit, Units
-from threed.pipeline.orders import SCHEDULES
 from threed.prediction.hardware import Hardware
 from threed.schema import Config
+
+_MUCH = 0.05  # of the step: traffic at its start and end that moves the positions' rhythm
 
 
 class Estimate(NamedTuple):
     """A layout's step and memory, and the parts of the step that something could shorten."""
 
     step_s: float
-    bytes: int  # of the fullest rank, with temporaries, CUDA and NCCL
     compute_s: float  # of the busiest position: kernels alone, with what is computed again
     again_s: float  # of that: computed again
     tp_s: float  # exposed collectives of that position
@@ -45,27 +48,25 @@ class Stage(NamedTuple):
 
 
 class Fast:
-    """Evaluates layouts of one config on one kind of machine."""
+    """Evaluates layouts of one config on one kind of machine, and remembers their parts."""
 
     def __init__(self, config: Config, hardware: Hardware):
         self.config, self.hardware = config, hardware
-        self._units: dict[str | None, Units] = {}
-        self._beats: dict[object, Beat] = {}
-        self.beats = 0  # plays that were not known
-
-    def units(self, tiles: str | None) -> Units:
-        if tiles not in self._units:
-            config = self.config
-            if tiles != config.model.tile_linears:
-                from copy import deepcopy
-
-                config = deepcopy(config)
-                config.model.tile_linears = tiles
-            self._units[tiles] = Units(config, self.hardware)
-        return self._units[tiles]
+        self.units = Units(config, hardware)
+        self.beats: dict[object, Beat] = {}
+        self.bytes: dict[object, list[int]] = {}
+        self._tolls: dict[object, Tolls] = {}
+        self._bounds: dict[object, tuple[float, float, float, float]] = {}
 
     def microbatches(self, layout: Layout) -> int:
         return self.config.train.global_batch_size // (layout.micro_batch_size * layout.dp)
+
+    def tolls(self, layout: Layout) -> Tolls:
+        key = (layout.axis_order, layout.tp, layout.pp, layout.dp, layout.sequence_parallel, layout.stage,
+               layout.shard_size, layout.reduce_every, layout.offload_optimizer)
+        if key not in self._tolls:
+            self._tolls[key] = Tolls(self.config, self.hardware, layout)
+        return self._tolls[key]
 
     def cut(self, layout: Layout) -> Cut:
         stride = Strides(layout.axis_order, {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp}).strides["tp"]
@@ -73,9 +74,28 @@ class Fast:
                    layout.micro_batch_size, layout.policy, layout.every)
 
     def bound_s(self, layout: Layout) -> float:
-        """No step is shorter: all positions compute all the time, and nothing is sent but over tp."""
-        units = self.units(layout.tile_linears).of(self.cut(layout))
-        return self.microbatches(layout) * sum(u.forward_s + u.backward_s for u in units) / layout.pp
+        """No step is shorter: without traffic over dp and messages, the last position waits for the first
+        forward of those before it, computes all of its micro-batches, and they do its last backward. (Halves
+        of backwards for weights' gradients may run meanwhile. The unit of the loss, which may not be computed
+        again, counts once.)"""
+        m, p, v = self.microbatches(layout), layout.pp, layout.virtual_stages
+        key = self.cut(layout), layout.schedule, p, v
+        if key not in self._bounds:
+            units, place = self.units.of(key[0]), place_of(layout.schedule, p, v)
+            units = [*units[:-1], units[-1]._replace(again=False)]
+            split = self.units.split(p * v)
+            assert split is not None, layout
+            busy, before, last = [0.0] * p, 0.0, 0.0
+            halves = splits(layout.schedule)
+            for stage, (first, stop) in enumerate(split):
+                forward, backward, _, weight, again = (sum(column) for column in zip(*[
+                    (*unit[:4], unit.forward_s * unit.again) for unit in units[first:stop]], strict=True))
+                busy[place[stage]] += forward + backward + again
+                last += weight * halves * (place[stage] == p - 1)
+                before += (forward + (backward - weight * halves)) * (stage < p - 1)
+            self._bounds[key] = max(busy), busy[-1], before, last
+        most, busy, before, weights = self._bounds[key]
+        return max(m * most, m * (busy - weights) + before)
 
     def priced(self, layout: Layout) -> Priced:
         return Priced(self, layout)
@@ -87,55 +107,118 @@ class Priced:
     def __init__(self, fast: Fast, layout: Layout):
         self.fast, self.layout, self.hardware = fast, layout, fast.hardware
         self.m, self.v = fast.microbatches(layout), layout.virtual_stages
-        units = fast.units(layout.tile_linears)
-        cut = fast.cut(layout)
-        all_units = units.of(cut)
+        self.cut, self.tolls = fast.cut(layout), fast.tolls(layout)
+        self.units = fast.units.of(self.cut)
         self.place = place_of(layout.schedule, layout.pp, self.v)
-        split = units.split(len(self.place))
-        assert split is not None, layout
-        if at_once(layout.schedule, layout.pp, self.m, self.v):
-            all_units = [*all_units[:-1], all_units[-1]._replace(again=False)]
-        self.tolls = Tolls(fast.config, fast.hardware, layout)
-        parts = units.parts(layout.tp, layout.shard_size)
-        ends = {self.place[0], self.place[-1]}
-        self.tied = self.tolls.of(parts[-1], len(ends)) if -1 in parts else None
-        self.stages = [Stage(all_units[first:stop],
-                             [self.tolls.of(parts[u]) if u in parts else None for u in range(first, stop)])
-                       for first, stop in split]
-        self.act_bytes = units.act_bytes[cut]
-        self.messages = self.tolls.messages(self.place, self.act_bytes)
-        self.often = layout.stage >= 2 and layout.reduce_every != "step" and layout.dp > 1
-        # ZeRO-3 whose units do not stay gathered: the residency, else None.
+        self.act_bytes = fast.units.act_bytes[self.cut]
+        # Under ZeRO-3 whose units do not stay gathered: units at a time, or stage.
         window = layout.residency if layout.stage == 3 and layout.dp > 1 else "step"
-        self.window = 1 if window is None else None if window in ("step", "stage") else int(window)
+        self.window = 1 if window is None else None if window == "step" else window
+        # Whether its rhythm changes: halves of backwards are apart for some micro-batches only.
+        self.mixed = layout.schedule == "dualpipe-v"
+        self.parts = fast.units.parts(layout.tp, layout.shard_size)
+        self.tied = (self.tolls.of(self.parts[-1], len({self.place[0], self.place[-1]}))
+                     if -1 in self.parts else None)
+
+    @cached_property
+    def stages(self) -> list[Stage]:
+        layout, units = self.layout, self.units
+        split = self.fast.units.split(len(self.place))
+        assert split is not None, layout
+        if at_once(layout.schedule, layout.pp, self.m, self.v) and not self.mixed:
+            units = [*units[:-1], units[-1]._replace(again=False)]
+        tolls = [self.tolls.of(self.parts[u]) if u in self.parts else None for u in range(len(units))]
+        return [Stage(units[first:stop], tolls[first:stop]) for first, stop in split]
+
+    @cached_property
+    def messages(self) -> tuple[float, ...]:
+        return self.tolls.messages(self.place, self.act_bytes)
+
+    @property
+    def free_s(self) -> float:
+        """Seconds of a step without traffic over dp."""
+        return self._played.total_s
 
     # ---------------------------------------------------------------- time
 
-    def estimate(self, size: int | None = None) -> Estimate:
-        fast, layout = self.fast, self.layout
-        times = self._times()
-        key = layout.schedule, layout.pp, self.m, self.v, times
-        if key not in fast._beats:
-            fast._beats[key] = beat(layout.schedule, layout.pp, self.m, self.v, times)
-        played = fast._beats[key]
-        late = self._start(played)
-        end, moves = self._end(played)
-        total = played.total_s + late + end
-        steps = [sum(toll.step_s for toll in self._held(position)) for position in range(layout.pp)]
-        total += self.tolls.clip_s() + max(steps)
-        up = 0.0
-        if layout.offload_optimizer:
-            up = max(toll.up_s for toll in self._held(0))
-            total += up
+    def estimate(self) -> Estimate:
+        layout = self.layout
+        free_s = (played := self._played).total_s
+        end, moves = self._traffic(played)
+        steps, up = self._updates()
+        total = free_s + end + self.tolls.clip_s() + max(steps) + up
+        if self.hardware.waits:
+            total = max(total, self._shared_s(steps))
         busy = self._busy()
-        worst = max(range(layout.pp), key=lambda position: busy[position][0])
-        compute, again, sent = busy[worst]
+        compute, again, sent = max(busy)
         mean = sum(each[0] + each[2] for each in busy) / layout.pp
-        stalls = sum(map(self._longer, range(len(self.stages)))) / layout.pp * self.m
-        away = (max(steps) + up + moves) if layout.offload_optimizer else 0.0
+        away = max(steps) + up + moves if layout.offload_optimizer else 0.0
         device = 0.0 if layout.offload_optimizer else sum(steps) / layout.pp
-        return Estimate(total, self.bytes() if size is None else size, compute, again, sent,
-                        late + end - moves + stalls, away, max(0.0, 1 - (mean + device) / total))
+        return Estimate(total, compute, again, sent, max(0.0, end - moves), away,
+                        max(0.0, 1 - (mean + device) / total))
+
+    def _traffic(self, played: Beat) -> tuple[float, float]:
+        """How much longer the step is with traffic over dp and with moves to the host; of that, the moves."""
+        if not (self.layout.often or self.mixed):
+            end, moves = self._end(played)
+            end += self._start(played)
+            if end <= _MUCH * played.total_s:
+                return end, moves
+        return self._streamed() - played.total_s, 0.0
+
+    @cached_property
+    def _played(self) -> Beat:
+        """The step without its traffic over dp."""
+        times, layout, known = self._times(), self.layout, self.fast.beats
+        key = layout.schedule, layout.pp, self.m, self.v, times
+        if key not in known:
+            known[key] = beat(layout.schedule, layout.pp, self.m, self.v, times)
+        return known[key]
+
+    def _streamed(self) -> float:
+        """Up to the last reduction, unit by unit."""
+        layout, prefetch = self.layout, self.fast.config.zero.prefetch
+        tolls = {part: self.tolls.of(held) for part, held in self.parts.items() if part >= 0}
+        ends = (0, len(self.units) - 1) if self.tied is not None else ()
+        parts = iter([((unit,) if unit in tolls else ()) + ((-1,) if unit in ends else ())
+                      for unit in range(len(self.units))])
+        tolls |= {-1: self.tied} if self.tied is not None else {}
+        pieces = [[Piece(unit, next(parts)) for unit in stage.units] for stage in self.stages]
+        several = layout.shard_size < layout.dp or (self.tied is not None and self.place[0] != self.place[-1])
+        once = layout.stage < 2 or layout.reduce_every == "step"
+        every = self.m if once else int(layout.reduce_every or 1)
+        rule = Rule(self.window, 1 if prefetch is None else prefetch, every,
+                    layout.stage >= 1 and layout.dp > 1, layout.stage >= 2,
+                    layout.offload_optimizer and not several, self.hardware.contention)
+        seconds = stream(Steps(layout.schedule, self.place, pieces, self.messages, tolls), rule, self.m)
+        return seconds + (self.tied.tie_s if self.tied is not None else 0.0)
+
+    def _updates(self) -> tuple[list[float], float]:
+        """By position: seconds of its STEPs; and how much longer it takes until new weights are back from the
+        host."""
+        steps, late = [], 0.0
+        for position in range(self.layout.pp):
+            tolls = self._held(position)
+            steps.append(sum(toll.step_s for toll in tolls))
+            if self.layout.offload_optimizer:
+                up = max(tolls[-1].up_s, tolls[0].step_s + sum(toll.up_s for toll in tolls) - steps[-1])
+                late = max(late, up)
+        return steps, late
+
+    def _shared_s(self, steps: list[float]) -> float:
+        """For how long the processors of a machine are busy with all ranks that share them. (A gather in
+        every micro-batch counts twice: forward, backward.)"""
+        layout = self.layout
+        busy = sum(compute + sent for compute, _, sent in self._busy()) + sum(steps)
+        gathers = (2 * self.m if self.window is not None else 1) if layout.dp > 1 and layout.stage else 0
+        reduces = self.m if layout.stage >= 2 and layout.reduce_every != "step" else 1
+        sent = 2 * self.m * sum(self.messages) + layout.pp * self.tolls.clip_s()
+        for position in range(layout.pp):
+            for toll in self._held(position):
+                busy += toll.sum_s * reduces
+                sent += toll.gather_s * gathers + toll.reduce_s * reduces + toll.copy_s + toll.tie_s
+        busy += self.hardware.contention * sent
+        return busy * layout.tp * layout.dp / self.hardware.devices
 
     def _times(self) -> Times:
         columns = [self._stage_times(index) for index in range(len(self.stages))]
@@ -146,13 +229,11 @@ class Priced:
         units = self.stages[index].units
         before = units[-1].forward_s if units[-1].again else 0.0
         again = sum(unit.forward_s for unit in units if unit.again) - before
-        forward, backward = (sum(column) for column in zip(*[unit[:2] for unit in units], strict=True))
-        first, second = (sum(column) for column in zip(*[unit[2:4] for unit in units], strict=True))
-        more = self._longer_parts(index)
+        forward, backward, first, second = (sum(column) for column in
+                                            zip(*[unit[:4] for unit in units], strict=True))
         moves = self._kept_s(index)
-        return (max(forward + more[0], moves), before,
-                max(backward + again + more[1], moves - before),
-                max(first + again + more[2], moves - before), second + more[3])
+        return (max(forward, moves), before, max(backward + again, moves - before),
+                max(first + again, moves - before), second)
 
     def _kept_s(self, index: int) -> float:
         """The time of kept inputs to the host, or back, for a micro-batch."""
@@ -160,19 +241,6 @@ class Priced:
             return 0.0
         size = sum(unit.kept_bytes for unit in self.stages[index].units if unit.again)
         return size * 8 / (self.hardware.link_gbps * 1e9)
-
-    def _longer(self, index: int) -> float:
-        split = SCHEDULES[self.layout.schedule].make is not None and _splits(self.layout.schedule)
-        forward, backward, first, second = self._longer_parts(index)
-        return forward + (first + second if split else backward)
-
-    def _longer_parts(self, index: int) -> tuple[float, float, float, float]:
-        """By how much traffic in every micro-batch makes forward, backward, and its halves longer."""
-        if not self.often and self.window is None:
-            return 0.0, 0.0, 0.0, 0.0
-        return _stream(self.stages[index], Rule(
-            self.window, self.often, self.hardware.contention, self.fast.config.zero.prefetch or 1,
-            self.layout.schedule in KEEP_ALL))
 
     def _held(self, position: int) -> list[Toll]:
         """Tolls of a position's parameter units."""
@@ -185,10 +253,9 @@ class Priced:
     def _start(self, played: Beat) -> float:
         """How much later all runs since units wait for their first gather of the step."""
         layout = self.layout
-        if layout.dp == 1 or layout.stage == 0 or self.window is not None:
+        if layout.dp == 1 or layout.stage == 0:
             return 0.0
-        # The first forwards come after no reduction.
-        delay = -sum(self._longer_parts(index)[0] for index in range(len(self.stages)))
+        delay = 0.0
         lanes = [0.0] * layout.pp
         all_gathers = [sum(toll.gather_s for toll in self._held(position)) for position in range(layout.pp)]
         for index, stage in enumerate(self.stages):
@@ -215,10 +282,10 @@ class Priced:
     def _end(self, played: Beat) -> tuple[float, float]:
         """How much longer the step is than its last task by reductions after the last backwards; and by moves
         to the host."""
-        layout, once = self.layout, not self.often
+        layout = self.layout
         if layout.dp == 1 and self.tied is None and not layout.offload_optimizer and layout.tp == 1:
             return 0.0, 0.0
-        split = _splits(layout.schedule)
+        split = splits(layout.schedule)
         chained, lanes, downs = 0.0, [-1e30] * layout.pp, [-1e30] * layout.pp
         ends = [-each for each in played.ends]
         for index in sorted(range(len(self.stages)), key=lambda index: -played.last[index]):
@@ -226,24 +293,21 @@ class Priced:
             seconds = [unit.weight_s if split else
                        unit.backward_s + unit.forward_s * (unit.again and unit is not stage.units[-1])
                        for unit in stage.units]
-            longer = self._longer_parts(index)[3 if split else 1]
-            now = -played.last[index] - sum(seconds) - longer + (0.0 if split else chained)
-            late, freed = 0.0, [-1e30, -1e30]  # when gradients' buffers are free
+            now, late = -played.last[index] - sum(seconds) + (0.0 if split else chained), 0.0
             for unit in reversed(range(len(stage.units))):
-                beside = max(0.0, min(seconds[unit], lanes[position] - now)) if once else 0.0
+                beside = max(0.0, min(seconds[unit], lanes[position] - now))
                 longer = self.hardware.contention * beside
                 tolls = [stage.tolls[unit]] if stage.tolls[unit] is not None else []
                 if self.tied is not None and ((index == 0 and unit == 0) or (
                         unit == len(stage.units) - 1 and index == len(self.stages) - 1
                         and self.place[index] != self.place[0])):
                     tolls.append(self.tied)
-                summed = sum(toll.sum_s for toll in tolls if toll) if once else 0.0
-                now = max(now, freed[-2] if self.often else now) + seconds[unit] + longer + summed
+                summed = sum(toll.sum_s for toll in tolls if toll)
+                now += seconds[unit] + longer + summed
                 late += longer + summed
                 for toll in tolls:
                     assert toll is not None
-                    lanes[position] = max(lanes[position], now) + toll.reduce_s
-                    freed.append(lanes[position])
+                    lanes[position] = max(lanes[position], now) + toll.reduce_s + toll.copy_s
                     downs[position] = max(downs[position], lanes[position]) + toll.down_s
             chained += late * (not split)
             ends[position] = max(ends[position] + (chained if not split else late), now)
@@ -272,112 +336,53 @@ class Priced:
     # ---------------------------------------------------------------- memory
 
     def bytes(self) -> int:
-        """Of the fullest rank."""
-        layout = self.layout
+        """Of the fullest rank, with temporaries, CUDA and NCCL."""
+        fixed, kept = self._fixed(), self._kept()
         taken = self.hardware.taken_bytes(self.tolls.communicators(self.place))
-        fixed, window = [], (self.window or 0) + (self.fast.config.zero.prefetch or 1)
-        saved = [sum(unit.kept_bytes * (not layout.offload_activations) if unit.again else unit.saved_bytes
-                     for unit in stage.units) + sum(unit.handed_bytes for unit in stage.units)
-                 for stage in self.stages]
-        operands = [sum(unit.operand_bytes for unit in stage.units) for stage in self.stages]
-        kept = held(layout.schedule, layout.pp, self.m, self.v)
-        for position in range(layout.pp):
-            mine = [index for index, where in enumerate(self.place) if where == position]
-            tolls = self._held(position)
-            gathered = window
-            if layout.stage == 3 and self.window is None:
-                gathered = len(tolls)
-            peak = max(sum(row.saved[at] * saved[index] + row.operands[at] * operands[index]
-                           for at, index in enumerate(mine)) for row in kept[position])
-            units = [unit for index in mine for unit in self.stages[index].units]
-            again = max((unit.saved_bytes for unit in units if unit.again), default=0)
-            beside = max(max(unit.operand_bytes, 2 * unit.logits_bytes) for unit in units)
-            fixed.append(self.tolls.states(tolls, gathered) + peak + again + 3 * self.act_bytes + beside)
-        return max(fixed) + (taken if self.fast.config.run.device != "cpu" else 0)
+        return max(map(add, fixed, kept)) + (taken if self.fast.config.run.device != "cpu" else 0)
 
+    def host_bytes(self) -> int:
+        """Of optimizer states on the host, of the ranks of a node."""
+        ranks = round(min(self.hardware.node_ranks, self.tolls.strides.size))
+        return ranks * max(self.tolls.host_bytes(self._held(position)) for position in range(self.layout.pp))
 
-def _splits(schedule: str) -> bool:
-    """Whether its last weights' gradients come from halves of backwards."""
-    return schedule in ("zb-h1", "zb-h2", "zb-v", "dualpipe-v")
+    def _fixed(self) -> list[int]:
+        """By position: parameters, gradients, optimizer states, buffers."""
+        layout, known = self.layout, self.fast.bytes
+        key = id(self.tolls), self.place, self.window
+        if key not in known:
+            prefetch = self.fast.config.zero.prefetch
+            ahead = 1 if prefetch is None else prefetch
+            most = max(len(stage.units) for stage in self.stages)
+            window = (most if self.window == "stage" else int(self.window or 0)) + ahead
+            rows = [self._held(position) for position in range(layout.pp)]
+            known[key] = [self.tolls.states(tolls, len(tolls) if self.window is None else window)
+                          for tolls in rows]
+        return known[key]
 
+    def _kept(self) -> list[int]:
+        """By position: activations and temporaries."""
+        layout, known = self.layout, self.fast.bytes
+        key = self.cut, layout.schedule, layout.pp, self.v, self.m, layout.offload_activations
+        if key not in known:
+            kept = held(layout.schedule, layout.pp, self.m, self.v)
+            known[key] = [self._kept_at(position, kept[position]) for position in range(layout.pp)]
+        return known[key]
 
-class Rule(NamedTuple):
-    """How a stage's traffic runs."""
-
-    window: int | None  # units that stay gathered between uses; None: all do
-    often: bool  # whether gradients are reduced after each backward
-    contention: float
-    prefetch: int
-    apart: bool  # whether all forwards come before all backwards, instead of in turns
-
-
-def _stream(stage: Stage, rule: Rule) -> tuple[float, float, float, float]:
-    """By how much forward, backward, input and weights' half of a stage are longer in the steady state."""
-    count, stays = len(stage.units), rule.window or 0
-    gathers = [toll.gather_s if toll is not None and rule.window is not None else 0.0 for toll in stage.tolls]
-    sums = [toll.reduce_s if toll is not None and rule.often else 0.0 for toll in stage.tolls]
-    tp = [toll.sum_s if toll is not None and rule.often else 0.0 for toll in stage.tolls]
-    if rule.apart:  # one of the resident units makes room for the others
-        stays = max(0, stays - 1)
-    # (seconds, gather, reduction)
-    ahead = [(unit.forward_s, gathers[u] * (u >= stays), 0.0) for u, unit in enumerate(stage.units)]
-    back = []
-    for u in reversed(range(count)):
-        unit = stage.units[u]
-        stay = u >= stays if rule.apart else u < count - stays
-        back.append((unit.backward_s + unit.forward_s * unit.again + tp[u], gathers[u] * stay, sums[u]))
-    if rule.apart:
-        forward, backward = _last(ahead * 2, count, rule), _last(back * 2, count, rule)
-    else:
-        backward = _last((ahead + back) * 2, count, rule)
-        forward = _last((ahead + back) * 2, 2 * count, rule) - backward
-    forward -= sum(use[0] for use in ahead)
-    backward -= sum(use[0] for use in back) - sum(tp)
-    share = sum(sums) / (sum(gathers) + sum(sums)) if sum(sums) else 0.0
-    return forward, backward, backward * (1 - share), backward * share
-
-
-def _last(uses: list[tuple[float, float, float]], count: int, rule: Rule) -> float:
-    """How long the last so many uses take, beside their traffic."""
-    plain = [use[0] for use in uses]
-    beside = _two_lanes(uses, plain, rule.prefetch)[1]
-    longer = [seconds + rule.contention * each for seconds, each in zip(plain, beside, strict=True)]
-    ends = _two_lanes(uses, longer, rule.prefetch)[0]
-    return ends[-1] - ends[-1 - count]
-
-
-def _two_lanes(uses: list[tuple[float, float, float]], seconds: list[float],
-               prefetch: int) -> tuple[list[float], list[float]]:
-    """Ends of uses whose parameters are gathered `prefetch` uses ahead, and whose gradients are reduced, on
-    one lane; and for how long that lane is busy beside each."""
-    lane, now = 0.0, 0.0
-    starts: list[float] = []
-    ends, busy = [], []
-    gathered = [0.0] * (len(uses) + prefetch)
-    reduced = [0.0] * (len(uses) + 2)
-    for index in range(-prefetch, len(uses)):
-        ahead = index + prefetch
-        if ahead < len(uses) and uses[ahead][1]:
-            begin = max(lane, now if index > 0 else 0.0)
-            lane = gathered[ahead] = begin + uses[ahead][1]
-            busy.append((begin, lane))
-        if index < 0:
-            continue
-        now = max(now, gathered[index], reduced[index - 2] if index >= 2 else 0.0)
-        starts.append(now)
-        now += seconds[index]
-        ends.append(now)
-        if uses[index][2]:
-            begin = max(lane, now)
-            lane = reduced[index] = begin + uses[index][2]
-            busy.append((begin, lane))
-    beside, at = [], 0
-    for start, end in zip(starts, ends, strict=True):
-        while at < len(busy) and busy[at][1] <= start:
-            at += 1
-        inside, look = 0.0, at
-        while look < len(busy) and busy[look][0] < end:
-            inside += min(end, busy[look][1]) - max(start, busy[look][0])
-            look += 1
-        beside.append(inside)
-    return ends, beside
+    def _kept_at(self, position: int, kept: Sequence[Held]) -> int:
+        """The highest of two: when the loss is made, or a forward ends; when a unit has been computed again.
+        (Temporaries: logits once more, or about a third of the operands.)"""
+        away = self.layout.offload_activations
+        mine = [self.stages[index] for index, where in enumerate(self.place) if where == position]
+        saved = [sum((unit.kept_bytes * (not away) if unit.again else unit.saved_bytes) + unit.handed_bytes
+                     for unit in stage.units) for stage in mine]
+        operands = [sum(unit.operand_bytes for unit in stage.units) for stage in mine]
+        peak = max(sum(map(mul, (*row.saved, *row.operands), (*saved, *operands))) for row in kept)
+        units = [unit for stage in mine for unit in stage.units]
+        logits = max(unit.logits_bytes for unit in units)
+        beside = [unit.operand_bytes // 3 for unit in units if not unit.logits_bytes]
+        # Its saved tensors are gone when other units of its micro-batch are computed again.
+        gone = sum(unit.saved_bytes for unit in units if unit.logits_bytes and not unit.again)
+        again = max((unit.saved_bytes + unit.operand_bytes // 3 - gone * (not unit.logits_bytes)
+                     for unit in units if unit.again), default=0)
+        return peak + max(logits, again, max(beside, default=0)) + 2 * self.act_bytes

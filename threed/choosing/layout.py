@@ -1,4 +1,5 @@
-"""A layout: the settings of a config that decide how the work is laid out on devices, as plain values."""
+"""Layouts: the settings of a config that lay work out on devices, as plain values. None of them changes what
+is computed."""
 
 from __future__ import annotations
 
@@ -9,34 +10,48 @@ from typing import Any, NamedTuple
 from threed.pipeline.orders import SCHEDULES
 from threed.schema import ActivationConfig, Config, OffloadConfig, ZeroConfig
 
+# Field of a layout -> key of the config
+KEYS = {
+    "tp": "parallel.tp", "pp": "parallel.pp", "dp": "parallel.dp", "axis_order": "parallel.axis_order",
+    "schedule": "parallel.schedule", "virtual_stages": "parallel.virtual_stages",
+    "micro_batch_size": "train.micro_batch_size", "sequence_parallel": "parallel.sequence_parallel",
+    "stage": "zero.stage", "shard_size": "zero.shard_size", "residency": "zero.residency",
+    "reduce_every": "zero.reduce_every", "policy": "activation.policy", "every": "activation.every",
+    "offload_activations": "activation.offload", "offload_optimizer": "offload.optimizer",
+}
+
 
 class Layout(NamedTuple):
-    """Each field is a key of the config, in its words."""
+    """Each field is a key of the config (KEYS), in its words."""
 
-    tp: int
-    pp: int
-    dp: int
-    axis_order: str
-    schedule: str
-    virtual_stages: int  # stages a position
-    micro_batch_size: int
-    sequence_parallel: bool
-    stage: int  # of ZeRO
-    shard_size: int  # ranks that share one copy; dp: all
-    residency: int | str | None
-    reduce_every: int | str | None
-    policy: str
-    every: int
-    offload_activations: bool
-    offload_optimizer: bool
-    reduce_dtype: str
-    tile_linears: str | None = None
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    axis_order: str = "pp-dp-tp"
+    schedule: str = "1f1b"
+    virtual_stages: int = 1  # stages a position
+    micro_batch_size: int = 1
+    sequence_parallel: bool = False
+    stage: int = 1  # of ZeRO
+    shard_size: int = 1  # ranks that share one copy
+    residency: int | str | None = None  # of stage 3
+    reduce_every: int | str | None = None  # of stages 2 and 3
+    policy: str = "none"
+    every: int = 1
+    offload_activations: bool = False
+    offload_optimizer: bool = False
+
+    @property
+    def often(self) -> bool:
+        """Whether parameters are gathered or gradients are reduced in every micro-batch."""
+        return self.dp > 1 and ((self.stage == 3 and self.residency != "step")
+                                or (self.stage >= 2 and self.reduce_every != "step"))
 
     @property
     def idea(self) -> tuple[object, ...]:
         """What distinguishes one idea from another: layouts of one idea differ in details."""
         family = "" if self.pp == 1 else _FAMILIES.get(self.schedule, self.schedule)
-        return self.tp, self.pp, self.stage, family
+        return self.tp, self.pp, family, self.often, self.policy == "full", self.offload_optimizer
 
     def text(self) -> str:
         """In a line: what a person would call it."""
@@ -46,61 +61,50 @@ class Layout(NamedTuple):
         if self.pp > 1:
             times = f" x{self.virtual_stages}" if SCHEDULES[self.schedule].virtual is None else ""
             words.append(self.schedule + times)
-        words.append(f"mbs {self.micro_batch_size}")
+        words.append(f"micro-batch {self.micro_batch_size}")
+        words += ["sequence parallel"] * self.sequence_parallel
         if self.dp > 1:
-            shard = f"/{self.shard_size}" if self.shard_size < self.dp else ""
-            held = f" {self.residency}" if self.stage == 3 and self.residency not in (None, 1) else ""
-            words.append(f"zero {self.stage}{shard}{held}")
-        words += ["sp"] * self.sequence_parallel
+            over = f" over {self.shard_size}" if self.shard_size < self.dp else ""
+            words.append(f"ZeRO-{self.stage}{over}")
+            words += [f"residency {self.residency}"] * (self.stage == 3)
+            words += [f"reduce every {self.reduce_every}"] * (self.stage >= 2 and self.reduce_every != "step")
         if self.policy != "none":
-            words.append(self.policy + (f"/{self.every}" if self.every > 1 else ""))
-        words += ["act->cpu"] * self.offload_activations + ["opt->cpu"] * self.offload_optimizer
-        words += [f"reduce {self.reduce_dtype}"] if self.dp > 1 else []
-        words += [f"tiles {self.tile_linears}"] if self.tile_linears else []
+            words.append("recompute " + self.policy + (f"/{self.every}" if self.every > 1 else ""))
+        words += ["inputs on host"] * self.offload_activations
+        words += ["optimizer on host"] * self.offload_optimizer
         return ", ".join(words)
 
 
 # Schedules of one kind: they trade memory for time in the same way.
-_FAMILIES = {"zb-h1": "zero bubble", "zb-h2": "zero bubble", "zb-v": "v", "dualpipe-v": "v",
-             "gpipe": "all forwards first", "breadth-first": "all forwards first"}
+_FAMILIES = {"zb-h1": "zero bubble", "zb-h2": "zero bubble", **dict.fromkeys(
+    ("zb-v", "dualpipe-v", "v-half", "v-min"), "v"), "gpipe": "all forwards first",
+    "breadth-first": "all forwards first"}
 
 
 def config_of(layout: Layout, base: Config) -> Config:
     """The config `base` with a layout's settings. Settings that the layout has no use for are left out."""
     config = copy.deepcopy(base)
-    parallel, deep = config.parallel, layout.pp > 1
-    free = SCHEDULES.get(layout.schedule)
+    parallel, free = config.parallel, SCHEDULES[layout.schedule].virtual is None
     parallel.tp, parallel.pp, parallel.dp = layout.tp, layout.pp, layout.dp
     parallel.axis_order, parallel.schedule = layout.axis_order, layout.schedule
-    parallel.virtual_stages = layout.virtual_stages if free is not None and free.virtual is None else None
+    parallel.virtual_stages = layout.virtual_stages if free else None
     parallel.sequence_parallel = layout.sequence_parallel
-    if not deep:
-        parallel.activation_limit = None
     config.train.micro_batch_size = layout.micro_batch_size
-    config.zero = _zero(layout, base.zero)
-    activation = replace(base.activation, policy=layout.policy,
-                         every=layout.every if layout.every > 1 else None,
-                         offload="cpu" if layout.offload_activations else "none")
-    if layout.policy not in ("full", "budget"):
-        activation = ActivationConfig(layout.policy,
-                                      pieces=base.activation.pieces if layout.policy == "selective" else None)
-    config.activation = activation
-    if not layout.offload_optimizer:
-        config.offload = OffloadConfig()
-    elif base.offload.optimizer == "none":
-        config.offload = OffloadConfig("cpu")
-    config.precision.reduce_dtype = layout.reduce_dtype
-    config.model.tile_linears = layout.tile_linears
-    return config
-
-
-def _zero(layout: Layout, base: ZeroConfig) -> ZeroConfig:
     shard = layout.shard_size if layout.shard_size < layout.dp else None
-    return ZeroConfig(layout.stage, shard if layout.stage >= 1 else None,
-                      layout.reduce_every if layout.stage >= 2 else None,
-                      layout.residency if layout.stage == 3 else None,
-                      base.prefetch if layout.stage == 3 else None,
-                      base.persist_below if layout.stage == 3 else None)
+    third = base.zero if layout.stage == 3 else ZeroConfig()
+    config.zero = ZeroConfig(layout.stage, shard if layout.stage >= 1 else None,
+                             layout.reduce_every if layout.stage >= 2 else None,
+                             layout.residency if layout.stage == 3 else None,
+                             third.prefetch, third.persist_below)
+    if layout.policy == "full":
+        config.activation = replace(base.activation, policy="full", pieces=None,
+                                    every=layout.every if layout.every > 1 else None,
+                                    offload="cpu" if layout.offload_activations else "none")
+    else:
+        pieces = base.activation.pieces if layout.policy == "selective" else None
+        config.activation = ActivationConfig(layout.policy, pieces=pieces)
+    config.offload = replace(base.offload, optimizer="cpu") if layout.offload_optimizer else OffloadConfig()
+    return config
 
 
 def changes(config: Config, base: Config) -> dict[str, Any]:

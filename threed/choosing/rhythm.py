@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from threed.pipeline.orders import SCHEDULES, Task, needs
+from threed.pipeline.orders import SCHEDULES, Task
 
 FORWARD, BACKWARD, INPUT, WEIGHT = range(4)
 _KINDS = {"F": FORWARD, "B": BACKWARD, "I": INPUT, "W": WEIGHT}
@@ -54,44 +54,46 @@ def order_of(name: str, p: int, m: int, v: int) -> list[list[Task]]:
     return SCHEDULES[name].make(p, m, v)
 
 
-@lru_cache(512)
+@lru_cache(256)
 def sequence(name: str, p: int, m: int, v: int) -> Sequence_:
-    order, place = order_of(name, p, m, v), place_of(name, p, v)
-    final = len(place) - 1
-    half = len(place) * m
-    done: set[tuple[str, int, int]] = set()
-    heads, tasks, last = [0] * p, [], [0] * len(place)
-    moved = True
-    while moved:
-        moved = False
-        for position in range(p):
-            mine = order[position]
-            while heads[position] < len(mine):
-                task = mine[heads[position]]
-                wants = needs(task, final)
-                if not all(need in done for need in wants):
+    order, half = order_of(name, p, m, v), p * v * m
+    final, last = p * v - 1, [0] * (p * v)
+    rows = []
+    for position, row in enumerate(order):
+        mine = []
+        for kind, stage, k in row:
+            own, at = stage * m + k, -1
+            if kind == "F":
+                at = own - m if stage else -1
+            elif kind == "W":
+                own += 2 * half
+            else:
+                own += half
+                at = own + m if stage < final else -1
+            mine.append((_KINDS[kind], stage, position, own, at))
+        rows.append(mine)
+    done, heads, tasks = bytearray(3 * half), [0] * p, []
+    before = -1
+    while len(tasks) > before:
+        before = len(tasks)
+        for position, mine in enumerate(rows):
+            head, count = heads[position], len(mine)
+            while head < count:
+                task = mine[head]
+                if task[4] >= 0 and not done[task[4]]:
                     break
-                kind, (_, stage, k) = _KINDS[task.kind], task
-                # The gradient or activation of another stage is the last need; its own forward is behind.
-                far = [need for need in wants if need[1] != stage]
-                at = -1
-                if far:
-                    other, of, number = far[0]
-                    at = of * m + number + (half if other == "I" else 0)
-                if kind in (BACKWARD, WEIGHT):
-                    last[stage] = len(tasks)
-                own = stage * m + k + (0 if kind == FORWARD else half if kind != WEIGHT else 2 * half)
-                tasks.append((kind, stage, position, own, at))
-                done.add(task._replace(kind="I") if task.kind == "B" else task)
-                heads[position] += 1
-                moved = True
+                done[task[3]] = 1
+                if task[0] in (BACKWARD, WEIGHT):
+                    last[task[1]] = len(tasks)
+                tasks.append(task)
+                head += 1
+            heads[position] = head
     return Sequence_(tasks, last)
 
 
 def beat(name: str, p: int, m: int, v: int, times: Times) -> Beat:
     """Of all m micro-batches, by playing some of them."""
-    fewest = max(SCHEDULES[name].least(p), 2 * p + 2)
-    some = fewest + (m - fewest) % p
+    some = few(name, p, m)
     if m <= some + p:
         return _play(name, p, m, v, times)
     less, more = _play(name, p, some, v, times), _play(name, p, some + p, v, times)
@@ -99,30 +101,56 @@ def beat(name: str, p: int, m: int, v: int, times: Times) -> Beat:
     return more._replace(total_s=more.total_s + longer)
 
 
+def few(name: str, p: int, m: int) -> int:
+    """As many micro-batches as it takes to be in the rhythm, and at the same place in it as with m."""
+    fewest = SCHEDULES[name].least(p) + 2 * p + 2
+    return m if m <= fewest + p else fewest + (m - fewest) % p
+
+
+def channels(place: Sequence[int]) -> tuple[list[int], list[int]]:
+    """By stage: the channel on which it sends its output, and that of its input's gradient. Messages of one
+    kind from one position to another wait for each other."""
+    known: dict[object, int] = {}
+
+    def of(kind: str, here: int, there: int) -> int:
+        return known.setdefault((kind, place[here], place[there]), len(known))
+
+    last = len(place) - 1
+    return ([of("act", stage, min(stage + 1, last)) for stage in range(last + 1)],
+            [of("grad", stage, max(stage - 1, 0)) for stage in range(last + 1)])
+
+
 def _play(name: str, p: int, m: int, v: int, times: Times) -> Beat:
     tasks, last = sequence(name, p, m, v)
     forward, before, backward, first_half, second_half, message = times
     stages = len(forward)
-    done, clock = [0.0] * (3 * stages * m), [0.0] * p
+    on, back = channels(place_of(name, p, v))
+    done, clock, sent = [0.0] * (3 * stages * m), [0.0] * p, [0.0] * (2 * stages)
     first = [-1.0] * stages
     ends = [0.0] * stages
     finals = {index: stage for stage, index in enumerate(last)}
     for index, (kind, stage, position, own, at) in enumerate(tasks):
-        now = clock[position]
+        now, seconds, channel = clock[position], 0.0, 0
         if kind == FORWARD:
-            if at >= 0 and (ready := done[at] + message[stage - 1]) > now:
-                now = ready
+            if at >= 0 and done[at] > now:
+                now = done[at]
             if first[stage] < 0:
                 first[stage] = now
             now += forward[stage]
+            seconds, channel = message[stage], on[stage]
         elif kind == WEIGHT:
             now += second_half[stage]
         else:
             now += before[stage]
-            if at >= 0 and (ready := done[at] + message[stage]) > now:
-                now = ready
+            if at >= 0 and done[at] > now:
+                now = done[at]
             now += backward[stage] if kind == BACKWARD else first_half[stage]
+            if stage:
+                seconds, channel = message[stage - 1], back[stage]
         clock[position] = done[own] = now
+        if seconds:  # when it arrives
+            begin = sent[channel] if sent[channel] > now else now
+            done[own] = sent[channel] = begin + seconds
         if index in finals:
             ends[stage] = now
     total = max(clock)
@@ -140,9 +168,9 @@ class Held(NamedTuple):
 @lru_cache(512)
 def held(name: str, p: int, m: int, v: int) -> tuple[tuple[Held, ...], ...]:
     """By position: what it keeps at the times of most memory, none of which is below another."""
-    fewest = max(SCHEDULES[name].least(p), 2 * p + 2)
-    if name not in KEEP_ALL and m > fewest + p:
-        m = fewest + (m - fewest) % p
+    if name in KEEP_ALL:
+        return tuple((Held((m,) * v, (0,) * v),) for _ in range(p))
+    m = few(name, p, m)
     place, result = place_of(name, p, v), []
     for position, tasks in enumerate(order_of(name, p, m, v)):
         mine = (stage for stage, where in enumerate(place) if where == position)
@@ -151,10 +179,11 @@ def held(name: str, p: int, m: int, v: int) -> tuple[tuple[Held, ...], ...]:
         for task in tasks:
             at = chunk[task.stage]
             saved[at] += task.kind == "F"
-            operands[at] += task.kind == "I"
             seen.add((*saved, *operands))
+            # Unit by unit, operands take the place of what was saved.
             saved[at] -= task.kind in "BI"
-            operands[at] -= task.kind == "W"
+            operands[at] += (task.kind == "I") - (task.kind == "W")
+            seen.add((*saved, *operands))
         result.append(tuple(Held(each[:v], each[v:]) for each in _highest(seen)))
     return tuple(result)
 
@@ -174,6 +203,14 @@ def _highest(rows: set[tuple[int, ...]]) -> Sequence[tuple[int, ...]]:
 def at_once(name: str, p: int, m: int, v: int) -> bool:
     """Whether the last unit's backward follows its forward, so that to recompute it would save nothing."""
     place = place_of(name, p, v)
-    tasks, final = order_of(name, p, m, v)[place[-1]], len(place) - 1
+    if name in KEEP_ALL:
+        return m == 1
+    tasks, final = order_of(name, p, few(name, p, m), v)[place[-1]], len(place) - 1
     index = tasks.index(Task("F", final, 0))
     return index + 1 < len(tasks) and tasks[index + 1][1:] == (final, 0)
+
+
+@lru_cache(64)
+def splits(name: str) -> bool:
+    """Whether a schedule's last weights' gradients come from halves of backwards."""
+    return SCHEDULES[name].make(2, 4, 2)[0][-1].kind == "W"

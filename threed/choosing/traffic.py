@@ -3,6 +3,7 @@ that they take."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from threed.choosing.layout import Layout
@@ -20,7 +21,8 @@ class Toll(NamedTuple):
     """Seconds and bytes of a parameter unit on a rank."""
 
     gather_s: float
-    reduce_s: float  # on the lane of dp
+    reduce_s: float  # on the lane of dp, over the ranks that share a copy
+    copy_s: float  # after the last of them, over the copies
     sum_s: float  # over tp, on the lane of computation
     tie_s: float
     step_s: float  # on the device, or on the host
@@ -37,21 +39,22 @@ class Tolls:
         precision, self.layout, self.hardware = config.precision, layout, hardware
         element = 4 if precision.dtype == "fp32" else 2
         self.elements = Elements(element, *(4 if dtype == "fp32" else element for dtype in
-                                            (precision.grad_dtype, layout.reduce_dtype)))
+                                            (precision.grad_dtype, precision.reduce_dtype)))
         self.update = UpdateSettings(OPTIMIZERS[config.optimizer.name].buffers,
                                      element < 4 and precision.master == "fp32")
+        self.host_s = hardware.host_us * 1e-6 * hardware.waits
         self.travel, self.prices = Travel(hardware), Prices(hardware, element)
         self.strides = Strides(layout.axis_order, {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp})
         self.places = self._places()
         self._known: dict[tuple[Part, int], Toll] = {}
 
     def _places(self) -> dict[str, Place]:
-        layout, strides, devices = self.layout, self.strides, self.hardware.devices
+        layout, strides, node = self.layout, self.strides, self.hardware.node_ranks
         ranks = {"tp": strides.ranks("tp"), "dp": strides.ranks("dp"), "world": range(strides.size),
                  "shard": strides.ranks("dp", layout.shard_size),
                  "replica": strides.ranks("dp", layout.dp // layout.shard_size, layout.shard_size),
                  "tie": strides.ranks("pp", min(2, layout.pp), max(1, layout.pp - 1))}
-        return {name: Place(each, devices) for name, each in ranks.items()}
+        return {name: Place(each, node) for name, each in ranks.items()}
 
     def of(self, part: Part, positions: int = 1) -> Toll:
         """`positions`: how many hold it, 2 for a tied embedding at both ends."""
@@ -73,25 +76,34 @@ class Tolls:
             size = sum(table.sent(instruction).values())
             return self.travel.ring(size, self.places[instruction.group])
 
+        hardware = self.hardware
         costs = {step.group: sent(Instruction(Op.REDUCE, 0, group=step.group)) for step in chain}
-        tie, total = costs.pop("tie", 0.0), costs.pop("tp", 0.0)
         away = layout.offload_optimizer
         size = kept * (2 * table.state_bytes(Tier.HOST) + elements.grad + elements.param)
-        step = size * 8 / (self.hardware.host_gbps * 1e9) if away else self.prices.moved(size)
-        link = self.hardware.link_gbps * 1e9 / 8
+        on_host = away or hardware.waits
+        step = size * 8 / (hardware.host_gbps * 1e9) if on_host else self.prices.moved(size)
+
+        def moved(element: int) -> float:
+            seconds = kept * element * 8 / (hardware.link_gbps * 1e9) + hardware.kernel_us * 1e-6
+            return seconds if away else 0.0
+
         return Toll(sent(Instruction(Op.GATHER, 0, group=group)) if layout.stage >= 1 else 0.0,
-                    sum(costs.values()), total, tie, step, kept * elements.grad / link * away,
-                    kept * elements.param / link * away, part.numel, kept)
+                    costs[group], costs.get("replica", 0.0), costs.get("tp", 0.0), costs.get("tie", 0.0),
+                    step + self.host_s, moved(elements.grad),
+                    moved(elements.param), part.numel, kept)
 
     def clip_s(self) -> float:
-        return self.travel.all_reduce(8, self.places["world"]) + self.hardware.kernel_us * 1e-6
+        return (self.travel.all_reduce(8, self.places["world"]) + self.hardware.kernel_us * 1e-6
+                + self.host_s)
 
     def messages(self, place: tuple[int, ...], act_bytes: int) -> tuple[float, ...]:
         """Seconds of a message from each stage to the next; 0 inside a position."""
-        stride, devices = self.strides.strides["pp"], self.hardware.devices
-        nodes = [position * stride // devices for position in range(max(place) + 1)]
-        return (*(0.0 if here == there else self.travel.message(act_bytes, nodes[here] != nodes[there])
-                  for here, there in zip(place, place[1:], strict=False)), 0.0)
+        stride, node = self.strides.strides["pp"], self.hardware.node_ranks
+        nodes = [position * stride // node for position in range(max(place) + 1)]
+        ends = zip(place, place[1:], strict=False)
+        return (*(0.0 if here == there
+                  else self.host_s + self.travel.message(act_bytes, nodes[here] != nodes[there])
+                  for here, there in ends), 0.0)
 
     def communicators(self, place: tuple[int, ...]) -> int:
         """The most of any rank."""
@@ -103,12 +115,17 @@ class Tolls:
         return sum(groups) + max((sum(position in end[:2] for end in ends)
                                   for position in range(max(place) + 1)), default=0)
 
-    def states(self, tolls: list[Toll], window: int) -> int:
+    def host_bytes(self, tolls: Sequence[Toll]) -> int:
+        """Bytes of a position's rank on the host: optimizer state, gradients."""
+        each = self.table.state_bytes(Tier.HOST) + self.elements.grad
+        return sum(toll.shard_numel for toll in tolls) * each if self.layout.offload_optimizer else 0
+
+    def states(self, tolls: Sequence[Toll], window: int) -> int:
         """Bytes that a position with these parameter units holds all the time. `window`: units that are
         gathered at a time, under ZeRO-3."""
         layout, elements = self.layout, self.elements
         whole, shard = sum(toll.numel for toll in tolls), sum(toll.shard_numel for toll in tolls)
-        state = 0 if layout.offload_optimizer else self.state_bytes
+        state = 0 if layout.offload_optimizer else self.table.state_bytes(Tier.DEVICE)
         held = ((whole if layout.stage < 3 else shard) * elements.param
                 + (whole if layout.stage < 2 else shard) * elements.grad + shard * state)
         if layout.stage >= 2:
@@ -122,11 +139,11 @@ class Tolls:
         return held
 
     @property
-    def state_bytes(self) -> int:
-        return Table((), {}, (0,), 1, 0, self.elements, update=self.update).state_bytes(Tier.DEVICE)
+    def table(self) -> Table:
+        return Table((), {}, (0,), 1, 0, self.elements, update=self.update)
 
 
-def _most(tolls: list[Toll], count: int) -> int:
+def _most(tolls: Sequence[Toll], count: int) -> int:
     """Elements of buffers for so many units at a time: of each size its own, or all of the largest."""
     sizes: dict[int, int] = {}
     for toll in tolls:

@@ -135,7 +135,7 @@ class Units:
         few = [unit(index) for index in range(len(table.units))]
         units = [few[kind] for kind in self.same]
         if cut.every > 1:
-            units = [each if u % cut.every == 0 else each._replace(again=False) for u, each in enumerate(units)]
+            units = [each._replace(again=each.again and u % cut.every == 0) for u, each in enumerate(units)]
         return units
 
 

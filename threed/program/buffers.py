@@ -83,7 +83,7 @@ def _buffers(plan: Plan, position: int) -> Buffers:
     parts = Counter(table.shard_numel(unit) for unit in held)
     most["gshards"] = Counter({numel: min(count + 1, parts[numel])
                                for numel, count in most["gshards"].items()})
-    shared = {name: _shared(times, units, spare=name == "grads") for name, times in taken.items()}
+    shared = {name: shared_sizes(times, units, spare=name == "grads") for name, times in taken.items()}
     return Buffers(**{name: dict(sizes) for name, sizes in most.items()} | shared,
                    staging=_staging(table, held))
 
@@ -97,7 +97,7 @@ def _pooled(links: Links, table: Table) -> Iterator[Effects]:
             yield part.of(item.microbatch)
 
 
-def _shared(taken: Collection[tuple[tuple[int, int], ...]], units: Counter[int], spare: bool) -> Sizes:
+def shared_sizes(taken: Collection[tuple[tuple[int, int], ...]], units: Counter[int], spare: bool) -> Sizes:
     """The buffers that take the least memory: each run of neighbouring sizes uses buffers of its largest
     size, as many as are in use at a time. `taken`: (size, how many) at each time. `units`: size -> units of
     that size; no more buffers are needed."""

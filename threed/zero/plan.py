@@ -132,8 +132,8 @@ def _gather(program: Program, table: Table, position: int) -> Program:
         releases[last[unit]].append(unit)
     if len(once) < len(last):
         windowed = [(index, [unit for unit in units if unit not in once]) for index, units in uses]
-        _window([use for use in windowed if use[1]], _capacity(table, position), table.zero.prefetch, gathers,
-                releases)
+        window([use for use in windowed if use[1]], _capacity(table, position), table.zero.prefetch, gathers,
+               releases)
     groups = {unit: table.parameters[unit].shard_group for unit in last}
     before = {index: [Instruction(Op.GATHER, unit, group=groups[unit]) for unit in units]
               for index, units in gathers.items()}
@@ -152,10 +152,11 @@ def _capacity(table: Table, position: int) -> int:
     return max(map(len, of_stage.values()))
 
 
-def _window(uses: list[tuple[int, list[int]]], capacity: int, prefetch: int, gathers: dict[int, list[int]],
-            releases: dict[int, list[int]]) -> None:
+def window(uses: list[tuple[int, list[int]]], capacity: int, prefetch: int, gathers: dict[int, list[int]],
+           releases: dict[int, list[int]]) -> None:
     """Demand paging with known future: at each use missing units are gathered, and the units that are needed
-    farthest in the future are released."""
+    farthest in the future are released. `uses`: index of an instruction, and the units that it uses. The
+    result is added to `gathers` (before an instruction) and `releases` (after it)."""
     next_use: list[dict[int, int]] = []  # for each use: unit -> its next use
     coming: dict[int, int] = {}
     for use in range(len(uses) - 1, -1, -1):

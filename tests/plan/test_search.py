@@ -1,0 +1,216 @@
+"""`threed search`: the fast evaluator, what stays fixed, what is refused, and the config that it writes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+import threed
+from tests.layouts import compared
+from threed.choosing.fast import Fast
+from threed.choosing.layout import KEYS, Layout, changes, config_of
+from threed.choosing.question import ask
+from threed.choosing.search import Search, helps
+from threed.choosing.space import NEEDLESS, NO_BATCH, NO_MEMORY, NO_SHAPE, SLOWER
+from threed.choosing.stream import few
+from threed.choosing.verb import show
+from threed.cli import app
+from threed.errors import ConfigError, InputError
+from threed.pipeline.orders import SCHEDULES
+from threed.prediction.hardware import Hardware
+
+TOY = "configs/toy.yaml"
+H100 = Hardware.parse("h100-sxm")
+QUIET = ["train.eval_every=0", "checkpoint.every=0"]
+
+
+def searched(devices: int, *overrides: str, memory: float = 80e9):
+    asked = ask(TOY, list(overrides))
+    return asked, Search(asked.base, H100, int(memory)).run(devices, asked.fixed)
+
+
+@pytest.mark.parametrize("name, layers", [("llama3-8b", 8), ("gpt2-small", 6)])  # untied, and tied
+def test_fast_against_full(name, layers):
+    """Other times than the plan's: the search would rank other layouts than those that will run."""
+    base = threed.load(f"configs/{name}.yaml", [f"model.layers={layers}", "train.global_batch_size=32",
+                                                *QUIET])
+    rows = list(compared(base, H100, 5, 20, 8))
+    errors = sorted(row.error for row in rows)
+    assert errors[len(errors) // 2] < 0.001 and errors[-1] < 0.02, max(rows, key=lambda row: row.error)
+    assert all(0.9 < row.fast_bytes / row.full_bytes < 1.7 for row in rows)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("often", [False, True], ids=["once", "often"])
+def test_many_microbatches(name, often, monkeypatch):
+    """What is played of few micro-batches stands for many."""
+    base = threed.load("configs/llama3-8b.yaml", ["model.layers=10", "train.global_batch_size=46", *QUIET])
+    layout = Layout(4, 3, 2, schedule=name, virtual_stages=SCHEDULES[name].virtual or 2, shard_size=2,
+                    stage=2 if often else 1, reduce_every=1 if often else None, policy="full")
+    quick = Fast(base, H100).priced(layout).estimate().step_s
+    for module in ("rhythm", "stream"):
+        monkeypatch.setattr(f"threed.choosing.{module}.few", lambda name, p, m: m)
+    assert few(name, 3, 23) < 23
+    assert quick == pytest.approx(Fast(base, H100).priced(layout).estimate().step_s, rel=0.01)
+
+
+def test_bound():
+    """A bound above a step would drop the best."""
+    base = threed.load("configs/llama3-8b.yaml", ["model.layers=8", "train.global_batch_size=32", *QUIET])
+    fast = Fast(base, H100)
+    for row in compared(base, H100, 7, 8, 8):
+        assert fast.bound_s(row.layout) <= row.full_s and fast.priced(row.layout).free_s <= row.full_s * 1.001
+
+
+# ---------------------------------------------------------------- what stays fixed
+
+
+@pytest.mark.parametrize("fixed", [
+    ["parallel.tp=2"], ["parallel.pp=2", "parallel.schedule=zb-v"], ["parallel.dp=2"], ["zero.stage=3"],
+    ["zero.stage=2", "zero.reduce_every=2"], ["zero.residency=2"], ["train.micro_batch_size=2"],
+    ["activation.policy=full", "activation.every=2"], ["parallel.axis_order=dp-pp-tp"],
+    ["offload.optimizer=cpu"], ["zero.shard_size=2"],
+    ["parallel.schedule=interleaved", "parallel.virtual_stages=3", "parallel.pp=2"],
+    ["parallel.sequence_parallel=false"], ["activation.offload=cpu"]])
+def test_fixed(fixed):
+    """A key on the command line that the search changes would not be what the user asked for."""
+    asked, result = searched(4, "model.layers=4", *fixed)
+    assert result.found
+    wanted = dict(text.split("=") for text in fixed)
+    for found in result.found[:30]:
+        values = asked.config(found.layout).to_dict()
+        for key, value in wanted.items():
+            section, name = key.split(".")
+            whole = name == "shard_size" and values["parallel"]["dp"] == 2  # null: all of dp
+            assert str(values[section][name]).lower() == value or whole, (key, found.layout)
+
+
+def test_model_and_batch_stay():
+    """Everything but the layout is the config's; each layout has all devices."""
+    asked, result = searched(4, "model.layers=6", "train.global_batch_size=64", "precision.dtype=bf16")
+    keys = {*KEYS.values()}
+    for found in result.found[:30]:
+        layout, config = found.layout, asked.config(found.layout)
+        assert layout.tp * layout.pp * layout.dp == 4 and not threed.config.validate(config)
+        assert {*changes(config, asked.base)} <= keys
+    assert asked.base.model.layers == 6 and asked.base.precision.dtype == "bf16"
+
+
+def test_files_layout_is_free():
+    """What a file says of its own layout would leave nothing to search."""
+    asked = ask("configs/llama3-8b.yaml")
+    assert not asked.fixed and asked.base.parallel.tp == asked.base.parallel.pp == 1
+
+
+def test_every_layout_is_counted():
+    """Layouts that vanish make the counts a lie."""
+    _, result = searched(4, "model.layers=4")
+    assert result.considered == len(result.found) + result.dropped.total() > 5000
+    assert result.dropped[NEEDLESS] and result.dropped[SLOWER] and result.dropped[NO_BATCH]
+    steps = [found.estimate.step_s for found in result.found]
+    assert all(then > step * 0.999 for step, then in zip(steps, steps[1:]))
+
+
+def test_nothing_better_is_dropped():
+    """The best of a small space is what all of its layouts, timed one by one, say."""
+    asked, result = searched(4, "parallel.tp=1", "zero.stage=1", "train.global_batch_size=16")
+    search = Search(asked.base, H100, int(80e9))
+    search.result.found.clear()
+    best = result.found[0].estimate.step_s
+    for pp in (1, 2, 4):
+        for size in (1, 2, 4):
+            for name in ("1f1b", "zb-v", "zb-h2", "gpipe"):
+                layout = Layout(1, pp, 4 // pp, schedule=name if pp > 1 else "1f1b", micro_batch_size=size,
+                                virtual_stages=SCHEDULES[name].virtual if pp > 1 else 1,  # type: ignore
+                                shard_size=4 // pp)
+                assert search.fast.priced(layout).estimate().step_s >= best * 0.999, layout
+
+
+def test_less_memory():
+    """Less memory: other layouts, never faster ones; too little: none, and what is nearest."""
+    roomy, tight = (searched(8, "model.layers=24", "model.hidden=2048", "model.heads=16", memory=size)[1]
+                    for size in (80e9, 8e9))
+    assert tight.found and tight.dropped[NO_MEMORY] > roomy.dropped[NO_MEMORY]
+    assert tight.found[0].estimate.step_s >= roomy.found[0].estimate.step_s
+    assert max(found.bytes for found in tight.found) <= 8e9
+    none = searched(8, "model.layers=24", "model.hidden=2048", "model.heads=16", memory=3e9)[1]
+    assert not none.found and none.nearest is not None and none.nearest[0] > 3e9
+
+
+def test_what_would_help():
+    """Faster adapters help where nodes talk; memory where something is computed again."""
+    base = threed.load("configs/llama3-8b.yaml", ["model.layers=8", "train.global_batch_size=64", *QUIET])
+    search = Search(base, H100, int(80e9))
+    found = search.run(16, {"dp": 16, "policy": "full", "micro_batch_size": 1}).found[0]
+    gains = helps(base, H100, found)
+    assert gains["memory for no recomputation"] > 0.15 and all(0 < gain < 1 for gain in gains.values())
+
+
+# ---------------------------------------------------------------- the verb
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(app, ["search", TOY, "--hardware", "h100-sxm", *arguments],
+                              catch_exceptions=False)
+
+
+def test_command(tmp_path):
+    """The table, the document, and a config that is what it says."""
+    file = tmp_path / "best.yaml"
+    done = run("--devices", "4", "parallel.tp=1", "model.layers=4", "--json", "--write", str(file))
+    values = json.loads(done.stdout)
+    best = values["layouts"][0]
+    assert values["considered"] == values["timed"] + sum(
+        count for reason, count in values["dropped"].items() if "full plan" not in reason)
+    assert all(row["fast_s"] == pytest.approx(row["step_s"], rel=0.02) for row in values["layouts"])
+    assert [row["step_s"] for row in values["layouts"]] == sorted(row["step_s"] for row in values["layouts"])
+    config = threed.load(file)
+    assert config.world_size == 4 and config.parallel.tp == 1 and config.model.layers == 4
+    assert threed.check(config)["ok"]
+    step_s = threed.predict(threed.load(file, QUIET), "h100-sxm")["step_time"]
+    assert step_s == pytest.approx(best["step_s"], rel=1e-6)
+    assert len({row["layout"] for row in values["layouts"]}) == len(values["layouts"])
+    text = show(values, 3)
+    assert "would help" in text and "fixed: tp=1" in text and text.count("layers") == 0
+    assert best["layout"] in file.read_text().replace("\n# ", " ")
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["--devices", "4", "parallel.schedule=auto"], "named schedules"),
+    (["--devices", "4", "activation.policy=budget"], "what must be recomputed"),
+    (["--devices", "4", "offload.optimizer=nvme"], "none and cpu"),
+    (["--devices", "4", "zero.persist_below=100"], "leave it out"),
+    (["--devices", "4", "parallel.tp=3"], "model.heads=8 is not divisible by parallel.tp=3"),
+    (["--devices", "6", "parallel.tp=4"], "no layout of 6 devices"),
+    (["--devices", "4", "train.micro_batch_size=3"], "does not divide the global batch"),
+    (["--devices", "4", "--memory", "400MB"], "the nearest"),
+    (["--devices", "4", "--memory", "much"], "not an amount of bytes"),
+    (["--devices", "4", "zero.stage=7"], "must be one of"),
+    (["--devices", "4", "parallel.tq=3"], "unknown key"),
+    (["--devices", "4", "parallel.tp=x"], "parallel.tp=x"),
+])
+def test_refused(arguments, message):
+    with pytest.raises((InputError, ConfigError), match=message):
+        run(*arguments)
+
+
+def test_refused_by_the_library():
+    with pytest.raises(InputError, match="devices=0"):
+        threed.search(TOY, 0)
+    with pytest.raises(InputError, match="devices"):
+        threed.search(TOY, "8")  # pyright: ignore[reportArgumentType]
+
+
+def test_a_file_that_cannot_be_written(tmp_path):
+    with pytest.raises(InputError, match="--write"):
+        run("--devices", "1", "model.layers=2", "--write", str(tmp_path / "no" / "best.yaml"))
+
+
+def test_every_device_alone():
+    """One device has no mesh to search, and still a micro-batch."""
+    asked, result = searched(1)
+    assert result.found and {found.layout.tp * found.layout.pp for found in result.found} == {1}
+    assert config_of(result.found[0].layout, asked.base).world_size == 1
+    assert NO_SHAPE not in result.dropped

@@ -1,7 +1,7 @@
 """Compare predictions with steps that others have measured and published.
 
     python bench/published.py                      # the table, with the hardware files as they are
-    python bench/published.py --fit                # fit the four efficiencies of a100-sxm to its rows
+    python bench/published.py --fit                # fit four efficiencies of a100-sxm, one of the H100
 
 Rows of vTrain (Bang et al. 2024) ran Megatron-LM on A100 nodes with 4 adapters of 200 Gbit/s: 1F1B, full
 recomputation, fp16, attention that stores its matrix, and gradients reduced after backward. So attention is
@@ -12,7 +12,6 @@ priced with passes over that matrix (`attention_passes`), and nothing is compute
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -21,19 +20,15 @@ from statistics import mean
 from typing import NamedTuple
 
 import threed
-from threed.planner import make_mesh, make_pipeline, make_plan
+from threed.planner import make_pipeline, make_plan
 from threed.prediction.analytic import cost
 from threed.prediction.beside import step
-from threed.prediction.hardware import Hardware, places
-from threed.prediction.kernels import Travel
-from threed.program.instruction import COMPUTE, MESSAGES, Instruction, Op
-from threed.program.order import plan_links
+from threed.prediction.hardware import Hardware
 from threed.program.table import Plan
-from threed.program.walk import Cost, Mode, walk
 from threed.schema import Config
 
-FITTED = ("efficiency", "node_efficiency", "adapter_efficiency", "adapter_us")
-MEGATRON = "attention_passes=6"
+FITTED = ("efficiency", "memory_efficiency", "node_efficiency", "adapter_efficiency")
+MEGATRON = "attention_passes=6,contention=1"
 
 
 class Model(NamedTuple):
@@ -68,32 +63,7 @@ class Row(NamedTuple):
 
     def predicted_s(self, hardware: Hardware | None = None) -> float:
         hardware = hardware or Hardware.parse(self.hardware)
-        if self.group not in [model.name for model in VTRAIN]:
-            return step(self.plan, cost(self.plan, hardware), hardware).total_s
-        # Megatron-LM waits for messages, and reduces all gradients after its last backward.
-        price, programs = scattered(self.plan, hardware), self.plan.programs["train"]
-        pipeline = walk(programs, plan_links(self.plan, "train"), Mode.BLOCKING,
-                        lambda at, item: price(at, item) if item.op in (*COMPUTE, *MESSAGES) else 0.0)
-        after = [sum(price(at, item) for item in program if item.op not in (*COMPUTE, *MESSAGES))
-                 for at, program in enumerate(programs)]
-        return max(ends[-1] + last for ends, last in zip(pipeline.end, after, strict=True))
-
-
-def scattered(plan: Plan, hardware: Hardware) -> Cost:
-    """Prices of a plan, but Megatron-LM's for messages between stages: each rank of a tp group sends its part
-    of what all of them have, and they gather it inside the node (Narayanan et al. 2021, section 4.1). threed
-    does so with sequence parallelism alone."""
-    price, travel, mesh = cost(plan, hardware), Travel(hardware), make_mesh(plan.config)  # pyright: ignore
-    place = places(mesh, hardware.node_ranks)["tp"]
-
-    def seconds(position: int, item: Instruction) -> float:
-        whole_s = price(position, item)
-        if item.op != Op.SEND or place.ranks == 1:
-            return whole_s
-        size = sum(plan.table.sent(item).values())
-        return whole_s / place.ranks + travel.ring(size - size // place.ranks, place)
-
-    return seconds
+        return step(self.plan, cost(self.plan, hardware), hardware).total_s
 
 
 def plan_of(config: Config) -> Plan:
@@ -106,12 +76,11 @@ def vtrain() -> list[Row]:
         for text in model.rows.split(", "):
             layout, ms = text.split(":")
             tp, dp, pp = map(int, layout.split())
-            units = [model.layers // pp + (stage == 0) + (stage == pp - 1) for stage in range(pp)]
             config = threed.load(Path("configs/gpt3-175b.yaml"), [
                 f"model.layers={model.layers}", f"model.hidden={model.hidden}", f"model.heads={model.heads}",
                 "model.seq_len=2048", "model.vocab=51200", "model.dropout=0.1", "model.fused=on",
                 f"parallel.tp={tp}", f"parallel.dp={dp}", f"parallel.pp={pp}",
-                f"parallel.stage_units={units}", "parallel.sequence_parallel=false", "zero.stage=0", "activation.policy=full",
+                "parallel.sequence_parallel=false", "zero.stage=0", "activation.policy=full",
                 f"train.global_batch_size={model.batch}", f"train.micro_batch_size={model.micro_batch}",
                 "precision.dtype=fp16", "precision.grad_dtype=fp16", "precision.reduce_dtype=fp16"])
             rows.append(Row(model.name, f"tp {tp} dp {dp} pp {pp}", plan_of(config), f"a100-sxm,{MEGATRON}",
@@ -124,8 +93,10 @@ def torchtitan() -> list[Row]:
     for ranks, compiled, tokens_per_s in TORCHTITAN:
         config = threed.load(Path("configs/llama3-8b.yaml"), [
             f"parallel.dp={ranks}", "parallel.tp=1", "parallel.pp=1", "parallel.schedule=1f1b",
-            # torchtitan computes each second product again, and all that is not one: nearly each second block.
-            "parallel.sequence_parallel=false", "zero.stage=3", "activation.policy=full", "activation.every=2",
+            # torchtitan computes again each second product and whatever is not one: nearly each second
+            # block.
+            "parallel.sequence_parallel=false", "zero.stage=3", "activation.policy=full",
+            "activation.every=2",
             f"model.fused={'on' if compiled else 'off'}", "train.micro_batch_size=2",
             f"train.global_batch_size={2 * ranks}", "precision.dtype=bf16"])
         name = f"FSDP {ranks}{', compiled' if compiled else ''}"
@@ -141,18 +112,18 @@ def spearman(left: Sequence[float], right: Sequence[float]) -> float:
     return 1 - 6 * apart / (len(left) * (len(left) ** 2 - 1))
 
 
-def fit(rows: Sequence[Row]) -> Hardware:
+def fit(rows: Sequence[Row], names: Sequence[str]) -> Hardware:
     """Least squares of relative errors, by a search along one constant after the other."""
     best = Hardware.parse(rows[0].hardware)
 
     def loss(hardware: Hardware) -> float:
         return mean((row.predicted_s(hardware) / row.measured_s - 1) ** 2 for row in rows)
 
-    least, steps = loss(best), dict.fromkeys(FITTED, 1.15)
+    least, steps = loss(best), dict.fromkeys(names, 1.15)
     while max(steps.values()) > 1.005:
-        for name in FITTED:
+        for name in names:
             for factor in (steps[name], 1 / steps[name]):
-                other = replace(best, **{name: min(1.0 if name.endswith("efficiency") else math.inf, getattr(best, name) * factor)})
+                other = replace(best, **{name: min(1.0, getattr(best, name) * factor)})
                 if (new := loss(other)) < least:
                     best, least = other, new
                     break
@@ -180,13 +151,13 @@ def table(rows: Sequence[Row], hardware: Hardware | None = None) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n    python")[0])
-    parser.add_argument("--fit", action="store_true", help="fit the four efficiencies of a100-sxm first")
+    parser.add_argument("--fit", action="store_true", help="fit efficiencies first: four of a100-sxm, one of the H100")
     args = parser.parse_args()
-    rows, fitted = vtrain(), None
-    if args.fit:
-        fitted = fit(rows)
-        print("fitted:", ", ".join(f"{name}: {getattr(fitted, name):.3f}" for name in FITTED), "\n")
-    print(f"A100, Megatron-LM:\n\n{table(rows, fitted)}\n\nH100, torchtitan:\n\n{table(torchtitan())}")
+    for title, rows, names in (("A100, Megatron-LM", vtrain(), FITTED),
+                               ("H100, torchtitan", torchtitan(), ("efficiency",))):
+        fitted = fit(rows, names) if args.fit else None
+        constants = [f"{name}: {getattr(fitted, name):.3f}" for name in names if fitted]
+        print(f"{title}{', fitted ' if fitted else ''}{', '.join(constants)}:\n\n{table(rows, fitted)}\n")
 
 
 if __name__ == "__main__":

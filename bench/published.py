@@ -93,7 +93,7 @@ def torchtitan() -> list[Row]:
     for ranks, compiled, tokens_per_s in TORCHTITAN:
         config = threed.load(Path("configs/llama3-8b.yaml"), [
             f"parallel.dp={ranks}", "parallel.tp=1", "parallel.pp=1", "parallel.schedule=1f1b",
-            # torchtitan computes again each second product and whatever is not one: nearly each second
+            # torchtitan recomputes each second product and whatever is not one: nearly each second
             # block.
             "parallel.sequence_parallel=false", "zero.stage=3", "activation.policy=full",
             "activation.every=2",
@@ -151,7 +151,8 @@ def table(rows: Sequence[Row], hardware: Hardware | None = None) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n    python")[0])
-    parser.add_argument("--fit", action="store_true", help="fit efficiencies first: four of a100-sxm, one of the H100")
+    parser.add_argument("--fit", action="store_true",
+                        help="fit efficiencies first: four of a100-sxm, one of the H100")
     args = parser.parse_args()
     for title, rows, names in (("A100, Megatron-LM", vtrain(), FITTED),
                                ("H100, torchtitan", torchtitan(), ("efficiency",))):

@@ -47,6 +47,8 @@ CASES = {
     "kept-on-cpu": [*FULL, *INTERLEAVED, "activation.offload=cpu"],
     "arena": [*FULL, "activation.contiguous=true", "parallel.pp=2"], "offload": [*ZERO_3, *OFFLOAD],
     "llama": [*LLAMA, *TP], "llama-zb-h1-sp": [*LLAMA, *ZB, *SP],
+    "qk-norm": [*LLAMA, "model.qk_norm=true", *TP], "qk-norm-zb-h1-sp": [*LLAMA, "model.qk_norm=true", *ZB, *SP],
+    "qk-norm-zero-3-full": ["model.qk_norm=true", "model.head_dim=8", *ZERO_3, *FULL],
     "learned": ["model.position=learned", *ZB, *SP],
     "dropout": ["model.dropout=0.1", "model.attention_dropout=0.1", *TP, *ZB],
     "bf16": [*BF16, *ZERO_3], "bf16-zb-h1-sp": [*BF16, *ZB, *SP], "bf16-full": [*BF16, *FULL, *TP],

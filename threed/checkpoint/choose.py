@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from threed.checkpoint.format import INDEX, Unusable, checkpoints, folder, is_na
 from threed.checkpoint.lineage import Lineage, owner, read_latest, write_latest
 from threed.errors import InputError, RunError
 from threed.optimizers.registry import OPTIMIZERS
-from threed.schema import Config
+from threed.schema import Config, ModelConfig
 
 
 class Candidate(NamedTuple):
@@ -108,8 +109,10 @@ def read_manifest(path: Path, config: Config) -> dict[str, Any]:
                          "that was saved before the first delayed step, or after the last")
     mine, model = config.to_dict()["model"], manifest["config"]["model"]
     # keys that do not change what the weights mean
-    free = {"name", "dropout", "attention_dropout", "init_std", "tile_linears", "loss_chunk", "fused"}
-    given = {"family": mine["family"], **model}  # checkpoints older than `model.family` do not name it
+    free = {"name", "dropout", "attention_dropout", "init_std", "tile_linears", "loss_chunk", "fused",
+            *({"seq_len"} if config.model.position == "rotary" else ())}
+    # An older checkpoint does not name newer keys, whose defaults are what there was before.
+    given = {**asdict(ModelConfig()), "family": mine["family"], **model}
     different = [f"model.{key}={given.get(key)} there, {mine[key]} here" for key in mine
                  if key not in free and given.get(key) != mine[key]]
     if different:

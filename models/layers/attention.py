@@ -90,8 +90,10 @@ class Attention(Part):
 
         ends = (kept("queries, keys and values as projected", seq * (wide + 2 * kv), piece=None),
                 kept("attention's output", seq * wide, piece=None))
-        if normed:  # each norm saves what it reads, and its statistics; grouped queries are copied before
-            ends = (*ends, kept("queries before their norm", seq * wide if grouped else 0),
+        if normed:  # each norm saves what it reads, and its statistics
+            # Queries of one group are a view of the projection; those of several are copied.
+            copied = grouped and kv_heads > share.over("tp") * tiles
+            ends = (*ends, kept("queries before their norm", seq * wide if copied else 0),
                     kept("statistics of queries' and keys' norms", seq * (heads + kv_heads), 4))
         if not model.attention_dropout:
             return (*ends, kept("queries", seq * wide if rotary or grouped or normed else 0),
@@ -105,7 +107,8 @@ class Attention(Part):
                 kept("attention mask", squares, 1), kept("queries", seq * own),
                 kept("keys and values of each query", seq * (2 * wide - instead)))
 
-    def forward(self, x_sBD: torch.Tensor, batch: Batch, qk_scales: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, x_sBD: torch.Tensor, batch: Batch,
+                qk_scales: torch.Tensor | None = None) -> torch.Tensor:
         """`qk_scales`: the weights of the norms, from the first tile, [2, E]."""
         scales = () if not self.model.qk_norm else (
             self.norms.weights() if self.norms is not None else tuple(qk_scales))  # pyright: ignore
@@ -157,7 +160,8 @@ class HeadNorms(Held):
     gradient of its own heads."""
 
     def __init__(self, model: ModelConfig, name: str):
-        self.held = {each: Parameter(f"{name}.{each}_norm.weight", (model.head_size,), fill=1.0, apart=("tp",))
+        shape = (model.head_size,)
+        self.held = {each: Parameter(f"{name}.{each}_norm.weight", shape, fill=1.0, apart=("tp",))
                      for each in ("q", "k")}
 
     def weights(self) -> tuple[torch.Tensor, torch.Tensor]:

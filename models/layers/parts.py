@@ -198,8 +198,8 @@ class Norm(Held):
 
 
 def moved_by_norm(name: str, numel: int, own: int, one: bool, piece: str) -> Moved:
-    """What a norm of `numel` numbers moves. `own`: bytes of an element in the dtype of compute; `one`: whether
-    it is one kernel."""
+    """What a norm of `numel` numbers moves. `own`: bytes of an element in the dtype of compute; `one`:
+    whether it is one kernel."""
     if one:
         return Moved(name, 2 * own * numel, 3 * own * numel, (1, 2), piece)
     # Separate operations on fp32: each number is read or written so many times.

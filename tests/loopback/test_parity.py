@@ -36,7 +36,7 @@ VARIANTS = {
     "llama-untied": [*LLAMA, "model.tie_embeddings=false"],
     "qkv-bias": [*LLAMA, "model.qkv_bias=true", "model.rope_scaling=[8,1,4,8]"],
     "qk-norm": [*LLAMA, "model.qk_norm=true", "model.head_dim=6"],
-    "qk-norm-sequence-parallel": ["model.qk_norm=true", "model.head_dim=2", "parallel.sequence_parallel=true",
+    "qk-norm-sequence-parallel": ["model.qk_norm=true", "model.head_dim=8", "parallel.sequence_parallel=true",
                                   "model.attention_dropout=0.1"],
     "units-of-two-blocks": ["parallel.layers_per_unit=2"],
     "uneven-stages": ["parallel.stage_units=[2,6]"],

@@ -17,7 +17,16 @@ from typing import Any, NamedTuple
 
 from threed.address import is_store
 from threed.checkpoint.copy import fetch
-from threed.checkpoint.format import INDEX, Unusable, checkpoints, folder, is_name, step_of, unseal
+from threed.checkpoint.format import (
+    INDEX,
+    Unusable,
+    checkpoints,
+    folder,
+    is_name,
+    step_of,
+    unseal,
+    weights_only,
+)
 from threed.checkpoint.lineage import Lineage, owner, read_latest, write_latest
 from threed.errors import InputError, RunError
 from threed.optimizers.registry import OPTIMIZERS
@@ -121,7 +130,7 @@ def read_manifest(path: Path, config: Config) -> dict[str, Any]:
     missing = [buffer.name for buffer in OPTIMIZERS[config.optimizer.name].buffers
                if buffer.name not in saved]
     theirs = manifest["config"].get("optimizer", {}).get("name")
-    if missing and theirs != config.optimizer.name:
+    if missing and not weights_only(manifest) and theirs != config.optimizer.name:
         raise InputError(f"checkpoint {path} was saved with optimizer.name={theirs}, and has no "
                          f"{' and '.join(missing)}, which {config.optimizer.name} needs: go on with "
                          f"{theirs}, or begin anew with train.resume=never")

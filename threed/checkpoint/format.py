@@ -217,6 +217,11 @@ def unseal_data(path: Path | str, data: bytes) -> dict[str, Any]:
     return {**manifest, "checksum": checksum}
 
 
+def weights_only(manifest: dict[str, Any]) -> bool:
+    """Whether a checkpoint has weights and no state of an optimizer, which then begins fresh: an import."""
+    return manifest.get("weights_only") is True
+
+
 def _count(value: Any) -> bool:
     return isinstance(value, int) and value >= 0
 

@@ -4,8 +4,8 @@ torch.
     | decayed, cut | decayed, whole | plain, cut | plain, whole | padding |
     |<--- shard 0 --->|<--- shard 1 --->|<--- shard 2 --->| ...
 
-A rank's part of a unit is one buffer. Parameters are grouped by weight decay, by the axes that cut them, and by
-those over which their gradients are summed, so that weight decay, these sums and the gradient norm (which
+A rank's part of a unit is one buffer. Parameters are grouped by weight decay, by the axes that cut them, and
+by those over which their gradients are summed, so that weight decay, these sums and the gradient norm (which
 counts copies on several ranks once) work on slices. The buffer is padded so that all shards have the same
 length.
 """

@@ -12,7 +12,7 @@ from threed.planner import layouts
 from threed.zero.shard import ALIGNMENT, layout
 
 MODELS = [["model.name=gpt2-small"], ["model.name=llama3-8b"],
-          ["model.position=learned", "model.tie_embeddings=false"]]
+          ["model.position=learned", "model.tie_embeddings=false"], ["model.qk_norm=true"]]
 
 
 def all_layouts():
@@ -51,6 +51,22 @@ def test_segments_treat_each_parameter_right():
             assert [(s.decay, s.axes) for s in inside] == [
                 (placed.parameter.decay, placed.parameter.axes)]
         assert flat.whole_over(["tp"]) == sum(p.stop - p.start for p in flat.placed if not p.parameter.axes)
+
+
+def test_parts_of_a_gradient():
+    """Ranks of tp that hold a copy: of a norm of heads each always has a part of the gradient, of other norms
+    only where it has a part of the sequence."""
+    def named(flat, sequence) -> set[str]:
+        inside = flat.partial(["tp"], sequence)
+        return {placed.parameter.name.removeprefix("blocks.0.") for placed in flat.placed
+                if any(s.start <= placed.start and placed.stop <= s.stop for s in inside)}
+
+    model = load(None, ["model.qk_norm=true", "model.bias=false"]).model
+    flat = layout(layers(model)[1].own_parameters(), {"tp": 2}, 1)
+    heads = {"attention.q_norm.weight", "attention.k_norm.weight"}
+    assert named(flat, []) == heads
+    assert named(flat, ["tp"]) == heads | {f"{norm}_norm.{each}" for norm in ("attention", "mlp")
+                                           for each in ("weight", "bias")}
 
 
 def test_shards_cover_the_buffer():

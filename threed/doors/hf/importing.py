@@ -46,7 +46,8 @@ class Source(NamedTuple):
 
 
 def import_model(source: Path, output: Path, overrides: list[str] | None = None,
-                 yaml_file: Path | None = None, say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
+                 yaml_file: Path | None = None,
+                 say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
     """Import the folder of a model of transformers. `output`: the run.dir of a run to come, or a checkpoint's
     folder, such as PATH/step-00000000. `yaml_file`: the config to write; None: config.yaml beside the
     checkpoints. Returns what was written. InputError where the model is not one that threed has."""

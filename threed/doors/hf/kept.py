@@ -18,7 +18,8 @@ from threed.errors import InputError
 FOLDER, LAYOUT = "huggingface", "layout.json"
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
 _TOKENIZERS = (TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-               "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json")
+               "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "chat_template.jinja",
+               "chat_template.json")
 _OTHERS = (GENERATION, "LICENSE", "LICENSE.txt", "NOTICE")
 
 

@@ -24,7 +24,8 @@ from threed.errors import InputError
 from threed.models.model import parameters
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
-         "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+         "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2,
          "vocab_size": 50, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 5e5,
          "rope_scaling": None, "tie_word_embeddings": False, "torch_dtype": "float32", "eos_token_id": 2}
 GPT2 = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 4,

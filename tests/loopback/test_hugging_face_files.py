@@ -13,13 +13,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.loopback.test_checkpoint import at, manifest, saved_after
+from tests.loopback.test_checkpoint import at, manifest, on_ranks, saved_after, step
+from threed.checkpoint.format import seal
+from threed.checkpoint.load import resume
+from threed.cli import app
+from threed.comm import Comm
+from threed.config import load
 from threed.doors.hf import exporting, tensors
 from threed.doors.hf.config import family_of, model_of, unfit, values_of, written
 from threed.doors.hf.exporting import export_model
 from threed.doors.hf.families import FAMILIES
 from threed.doors.hf.importing import import_model
 from threed.doors.hf.views import blocks
+from threed.engine.engine import Engine
 from threed.errors import InputError
 from threed.models.model import parameters
 
@@ -267,6 +273,56 @@ def test_a_checkpoint_alone_another_dtype_and_another_config(tmp_path):
     assert (back["rope_theta"], back["initializer_range"], back["eos_token_id"]) == (5e5, 0.02, 2)
     with pytest.raises(InputError, match="--dtype int8"):
         export_model(tmp_path / "some" / "step-00000000", tmp_path / "no", "int8")
+
+
+@pytest.mark.parametrize("mesh", [[], ["parallel.dp=2", "parallel.tp=2", "zero.stage=3"],
+                                  ["parallel.pp=2", "precision.dtype=bf16", "offload.optimizer=cpu"]])
+def test_an_optimizer_begins_fresh(mesh, tmp_path):
+    """What another checkpoint left in an optimizer's state, and a state that is missing."""
+    import_model(folder(tmp_path / "theirs", LLAMA), tmp_path / "run", ["model.seq_len=8"])
+    config = load(tmp_path / "run" / "config.yaml", ["train.global_batch_size=4", "train.steps=8", *mesh])
+
+    def work(engine: Engine, comm: Comm) -> list[float]:
+        for state in engine.states.values():
+            for kind, values in state.kept(False).items():
+                values.fill_(3.0 if kind != "param" else torch.nan)
+        resumed = resume(config, engine.zero)
+        assert resumed.path is not None and resumed.manifest["step"] == 0
+        for state in engine.states.values():
+            for kind, values in state.kept(False).items():
+                assert kind == "param" or not values.any()
+        losses = step(engine, comm, 2)
+        engine.close()
+        return losses
+
+    (first, second), *rest = on_ranks(config, work)
+    assert second != first and all(each == [first, second] for each in rest)
+
+
+def test_a_checkpoint_without_a_state_is_no_import(tmp_path):
+    """Weights alone are enough only where the manifest says that there is no more."""
+    path = Path(import_model(folder(tmp_path / "theirs", LLAMA), tmp_path / "run")["checkpoint"])
+    values = json.loads((path / "manifest.json").read_text())
+    del values["checksum"], values["weights_only"]
+    (path / "manifest.json").write_text(seal(values))
+    config = load(tmp_path / "run" / "config.yaml")
+    with pytest.raises(InputError, match="exp_avg"):
+        on_ranks(config, lambda engine, comm: resume(config, engine.zero))
+
+
+def test_the_commands(tmp_path, capsys):
+    source, run, back = folder(tmp_path / "theirs", LLAMA), tmp_path / "run", tmp_path / "back"
+    app(["import", str(source), "-o", str(run), "model.seq_len=64", "parallel.tp=2"], standalone_mode=False)
+    assert f"go on with: threed train {run}/config.yaml" in capsys.readouterr().out
+    assert load(run / "config.yaml").parallel.tp == 2
+    app(["export", str(run), str(back)], standalone_mode=False)
+    assert f"wrote {back}: a llama of step 0" in capsys.readouterr().out
+    same(source, back)
+    for wrong, words in ((["import", str(source)], "give -o RUN"),
+                         (["import", str(source), "-o", str(run / "x"), "model.hiden=3"], "model.hidden"),
+                         (["export", str(run), str(tmp_path / "y"), "--like", str(run)], "no config.json")):
+        with pytest.raises(InputError, match=words):
+            app(wrong, standalone_mode=False)
 
 
 RUNS = {"gpt2": ["model.position=learned", "model.tie_embeddings=false"],

@@ -77,7 +77,7 @@ def import_model(source: Path, output: Path, overrides: list[str] | None = None,
         there = checkpoint if checkpoint.exists() else beside
         raise InputError(f"{there} is there already: give another folder with -o")
     file = yaml_file or home / "config.yaml"
-    say(f"{family.model_type}: {len(found.rows)} parameters from {len(found.files.headers)} files")
+    say(f"{family.model_type}: {len(found.rows)} tensors, from {', '.join(found.files.headers)}")
     size = _write_checkpoint(checkpoint, config, found)
     kept.keep(source, beside, None if found.dropped else found.files.headers)
     _write_yaml(file, values, source)
@@ -178,7 +178,7 @@ def _write_yaml(file: Path, values: Mapping[str, Any], source: Path) -> None:
         section, _, name = key.partition(".")
         sections.setdefault(section, {})[name] = value
     order = ("model", "data", "precision")
-    text = "\n".join(yaml.safe_dump({name: sections[name]}, sort_keys=False, default_flow_style=None)
+    text = "\n".join(yaml.safe_dump({name: sections[name]}, sort_keys=False)
                      for name in sorted(sections, key=lambda name: order.index(name) if name in order else 9))
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

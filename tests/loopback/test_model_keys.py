@@ -26,8 +26,9 @@ def with_keys(config: Config) -> Config:
         qk_norm=True, kv_heads=2, rope_scaling=[8.0, 1.0, 4.0, 4.0]))
 
 
-@pytest.mark.parametrize("cell", [pytest.param(cell, id=cell.id, marks=[pytest.mark.slow] if index % 3 else [])
-                                  for index, cell in enumerate(SAMPLE)])
+@pytest.mark.parametrize("cell", [
+    pytest.param(cell, id=cell.id, marks=[pytest.mark.slow] if index % 3 else [])
+    for index, cell in enumerate(SAMPLE)])
 def test_contract(cell, references):
     """All keys together: a norm's gradient that only some ranks of tp have, or that is counted twice."""
     assert_contract(with_keys(cell_config(cell, ranks=8)), references, steps=2)

@@ -50,7 +50,8 @@ def test_segments_treat_each_parameter_right():
             inside = [s for s in flat.segments if s.start <= placed.start and placed.stop <= s.stop]
             assert [(s.decay, s.axes) for s in inside] == [
                 (placed.parameter.decay, placed.parameter.axes)]
-        assert flat.whole_over(["tp"]) == sum(p.stop - p.start for p in flat.placed if not p.parameter.axes)
+        copied = sum(each.stop - each.start for each in flat.partial(["tp"], ["tp"]))
+        assert copied == sum(p.stop - p.start for p in flat.placed if not p.parameter.axes)
 
 
 def test_parts_of_a_gradient():

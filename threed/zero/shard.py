@@ -57,10 +57,6 @@ class Layout:
     def padding(self) -> int:
         return self.numel - (self.placed[-1].stop if self.placed else 0)
 
-    def whole_over(self, axes: Collection[str]) -> int:
-        """The number of elements of which all ranks of these axes have copies."""
-        return sum(each.stop - each.start for each in self.segments if not set(axes) & set(each.axes))
-
     def partial(self, axes: Collection[str], sequence: Collection[str]) -> list[Segment]:
         """The segments of which all ranks of these axes have copies, each with a part of the gradient.
         `sequence`: axes that cut the sequence of the residual stream."""

@@ -251,6 +251,13 @@ def test_no_folder_is_overwritten(tmp_path):
     import_model(source, tmp_path / "run")
     with pytest.raises(InputError, match="has checkpoints already"):
         import_model(source, tmp_path / "run")
+    with pytest.raises(InputError, match="is there already: give another --config"):
+        import_model(source, tmp_path / "other", yaml_file=tmp_path / "run" / "config.yaml")
+    with pytest.raises(InputError, match="it is what -o says"):
+        import_model(source, tmp_path / "other", ["run.dir=elsewhere"])
+    with pytest.raises(InputError, match="cannot be written: Not a directory"):
+        import_model(source, tmp_path / "theirs" / "config.json" / "run")
+    assert not (tmp_path / "other").exists()
     with pytest.raises(InputError, match="is there already"):
         export_model(tmp_path / "run", source)
     with pytest.raises(InputError, match="no complete checkpoint"):

@@ -54,10 +54,12 @@ def import_model(source: Path, output: Path, overrides: list[str] | None = None,
     described = read(source / kept.CONFIG)
     family = family_of(described, source / kept.CONFIG)
     given = configs.overrides_of(overrides)
+    checkpoint, home = _places(output)
+    if given.get("run.dir", str(home)) != str(home):
+        raise InputError(f"run.dir={given['run.dir']}: it is what -o says, {home}; leave it out")
     length = given.get("model.seq_len")
     values, notes = values_of(family, described, source / kept.CONFIG,
                               length if isinstance(length, int) else None)
-    checkpoint, home = _places(output)
     beside = home / kept.FOLDER
     data = {"data.tokenizer": str(beside / kept.TOKENIZER)} if (source / kept.TOKENIZER).is_file() else {}
     if not data:
@@ -73,14 +75,20 @@ def import_model(source: Path, output: Path, overrides: list[str] | None = None,
                      f"{f' and {len(found.dropped) - 3} more' if len(found.dropped) > 3 else ''}")
     if checkpoint.parent.name == "checkpoints" and checkpoints(config):
         raise InputError(f"{home} has checkpoints already: give another folder with -o")
-    if checkpoint.exists() or beside.exists():
-        there = checkpoint if checkpoint.exists() else beside
-        raise InputError(f"{there} is there already: give another folder with -o")
     file = yaml_file or home / "config.yaml"
+    if there := next((path for path in (checkpoint, beside, file) if path.exists()), None):
+        raise InputError(f"{there} is there already: give another {'--config' if there == file else '-o'}")
     say(f"{family.model_type}: {len(found.rows)} tensors, from {', '.join(found.files.headers)}")
-    size = _write_checkpoint(checkpoint, config, found)
-    kept.keep(source, beside, None if found.dropped else found.files.headers)
-    _write_yaml(file, values, source)
+    try:
+        kept.keep(source, beside, None if found.dropped else found.files.headers)
+        _write_yaml(file, values, source)
+        size = _write_checkpoint(checkpoint, config, found)
+    except BaseException as error:  # Ctrl-C, too, leaves nothing half done
+        shutil.rmtree(beside, ignore_errors=True)
+        file.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise InputError(f"{home} cannot be written: {error.strerror or error}") from None
+        raise
     return {"family": family.model_type, "checkpoint": str(checkpoint), "config": str(file),
             "parameters": sum(each.numel for each in parameters(config.model)), "bytes": size, "notes": notes}
 
@@ -143,8 +151,6 @@ def _write_checkpoint(path: Path, config: Config, source: Source) -> int:
         sync(path.parent)
         if path.parent == folder(config):
             write_latest(config, path.name, lineage)
-    except OSError as error:
-        raise InputError(f"{path} cannot be written: {error.strerror or error}") from None
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return report.size
@@ -180,8 +186,5 @@ def _write_yaml(file: Path, values: Mapping[str, Any], source: Path) -> None:
     order = ("model", "data", "precision")
     text = "\n".join(yaml.safe_dump({name: sections[name]}, sort_keys=False)
                      for name in sorted(sections, key=lambda name: order.index(name) if name in order else 9))
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(f"# {source.resolve().name}, imported from transformers.\n{text}")
-    except OSError as error:
-        raise InputError(f"{file} cannot be written: {error.strerror}") from None
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(f"# {source.resolve().name}, imported from transformers.\n{text}")

@@ -73,11 +73,8 @@ def import_model(source: Path, output: Path, overrides: list[str] | None = None,
     if found.dropped:
         notes.append(f"dropped, since they are no weights: {', '.join(found.dropped[:3])}"
                      f"{f' and {len(found.dropped) - 3} more' if len(found.dropped) > 3 else ''}")
-    if checkpoint.parent.name == "checkpoints" and checkpoints(config):
-        raise InputError(f"{home} has checkpoints already: give another folder with -o")
     file = yaml_file or home / "config.yaml"
-    if there := next((path for path in (checkpoint, beside, file) if path.exists()), None):
-        raise InputError(f"{there} is there already: give another {'--config' if there == file else '-o'}")
+    _check_room(config, checkpoint, beside, file)
     say(f"{family.model_type}: {len(found.rows)} tensors, from {', '.join(found.files.headers)}")
     try:
         kept.keep(source, beside, None if found.dropped else found.files.headers)
@@ -91,6 +88,19 @@ def import_model(source: Path, output: Path, overrides: list[str] | None = None,
         raise
     return {"family": family.model_type, "checkpoint": str(checkpoint), "config": str(file),
             "parameters": sum(each.numel for each in parameters(config.model)), "bytes": size, "notes": notes}
+
+
+def _check_room(config: Config, checkpoint: Path, beside: Path, file: Path) -> None:
+    """InputError where something would be overwritten."""
+    home = beside.parent
+    try:
+        if checkpoint.parent == folder(config) and checkpoints(config):
+            raise InputError(f"{home} has checkpoints already: give another folder with -o")
+        there = next((path for path in (checkpoint, beside, file) if path.exists()), None)
+    except OSError as error:
+        raise InputError(f"{home} cannot be written: {error.strerror}") from None
+    if there is not None:
+        raise InputError(f"{there} is there already: give another {'--config' if there == file else '-o'}")
 
 
 def _places(output: Path) -> tuple[Path, Path]:

@@ -158,13 +158,17 @@ def _write_weights(path: Path, manifest: dict[str, Any], family: HFFamily, model
                    layout: Layout) -> None:
     writer, reader = Writer(aside, layout.headers), Reader(path, manifest)
     views = {row.ours: row.view for row in family.rows(model)}
+
+    def write(parameter: Parameter) -> None:  # after which its values are gone
+        parts = views[parameter.name](_read(reader, path, manifest, parameter), model)
+        for name, part in zip(layout.names[parameter.name], parts, strict=True):
+            writer.write(name, part)
+        for name in layout.copies if parameter.tied else ():
+            writer.write(name, parts[0])
+
     try:
         for parameter in parameters(model):
-            parts = views[parameter.name](_read(reader, path, manifest, parameter), model)
-            for name, part in zip(layout.names[parameter.name], parts, strict=True):
-                writer.write(name, part)
-            for name in layout.copies if parameter.tied else ():
-                writer.write(name, parts[0])
+            write(parameter)
     finally:
         reader.close()
     writer.close()

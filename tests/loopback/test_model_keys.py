@@ -39,7 +39,7 @@ KEYS = ["model.norm=rmsnorm", "model.activation=swiglu", "model.kv_heads=4", "mo
 
 
 @pytest.mark.parametrize("mesh", [[], ["parallel.tp=2", "parallel.sequence_parallel=true"],
-                                  ["model.tile_linears=2KiB", "model.tie_embeddings=false", "parallel.tp=2"]])
+                                  ["model.tile_linears=5KiB", "model.tie_embeddings=false", "parallel.tp=2"]])
 def test_fused_and_pieces_have_the_same_bits(mesh):
     """Attention computed again in backward, from the norms' weights as they are then; pieces of their own."""
     pieces = ["activation.policy=selective", "activation.pieces=[attention,norm,mlp_act]", "zero.stage=3",
@@ -81,7 +81,7 @@ def test_rope_scaling():
 @pytest.mark.core
 def test_a_tiled_attention_hands_its_norms_on():
     """Tiles without the norms' weights read them from the first one."""
-    config = tiny("model.layers=1", *KEYS, "model.tile_linears=2KiB", "model.tie_embeddings=false")
+    config = tiny("model.layers=1", *KEYS, "model.tile_linears=5KiB", "model.tie_embeddings=false")
     tiles = [layer for layer in layers_of(config) if layer.name.startswith("blocks.0.attention")]
     assert len(tiles) > 1 and ["q_norm" in str(tile.own_parameters()) for tile in tiles] == [
         True, *[False] * (len(tiles) - 1)]

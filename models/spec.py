@@ -60,6 +60,9 @@ class Parameter:
     unpadded: int | None = None  # length of dim 0 without vocabulary padding
     tile: Tile = WHOLE
     tied: bool = False  # two layers use it, and it is a parameter unit of its own
+    # Axes whose ranks all hold it, each with a part of its gradient: each applies it to heads of its own.
+    # (An axis that cuts the sequence needs no name here.)
+    apart: tuple[str, ...] = ()
 
     @property
     def numel(self) -> int:

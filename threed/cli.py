@@ -14,6 +14,7 @@ import typer
 
 from threed import __version__, api
 from threed import config as configs
+from threed.doors import verbs
 from threed.early import begin
 from threed.errors import ConfigError, InputError, ThreedError
 from threed.program import explain as explaining
@@ -383,6 +384,10 @@ def compare(run: RunPath, as_json: Json = False) -> None:
     from threed.monitor.run import Run
 
     _print(Run(run).compare(), comparing.show, as_json)
+
+
+app.command("import", short_help="import a model of Hugging Face transformers")(verbs.import_)
+app.command("export", short_help="export a run as a model of Hugging Face transformers")(verbs.export)
 
 
 def _progress(line: str) -> None:

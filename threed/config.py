@@ -57,7 +57,13 @@ def given(path: str | Path | None, overrides: list[str] | None = None) -> tuple[
     be read."""
     _check_overrides(overrides)
     values = _flatten(_read_yaml(path) if path is not None else {})
-    return values, {key: value for text in overrides or [] for key, value in _read_override(text).items()}
+    return values, overrides_of(overrides)
+
+
+def overrides_of(overrides: list[str] | None) -> dict[str, Any]:
+    """The values of dotted overrides, by dotted key; the last of a key counts. InputError where one is
+    none."""
+    return {key: value for text in overrides or [] for key, value in _read_override(text).items()}
 
 
 def of_values(values: dict[str, Any], where: str, world_size: int | None = None) -> Config:

@@ -23,16 +23,21 @@ class ModelConfig:
     hidden: int = 128  # width of the residual stream
     heads: int = 8  # attention heads
     kv_heads: int | None = None  # null: as many as heads
+    head_dim: int | None = None  # numbers of a head; null: hidden / heads
     ffn_hidden: int | None = None  # null: 4 x hidden (gelu), or 8/3 x hidden rounded up to 64 (swiglu)
     vocab: int = 1024  # tokens of the tokenizer
     vocab_multiple: int = 128  # the vocabulary is padded to a multiple of this; padded logits are masked
     seq_len: int = 128  # tokens of a sequence
     position: str = "rotary"  # rotary (turns halves of a head, as GPT-NeoX, not pairs, as GPT-J) | learned
     rope_theta: float = 10000.0  # base of the rotary frequencies
+    rope_scaling: list[float] | None = None  # Llama 3's: [factor, low_freq_factor, high_freq_factor, tokens of
+    # the sequences before], such as [8, 1, 4, 8192]; null: none
     norm: str = "layernorm"  # layernorm | rmsnorm
     norm_eps: float = 1e-5  # added to the variance in a norm
     activation: str = "gelu"  # gelu | swiglu
     bias: bool = True  # biases of linear layers
+    qkv_bias: bool | None = None  # biases of queries, keys and values; null: what bias is
+    qk_norm: bool = False  # an RMS norm of each head's queries, and one of its keys, before rotary positions
     dropout: float = 0.0  # after the embedding and on each residual branch
     attention_dropout: float = 0.0  # on attention weights; above 0 attention runs unfused
     init_std: float = 0.02  # standard deviation of initial weights
@@ -52,8 +57,13 @@ class ModelConfig:
         return round_up(self.vocab, self.vocab_multiple)
 
     @property
-    def head_dim(self) -> int:
-        return self.hidden // self.heads
+    def head_size(self) -> int:
+        """Numbers of a head."""
+        return self.hidden // self.heads if self.head_dim is None else self.head_dim
+
+    @property
+    def has_qkv_bias(self) -> bool:
+        return self.bias if self.qkv_bias is None else self.qkv_bias
 
     @property
     def num_kv_heads(self) -> int:

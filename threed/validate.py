@@ -15,7 +15,7 @@ from threed.models.sound import unsound
 from threed.models.tiling import cut_layers, layers_of, share_of, together, unit_layers
 from threed.pipeline.orders import SCHEDULES
 from threed.quantity import parse_bytes
-from threed.schema import CheckpointConfig, Config, PrecisionConfig
+from threed.schema import CheckpointConfig, Config, ModelConfig, PrecisionConfig
 from threed.values import check_values
 
 
@@ -45,11 +45,13 @@ def validate(config: Config, world_size: int | None = None) -> list[str]:
 def _check_model(config: Config) -> list[str]:
     model, tp = config.model, config.parallel.tp
     problems = []
-    if model.hidden % model.heads:
-        problems.append(f"model.hidden={model.hidden} is not divisible by model.heads={model.heads}")
-    elif model.position == "rotary" and model.head_dim % 2:
-        problems.append("model.position=rotary needs an even head size; model.hidden / model.heads = "
-                        f"{model.head_dim}")
+    if model.hidden % model.heads and model.head_dim is None:
+        problems.append(f"model.hidden={model.hidden} is not divisible by model.heads={model.heads}; "
+                        "model.head_dim gives heads another size")
+    elif model.position == "rotary" and model.head_size % 2:
+        given = "model.hidden / model.heads" if model.head_dim is None else "model.head_dim"
+        problems.append(f"model.position=rotary needs an even head size; {given} = {model.head_size}")
+    problems += _check_scaling(model)
     if model.heads % model.num_kv_heads:
         problems.append(f"model.heads={model.heads} is not divisible by model.kv_heads={model.kv_heads}")
     sizes = {"model.heads": model.heads, "model.kv_heads": model.num_kv_heads, "model.hidden": model.hidden,
@@ -66,6 +68,23 @@ def _check_model(config: Config) -> list[str]:
                             f"divisible by parallel.tp={tp}")
     with calling(model.family, "check()"):
         return problems + family_of(model.family).check(model, share_of(config).ranks)
+
+
+def _check_scaling(model: ModelConfig) -> list[str]:
+    if model.rope_scaling is None:
+        return []
+    asked = f"model.rope_scaling={[float(each) for each in model.rope_scaling]}"
+    if model.position != "rotary":
+        return [f"{asked} needs model.position=rotary, and it is {model.position}; leave it out"]
+    if len(model.rope_scaling) != 4:
+        return [f"{asked}: must be the four numbers of Llama 3's scaling: [factor, low_freq_factor, "
+                "high_freq_factor, tokens of the sequences before], such as [8, 1, 4, 8192]"]
+    factor, low, high, before = model.rope_scaling
+    if not (all(math.isfinite(each) for each in model.rope_scaling)
+            and factor > 0 and 0 < low < high and before > 0):
+        return [f"{asked}: factor, low_freq_factor and tokens must be above 0, and high_freq_factor above "
+                "low_freq_factor"]
+    return []
 
 
 def _check_tiling(config: Config) -> list[str]:

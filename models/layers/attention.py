@@ -4,24 +4,31 @@ and value heads with their queries.
 The rows of qkv are sorted by key and value head: first the queries that share it, then its key, then its
 value (as in Megatron-LM). So any run of heads is a run of rows.
 
+With model.qk_norm, queries and keys of each head are normed. All heads share the two weights, so ranks of tp
+sum their gradients, and the first tile hands them to the others.
+
 Shapes: S sequence, s a rank's part of the sequence in the residual stream, B micro-batch, D hidden, E head
 size; in this rank (and tile) N heads, K key and value heads, and G = N/K.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from threed.later import F, torch
 from threed.models.kernels import Attention as Core
 from threed.models.kernels import Kernel, Moved, Product
 from threed.models.layers.base import Part
-from threed.models.layers.parts import MASK, Column, Row
-from threed.models.spec import WHOLE, Cost, Saved, Share, Tile
+from threed.models.layers.parts import MASK, Column, Held, Row, moved_by_norm
+from threed.models.spec import WHOLE, Cost, Parameter, Saved, Share, Tile
 from threed.schema import ModelConfig
 
 if TYPE_CHECKING:
     from threed.tensor.context import Batch
+
+PIECE = "attention"  # the activation piece of all between the two products
+SCALES = "qk_scales"  # the weights of both norms, which the first tile hands to the others
 
 
 class Attention(Part):
@@ -30,72 +37,96 @@ class Attention(Part):
     def __init__(self, model: ModelConfig, name: str, tile: Tile = WHOLE):
         self.model, self.name, self.tile = model, name, tile
         self.cells = model.num_kv_heads
-        kv = model.num_kv_heads * model.head_dim
-        self.qkv = Column(model, f"{name}.qkv", model.hidden + 2 * kv, tile)
-        self.out = Row(model, f"{name}.out", model.hidden, model.residual_std, tile)
+        queries, keys = (heads * model.head_size for heads in (model.heads, model.num_kv_heads))
+        self.qkv = Column(model, f"{name}.qkv", queries + 2 * keys, tile, bias=model.has_qkv_bias)
+        self.out = Row(model, f"{name}.out", queries, model.residual_std, tile)
+        self.norms = HeadNorms(model, name) if model.qk_norm and tile.index == 0 else None
 
     def tiled(self, tile: Tile) -> Attention:
         return Attention(self.model, self.name, tile)
+
+    def shares(self) -> Mapping[str, tuple[int, ...]]:
+        return {SCALES: (2, self.model.head_size)} if self.model.qk_norm else {}
+
+    def shared(self) -> dict[str, torch.Tensor]:
+        return {SCALES: torch.stack(self.norms.weights())} if self.norms is not None else {}
 
     def cost(self, share: Share) -> Cost:
         return super().cost(share) + Cost(self._kernels(share), self._saved(share))
 
     def _kernels(self, share: Share) -> tuple[Kernel, ...]:
-        model, piece = self.model, "attention"
+        model, piece = self.model, PIECE
         seq, ranks = model.seq_len, share.over("tp") * self.tile.count
         heads, kv_heads = model.heads // ranks, model.num_kv_heads // ranks
-        queries, keys = (share.bytes(seq * each * model.head_dim) for each in (heads, kv_heads))
+        queries, keys = (share.bytes(seq * each * model.head_size) for each in (heads, kv_heads))
         moved = [Moved("queries, keys and values apart", 2 * queries * (heads > kv_heads),
                        2 * (queries + 2 * keys), (int(heads > kv_heads), 1), piece)]
+        if model.qk_norm:
+            moved += [moved_by_norm(f"norm of {what}", size // share.element, share.element, model.fuses,
+                                    piece) for what, size in (("queries", queries), ("keys", keys))]
         if model.position == "rotary":
             passes, kernels = (2, 2) if model.fuses else (10, 10)  # over queries and keys; 5 operations each
             size = passes * (queries + keys)
             moved.append(Moved("rotary positions", size, size, (kernels, kernels), piece))
         if not model.attention_dropout:
-            return (Core(share.sequences, heads, kv_heads, seq, model.head_dim, piece), *moved)
+            return (Core(share.sequences, heads, kv_heads, seq, model.head_size, piece), *moved)
         count, own = share.sequences * heads, share.element
         squares, cast = count * seq**2, 2 * (own + 4) if own < 4 else 0
-        return (Product(seq, seq, model.head_dim, count, False, piece),
-                Product(seq, model.head_dim, seq, count, False, piece), *moved,
+        return (Product(seq, seq, model.head_size, count, False, piece),
+                Product(seq, model.head_size, seq, count, False, piece), *moved,
                 Moved("softmax and dropout", squares * (MASK + 8 * own + 9 + cast),
                       squares * (6 * own + 13 + cast), (36, 6), piece))
 
     def _saved(self, share: Share) -> tuple[Saved, ...]:
         """The tensors saved between the norm and the dropout of its branch."""
         model, tiles = self.model, self.tile.count
-        seq, hidden, kv = model.seq_len, model.hidden, model.num_kv_heads * model.head_dim
-        grouped, rotary = model.heads > model.num_kv_heads, model.position == "rotary"
+        seq, heads, kv_heads = model.seq_len, model.heads, model.num_kv_heads
+        wide, kv = heads * model.head_size, kv_heads * model.head_size
+        grouped, rotary, normed = heads > kv_heads, model.position == "rotary", model.qk_norm
 
         def kept(what: str, elements: int, element: int | None = None,
-                 piece: str | None = "attention") -> Saved:
+                 piece: str | None = PIECE) -> Saved:
             return Saved(what, share.bytes(elements // tiles, "tp", element), piece)
 
-        ends = (kept("queries, keys and values as projected", seq * (hidden + 2 * kv), piece=None),
-                kept("attention's output", seq * hidden, piece=None))
+        ends = (kept("queries, keys and values as projected", seq * (wide + 2 * kv), piece=None),
+                kept("attention's output", seq * wide, piece=None))
+        if normed:  # each norm saves what it reads, and its statistics
+            # Queries of one group are a view of the projection; those of several are copied.
+            copied = grouped and kv_heads > share.over("tp") * tiles
+            ends = (*ends, kept("queries before their norm", seq * wide if copied else 0),
+                    kept("statistics of queries' and keys' norms", seq * (heads + kv_heads), 4))
         if not model.attention_dropout:
-            return (*ends, kept("queries", seq * hidden if rotary or grouped else 0),
-                    kept("keys", seq * kv if rotary else 0),
-                    kept("log of attention's sums", model.heads * seq, 4))
+            return (*ends, kept("queries", seq * wide if rotary or grouped or normed else 0),
+                    kept("keys", seq * kv if rotary or normed else 0),
+                    kept("log of attention's sums", heads * seq, 4))
         # Unfused attention saves keys and values for each query head. Where heads are rotated or copied, it
-        # saves the results and not the projection.
-        squares, instead = model.heads * seq * seq, 2 * kv if rotary or grouped else 0
+        # saves the results and not the projection; a norm saves that.
+        squares, own = heads * seq * seq, wide if normed else 0
+        instead = 2 * kv if (rotary or grouped) and not normed else 0
         return (*ends, kept("softmax of attention", squares, 4), kept("dropped attention", squares),
-                kept("attention mask", squares, 1),
-                kept("keys and values of each query", seq * (2 * hidden - instead)))
+                kept("attention mask", squares, 1), kept("queries", seq * own),
+                kept("keys and values of each query", seq * (2 * wide - instead)))
 
-    def forward(self, x_sBD: torch.Tensor, batch: Batch) -> torch.Tensor:
-        return self.out(self.context.saving.through("attention", self._core, self.qkv(x_sBD), batch))
+    def forward(self, x_sBD: torch.Tensor, batch: Batch,
+                qk_scales: torch.Tensor | None = None) -> torch.Tensor:
+        """`qk_scales`: the weights of the norms, from the first tile, [2, E]."""
+        scales = () if not self.model.qk_norm else (
+            self.norms.weights() if self.norms is not None else tuple(qk_scales))  # pyright: ignore
+        return self.out(self.context.saving.through(PIECE, self._core, self.qkv(x_sBD), batch, *scales))
 
-    def _core(self, qkv: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """[S, B, queries, keys and values of this rank] -> [S, B, N x E]."""
+    def _core(self, qkv: torch.Tensor, batch: Batch, *scales: torch.Tensor) -> torch.Tensor:
+        """[S, B, queries, keys and values of this rank], weights of two norms [E] -> [S, B, N x E]."""
         seq, size = qkv.shape[:2]
         model = self.model
         heads = model.num_kv_heads // self.context.group.size() // self.tile.count
         queries = model.heads // model.num_kv_heads
-        qkv = qkv.view(seq, size, heads, queries + 2, model.head_dim)
+        qkv = qkv.view(seq, size, heads, queries + 2, model.head_size)
         # `split` has one backward for all parts, where a slice of each would have one each, and their sum.
-        q_BNSE, k_BKSE, v_BKSE = (part.reshape(seq, size, -1, model.head_dim).permute(1, 2, 0, 3)
+        q_BNSE, k_BKSE, v_BKSE = (part.reshape(seq, size, -1, model.head_size).permute(1, 2, 0, 3)
                                   for part in qkv.split((queries, 1, 1), -2))
+        if scales:
+            q_BNSE, k_BKSE = (self.context.rms_norm(part, scale, model.norm_eps)
+                              for part, scale in zip((q_BNSE, k_BKSE), scales, strict=True))
         if model.position == "rotary":
             q_BNSE, k_BKSE = self._rotate(q_BNSE), self._rotate(k_BKSE)
         x_BNSE = self._attend(q_BNSE, k_BKSE, v_BKSE, batch)
@@ -109,7 +140,7 @@ class Attention(Part):
         k, v = (t.repeat_interleave(queries, 1) for t in (k, v))
         seq, heads = q.shape[2], q.shape[1]
         future = torch.full((seq, seq), -torch.inf, dtype=q.dtype, device=q.device).triu(1)  # added: not kept
-        scores = q @ k.transpose(-1, -2) * self.model.head_dim**-0.5 + future
+        scores = q @ k.transpose(-1, -2) * self.model.head_size**-0.5 + future
         first = (self.tile.index * self.context.group.size() + self.context.group.rank()) * heads
         counters = torch.arange(first * seq * seq, (first + heads) * seq * seq, device=q.device)
         keep = self.context.keep_mask(probability, (batch.seed, f"{self.name}.weights"), batch.samples_B,
@@ -122,3 +153,16 @@ class Attention(Part):
             return self.context.fused.rotate(x_BNSE, cos_SE, sin_SE)
         low, high = x_BNSE.chunk(2, -1)
         return x_BNSE * cos_SE + torch.cat([-high, low], -1) * sin_SE
+
+
+class HeadNorms(Held):
+    """The weights of the RMS norms of queries and of keys, which all heads share. Each rank of tp has the
+    gradient of its own heads."""
+
+    def __init__(self, model: ModelConfig, name: str):
+        shape = (model.head_size,)
+        self.held = {each: Parameter(f"{name}.{each}_norm.weight", shape, fill=1.0, apart=("tp",))
+                     for each in ("q", "k")}
+
+    def weights(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.compute.q, self.compute.k

@@ -73,6 +73,8 @@ class Layer(Part):
     tokens = False  # whether it embeds the batch's tokens; the first layer does
     loss = False  # whether it adds to the loss; the last layer does
     reads: tuple[str, ...] = ()  # names of tensors that earlier layers hand it
+    # Shapes of those that it reads that have not the shape of the residual stream: name -> shape.
+    shapes: Mapping[str, tuple[int, ...]] = {}
     # What its tensors' shapes depend on beside the config, such as "how many tokens an expert gets". No CUDA
     # graph can hold such a layer.
     shapes_from = ""
@@ -108,6 +110,18 @@ class Tileable(Protocol):
 
     def parameters(self) -> list[Parameter]: ...
     def tiled(self, tile: Tile) -> Self: ...
+
+
+class Sharing(Protocol):
+    """A body of a branch whose first tile hands tensors to its other tiles: parameters that all tiles use."""
+
+    def shares(self) -> Mapping[str, tuple[int, ...]]:
+        """Name -> shape of a tensor, in the dtype of compute. The other tiles are called with it by name."""
+        ...
+
+    def shared(self) -> Mapping[str, torch.Tensor]:
+        """The tensors, made by the first tile."""
+        ...
 
 
 class Tiling(Protocol):

@@ -6,11 +6,12 @@ read the output of its norm:
 
 A body is a part that is called with (norm's output, batch) and that can be cut into tiles (base.Tileable). A
 block that is too large is cut into its branches, and a branch into tiles of its bodies. The first tile has
-the norm and hands its output to the other tiles.
+the norm and hands its output to the other tiles. The first tile of a body may hand on more (base.Sharing).
 """
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from threed.models.kernels import Moved
@@ -84,11 +85,15 @@ class BranchTile(Layer):
         self.norm = branch.norm if tile.index == 0 else None
         self.body, self.dropout = body, Dropout(self.model, branch.name)
         self.adds = tile.index > 0
-        self.reads = ("normed",) if tile.index > 0 else ()
+        shares = body.shares() if body.tile.count > 1 and hasattr(body, "shares") else {}
+        self.hands = shares if body.tile.index == 0 else {}
+        self.shapes = shares if body.tile.index > 0 else {}
+        self.reads = (*(("normed",) if tile.index > 0 else ()), *self.shapes)
 
     def makes(self, share: Share) -> dict[str, int]:
         stream = share.bytes(self.model.seq_len * self.model.hidden, SEQUENCE)
-        return {"normed": stream} if self.norm is not None else {}
+        return {**({"normed": stream} if self.norm is not None else {}),
+                **{name: math.prod(shape) * share.element for name, shape in self.hands.items()}}
 
     def cost(self, share: Share) -> Cost:
         size = self.model.seq_len * self.model.hidden
@@ -100,8 +105,10 @@ class BranchTile(Layer):
         stream = share.bytes(size, SEQUENCE)
         return super().cost(share) + Cost((Moved("sum", 3 * stream, 3 * stream),), operands=operands)
 
-    def forward(self, x_sBD: torch.Tensor | None, batch: Batch, normed: torch.Tensor | None = None) -> Any:
+    def forward(self, x_sBD: torch.Tensor | None, batch: Batch, normed: torch.Tensor | None = None,
+                **shared: torch.Tensor) -> Any:
+        made: dict[str, Any] = dict(self.body.shared()) if self.hands else {}
         if self.norm is not None:
-            normed = self.norm(x_sBD)
-        x = added(x_sBD, self.dropout(self.body(normed, batch), batch))
-        return x if self.norm is None else Out(x, {"normed": normed})  # pyright: ignore[reportArgumentType]
+            made["normed"] = normed = self.norm(x_sBD)
+        x = added(x_sBD, self.dropout(self.body(normed, batch, **shared), batch))
+        return Out(x, made) if made else x

@@ -23,6 +23,15 @@ if TYPE_CHECKING:
     from threed.tensor.context import Batch
 
 
+class Logits(Column):
+    """The projection onto the vocabulary. Its matrix may be the word embedding."""
+
+    def __init__(self, model: ModelConfig, tile: Tile):
+        self.model, self.axis, tied = model, "tp", model.tie_embeddings
+        weight = vocabulary(model, WORD if tied else "head.output.weight", tile, tied)
+        super(Column, self).__init__(weight, None)
+
+
 class Head(Layer):
     kind, cell, axis = "head", "token of the vocabulary", "tp"
 
@@ -31,9 +40,7 @@ class Head(Layer):
         self.cells, self.loss = model.padded_vocab, tile.last
         self.reads = ("normed",) if tile.index > 0 else ()
         self.norm = Norm(model, "head.norm") if tile.index == 0 else None
-        tied = model.tie_embeddings
-        weight = vocabulary(model, WORD if tied else "head.output.weight", tile, tied)
-        self.output = Column(model, "head.output", model.padded_vocab, tile, weight=weight)
+        self.output = Logits(model, tile)
 
     def makes(self, share: Share) -> dict[str, int]:
         stream = share.bytes(self.model.seq_len * self.model.hidden, SEQUENCE)

@@ -87,14 +87,13 @@ class Column(_Linear):
     axis does not gather the sequence: [s, B, inputs] -> [s, B, outputs / its ranks]."""
 
     def __init__(self, model: ModelConfig, name: str, outputs: int, tile: Tile = WHOLE, runs: int = 1,
-                 weight: Parameter | None = None, axis: str = "tp"):
-        """`runs`: products of one input, whose rows follow each other. `weight`: a parameter to use instead
-        of one of its own."""
+                 bias: bool | None = None, axis: str = "tp"):
+        """`runs`: products of one input, whose rows follow each other. `bias`: None: as model.bias."""
         self.model, self.axis, cuts = model, axis, cut_over(axis, 0, tile, runs)
-        shape, bias = (outputs, model.hidden), None
-        if model.bias and weight is None:
-            bias = Parameter(f"{name}.bias", (outputs,), cuts, tile=tile)
-        super().__init__(weight or Parameter(f"{name}.weight", shape, cuts, model.init_std, tile=tile), bias)
+        has_bias = model.bias if bias is None else bias
+        super().__init__(
+            Parameter(f"{name}.weight", (outputs, model.hidden), cuts, model.init_std, tile=tile),
+            Parameter(f"{name}.bias", (outputs,), cuts, tile=tile) if has_bias else None)
 
     def cost(self, share: Share) -> Cost:
         seq, axis = share.seen(self.model.seq_len, self.axis), self.axis
@@ -188,19 +187,25 @@ class Norm(Held):
 
     def _moved(self, share: Share) -> Moved:
         numel = share.bytes(self.model.seq_len * self.model.hidden, SEQUENCE, 1)
-        own = share.element
-        if self.model.norm == "layernorm" or self.model.fuses:
-            return Moved(self.name, 2 * own * numel, 3 * own * numel, (1, 2), "norm")
-        # Separate operations on fp32: each number is read or written so many times.
-        narrow = own < 4
-        forward, backward = 28 + 2 * (own + 4) * narrow, 76 + 3 * (own + 4) * narrow
-        return Moved(self.name, forward * numel, backward * numel, (8, 13), "norm")
+        return moved_by_norm(self.name, numel, share.element,
+                             self.model.norm == "layernorm" or self.model.fuses, "norm")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight, eps = self.compute.weight, self.model.norm_eps
         if self.model.norm == "rmsnorm":
             return self.context.rms_norm(x, weight, eps)
         return F.layer_norm(x, x.shape[-1:], weight, self.compute.bias, eps)
+
+
+def moved_by_norm(name: str, numel: int, own: int, one: bool, piece: str) -> Moved:
+    """What a norm of `numel` numbers moves. `own`: bytes of an element in the dtype of compute; `one`:
+    whether it is one kernel."""
+    if one:
+        return Moved(name, 2 * own * numel, 3 * own * numel, (1, 2), piece)
+    # Separate operations on fp32: each number is read or written so many times.
+    narrow = own < 4
+    forward, backward = 28 + 2 * (own + 4) * narrow, 76 + 3 * (own + 4) * narrow
+    return Moved(name, forward * numel, backward * numel, (8, 13), piece)
 
 
 class Dropout(Part):

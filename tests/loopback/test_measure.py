@@ -31,6 +31,12 @@ FAMILIES = {
                         "model.attention_dropout=0.1"],
     "fused": ["model.family=llama", "model.kv_heads=2", "model.dropout=0.1", "model.fused=auto"],
     "chunks": ["model.loss_chunk=5"],
+    "qk-norm": ["model.family=llama", "model.kv_heads=2", "model.head_dim=12", "model.qk_norm=true"],
+    "qk-norm-alone": ["model.position=learned", "model.qk_norm=true", "model.qkv_bias=false"],
+    "qk-norm-dropout": ["model.family=llama", "model.qk_norm=true", "model.attention_dropout=0.1"],
+    "qk-norm-dropout-grouped": ["model.family=llama", "model.kv_heads=2", "model.qk_norm=true",
+                                "model.head_dim=8", "model.attention_dropout=0.1"],
+    "qkv-bias": ["model.family=llama", "model.qkv_bias=true", "model.rope_scaling=[8,1,4,16]"],
     "parallel": ["model.family=tests/families/parallel_block.py:PARALLEL"],
 }
 MESHES = {"alone": [], "tp": ["parallel.tp=2"], "sp": ["parallel.tp=2", "parallel.sequence_parallel=true"]}

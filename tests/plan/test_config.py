@@ -68,7 +68,8 @@ def test_a_value_for_a_section():
     "model.layers=abc", "model.layers=2.5", "model.layers=true", "model.layers=null", "model.layers=[1]",
     "optimizer.lr=abc", "optimizer.lr=true", "optimizer.betas=0.9", "optimizer.betas=[0.9,x]",
     "model.bias=maybe",
-    "model.bias=3", "parallel.dp=2.5", "parallel.dp=true", "parallel.dp=some", "parallel.stage_units=[1,x]",
+    "model.bias=3", "model.qk_norm=2", "model.qkv_bias=some", "model.head_dim=a", "model.rope_scaling=8",
+    "parallel.dp=2.5", "parallel.dp=true", "parallel.dp=some", "parallel.stage_units=[1,x]",
     "parallel.stage_units=3", "run.dir=null", "model=3"])
 def test_wrong_type(override):
     """A value of the wrong type that is coerced."""
@@ -135,6 +136,10 @@ def test_tp_divides(tp, overrides, named):
     (("model.heads=6",), "model.hidden=128 is not divisible by model.heads=6"),
     (("model.kv_heads=3",), "model.heads=8 is not divisible by model.kv_heads=3"),
     (("model.heads=128",), "needs an even head size"),
+    (("model.heads=6", "model.head_dim=15"), "needs an even head size; model.head_dim = 15"),
+    (("model.rope_scaling=[8,1,4]",), "must be the four numbers of Llama 3's scaling"),
+    (("model.rope_scaling=[8,4,4,8192]",), "high_freq_factor above low_freq_factor"),
+    (("model.rope_scaling=[8,1,4,8192]", "model.position=learned"), "needs model.position=rotary"),
     (("parallel.sequence_parallel=true",), "needs parallel.tp > 1"),
     (("parallel.sequence_parallel=true", "parallel.tp=2", "model.seq_len=99"),
      "model.seq_len=99 is not divisible"),

@@ -54,7 +54,7 @@ def test_untied_and_swiglu():
     assert tied_parameter(layers(m)) is None
     m = load(None, ["model.activation=swiglu", "model.bias=false", "model.norm=rmsnorm",
                     "model.kv_heads=2"]).model
-    h, kv, ffn = m.hidden, 2 * m.head_dim, m.num_ffn_hidden
+    h, kv, ffn = m.hidden, 2 * m.head_size, m.num_ffn_hidden
     assert ffn == 384 and (h, kv) == (128, 32)  # 8/3 x 128 = 341.3, up to a multiple of 64
     assert parameter_count(m) == m.layers * (2 * h * h + 2 * h * kv + 3 * h * ffn + 2 * h) + h + m.vocab * h
 

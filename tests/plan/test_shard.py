@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
 from itertools import product
 
 import pytest
@@ -12,7 +13,7 @@ from threed.planner import layouts
 from threed.zero.shard import ALIGNMENT, layout
 
 MODELS = [["model.name=gpt2-small"], ["model.name=llama3-8b"],
-          ["model.position=learned", "model.tie_embeddings=false"]]
+          ["model.position=learned", "model.tie_embeddings=false"], ["model.qk_norm=true"]]
 
 
 def all_layouts():
@@ -50,7 +51,24 @@ def test_segments_treat_each_parameter_right():
             inside = [s for s in flat.segments if s.start <= placed.start and placed.stop <= s.stop]
             assert [(s.decay, s.axes) for s in inside] == [
                 (placed.parameter.decay, placed.parameter.axes)]
-        assert flat.whole_over(["tp"]) == sum(p.stop - p.start for p in flat.placed if not p.parameter.axes)
+        copied = sum(each.stop - each.start for each in flat.partial(["tp"], ["tp"]))
+        assert copied == sum(p.stop - p.start for p in flat.placed if not p.parameter.axes)
+
+
+def test_parts_of_a_gradient():
+    """Ranks of tp that hold a copy: of a norm of heads each always has a part of the gradient, of other norms
+    only where it has a part of the sequence."""
+    def named(flat, sequence) -> set[str]:
+        inside = flat.partial(["tp"], sequence)
+        return {placed.parameter.name.removeprefix("blocks.0.") for placed in flat.placed
+                if any(s.start <= placed.start and placed.stop <= s.stop for s in inside)}
+
+    model = load(None, ["model.qk_norm=true", "model.bias=false"]).model
+    flat = layout(layers(model)[1].own_parameters(), {"tp": 2}, 1)
+    heads = {"attention.q_norm.weight", "attention.k_norm.weight"}
+    assert named(flat, []) == heads
+    assert named(flat, ["tp"]) == heads | {f"{norm}_norm.{each}" for norm in ("attention", "mlp")
+                                           for each in ("weight", "bias")}
 
 
 def test_shards_cover_the_buffer():
@@ -66,15 +84,15 @@ def test_shards_cover_the_buffer():
 def test_segments_of_shards_are_the_segments():
     """An element that no rank steps, or two do, or that is treated otherwise on one mesh than on another."""
     for _, _, flat in all_layouts():
-        parts = [part for index in range(flat.num_shards) for part in flat.segments_of(index)]
+        parts = [astuple(part) for index in range(flat.num_shards) for part in flat.segments_of(index)]
         joined = []
         for part in parts:
-            assert part.stop > part.start
-            if joined and joined[-1][1] == part.start and joined[-1][2:] == (part.decay, part.axes):
-                joined[-1] = (joined[-1][0], part.stop, *joined[-1][2:])
+            assert part[1] > part[0]
+            if joined and joined[-1][1] == part[0] and joined[-1][2:] == part[2:]:
+                joined[-1] = (joined[-1][0], part[1], *joined[-1][2:])
             else:
-                joined.append((part.start, part.stop, part.decay, part.axes))
-        assert joined == [(s.start, s.stop, s.decay, s.axes) for s in flat.segments]
+                joined.append(part)
+        assert joined == [astuple(segment) for segment in flat.segments]
         for index in range(flat.num_shards):
             start, stop = flat.shard(index)
             assert all(start <= part.start and part.stop <= stop for part in flat.segments_of(index))

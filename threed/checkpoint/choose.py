@@ -10,17 +10,27 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from threed.address import is_store
 from threed.checkpoint.copy import fetch
-from threed.checkpoint.format import INDEX, Unusable, checkpoints, folder, is_name, step_of, unseal
+from threed.checkpoint.format import (
+    INDEX,
+    Unusable,
+    checkpoints,
+    folder,
+    is_name,
+    step_of,
+    unseal,
+    weights_only,
+)
 from threed.checkpoint.lineage import Lineage, owner, read_latest, write_latest
 from threed.errors import InputError, RunError
 from threed.optimizers.registry import OPTIMIZERS
-from threed.schema import Config
+from threed.schema import Config, ModelConfig
 
 
 class Candidate(NamedTuple):
@@ -108,8 +118,10 @@ def read_manifest(path: Path, config: Config) -> dict[str, Any]:
                          "that was saved before the first delayed step, or after the last")
     mine, model = config.to_dict()["model"], manifest["config"]["model"]
     # keys that do not change what the weights mean
-    free = {"name", "dropout", "attention_dropout", "init_std", "tile_linears", "loss_chunk", "fused"}
-    given = {"family": mine["family"], **model}  # checkpoints older than `model.family` do not name it
+    free = {"name", "dropout", "attention_dropout", "init_std", "tile_linears", "loss_chunk", "fused",
+            *({"seq_len"} if config.model.position == "rotary" else ())}
+    # An older checkpoint does not name newer keys, whose defaults are what there was before.
+    given = {**asdict(ModelConfig()), "family": mine["family"], **model}
     different = [f"model.{key}={given.get(key)} there, {mine[key]} here" for key in mine
                  if key not in free and given.get(key) != mine[key]]
     if different:
@@ -118,7 +130,7 @@ def read_manifest(path: Path, config: Config) -> dict[str, Any]:
     missing = [buffer.name for buffer in OPTIMIZERS[config.optimizer.name].buffers
                if buffer.name not in saved]
     theirs = manifest["config"].get("optimizer", {}).get("name")
-    if missing and theirs != config.optimizer.name:
+    if missing and not weights_only(manifest) and theirs != config.optimizer.name:
         raise InputError(f"checkpoint {path} was saved with optimizer.name={theirs}, and has no "
                          f"{' and '.join(missing)}, which {config.optimizer.name} needs: go on with "
                          f"{theirs}, or begin anew with train.resume=never")

@@ -11,10 +11,10 @@
         latest                      name and lineage (lineage.py) of the newest checkpoint; written last
 
 `param` is the fp32 master weight; 'waiting:...' are gradients that the next step applies
-(offload.delayed_update). Where several ranks hold the same values, one of them writes. A rank that loads
-reads the manifest, the index lines of its own parameters, and from the files the bytes of the boxes that it
-needs: the amount does not grow with the number of ranks that wrote.
-"""
+(offload.delayed_update). A checkpoint whose manifest says `weights_only` has `param` alone: an import, after
+which an optimizer begins fresh. Where several ranks hold the same values, one of them writes. A rank that
+loads reads the manifest, the index lines of its own parameters, and from the files the bytes of the boxes
+that it needs: the amount does not grow with the number of ranks that wrote. """
 
 from __future__ import annotations
 
@@ -215,6 +215,11 @@ def unseal_data(path: Path | str, data: bytes) -> dict[str, Any]:
         raise Unusable(path,
                        f"cannot be used: {MANIFEST} has no {', '.join(strange)} that this version knows")
     return {**manifest, "checksum": checksum}
+
+
+def weights_only(manifest: dict[str, Any]) -> bool:
+    """Whether a checkpoint has weights and no state of an optimizer, which then begins fresh: an import."""
+    return manifest.get("weights_only") is True
 
 
 def _count(value: Any) -> bool:

@@ -24,7 +24,7 @@ import torch
 
 from threed.checkpoint.boxes import boxes
 from threed.checkpoint.choose import candidates, notes, read_manifest
-from threed.checkpoint.format import Unusable, patiently, unseal
+from threed.checkpoint.format import Unusable, patiently, unseal, weights_only
 from threed.checkpoint.lineage import Lineage
 from threed.checkpoint.proof import MASK, checksum
 from threed.checkpoint.read import Reader
@@ -174,7 +174,10 @@ def _read(reader: Reader, manifest: dict[str, Any], zero: ZeroRun) -> str | None
             for box in boxes(state.layout, place, *state.owned):
                 part = slice(box.start - state.owned[0], box.stop - state.owned[0])
                 for kind, whole in state.kept(zero.waiting is not None).items():
-                    reader.read(kind, box, whole[part].view(box.shape))
+                    if kind != "param" and weights_only(manifest):
+                        whole[part].zero_()
+                    else:
+                        reader.read(kind, box, whole[part].view(box.shape))
             state.publish()
     except Unusable as error:
         problem = error.what
@@ -214,6 +217,8 @@ def _prove(manifest: dict[str, Any], zero: ZeroRun, rounded: dict[tuple[str, str
     for name, values in zip(names, total.view(-1, len(kinds)).tolist(), strict=True):
         for kind, value in zip(kinds, values, strict=True):
             want = manifest["parameters"][name]["sums"].get(kind)
+            if kind != "param" and weights_only(manifest):
+                continue
             if kind in kept and f"{value & MASK:016x}" != want:
                 return (f"is damaged: {kind} {name}, as rank {comm.rank} on {socket.gethostname()} and those "
                         "who share it have it in memory, does not have the checksum of its manifest")

@@ -240,17 +240,7 @@ class Saver:
 
     def _publish(self, reports: list[Report]) -> None:
         aside, final = self._aside, self._final
-        index, parameters = index_of(reports)
-        (aside / INDEX).write_bytes(index)
-        sync(aside / INDEX)
-        files = {file_name(rank): [report.size, *report.header]
-                 for rank, report in enumerate(reports) if report.size}
-        replace_text(aside / MANIFEST, seal({**self._manifest, "parameters": parameters, "files": files}))
-        for name, (size, *_) in files.items():
-            if (aside / name).stat().st_size != size:
-                raise OSError(f"{name} has {(aside / name).stat().st_size} bytes, and its rank wrote {size}")
-        if (aside / INDEX).read_bytes() != index or unseal(aside)["parameters"] != parameters:
-            raise OSError(f"{INDEX} or {MANIFEST} reads back otherwise than it was written")
+        describe(aside, self._manifest, reports)
         self._synced()
         sync(aside)
         older = final.with_suffix(REPLACED)
@@ -321,6 +311,22 @@ class Saver:
     def _end(self, problem: str | None) -> Outcome:
         self.stage, self._items, self._thread, self._result = Stage.IDLE, [], None, None
         return Outcome(self._final, problem, time.monotonic() - self._begun_s)
+
+
+def describe(aside: Path, manifest: dict[str, Any], reports: list[Report]) -> None:
+    """Write the index and the manifest of a checkpoint whose ranks have written their files. OSError where
+    something reads back otherwise than it was written."""
+    index, parameters = index_of(reports)
+    (aside / INDEX).write_bytes(index)
+    sync(aside / INDEX)
+    files = {file_name(rank): [report.size, *report.header]
+             for rank, report in enumerate(reports) if report.size}
+    replace_text(aside / MANIFEST, seal({**manifest, "parameters": parameters, "files": files}))
+    for name, (size, *_) in files.items():
+        if (aside / name).stat().st_size != size:
+            raise OSError(f"{name} has {(aside / name).stat().st_size} bytes, and its rank wrote {size}")
+    if (aside / INDEX).read_bytes() != index or unseal(aside)["parameters"] != parameters:
+        raise OSError(f"{INDEX} or {MANIFEST} reads back otherwise than it was written")
 
 
 def _said_of(error: Exception) -> str:

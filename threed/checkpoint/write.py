@@ -53,18 +53,23 @@ def write(path: Path, rank: int, items: list[Item]) -> Report:
     with path.open("wb", buffering=0) as file:
         _write(file.fileno(), head)
         for item in items:
-            values = item.values()
-            data = values.numpy().data.cast("B")
-            crc = 0
-            for start in range(0, len(data), PIECE):
-                piece = data[start:start + PIECE]
-                crc = zlib.crc32(piece, crc)
-                _write(file.fileno(), piece)
-            places.append(Place(at, len(data), crc, checksum(values, item.box)))
-            at += len(data)
+            places.append(_put(file.fileno(), item, at))
+            at += places[-1].size
         os.fsync(file.fileno())
     check(path, [(len(head), zlib.crc32(head)), *((place.size, place.crc) for place in places)])
     return report_of(rank, head, items, places)
+
+
+def _put(descriptor: int, item: Item, at: int) -> Place:
+    """Write an item's bytes, which begin at `at`. (A function of its own, so that no item's values are in
+    memory when those of the next are made.)"""
+    values = item.values()
+    data, crc = values.numpy().data.cast("B"), 0
+    for start in range(0, len(data), PIECE):
+        piece = data[start:start + PIECE]
+        crc = zlib.crc32(piece, crc)
+        _write(descriptor, piece)
+    return Place(at, len(data), crc, checksum(values, item.box))
 
 
 def report_of(rank: int, head: bytes, items: list[Item], places: list[Place]) -> Report:

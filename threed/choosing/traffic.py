@@ -65,7 +65,8 @@ class Tolls:
     def _price(self, part: Part, positions: int) -> Toll:
         layout, elements = self.layout, self.elements
         shards, group = layout.shard_size, "shard" if layout.shard_size < layout.dp else "dp"
-        partial = ({"tp": (layout.tp, part.copied)} if layout.sequence_parallel and part.copied else {})
+        summed = part.copied if layout.sequence_parallel else part.apart
+        partial = {"tp": (layout.tp, summed)} if summed and layout.tp > 1 else {}
         kept = part.numel // (shards if layout.stage >= 1 else 1)
         chain = reductions(part.numel, shards, group,
                            Sums(partial, kept, layout.dp // shards, positions), elements)

@@ -52,6 +52,7 @@ class Part(NamedTuple):
 
     numel: int
     copied: int  # of which each tp rank has a copy
+    apart: int  # of these, those of whose gradient each tp rank has a part even where it has all tokens
 
 
 class Units:
@@ -99,7 +100,9 @@ class Units:
             last = len(set(self.same))
             few: dict[int, Part] = {}
             for index, laid in layouts(config).items():
-                few[-1 if index == last else index] = Part(laid.numel, laid.whole_over(("tp",)))
+                few[-1 if index == last else index] = Part(
+                    laid.numel, *(sum(each.stop - each.start for each in laid.partial(("tp",), sequence))
+                                  for sequence in (("tp",), ())))
             parts = {unit: few[kind] for unit, kind in enumerate(self.same) if kind in few}
             self._parts[tp, shards] = parts | ({-1: few[-1]} if -1 in few else {})
         return self._parts[tp, shards]

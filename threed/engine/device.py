@@ -95,7 +95,7 @@ def attention(config: Config, device: torch.device) -> str:
     if model.attention_dropout > 0:  # attention.py computes it with separate operations
         chosen = "math"
     else:
-        sizes = (1, model.heads // tp, model.seq_len, model.head_dim)
+        sizes = (1, model.heads // tp, model.seq_len, model.head_size)
         dtype = DTYPES[config.precision.dtype]
         queries = torch.empty(sizes, device=device, dtype=dtype, requires_grad=True)
         keys = queries[:, :model.num_kv_heads // tp]
@@ -105,7 +105,7 @@ def attention(config: Config, device: torch.device) -> str:
     if asked not in ("auto", chosen):
         raise InputError(
             f"run.attention_backend={asked} cannot run here: for {model.heads // tp} heads of "
-            f"{model.head_dim}, {model.seq_len} tokens, {config.precision.dtype} and "
+            f"{model.head_size}, {model.seq_len} tokens, {config.precision.dtype} and "
             f"model.attention_dropout={model.attention_dropout} on a {device.type}, torch uses {chosen}; "
             "use run.attention_backend=auto")
     return chosen

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from threed.errors import InputError
-from threed.mesh import GROUPS, Mesh
+from threed.mesh import GROUPS, Mesh, axes_of
 from threed.models.layers.base import Layer
 from threed.models.model import tied_parameter
 from threed.models.spec import SEQUENCE, Cost, Parameter, Share
@@ -138,20 +138,22 @@ class _Shared(NamedTuple):
     shards: int
     sharded: bool  # whether a rank keeps its shard of a sum alone
     copies: int
-    partial: dict[str, int]  # group whose ranks hold partial gradients of one parameter -> its ranks
+    ranks: dict[str, int]  # axis of parameters -> its ranks
+    sequence: tuple[str, ...]  # axes that cut the sequence of the residual stream
     elements: Elements
 
     @classmethod
     def of(cls, config: Config, elements: Elements) -> _Shared:
         copies = config.dp // config.shard_size
         share = share_of(config)
-        partial = {axis: share.over(axis) for axis in share.sequence}
+        ranks = {axis: share.over(axis) for axis in axes_of("parameters")}
         return cls(make_mesh(config).shard_group, config.shard_size, config.zero.stage >= 1, copies,
-                   partial, elements)
+                   ranks, share.sequence, elements)
 
     def reductions(self, laid: Layout, positions: int) -> tuple[Reduction, ...]:
-        partial = {group: (ranks, count) for group, ranks in self.partial.items()
-                   if (count := laid.whole_over(GROUPS[group].axes or ()))}
+        parts = {axis: laid.partial(GROUPS[axis].axes or (), self.sequence) for axis in self.ranks}
+        partial = {axis: (self.ranks[axis], sum(part.stop - part.start for part in each))
+                   for axis, each in parts.items() if each and self.ranks[axis] > 1}
         kept = laid.numel // (self.shards if self.sharded else 1)
         return zero.reductions(laid.numel, self.shards, self.group,
                                zero.Sums(partial, kept, self.copies, positions), self.elements)

@@ -22,6 +22,7 @@ from threed.tensor.layers import (
     vocab_parallel_cross_entropy,
 )
 from threed.tensor.random import keep_mask
+from threed.tensor.rotary import frequencies
 from threed.tensor.saving import Saving
 from threed.tensor.softmax import add_to_softmax, cross_entropy_in_chunks, cross_entropy_of
 
@@ -115,10 +116,8 @@ class Context:
     def rotary(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines of rotary positions (Su et al. 2021), [S, E] each: pairs are (i, i + E/2)."""
         if device not in self._rotary:
-            size = self.model.head_dim
-            frequency = self.model.rope_theta ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
             angles = torch.outer(torch.arange(self.model.seq_len, dtype=torch.float64),
-                                 frequency).repeat(1, 2)
+                                 frequencies(self.model)).repeat(1, 2)
             self._rotary[device] = angles.cos().to(device, self.dtype), angles.sin().to(device, self.dtype)
         return self._rotary[device]
 

@@ -105,7 +105,8 @@ class Measured:
         stream = length, share.sequences, model.hidden
         self.x = torch.randn(2, model.seq_len, share.sequences) if running else torch.randn(stream,
                                                                                             dtype=dtype)
-        self.reads = {name: torch.randn(stream, dtype=dtype, requires_grad=True) for name in layer.reads}
+        self.reads = {name: torch.randn(layer.shapes.get(name, stream), dtype=dtype, requires_grad=True)
+                      for name in layer.reads}
         tokens = torch.randint(0, model.vocab, (share.sequences, model.seq_len + 1))
         samples = torch.arange(share.sequences)
         self.batch = Batch(tokens[:, :-1].clone(), tokens[:, 1:].clone(), samples, 0, tokens.numel())

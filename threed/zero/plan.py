@@ -41,9 +41,10 @@ def reductions(numel: int, shards: int, shard_group: str, sums: Sums,
                elements: Elements) -> tuple[Reduction, ...]:
     """The reductions of a parameter unit's gradient, in order.
 
-    tp: under sequence parallelism each tp rank has the gradient of its own tokens for parameters replicated
-    over tp. replica: several shard groups each have a copy of the unit, and its gradient is summed over them.
-    tie: the two ends of the pipeline each have a part of a tied embedding's gradient.
+    tp: for parameters replicated over tp, each tp rank has the gradient of its own tokens (under sequence
+    parallelism) or of its own heads. replica: several shard groups each have a copy of the unit, and its
+    gradient is summed over them. tie: the two ends of the pipeline each have a part of a tied embedding's
+    gradient.
     """
     steps = [(group, ranks, count, elements.grad, False, "wsum")
              for group, (ranks, count) in sums.partial.items()]

@@ -11,6 +11,7 @@ import torch
 from threed.comm import Comm, Group
 from threed.lanes import Job
 from threed.mesh import GROUPS, axes_of
+from threed.models.tiling import share_of
 from threed.optimizers.base import Update, View
 from threed.program.buffers import Buffers
 from threed.program.instruction import Instruction, Op, Slot, Tier
@@ -122,12 +123,12 @@ class ZeroRun:
 
     def _sum_partial(self, state: UnitState, group: Group) -> None:
         """Sum the gradients of parameters that all ranks of the group hold, each with the gradient of its own
-        tokens, in one call."""
+        tokens or heads, in one call."""
         grad, complete = state.whole_grad()
         complete()
         over = GROUPS[group.name].axes or ()
-        parts = [grad[each.start:each.stop] for each in state.layout.segments
-                 if not set(over) & set(each.axes)]
+        parts = [grad[each.start:each.stop]
+                 for each in state.layout.partial(over, share_of(self.config).sequence)]
         joined = torch.cat(parts) if len(parts) > 1 else parts[0]
         group.all_reduce(joined).wait()
         if len(parts) > 1:

@@ -1,0 +1,167 @@
+"""Models of transformers in and out: random weights of small configs, whose logits are compared with those of
+transformers, on several meshes; and files that come back to the bit.
+
+A loose tolerance would pass a rotation of wrong pairs, or a key in the place of a value: fp32 logits agree
+to 1e-5.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from tests.harness import batches
+from threed.checkpoint.lineage import Lineage
+from threed.checkpoint.load import resume
+from threed.checkpoint.save import Saver
+from threed.comm import Comm
+from threed.config import load
+from threed.doors.hf.exporting import export_model
+from threed.doors.hf.importing import import_model
+from threed.engine.engine import Engine
+from threed.engine.loopback import run_loopback
+from threed.planner import make_mesh, make_plan
+from threed.schema import Config
+from threed.tensor.context import Batch, Context
+
+transformers = pytest.importorskip("transformers", reason="the peer is transformers: pip install -e '.[dev]'")
+
+SEQ, VOCAB = 16, 90
+LLAMA = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "vocab_size": VOCAB, "max_position_embeddings": 64, "rms_norm_eps": 1e-5}
+SCALED = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0,
+          "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("GPT2", {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": SEQ, "vocab_size": VOCAB,
+                      "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
+    "gpt2-untied": ("GPT2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": SEQ, "vocab_size": VOCAB,
+                             "n_inner": 72, "tie_word_embeddings": False, "attn_pdrop": 0.0,
+                             "resid_pdrop": 0.0, "embd_pdrop": 0.0}),
+    "llama2": ("Llama", {**LLAMA, "num_key_value_heads": 4}),
+    "llama3": ("Llama", {**LLAMA, "rope_parameters": SCALED}),
+    "llama3-tied": ("Llama", {**LLAMA, "rope_parameters": SCALED, "tie_word_embeddings": True,
+                              "head_dim": 16}),
+    "mistral": ("Mistral", {**LLAMA, "sliding_window": None}),
+    "mistral-window": ("Mistral", {**LLAMA, "sliding_window": SEQ, "head_dim": 12}),
+    "qwen2": ("Qwen2", {**LLAMA, "tie_word_embeddings": True}),
+    "qwen2-untied": ("Qwen2", LLAMA),
+    "qwen3": ("Qwen3", {**LLAMA, "head_dim": 12}),
+    "qwen3-tied": ("Qwen3", {**LLAMA, "head_dim": 8, "tie_word_embeddings": True}),
+}
+RUN = [f"model.seq_len={SEQ}", "train.global_batch_size=2", "train.micro_batch_size=2", "train.eval_every=1",
+       "train.steps=10", "optimizer.lr=1e-2", "optimizer.schedule=constant", "optimizer.eps=1e-3"]
+MESHES = {"alone": [], "tp2-pp2": ["parallel.tp=2", "parallel.pp=2"]}
+
+
+class Made(NamedTuple):
+    folder: Path  # of transformers
+    model: Any
+
+
+@pytest.fixture(params=MODELS)
+def made(request, tmp_path) -> Made:
+    return make(request.param, tmp_path / "theirs")
+
+
+def make(name: str, folder: Path, shard: str = "20KB", dtype: torch.dtype = torch.float32) -> Made:
+    """A model of random weights, saved by transformers in several files."""
+    kind, values = MODELS[name]
+    torch.manual_seed(3)
+    config = getattr(transformers, f"{kind}Config")(**values)
+    cls = {"GPT2": "GPT2LMHeadModel"}.get(kind, f"{kind}ForCausalLM")
+    model = getattr(transformers, cls)(config).to(dtype).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():  # norms and biases, too, each its own
+            weight.copy_(torch.randn_like(weight) * 0.1 + (1.0 if "norm" in name or "ln_" in name else 0.0))
+    model.save_pretrained(folder, max_shard_size=shard)
+    return Made(folder, model)
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(0, VOCAB, (2, SEQ + 1), generator=torch.Generator().manual_seed(7))
+
+
+def theirs(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(tokens()[:, :-1]).logits.float()
+
+
+def ours(config: Config, monkeypatch: pytest.MonkeyPatch, steps: int = 0, save: bool = False) -> torch.Tensor:
+    """Logits of a run that resumes as its config says, [B, S, V], after some steps; all ranks in one process.
+    `save`: whether it then saves a checkpoint."""
+    seen: dict[int, torch.Tensor] = {}
+    original = Context.cross_entropy
+
+    def cross_entropy(self: Context, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        seen[self.group.rank()] = logits.detach().clone()
+        return original(self, logits, labels)
+
+    monkeypatch.setattr(Context, "cross_entropy", cross_entropy)
+    plan = make_plan(config)
+    torch.set_num_threads(1)
+
+    def work(comm: Comm) -> None:
+        engine = Engine(config, plan, comm)
+        resumed = resume(config, engine.zero)
+        assert resumed.path is not None
+        for step in range(steps):
+            engine.train_step(batches(config, comm, step))
+        if save:
+            saver = Saver(engine, Lineage(f"test-{config.world_size}"), lambda: None)
+            saver.begin({"samples": 0, "skipped": 0, "wandb_id": None})
+            outcome = saver.drain()
+            assert outcome is not None and outcome.problem is None, outcome
+        parts = tokens()
+        engine.run("evaluate", lambda microbatch: Batch(
+            parts[:, :-1], parts[:, 1:], torch.arange(2), config.train.seed, config.tokens_per_step, False))
+        engine.close()
+
+    run_loopback(plan, make_mesh(config), work)
+    whole = torch.cat([seen[rank] for rank in sorted(seen)], -1)
+    return whole.transpose(0, 1)[..., :VOCAB]
+
+
+def close(one: torch.Tensor, other: torch.Tensor) -> None:
+    error, size = float((one - other).abs().max()), float(other.abs().max())
+    assert error <= 1e-5 * max(1.0, size), (error, size)
+
+
+def config_of(run: Path, *overrides: str) -> Config:
+    return load(run / "config.yaml", [*RUN, *overrides])
+
+
+def test_logits_and_back(made, tmp_path, monkeypatch):
+    """The same logits on one rank and on four, and a folder that is the same to the bit."""
+    run = tmp_path / "run"
+    import_model(made.folder, run, RUN[:1])
+    want = theirs(made.model)
+    for mesh in MESHES.values():
+        close(ours(config_of(run, *mesh), monkeypatch), want)
+    export_model(run, tmp_path / "back")
+    same_files(made.folder, tmp_path / "back")
+
+
+def same_files(one: Path, other: Path) -> None:
+    names = sorted(path.name for path in one.iterdir())
+    assert names == sorted(path.name for path in other.iterdir())
+    for name in names:
+        assert (one / name).read_bytes() == (other / name).read_bytes(), name
+
+
+def test_trained_on_two_meshes(made, tmp_path, monkeypatch):
+    """Import, three steps on one mesh, one on another, export: transformers has the logits of the run."""
+    run = tmp_path / "run"
+    import_model(made.folder, run, RUN[:1])
+    first = config_of(run, "parallel.dp=2", "parallel.tp=2", "zero.stage=3", "train.micro_batch_size=1")
+    ours(first, monkeypatch, steps=3, save=True)
+    second = config_of(run, "parallel.pp=2", "parallel.tp=2", "parallel.sequence_parallel=true")
+    got = ours(second, monkeypatch, steps=1, save=True)
+    assert export_model(run, tmp_path / "back")["step"] == 4
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
+    assert type(model) is type(made.model)
+    close(got, theirs(model))
+    moved = (got - theirs(made.model)).abs().max()
+    assert moved > 1e-2, "it was not trained"

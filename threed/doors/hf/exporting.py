@@ -1,0 +1,226 @@
+"""Export: a run's newest checkpoint, or a named one, becomes the folder of a model of transformers.
+
+Names of files, their order of tensors and what is beside them are those of the import, where the run began
+with one (RUN/huggingface). One parameter of ours is in memory at a time, in fp32.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from threed import config as configs
+from threed.checkpoint.boxes import Box
+from threed.checkpoint.format import MANIFEST, Unusable, checkpoints, folder, is_name, unseal
+from threed.checkpoint.lineage import read_latest
+from threed.checkpoint.proof import checksum
+from threed.checkpoint.read import Reader
+from threed.data.tokenizer import load
+from threed.data.tokens import prepare
+from threed.doors.hf import kept
+from threed.doors.hf.config import family_for, read, written
+from threed.doors.hf.families import HFFamily
+from threed.doors.hf.importing import TIED
+from threed.doors.hf.tensors import (
+    INDEX,
+    NAMES,
+    PIECE,
+    WORDS,
+    Writer,
+    entries_of,
+    headers_of,
+    index_text,
+)
+from threed.doors.hf.views import blocks
+from threed.errors import InputError
+from threed.models.model import parameters
+from threed.models.spec import Parameter
+from threed.schema import Config, ModelConfig, RunConfig
+
+SHARD = 5 * 10**9  # bytes of a file, as transformers cuts
+
+
+def export_model(run: Path, output: Path, dtype: str | None = None, like: Path | None = None,
+                 say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
+    """Export the run whose run.dir is `run`, or the checkpoint in the folder `run`. `dtype`: fp32, bf16 or
+    fp16 of all tensors; None: as imported, else the run's. `like`: the folder of a model whose config.json,
+    layout and tokenizer are followed; None: what the import kept in RUN/huggingface. Returns what was
+    written."""
+    if dtype is not None and dtype not in NAMES:
+        raise InputError(f"--dtype {dtype}: give {', '.join(NAMES)}")
+    path = newest(run)
+    manifest = unseal(path)
+    config = configs.of_values({"model": _known(manifest["config"]["model"]),
+                                "data": manifest["config"].get("data", {})}, f"the config of {path}")
+    beside = _kept(run, path, like)
+    described = read(beside / kept.CONFIG) if beside is not None else None
+    family = family_for(config.model, described)
+    if described is not None and described.get("model_type") != family.model_type:
+        raise InputError(f"{beside}: config.json is of a {described.get('model_type')}, which cannot "
+                         f"hold this model; a {family.model_type} can: leave --like out, or remove {beside}")
+    layout = _layout(family, config.model, kept.headers(beside), dtype,
+                     NAMES.get(manifest["config"].get("precision", {}).get("dtype", ""), "F32"))
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise InputError(f"{output} is there already: give a folder that is not")
+    aside = output.with_name(output.name + ".tmp")
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        aside.mkdir(parents=True)
+        say(f"{path} as a {family.model_type}: {', '.join(layout.headers)}")
+        _write_weights(path, manifest, family, config.model, aside, layout)
+        _write_rest(aside, config, layout, family, beside)
+        if output.is_dir():
+            output.rmdir()
+        os.replace(aside, output)
+    except OSError as error:
+        raise InputError(f"{output} cannot be written: {error.strerror or error}") from None
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return {"family": family.model_type, "checkpoint": str(path), "step": manifest["step"],
+            "folder": str(output), "files": sorted(each.name for each in output.iterdir()),
+            "bytes": sum(each.stat().st_size for each in output.iterdir())}
+
+
+def newest(run: Path) -> Path:
+    """The newest checkpoint of a run, by its file `latest`; or the folder itself, if it is a checkpoint."""
+    if (run / MANIFEST).is_file():
+        return run
+    config = Config(run=RunConfig(dir=str(run)))
+    named, _ = read_latest(config)
+    if is_name(named) and (folder(config) / named / MANIFEST).is_file():
+        return folder(config) / named
+    try:
+        found = checkpoints(config)
+    except OSError as error:
+        raise InputError(f"{folder(config)} cannot be listed: {error.strerror}") from None
+    if not found:
+        raise InputError(f"{run} has no complete checkpoint; give the run.dir of a run, or a checkpoint "
+                         f"such as {run}/checkpoints/step-00000100")
+    return found[0]
+
+
+def _known(model: dict[str, Any]) -> dict[str, Any]:
+    """The keys of a model that do not ask for a mesh."""
+    return {key: value for key, value in model.items() if key not in ("tile_linears", "name")}
+
+
+def _kept(run: Path, path: Path, like: Path | None) -> Path | None:
+    """The folder whose config.json and files are followed."""
+    if like is not None:
+        if not (like / kept.CONFIG).is_file():
+            raise InputError(f"--like {like}: there is no {kept.CONFIG}")
+        return like
+    places = [run / kept.FOLDER, path.parent / kept.FOLDER, path.parent.parent / kept.FOLDER]
+    return next((place for place in places if (place / kept.CONFIG).is_file()), None)
+
+
+class Layout(NamedTuple):
+    """What the files of an export are."""
+
+    headers: dict[str, str]  # file -> header
+    names: dict[str, tuple[str, ...]]  # our parameter -> their tensors in the files
+    copies: tuple[str, ...]  # tensors that are tied to the word embedding, and are in the files all the same
+    dtype: str | None  # of all tensors, where it is not that of the import
+
+
+def _layout(family: HFFamily, model: ModelConfig, before: dict[str, str] | None, dtype: str | None,
+            usual: str) -> Layout:
+    """The layout of the import, `before`, if that has the same tensors, of the same shapes and of `dtype`;
+    else a new one, of `dtype`, or of that of the import, or `usual`."""
+    ours = {parameter.name: parameter for parameter in parameters(model)}
+    rows = {row.ours: row for row in family.rows(model) if row.ours in ours}
+    names = {name: rows[name].theirs for name in ours}
+    parts = {name: rows[name].view(torch.empty(parameter.stored, device="meta"), model)
+             for name, parameter in ours.items()}
+    shapes = {theirs: part.shape for name in ours
+              for theirs, part in zip(names[name], parts[name], strict=True)}
+    entries = {name: entry for file, header in (before or {}).items()
+               for name, entry in entries_of(file, header).items()}
+    kinds = {entry.dtype for entry in entries.values()}
+    if before is not None and (dtype is None or kinds == {NAMES[dtype]}):
+        bare = not any(name.startswith(family.prefix) for name in entries)
+        cut = family.prefix if bare else ""
+        copies = tuple({TIED} & entries.keys()) if model.tie_embeddings else ()
+        had = {name: entry.shape for name, entry in entries.items() if name not in copies}
+        if had == {name.removeprefix(cut): shape for name, shape in shapes.items()}:
+            names = {name: tuple(each.removeprefix(cut) for each in theirs) for name, theirs in names.items()}
+            return Layout(before, names, copies, None)
+    chosen = NAMES[dtype] if dtype is not None else kinds.pop() if len(kinds) == 1 else usual
+    return Layout(headers_of(shapes, chosen, SHARD), names, (), chosen)
+
+
+def _write_weights(path: Path, manifest: dict[str, Any], family: HFFamily, model: ModelConfig, aside: Path,
+                   layout: Layout) -> None:
+    writer, reader = Writer(aside, layout.headers), Reader(path, manifest)
+    views = {row.ours: row.view for row in family.rows(model)}
+
+    def write(parameter: Parameter) -> None:  # after which its values are gone
+        parts = views[parameter.name](_read(reader, path, manifest, parameter), model)
+        for name, part in zip(layout.names[parameter.name], parts, strict=True):
+            writer.write(name, part)
+        for name in layout.copies if parameter.tied else ():
+            writer.write(name, parts[0])
+
+    try:
+        for parameter in parameters(model):
+            write(parameter)
+    finally:
+        reader.close()
+    writer.close()
+
+
+def _read(reader: Reader, path: Path, manifest: dict[str, Any], parameter: Parameter) -> torch.Tensor:
+    """A whole parameter, checked; read in pieces, so that nothing else of its size is in memory."""
+    stored, name = parameter.stored, parameter.name
+    whole = torch.empty(stored)
+    for offset, shape in blocks(stored, PIECE // 4):
+        here = tuple(slice(at, at + size) for at, size in zip(offset, shape, strict=True))
+        reader.read("param", Box(name, offset, shape, stored, 0, parameter.axes), whole[here])
+    box = Box(name, tuple(0 for _ in stored), stored, stored, 0, parameter.axes)
+    if f"{checksum(whole.view(-1), box):016x}" != manifest["parameters"][name]["sums"].get("param"):
+        raise Unusable(path, f"is damaged: param {name} does not have the checksum of its manifest")
+    return whole
+
+
+def _write_rest(aside: Path, config: Config, layout: Layout, family: HFFamily, beside: Path | None) -> None:
+    """Everything but the weights."""
+    described = read(beside / kept.CONFIG) if beside is not None else None
+    dtype = WORDS[layout.dtype] if layout.dtype is not None else None
+    values = written(family, config.model, described, dtype)
+    if beside is not None:
+        kept.give_back(beside, aside)
+    if beside is not None and values == described:
+        shutil.copyfile(beside / kept.CONFIG, aside / kept.CONFIG)
+    else:
+        (aside / kept.CONFIG).write_text(kept.text_of(values))
+    if layout.dtype is None and beside is not None and (beside / INDEX).is_file():
+        shutil.copyfile(beside / INDEX, aside / INDEX)
+    elif len(layout.headers) > 1:
+        (aside / INDEX).write_text(index_text(layout.headers))
+    end = _tokenizer(aside, config) if not (aside / kept.TOKENIZER).is_file() and beside is None else None
+    if beside is None:
+        ends = {} if end is None else {"bos_token_id": end, "eos_token_id": end}
+        (aside / kept.GENERATION).write_text(kept.text_of({"_from_model_config": True, **ends}))
+
+
+def _tokenizer(aside: Path, config: Config) -> int | None:
+    """Write the tokenizer of a run that began without an import; the id of its end-of-text token."""
+    try:
+        file = (Path(config.data.tokenizer).expanduser() if config.data.tokenizer != "bpe"
+                else prepare(config.data, config.model).tokenizer)
+    except InputError:  # the data are not on this machine
+        file = None
+    if file is None or not file.is_file():
+        return None
+    tokenizer = load(file)
+    shutil.copyfile(file, aside / kept.TOKENIZER)
+    word = tokenizer.decode([tokenizer.eod]) if tokenizer.eod is not None else None
+    words = {} if word is None else {"bos_token": word, "eos_token": word}
+    (aside / "tokenizer_config.json").write_text(kept.text_of(
+        {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": config.model.seq_len, **words}))
+    return tokenizer.eod

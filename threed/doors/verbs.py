@@ -1,0 +1,65 @@
+"""The verbs of doors: `threed import` and `threed export`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from threed.quantity import show_bytes, show_count
+
+_HELP_OUTPUT = ("run.dir of the run to come, which gets the checkpoint and config.yaml; or the folder of a "
+                "checkpoint, such as PATH/step-00000000")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def import_(source: Annotated[Path, typer.Argument(metavar="HF_DIR", help="folder with config.json and "
+                                                                          "*.safetensors")],
+            overrides: Annotated[list[str] | None,
+                                 typer.Argument(metavar="[KEY=VALUE]...",
+                                                help="for the YAML, such as model.seq_len=8192")] = None,
+            output: Annotated[Path | None, typer.Option("-o", "--output", metavar="RUN|CHECKPOINT",
+                                                        help=_HELP_OUTPUT)] = None,
+            config: Annotated[Path | None, typer.Option(metavar="FILE",
+                                                        help="YAML to write; default: config.yaml in RUN")]
+            = None) -> None:
+    """Import a model of transformers, from a folder on this machine: weights into a checkpoint for any mesh,
+    config.json into a YAML, the tokenizer into data.tokenizer.
+
+    GPT-2, Llama 2 and 3, Mistral, Qwen 2, 2.5 and 3. What such a model has and threed has not is refused by
+    name. One parameter is in memory at a time.
+    """
+    from threed.doors.hf.importing import import_model
+    from threed.errors import InputError
+
+    if output is None:
+        raise InputError("give -o RUN, the folder of the run to come, such as -o runs/mine")
+    done = import_model(source, output, overrides, config, _say)
+    for note in done["notes"]:
+        _say(f"note: {note}")
+    print(f"wrote {done['checkpoint']}: {show_count(done['parameters'])} parameters of a {done['family']}, "
+          f"{show_bytes(done['bytes'])}\nwrote {done['config']}\ngo on with: threed train {done['config']}")
+
+
+def export(run: Annotated[Path, typer.Argument(metavar="RUN|CHECKPOINT",
+                                               help="run.dir of a run, or one checkpoint")],
+           output: Annotated[Path, typer.Argument(metavar="HF_DIR", help="folder to write, which must not be "
+                                                                         "there")],
+           dtype: Annotated[str | None, typer.Option(help="of the tensors: fp32, bf16 or fp16; default: as "
+                                                          "imported, else precision.dtype")] = None,
+           like: Annotated[Path | None, typer.Option(metavar="HF_DIR",
+                                                     help="follow this folder's config.json and tokenizer; "
+                                                          "default: those of the import")] = None) -> None:
+    """Export a run's newest checkpoint, of any mesh, as a model of transformers: safetensors with an index,
+    config.json, generation_config.json and the files of the tokenizer. One parameter is in memory at a
+    time."""
+    from threed.doors.hf.exporting import export_model
+
+    done = export_model(run, output, dtype, like, _say)
+    print(f"wrote {done['folder']}: a {done['family']} of step {done['step']}, {show_bytes(done['bytes'])}\n"
+          + "\n".join(f"  {name}" for name in done["files"]))

@@ -47,11 +47,18 @@ def load(path: str | Path | None, overrides: list[str] | None = None,
     """
     check_type("path", path, (str, Path, None), "the path of a YAML file")
     check_type("world_size", world_size, (int, None), "the number of ranks")
-    _check_overrides(overrides)
-    given = _flatten(_read_yaml(path) if path is not None else {})
-    for text in overrides or []:
-        given.update(_read_override(text))
+    given = _flatten(_read_yaml(path) if path is not None else {}) | overrides_of(overrides)
     return of_values(given, str(path) if path is not None else "the config", world_size)
+
+
+def overrides_of(texts: list[str] | None) -> dict[str, Any]:
+    """`section.key=value` texts -> {dotted key: value}; the last of equal keys wins. InputError where one is
+    no override."""
+    _check_overrides(texts)
+    given: dict[str, Any] = {}
+    for text in texts or []:
+        given.update(_read_override(text))
+    return given
 
 
 def of_values(values: dict[str, Any], where: str, world_size: int | None = None) -> Config:

@@ -125,7 +125,7 @@ def _convert(framework: Framework, found: dict[str, Any], source: str, overrides
     given |= default
     origin: dict[str, str] = {}
     for key, row in rows.items():
-        _take(done, origin, _shown(framework, key), row, found[key], given)
+        _take(done, origin, _shown(framework, _stem(key, row)), row, found[key], given)
     for name, value in default.items():
         _take_default(done, name, framework.row(name), value, given)
     if given["dp"] is not None:
@@ -145,12 +145,21 @@ def _size(given: dict[str, Any], framework: Framework, key: str) -> int:
 
 
 def _check_names(framework: Framework, unknown: list[str]) -> None:
-    names = [row.theirs for row in framework.rows if "*" not in row.theirs]
+    names = {row.theirs.rpartition(".")[2]: row.theirs for row in framework.rows if "*" not in row.theirs}
     for key in unknown:
-        near = difflib.get_close_matches(key.replace("-", "_"), names, 1, _SLIP)
+        near = difflib.get_close_matches(key.rpartition(".")[2].replace("-", "_"), list(names), 1, _SLIP)
         if near:
             raise InputError(f"{_shown(framework, key)} is no key of {framework.name}; did you mean "
-                             f"{_shown(framework, near[0])}?")
+                             f"{_shown(framework, names[near[0]])}?")
+
+
+def _stem(key: str, row: Row | None) -> str:
+    """The section that a row with * stands for; of other keys the key."""
+    if row is None or not row.theirs.endswith("*") or "." not in key or row.theirs.endswith(".*"):
+        return key
+    fixed = row.theirs.rstrip("*")
+    section = key[:key.find(fixed) + len(fixed)]
+    return section if key[len(section):].startswith(".") else key
 
 
 def _shown(framework: Framework, key: str) -> str:

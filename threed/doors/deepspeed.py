@@ -212,6 +212,8 @@ ROWS = (
     Row("optimizer.params.adam_w_mode", "optimizer.name (adamw, whose weight decay is decoupled)", _decoupled),
     Row("optimizer.params.torch_adam", NO_KEY + "adamw is torch's fused kernel, or native.c on the host"),
     Row("optimizer.params.bias_correction", NO_KEY + "adamw always corrects its bias"),
+    Row("optimizer.params.*", NOTHING + "threed's optimizers have no such number"),
+    Row("scheduler.params.*", NOTHING + "threed's schedules have no such number"),
     Row("gradient_clipping", "optimizer.clip_grad"),
     Row("max_grad_norm", "optimizer.clip_grad"),
     Row("scheduler.type", "optimizer.schedule (WarmupLR is constant, WarmupDecayLR linear, WarmupCosineLR "
@@ -269,7 +271,7 @@ ROWS = (
     Row("stage3_module_granularity_threshold", NO_KEY + "a unit is what is gathered; parallel.layers_per_unit"),
     Row("leaf_module*", NO_KEY + "a unit is what is gathered; parallel.layers_per_unit"),
     Row("stage3_use_all_reduce_for_fetch_params", NO_KEY + "parameters are always gathered"),
-    Row("stage3_gather_*_weights_on_model_save", NO_KEY + "checkpoints hold whole fp32 parameters in parts, for any "
+    Row("*gather_*_weights_on_model_save", NO_KEY + "checkpoints hold whole fp32 parameters in parts, for any "
         "mesh"),
     Row("elastic_checkpoint", NO_KEY + "any mesh loads any checkpoint"),
     Row("mics_shard_size", "zero.shard_size", _group),

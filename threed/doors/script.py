@@ -44,8 +44,8 @@ def options(text: str) -> tuple[dict[str, Any], str, list[str], dict[str, str]]:
     found: dict[str, Any] = {}
     notes, unknown = [], {}
     for name, words in _groups(_resolved(tokens)):
-        value = _value(name, words)
-        if any("$" in word for word in words):
+        value, row = _value(name, words), MEGATRON.row(name)
+        if any("$" in word for word in words) and row is not None and row.key is not None:
             unknown[name] = " ".join(words)
         elif name in found and found[name] != value:
             notes.append(f"--{name.replace('_', '-')} is given as {found[name]} and {value}: the last is taken")
@@ -91,7 +91,7 @@ def _groups(tokens: list[str]) -> list[tuple[str, list[str]]]:
             name, equals, value = token.rstrip(")").partition("=")
             groups.append((name[2:].replace("-", "_"), [value] if equals else []))
             is_open = not token.endswith(")")
-        elif token in _ENDS or "=(" in token or token.endswith(".py") or token.startswith(("${", "[[")):
+        elif token in _ENDS or "=(" in token or token.endswith(".py") or token.startswith("[[") or "[@]" in token or "[*]" in token:
             is_open = False
         elif is_open and groups:
             groups[-1][1].append(token.rstrip(");") if token.endswith((");", ")", ";")) else token)

@@ -66,5 +66,5 @@ class Framework(NamedTuple):
         tails = [".".join(parts[first:]) for first in range(len(parts))]
         plain = [tail.replace("-", "_") for tail in tails]
         return next((row for tail in plain for row in self.rows if row.theirs == tail),
-                    next((row for row in self.rows if row.theirs.endswith("*")
+                    next((row for row in self.rows if "*" in row.theirs
                           and any(fnmatchcase(tail, row.theirs) for tail in plain)), None))

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from threed import __version__, api
+from threed import __version__, api, verbs
 from threed import config as configs
 from threed.early import begin
 from threed.errors import ConfigError, InputError, ThreedError
@@ -20,9 +20,10 @@ from threed.program import explain as explaining
 from threed.program.picture import picture
 from threed.quantity import parse_bytes
 from threed.start import start
+from threed.synonyms import ours
 
 app = typer.Typer(
-    add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
+    no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
     help="Pretrain GPT-style models over data, tensor and pipeline parallelism, from one plan.\n\n"
          "A run is one YAML file and dotted overrides: threed train configs/toy.yaml train.steps=20 "
          "parallel.pp=4. configs/reference.yaml lists every key with its default and meaning.",
@@ -372,6 +373,11 @@ def compare(run: RunPath, as_json: Json = False) -> None:
     _print(Run(run).compare(), comparing.show, as_json)
 
 
+app.command(short_help="convert a config of DeepSpeed or options of Megatron-LM")(verbs.convert)
+app.command(short_help="write a first config, with comments")(verbs.init)
+app.command(short_help="list runs: state, step, loss, speed, age")(verbs.runs)
+
+
 def _write(option: str, file: Path, text: str) -> None:
     try:
         file.write_text(text)
@@ -394,6 +400,12 @@ def main() -> None:
     except ThreedError as error:
         print(f"threed: {error}", file=sys.stderr)
         sys.exit(error.status)
+    except SystemExit as ended:
+        if ended.code == InputError.status:  # of the command line itself: an unknown option, say
+            for word in sys.argv[2:]:
+                if word.startswith("--") and (known := ours(word.partition("=")[0])) is not None:
+                    print(f"threed: {word}: {known}", file=sys.stderr)
+        raise
 
 
 if __name__ == "__main__":

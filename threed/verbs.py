@@ -1,0 +1,147 @@
+"""Verbs of the command line around a run: convert, init, runs. (`cli` has the others.) They import what they
+need when they are called, so that `threed train` does not wait for it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from threed.errors import ConfigError, InputError, PlanError
+
+Json = Annotated[bool, typer.Option("--json", help="print one JSON document on stdout and nothing else")]
+Devices = Annotated[int | None, typer.Option(help="of all machines: parallel.dp is what tp and pp leave")]
+
+
+def convert(source: Annotated[Path | None, typer.Argument(metavar="DS_CONFIG",
+                                                          help="DeepSpeed's JSON; leave it out with --megatron")]
+            = None,
+            overrides: Annotated[list[str] | None,
+                                 typer.Argument(metavar="[KEY=VALUE]...",
+                                                help="win over what is converted: model.name=llama3-8b")] = None,
+            megatron: Annotated[str | None,
+                                typer.Option(metavar='"ARGS"|FILE',
+                                             help="Megatron-LM's options, or a file or script that has them")]
+            = None,
+            devices: Devices = None,
+            deepspeed_version: Annotated[str | None,
+                                         typer.Option(metavar="X.Y.Z", help="whose defaults count (the newest)")]
+            = None,
+            as_json: Json = False) -> None:
+    """Convert a DeepSpeed config or Megatron-LM's options. Prints a YAML that `threed check` accepts, and at
+    its end, as comments, each key that was dropped or refused, with the reason. Defaults that differ are
+    written out.
+
+    threed convert ds_config.json model.name=llama3-8b > my.yaml
+
+    threed convert --megatron pretrain.sh --devices 64 > my.yaml
+    """
+    from threed.doors import convert as converting
+
+    words = list(overrides or [])
+    if megatron is not None:
+        if source is not None:  # the first of the overrides
+            words.insert(0, str(source))
+        if deepspeed_version is not None:
+            raise InputError("--megatron and --deepspeed-version exclude each other: leave one of them out")
+        done = converting.megatron(megatron, words, devices)
+    elif source is None:
+        raise InputError("give DeepSpeed's ds_config.json, or --megatron with Megatron-LM's options in quotes or a "
+                         "file that has them")
+    else:
+        done = converting.deepspeed(source, words, devices, deepspeed_version)
+    print(json.dumps(converting.document(done), indent=1) if as_json else converting.show(done))
+    if done.refused and not as_json:
+        count = len(done.refused)
+        print(f"threed: {count} key{'s' if count > 1 else ''} refused: threed cannot do what "
+              f"{'they ask' if count > 1 else 'it asks'} for (see the end of the YAML)", file=sys.stderr)
+
+
+def init(path: Annotated[Path, typer.Argument(metavar="FILE", help="to write; an existing one is left alone")]
+         = Path("config.yaml"),
+         model: Annotated[str | None, typer.Option(help="toy, or a size such as gpt2-small or llama3-8b")] = None,
+         devices: Annotated[int | None, typer.Option(min=1, help="of all machines")] = None,
+         memory: Annotated[str | None, typer.Option(metavar="BYTES", help="of a device, such as 80GiB")] = None,
+         data: Annotated[str | None, typer.Option(metavar="PATH", help="text, JSONL, or a Megatron prefix")]
+         = None,
+         yes: Annotated[bool, typer.Option("--yes", help="ask nothing: defaults for what is not given")] = False,
+         ) -> None:
+    """Write a first config, with comments. Asks for what is not given. The mildest ZeRO stage, recomputation
+    and tensor parallelism that fit are chosen by the plan's memory; `threed check FILE --advise` compares
+    others.
+
+    threed init my.yaml --model llama3-8b --devices 64 --data data/text_document
+    """
+    from threed.doors import init as first
+    from threed.models.families.registry import sizes
+    from threed.quantity import parse_bytes, show_count
+
+    if path.exists():
+        raise InputError(f"{path} exists: give another name, or remove it first")
+    model = _ask(model, "Model (" + ", ".join(first.names()) + ")", first.TOY, yes)
+    first.model_of(model)  # a wrong name is said before more is asked
+    devices = int(_ask(devices, "Devices (GPUs, or processes on CPUs), of all machines", 1, yes))
+    if devices < 1:
+        raise InputError(f"--devices {devices}: must be at least 1")
+    limit = parse_bytes(_ask(memory, "Memory of a device", "80GiB", yes))
+    data = _ask(data, "Data: text, a folder, *.jsonl or a Megatron prefix (python-stdlib: a sample)",
+                "python-stdlib", yes)
+    name = model if model in sizes() else first.TOY
+    count = _parameters(name)
+    values = first.choose(name, devices, limit, _fits, count)
+    values |= {"data.source": data, "run.dir": f"runs/{path.stem}"}
+    text = first.text(values, f"{name}: {show_count(count)} parameters on {devices} devices.", path)
+    try:
+        with path.open("x") as file:
+            file.write(text)
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error.strerror}") from None
+    print(f"wrote {path}: {name}, {show_count(count)} parameters on {devices} devices\n"
+          f"next: threed check {path}")
+
+
+def runs(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="that holds the run.dir of runs")]
+         = Path("runs"), as_json: Json = False) -> None:
+    """List runs: running, ended, stopped (on request) or failed; their step, last loss, speed, and the age of
+    their last sign. A run is under way while its process holds the lock of its folder.
+
+    threed runs /shared/runs
+    """
+    from threed.monitor import runs as listing
+
+    rows = listing.find(folder)
+    print(json.dumps({"runs": rows}, indent=1) if as_json else listing.show(rows))
+
+
+def _ask(given: Any, question: str, default: Any, yes: bool) -> Any:
+    if given is not None:
+        return given
+    return default if yes else typer.prompt(question, default=default)
+
+
+def _parameters(name: str) -> int:
+    from threed.doors.convert import num_parameters
+    from threed.doors.init import TOY
+    from threed.schema import Config
+
+    if name == TOY:
+        return num_parameters(Config())
+    from threed.config import of_values
+
+    return num_parameters(of_values({"model.name": name}, "the config"))
+
+
+def _fits(values: dict[str, Any], limit_bytes: int) -> bool:
+    """Whether what a rank holds fits, by the plan; False where a config cannot run."""
+    from threed import api
+    from threed.config import of_values
+
+    try:
+        rows = api.check(of_values(dict(values), "the config"))["stages"]
+    except (ConfigError, PlanError):
+        return False
+    held = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "buffer_bytes", "activation_peak_bytes")
+    return max(sum(row[name] for name in held) for row in rows) <= limit_bytes

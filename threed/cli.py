@@ -20,7 +20,6 @@ from threed.program import explain as explaining
 from threed.program.picture import picture
 from threed.quantity import parse_bytes
 from threed.start import start
-from threed.synonyms import ours
 
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
@@ -31,7 +30,8 @@ app = typer.Typer(
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG",
                                             help="YAML file, or one that ships: configs/toy.yaml")]
 Overrides = Annotated[list[str] | None,
-                      typer.Argument(metavar="[KEY=VALUE]...", help="overrides, such as parallel.tp=4")]
+                      typer.Argument(metavar="[KEY=VALUE]...", help="overrides, such as parallel.tp=4",
+                                     autocompletion=verbs.keys)]
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="the run.dir of a run")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document on stdout and nothing else")]
 
@@ -402,6 +402,8 @@ def main() -> None:
         sys.exit(error.status)
     except SystemExit as ended:
         if ended.code == InputError.status:  # of the command line itself: an unknown option, say
+            from threed.synonyms import ours
+
             for word in sys.argv[2:]:
                 if word.startswith("--") and (known := ours(word.partition("=")[0])) is not None:
                     print(f"threed: {word}: {known}", file=sys.stderr)

@@ -27,7 +27,6 @@ from threed.errors import ConfigError, InputError, check_type
 from threed.mesh import AXES
 from threed.models.families.registry import FAMILIES, family_of, sizes
 from threed.schema import Config, ModelConfig
-from threed.synonyms import ours
 from threed.validate import validate
 from threed.values import CHOICES, get
 
@@ -243,6 +242,8 @@ def _owner(schema: DictConfig, key: str) -> tuple[DictConfig, str]:
 
 def _nearest(key: str, keys: list[str]) -> str:
     """The end of the message about an unknown key: what to write instead."""
+    from threed.synonyms import ours  # long tables, which a config without mistakes does not need
+
     if (known := ours(key)) is not None:
         return f"; {known}"
     section, _, tail = key.rpartition(".")

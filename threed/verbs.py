@@ -16,11 +16,25 @@ Json = Annotated[bool, typer.Option("--json", help="print one JSON document on s
 Devices = Annotated[int | None, typer.Option(help="of all machines: parallel.dp is what tp and pp leave")]
 
 
+def keys(args: list[str], incomplete: str) -> list[str]:
+    """The overrides that a shell completes: keys, and the values of those that have a few. (To bash `=` is a
+    word of its own.)"""
+    from threed.config import known_keys
+    from threed.values import CHOICES
+
+    if args[-1:] == ["="] and len(args) > 1:
+        return [str(value) for value in CHOICES.get(args[-2], ()) if str(value).startswith(incomplete)]
+    key, equals, _ = incomplete.partition("=")
+    every = [f"{key}={value}" for value in CHOICES.get(key, ())] if equals else [
+        f"{known}=" for known in known_keys()]
+    return [text for text in every if text.startswith(incomplete)]
+
+
 def convert(source: Annotated[Path | None, typer.Argument(metavar="DS_CONFIG",
                                                           help="DeepSpeed's JSON; leave it out with --megatron")]
             = None,
             overrides: Annotated[list[str] | None,
-                                 typer.Argument(metavar="[KEY=VALUE]...",
+                                 typer.Argument(metavar="[KEY=VALUE]...", autocompletion=keys,
                                                 help="win over what is converted: model.name=llama3-8b")] = None,
             megatron: Annotated[str | None,
                                 typer.Option(metavar='"ARGS"|FILE',

@@ -80,7 +80,9 @@ _WORDS = {
     "activation.policy": "computed again in backward; none is faster, and selective in between",
     "precision.dtype": "fp32 | bf16 | fp16",
     "optimizer.lr": "after warm-up; the schedule is cosine",
-    "train.steps": "20 tokens a parameter (Hoffmann et al. 2022)",
+    "optimizer.warmup_steps": "linear from 0",
+    "optimizer.min_lr": "at the end",
+    "train.steps": "optimizer steps; 20 tokens a parameter are a usual choice (Hoffmann et al. 2022)",
     "train.global_batch_size": "sequences a step, over all devices",
     "train.micro_batch_size": "sequences a forward: larger is faster while it fits",
     "train.eval_every": "steps between losses of data that are held out",
@@ -89,8 +91,8 @@ _WORDS = {
     "data.tokenizer": "bpe: trained on the source; or the path of a tokenizer.json",
     "run.dir": "checkpoints, metrics and traces",
 }
-_MORE = {"parallel": ["# pp: 2             # pipeline positions, with schedule: 1f1b, zb-v ..."],
-         "activation": [], "train": [], "run": ["# device: cpu      # auto: a GPU where there is one"]}
+_MORE = {"parallel": "# pp: 2                       # pipeline positions, with schedule: 1f1b, zb-v ...",
+         "run": "# device: cpu                 # auto: a GPU where there is one"}
 
 
 def text(values: dict[str, Any], title: str, path: Path) -> str:
@@ -105,6 +107,7 @@ def text(values: dict[str, Any], title: str, path: Path) -> str:
         for key, value in mine.items():
             shown = f"{value:.1e}" if isinstance(value, float) else str(value).lower() if isinstance(
                 value, bool) else value
-            lines.append(f"  {key.split('.')[1]}: {shown}".ljust(32) + f"# {_WORDS.get(key, '')}".rstrip("# "))
-        lines += [f"  {line}" for line in _MORE.get(section, []) if mine]
+            given, word = f"  {key.split('.')[1]}: {shown}", _WORDS.get(key)
+            lines.append(f"{given:<31} # {word}" if word else given)
+        lines += [f"  {_MORE[section]}"] if mine and section in _MORE else []
     return "\n".join(lines) + "\n"

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from threed import __version__, api, verbs
+from threed import __version__, api
 from threed import config as configs
 from threed.early import begin
 from threed.errors import ConfigError, InputError, ThreedError
@@ -20,6 +20,7 @@ from threed.program import explain as explaining
 from threed.program.picture import picture
 from threed.quantity import parse_bytes
 from threed.start import start
+from threed.verbs import convert, init, keys, runs
 
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
@@ -31,7 +32,7 @@ ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG",
                                             help="YAML file, or one that ships: configs/toy.yaml")]
 Overrides = Annotated[list[str] | None,
                       typer.Argument(metavar="[KEY=VALUE]...", help="overrides, such as parallel.tp=4",
-                                     autocompletion=verbs.keys)]
+                                     autocompletion=keys)]
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="the run.dir of a run")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document on stdout and nothing else")]
 
@@ -373,9 +374,9 @@ def compare(run: RunPath, as_json: Json = False) -> None:
     _print(Run(run).compare(), comparing.show, as_json)
 
 
-app.command(short_help="convert a config of DeepSpeed or options of Megatron-LM")(verbs.convert)
-app.command(short_help="write a first config, with comments")(verbs.init)
-app.command(short_help="list runs: state, step, loss, speed, age")(verbs.runs)
+app.command(short_help="convert a config of DeepSpeed or options of Megatron-LM")(convert)
+app.command(short_help="write a first config, with comments")(init)
+app.command(short_help="list runs: state, step, loss, speed, age")(runs)
 
 
 def _write(option: str, file: Path, text: str) -> None:

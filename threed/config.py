@@ -14,6 +14,7 @@ import copy
 import dataclasses
 import difflib
 import math
+import tomllib
 from functools import lru_cache
 from pathlib import Path
 from types import UnionType
@@ -133,10 +134,14 @@ def find_file(path: str | Path) -> Path:
 def _read_yaml(path: str | Path) -> dict[str, Any]:
     path = find_file(path)
     try:
-        node = OmegaConf.load(path)
-        values = OmegaConf.to_container(node, resolve=True)
-    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
-        raise InputError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from None
+        if path.suffix == ".toml":  # torchtitan's, whose keys the errors know
+            values = tomllib.loads(path.read_text())
+        else:
+            values = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    except (yaml.YAMLError, tomllib.TOMLDecodeError, OmegaConfBaseException, UnicodeDecodeError,
+            OSError) as error:
+        kind = "TOML" if path.suffix == ".toml" else "YAML"
+        raise InputError(f"{path} cannot be read as {kind}: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
         raise InputError(f"{path} must be a mapping of sections (model:, parallel:, ...), not a "
                          f"{type(values).__name__}")

@@ -43,6 +43,14 @@ def show_seconds(amount_s: float) -> str:
     return f"{amount_s / 60:.1f} min"
 
 
+def show_left(done: float, total: float, elapsed_s: float) -> str:
+    """', 25% done, at most 3.0 s left', at the pace so far; '' where nothing is done or `total` is passed.
+    `total`: at least as much as there is to do."""
+    if not 0 < done < total:
+        return ""
+    return f", {done / total:.0%} done, at most {show_seconds(elapsed_s * (total / done - 1))} left"
+
+
 def show_count(amount: float) -> str:
     """124_439_808 -> '124.4M'."""
     for unit in ("", "K", "M", "B"):

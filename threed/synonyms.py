@@ -1,4 +1,4 @@
-"""What a key of DeepSpeed, Megatron-LM or torchtitan is here: for the error about an unknown key or option."""
+"""What a key of DeepSpeed, Megatron-LM or torchtitan is here: for the error about an unknown key."""
 
 from __future__ import annotations
 

@@ -12,10 +12,6 @@ import typer
 
 from threed.errors import ConfigError, InputError, PlanError
 
-Json = Annotated[bool, typer.Option("--json", help="print one JSON document on stdout and nothing else")]
-Devices = Annotated[int | None, typer.Option(help="of all machines: parallel.dp is what tp and pp leave")]
-
-
 def keys(args: list[str], incomplete: str) -> list[str]:
     """The overrides that a shell completes: keys, and the values of those that have a few. (To bash `=` is a
     word of its own.)"""
@@ -30,21 +26,25 @@ def keys(args: list[str], incomplete: str) -> list[str]:
     return [text for text in every if text.startswith(incomplete)]
 
 
-def convert(source: Annotated[Path | None, typer.Argument(metavar="DS_CONFIG",
-                                                          help="DeepSpeed's JSON; leave it out with --megatron")]
-            = None,
-            overrides: Annotated[list[str] | None,
-                                 typer.Argument(metavar="[KEY=VALUE]...", autocompletion=keys,
-                                                help="win over what is converted: model.name=llama3-8b")] = None,
-            megatron: Annotated[str | None,
-                                typer.Option(metavar='"ARGS"|FILE',
-                                             help="Megatron-LM's options, or a file or script that has them")]
-            = None,
-            devices: Devices = None,
-            deepspeed_version: Annotated[str | None,
-                                         typer.Option(metavar="X.Y.Z", help="whose defaults count (the newest)")]
-            = None,
-            as_json: Json = False) -> None:
+DsConfig = Annotated[Path | None, typer.Argument(metavar="DS_CONFIG", help="DeepSpeed's JSON; leave it out with "
+                                                                           "--megatron")]
+Overrides = Annotated[list[str] | None,
+                      typer.Argument(metavar="[KEY=VALUE]...", autocompletion=keys,
+                                     help="win over what is converted: model.name=llama3-8b")]
+Options = Annotated[str | None, typer.Option(metavar='"ARGS"|FILE', help="Megatron-LM's options, or a file or "
+                                                                         "script that has them")]
+Devices = Annotated[int | None, typer.Option(help="of all machines; tp and pp leave the rest to dp")]
+Version = Annotated[str | None, typer.Option(metavar="X.Y.Z", help="whose defaults count (the newest)")]
+NewFile = Annotated[Path, typer.Argument(metavar="FILE", help="to write; an existing one is left alone")]
+Size = Annotated[str | None, typer.Option(help="toy, or a size such as gpt2-small or llama3-8b")]
+Memory = Annotated[str | None, typer.Option(metavar="BYTES", help="of a device, such as 80GiB")]
+Data = Annotated[str | None, typer.Option(metavar="PATH", help="text, JSONL, or a Megatron prefix")]
+Yes = Annotated[bool, typer.Option("--yes", help="ask nothing: defaults for what is not given")]
+Json = Annotated[bool, typer.Option("--json", help="print one JSON document on stdout and nothing else")]
+
+
+def convert(source: DsConfig = None, overrides: Overrides = None, megatron: Options = None,
+            devices: Devices = None, deepspeed_version: Version = None, as_json: Json = False) -> None:
     """Convert a DeepSpeed config or Megatron-LM's options. Prints a YAML that `threed check` accepts, and at
     its end, as comments, each key that was dropped or refused, with the reason. Defaults that differ are
     written out.
@@ -63,7 +63,8 @@ def convert(source: Annotated[Path | None, typer.Argument(metavar="DS_CONFIG",
             raise InputError("--megatron and --deepspeed-version exclude each other: leave one of them out")
         done = converting.megatron(megatron, words, devices)
     elif source is None:
-        raise InputError("give DeepSpeed's ds_config.json, or --megatron with Megatron-LM's options in quotes or a "
+        raise InputError("give DeepSpeed's ds_config.json, or --megatron with Megatron-LM's options in "
+                         "quotes or a "
                          "file that has them")
     else:
         done = converting.deepspeed(source, words, devices, deepspeed_version)
@@ -74,15 +75,8 @@ def convert(source: Annotated[Path | None, typer.Argument(metavar="DS_CONFIG",
               f"{'they ask' if count > 1 else 'it asks'} for (see the end of the YAML)", file=sys.stderr)
 
 
-def init(path: Annotated[Path, typer.Argument(metavar="FILE", help="to write; an existing one is left alone")]
-         = Path("config.yaml"),
-         model: Annotated[str | None, typer.Option(help="toy, or a size such as gpt2-small or llama3-8b")] = None,
-         devices: Annotated[int | None, typer.Option(min=1, help="of all machines")] = None,
-         memory: Annotated[str | None, typer.Option(metavar="BYTES", help="of a device, such as 80GiB")] = None,
-         data: Annotated[str | None, typer.Option(metavar="PATH", help="text, JSONL, or a Megatron prefix")]
-         = None,
-         yes: Annotated[bool, typer.Option("--yes", help="ask nothing: defaults for what is not given")] = False,
-         ) -> None:
+def init(path: NewFile = Path("config.yaml"), model: Size = None, devices: Devices = None,
+         memory: Memory = None, data: Data = None, yes: Yes = False) -> None:
     """Write a first config, with comments. Asks for what is not given. The mildest ZeRO stage, recomputation
     and tensor parallelism that fit are chosen by the plan's memory; `threed check FILE --advise` compares
     others.

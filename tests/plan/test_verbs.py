@@ -56,7 +56,8 @@ def test_init_asks(tmp_path):
 
 
 @pytest.mark.parametrize("words, message", [
-    (("--model", "gpt5"), "there are toy, gpt2-small"), (("--model", "gpt3-175b", "--devices", "8"), "does not fit"),
+    (("--model", "gpt5"), "there are toy, gpt2-small"), (("--model", "gpt3-175b", "--devices", "8"),
+                                                         "does not fit"),
     (("--memory", "lots"), "not an amount of bytes")])
 def test_bad_init(words, message, tmp_path):
     done = run("init", str(tmp_path / "c.yaml"), "--yes", *words)
@@ -95,7 +96,8 @@ def test_completion():
     assert verbs.keys([], "zero.stage=") == [f"zero.stage={stage}" for stage in range(4)]
     assert verbs.keys(["configs/toy.yaml", "precision.dtype", "="], "b") == ["bf16"]
     assert verbs.keys([], "train.steps=") == []
-    shown = CliRunner().invoke(cli.app, ["check", "--help"]).output + CliRunner().invoke(cli.app, ["--help"]).output
+    shown = CliRunner().invoke(cli.app, ["check", "--help"]).output + CliRunner().invoke(cli.app,
+                                                                                         ["--help"]).output
     assert "--install-completion" in shown
 
 
@@ -112,7 +114,8 @@ def test_training_does_not_wait_for_doors():
 
 def test_option_of_another_framework(monkeypatch, capsys):
     """`threed train CONFIG --tensor-model-parallel-size 2` says parallel.tp."""
-    monkeypatch.setattr(sys, "argv", ["threed", "check", "configs/toy.yaml", "--tensor-model-parallel-size", "2"])
+    monkeypatch.setattr(sys, "argv", ["threed", "check", "configs/toy.yaml", "--tensor-model-parallel-size",
+                                      "2"])
     with pytest.raises(SystemExit):
         cli.main()
     assert "for Megatron-LM's --tensor-model-parallel-size use parallel.tp" in capsys.readouterr().err

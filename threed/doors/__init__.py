@@ -1,0 +1,1 @@
+"""Doors: what comes in from other frameworks, and goes out to them."""

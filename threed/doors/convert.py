@@ -53,7 +53,8 @@ def deepspeed(path: Path, overrides: list[str], devices: int | None = None,
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     except json.JSONDecodeError as error:
-        hint = "; for Megatron-LM's options write threed convert --megatron FILE" if path.suffix != ".json" else ""
+        other = path.suffix != ".json"
+        hint = "; for Megatron-LM's options write threed convert --megatron FILE" if other else ""
         raise InputError(f"{path} is not JSON: {error}{hint}") from None
     if not isinstance(values, dict):
         raise InputError(f"{path} must be an object of keys, such as train_batch_size, not a "
@@ -135,12 +136,13 @@ def _convert(framework: Framework, found: dict[str, Any], source: str, overrides
     try:
         done.config = configs.of_values(dict(done.values), "the converted config")
     except ConfigError as error:
-        raise InputError(f"{error}\nadd KEY=VALUE to the command, which wins over what {source} says") from None
+        raise InputError(f"{error}\nadd KEY=VALUE to the command, which wins over {source}") from None
     return done
 
 
 def _size(given: dict[str, Any], framework: Framework, key: str) -> int:
-    names = [row.theirs for row in framework.rows if row.key == key and row.theirs in given and row.take is None]
+    names = [row.theirs for row in framework.rows if row.key == key and row.theirs in given
+             and row.take is None]
     return given[names[0]] if names else 1
 
 
@@ -173,7 +175,8 @@ def _take(done: Converted, origin: dict[str, str], key: str, row: Row | None, va
         done.refused[key] = f"threed does not know this key of {done.framework.name}"
         return
     if value == "auto":
-        done.dropped[key] = "auto is filled in by Hugging Face's Trainer" + (f": set {row.key}" if row.key else "")
+        done.dropped[key] = "auto is filled in by Hugging Face's Trainer" + (f": set {row.key}" if row.key
+                                                                             else "")
         return
     try:
         taken = _taken(row, value, given)
@@ -184,7 +187,8 @@ def _take(done: Converted, origin: dict[str, str], key: str, row: Row | None, va
         done.refused[key] = str(reason)
         return
     except TypeError:
-        raise InputError(f"{key}={value!r} is of type {type(value).__name__}, which {done.framework.name} does "
+        raise InputError(f"{key}={value!r} is of type {type(value).__name__}, which {done.framework.name} "
+                         f"does "
                          "not take there") from None
     for ours, converted in taken.items():
         if ours in done.values and done.values[ours] != converted:
@@ -260,7 +264,8 @@ def show(done: Converted) -> str:
     """A YAML file, and after it, as comments, what it does not hold."""
     has_model = any(key.startswith("model.") for key in done.values)
     size = f" The model has {show_count(num_parameters(done.config))} parameters." if has_model else ""
-    lines = [f"# From {done.source}, which is for {done.framework.name}.{size} What is not here is said at the end."]
+    lines = [f"# Converted from {done.source} ({done.framework.name}).{size}",
+             "# What is not here is said at the end."]
     sections = list(done.config.to_dict())
     for section in sections:
         mine = [key for key in configs.known_keys(done.config) if key in done.values

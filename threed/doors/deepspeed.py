@@ -20,7 +20,8 @@ _DTYPES = {"fp32": "fp32", "float32": "fp32", "torch.float32": "fp32", "fp16": "
 
 
 def dtype_of(given: Given) -> str:
-    both = [name for name, keys in (("fp16", ("fp16.enabled",)), ("bf16", ("bf16.enabled", "bfloat16.enabled")))
+    both = [name for name, keys in (("fp16", ("fp16.enabled",)),
+                                    ("bf16", ("bf16.enabled", "bfloat16.enabled")))
             if any(given.get(key) is True for key in keys)]
     return both[0] if both else "fp32"
 
@@ -46,7 +47,8 @@ def _batches(_: Any, given: Given) -> dict[str, Any]:
         each = micro * (steps or 1)
         if batch % each or dp not in (None, batch // each):
             raise InputError(f"train_batch_size={batch} is not train_micro_batch_size_per_gpu={micro} x "
-                             f"gradient_accumulation_steps={steps or 1} x {dp or 'a number of'} data-parallel "
+                             f"gradient_accumulation_steps={steps or 1} x {dp or 'a number of'} "
+                             f"data-parallel "
                              "ranks: change one of them" + ("" if dp is None else ", or --devices"))
         return {"train.global_batch_size": batch, "train.micro_batch_size": micro,
                 "parallel.dp": batch // each if steps is not None or dp is not None else "auto"}
@@ -96,7 +98,8 @@ def _cos_min(value: Any, given: Given) -> Any:
         raise Dropped("only WarmupCosineLR reads it")
     lr = given.get("optimizer.params.lr")
     if not isinstance(lr, (int, float)):
-        raise Refused("it is a share of the learning rate, which the file does not have: set optimizer.min_lr")
+        raise Refused("it is a share of the learning rate, which the file does not have: set "
+                      "optimizer.min_lr")
     return float(f"{lr * value:.6g}")
 
 
@@ -110,7 +113,8 @@ def _log_warm_up(value: Any, given: Given) -> Any:
 def _of_stage_3(convert: Any = lambda value, given: value):
     def take(value: Any, given: Given) -> Any:
         if given["zero_optimization.stage"] != 3:
-            raise Dropped(f"it has an effect in stage 3 only, and the stage is {given['zero_optimization.stage']}")
+            raise Dropped(f"it has an effect in stage 3 only, and the stage is "
+                          f"{given['zero_optimization.stage']}")
         return convert(value, given)
 
     return take
@@ -186,7 +190,8 @@ def _interval(value: Any, given: Given) -> dict[str, Any]:
 
 
 def _never_read(*_: Any) -> Any:
-    raise Dropped("DeepSpeed parses this key and never reads it: its PipelineModule has arguments of these names")
+    raise Dropped("DeepSpeed parses this key and never reads it: its PipelineModule has arguments of these "
+                  "names")
 
 
 def _group(value: Any, given: Given) -> Any:
@@ -203,13 +208,15 @@ ROWS = (
     Row("gradient_accumulation_steps", "train.global_batch_size (micro-batches are it / "
         "(train.micro_batch_size x parallel.dp))", _batches),
     # Optimizer and schedule
-    Row("optimizer.type", "optimizer.name (adamw, lion or sgd; DeepSpeed's Adam is AdamW by default)", _optimizer),
+    Row("optimizer.type", "optimizer.name (adamw, lion or sgd; DeepSpeed's Adam is AdamW by default)",
+        _optimizer),
     Row("optimizer.params.lr", "optimizer.lr", _lr),
     Row("optimizer.params.betas", "optimizer.betas"),
     Row("optimizer.params.eps", "optimizer.eps"),
     Row("optimizer.params.weight_decay", f"optimizer.weight_decay ({_HERE})"),
     Row("optimizer.params.momentum", NOTHING + "threed's sgd has no momentum"),
-    Row("optimizer.params.adam_w_mode", "optimizer.name (adamw, whose weight decay is decoupled)", _decoupled),
+    Row("optimizer.params.adam_w_mode", "optimizer.name (adamw, whose weight decay is decoupled)",
+        _decoupled),
     Row("optimizer.params.torch_adam", NO_KEY + "adamw is torch's fused kernel, or native.c on the host"),
     Row("optimizer.params.bias_correction", NO_KEY + "adamw always corrects its bias"),
     Row("optimizer.params.*", NOTHING + "threed's optimizers have no such number"),
@@ -245,33 +252,40 @@ ROWS = (
     Row("communication_data_type", "precision.reduce_dtype", _narrow),
     Row("data_types.grad_accum_dtype", "precision.grad_dtype", _narrow),
     Row("grad_accum_dtype", "precision.grad_dtype", _narrow),
-    Row("prescale_gradients", NO_KEY + "the loss is divided by the tokens of the global batch before backward"),
+    Row("prescale_gradients", NO_KEY + "the loss is divided by the tokens of the global batch before "
+                                       "backward"),
     Row("gradient_predivide_factor", NO_KEY + "gradients are sums; the loss is divided before backward"),
     # ZeRO
     Row("zero_optimization.stage", "zero.stage"),
-    Row("reduce_bucket_size", NO_KEY + "gradients are reduced unit by unit (parallel.layers_per_unit makes units "
+    Row("reduce_bucket_size", NO_KEY + "gradients are reduced unit by unit (parallel.layers_per_unit makes "
+                                       "units "
         "larger)"),
-    Row("allgather_bucket_size", NO_KEY + "parameters are gathered unit by unit (parallel.layers_per_unit makes "
+    Row("allgather_bucket_size", NO_KEY + "parameters are gathered unit by unit (parallel.layers_per_unit "
+                                          "makes "
         "units larger)"),
     Row("contiguous_gradients", NO_KEY + "gradients always lie in one buffer a unit"),
     Row("reduce_scatter", NO_KEY + "gradients are always reduced by reduce-scatter"),
     Row("allgather_partitions", NO_KEY + "parameters are always gathered"),
-    Row("overlap_comm", NO_KEY + "it always overlaps; zero.prefetch says how far ahead parameters are gathered"),
+    Row("overlap_comm", NO_KEY + "it always overlaps; zero.prefetch says how far ahead parameters are "
+                                 "gathered"),
     Row("sub_group_size", NO_KEY + "the optimizer steps unit by unit"),
     Row("round_robin_gradients", NO_KEY + "gradients are cut evenly over ranks"),
     Row("use_multi_rank_bucket_allreduce", NO_KEY + "gradients are always reduced by reduce-scatter"),
     Row("ignore_unused_parameters", NO_KEY + "all parameters of a model here have a gradient"),
     Row("load_from_fp32_weights", NO_KEY + "checkpoints hold fp32 weights"),
-    Row("memory_efficient_linear", NO_KEY + "backward finds parameters in the buffer that they are gathered in"),
+    Row("memory_efficient_linear", NO_KEY + "backward finds parameters in the buffer that they are gathered "
+                                            "in"),
     Row("stage3_prefetch_bucket_size", "zero.prefetch (in uses ahead, not elements)", _of_stage_3(_prefetch)),
     Row("stage3_param_persistence_threshold", "zero.persist_below", _of_stage_3(_whole)),
     Row("stage3_model_persistence_threshold", NO_KEY + "zero.persist_below alone says what stays whole"),
     Row("stage3_max_live_parameters", "zero.residency (in units, not elements)", _of_stage_3(_live)),
     Row("stage3_max_reuse_distance", "zero.residency (in units, not elements)", _of_stage_3(_live)),
-    Row("stage3_module_granularity_threshold", NO_KEY + "a unit is what is gathered; parallel.layers_per_unit"),
+    Row("stage3_module_granularity_threshold", NO_KEY + "a unit is what is gathered; "
+                                                        "parallel.layers_per_unit"),
     Row("leaf_module*", NO_KEY + "a unit is what is gathered; parallel.layers_per_unit"),
     Row("stage3_use_all_reduce_for_fetch_params", NO_KEY + "parameters are always gathered"),
-    Row("*gather_*_weights_on_model_save", NO_KEY + "checkpoints hold whole fp32 parameters in parts, for any "
+    Row("*gather_*_weights_on_model_save", NO_KEY + "checkpoints hold whole fp32 parameters in parts, for "
+                                                    "any "
         "mesh"),
     Row("elastic_checkpoint", NO_KEY + "any mesh loads any checkpoint"),
     Row("mics_shard_size", "zero.shard_size", _group),
@@ -319,12 +333,14 @@ ROWS = (
       for name in ("tensorboard*", "csv_monitor*", "comet*", "wandb.*", "flops_profiler*", "comms_logger*",
                    "memory_breakdown", "dump_state")),
     *(Row(name, NO_KEY + "it has no counterpart, and changes no numbers")
-      for name in ("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "nebula*", "tag_validation", "load_universal", "parallel_write*",
+      for name in ("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "nebula*",
+                   "tag_validation", "load_universal", "parallel_write*",
                    "autotuning*", "log_trace_cache_warnings", "enable_sanity_checks", "disable_allgather",
                    "fp32_allreduce", "use_node_local_storage", "dataloader_drop_last", "graph_harvesting",
                    "override_module_apply", "pipeline_loading_checkpoint", "legacy_stage1")),
     *(Row(name, NOTHING + f"threed has no {what}")
-      for name, what in (("amp*", "apex"), ("torch_autocast*", "autocast: precision.dtype is of all computation"),
+      for name, what in (("amp*", "apex"), ("torch_autocast*",
+                                            "autocast: precision.dtype is of all computation"),
                          ("sparse_gradients", "sparse gradients"), ("sparse_attention*", "sparse attention"),
                          ("progressive_layer_drop*", "layer drop"), ("curriculum_learning*", "curriculum"),
                          ("data_efficiency*", "curriculum or random layer-wise token dropping"),

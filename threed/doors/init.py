@@ -13,14 +13,13 @@ from threed.schema import Config, ModelConfig
 TOY = "toy"
 _PER_PARAMETER = 20  # tokens to train on: Hoffmann et al. 2022
 _ROOM = 0.85  # of a device's memory: the rest is for temporaries, CUDA and NCCL
-# (parameters up to, tokens a step, learning rate): Brown et al. 2020 table 2.1 and Touvron et al. 2023, rounded
-_SCALES = ((5e8, 2**19, 6e-4), (5e9, 2**20, 2e-4), (4e10, 2**21, 1.5e-4), (float("inf"), 2**21 * 3 // 2, 6e-5))
+# Parameters up to, tokens a step, learning rate: Brown et al. 2020, table 2.1; Touvron et al. 2023; rounded.
+_SCALES = ((5e8, 2**19, 6e-4), (5e9, 2**20, 2e-4), (4e10, 2**21, 1.5e-4),
+           (float("inf"), 2**21 * 3 // 2, 6e-5))
 _MOST_TP = 8  # devices that a fast link joins
-
 
 def names() -> list[str]:
     return [TOY, *sizes()]
-
 
 def settings(devices: int, model: ModelConfig) -> Iterator[dict[str, Any]]:
     """Ways to train that need less and less memory, and more and more time, a device."""
@@ -36,7 +35,6 @@ def settings(devices: int, model: ModelConfig) -> Iterator[dict[str, Any]]:
                and model.num_kv_heads % tp == 0), 1)
     if tp > 1:
         yield {**all_sharded, **full, "parallel.tp": tp, "parallel.sequence_parallel": True}
-
 
 def choose(name: str, devices: int, limit_bytes: int, fits: Callable[[dict[str, Any], int], bool],
            num_parameters: int) -> dict[str, Any]:
@@ -54,13 +52,15 @@ def choose(name: str, devices: int, limit_bytes: int, fits: Callable[[dict[str, 
             "precision.dtype": "bf16" if fast else "fp32", "optimizer.lr": lr if fast else 3e-3,
             "optimizer.warmup_steps": min(2000, steps // 20), "optimizer.min_lr": (lr if fast else 3e-3) / 10,
             "train.steps": steps, "train.global_batch_size": batch, "train.micro_batch_size": 1,
-            "train.eval_every": max(1, min(1000, steps // 10)), "checkpoint.every": max(1, min(1000, steps // 10))}
+            "train.eval_every": max(1, min(1000, steps // 10)),
+                                  "checkpoint.every": max(1, min(1000, steps // 10))}
         if fits(values, int(limit_bytes * _ROOM)):
             return values
-    raise InputError(f"--model {name} does not fit on {devices} devices of {limit_bytes / 2**30:.0f} GiB by the "
-                     "settings that threed init tries: give more --devices, or more --memory and then look at "
+    raise InputError(f"--model {name} does not fit on {devices} devices of {limit_bytes / 2**30:.0f} GiB by "
+                     f"the "
+                     "settings that threed init tries: give more --devices, or more --memory and then look "
+                     "at "
                      "threed check CONFIG --advise (offload, pipelines)")
-
 
 def model_of(name: str) -> ModelConfig:
     if name == TOY:
@@ -69,7 +69,6 @@ def model_of(name: str) -> ModelConfig:
         raise InputError(f"--model {name}: there are {', '.join(names())}")
     family = FAMILIES[sizes()[name]]
     return family.config(**family.sizes[name])
-
 
 _WORDS = {
     "model.name": "its sizes; single keys may be given beside it: seq_len: 2048",
@@ -88,12 +87,11 @@ _WORDS = {
     "train.eval_every": "steps between losses of data that are held out",
     "checkpoint.every": "steps; the newest two are kept",
     "data.source": "text, a folder, a glob, *.jsonl, or a Megatron .bin/.idx prefix",
-    "data.tokenizer": "bpe: trained on the source; or the path of a tokenizer.json",
+
     "run.dir": "checkpoints, metrics and traces",
 }
 _MORE = {"parallel": "# pp: 2                       # pipeline positions, with schedule: 1f1b, zb-v ...",
          "run": "# device: cpu                 # auto: a GPU where there is one"}
-
 
 def text(values: dict[str, Any], title: str, path: Path) -> str:
     """The YAML file of a config's values, with a comment a line."""

@@ -73,7 +73,8 @@ def _virtual(stages: int | None, given: Given) -> dict[str, Any]:
 def _layers_per_stage(value: Any, given: Given) -> dict[str, Any]:
     layers, positions = _number(given, "num_layers"), given.get("pipeline_model_parallel_size", 1)
     if layers % (positions * value):
-        raise InputError(f"--num-layers={layers} is not a multiple of --pipeline-model-parallel-size={positions}"
+        raise InputError(f"--num-layers={layers} is not a multiple of "
+                         f"--pipeline-model-parallel-size={positions}"
                          f" x --num-layers-per-virtual-pipeline-stage={value}")
     return _virtual(layers // (positions * value), given)
 
@@ -114,8 +115,8 @@ def _recompute(value: Any, given: Given) -> dict[str, Any]:
 def _positions(value: Any, given: Given) -> Any:
     length = given.get("seq_length")
     if given["position_embedding_type"] == "learned_absolute" and length is not None and value != length:
-        raise Refused(f"a table of {value} positions for sequences of {length}: here it has as many rows as a "
-                      "sequence has tokens")
+        raise Refused(f"a table of {value} positions for sequences of {length}: here it has as many rows as "
+                      "a sequence has tokens")
     raise Dropped("there are as many positions as a sequence has tokens")
 
 
@@ -172,7 +173,7 @@ def _held_out(value: Any, given: Given) -> Any:
         train, valid, *test = (float(each) for each in str(value).replace(" ", "").split(","))
         return round(valid / (train + valid + sum(test)), 6)
     except (ValueError, ZeroDivisionError):
-        raise InputError(f"--split {value}: give shares to train, validate and test, such as 969,30,1") from None
+        raise InputError(f"--split {value}: give three shares, such as 969,30,1") from None
 
 
 def _eval_every(value: Any, given: Given) -> Any:
@@ -292,7 +293,8 @@ ROWS = (
     Row("recompute_granularity", "activation.policy", _recompute),
     Row("recompute_activations", "activation.policy=selective",
         lambda _, given: _recompute("selective", given)),
-    *(Row(name, NO_KEY + "activation.policy, with activation.every, activation.pieces, parallel.layers_per_unit")
+    *(Row(name, NO_KEY + "activation.policy, with activation.every, activation.pieces, "
+                         "parallel.layers_per_unit")
       for name in ("recompute_method", "recompute_num_layers", "recompute_modules")),
     Row("distribute_saved_activations", "activation.partition=true"),
     Row("optimizer_cpu_offload", "offload.optimizer=cpu"),
@@ -358,12 +360,14 @@ ROWS = (
       for name in ("overlap_grad_reduce", "overlap_param_gather*", "tp_comm_*", "overlap_p2p_communication*",
                    "no_async_tensor_model_parallel_allreduce", "align_grad_reduce", "no_overlap_p2p*")),
     *(Row(name, NO_KEY + "it says where and how Megatron-LM runs, and changes no numbers")
-      for name in ("use_mcore_models", "transformer_impl", "use_flash_attn", "distributed_backend", "master_*",
+      for name in ("use_mcore_models", "transformer_impl", "use_flash_attn", "distributed_backend",
+                   "master_*",
                    "node_rank", "rdzv_*", "local_rank", "no_mmap_bin_files", "num_workers", "dataloader_type",
                    "data_cache_path", "no_create_attention_mask_in_dataloader", "manual_gc*",
                    "empty_unused_memory_level", "log_*", "tensorboard_*", "timing_log_*", "profile*",
                    "wandb_save_dir", "wandb_entity", "ckpt_*", "dist_ckpt_*", "use_dist_ckpt*",
-                   "auto_detect_ckpt_format", "no_load_*", "no_save_*", "no_initialization", "use_checkpoint_*",
+                   "auto_detect_ckpt_format", "no_load_*", "no_save_*", "no_initialization",
+                   "use_checkpoint_*",
                    "override_opt*", "exit_*", "no_gradient_accumulation_fusion", "no_masked_softmax_fusion",
                    "attention_softmax_in_fp32", "no_rope_fusion", "no_bias_swiglu_fusion",
                    "no_bias_dropout_fusion", "no_persist_layer_norm", "use_cpu_initialization", "check_*",
@@ -371,7 +375,8 @@ ROWS = (
     # What threed has not
     *(Row(name, NOTHING + f"threed has no {what}")
       for name, what in (("num_experts", "experts"), ("moe_*", "experts"), ("fp8_*", "fp8"), ("fp4_*", "fp4"),
-                         ("multi_latent_attention", "latent attention"), ("mtp_*", "prediction of more tokens"),
+                         ("multi_latent_attention", "latent attention"),
+                         ("mtp_*", "prediction of more tokens"),
                          ("rampup_batch_size", "batch size that grows"),
                          ("step_batch_size_schedule", "batch size that grows"),
                          ("decoupled_*", "learning rate of its own for embeddings"),
@@ -379,7 +384,8 @@ ROWS = (
                          ("qk_layernorm", "norms of queries and keys"), ("window_size", "sliding windows"),
                          ("use_rope_scaling", "scaling of rotary frequencies"),
                          ("rotary_interleaved", "rotation of pairs: it turns halves of a head"),
-                         ("squared_relu", "squared ReLU"), ("no_bias_gelu_fusion", "exact GELU: it has the tanh "
+                         ("squared_relu", "squared ReLU"), ("no_bias_gelu_fusion",
+                                                            "exact GELU: it has the tanh "
                           "form"), ("init_method_xavier_uniform", "uniform initial weights"),
                          ("start_weight_decay", "weight decay that changes"),
                          ("end_weight_decay", "weight decay that changes"),
@@ -398,7 +404,8 @@ def defaults(given: Given) -> dict[str, Any]:
         "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_eps": 1e-8, "weight_decay": 0.01, "clip_grad": 1.0,
         "hidden_dropout": 0.1, "attention_dropout": 0.1, "init_method_std": 0.02, "norm_epsilon": 1e-5,
         "lr_decay_style": "linear", "min_lr": 0.0, "make_vocab_size_divisible_by": 128, "seed": 1234,
-        "position_embedding_type": "rope" if "use_rotary_position_embeddings" in given else "learned_absolute",
+        "position_embedding_type": "rope" if "use_rotary_position_embeddings" in given
+                              else "learned_absolute",
         "data_parallel_sharding_strategy": "no_shard"}
     if given.get("use_megatron_fsdp"):
         values["data_parallel_sharding_strategy"] = "optim_grads_params"

@@ -17,6 +17,7 @@ from threed.errors import InputError
 _SET = re.compile(r"(?:export\s+|local\s+)?([A-Za-z_]\w*)=(?!\()(.*)", re.DOTALL)
 _USE = re.compile(r"\$(?:\{([A-Za-z_]\w*|\d)(?::?-([^}]*))?\}|([A-Za-z_]\w*|\d))")
 _ENDS = {")", ";", "fi", "else", "then", "done", "|", "&&", "||", "\\", "&"}
+_MARKS = ("=(", "[[", "[@]", "[*]")  # in words of a shell that are no value of an option
 _MANY = ("data_path", "recompute_modules", "profile_ranks")
 _LONGEST = 4096  # characters of a path
 
@@ -36,7 +37,7 @@ def options(text: str) -> tuple[dict[str, Any], str, list[str], dict[str, str]]:
                 text, source = path.read_text(), str(path)
             except (OSError, UnicodeDecodeError) as error:
                 raise InputError(f"--megatron {path} cannot be read: {getattr(error, 'strerror', None) or error}; "
-                                 'give a file, or the options in quotes: --megatron "--num-layers 24 ..."') from None
+                                 "give a file, or the options in quotes, as one text") from None
     try:
         tokens = shlex.split(text.replace("\\\n", " "), comments=True)
     except ValueError as error:
@@ -48,7 +49,8 @@ def options(text: str) -> tuple[dict[str, Any], str, list[str], dict[str, str]]:
         if any("$" in word for word in words) and row is not None and row.key is not None:
             unknown[name] = " ".join(words)
         elif name in found and found[name] != value:
-            notes.append(f"--{name.replace('_', '-')} is given as {found[name]} and {value}: the last is taken")
+            notes.append(f"--{name.replace('_', '-')} is given as {found[name]} and {value}: the last is "
+                         f"taken")
         if name not in unknown:
             found[name] = value
     if not found:
@@ -91,7 +93,7 @@ def _groups(tokens: list[str]) -> list[tuple[str, list[str]]]:
             name, equals, value = token.rstrip(")").partition("=")
             groups.append((name[2:].replace("-", "_"), [value] if equals else []))
             is_open = not token.endswith(")")
-        elif token in _ENDS or "=(" in token or token.endswith(".py") or token.startswith("[[") or "[@]" in token or "[*]" in token:
+        elif token in _ENDS or token.endswith(".py") or any(mark in token for mark in _MARKS):
             is_open = False
         elif is_open and groups:
             groups[-1][1].append(token.rstrip(");") if token.endswith((");", ")", ";")) else token)

@@ -67,7 +67,7 @@ def state_of(word: dict[str, Any], locked: bool | None, age_s: float | None, don
             return said, ""
         if age_s is not None and age_s < FRESH_S:
             return RUNNING, f"by its last sign; it is on {host}" if host else "by its last sign"
-        return UNKNOWN, f"its lock says nothing here; look on {host}" if host else "its lock says nothing here"
+        return UNKNOWN, "its lock says nothing here" + (f"; look on {host}" if host else "")
     if said == RUNNING:
         return FAILED, "it left no word: killed, or its machine went down"
     if said is None:

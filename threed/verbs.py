@@ -12,6 +12,7 @@ import typer
 
 from threed.errors import ConfigError, InputError, PlanError
 
+
 def keys(args: list[str], incomplete: str) -> list[str]:
     """The overrides that a shell completes: keys, and the values of those that have a few. (To bash `=` is a
     word of its own.)"""
@@ -26,13 +27,14 @@ def keys(args: list[str], incomplete: str) -> list[str]:
     return [text for text in every if text.startswith(incomplete)]
 
 
-DsConfig = Annotated[Path | None, typer.Argument(metavar="DS_CONFIG", help="DeepSpeed's JSON; leave it out with "
-                                                                           "--megatron")]
+DsConfig = Annotated[Path | None, typer.Argument(metavar="DS_CONFIG",
+                                                 help="DeepSpeed's JSON; leave it out with --megatron")]
 Overrides = Annotated[list[str] | None,
                       typer.Argument(metavar="[KEY=VALUE]...", autocompletion=keys,
                                      help="win over what is converted: model.name=llama3-8b")]
-Options = Annotated[str | None, typer.Option(metavar='"ARGS"|FILE', help="Megatron-LM's options, or a file or "
-                                                                         "script that has them")]
+Options = Annotated[str | None,
+                    typer.Option(metavar='"ARGS"|FILE',
+                                 help="Megatron-LM's options, or a file or script that has them")]
 Devices = Annotated[int | None, typer.Option(help="of all machines; tp and pp leave the rest to dp")]
 Version = Annotated[str | None, typer.Option(metavar="X.Y.Z", help="whose defaults count (the newest)")]
 NewFile = Annotated[Path, typer.Argument(metavar="FILE", help="to write; an existing one is left alone")]

@@ -18,8 +18,10 @@ _SCALES = ((5e8, 2**19, 6e-4), (5e9, 2**20, 2e-4), (4e10, 2**21, 1.5e-4),
            (float("inf"), 2**21 * 3 // 2, 6e-5))
 _MOST_TP = 8  # devices that a fast link joins
 
+
 def names() -> list[str]:
     return [TOY, *sizes()]
+
 
 def settings(devices: int, model: ModelConfig) -> Iterator[dict[str, Any]]:
     """Ways to train that need less and less memory, and more and more time, a device."""
@@ -35,6 +37,7 @@ def settings(devices: int, model: ModelConfig) -> Iterator[dict[str, Any]]:
                and model.num_kv_heads % tp == 0), 1)
     if tp > 1:
         yield {**all_sharded, **full, "parallel.tp": tp, "parallel.sequence_parallel": True}
+
 
 def choose(name: str, devices: int, limit_bytes: int, fits: Callable[[dict[str, Any], int], bool],
            num_parameters: int) -> dict[str, Any]:
@@ -62,6 +65,7 @@ def choose(name: str, devices: int, limit_bytes: int, fits: Callable[[dict[str, 
                      "at "
                      "threed check CONFIG --advise (offload, pipelines)")
 
+
 def model_of(name: str) -> ModelConfig:
     if name == TOY:
         return ModelConfig()
@@ -69,6 +73,7 @@ def model_of(name: str) -> ModelConfig:
         raise InputError(f"--model {name}: there are {', '.join(names())}")
     family = FAMILIES[sizes()[name]]
     return family.config(**family.sizes[name])
+
 
 _WORDS = {
     "model.name": "its sizes; single keys may be given beside it: seq_len: 2048",
@@ -92,6 +97,7 @@ _WORDS = {
 }
 _MORE = {"parallel": "# pp: 2                       # pipeline positions, with schedule: 1f1b, zb-v ...",
          "run": "# device: cpu                 # auto: a GPU where there is one"}
+
 
 def text(values: dict[str, Any], title: str, path: Path) -> str:
     """The YAML file of a config's values, with a comment a line."""

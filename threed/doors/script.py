@@ -36,7 +36,8 @@ def options(text: str) -> tuple[dict[str, Any], str, list[str], dict[str, str]]:
             try:
                 text, source = path.read_text(), str(path)
             except (OSError, UnicodeDecodeError) as error:
-                raise InputError(f"--megatron {path} cannot be read: {getattr(error, 'strerror', None) or error}; "
+                why = getattr(error, "strerror", None) or error
+                raise InputError(f"--megatron {path} cannot be read: {why}; "
                                  "give a file, or the options in quotes, as one text") from None
     try:
         tokens = shlex.split(text.replace("\\\n", " "), comments=True)

@@ -182,8 +182,8 @@ def test_refused_by_name(tmp_path):
 
 
 GPT_345M = """--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024
-    --max-position-embeddings 1024 --micro-batch-size 8 --global-batch-size 64 --lr 0.00015 --train-iters 500000
-    --lr-decay-iters 320000 --lr-decay-style cosine --min-lr 1.0e-5 --weight-decay 1e-2
+    --max-position-embeddings 1024 --micro-batch-size 8 --global-batch-size 64 --lr 0.00015
+    --train-iters 500000 --lr-decay-iters 320000 --lr-decay-style cosine --min-lr 1.0e-5 --weight-decay 1e-2
     --lr-warmup-fraction .01 --clip-grad 1.0 --fp16 --vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt
     --split 949,50,1 --data-path my-gpt2_text_document --save ckpt --load ckpt --save-interval 10000
     --eval-interval 1000 --eval-iters 10 --log-interval 100"""

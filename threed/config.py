@@ -51,6 +51,11 @@ def load(path: str | Path | None, overrides: list[str] | None = None,
     return of_values(given, str(path) if path is not None else "the config", world_size)
 
 
+def leaves_dp(path: str | Path, overrides: list[str] | None) -> bool:
+    """Whether a file and overrides leave `parallel.dp` to the number of ranks."""
+    return (_flatten(_read_yaml(path)) | overrides_of(overrides)).get("parallel.dp", "auto") == "auto"
+
+
 def overrides_of(texts: list[str] | None) -> dict[str, Any]:
     """`section.key=value` texts -> {dotted key: value}; the last of equal keys wins. InputError where one is
     no override."""

@@ -23,6 +23,26 @@ def parse_bytes(text: str | int) -> int:
     return int(float(match.group(1)) * scale)
 
 
+def parse_memory(text: str) -> int:
+    """Bytes of a device's memory; InputError for so few that a unit was forgotten: 80 instead of 80GiB."""
+    size = parse_bytes(text)
+    if size < 2**20:
+        raise InputError(f"{text} are {size} bytes: write a unit, such as {text.strip()}GiB")
+    return size
+
+
+def parse_count(text: str) -> float:
+    """'7.5e9' or '7.5B' -> 7.5e9."""
+    scale = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(text.strip()[-1:].upper())
+    try:
+        count = float(text.strip()[:-1] if scale else text) * (scale or 1)
+    except ValueError:
+        count = 0.0
+    if not 0 < count < 1e18:
+        raise InputError(f"'{text}' is not a count; give a number above 0, such as 7.5e9 or 7.5B")
+    return count
+
+
 def show_bytes(amount: float) -> str:
     """1536 -> '1.5 KiB'."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):

@@ -1,5 +1,5 @@
-"""Verbs of the command line around a run: convert, init, runs. (`cli` has the others.) They import what they
-need when they are called, so that `threed train` does not wait for it."""
+"""Verbs of the command line around a run: convert, init, runs, trace. (`cli` has the others.) They import
+what they need when they are called, so that `threed train` does not wait for it."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ def keys(args: list[str], incomplete: str) -> list[str]:
     return [text for text in every if text.startswith(incomplete)]
 
 
+RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="the run.dir of a run")]
 DsConfig = Annotated[Path | None, typer.Argument(metavar="DS_CONFIG",
                                                  help="DeepSpeed's JSON; leave it out with --megatron")]
 Overrides = Annotated[list[str] | None,
@@ -87,7 +88,7 @@ def init(path: NewFile = Path("config.yaml"), model: Size = None, devices: Devic
     """
     from threed.doors import init as first
     from threed.models.families.registry import sizes
-    from threed.quantity import parse_bytes, show_count
+    from threed.quantity import parse_memory, show_count
 
     if path.exists():
         raise InputError(f"{path} exists: give another name, or remove it first")
@@ -96,7 +97,7 @@ def init(path: NewFile = Path("config.yaml"), model: Size = None, devices: Devic
     devices = int(_ask(devices, "Devices (GPUs, or processes on CPUs), of all machines", 1, yes))
     if devices < 1:
         raise InputError(f"--devices {devices}: must be at least 1")
-    limit = parse_bytes(_ask(memory, "Memory of a device", "80GiB", yes))
+    limit = parse_memory(_ask(memory, "Memory of a device", "80GiB", yes))
     data = _ask(data, "Data: text, a folder, *.jsonl or a Megatron prefix (python-stdlib: a sample)",
                 "python-stdlib", yes)
     name = model if model in sizes() else first.TOY
@@ -124,6 +125,41 @@ def runs(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="that hol
 
     rows = listing.find(folder)
     print(json.dumps({"runs": rows}, indent=1) if as_json else listing.show(rows))
+
+
+def trace(run: RunPath,
+          output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE",
+                                                      help="file of trace events; default: RUN/trace.json, "
+                                                           "unless --svg is given")] = None,
+          step: Annotated[int | None, typer.Option(help="this step; default: all traced steps")] = None,
+          svg: Annotated[Path | None, typer.Option(metavar="FILE",
+                                                   help="draw the timeline of the step, or of the last "
+                                                        "traced one, into FILE")] = None) -> None:
+    """Merge the traces of a run's ranks for ui.perfetto.dev and chrome://tracing, or draw them."""
+    from threed.monitor import timeline
+    from threed.monitor.run import Run
+
+    traced = Run(run).traces
+    chosen = traced.pick(step)
+    for note in traced.notes:
+        print(f"note: {note}", file=sys.stderr)
+    if svg is not None:
+        write_file("--svg", svg, timeline.picture_of(traced, chosen[-1]))
+        print(f"wrote {svg}: step {chosen[-1]}")
+    if output is not None or svg is None:
+        file = output or run / "trace.json"
+        events = timeline.chrome(traced, chosen)
+        write_file("-o", file, json.dumps(events, separators=(",", ":")))
+        print(f"wrote {file}: {len(traced.ranks)} ranks, {len(chosen)} steps, {len(events['traceEvents'])} "
+              "events")
+
+
+def write_file(option: str, file: Path, text: str) -> None:
+    """Write what an option asked for. InputError where the file cannot be written."""
+    try:
+        file.write_text(text)
+    except OSError as error:
+        raise InputError(f"{option} {file}: {error.strerror}") from None
 
 
 def _ask(given: Any, question: str, default: Any, yes: bool) -> Any:

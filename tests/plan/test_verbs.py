@@ -14,6 +14,7 @@ from threed import api, cli, verbs
 from threed.config import load
 from threed.doors import init
 from threed.errors import InputError
+from threed.quantity import parse_count, parse_memory, show_left
 
 ROOT = Path(__file__).parents[2]
 
@@ -119,3 +120,33 @@ def test_option_of_another_framework(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         cli.main()
     assert "for Megatron-LM's --tensor-model-parallel-size use parallel.tp" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text, count", [("8b", 8e9), ("7.5e9", 7.5e9), ("350M", 350e6), ("1T", 1e12)])
+def test_counts(text, count):
+    assert parse_count(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "b", "-1", "nan", "inf", "eight"])
+def test_no_counts(text):
+    with pytest.raises(InputError, match="give a number above 0"):
+        parse_count(text)
+
+
+def test_memory_without_a_unit():
+    """80 bytes are no device: the unit was forgotten."""
+    with pytest.raises(InputError, match="such as 80GiB"):
+        parse_memory("80")
+    assert parse_memory("80GiB") == 80 * 2**30
+
+
+def test_remaining_time():
+    assert show_left(25, 100, 1.0) == ", 25% done, at most 3.0 s left"
+    assert show_left(0, 100, 1.0) == show_left(100, 100, 1.0) == show_left(5, 0, 1.0) == ""
+
+
+def test_open_ranks_are_said():
+    """`check` of a config whose number of ranks is open says which number it takes."""
+    done = run("check", "configs/toy.yaml", "parallel.dp=auto")
+    assert "parallel.dp=auto is taken as 1, so 4 ranks" in done.stderr and done.stdout.startswith("ok: 4 ranks")
+    assert not run("check", "configs/toy.yaml").stderr

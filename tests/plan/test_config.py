@@ -104,7 +104,8 @@ def test_value_that_makes_nan(override):
 
 @pytest.mark.parametrize("override, meant", [
     ("parallel.schedule=1F1B", "1f1b"), ("parallel.schedule=Interleaved1F1B", "interleaved"),
-    ("precision.dtype=bfloat16", "bf16"), ("optimizer.name=Adam", "adamw"), ("model.position=rope", "rotary")])
+    ("precision.dtype=bfloat16", "bf16"), ("optimizer.name=Adam", "adamw"),
+                                             ("model.position=rope", "rotary")])
 def test_values_of_others(override, meant):
     """A value that others call by another name, or write in capitals."""
     assert one(override).endswith(f"; did you mean {meant}?")

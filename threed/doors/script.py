@@ -108,7 +108,7 @@ def _value(name: str, words: list[str]) -> Any:
         return [_number(word) for word in words]
     if row is not None and row.key is not None and row.switch is None and not words:
         raise InputError(f"--{name.replace('_', '-')} needs a value")
-    if row is not None and len(words) > 1:
+    if row is not None and row.key is not None and len(words) > 1:
         raise InputError(f"--{name.replace('_', '-')} has more than one value: {' '.join(words)}")
     return _number(" ".join(words)) if words else True
 

@@ -169,15 +169,10 @@ def _ask(given: Any, question: str, default: Any, yes: bool) -> Any:
 
 
 def _parameters(name: str) -> int:
-    from threed.doors.convert import num_parameters
-    from threed.doors.init import TOY
-    from threed.schema import Config
+    from threed.doors.init import model_of
+    from threed.models.model import num_parameters
 
-    if name == TOY:
-        return num_parameters(Config())
-    from threed.config import of_values
-
-    return num_parameters(of_values({"model.name": name}, "the config"))
+    return num_parameters(model_of(name))
 
 
 def _fits(values: dict[str, Any], limit_bytes: int) -> bool:

@@ -14,6 +14,7 @@ from threed.config import known_keys, load
 from threed.doors import convert as subject
 from threed.doors.table import NO_KEY, NOTHING
 from threed.errors import InputError
+from threed.models.model import num_parameters
 from threed.synonyms import FRAMEWORKS, ours
 from threed.values import get
 
@@ -106,6 +107,15 @@ def test_clipping_by_version(version, clip, tmp_path):
     assert done.values["optimizer.clip_grad"] == clip
     assert "clip_grad: " in subject.show(done) and "--deepspeed-version" in done.why["optimizer.clip_grad"]
     assert deepspeed(tmp_path, {"gradient_clipping": 3}, version=version).values["optimizer.clip_grad"] == 3
+
+
+def test_auto(tmp_path):
+    """What Hugging Face's Trainer fills in is not filled in by DeepSpeed's defaults."""
+    done = deepspeed(tmp_path, {**DEEPSPEED["hugging face"], "steps_per_print": float("inf")})
+    assert done.values["optimizer.name"] == "adamw" and done.values["optimizer.weight_decay"] == 0
+    assert not {"optimizer.lr", "optimizer.betas", "optimizer.clip_grad",
+                "monitor.console_every"} & set(done.values)
+    assert "set optimizer.lr" in done.dropped["optimizer.params.lr"] and not done.refused
 
 
 def test_schedules(tmp_path):
@@ -230,7 +240,7 @@ def test_megatron(text, devices, count, published, tmp_path):
         (tmp_path / "train.sh").write_text(text)
         text = str(tmp_path / "train.sh")
     done = megatron(text, devices=devices)
-    assert subject.num_parameters(done.config) == count == pytest.approx(published, rel=0.03)
+    assert num_parameters(done.config.model) == count == pytest.approx(published, rel=0.03)
     check(done, tmp_path)
 
 
@@ -306,7 +316,9 @@ def test_bad_options(text, words):
     ("--fp8-format hybrid", "--fp8-format"), ("--data-path 0.5 a 0.5 b", "--data-path"),
     ("--load other --save mine", "--load"), ("--lr-decay-style inverse-square-root", "--lr-decay-style"),
     ("--lr-decay-style WSD", "--lr-wsd-decay-style"), ("--optimizer sgd", "--sgd-momentum"),
-    ("--no-bias-gelu-fusion", "--no-bias-gelu-fusion"), ("--some-new-option 4", "--some-new-option"),
+    ("--no-bias-gelu-fusion", "--no-bias-gelu-fusion"), ("--tokenizer-type Llama2Tokenizer",
+                                                         "--tokenizer-type"),
+                                        ("--some-new-option 4", "--some-new-option"),
     ("--max-position-embeddings 4096 --seq-length 2048", "--max-position-embeddings")])
 def test_refused_options(text, name):
     """What would train another model is said, whatever else converts."""

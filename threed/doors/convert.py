@@ -19,7 +19,7 @@ from threed.doors.megatron import MEGATRON
 from threed.doors.script import options
 from threed.doors.table import NO_KEY, NOTHING, Dropped, Framework, Refused, Row
 from threed.errors import ConfigError, InputError
-from threed.models.model import parameters
+from threed.models.model import num_parameters
 from threed.quantity import show_count
 from threed.schema import Config
 from threed.values import get
@@ -74,6 +74,9 @@ def megatron(text: str, overrides: list[str], devices: int | None = None) -> Con
     found, source, notes, unknown = options(text)
     done = _convert(MEGATRON, found, source, overrides, devices)
     done.notes += notes
+    if "model.vocab" not in done.values:
+        done.notes.append("the options do not say how large the vocabulary is: model.vocab is threed's "
+                          "default")
     done.refused |= {_shown(MEGATRON, name): f"its value, {value}, comes from outside the script"
                      for name, value in unknown.items()}
     return done
@@ -124,10 +127,13 @@ def _convert(framework: Framework, found: dict[str, Any], source: str, overrides
         given["dp"] = devices // others
     default = {name: value for name, value in framework.defaults(given).items() if name not in given}
     given |= default
+    automatic = {row.theirs for key, row in rows.items() if row is not None and found[key] == "auto"}
     origin: dict[str, str] = {}
     for key, row in rows.items():
         _take(done, origin, _shown(framework, _stem(key, row)), row, found[key], given)
     for name, value in default.items():
+        if name in automatic:
+            continue
         _take_default(done, name, framework.row(name), value, given)
     if given["dp"] is not None:
         done.values.setdefault("parallel.dp", given["dp"])
@@ -247,7 +253,7 @@ def document(done: Converted) -> dict[str, Any]:
         section, name = key.split(".")
         sections.setdefault(section, {})[name] = value
     return {"config": sections, "dropped": done.dropped, "refused": done.refused, "notes": done.notes,
-            "parameters": num_parameters(done.config)}
+            "parameters": num_parameters(done.config.model)}
 
 
 def _inline(value: Any) -> str:
@@ -255,15 +261,10 @@ def _inline(value: Any) -> str:
     return yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("...\n").strip()
 
 
-def num_parameters(config: Config) -> int:
-    """Parameters of the model, without the padding of its vocabulary."""
-    return sum(prod((each.unpadded or each.shape[0], *each.shape[1:])) for each in parameters(config.model))
-
-
 def show(done: Converted) -> str:
     """A YAML file, and after it, as comments, what it does not hold."""
     has_model = any(key.startswith("model.") for key in done.values)
-    size = f" The model has {show_count(num_parameters(done.config))} parameters." if has_model else ""
+    size = f" The model has {show_count(num_parameters(done.config.model))} parameters." if has_model else ""
     lines = [f"# Converted from {done.source} ({done.framework.name}).{size}",
              "# What is not here is said at the end."]
     sections = list(done.config.to_dict())

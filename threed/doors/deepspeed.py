@@ -6,6 +6,7 @@ lr_schedules.py and zero/config.py.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from threed.doors.table import NO_KEY, NOTHING, Dropped, Framework, Given, Refused, Row
@@ -28,6 +29,8 @@ def dtype_of(given: Given) -> str:
 
 def _whole(value: Any, _: Given) -> Any:
     """1e5 is a whole number, too; what is none is left to the check of our key."""
+    if value == math.inf:
+        raise Dropped("never")
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -288,7 +291,7 @@ ROWS = (
                                                     "any "
         "mesh"),
     Row("elastic_checkpoint", NO_KEY + "any mesh loads any checkpoint"),
-    Row("mics_shard_size", "zero.shard_size", _group),
+    Row("mics_shard_size", "zero.shard_size", _group, (-1,)),
     Row("mics_hierarchical_params_gather", NO_KEY + "NCCL knows the hosts of a group"),
     Row("zero_hpz_partition_size", "zero.shard_size", _group, (1,)),
     Row("zero_quantized_*", NOTHING + "threed sends no quantized weights or gradients"),

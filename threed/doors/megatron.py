@@ -342,7 +342,7 @@ ROWS = (
     Row("data_path", "data.source", _source),
     Row("split", "data.validation_fraction (the second share; nothing is kept for a test)", _held_out),
     Row("tokenizer_model", "data.tokenizer", _tokenizer),
-    Row("tokenizer_type", NO_KEY + "data.tokenizer is a tokenizer.json"),
+    Row("tokenizer_type", NO_KEY + "data.tokenizer is a tokenizer.json", _vocabulary),
     Row("mock_data", NOTHING + "give data.source text or tokens"),
     # Running
     Row("save", "run.dir"),

@@ -16,6 +16,7 @@ from threed.errors import InputError
 
 _SET = re.compile(r"(?:export\s+|local\s+)?([A-Za-z_]\w*)=(?!\()(.*)", re.DOTALL)
 _USE = re.compile(r"\$(?:\{([A-Za-z_]\w*|\d)(?::?-([^}]*))?\}|([A-Za-z_]\w*|\d))")
+_ARRAY = re.compile(r"\w+\+?=\(")
 _ENDS = {")", ";", "fi", "else", "then", "done", "|", "&&", "||", "\\", "&"}
 _MARKS = ("=(", "[[", "[@]", "[*]")  # in words of a shell that are no value of an option
 _MANY = ("data_path", "recompute_modules", "profile_ranks")
@@ -64,7 +65,10 @@ def _resolved(tokens: list[str]) -> list[str]:
     values: dict[str, str] = {}
     out: list[str] = []
     for token in tokens:
-        filled = _fill(token, values)
+        begins = _ARRAY.match(token)
+        if begins:  # NAME=(--option
+            out.append(begins[0])
+        filled = _fill(token[begins.end():] if begins else token, values)
         is_set = _SET.fullmatch(filled)
         if is_set and not filled.startswith("-"):
             values[is_set[1]] = is_set[2]

@@ -254,7 +254,7 @@ def test_megatrons_script(tmp_path):
     assert (config.train.steps, config.optimizer.warmup_steps, config.optimizer.decay_steps) == (95367, 119,
                                                                                                  82652)
     assert config.model.vocab == 50257 and config.model.vocab_multiple == 1024 and config.zero.stage == 0
-    assert "$2" in done.refused["--data-path"] and "--rampup-batch-size" in done.refused
+    assert "$DATA_PATH" in done.refused["--data-path"] and "--rampup-batch-size" in done.refused
     assert "--save" in done.refused and "grows" in done.refused["--rampup-batch-size"]
 
 

@@ -25,7 +25,7 @@ def run(*words: str, typed: str | None = None):
 
 @pytest.mark.parametrize("model, devices, holds", [
     ("toy", 1, "stage: 1"), ("gpt2-small", 8, "stage: 1"), ("llama3-8b", 64, "policy: full"),
-    ("llama3-70b", 64, "stage: 3")])
+    ("llama3-70b", 128, "stage: 3")])
 def test_init(model, devices, holds, tmp_path):
     """A first config that cannot run, or does not fit."""
     path = tmp_path / "my.yaml"

@@ -8,6 +8,7 @@ from typing import Any
 
 from threed.errors import InputError
 from threed.models.families.registry import FAMILIES, sizes
+from threed.quantity import show_bytes
 from threed.schema import Config, ModelConfig
 
 TOY = "toy"
@@ -59,7 +60,7 @@ def choose(name: str, devices: int, limit_bytes: int, fits: Callable[[dict[str, 
                                   "checkpoint.every": max(1, min(1000, steps // 10))}
         if fits(values, int(limit_bytes * _ROOM)):
             return values
-    raise InputError(f"--model {name} does not fit on {devices} devices of {limit_bytes / 2**30:.0f} GiB by "
+    raise InputError(f"--model {name} does not fit on {devices} devices of {show_bytes(limit_bytes)} by "
                      f"the "
                      "settings that threed init tries: give more --devices, or more --memory and then look "
                      "at "

@@ -57,13 +57,11 @@ def choose(name: str, devices: int, limit_bytes: int, fits: Callable[[dict[str, 
             "optimizer.warmup_steps": min(2000, steps // 20), "optimizer.min_lr": (lr if fast else 3e-3) / 10,
             "train.steps": steps, "train.global_batch_size": batch, "train.micro_batch_size": 1,
             "train.eval_every": max(1, min(1000, steps // 10)),
-                                  "checkpoint.every": max(1, min(1000, steps // 10))}
+            "checkpoint.every": max(1, min(1000, steps // 10))}
         if fits(values, int(limit_bytes * _ROOM)):
             return values
-    raise InputError(f"--model {name} does not fit on {devices} devices of {show_bytes(limit_bytes)} by "
-                     f"the "
-                     "settings that threed init tries: give more --devices, or more --memory and then look "
-                     "at "
+    raise InputError(f"--model {name} does not fit on {devices} devices of {show_bytes(limit_bytes)} by the "
+                     "settings that threed init tries: give more --devices, or more --memory and then look at "
                      "threed check CONFIG --advise (offload, pipelines)")
 
 

@@ -67,8 +67,7 @@ def convert(source: DsConfig = None, overrides: Overrides = None, megatron: Opti
         done = converting.megatron(megatron, words, devices)
     elif source is None:
         raise InputError("give DeepSpeed's ds_config.json, or --megatron with Megatron-LM's options in "
-                         "quotes or a "
-                         "file that has them")
+                         "quotes, or a file that has them")
     else:
         done = converting.deepspeed(source, words, devices, deepspeed_version)
     print(json.dumps(converting.document(done), indent=1) if as_json else converting.show(done))
@@ -176,8 +175,8 @@ def _parameters(name: str) -> int:
 
 
 def _fits(values: dict[str, Any], limit_bytes: int) -> bool:
-    """Whether what a rank holds fits, by the plan; False where a config cannot run. With one pipeline position
-    a rank holds as much during two micro-batches as during more, which take longer to plan."""
+    """Whether what a rank holds fits, by the plan; False where a config cannot run. With one position a
+    rank holds as much during two micro-batches as during more, which take longer to plan."""
     from threed import api
     from threed.config import of_values
 

@@ -194,8 +194,7 @@ def _take(done: Converted, origin: dict[str, str], key: str, row: Row | None, va
         return
     except TypeError:
         raise InputError(f"{key}={value!r} is of type {type(value).__name__}, which {done.framework.name} "
-                         f"does "
-                         "not take there") from None
+                         "does not take there") from None
     for ours, converted in taken.items():
         if ours in done.values and done.values[ours] != converted:
             raise InputError(f"{origin[ours]} and {key} contradict each other: {ours} would be "

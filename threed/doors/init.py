@@ -61,8 +61,8 @@ def choose(name: str, devices: int, limit_bytes: int, fits: Callable[[dict[str, 
         if fits(values, int(limit_bytes * _ROOM)):
             return values
     raise InputError(f"--model {name} does not fit on {devices} devices of {show_bytes(limit_bytes)} by the "
-                     "settings that threed init tries: give more --devices, or more --memory and then look at "
-                     "threed check CONFIG --advise (offload, pipelines)")
+                     "settings that threed init tries: give more --devices, or more --memory and then look "
+                     "at threed check CONFIG --advise (offload, pipelines)")
 
 
 def model_of(name: str) -> ModelConfig:

@@ -51,8 +51,8 @@ def options(text: str) -> tuple[dict[str, Any], str, list[str], dict[str, str]]:
         if any("$" in word for word in words) and row is not None and row.key is not None:
             unknown[name] = " ".join(words)
         elif name in found and found[name] != value:
-            notes.append(f"--{name.replace('_', '-')} is given as {found[name]} and {value}: the last is "
-                         f"taken")
+            notes.append(f"--{name.replace('_', '-')} is given as {found[name]} and {value}: the last "
+                         "is taken")
         if name not in unknown:
             found[name] = value
     if not found:

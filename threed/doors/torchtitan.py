@@ -12,12 +12,12 @@ ROWS = (
     Row("parallelism.data_parallel_replicate_degree", "parallel.dp (it is shard degree x replicate degree)"),
     Row("parallelism.tensor_parallel_degree", "parallel.tp (with parallel.sequence_parallel=true)"),
     Row("parallelism.pipeline_parallel_degree", "parallel.pp"),
-    Row("parallelism.pipeline_parallel_schedule", "parallel.schedule (1F1B is 1f1b, GPipe gpipe, "
-                                                  "Interleaved1F1B "
-        "interleaved, ZBVZeroBubble zb-v, DualPipeV dualpipe-v, LoopedBFS breadth-first)"),
+    Row("parallelism.pipeline_parallel_schedule",
+        "parallel.schedule (1F1B is 1f1b, GPipe gpipe, Interleaved1F1B interleaved, ZBVZeroBubble zb-v, "
+        "DualPipeV dualpipe-v, LoopedBFS breadth-first)"),
     Row("parallelism.pipeline_parallel_schedule_csv", "parallel.schedule=file:PATH"),
-    Row("parallelism.pipeline_parallel_layers_per_stage", "parallel.virtual_stages (or "
-                                                          "parallel.stage_units)"),
+    Row("parallelism.pipeline_parallel_layers_per_stage",
+        "parallel.virtual_stages (or parallel.stage_units)"),
     Row("parallelism.pipeline_parallel_microbatch_size", "train.micro_batch_size"),
     Row("parallelism.fsdp_reshard_after_forward", "zero.residency (1 for always, step for never)"),
     Row("parallelism.context_parallel_degree", NOTHING + "threed does not cut the sequence of attention"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import prod
 
 from threed.models.families.registry import calling, family_of
 from threed.models.layers.base import Layer
@@ -27,6 +28,11 @@ def tied_parameter(model_layers: Iterable[Layer]) -> Parameter | None:
 def parameters(model: ModelConfig) -> list[Parameter]:
     """The parameters of the whole model, a tied one once."""
     return list(dict.fromkeys(parameter for layer in layers(model) for parameter in layer.parameters()))
+
+
+def num_parameters(model: ModelConfig) -> int:
+    """Parameters of the whole model, without the padding of its vocabulary."""
+    return sum(prod((each.unpadded or each.shape[0], *each.shape[1:])) for each in parameters(model))
 
 
 def model_flops(model: ModelConfig, sequences: int) -> int:

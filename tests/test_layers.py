@@ -25,7 +25,9 @@ ROOT = Path(__file__).parents[1]
 LEVELS = (
     (  # 0
         "errors models",
-        "address early later native pipeline.orders quantity restart synonyms",
+        "address doors.table early later native pipeline.orders quantity restart",
+        "doors.deepspeed doors.megatron doors.torchtitan",
+        "doors.script synonyms",
         "requests",
         "callback mesh",
         "environment schema",
@@ -38,6 +40,7 @@ LEVELS = (
         "values",
         "head validate",
         "config",
+        "doors.convert doors.init",
     ),
     (  # 1
         "lanes store",
@@ -68,9 +71,10 @@ LEVELS = (
         "choosing.",
     ),
     (  # 5
+        "monitor.state",
         "engine. monitor.",
         "checkpoint.",
-        "monitor.run",
+        "monitor.run monitor.runs",
         "page.",
         "checkpoints",
         "nonfinite",
@@ -84,6 +88,7 @@ LEVELS = (
         "calibration.verb doors.verbs nodes",
         "start",
         "api",
+        "verbs",
         "cli",
         "__main__",
     ),

@@ -30,6 +30,7 @@ from threed.engine.loopback import channel_pairs
 from threed.engine.watch import Watch
 from threed.errors import InputError, Stopped
 from threed.monitor.log import CLOSE_S, FAILED_S, Log
+from threed.monitor.state import FAILED
 from threed.optimizers.registry import OPTIMIZERS
 from threed.planned import save_config
 from threed.planner import make_mesh, make_pipeline, make_plan
@@ -120,7 +121,7 @@ def _share_data(job: Job, watch: Watch, comm: Comm, requests: Requests,
 def _open_log(config: Config, plan: Plan, comm: Comm, watch: Watch, closing: ExitStack) -> Log:
     """Rank 0's log, which takes the folder for this run, with the run's first lines."""
     log = Log(config)
-    closing.callback(lambda: log.close(FAILED_S if watch.failed else CLOSE_S))
+    closing.callback(_close_log, log, watch)
     tidy(config)
     for line in [*validate.warnings(config), *_without_compiler(config, comm.device), *save_config(config)]:
         log.say(f"warning: {line}")
@@ -131,6 +132,12 @@ def _open_log(config: Config, plan: Plan, comm: Comm, watch: Watch, closing: Exi
     log.say(f"{comm.mesh.draw()}\n{len(plan)} instructions, plan {plan.digest}, {comm.device.type}, "
             f"attention: {chosen}{', deterministic' if config.run.deterministic else ''}")
     return log
+
+
+def _close_log(log: Log, watch: Watch) -> None:
+    if watch.failed:
+        log.over(FAILED, watch.step)
+    log.close(FAILED_S if watch.failed else CLOSE_S)
 
 
 def _progress(requests: Requests, line: str) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from threed.callback import Callback, Guarded, Step
 from threed.errors import RunError
+from threed.monitor.state import ENDED, STOPPED
 from threed.monitor.timeline import picture
 from threed.monitor.traces import TraceWriter
 from threed.quantity import show_bytes, show_count, show_seconds
@@ -148,7 +149,8 @@ class Logging(Callback):
     def on_end(self, trainer: Trainer) -> None:
         if trainer.log is None:
             return
-        log = trainer.log
+        log, ended = trainer.log, trainer.step_number >= trainer.config.train.steps
+        log.over(ENDED if ended else STOPPED, trainer.step_number)
         if self.recent:
             log.say("\n" + _summary(self.first_loss, self.recent, trainer.config.tokens_per_step))
         else:

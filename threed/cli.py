@@ -14,16 +14,18 @@ import typer
 
 from threed import __version__, api
 from threed import config as configs
-from threed.doors import verbs
+from threed.doors import verbs as doors
 from threed.early import begin
 from threed.errors import ConfigError, InputError, ThreedError
 from threed.program import explain as explaining
 from threed.program.picture import picture
-from threed.quantity import parse_bytes
+from threed.quantity import parse_count, parse_memory
+from threed.schema import Config
 from threed.start import start
+from threed.verbs import RunPath, convert, init, keys, runs, trace, write_file
 
 app = typer.Typer(
-    add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
+    no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
     help="Pretrain GPT-style models over data, tensor and pipeline parallelism, from one plan.\n\n"
          "A run is one YAML file and dotted overrides: threed train configs/toy.yaml train.steps=20 "
          "parallel.pp=4. configs/reference.yaml lists every key with its default and meaning.",
@@ -31,8 +33,8 @@ app = typer.Typer(
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG",
                                             help="YAML file, or one that ships: configs/toy.yaml")]
 Overrides = Annotated[list[str] | None,
-                      typer.Argument(metavar="[KEY=VALUE]...", help="overrides, such as parallel.tp=4")]
-RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="the run.dir of a run")]
+                      typer.Argument(metavar="[KEY=VALUE]...", help="overrides, such as parallel.tp=4",
+                                     autocompletion=keys)]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document on stdout and nothing else")]
 
 # of `predict`
@@ -109,7 +111,7 @@ def show(context: typer.Context, config: ConfigPath, overrides: Overrides = None
     if units is not None:
         _exclude(context, "--units", "rank", "program")
     gc.disable()  # as in predict
-    plan = api.plan(configs.load(config, overrides))
+    plan = api.plan(_load(config, overrides))
     if explain is not None:
         explained = api.explain(plan, explain, rank or 0, program)
         print(json.dumps(explained, indent=1) if as_json else explaining.show(explained))
@@ -117,7 +119,7 @@ def show(context: typer.Context, config: ConfigPath, overrides: Overrides = None
     document = json.dumps(api.show_document(plan, rank, program, units), indent=1) if as_json else None
     text = document or api.show(plan, rank, program, units)  # raises for bad input before a file is written
     if svg is not None:
-        _write("--svg", svg, picture(plan, program))
+        write_file("--svg", svg, picture(plan, program))
     print(text)
 
 
@@ -138,7 +140,7 @@ def check(config: ConfigPath, overrides: Overrides = None,
     """
     gc.disable()  # as in predict
     try:
-        loaded = configs.load(config, overrides)
+        loaded = _load(config, overrides)
         checked = api.check(loaded)
     except ThreedError as error:
         if not as_json:
@@ -146,7 +148,7 @@ def check(config: ConfigPath, overrides: Overrides = None,
         problems = error.problems if isinstance(error, ConfigError) else [str(error)]
         _print_json({"ok": False, "problems": problems})
         raise typer.Exit(error.status) from None
-    limit = parse_bytes(memory) if memory is not None else None
+    limit = parse_memory(memory) if memory is not None else None
     advised, advice = None, None
     if advise or limit is not None:
         gc.enable()  # it makes one plan after the other
@@ -187,7 +189,7 @@ def predict(context: typer.Context, config: BareConfigPath = None, overrides: Ov
 
         _exclude(context, "CONFIG", "schedule", "pp", "micro_batches", "times", "virtual_stages",
                  "activation_limit", "seconds")
-        _print(api.predict(configs.load(config, overrides), hardware, costs, tokens), show_report, as_json)
+        _print(api.predict(_load(config, overrides), hardware, costs, tokens), show_report, as_json)
         return
     from threed.prediction import bare
 
@@ -254,9 +256,9 @@ def memory(context: typer.Context,
            config: Annotated[Path | None, typer.Argument(metavar="CONFIG",
                                                          help="YAML file; leave it out with --parameters")]
            = None, overrides: Overrides = None,
-           parameters: Annotated[float | None, typer.Option(metavar="N",
-                                                            help="parameters of the whole model, such as "
-                                                                 "7.5e9")] = None,
+           parameters: Annotated[str | None, typer.Option(metavar="N",
+                                                          help="parameters of the whole model, such as 7.5e9 "
+                                                               "or 7.5B")] = None,
            dp: Annotated[int, typer.Option(min=1, help="ranks that share one copy (zero.shard_size, if it is "
                                                        "set)")] = 1,
            tp: Annotated[int, typer.Option(min=1)] = 1, pp: Annotated[int, typer.Option(min=1)] = 1,
@@ -277,9 +279,7 @@ def memory(context: typer.Context,
         _exclude(context, "CONFIG", "dp", "tp", "pp", "dtype", "master", "optimizer")
         values = memories.of_config(configs.load(config, overrides))
     else:
-        if parameters is None or not 0 < parameters < 1e18:
-            raise InputError(f"--parameters {parameters}: give a number above 0, such as 7.5e9")
-        values = memories.of_size(parameters / (tp * pp), dp, dtype, master, optimizer)
+        values = memories.of_size(parse_count(parameters or "") / (tp * pp), dp, dtype, master, optimizer)
     _print(values, memories.show, as_json)
 
 
@@ -320,32 +320,7 @@ def data(config: ConfigPath, overrides: Overrides = None, as_json: Json = False)
         print("\n".join(f"{name:20}{value}" for name, value in values.items()))
 
 
-@app.command(short_help="merge a run's traces for Perfetto, or draw them")
-def trace(run: RunPath,
-          output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE",
-                                                      help="file of trace events; default: RUN/trace.json, "
-                                                           "unless --svg is given")] = None,
-          step: Annotated[int | None, typer.Option(help="this step; default: all traced steps")] = None,
-          svg: Annotated[Path | None, typer.Option(metavar="FILE",
-                                                   help="draw the timeline of the step, or of the last "
-                                                        "traced one, into FILE")] = None) -> None:
-    """Merge the traces of a run's ranks for ui.perfetto.dev and chrome://tracing, or draw them."""
-    from threed.monitor import timeline
-    from threed.monitor.run import Run
-
-    traced = Run(run).traces
-    chosen = traced.pick(step)
-    for note in traced.notes:
-        print(f"note: {note}", file=sys.stderr)
-    if svg is not None:
-        _write("--svg", svg, timeline.picture_of(traced, chosen[-1]))
-        print(f"wrote {svg}: step {chosen[-1]}")
-    if output is not None or svg is None:
-        file = output or run / "trace.json"
-        events = timeline.chrome(traced, chosen)
-        _write("-o", file, json.dumps(events, separators=(",", ":")))
-        print(f"wrote {file}: {len(traced.ranks)} ranks, {len(chosen)} steps, {len(events['traceEvents'])} "
-              "events")
+app.command(short_help="merge a run's traces for Perfetto, or draw them")(trace)
 
 
 @app.command(short_help="draw a plan or a run as one HTML page")
@@ -386,19 +361,24 @@ def compare(run: RunPath, as_json: Json = False) -> None:
     _print(Run(run).compare(), comparing.show, as_json)
 
 
-app.command("import", short_help="import a model of Hugging Face transformers")(verbs.import_)
-app.command("export", short_help="export a run as a model of Hugging Face transformers")(verbs.export)
+app.command("import", short_help="import a model of Hugging Face transformers")(doors.import_)
+app.command("export", short_help="export a run as a model of Hugging Face transformers")(doors.export)
+app.command(short_help="convert a config of DeepSpeed or options of Megatron-LM")(convert)
+app.command(short_help="write a first config, with comments")(init)
+app.command(short_help="list runs: state, step, loss, speed, age")(runs)
 
 
 def _progress(line: str) -> None:
     print(f"... {line}", file=sys.stderr, flush=True)
 
 
-def _write(option: str, file: Path, text: str) -> None:
-    try:
-        file.write_text(text)
-    except OSError as error:
-        raise InputError(f"{option} {file}: {error.strerror}") from None
+def _load(path: Path, overrides: list[str] | None) -> Config:
+    """The config, with a word where the number of its ranks is left open."""
+    config = configs.load(path, overrides)
+    if configs.leaves_dp(path, overrides):
+        print(f"note: parallel.dp=auto is taken as 1, so {config.world_size} ranks: give parallel.dp=N",
+              file=sys.stderr)
+    return config
 
 
 def _print(values: dict[str, Any], show: Callable[[dict[str, Any]], str], as_json: bool) -> None:
@@ -416,6 +396,14 @@ def main() -> None:
     except ThreedError as error:
         print(f"threed: {error}", file=sys.stderr)
         sys.exit(error.status)
+    except SystemExit as ended:
+        if ended.code == InputError.status:  # of the command line itself: an unknown option, say
+            from threed.synonyms import ours
+
+            for word in sys.argv[2:]:
+                if word.startswith("--") and (known := ours(word.partition("=")[0])) is not None:
+                    print(f"threed: {word}: {known}", file=sys.stderr)
+        raise
 
 
 if __name__ == "__main__":

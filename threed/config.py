@@ -14,6 +14,7 @@ import copy
 import dataclasses
 import difflib
 import math
+import tomllib
 from functools import lru_cache
 from pathlib import Path
 from types import UnionType
@@ -27,7 +28,6 @@ from threed.errors import ConfigError, InputError, check_type
 from threed.mesh import AXES
 from threed.models.families.registry import FAMILIES, family_of, sizes
 from threed.schema import Config, ModelConfig
-from threed.synonyms import ours
 from threed.validate import validate
 from threed.values import CHOICES, check_values, get
 
@@ -55,15 +55,22 @@ def given(path: str | Path | None, overrides: list[str] | None = None) -> tuple[
                                                                                 dict[str, Any]]:
     """Dotted keys with the values that a file, and overrides, give them. Raises InputError where they cannot
     be read."""
-    _check_overrides(overrides)
-    values = _flatten(_read_yaml(path) if path is not None else {})
-    return values, overrides_of(overrides)
+    return _flatten(_read_yaml(path) if path is not None else {}), overrides_of(overrides)
 
 
-def overrides_of(overrides: list[str] | None) -> dict[str, Any]:
-    """The values of dotted overrides, by dotted key; the last of a key counts. InputError where one is
-    none."""
-    return {key: value for text in overrides or [] for key, value in _read_override(text).items()}
+def leaves_dp(path: str | Path, overrides: list[str] | None) -> bool:
+    """Whether a file and overrides leave `parallel.dp` to the number of ranks."""
+    return (_flatten(_read_yaml(path)) | overrides_of(overrides)).get("parallel.dp", "auto") == "auto"
+
+
+def overrides_of(texts: list[str] | None) -> dict[str, Any]:
+    """`section.key=value` texts -> {dotted key: value}; the last of equal keys wins. InputError where one is
+    no override."""
+    _check_overrides(texts)
+    given: dict[str, Any] = {}
+    for text in texts or []:
+        given.update(_read_override(text))
+    return given
 
 
 def of_values(values: dict[str, Any], where: str, world_size: int | None = None) -> Config:
@@ -149,10 +156,14 @@ def find_file(path: str | Path) -> Path:
 def _read_yaml(path: str | Path) -> dict[str, Any]:
     path = find_file(path)
     try:
-        node = OmegaConf.load(path)
-        values = OmegaConf.to_container(node, resolve=True)
-    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
-        raise InputError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from None
+        if path.suffix == ".toml":  # torchtitan's, whose keys the errors know
+            values = tomllib.loads(path.read_text())
+        else:
+            values = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    except (yaml.YAMLError, tomllib.TOMLDecodeError, OmegaConfBaseException, UnicodeDecodeError,
+            OSError) as error:
+        kind = "TOML" if path.suffix == ".toml" else "YAML"
+        raise InputError(f"{path} cannot be read as {kind}: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
         raise InputError(f"{path} must be a mapping of sections (model:, parallel:, ...), not a "
                          f"{type(values).__name__}")
@@ -258,6 +269,8 @@ def _owner(schema: DictConfig, key: str) -> tuple[DictConfig, str]:
 
 def _nearest(key: str, keys: list[str]) -> str:
     """The end of the message about an unknown key: what to write instead."""
+    from threed.synonyms import ours  # long tables, which a config without mistakes does not need
+
     if (known := ours(key)) is not None:
         return f"; {known}"
     section, _, tail = key.rpartition(".")

@@ -23,6 +23,26 @@ def parse_bytes(text: str | int) -> int:
     return int(float(match.group(1)) * scale)
 
 
+def parse_memory(text: str) -> int:
+    """Bytes of a device's memory; InputError for so few that a unit was forgotten: 80 instead of 80GiB."""
+    size = parse_bytes(text)
+    if size < 2**20:
+        raise InputError(f"{text} are {size} bytes: write a unit, such as {text.strip()}GiB")
+    return size
+
+
+def parse_count(text: str) -> float:
+    """'7.5e9' or '7.5B' -> 7.5e9."""
+    scale = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(text.strip()[-1:].upper())
+    try:
+        count = float(text.strip()[:-1] if scale else text) * (scale or 1)
+    except ValueError:
+        count = 0.0
+    if not 0 < count < 1e18:
+        raise InputError(f"'{text}' is not a count; give a number above 0, such as 7.5e9 or 7.5B")
+    return count
+
+
 def show_bytes(amount: float) -> str:
     """1536 -> '1.5 KiB'."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
@@ -41,6 +61,14 @@ def show_seconds(amount_s: float) -> str:
     if amount_s < 120:
         return f"{amount_s:.1f} s"
     return f"{amount_s / 60:.1f} min"
+
+
+def show_left(done: float, total: float, elapsed_s: float) -> str:
+    """', 25% done, at most 3.0 s left', at the pace so far; '' where nothing is done or `total` is passed.
+    `total`: at least as much as there is to do."""
+    if not 0 < done < total:
+        return ""
+    return f", {done / total:.0%} done, at most {show_seconds(elapsed_s * (total / done - 1))} left"
 
 
 def show_count(amount: float) -> str:

@@ -49,6 +49,12 @@ AT_LEAST = {  # key: least value
     "precision.loss_scale_window": 1, "precision.hysteresis": 1,
     **{f"parallel.{axis}": 1 for axis in AXES if axis != "dp"},  # which may be auto
 }
+# What others call a value.
+_SAID = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32",
+         "adam": "adamw",
+         "rope": "rotary", "learned_absolute": "learned", "interleaved1f1b": "interleaved",
+         "zbvzerobubble": "zb-v",
+         "dualpipev": "dualpipe-v", "loopedbfs": "breadth-first", "silu": "swiglu", "gpu": "cuda"}
 ABOVE_ZERO = ("model.norm_eps", "model.rope_theta", "monitor.peak_tflops", "precision.initial_loss_scale",
                "precision.min_loss_scale")
 
@@ -65,7 +71,10 @@ def check_values(config: Config) -> list[str]:
         if key == "parallel.schedule" and str(value).startswith("file:"):
             continue
         if value not in choices:
-            problems.append(f"{key}={value}: must be one of {', '.join(map(str, choices))}")
+            said = str(value).lower()
+            meant = said if said in choices else _SAID.get(said)
+            hint = f"; did you mean {meant}?" if meant in choices else ""
+            problems.append(f"{key}={value}: must be one of {', '.join(map(str, choices))}{hint}")
     for key, least in AT_LEAST.items():
         value = get(config, key)
         if value is not None and not value >= least:  # `not >=`: NaN is refused too

@@ -1,10 +1,11 @@
-"""Write docs/reference/config.md, docs/reference/cli.md and docs/reference/api.md from the code.
+"""Write docs/reference/config.md, cli.md, api.md and keys.md from the code.
 
     python docs/reference/generate.py
 
 A key's default and meaning are its field and its comment in threed/schema.py: what stands behind the field,
 and on the lines after it. A command's section is what --help prints. The Python reference
-begins with the docstring of `threed` and the first sentence about each of its names. `make docs` runs this;
+begins with the docstring of `threed` and the first sentence about each of its names. Other frameworks' keys
+are the rows of threed/doors. `make docs` runs this;
 tests/plan/test_docs.py compares the pages that are checked in with what it makes.
 """
 
@@ -24,7 +25,9 @@ from typer.testing import CliRunner
 
 import threed
 from threed import cli, schema
+from threed.doors.table import NO_KEY, NOTHING, Framework, Row
 from threed.prediction.hardware import Hardware
+from threed.synonyms import FRAMEWORKS
 
 HERE = Path(__file__).parent
 WIDTH = {"TERMINAL_WIDTH": "80"}
@@ -58,6 +61,15 @@ API_TAIL = """The built site has their methods and arguments below; `help(threed
 .. automodule:: threed
    :members:
 ```"""
+
+KEYS_HEAD = """# Other frameworks' keys
+
+Written by `docs/reference/generate.py` from `threed/doors`: do not edit.
+
+What each key of DeepSpeed, Megatron-LM and torchtitan is here. [`threed
+convert`](../coming-from.md#convert-a-config) reads these rows, and so does the error about a key that threed
+does not know. Keys are named by their last part where that is clear; `*` stands for any text. *No key* means
+that none is needed; **none** means that threed cannot do it: `threed convert` refuses it."""
 
 
 def config_page() -> str:
@@ -120,6 +132,28 @@ def api_page() -> str:
     return "\n".join([*lines, "", API_TAIL]) + "\n"
 
 
+def keys_page() -> str:
+    """Every key of the other frameworks that threed knows, a table a framework."""
+    lines = [KEYS_HEAD]
+    for framework in FRAMEWORKS:
+        lines += ["", f"## {framework.name}", "", f"| {framework.name} | threed |", "|---|---|",
+                  *(f"| `{_name(framework, row)}` | {_cell(_ours(row))} |" for row in framework.rows)]
+    return "\n".join(lines) + "\n"
+
+
+def _name(framework: Framework, row: Row) -> str:
+    return "--" + row.theirs.replace("_", "-") if framework.name == "Megatron-LM" else row.theirs
+
+
+def _ours(row: Row) -> str:
+    """Our key, as code, and the remark on it."""
+    for prefix, mark in ((NO_KEY, "no key"), (NOTHING, "**none**")):
+        if row.ours.startswith(prefix):
+            return f"{mark}: {row.ours.removeprefix(prefix)}"
+    key, space, rest = row.ours.partition(" ")
+    return f"`{key}`{space}{rest}"
+
+
 def _signature(function: Any) -> str:
     """The names of a function's arguments."""
     return f"({', '.join(inspect.signature(function).parameters)})"
@@ -133,6 +167,7 @@ def pages() -> Iterator[tuple[Path, str]]:
     yield HERE / "config.md", config_page()
     yield HERE / "cli.md", cli_page()
     yield HERE / "api.md", api_page()
+    yield HERE / "keys.md", keys_page()
 
 
 if __name__ == "__main__":

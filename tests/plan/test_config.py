@@ -9,7 +9,7 @@ import pytest
 
 from threed import validate as subject
 from threed import values
-from threed.config import known_keys, load
+from threed.config import known_keys, leaves_dp, load
 from threed.errors import ConfigError, InputError
 from threed.models.families.registry import sizes
 from threed.models.tiling import cut_layers
@@ -101,6 +101,36 @@ def test_impossible_value(override):
 def test_value_that_makes_nan(override):
     """A model that is NaN from the first step, or a utilisation below zero."""
     assert override.split("=")[0] in one(override)
+
+
+@pytest.mark.parametrize("override, meant", [
+    ("parallel.schedule=1F1B", "1f1b"), ("parallel.schedule=Interleaved1F1B", "interleaved"),
+    ("precision.dtype=bfloat16", "bf16"), ("optimizer.name=Adam", "adamw"),
+                                             ("model.position=rope", "rotary")])
+def test_values_of_others(override, meant):
+    """A value that others call by another name, or write in capitals."""
+    assert one(override).endswith(f"; did you mean {meant}?")
+
+
+def test_toml(tmp_path):
+    """torchtitan's TOML: each key is answered with ours."""
+    path = tmp_path / "job.toml"
+    path.write_text("[parallelism]\ntensor_parallel_degree = 2\n[training]\nseq_len = 128\n")
+    with pytest.raises(ConfigError) as caught:
+        load(path)
+    assert [problem.rpartition(" use ")[2].split(" ")[0] for problem in caught.value.problems] == [
+        "parallel.tp", "model.seq_len"]
+    path.write_text("[parallelism")
+    with pytest.raises(InputError, match="cannot be read as TOML"):
+        load(path)
+
+
+def test_open_number_of_ranks(tmp_path):
+    """A config for 64 GPUs that is checked for 8 without a word."""
+    path = tmp_path / "c.yaml"
+    path.write_text("parallel: {tp: 2}\n")
+    assert leaves_dp(path, None) and leaves_dp(path, ["parallel.dp=auto"])
+    assert not leaves_dp(path, ["parallel.dp=4"]) and not leaves_dp("configs/toy.yaml", None)
 
 
 def test_world_size():

@@ -56,6 +56,11 @@ def documents(source: str, text_key: str) -> Iterator[str]:
         warnings.warn(f"{not_utf8}: skipped; convert to UTF-8 to use them", stacklevel=2)
 
 
+def source_bytes(source: str) -> int:
+    """Bytes of a source's files: as many as their characters, or more."""
+    return sum(path.stat().st_size for path in _files(source))
+
+
 def fingerprint(source: str, text_key: str) -> str:
     """A hash of a source's content: the same content has the same hash in any folder.
 

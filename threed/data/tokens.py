@@ -35,10 +35,10 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
 
-from threed.data.corpus import STDLIB, documents, fingerprint
+from threed.data.corpus import STDLIB, documents, fingerprint, source_bytes
 from threed.data.samples import BLOCK_BYTES, Tokens, mix
 from threed.errors import InputError
-from threed.quantity import show_bytes, show_count, show_seconds
+from threed.quantity import show_bytes, show_count, show_left, show_seconds
 from threed.schema import DataConfig, ModelConfig
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ _SCAN_TOKENS = 10**9  # Megatron data up to this long are checked in full
 _SCAN_CHUNK = 2**24
 _CHECK_BYTES = 2**31  # a prepared stream up to this long is read and checked at each start: about a second
 _CHECKED = ("tokens.idx", "tokens.crc32", "tokenizer.json")
+_LONG_BYTES = 2**31  # a source that takes seconds to read
 _OLD_S = 3600.0  # age at which a folder `*.tmp` without a lock is removed: a younger one may get a lock yet
 
 
@@ -83,6 +84,8 @@ def prepare(data: DataConfig, model: ModelConfig,
     if prefix is not None:
         return _use_in_place(prefix, data, model, progress)
     start_s = time.perf_counter()
+    if (size := source_bytes(data.source)) > _LONG_BYTES:
+        progress(f"reading {show_bytes(size)} of {data.source}, to see whether they are prepared")
     content = fingerprint(data.source, data.text_key)
     path = None if data.tokenizer == "bpe" else Path(data.tokenizer).expanduser()
     name = f"bpe {model.vocab}"
@@ -237,12 +240,13 @@ def _encode(file: Path, tokenizer: Tokenizer, data: DataConfig,
     dtype = np.dtype(_indexed_dataset().DType.optimal_dtype(tokenizer.vocab_size))
     end = [tokenizer.eod] if data.append_eod else []
     lengths: list[int] = []
-    num_chars, start_s = 0, time.perf_counter()
+    num_chars, size, start_s = 0, source_bytes(data.source), time.perf_counter()
     next_s = start_s + 1
     with file.open("wb") as out:
         for batch in _batches(documents(data.source, data.text_key), tokenizers.pieces):
             if time.perf_counter() >= next_s:
-                progress(_encoded(lengths, num_chars, time.perf_counter() - start_s))
+                elapsed_s = time.perf_counter() - start_s
+                progress(_encoded(lengths, num_chars, elapsed_s) + show_left(num_chars, size, elapsed_s))
                 next_s = time.perf_counter() + 1
             encoded = tokenizer.encode_batch([piece for piece, _, _ in batch])
             for (piece, first, last), ids in zip(batch, encoded, strict=True):

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import inspect
 import os
-from math import prod
 from pathlib import Path
 from typing import Any
 
 from threed.mesh import AXES
-from threed.models.model import parameters
+from threed.models.model import num_parameters
 from threed.monitor.attribute import CAUSES
 from threed.schema import Config
 
@@ -70,7 +69,7 @@ def facts_of(config: Config) -> dict[str, int]:
 
 def model_size(config: Config) -> int:
     """Parameters of the model, without the padding of its vocabulary."""
-    return sum(prod((each.unpadded or each.shape[0], *each.shape[1:])) for each in parameters(config.model))
+    return num_parameters(config.model)
 
 
 def define(run: Any) -> None:

@@ -39,12 +39,13 @@ from rich.console import Console
 
 from threed.environment import restarted
 from threed.errors import InputError, ThreedError, of_folder
-from threed.monitor import charts
+from threed.monitor import charts, state
 from threed.monitor.lines import StepLines, cut
 from threed.quantity import show_bytes, show_count
 from threed.schema import Config
 
 CLOSE_S = 60.0  # how long a disk or a server may take at the end of a run
+PROBE_S = 0.1  # far longer than `threed runs` holds a lock to see whether it is free
 FAILED_S = 4.0  # and at the end of one that has failed: its ranks are killed after children.GRACE_S
 
 
@@ -66,7 +67,7 @@ class Log:
             raise _unusable(config, error) from None
         try:
             # released when this process ends, however it ends
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._take_lock()
         except BlockingIOError:
             self._lock.seek(0)
             holder = self._lock.read().strip()
@@ -80,6 +81,14 @@ class Log:
                              f"{time.strftime('%Y-%m-%d %H:%M:%S %Z')}\n")
             self._lock.flush()
 
+    def _take_lock(self) -> None:
+        """Take the lock, at the second try where somebody only looks at it (`threed runs`)."""
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(PROBE_S)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
     def start(self, step: int, run_id: str | None) -> None:
         """Go on after `step`: lines of later steps, which are repeated, move to metrics.undone.jsonl.
         `run_id`: the wandb run that a checkpoint names. A run that is started again before its first
@@ -89,6 +98,7 @@ class Log:
             self._lines = StepLines(self.path)
         except OSError as error:
             raise _unusable(self.config, error) from None
+        state.note(self.path.parent, state.RUNNING, step)
         note = self.path.parent / "wandb-run"
         if run_id is None and restarted():
             with contextlib.suppress(OSError):
@@ -128,6 +138,10 @@ class Log:
         its metrics."""
         if self._wandb:
             charts.picture(self._wandb, step, svg)
+
+    def over(self, how: str, step: int) -> None:
+        """Say in state.json how the run is over (`monitor.state`)."""
+        state.note(self.path.parent, how, step)
 
     def report(self, file: Path) -> None:
         """Send the page of the run to wandb, after its last step."""

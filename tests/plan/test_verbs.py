@@ -1,0 +1,152 @@
+"""`threed init`, the shell's completion, and options of other frameworks, on the command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from threed import api, cli, verbs
+from threed.config import load
+from threed.doors import init
+from threed.errors import InputError
+from threed.quantity import parse_count, parse_memory, show_left
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*words: str, typed: str | None = None):
+    return CliRunner().invoke(cli.app, list(words), input=typed, catch_exceptions=True)
+
+
+@pytest.mark.parametrize("model, devices, holds", [
+    ("toy", 1, "stage: 1"), ("gpt2-small", 8, "stage: 1"), ("llama3-8b", 64, "policy: full"),
+    ("llama3-70b", 128, "stage: 3")])
+def test_init(model, devices, holds, tmp_path):
+    """A first config that cannot run, or does not fit."""
+    path = tmp_path / "my.yaml"
+    done = run("init", str(path), "--model", model, "--devices", str(devices), "--yes")
+    assert done.exit_code == 0, done.output
+    config = load(path)
+    checked = api.check(config)
+    assert checked["world_size"] == devices and holds in path.read_text()
+    row = max(checked["stages"], key=lambda row: row["parameter_bytes"])
+    held = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "buffer_bytes", "activation_peak_bytes")
+    assert sum(row[name] for name in held) < 80 * 2**30
+    assert config.run.dir == "runs/my" and not checked["warnings"]
+    lines = [line for line in path.read_text().splitlines() if line.startswith("  ")]
+    assert all("#" in line for line in lines), "each line has a comment"
+    assert max(map(len, lines)) <= 120 and not any(line != line.rstrip() for line in lines)
+
+
+def test_init_asks(tmp_path):
+    """What is not given is asked for, with a default; nothing is written where a file is."""
+    path = tmp_path / "c.yaml"
+    done = run("init", str(path), typed="gpt2-small\n4\n\n/data/text\n")
+    assert done.exit_code == 0 and "llama3-8b" in done.output
+    config = load(path)
+    assert (config.model.name, config.dp, config.data.source) == ("gpt2-small", 4, "/data/text")
+    before = path.read_text()
+    done = run("init", str(path), "--yes")
+    assert isinstance(done.exception, InputError) and "exists" in str(done.exception)
+    assert path.read_text() == before
+
+
+@pytest.mark.parametrize("words, message", [
+    (("--model", "gpt5"), "there are toy, gpt2-small"),
+    (("--model", "gpt2-small", "--memory", "500MiB"), "does not fit on 1 devices of 500.0 MiB"),
+    (("--memory", "lots"), "not an amount of bytes")])
+def test_bad_init(words, message, tmp_path):
+    done = run("init", str(tmp_path / "c.yaml"), "--yes", *words)
+    assert isinstance(done.exception, InputError) and message in str(done.exception)
+    assert not list(tmp_path.iterdir())
+
+
+def test_init_without_a_folder(tmp_path):
+    done = run("init", str(tmp_path / "no" / "c.yaml"), "--yes")
+    assert isinstance(done.exception, InputError) and "cannot be written" in str(done.exception)
+
+
+def test_settings_need_less_and_less():
+    """The ladder of `threed init` ends with the setting that needs the least."""
+    rungs = list(init.settings(64, init.model_of("llama3-8b")))
+    assert rungs[0] == {} and rungs[-1]["parallel.tp"] == 8 and rungs[-1]["zero.stage"] == 3
+    assert list(init.settings(1, init.model_of("toy"))) == [{}, {"activation.policy": "full"}]
+
+
+def test_convert(tmp_path):
+    (tmp_path / "ds.json").write_text('{"train_batch_size": 8, "sparse_gradients": true}')
+    done = run("convert", str(tmp_path / "ds.json"), "model.layers=3")
+    assert done.exit_code == 0 and "layers: 3" in done.stdout and "1 key refused" in done.stderr
+    document = json.loads(run("convert", str(tmp_path / "ds.json"), "--json").stdout)
+    assert document["refused"] == {"sparse_gradients": "threed has no sparse gradients"}
+    done = run("convert", "--megatron", "--num-layers 5", "model.heads=4", "model.hidden=64")
+    assert "layers: 5" in done.stdout and "heads: 4" in done.stdout and "hidden: 64" in done.stdout
+    assert isinstance(run("convert").exception, InputError)
+    done = run("convert", "--megatron", "--num-layers 5", "--deepspeed-version", "0.1")
+    assert isinstance(done.exception, InputError) and "exclude each other" in str(done.exception)
+
+
+def test_completion():
+    """Keys, and the values of keys that have a few; bash makes = a word of its own."""
+    assert "zero.stage=" in verbs.keys([], "zero.s")
+    assert verbs.keys([], "zero.stage=") == [f"zero.stage={stage}" for stage in range(4)]
+    assert verbs.keys(["configs/toy.yaml", "precision.dtype", "="], "b") == ["bf16"]
+    assert verbs.keys([], "train.steps=") == []
+    shown = CliRunner().invoke(cli.app, ["check", "--help"]).output + CliRunner().invoke(cli.app,
+                                                                                         ["--help"]).output
+    assert "--install-completion" in shown
+
+
+def test_training_does_not_wait_for_doors():
+    """What `convert`, `init` and `runs` need, and the tables of other frameworks, are imported when asked
+    for."""
+    code = ("import sys, threed.cli, threed.config\n"
+            "threed.config.load('configs/toy.yaml')\n"
+            "late = [name for name in sys.modules if name.startswith(('threed.doors', 'threed.synonyms'))]\n"
+            "assert not late, late")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_option_of_another_framework(monkeypatch, capsys):
+    """`threed train CONFIG --tensor-model-parallel-size 2` says parallel.tp."""
+    monkeypatch.setattr(sys, "argv", ["threed", "check", "configs/toy.yaml", "--tensor-model-parallel-size",
+                                      "2"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert "for Megatron-LM's --tensor-model-parallel-size use parallel.tp" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text, count", [("8b", 8e9), ("7.5e9", 7.5e9), ("350M", 350e6), ("1T", 1e12)])
+def test_counts(text, count):
+    assert parse_count(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "b", "-1", "nan", "inf", "eight"])
+def test_no_counts(text):
+    with pytest.raises(InputError, match="give a number above 0"):
+        parse_count(text)
+
+
+def test_memory_without_a_unit():
+    """80 bytes are no device: the unit was forgotten."""
+    with pytest.raises(InputError, match="such as 80GiB"):
+        parse_memory("80")
+    assert parse_memory("80GiB") == 80 * 2**30
+
+
+def test_remaining_time():
+    assert show_left(25, 100, 1.0) == ", 25% done, at most 3.0 s left"
+    assert show_left(0, 100, 1.0) == show_left(100, 100, 1.0) == show_left(5, 0, 1.0) == ""
+
+
+def test_open_ranks_are_said():
+    """`check` of a config whose number of ranks is open says which number it takes."""
+    done = run("check", "configs/toy.yaml", "parallel.dp=auto")
+    assert "parallel.dp=auto is taken as 1, so 4 ranks" in done.stderr and done.stdout.startswith("ok: 4")
+    assert not run("check", "configs/toy.yaml").stderr

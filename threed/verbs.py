@@ -1,0 +1,190 @@
+"""Verbs of the command line around a run: convert, init, runs, trace. (`cli` has the others.) They import
+what they need when they are called, so that `threed train` does not wait for it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from threed.errors import ConfigError, InputError, PlanError
+
+
+def keys(args: list[str], incomplete: str) -> list[str]:
+    """The overrides that a shell completes: keys, and the values of those that have a few. (To bash `=` is a
+    word of its own.)"""
+    from threed.config import known_keys
+    from threed.values import CHOICES
+
+    if args[-1:] == ["="] and len(args) > 1:
+        return [str(value) for value in CHOICES.get(args[-2], ()) if str(value).startswith(incomplete)]
+    key, equals, _ = incomplete.partition("=")
+    every = [f"{key}={value}" for value in CHOICES.get(key, ())] if equals else [
+        f"{known}=" for known in known_keys()]
+    return [text for text in every if text.startswith(incomplete)]
+
+
+RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="the run.dir of a run")]
+DsConfig = Annotated[Path | None, typer.Argument(metavar="DS_CONFIG",
+                                                 help="DeepSpeed's JSON; leave it out with --megatron")]
+Overrides = Annotated[list[str] | None,
+                      typer.Argument(metavar="[KEY=VALUE]...", autocompletion=keys,
+                                     help="win over what is converted: model.name=llama3-8b")]
+Options = Annotated[str | None,
+                    typer.Option(metavar='"ARGS"|FILE',
+                                 help="Megatron-LM's options, or a file or script that has them")]
+Devices = Annotated[int | None, typer.Option(help="of all machines; tp and pp leave the rest to dp")]
+Version = Annotated[str | None, typer.Option(metavar="X.Y.Z", help="whose defaults count (the newest)")]
+NewFile = Annotated[Path, typer.Argument(metavar="FILE", help="to write; an existing one is left alone")]
+Size = Annotated[str | None, typer.Option(help="toy, or a size such as gpt2-small or llama3-8b")]
+Memory = Annotated[str | None, typer.Option(metavar="BYTES", help="of a device, such as 80GiB")]
+Data = Annotated[str | None, typer.Option(metavar="PATH", help="text, JSONL, or a Megatron prefix")]
+Yes = Annotated[bool, typer.Option("--yes", help="ask nothing: defaults for what is not given")]
+Json = Annotated[bool, typer.Option("--json", help="print one JSON document on stdout and nothing else")]
+
+
+def convert(source: DsConfig = None, overrides: Overrides = None, megatron: Options = None,
+            devices: Devices = None, deepspeed_version: Version = None, as_json: Json = False) -> None:
+    """Convert a DeepSpeed config or Megatron-LM's options. Prints a YAML that `threed check` accepts, and at
+    its end, as comments, each key that was dropped or refused, with the reason. Defaults that differ are
+    written out.
+
+    threed convert ds_config.json model.name=llama3-8b > my.yaml
+
+    threed convert --megatron pretrain.sh --devices 64 > my.yaml
+    """
+    from threed.doors import convert as converting
+
+    words = list(overrides or [])
+    if megatron is not None:
+        if source is not None:  # the first of the overrides
+            words.insert(0, str(source))
+        if deepspeed_version is not None:
+            raise InputError("--megatron and --deepspeed-version exclude each other: leave one of them out")
+        done = converting.megatron(megatron, words, devices)
+    elif source is None:
+        raise InputError("give DeepSpeed's ds_config.json, or --megatron with Megatron-LM's options in "
+                         "quotes, or a file that has them")
+    else:
+        done = converting.deepspeed(source, words, devices, deepspeed_version)
+    print(json.dumps(converting.document(done), indent=1) if as_json else converting.show(done))
+    if done.refused and not as_json:
+        count = len(done.refused)
+        print(f"threed: {count} key{'s' if count > 1 else ''} refused: threed cannot do what "
+              f"{'they ask' if count > 1 else 'it asks'} for (see the end of the YAML)", file=sys.stderr)
+
+
+def init(path: NewFile = Path("config.yaml"), model: Size = None, devices: Devices = None,
+         memory: Memory = None, data: Data = None, yes: Yes = False) -> None:
+    """Write a first config, with comments. Asks for what is not given. The mildest ZeRO stage, recomputation
+    and tensor parallelism that fit are chosen by the plan's memory; `threed check FILE --advise` compares
+    others.
+
+    threed init my.yaml --model llama3-8b --devices 64 --data data/text_document
+    """
+    from threed.doors import init as first
+    from threed.models.families.registry import sizes
+    from threed.quantity import parse_memory, show_count
+
+    if path.exists():
+        raise InputError(f"{path} exists: give another name, or remove it first")
+    model = _ask(model, "Model (" + ", ".join(first.names()) + ")", first.TOY, yes)
+    first.model_of(model)  # a wrong name is said before more is asked
+    devices = int(_ask(devices, "Devices (GPUs, or processes on CPUs), of all machines", 1, yes))
+    if devices < 1:
+        raise InputError(f"--devices {devices}: must be at least 1")
+    limit = parse_memory(_ask(memory, "Memory of a device", "80GiB", yes))
+    data = _ask(data, "Data: text, a folder, *.jsonl or a Megatron prefix (python-stdlib: a sample)",
+                "python-stdlib", yes)
+    name = model if model in sizes() else first.TOY
+    count = _parameters(name)
+    values = first.choose(name, devices, limit, _fits, count)
+    values |= {"data.source": data, "run.dir": f"runs/{path.stem}"}
+    text = first.text(values, f"{name}: {show_count(count)} parameters on {devices} devices.", path)
+    try:
+        with path.open("x") as file:
+            file.write(text)
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error.strerror}") from None
+    print(f"wrote {path}: {name}, {show_count(count)} parameters on {devices} devices\n"
+          f"next: threed check {path}")
+
+
+def runs(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="that holds the run.dir of runs")]
+         = Path("runs"), as_json: Json = False) -> None:
+    """List runs: running, ended, stopped (on request) or failed; their step, last loss, speed, and the age of
+    their last sign. A run is under way while its process holds the lock of its folder.
+
+    threed runs /shared/runs
+    """
+    from threed.monitor import runs as listing
+
+    rows = listing.find(folder)
+    print(json.dumps({"runs": rows}, indent=1) if as_json else listing.show(rows))
+
+
+def trace(run: RunPath,
+          output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE",
+                                                      help="file of trace events; default: RUN/trace.json, "
+                                                           "unless --svg is given")] = None,
+          step: Annotated[int | None, typer.Option(help="this step; default: all traced steps")] = None,
+          svg: Annotated[Path | None, typer.Option(metavar="FILE",
+                                                   help="draw the timeline of the step, or of the last "
+                                                        "traced one, into FILE")] = None) -> None:
+    """Merge the traces of a run's ranks for ui.perfetto.dev and chrome://tracing, or draw them."""
+    from threed.monitor import timeline
+    from threed.monitor.run import Run
+
+    traced = Run(run).traces
+    chosen = traced.pick(step)
+    for note in traced.notes:
+        print(f"note: {note}", file=sys.stderr)
+    if svg is not None:
+        write_file("--svg", svg, timeline.picture_of(traced, chosen[-1]))
+        print(f"wrote {svg}: step {chosen[-1]}")
+    if output is not None or svg is None:
+        file = output or run / "trace.json"
+        events = timeline.chrome(traced, chosen)
+        write_file("-o", file, json.dumps(events, separators=(",", ":")))
+        print(f"wrote {file}: {len(traced.ranks)} ranks, {len(chosen)} steps, {len(events['traceEvents'])} "
+              "events")
+
+
+def write_file(option: str, file: Path, text: str) -> None:
+    """Write what an option asked for. InputError where the file cannot be written."""
+    try:
+        file.write_text(text)
+    except OSError as error:
+        raise InputError(f"{option} {file}: {error.strerror}") from None
+
+
+def _ask(given: Any, question: str, default: Any, yes: bool) -> Any:
+    if given is not None:
+        return given
+    return default if yes else typer.prompt(question, default=default)
+
+
+def _parameters(name: str) -> int:
+    from threed.doors.init import model_of
+    from threed.models.model import num_parameters
+
+    return num_parameters(model_of(name))
+
+
+def _fits(values: dict[str, Any], limit_bytes: int) -> bool:
+    """Whether what a rank holds fits, by the plan; False where a config cannot run. With one position a
+    rank holds as much during two micro-batches as during more, which take longer to plan."""
+    from threed import api
+    from threed.config import of_values
+
+    short = {**values, "train.global_batch_size": 2 * values["parallel.dp"]}
+    try:
+        of_values(dict(values), "the config")
+        rows = api.check(of_values(short, "the config"))["stages"]
+    except (ConfigError, PlanError):
+        return False
+    held = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "buffer_bytes", "activation_peak_bytes")
+    return max(sum(row[name] for name in held) for row in rows) <= limit_bytes

@@ -6,12 +6,13 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from threed.callback import Callback, Step
 from threed.checkpoint.load import Resumed
 from threed.checkpoints import Checkpoints
-from threed.data.samples import Split
+from threed.data.samples import Split, stacked
 from threed.engine.engine import Engine
 from threed.engine.verify import Verifier
 from threed.engine.watch import Watch
@@ -23,6 +24,7 @@ from threed.program.table import Plan
 from threed.requests import Requests
 from threed.schema import Config
 from threed.tensor.context import Batch
+from threed.tensor.documents import Documents
 
 
 class Trainer:
@@ -141,16 +143,20 @@ class Trainer:
         """A function from micro-batch to data on the host, for the global batch that begins at sample
         `start`. Its samples depend on their global numbers alone."""
         config, here = self.config, self.comm.here
-        micro = config.train.micro_batch_size
+        micro, size = config.train.micro_batch_size, config.train.global_batch_size
+        # Every rank counts for itself, from the order of samples and the index of their tokens: nobody waits.
+        count = torch.tensor(max(1, split.count(start, start + size))) if config.masked else None
 
         def batch(microbatch: int) -> Batch:
             first = start + (microbatch * config.dp + here.replica) * micro
-            samples = torch.arange(first, first + micro)
-            tokens = torch.empty(0, dtype=torch.int64)
+            which, samples = range(first, first + micro), torch.arange(first, first + micro)
+            inputs = labels = torch.empty(0, dtype=torch.int64)
             if self._reads_tokens:  # the others see activations only
-                windows = [torch.from_numpy(split.window(i)) for i in range(first, first + micro)]
-                tokens = torch.stack(windows)
-            inputs, targets, seed = tokens[..., :-1], tokens[..., 1:], config.train.seed
-            return Batch(inputs, targets, samples, seed, config.tokens_per_step, train)
+                inputs, labels = map(torch.from_numpy, stacked(map(split.sample, which)))
+            documents = None
+            if config.data.document_mask:
+                documents = Documents.of(torch.from_numpy(np.stack(list(map(split.positions, which)))))
+            return Batch(inputs, labels, samples, config.train.seed,
+                         config.tokens_per_step if count is None else count, train, documents)
 
         return batch

@@ -22,6 +22,8 @@ CHOICES = {
     "precision.master": ("fp32", "none"),
     "optimizer.name": tuple(OPTIMIZERS),
     "optimizer.schedule": ("constant", "linear", "cosine", "wsd"),
+    "data.loss_mask": ("none", "answers", "chat"),
+    "data.packing": ("stream", "best-fit"),
     "train.on_nonfinite": ("stop", "skip"),
     "monitor.wandb": ("auto", "offline", "online", "disabled"),
     "run.device": ("auto", "cpu", "cuda"),

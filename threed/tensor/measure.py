@@ -23,6 +23,7 @@ from threed.models.layers.base import Layer, Out
 from threed.models.spec import Cost, Parameter, Saved, Share
 from threed.schema import ModelConfig
 from threed.tensor.context import Batch, Context
+from threed.tensor.documents import Documents
 from threed.tensor.layers import WeightGrads
 from threed.tensor.precision import DTYPES
 from threed.tensor.saving import Saving
@@ -108,7 +109,10 @@ class Measured:
         self.reads = {name: torch.randn(stream, dtype=dtype, requires_grad=True) for name in layer.reads}
         tokens = torch.randint(0, model.vocab, (share.sequences, model.seq_len + 1))
         samples = torch.arange(share.sequences)
-        self.batch = Batch(tokens[:, :-1].clone(), tokens[:, 1:].clone(), samples, 0, tokens.numel())
+        count = torch.tensor(tokens.numel()) if share.masked else tokens.numel()
+        documents = Documents.of(_halves(share.sequences, model.seq_len)) if share.documents else None
+        self.batch = Batch(tokens[:, :-1].clone(), tokens[:, 1:].clone(), samples, 0, count,
+                           documents=documents)
 
     def cost(self, first: bool = False) -> Cost:
         """`first`: whether the layer reads only tokens."""
@@ -165,6 +169,12 @@ class Measured:
     def _forward(self, x: torch.Tensor | None) -> Out:
         out = self.layer(x, self.batch, **self.reads)
         return out if isinstance(out, Out) else Out(out)
+
+
+def _halves(sequences: int, length: int) -> torch.Tensor:
+    """Positions of two documents in each sequence."""
+    places = torch.arange(length)
+    return torch.where(places < length // 2, places, places - length // 2).repeat(sequences, 1)
 
 
 def _product(flops: FlopCounterMode) -> tuple[Kernel, ...]:

@@ -2,6 +2,7 @@
 content.
 
     cache/<key>/tokens.bin, tokens.idx   the stream, in Megatron's format
+                tokens.mask              with data.loss_mask: a byte a token, 1 where it counts
                 tokens.crc32             CRC-32 of each BLOCK_BYTES of the stream
                 tokenizer.json
                 meta.json                the fields of Prepared, CRC-32 of tokens.idx, tokens.crc32 and
@@ -28,14 +29,16 @@ import time
 import uuid
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
 
-from threed.data.corpus import STDLIB, documents, fingerprint
+from threed.data.chat import Template
+from threed.data.corpus import STDLIB, fingerprint
+from threed.data.encode import documents_of, encode
 from threed.data.samples import BLOCK_BYTES, Tokens, mix
 from threed.errors import InputError
 from threed.quantity import show_bytes, show_count, show_seconds
@@ -45,11 +48,11 @@ if TYPE_CHECKING:
     from threed.data.tokenizer import Tokenizer
 
 _FORMAT = 2  # of the cache: raise it when the same content would give other files
-_BATCH_CHARS = 2**22
 _SCAN_TOKENS = 10**9  # Megatron data up to this long are checked in full
 _SCAN_CHUNK = 2**24
 _CHECK_BYTES = 2**31  # a prepared stream up to this long is read and checked at each start: about a second
-_CHECKED = ("tokens.idx", "tokens.crc32", "tokenizer.json")
+MASK = "tokens.mask"
+_CHECKED = ("tokens.idx", "tokens.crc32", "tokenizer.json", MASK)
 _OLD_S = 3600.0  # age at which a folder `*.tmp` without a lock is removed: a younger one may get a lock yet
 
 
@@ -83,7 +86,8 @@ def prepare(data: DataConfig, model: ModelConfig,
     if prefix is not None:
         return _use_in_place(prefix, data, model, progress)
     start_s = time.perf_counter()
-    content = fingerprint(data.source, data.text_key)
+    template = Template(data) if data.loss_mask == "chat" else None
+    content = fingerprint(data.source, _becomes(data, template))
     path = None if data.tokenizer == "bpe" else Path(data.tokenizer).expanduser()
     name = f"bpe {model.vocab}"
     if path is not None:
@@ -109,6 +113,15 @@ def prepare(data: DataConfig, model: ModelConfig,
     return prepared
 
 
+def _becomes(data: DataConfig, template: Template | None) -> str:
+    """All that decides which document a line of JSONL becomes."""
+    if data.loss_mask == "none":
+        return data.text_key
+    if data.loss_mask == "answers":
+        return repr(("answers", data.prompt_key, data.answer_key))
+    return repr(("chat", data.messages_key, template.identity if template is not None else ""))
+
+
 def cache_root(data: DataConfig) -> Path:
     """Where prepared data are kept."""
     return Path(data.cache or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "threed")).expanduser()
@@ -121,8 +134,10 @@ def _open(folder: Path, cached: bool) -> Prepared:
         if meta.pop("check") != _check(meta):
             raise InputError(f"{folder / 'meta.json'} does not have its own checksum")
         for name in _CHECKED:
-            if _checksum(folder / name) != meta["crc32"][name]:
+            if name in meta["crc32"] and _checksum(folder / name) != meta["crc32"][name]:
                 raise InputError(f"{folder / name} does not have the checksum of meta.json")
+        if (folder / MASK).exists() != (MASK in meta["crc32"]):
+            raise InputError(f"{folder / MASK} is missing")
         tokens = Tokens(prefix)
         if tokens.stream.nbytes <= _CHECK_BYTES:
             tokens.check(0, tokens.num_tokens)
@@ -194,19 +209,25 @@ def _fill(folder: Path, content: str, tokenizer_path: Path | None, data: DataCon
     order: memory is bounded.
     """
     tokenizer = _make_tokenizer(folder / "tokenizer.json", tokenizer_path, data, model, progress)
-    unordered = folder / "unordered.bin"
-    lengths, dtype = _encode(unordered, tokenizer, data, progress)
+    unordered, unmasked = folder / "unordered.bin", folder / "unordered.mask"
+    with contextlib.ExitStack() as files:
+        out = files.enter_context(unordered.open("wb"))
+        mask = files.enter_context(unmasked.open("wb")) if data.loss_mask != "none" else None
+        dtype = np.dtype(_indexed_dataset().DType.optimal_dtype(tokenizer.vocab_size))
+        lengths = encode(out, mask, tokenizer, data, dtype, progress)
     if not sum(lengths):
         raise InputError(f"data.tokenizer={tokenizer_path} makes no token of the text in "
                          f"data.source={data.source}; give a tokenizer for this kind of text")
     start_s = time.perf_counter()
     _shuffle(folder, unordered, lengths, dtype, seed=int(content[:16], 16))
     unordered.unlink()
+    unmasked.unlink(missing_ok=True)
     checksums = [zlib.crc32(block) for block in _blocks(folder / "tokens.bin")]
     np.array(checksums, "<u4").tofile(folder / "tokens.crc32")
     meta = {"format": _FORMAT, "source": data.source, "content": content, "tokenizer": data.tokenizer,
             "num_documents": len(lengths), "num_tokens": sum(lengths), "vocab_size": tokenizer.vocab_size,
-            "eod": tokenizer.eod, "crc32": {name: _checksum(folder / name) for name in _CHECKED}}
+            "eod": tokenizer.eod, "crc32": {name: _checksum(folder / name) for name in _CHECKED
+                                             if (folder / name).exists()}}
     (folder / "meta.json").write_text(json.dumps({**meta, "check": _check(meta)}, indent=1))
     written = (folder / "tokens.bin").stat().st_size
     progress(f"shuffled and wrote {show_bytes(written)} in {show_seconds(time.perf_counter() - start_s)}")
@@ -223,46 +244,26 @@ def _make_tokenizer(file: Path, given: Path | None, data: DataConfig, model: Mod
         return tokenizer
     start_s = time.perf_counter()
     progress(f"training a byte-level BPE of {model.vocab} tokens on {data.source}")
-    tokenizer = tokenizers.train(documents(data.source, data.text_key), model.vocab, file)
+    texts = ("".join(segment.text for segment in segments) for segments in documents_of(data))
+    tokenizer = tokenizers.train(texts, model.vocab, file)
     progress(f"trained {tokenizer.vocab_size} tokens in {show_seconds(time.perf_counter() - start_s)}")
     return tokenizer
-
-
-def _encode(file: Path, tokenizer: Tokenizer, data: DataConfig,
-            progress: Callable[[str], None]) -> tuple[list[int], np.dtype]:
-    """Write the tokens of all documents to `file`, in the order of the source. Returns the number of tokens
-    of each document, and the dtype of a token."""
-    from threed.data import tokenizer as tokenizers
-
-    dtype = np.dtype(_indexed_dataset().DType.optimal_dtype(tokenizer.vocab_size))
-    end = [tokenizer.eod] if data.append_eod else []
-    lengths: list[int] = []
-    num_chars, start_s = 0, time.perf_counter()
-    next_s = start_s + 1
-    with file.open("wb") as out:
-        for batch in _batches(documents(data.source, data.text_key), tokenizers.pieces):
-            if time.perf_counter() >= next_s:
-                progress(_encoded(lengths, num_chars, time.perf_counter() - start_s))
-                next_s = time.perf_counter() + 1
-            encoded = tokenizer.encode_batch([piece for piece, _, _ in batch])
-            for (piece, first, last), ids in zip(batch, encoded, strict=True):
-                tokens = np.array(ids + end if last else ids, dtype)
-                out.write(tokens.tobytes())
-                num_chars += len(piece)
-                if first:
-                    lengths.append(0)
-                lengths[-1] += len(tokens)
-    progress(_encoded(lengths, num_chars, time.perf_counter() - start_s))
-    return lengths, dtype
 
 
 def _shuffle(folder: Path, unordered: Path, lengths: list[int], dtype: np.dtype, seed: int) -> None:
     """Write tokens.bin and tokens.idx: the documents of `unordered`, in an order that depends on `seed`."""
     builder = _indexed_dataset().IndexedDatasetBuilder(str(folder / "tokens.bin"), dtype=dtype.type)
     stream, stops = np.memmap(unordered, dtype, mode="r"), np.cumsum(lengths)
+    unmasked, masks = unordered.with_suffix(".mask"), contextlib.ExitStack()
+    mask = np.memmap(unmasked, np.uint8, "r") if unmasked.exists() else None
+    into = masks.enter_context((folder / MASK).open("wb")) if mask is not None else None
     # Sorted by a hash of (seed, number): the same order on every system and with every version of numpy.
     for d in np.argsort(mix(np.arange(len(lengths), dtype=np.uint64) ^ np.uint64(seed))):
-        builder.add_document(stream[stops[d] - lengths[d]:stops[d]], [lengths[d]])  # pyright: ignore
+        place = slice(stops[d] - lengths[d], stops[d])
+        builder.add_document(stream[place], [lengths[d]])  # pyright: ignore
+        if mask is not None and into is not None:
+            into.write(mask[place].tobytes())
+    masks.close()
     builder.finalize(str(folder / "tokens.idx"))
 
 
@@ -289,28 +290,6 @@ def _blocks(path: Path) -> Iterator[bytes]:
             yield block
 
 
-def _batches(texts: Iterable[str],
-             pieces: Callable[[str], Iterator[str]]) -> Iterator[list[tuple[str, bool, bool]]]:
-    """(piece, begins a document, ends one) in batches of about _BATCH_CHARS."""
-    batch, size = [], 0
-    for text in texts:
-        done = 0
-        for piece in pieces(text):
-            first, done = done == 0, done + len(piece)
-            batch.append((piece, first, done == len(text)))
-            size += len(piece)
-            if size >= _BATCH_CHARS:
-                yield batch
-                batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def _encoded(lengths: list[int], num_chars: int, elapsed_s: float) -> str:
-    return (f"encoded {show_count(len(lengths))} documents, {show_count(num_chars)} characters, "
-            f"{show_count(sum(lengths))} tokens in {show_seconds(elapsed_s)}")
-
-
 # ---------------------------------------------------------------- Megatron data, and checks
 
 
@@ -327,6 +306,9 @@ def _megatron_prefix(source: str) -> Path | None:
 def _use_in_place(prefix: Path, data: DataConfig, model: ModelConfig,
                   progress: Callable[[str], None]) -> Prepared:
     """Check Megatron data, which need no preparation: data.append_eod and data.text_key have no effect."""
+    if data.loss_mask != "none":
+        raise InputError(f"data.loss_mask={data.loss_mask}, but {prefix} is Megatron data, which do not say what "
+                         "counts in the loss; give JSONL or Parquet, or set data.loss_mask=none")
     start_s = time.perf_counter()
     tokens = Tokens(prefix)
     path = None if data.tokenizer == "bpe" else Path(data.tokenizer).expanduser()

@@ -218,9 +218,6 @@ def saved_by_piece(config: Config) -> dict[str, int]:
 
 def check_shapes(config: Config, layers: Sequence[Layer]) -> None:
     """Raises InputError where a CUDA graph could not hold a layer."""
-    if config.run.cuda_graphs and config.data.document_mask:
-        raise InputError("run.cuda_graphs=true with data.document_mask=true: attention has the shapes of the "
-                         "documents, and a CUDA graph has fixed ones; set one of the two to false")
     layer = next((layer for layer in layers if layer.shapes_from), None)
     if config.run.cuda_graphs and layer is not None:
         raise InputError(f"run.cuda_graphs=true: in layer {layer.name} shapes depend on {layer.shapes_from}, "

@@ -161,6 +161,7 @@ class OptimizerConfig:
 @dataclass
 class DataConfig:
     source: str = "python-stdlib"  # or a folder, a glob of text, *.jsonl, or a Megatron .bin/.idx prefix
+    mix: list[str] | None = None  # several sources instead, each "WEIGHT SOURCE": weights are shares of samples
     tokenizer: str = "bpe"  # bpe: byte-level BPE trained on the source; or a tokenizer.json
     text_key: str = "text"  # the field of a JSONL line that holds the text
     append_eod: bool = True  # an end-of-document token after each document

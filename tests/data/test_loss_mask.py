@@ -111,7 +111,7 @@ def test_too_long_examples_are_cut_and_counted(tmp_path):
     train, _ = splits(prefix, int(lengths.min()) - 2, 1, 0, 300, data)
     assert train.cut_off == len(lengths) and train.dropped == 0
     assert 0 < train.count(0, train.num_windows) < tokens.mask.sum()
-    with pytest.raises(InputError, match="of the 20 examples for training none has.*raise model.seq_len"):
+    with pytest.raises(InputError, match=r"of the 20 examples for training none has.*raise model.seq_len"):
         splits(prefix, 2, 1, 0, 300, data)
 
 
@@ -124,42 +124,44 @@ def test_bad_examples(tmp_path, line, says):
     data = answers(tmp_path)
     with open(data.source, "a") as file:
         file.write("\n" + line)
-    with pytest.raises(InputError, match=f"a.jsonl:21: .*{says}"):
+    with pytest.raises(InputError, match=rf"a.jsonl:21: .*{says}"):
         prepare(data, MODEL)
 
 
 @pytest.mark.parametrize("talk, says", [
-    ([], "no list of messages"), ("hello", "no list of messages"), (["hello"], "message 0 .*role and content"),
-    ([{"role": "user"}], "role and content"), ([{"role": "user", "content": 3}], "content of message 0 .*is a int"),
-    ([*TALK[1:3], {"role": "judge", "content": "x"}, *TALK[1:3]], "chat.jinja refuses these messages: no judges"),
+    ([], "no list of messages"), ("hello", "no list of messages"),
+    (["hello"], "message 0 .*role and content"),
+    ([{"role": "user"}], "role and content"),
+    ([{"role": "user", "content": 3}], "content of message 0 .*is a int"),
+    ([*TALK[1:3], {"role": "judge", "content": "x"}, *TALK[1:3]], "refuses these messages: no judges"),
 ])
 def test_bad_conversations(tmp_path, talk, says):
-    refuses = "{% if messages[-1]['role'] == 'judge' %}{{ raise_exception('no judges') }}{% endif %}"
-    refuses = "{% for m in messages %}{% if m['role'] == 'judge' %}{{ raise_exception('no judges') }}{% endif %}{% endfor %}"
-    with pytest.raises(InputError, match=f"chat.jsonl:2: .*{says}"):
+    refuses = ("{% for m in messages %}{% if m['role'] == 'judge' %}{{ raise_exception('no judges') }}"
+               "{% endif %}{% endfor %}")
+    with pytest.raises(InputError, match=rf"chat.jsonl:2: .*{says}"):
         prepare(chat(tmp_path, [TALK, talk], refuses + CHATML), MODEL)
 
 
 def test_a_template_that_rewrites_messages_is_refused(tmp_path):
     template = "{% for m in messages %}{{ m['content'] if loop.last else '-' }};{% endfor %}"
-    with pytest.raises(InputError, match="chat.jsonl:1: .*writes the messages before message 2 otherwise"):
+    with pytest.raises(InputError, match=r"chat.jsonl:1: .*writes the messages before message 2 otherwise"):
         prepare(chat(tmp_path, template=template), MODEL)
 
 
 def test_no_template(tmp_path):
     data = chat(tmp_path)
     data.chat_template = None
-    with pytest.raises(InputError, match="data.tokenizer=bpe brings none.*data.chat_template"):
+    with pytest.raises(InputError, match=r"data.tokenizer=bpe brings none.*data.chat_template"):
         prepare(data, MODEL)
     data.tokenizer = str(word_level(tmp_path / "tokenizer.json", "?", "<eos>"))
-    with pytest.raises(InputError, match="has neither chat_template.jinja nor"):
+    with pytest.raises(InputError, match=r"has neither chat_template.jinja nor"):
         prepare(data, MODEL)
     data.chat_template = str(tmp_path / "none.jinja")
-    with pytest.raises(InputError, match="none.jinja cannot be read as text: No such file"):
+    with pytest.raises(InputError, match=r"none.jinja cannot be read as text: No such file"):
         prepare(data, MODEL)
     (tmp_path / "bad.jinja").write_text("{% for %}")
     data.chat_template = str(tmp_path / "bad.jinja")
-    with pytest.raises(InputError, match="bad.jinja is not a chat template"):
+    with pytest.raises(InputError, match=r"bad.jinja is not a chat template"):
         prepare(data, MODEL)
 
 
@@ -167,18 +169,18 @@ def test_sources_that_do_not_say_what_counts(tmp_path):
     (tmp_path / "a.txt").write_text("text")
     data = answers(tmp_path)
     data.source = str(tmp_path / "a.txt")
-    with pytest.raises(InputError, match="holds plain text.*set data.loss_mask=none"):
+    with pytest.raises(InputError, match=r"holds plain text.*set data.loss_mask=none"):
         prepare(data, MODEL)
     data.source = str(write(tmp_path / "m", [[1, 2]]))
-    with pytest.raises(InputError, match="Megatron data.*set data.loss_mask=none"):
+    with pytest.raises(InputError, match=r"Megatron data.*set data.loss_mask=none"):
         prepare(data, MODEL)
 
 
 def test_examples_of_which_nothing_counts_are_left_out(tmp_path):
     talks = [TALK, TALK[:2]]
-    with pytest.warns(UserWarning, match="1 example of .* nothing counts: skipped"):
+    with pytest.warns(UserWarning, match=r"1 example of .* nothing counts: skipped"):
         assert prepare(chat(tmp_path, talks), MODEL).num_documents == 1
-    with pytest.raises(InputError, match="holds no example of which something counts"), \
+    with pytest.raises(InputError, match=r"holds no example of which something counts"), \
             pytest.warns(UserWarning):
         prepare(chat(tmp_path, [TALK[:2]]), MODEL)
 
@@ -188,11 +190,11 @@ def test_a_mask_that_is_damaged_or_missing_is_refused(tmp_path):
     path = prepare(data, MODEL).prefix.with_suffix(".mask")
     content = path.read_bytes()
     path.write_bytes(content[:-1])
-    with pytest.raises(InputError, match="tokens.mask does not have the checksum"):
+    with pytest.raises(InputError, match=r"tokens.mask does not have the checksum"):
         prepare(data, MODEL)
     path.write_bytes(bytes([1 - content[0], *content[1:]]))
-    with pytest.raises(InputError, match="tokens.mask does not have the checksum"):
+    with pytest.raises(InputError, match=r"tokens.mask does not have the checksum"):
         prepare(data, MODEL)
     path.unlink()
-    with pytest.raises(InputError, match="prepared data is damaged"):
+    with pytest.raises(InputError, match=r"prepared data is damaged"):
         prepare(data, MODEL)

@@ -1,8 +1,8 @@
 """Chat: messages to text by a tokenizer's chat template, and which of the text the assistant says.
 
 The text of the assistant's turn is what the template adds to the messages before it, written as the beginning
-of an answer (add_generation_prompt). So what is learned is what a model is asked for when it answers, with the
-token that ends the turn. White space after that is not counted.
+of an answer (add_generation_prompt). So what is learned is what a model is asked for when it answers, with
+the token that ends the turn. White space after that is not counted.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Template:
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
                                                     extensions=["jinja2.ext.loopcontrols"])
         environment.filters["tojson"] = to_json
-        environment.globals |= {"raise_exception": refuse,  # a date would make data that differ from day to day
-                                "strftime_now": datetime(2024, 7, 26).strftime}
+        # Today's date would make other data each day.
+        environment.globals |= {"raise_exception": refuse, "strftime_now": datetime(2024, 7, 26).strftime}
         try:
             return environment.from_string(self.text)
         except jinja2.TemplateError as error:
@@ -72,9 +72,9 @@ class Template:
             prompt = self._text(messages[:number], where, add_generation_prompt=True)
             answered = self._text(messages[:number + 1], where)
             if not (prompt.startswith(done) and answered.startswith(prompt)):
-                raise InputError(f"{where}: {self.path} writes the messages before message {number} otherwise "
-                                 "once the answer follows, so what the assistant says cannot be told; give "
-                                 "another data.chat_template, or one turn a conversation")
+                raise InputError(f"{where}: {self.path} writes the messages before message {number} "
+                                 "otherwise once the answer follows, so what the assistant says cannot be "
+                                 "told; give another data.chat_template, or one turn a conversation")
             answer = answered[len(prompt):]
             said = answer.rstrip()
             segments += [Segment(prompt[len(done):], False), Segment(said, True),
@@ -87,7 +87,8 @@ class Template:
 
         options = {"add_generation_prompt": False} | options
         try:
-            return self._compiled.render(messages=messages, tools=None, documents=None, **self.tokens, **options)
+            return self._compiled.render(messages=messages, tools=None, documents=None, **self.tokens,
+                                         **options)
         except (jinja2.TemplateError, TypeError, KeyError) as error:
             raise InputError(f"{where}: {self.path} refuses these messages: {error}") from None
 
@@ -123,5 +124,6 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} cannot be read as text: {getattr(error, 'strerror', None) or error}; give a "
-                         "Jinja file in data.chat_template") from None
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{path} cannot be read as text: {reason}; give a Jinja file in "
+                         "data.chat_template") from None

@@ -129,8 +129,8 @@ def text_of(value: dict[str, Any], field: str, key: str, where: str) -> str:
 
 def checked_text(text: Any, what: str, key: str, where: str) -> str:
     if not isinstance(text, str):
-        raise InputError(f"{where}: {what} is a {type(text).__name__}, not a string; set {key} to the one that "
-                         "holds the text")
+        raise InputError(f"{where}: {what} is a {type(text).__name__}, not a string; set {key} to the one "
+                         "that holds the text")
     try:
         text.encode()
     except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair, which no encoding can hold

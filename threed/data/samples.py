@@ -39,8 +39,8 @@ class Tokens:
     """A Megatron `.bin/.idx` pair, memory-mapped.
 
     `stream`: all tokens, [num_tokens]. `document_ends`: int64 [num_documents], ascending; document d ends
-    before token `document_ends[d]`. `mask`: uint8 [num_tokens], 1 where a token counts as a label (data.loss_mask),
-    or None. Raises InputError when a file is missing, damaged, or not of the other's
+    before token `document_ends[d]`. `mask`: uint8 [num_tokens], 1 where a token counts as a label, or
+    None (data.loss_mask). Raises InputError when a file is missing, damaged, or not of the other's
     size. A `.crc32` beside them holds the checksums of the stream's blocks, which `check` compares;
     Megatron's own data have none.
     """
@@ -98,8 +98,8 @@ def _read_mask(path: Path, num_tokens: int) -> np.ndarray | None:
     if not path.exists():
         return None
     if path.stat().st_size != num_tokens:
-        raise InputError(f"{path} has {path.stat().st_size} bytes, and the stream {num_tokens} tokens; prepare "
-                         "the data again")
+        raise InputError(f"{path} has {path.stat().st_size} bytes, and the stream {num_tokens} tokens; "
+                         "prepare the data again")
     return np.memmap(path, np.uint8, "r")
 
 

@@ -29,16 +29,17 @@ import time
 import uuid
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 import numpy as np
 
 from threed.data.chat import Template
 from threed.data.corpus import STDLIB, fingerprint
 from threed.data.encode import documents_of, encode
+from threed.data.mix import sources
 from threed.data.samples import BLOCK_BYTES, Tokens, mix
 from threed.errors import InputError
 from threed.quantity import show_bytes, show_count, show_seconds
@@ -71,17 +72,44 @@ class Prepared:
     vocab_size: int
     eod: int | None
     cached: bool
+    mixed: tuple[Prepared, ...] = ()  # with data.mix: each source
+
+    @property
+    def parts(self) -> tuple[Prepared, ...]:
+        """Each source."""
+        return self.mixed or (self,)
 
 
 def prepare(data: DataConfig, model: ModelConfig,
             progress: Callable[[str], None] = lambda line: None) -> Prepared:
-    """Tokenize `data.source` into the cache, unless the cache has it. A Megatron prefix is checked and used
-    in place.
+    """Tokenize `data.source`, or each source of `data.mix`, into the cache, unless the cache has it. A
+    Megatron prefix is checked and used in place. A tokenizer is trained on all sources together.
 
     `progress` is called with a line at each stage, and about every second while encoding. The documents are
     shuffled, with the content as the seed, so that the end of the stream is a fair sample to hold out. Raises
     InputError for bad input, a vocabulary above `model.vocab`, and a cache that cannot be written.
     """
+    whole = [each for _, each in sources(data)]
+    if data.mix is None:
+        return _prepare(data, whole, model, progress)
+    ready = [each for each in whole if _megatron_prefix(each.source) is not None]
+    if data.tokenizer == "bpe" and 0 < len(ready) < len(whole):
+        raise InputError(f"data.mix has {ready[0].source}, which holds tokens, and sources of text: give the "
+                         "tokenizer that made those tokens in data.tokenizer")
+    made: list[Prepared] = []
+    for each in whole:
+        if made and made[0].tokenizer is not None:
+            each = replace(each, tokenizer=str(made[0].tokenizer))
+        made.append(_prepare(each, whole if each.tokenizer == "bpe" else [each], model, progress))
+    return replace(made[0], num_tokens=sum(each.num_tokens for each in made),
+                   num_documents=sum(each.num_documents for each in made),
+                   vocab_size=max(each.vocab_size for each in made), cached=all(each.cached for each in made),
+                   mixed=tuple(made))
+
+
+def _prepare(data: DataConfig, whole: Sequence[DataConfig], model: ModelConfig,
+             progress: Callable[[str], None]) -> Prepared:
+    """Prepare one source. `whole`: all of which a tokenizer is trained on."""
     prefix = _megatron_prefix(data.source)
     if prefix is not None:
         return _use_in_place(prefix, data, model, progress)
@@ -90,6 +118,8 @@ def prepare(data: DataConfig, model: ModelConfig,
     content = fingerprint(data.source, _becomes(data, template))
     path = None if data.tokenizer == "bpe" else Path(data.tokenizer).expanduser()
     name = f"bpe {model.vocab}"
+    if path is None and len(whole) > 1:
+        name += "".join(f" {fingerprint(each.source, _becomes(each, template))}" for each in whole)
     if path is not None:
         eod = _load_tokenizer(path, model.vocab).eod
         _check_eod(path, eod, data.append_eod)
@@ -102,7 +132,7 @@ def prepare(data: DataConfig, model: ModelConfig,
     try:
         cached = folder.is_dir()
         if not cached:
-            _build(folder, content, path, data, model, progress)
+            _build(folder, content, _Making(path, data, whole, model, progress))
     except OSError as error:  # of the cache: a source that cannot be read has raised InputError
         raise InputError(f"prepared data cannot be kept in {root}: {error.strerror or error}; make room "
                          "there or set data.cache to another folder") from None
@@ -157,11 +187,20 @@ def _check(meta: dict[str, Any]) -> int:
 # ---------------------------------------------------------------- building
 
 
-def _build(folder: Path, content: str, tokenizer_path: Path | None, data: DataConfig, model: ModelConfig,
-           progress: Callable[[str], None]) -> None:
+class _Making(NamedTuple):
+    """What data are made of."""
+
+    tokenizer: Path | None  # None: one is trained
+    data: DataConfig
+    whole: Sequence[DataConfig]  # the tokenizer is trained on
+    model: ModelConfig
+    progress: Callable[[str], None]
+
+
+def _build(folder: Path, content: str, making: _Making) -> None:
     scratch, lock = _scratch(folder)
     try:
-        _fill(scratch, content, tokenizer_path, data, model, progress)
+        _fill(scratch, content, making)
         (scratch / "lock").unlink(missing_ok=True)
         try:
             scratch.rename(folder)
@@ -201,14 +240,14 @@ def remove_stale(root: Path) -> None:
             continue  # a process holds the lock, or the file system has no locks
 
 
-def _fill(folder: Path, content: str, tokenizer_path: Path | None, data: DataConfig, model: ModelConfig,
-          progress: Callable[[str], None]) -> None:
+def _fill(folder: Path, content: str, making: _Making) -> None:
     """Write a complete set of prepared data into an empty folder.
 
     Documents are encoded in the order of the source to a scratch file, and copied from there in shuffled
     order: memory is bounded.
     """
-    tokenizer = _make_tokenizer(folder / "tokenizer.json", tokenizer_path, data, model, progress)
+    data, progress = making.data, making.progress
+    tokenizer = _make_tokenizer(folder / "tokenizer.json", making)
     unordered, unmasked = folder / "unordered.bin", folder / "unordered.mask"
     with contextlib.ExitStack() as files:
         out = files.enter_context(unordered.open("wb"))
@@ -216,7 +255,7 @@ def _fill(folder: Path, content: str, tokenizer_path: Path | None, data: DataCon
         dtype = np.dtype(_indexed_dataset().DType.optimal_dtype(tokenizer.vocab_size))
         lengths = encode(out, mask, tokenizer, data, dtype, progress)
     if not sum(lengths):
-        raise InputError(f"data.tokenizer={tokenizer_path} makes no token of the text in "
+        raise InputError(f"data.tokenizer={making.tokenizer} makes no token of the text in "
                          f"data.source={data.source}; give a tokenizer for this kind of text")
     start_s = time.perf_counter()
     _shuffle(folder, unordered, lengths, dtype, seed=int(content[:16], 16))
@@ -233,18 +272,18 @@ def _fill(folder: Path, content: str, tokenizer_path: Path | None, data: DataCon
     progress(f"shuffled and wrote {show_bytes(written)} in {show_seconds(time.perf_counter() - start_s)}")
 
 
-def _make_tokenizer(file: Path, given: Path | None, data: DataConfig, model: ModelConfig,
-                    progress: Callable[[str], None]) -> Tokenizer:
-    """Train a tokenizer on the source, or load the `given` one; `file` is the tokenizer.json to write."""
+def _make_tokenizer(file: Path, making: _Making) -> Tokenizer:
+    """Train a tokenizer, or load the given one; `file` is the tokenizer.json to write."""
     from threed.data import tokenizer as tokenizers
 
-    if given is not None:
-        tokenizer = tokenizers.load(given)
-        shutil.copyfile(given, file)
+    if making.tokenizer is not None:
+        tokenizer = tokenizers.load(making.tokenizer)
+        shutil.copyfile(making.tokenizer, file)
         return tokenizer
+    model, progress = making.model, making.progress
     start_s = time.perf_counter()
-    progress(f"training a byte-level BPE of {model.vocab} tokens on {data.source}")
-    texts = ("".join(segment.text for segment in segments) for segments in documents_of(data))
+    progress(f"training a byte-level BPE of {model.vocab} tokens on {', '.join(each.source for each in making.whole)}")
+    texts = ("".join(segment.text for segment in segments) for each in making.whole for segments in documents_of(each))
     tokenizer = tokenizers.train(texts, model.vocab, file)
     progress(f"trained {tokenizer.vocab_size} tokens in {show_seconds(time.perf_counter() - start_s)}")
     return tokenizer
@@ -307,8 +346,8 @@ def _use_in_place(prefix: Path, data: DataConfig, model: ModelConfig,
                   progress: Callable[[str], None]) -> Prepared:
     """Check Megatron data, which need no preparation: data.append_eod and data.text_key have no effect."""
     if data.loss_mask != "none":
-        raise InputError(f"data.loss_mask={data.loss_mask}, but {prefix} is Megatron data, which do not say what "
-                         "counts in the loss; give JSONL or Parquet, or set data.loss_mask=none")
+        raise InputError(f"data.loss_mask={data.loss_mask}, but {prefix} is Megatron data, which do not say "
+                         "what counts in the loss; give JSONL or Parquet, or set data.loss_mask=none")
     start_s = time.perf_counter()
     tokens = Tokens(prefix)
     path = None if data.tokenizer == "bpe" else Path(data.tokenizer).expanduser()

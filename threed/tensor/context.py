@@ -36,8 +36,8 @@ class Batch:
     labels_BS: torch.Tensor  # the token that follows each, or NOT_COUNTED
     samples_B: torch.Tensor  # global sample numbers, int64: keys of the dropout masks
     seed: int
-    # Of the global batch: the loss is divided by it. A tensor (int64, no dims) where labels may be NOT_COUNTED:
-    # then it is another in each step, and no graph may hold it as a constant.
+    # Of the global batch: the loss is divided by it. A tensor (int64, no dims) where labels may be
+    # NOT_COUNTED: then it is another in each step, and no graph may hold it as a constant.
     num_tokens: int | torch.Tensor
     train: bool = True  # dropout is on
     documents: Documents | None = None  # data.document_mask: attention stays inside them

@@ -20,8 +20,7 @@ from threed.checkpoint.load import resume
 from threed.checkpoint.save import tidy
 from threed.checkpoints import check_room
 from threed.comm import Comm, ProcessComm
-from threed.data.mix import Mixture, open_splits, report
-from threed.data.samples import Split
+from threed.data.mix import Splits, open_splits, report
 from threed.data.tokens import Prepared, prepare
 from threed.engine import shared
 from threed.engine.connect import warm
@@ -106,7 +105,7 @@ def _connect(config: Config, watch: Watch, device: torch.device, store: Any) -> 
 
 
 def _share_data(job: Job, watch: Watch, comm: Comm, requests: Requests,
-                looks: bool) -> tuple[Split | Mixture, Split | Mixture]:
+                looks: bool) -> Splits:
     """The splits of the data, which rank 0 prepares if no launcher has, and which all hosts then compare."""
     config, prepared = job.config, job.prepared
     if watch.rank == 0 and prepared is None:

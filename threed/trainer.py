@@ -12,8 +12,8 @@ import torch
 from threed.callback import Callback, Step
 from threed.checkpoint.load import Resumed
 from threed.checkpoints import Checkpoints
-from threed.data.mix import Mixture
-from threed.data.samples import Split, stacked
+from threed.data.mix import AnySplit, Splits
+from threed.data.samples import stacked
 from threed.engine.engine import Engine
 from threed.engine.verify import Verifier
 from threed.engine.watch import Watch
@@ -43,8 +43,8 @@ class Trainer:
     ...     def on_step_end(self, trainer, step): step.loss < 2.0 and trainer.stop()
     """
 
-    def __init__(self, engine: Engine, data: tuple[Split | Mixture, Split | Mixture], watch: Watch, log: Log | None,
-                 requests: Requests, resumed: Resumed):
+    def __init__(self, engine: Engine, data: Splits, watch: Watch, log: Log | None, requests: Requests,
+                 resumed: Resumed):
         """`data`: the splits to train on and to validate with. `log`: on rank 0."""
         self.config: Config = engine.config
         self.plan: Plan = engine.plan
@@ -140,7 +140,7 @@ class Trainer:
             step.metrics["integrity/rehearsal_s"] = rehearsal.total_s
         return step
 
-    def batches(self, split: Split | Mixture, start: int, train: bool = True) -> Callable[[int], Batch]:
+    def batches(self, split: AnySplit, start: int, train: bool = True) -> Callable[[int], Batch]:
         """A function from micro-batch to data on the host, for the global batch that begins at sample
         `start`. Its samples depend on their global numbers alone."""
         config, here = self.config, self.comm.here

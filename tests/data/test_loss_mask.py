@@ -67,7 +67,7 @@ def test_what_the_assistant_says_counts(tmp_path):
         Segment("<|im_start|>user\nbye<|im_end|>\n<|im_start|>assistant\n", False),
         Segment("farewell<|im_end|>"), Segment("\n", False)]
     ((_, said),) = parts(prepare(data, MODEL), data)
-    assert said == "good day<|im_end|>farewell<|im_end|>"
+    assert said == "good day<|im_end|>farewell<|im_end|><|endoftext|>"
 
 
 def test_special_tokens_of_a_template_are_tokens(tmp_path):

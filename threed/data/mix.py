@@ -71,6 +71,10 @@ class Mixture:
         return sum(map(self.counted, range(start, stop)))
 
 
+AnySplit = Split | Mixture
+Splits = tuple[AnySplit, AnySplit]  # to train on, and to validate with
+
+
 def _counts(weights: Sequence[Fraction]) -> list[int]:
     """Samples of each source in a block."""
     shares = [weight / sum(weights) for weight in weights]
@@ -95,7 +99,7 @@ def _order(counts: Sequence[int]) -> np.ndarray:
     return np.array(order)
 
 
-def open_splits(config: Config, prepared: Prepared) -> tuple[Split | Mixture, Split | Mixture]:
+def open_splits(config: Config, prepared: Prepared) -> Splits:
     """The training and the validation split of a config's data."""
     pairs = [splits(each.prefix, config.model.seq_len, config.train.seed + number * _APART,
                     config.data.validation_fraction, config.model.vocab, config.data)
@@ -107,7 +111,7 @@ def open_splits(config: Config, prepared: Prepared) -> tuple[Split | Mixture, Sp
     return training, validation
 
 
-def report(config: Config, split: Split | Mixture) -> list[str]:
+def report(config: Config, split: AnySplit) -> list[str]:
     """What a person should know of a training split: what is padded or cut, and how often it is seen."""
     parts = split.parts if isinstance(split, Mixture) else [split]
     lines = []
@@ -121,7 +125,7 @@ def report(config: Config, split: Split | Mixture) -> list[str]:
         lines.append(f"packed into {show_count(split.num_windows)} windows of {config.model.seq_len}: "
                      f"{efficiency([part.layout for part in parts]):.2%} of them is data, the rest padding")
     for what, number in (("cut off at the end of their window", sum(part.cut_off for part in parts)),
-                         ("left out, since their answers are beyond it", sum(part.dropped for part in parts))):
+                         ("left out: their answers are beyond it", sum(part.dropped for part in parts))):
         if number:
             lines.append(f"warning: {show_count(number)} examples of more than model.seq_len + 1 = "
                          f"{config.model.seq_len + 1} tokens are {what}; raise model.seq_len to keep them")

@@ -282,8 +282,10 @@ def _make_tokenizer(file: Path, making: _Making) -> Tokenizer:
         return tokenizer
     model, progress = making.model, making.progress
     start_s = time.perf_counter()
-    progress(f"training a byte-level BPE of {model.vocab} tokens on {', '.join(each.source for each in making.whole)}")
-    texts = ("".join(segment.text for segment in segments) for each in making.whole for segments in documents_of(each))
+    named = ", ".join(each.source for each in making.whole)
+    progress(f"training a byte-level BPE of {model.vocab} tokens on {named}")
+    texts = ("".join(segment.text for segment in segments)
+             for each in making.whole for segments in documents_of(each))
     tokenizer = tokenizers.train(texts, model.vocab, file)
     progress(f"trained {tokenizer.vocab_size} tokens in {show_seconds(time.perf_counter() - start_s)}")
     return tokenizer

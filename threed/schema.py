@@ -160,10 +160,12 @@ class OptimizerConfig:
 
 @dataclass
 class DataConfig:
-    source: str = "python-stdlib"  # or a folder, a glob of text, *.jsonl, or a Megatron .bin/.idx prefix
-    mix: list[str] | None = None  # several sources instead, each "WEIGHT SOURCE": weights are shares of samples
+    source: str = "python-stdlib"  # or a folder, a glob of text, *.jsonl (.gz, .zst), *.parquet, or a Megatron
+    # .bin/.idx prefix
+    mix: list[str] | None = None  # several sources instead, each "WEIGHT SOURCE": weights are shares of
+    # samples
     tokenizer: str = "bpe"  # bpe: byte-level BPE trained on the source; or a tokenizer.json
-    text_key: str = "text"  # the field of a JSONL line that holds the text
+    text_key: str = "text"  # the field of a line or row that holds the text
     append_eod: bool = True  # an end-of-document token after each document
     document_mask: bool = False  # attention stays inside a document, and positions begin anew in each
     loss_mask: str = "none"  # what counts in the loss: none (all tokens) | answers (of JSONL lines with prompt

@@ -32,11 +32,8 @@ def test_zstandard(tmp_path, monkeypatch):
 
 
 def test_parquet(tmp_path, monkeypatch):
-    pyarrow = pytest.importorskip("pyarrow")
-    import pyarrow.parquet
-
-    table = pyarrow.table({"id": list(range(50)), "text": TEXTS})
-    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table({"id": list(range(50)), "text": TEXTS}), tmp_path / "a.parquet")
     monkeypatch.setattr(subject, "_BATCH_ROWS", 7)
     assert list(documents(str(tmp_path), "text")) == TEXTS
     with pytest.raises(InputError, match=r"a.parquet, row 0: no field 'body' \(the fields are: id, text\)"):
@@ -51,9 +48,8 @@ def test_parquet(tmp_path, monkeypatch):
 def test_damaged_files(tmp_path, name, library, damage):
     module = pytest.importorskip(library) if library else gzip
     if library == "pyarrow":
-        import pyarrow.parquet
-
-        pyarrow.parquet.write_table(module.table({"text": TEXTS}), tmp_path / name)
+        parquet = pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(module.table({"text": TEXTS}), tmp_path / name)
         whole = (tmp_path / name).read_bytes()
     else:
         whole = module.compress(LINES) if library is None else module.ZstdCompressor().compress(LINES)
@@ -75,7 +71,7 @@ def test_a_library_that_is_missing(tmp_path, name, library, monkeypatch):
 
     monkeypatch.setattr(builtins, "__import__", missing)
     (tmp_path / name).write_bytes(b"")
-    with pytest.raises(InputError, match=rf"{name} needs the package {library}: pip install 'threed\[data\]'"):
+    with pytest.raises(InputError, match=rf"{name} needs the package {library}: pip install 'threed.data.'"):
         list(documents(str(tmp_path), "text"))
 
 

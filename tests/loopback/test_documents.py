@@ -150,7 +150,8 @@ def test_the_loss_is_torchs():
 
 def parts(heads: int, kv_heads: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
     torch.manual_seed(0)
-    return [torch.randn(2, count, 8, 6, dtype=dtype, requires_grad=True) for count in (heads, kv_heads, kv_heads)]
+    return [torch.randn(2, count, 8, 6, dtype=dtype, requires_grad=True)
+            for count in (heads, kv_heads, kv_heads)]
 
 
 DOCUMENTS = Documents.of(torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0], [0, 1, 0, 1, 2, 3, 4, 5]]))

@@ -95,5 +95,6 @@ def test_all_of_it_is_copied_at_once(monkeypatch):
     batch = Batch(window[:, :-1], window[:, 1:], torch.arange(2), 0, torch.tensor(7), True,
                   Documents.of(positions))
     moved = batch.to(torch.device("meta"))
-    assert moved.parts().keys() == batch.parts().keys() and all(part.is_meta for part in moved.parts().values())
+    assert moved.parts().keys() == batch.parts().keys()
+    assert all(part.is_meta for part in moved.parts().values())
     assert moved.documents is not None and moved.documents.ends == ((2, 4), (4,))

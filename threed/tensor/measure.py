@@ -130,7 +130,9 @@ class Measured:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept):
             out = self._forward(self.x if leaf is None and not first else leaf)
         sent = _phase("forward", self.sent)
-        shared = self.context.rotary(torch.device("cpu"))  # one table a rank
+        shared = list(self.context.rotary(torch.device("cpu")))  # one table a rank
+        if isinstance(self.batch.num_tokens, torch.Tensor):  # one number
+            shared.append(self.batch.num_tokens)
         others = {_number(tensor) for tensor in (*self.weights.values(), *self.reads.values(), *shared)}
         handed = {_number(tensor) for tensor in out.makes.values()}  # they are slots of their own
         kept = tuple(Saved(f"{list(tensor.shape)} {tensor.dtype}", tensor.untyped_storage().nbytes())

@@ -22,6 +22,7 @@ from typing import NamedTuple
 from threed.models.kernels import Kernel
 from threed.quantity import ring
 
+NOT_COUNTED = -1  # a label that adds nothing to the loss
 TILES = "tiles"  # stands for an axis in a Cut: the tiles of a layer
 
 

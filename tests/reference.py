@@ -19,8 +19,9 @@ from threed.engine.loopback import ThreadGroup, World
 from threed.mesh import GROUPS, Mesh
 from threed.models.layers.base import Out
 from threed.models.model import layers, parameters
+from threed.models.spec import NOT_COUNTED
 from threed.schema import Config
-from threed.tensor.context import NOT_COUNTED, Batch, Context
+from threed.tensor.context import Batch, Context
 from threed.tensor.layers import WeightGrads
 from threed.tensor.random import initial_values
 from threed.zero.optimizer import learning_rate

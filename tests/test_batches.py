@@ -11,8 +11,8 @@ import torch
 
 from threed.config import load
 from threed.data.mix import open_splits
-from threed.data.samples import NOT_COUNTED
 from threed.data.tokens import prepare
+from threed.models.spec import NOT_COUNTED
 from threed.tensor.context import Batch
 from threed.tensor.documents import Documents
 from threed.trainer import Trainer

@@ -10,10 +10,11 @@ import pytest
 from tests.data.files import word_level, write
 from threed.data.chat import Template
 from threed.data.corpus import Segment
-from threed.data.samples import NOT_COUNTED, Tokens, splits
+from threed.data.samples import Tokens, splits
 from threed.data.tokenizer import load
 from threed.data.tokens import prepare
 from threed.errors import InputError
+from threed.models.spec import NOT_COUNTED
 from threed.schema import DataConfig, ModelConfig
 
 MODEL = ModelConfig(vocab=300)

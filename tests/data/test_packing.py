@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from tests.data.files import write
 from threed.data.packing import BestFit, Stream, best_fit, cut, efficiency
-from threed.data.samples import NOT_COUNTED, splits
+from threed.data.samples import splits
+from threed.models.spec import NOT_COUNTED
 from threed.schema import DataConfig
 
 

@@ -24,8 +24,9 @@ from tests.harness import (
 from tests.reference import Reference, data_of
 from threed.comm import initialized
 from threed.models.layers.base import Out
+from threed.models.spec import NOT_COUNTED
 from threed.tensor import documents as subject
-from threed.tensor.context import NOT_COUNTED, Batch
+from threed.tensor.context import Batch
 from threed.tensor.documents import Documents, attend, outside
 
 MASKS = ["data.document_mask=true", "data.loss_mask=answers"]

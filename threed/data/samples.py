@@ -24,6 +24,7 @@ import numpy as np
 
 from threed.data.packing import BestFit, Runs, Stream, cut
 from threed.errors import InputError
+from threed.models.spec import NOT_COUNTED
 from threed.schema import DataConfig
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -32,7 +33,6 @@ _DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np
 _MASK = 2**64 - 1
 # Part of a stream with a checksum of its own. A disk reads as much at once, so a check costs no more reading.
 BLOCK_BYTES = 2**16
-NOT_COUNTED = -1  # a label that adds nothing to the loss
 
 
 class Tokens:

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from threed.comm import Group
-from threed.data.samples import NOT_COUNTED
-from threed.models.spec import Tile
+from threed.models.spec import NOT_COUNTED, Tile
 from threed.schema import ModelConfig
 from threed.tensor.documents import Documents, attend, outside, rotate_at
 from threed.tensor.fused import Fused, rotate

@@ -160,17 +160,17 @@ class OptimizerConfig:
 
 @dataclass
 class DataConfig:
-    source: str = "python-stdlib"  # or a folder, a glob of text, *.jsonl (.gz, .zst), *.parquet, or a Megatron
-    # .bin/.idx prefix
+    source: str = "python-stdlib"  # or a folder, a glob of text, *.jsonl (.gz, .zst), *.parquet, or a
+    # Megatron .bin/.idx prefix
     mix: list[str] | None = None  # several sources instead, each "WEIGHT SOURCE": weights are shares of
     # samples
     tokenizer: str = "bpe"  # bpe: byte-level BPE trained on the source; or a tokenizer.json
     text_key: str = "text"  # the field of a line or row that holds the text
     append_eod: bool = True  # an end-of-document token after each document
     document_mask: bool = False  # attention stays inside a document, and positions begin anew in each
-    loss_mask: str = "none"  # what counts in the loss: none (all tokens) | answers (of JSONL lines with prompt
-    # and answer) | chat (what the assistant says in messages)
-    prompt_key: str = "prompt"  # answers: the field of a JSONL line that holds the prompt
+    loss_mask: str = "none"  # what counts in the loss: none (all tokens) | answers (of lines with prompt and
+    # answer) | chat (what the assistant says in messages)
+    prompt_key: str = "prompt"  # answers: the field of a line or row that holds the prompt
     answer_key: str = "answer"  # answers: the field that holds the answer
     messages_key: str = "messages"  # chat: the field that holds the list of messages
     chat_template: str | None = None  # chat: a Jinja file; null: what lies beside the tokenizer.json

@@ -192,6 +192,7 @@ def test_one_document_a_sequence_is_plain_attention(monkeypatch):
     q, k, v = parts(4, 4, torch.float32)
     documents = Documents.of(torch.arange(8).repeat(2, 1))
     want = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert subject.has_varlen() or torch.__version__ < "2.13"
     assert documents.whole and torch.equal(attend(q, k, v, documents, False), want)
 
 

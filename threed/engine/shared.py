@@ -52,11 +52,11 @@ def _difference(mine: tuple[int, ...], first: tuple[int, ...]) -> str:
 
 
 def _identity(prefix: Path) -> tuple[int, ...]:
-    """Sizes of the tokens' file and its index, and checksums of both ends of each; (-1,) if one is
-    missing."""
+    """Sizes of the tokens' file, its index and, where there is one, its mask, and checksums of both ends of
+    each; (-1,) if one is missing."""
     numbers: list[int] = []
     try:
-        for suffix in (".bin", ".idx"):
+        for suffix in (".bin", ".idx", *([".mask"] if os.path.exists(f"{prefix}.mask") else [])):
             with open(f"{prefix}{suffix}", "rb") as file:
                 size = file.seek(0, os.SEEK_END)
                 for start in (0, max(0, size - _ENDS)):

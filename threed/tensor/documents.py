@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from inspect import signature
 from itertools import accumulate
 from typing import Any
 
@@ -62,8 +63,13 @@ class Documents:
 
 
 def has_varlen() -> bool:
-    """Whether torch has attention for sequences of varying length (from 2.10 on)."""
-    return find_spec("torch.nn.attention.varlen") is not None
+    """Whether torch has attention for sequences of varying length, as 2.13 has it (earlier versions take
+    other arguments)."""
+    if find_spec("torch.nn.attention.varlen") is None:
+        return False
+    from torch.nn.attention.varlen import varlen_attn
+
+    return {"window_size", "enable_gqa"} <= signature(varlen_attn).parameters.keys()
 
 
 def attend(q_BNSE: torch.Tensor, k_BKSE: torch.Tensor, v_BKSE: torch.Tensor, documents: Documents,

@@ -22,6 +22,7 @@ from typing import NamedTuple
 from threed.models.kernels import Kernel
 from threed.quantity import ring
 
+NOT_COUNTED = -1  # a label that adds nothing to the loss
 TILES = "tiles"  # stands for an axis in a Cut: the tiles of a layer
 
 
@@ -130,6 +131,8 @@ class Share:
     sequence: tuple[str, ...] = ()  # axes that cut the sequence of the residual stream
     sequences: int = 1  # of a micro-batch
     element: int = 4  # bytes of an element in the dtype of compute
+    documents: bool = False  # whether attention stays inside documents, whose positions travel with the batch
+    masked: bool = False  # whether some labels do not count
 
     def over(self, cut: str) -> int:
         """The ranks over which something is cut: those of an axis, or SEQUENCE, or one ('')."""

@@ -56,7 +56,7 @@ def share_of(config: Config) -> Share:
     parallel = config.parallel
     ranks = {axis: getattr(parallel, axis) for axis in axes_of("parameters")}
     return Share(ranks, ("tp",) if parallel.sequence_parallel else (), config.train.micro_batch_size,
-                 4 if config.precision.dtype == "fp32" else 2)
+                 4 if config.precision.dtype == "fp32" else 2, config.data.document_mask, config.masked)
 
 
 def layers_of(config: Config) -> list[Layer]:

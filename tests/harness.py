@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from allpairspy import AllPairs
 
-from tests.reference import tokens_of
+from tests.reference import data_of
 from threed.comm import Comm, ProcessComm
 from threed.config import load
 from threed.contract import AXES, Cell, cells, refusal
@@ -28,6 +28,7 @@ from threed.program.summary import stages
 from threed.program.table import Plan
 from threed.schema import Config
 from threed.tensor.context import Batch
+from threed.tensor.documents import Documents
 
 TINY = ["model.layers=6", "model.hidden=32", "model.heads=8", "model.vocab=120", "model.vocab_multiple=64",
         "model.seq_len=16", "train.global_batch_size=8", "train.micro_batch_size=1", "train.steps=5",
@@ -90,9 +91,10 @@ SETTINGS: dict[str, dict[object, list[str]]] = {
 MICROBATCHES = {"file": 2, **{name: row.least(2) for name, row in SCHEDULES.items() if row.least(2) > 3}}
 
 
-def cell_config(cell: Cell, ranks: int = 16) -> Config:
+def cell_config(cell: Cell, ranks: int = 16, others: Iterable[str] = ()) -> Config:
     """A cell of the contract on a small mesh: pp=2, tp=2, and dp=2, or 4 in two shard groups (which on 8
-    ranks are of one rank where tp has something to cut, else without tp). Raises what `load` raises."""
+    ranks are of one rank where tp has something to cut, else without tp). `others`: overrides. Raises what
+    `load` raises."""
     dp, size, tp = (4, 2, 2) if cell.shard_groups else (2, 2, 2)
     if cell.shard_groups and ranks < 16:
         dp, size, tp = (2, 1, 2) if cell.sequence_parallel or cell.activation == "partition" else (4, 2, 1)
@@ -102,7 +104,7 @@ def cell_config(cell: Cell, ranks: int = 16) -> Config:
     rest = ["model.layers=2", "model.hidden=16", "model.heads=4", "model.seq_len=8", "model.vocab=30",
             "model.vocab_multiple=16", "parallel.pp=2", f"parallel.tp={tp}", f"parallel.dp={dp}",
             f"zero.shard_size={size}",
-            f"train.global_batch_size={batch}", *schedule, *chosen]
+            f"train.global_batch_size={batch}", *schedule, *chosen, *others]
     if cell.activation == "budget":
         others = [text for text in rest if text != "activation.policy=budget"]
         rest.append(f"activation.budget={least_budget(*others)}")
@@ -161,14 +163,16 @@ class Ranks:
 
 
 def batches(config: Config, comm: Comm, step: int, train: bool = True) -> Callable[[int], Batch]:
-    tokens = tokens_of(config, step)
+    data = data_of(config, step)
     micro, size = config.train.micro_batch_size, config.train.global_batch_size
 
     def batch(microbatch: int) -> Batch:
         first = (microbatch * config.dp + comm.here.replica) * micro
-        part = tokens[first:first + micro]
+        rows = slice(first, first + micro)
         samples = torch.arange(step * size + first, step * size + first + micro)
-        return Batch(part[:, :-1], part[:, 1:], samples, config.train.seed, config.tokens_per_step, train)
+        documents = Documents.of(data.positions_GS[rows]) if data.positions_GS is not None else None
+        return Batch(data.tokens_GS[rows], data.labels_GS[rows], samples, config.train.seed,
+                     data.num_tokens(config), train, documents)
 
     return batch
 

@@ -19,6 +19,7 @@ from threed.engine.loopback import ThreadGroup, World
 from threed.mesh import GROUPS, Mesh
 from threed.models.layers.base import Out
 from threed.models.model import layers, parameters
+from threed.models.spec import NOT_COUNTED
 from threed.schema import Config
 from threed.tensor.context import Batch, Context
 from threed.tensor.layers import WeightGrads
@@ -62,6 +63,44 @@ def tokens_of(config: Config, step: int) -> torch.Tensor:
     return torch.randint(0, config.model.vocab, shape, generator=generator)
 
 
+@dataclass
+class Data:
+    """The global batch of a step."""
+
+    tokens_GS: torch.Tensor
+    labels_GS: torch.Tensor  # NOT_COUNTED where a label does not count
+    positions_GS: torch.Tensor | None  # with data.document_mask
+    count: int  # labels that count
+
+    def num_tokens(self, config: Config) -> int | torch.Tensor:
+        return torch.tensor(self.count) if config.masked else self.count
+
+    def documents(self, row: int) -> Iterator[slice]:
+        """Where the documents of a sequence are; all of it is one where documents are not kept apart."""
+        length = self.tokens_GS.shape[1]
+        starts = [0]
+        if self.positions_GS is not None:
+            starts = (self.positions_GS[row] == 0).nonzero().flatten().tolist()
+        yield from map(slice, starts, [*starts[1:], length])
+
+
+def data_of(config: Config, step: int) -> Data:
+    """Tokens as in `tokens_of`, in documents of random lengths, of which random tokens count."""
+    tokens = tokens_of(config, step)
+    inputs, labels = tokens[:, :-1], tokens[:, 1:].clone()
+    generator, positions = torch.Generator().manual_seed(5000 + step), None
+    if config.data.document_mask:
+        starts = torch.rand(inputs.shape, generator=generator) < 0.25
+        starts[:, 0] = True
+        places = torch.arange(inputs.shape[1])
+        positions = places - torch.where(starts, places, 0).cummax(1).values
+        labels[:, :-1][starts[:, 1:]] = NOT_COUNTED  # the next token is of another document
+    if config.data.loss_mask != "none":
+        labels[torch.rand(inputs.shape, generator=generator) < 0.6] = NOT_COUNTED
+        labels[0] = NOT_COUNTED  # a micro-batch of which nothing counts
+    return Data(inputs, labels, positions, int((labels != NOT_COUNTED).sum()))
+
+
 def run(config: Config, steps: int) -> Result:
     with initialized():
         return Reference(config).run(steps)
@@ -72,7 +111,7 @@ class Reference:
         self.config, self.precision, self.dtype = config, config.precision, DTYPES[config.precision.dtype]
         model = replace(config.model, loss_chunk=None, fused="off")
         alone = {name: ThreadGroup(name, (0,), 0, Counter(), World(Mesh())) for name in GROUPS}
-        context = Context(model, alone, False, self.dtype, WeightGrads())
+        self.context = context = Context(model, alone, False, self.dtype, WeightGrads())
         specs = parameters(model)
         self.masters = {p.name: initial_values(p, {}, {}, config.train.seed).requires_grad_() for p in specs}
         self.live = {
@@ -104,20 +143,37 @@ class Reference:
 
     def losses(self, step: int, train: bool = True) -> Iterator[torch.Tensor]:
         """The loss of each micro-batch of a step."""
-        tokens, size = tokens_of(self.config, step), self.config.train.global_batch_size
+        data, size = data_of(self.config, step), self.config.train.global_batch_size
+        count = data.num_tokens(self.config)
         for first in range(0, size, self.micro):
+            rows = slice(first, first + self.micro)
             samples = torch.arange(step * size + first, step * size + first + self.micro)
-            part = tokens[first:first + self.micro]
-            batch = Batch(part[:, :-1], part[:, 1:], samples, self.config.train.seed,
-                          self.config.tokens_per_step, train)
-            x, given, loss = None, {}, 0.0
-            for layer in self.layers:
-                out = layer(x, batch, **{name: given[name] for name in layer.reads})
-                out = out if isinstance(out, Out) else Out(out)
-                x, given = out.x, {**given, **out.makes}
-                loss = loss if out.loss is None else loss + out.loss
-            assert isinstance(loss, torch.Tensor)
-            yield loss
+            batch = Batch(data.tokens_GS[rows], data.labels_GS[rows], samples, self.config.train.seed, count,
+                          train)
+            if data.positions_GS is None:
+                yield self.loss(batch)
+            else:
+                # One by one: nothing but the divisor knows of other documents.
+                assert not self.config.model.dropout and not self.config.model.attention_dropout
+                yield torch.stack([
+                    self.loss(replace(batch, tokens_BS=batch.tokens_BS[row:row + 1, place],
+                                      labels_BS=batch.labels_BS[row:row + 1, place]))
+                    for row in range(self.micro) for place in data.documents(first + row)]).sum()
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        """The part of some sequences of one length."""
+        length = batch.tokens_BS.shape[1]
+        if length != self.context.model.seq_len:
+            self.context.model = replace(self.context.model, seq_len=length)
+            self.context._rotary.clear()
+        x, given, loss = None, {}, 0.0
+        for layer in self.layers:
+            out = layer(x, batch, **{name: given[name] for name in layer.reads})
+            out = out if isinstance(out, Out) else Out(out)
+            x, given = out.x, {**given, **out.makes}
+            loss = loss if out.loss is None else loss + out.loss
+        assert isinstance(loss, torch.Tensor)
+        return loss
 
     def backward(self, step: int) -> float:
         """Gradients of the masters; the loss."""

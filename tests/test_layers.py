@@ -26,7 +26,8 @@ LEVELS = (
     (  # 0
         "errors models",
         "address doors.table early later native pipeline.orders quantity restart",
-        "doors.deepspeed doors.megatron doors.torchtitan",
+        "doors.deepspeed doors.megatron_rest doors.torchtitan",
+        "doors.megatron",
         "doors.script synonyms",
         "requests",
         "callback mesh",

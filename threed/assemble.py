@@ -20,7 +20,7 @@ from threed.checkpoint.load import resume
 from threed.checkpoint.save import tidy
 from threed.checkpoints import check_room
 from threed.comm import Comm, ProcessComm
-from threed.data.samples import Split, splits
+from threed.data.mix import Splits, open_splits, report
 from threed.data.tokens import Prepared, prepare
 from threed.engine import shared
 from threed.engine.connect import warm
@@ -73,6 +73,8 @@ def train(job: Job, local_rank: int, requests: Requests, watch: Watch, store: An
         if log:
             begin_lineage(config, resumed.path, resumed.lineage)
             log.start(engine.zero.step_number, resumed.manifest.get("wandb_id"))
+            for line in report(config, data[0]):
+                log.say(line)
             for line in resumed.notes:
                 log.say(f"note: {line}")
             if resumed.path:
@@ -104,7 +106,7 @@ def _connect(config: Config, watch: Watch, device: torch.device, store: Any) -> 
 
 
 def _share_data(job: Job, watch: Watch, comm: Comm, requests: Requests,
-                looks: bool) -> tuple[Split, Split]:
+                looks: bool) -> Splits:
     """The splits of the data, which rank 0 prepares if no launcher has, and which all hosts then compare."""
     config, prepared = job.config, job.prepared
     if watch.rank == 0 and prepared is None:
@@ -114,8 +116,7 @@ def _share_data(job: Job, watch: Watch, comm: Comm, requests: Requests,
     assert prepared is not None
     with watch.phase("compare the prepared data", waits=False):
         shared.same_data(comm, prepared, watch.hosts, looks)
-    return splits(prepared.prefix, config.model.seq_len, config.train.seed, config.data.validation_fraction,
-                  config.model.vocab)
+    return open_splits(config, prepared)
 
 
 def _open_log(config: Config, plan: Plan, comm: Comm, watch: Watch, closing: ExitStack) -> Log:

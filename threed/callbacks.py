@@ -111,13 +111,16 @@ class Evaluation(Callback):
                 step.metrics["val/loss"] = self._evaluate(trainer)
 
     def _evaluate(self, trainer: Trainer) -> float:
-        """The mean loss of the validation split's first `train.eval_batches` global batches."""
-        train = trainer.config.train
-        losses = []
-        for index in range(train.eval_batches):
-            batch = trainer.batches(trainer.validation_split, index * train.global_batch_size, train=False)
-            losses.append(trainer.engine.run("evaluate", batch)[0].loss)
-        loss = sum(losses) / len(losses)
+        """The mean loss of the tokens that count in the validation split's first `train.eval_batches` global
+        batches."""
+        train, split = trainer.config.train, trainer.validation_split
+        total = count = 0.0
+        for first in range(0, train.eval_batches * train.global_batch_size, train.global_batch_size):
+            batch = trainer.batches(split, first, train=False)
+            weight = split.count(first, first + train.global_batch_size) if trainer.config.masked else 1
+            total += trainer.engine.run("evaluate", batch)[0].loss * weight
+            count += weight
+        loss = total / count if count else 0.0
         if not math.isfinite(loss) and train.on_nonfinite == "stop":
             trainer.checkpoints.finish_before_failing()
             raise RunError(f"val/loss after step {trainer.step_number} is {loss}: the last update has broken "

@@ -303,12 +303,13 @@ def data(config: ConfigPath, overrides: Overrides = None, as_json: Json = False)
     """Prepare a config's data ahead of a run: read the source, train or load the tokenizer, tokenize the text
     and cache the tokens."""
     loaded = configs.load(config, overrides)
-    from threed.data.samples import splits
+    from threed.data.mix import open_splits, report
     from threed.data.tokens import prepare
 
     prepared = prepare(loaded.data, loaded.model, lambda line: print(line, file=sys.stderr, flush=True))
-    training, validation = splits(prepared.prefix, loaded.model.seq_len, loaded.train.seed,
-                                  loaded.data.validation_fraction)
+    training, validation = open_splits(loaded, prepared)
+    for line in report(loaded, training):
+        print(line, file=sys.stderr)
     values = {"prefix": str(prepared.prefix),
               "tokenizer": str(prepared.tokenizer) if prepared.tokenizer else None,
               "documents": prepared.num_documents, "tokens": prepared.num_tokens,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 from threed.errors import InputError
 
@@ -88,3 +89,15 @@ def round_up(value: int, multiple: int) -> int:
 def ring(size: int, ranks: int) -> int:
     """Bytes a rank sends in a ring all-gather or reduce-scatter of a buffer of `size` bytes."""
     return size * (ranks - 1) // ranks
+
+
+def parse_weighted(entry: str) -> tuple[Fraction, str]:
+    """'0.7 /data/web' -> (7/10, '/data/web')."""
+    text, _, source = entry.strip().partition(" ")
+    try:
+        weight = Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        weight = Fraction(0)
+    if weight <= 0 or not source.strip():
+        raise InputError(f"'{entry}' is not a weight above 0 and a source; write for example '0.7 /data/web'")
+    return weight, source.strip()

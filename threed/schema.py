@@ -30,8 +30,8 @@ class ModelConfig:
     seq_len: int = 128  # tokens of a sequence
     position: str = "rotary"  # rotary (turns halves of a head, as GPT-NeoX, not pairs, as GPT-J) | learned
     rope_theta: float = 10000.0  # base of the rotary frequencies
-    rope_scaling: list[float] | None = None  # Llama 3's: [factor, low_freq_factor, high_freq_factor, tokens of
-    # the sequences before], such as [8, 1, 4, 8192]; null: none
+    rope_scaling: list[float] | None = None  # Llama 3's: [factor, low_freq_factor, high_freq_factor, tokens
+    # of the sequences before], such as [8, 1, 4, 8192]; null: none
     norm: str = "layernorm"  # layernorm | rmsnorm
     norm_eps: float = 1e-5  # added to the variance in a norm
     activation: str = "gelu"  # gelu | swiglu
@@ -170,10 +170,22 @@ class OptimizerConfig:
 
 @dataclass
 class DataConfig:
-    source: str = "python-stdlib"  # or a folder, a glob of text, *.jsonl, or a Megatron .bin/.idx prefix
+    source: str = "python-stdlib"  # or a folder, a glob of text, *.jsonl (.gz, .zst), *.parquet, or a
+    # Megatron .bin/.idx prefix
+    mix: list[str] | None = None  # several sources instead, each "WEIGHT SOURCE": weights are shares of
+    # samples
     tokenizer: str = "bpe"  # bpe: byte-level BPE trained on the source; or a tokenizer.json
-    text_key: str = "text"  # the field of a JSONL line that holds the text
+    text_key: str = "text"  # the field of a line or row that holds the text
     append_eod: bool = True  # an end-of-document token after each document
+    document_mask: bool = False  # attention stays inside a document, and positions begin anew in each
+    loss_mask: str = "none"  # what counts in the loss: none (all tokens) | answers (of lines with prompt and
+    # answer) | chat (what the assistant says in messages)
+    prompt_key: str = "prompt"  # answers: the field of a line or row that holds the prompt
+    answer_key: str = "answer"  # answers: the field that holds the answer
+    messages_key: str = "messages"  # chat: the field that holds the list of messages
+    chat_template: str | None = None  # chat: a Jinja file; null: what lies beside the tokenizer.json
+    packing: str = "stream"  # stream: windows follow each other and cut documents | best-fit: whole documents
+    # are packed into windows, and little is padded
     validation_fraction: float = 0.02  # share of tokens held out, whole documents
     cache: str | None = None  # where prepared data is kept; null: $XDG_CACHE_HOME/threed or ~/.cache/threed
 
@@ -306,6 +318,11 @@ class Config:
         if given is None:
             return None if self.precision.dtype == "fp16" else 1.0
         return None if given == "dynamic" else float(given)
+
+    @property
+    def masked(self) -> bool:
+        """Whether some tokens do not count in the loss: then its divisor is another in each step."""
+        return self.data.document_mask or self.data.loss_mask != "none" or self.data.packing != "stream"
 
     @property
     def tokens_per_step(self) -> int:

@@ -6,12 +6,14 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from threed.callback import Callback, Step
 from threed.checkpoint.load import Resumed
 from threed.checkpoints import Checkpoints
-from threed.data.samples import Split
+from threed.data.mix import AnySplit, Splits
+from threed.data.samples import stacked
 from threed.engine.engine import Engine
 from threed.engine.verify import Verifier
 from threed.engine.watch import Watch
@@ -23,6 +25,7 @@ from threed.program.table import Plan
 from threed.requests import Requests
 from threed.schema import Config
 from threed.tensor.context import Batch
+from threed.tensor.documents import Documents
 
 
 class Trainer:
@@ -40,8 +43,8 @@ class Trainer:
     ...     def on_step_end(self, trainer, step): step.loss < 2.0 and trainer.stop()
     """
 
-    def __init__(self, engine: Engine, data: tuple[Split, Split], watch: Watch, log: Log | None,
-                 requests: Requests, resumed: Resumed):
+    def __init__(self, engine: Engine, data: Splits, watch: Watch, log: Log | None, requests: Requests,
+                 resumed: Resumed):
         """`data`: the splits to train on and to validate with. `log`: on rank 0."""
         self.config: Config = engine.config
         self.plan: Plan = engine.plan
@@ -137,20 +140,24 @@ class Trainer:
             step.metrics["integrity/rehearsal_s"] = rehearsal.total_s
         return step
 
-    def batches(self, split: Split, start: int, train: bool = True) -> Callable[[int], Batch]:
+    def batches(self, split: AnySplit, start: int, train: bool = True) -> Callable[[int], Batch]:
         """A function from micro-batch to data on the host, for the global batch that begins at sample
         `start`. Its samples depend on their global numbers alone."""
         config, here = self.config, self.comm.here
-        micro = config.train.micro_batch_size
+        micro, size = config.train.micro_batch_size, config.train.global_batch_size
+        # Every rank counts for itself, from the order of samples and the index of their tokens: nobody waits.
+        count = torch.tensor(max(1, split.count(start, start + size))) if config.masked else None
 
         def batch(microbatch: int) -> Batch:
             first = start + (microbatch * config.dp + here.replica) * micro
-            samples = torch.arange(first, first + micro)
-            tokens = torch.empty(0, dtype=torch.int64)
+            which, samples = range(first, first + micro), torch.arange(first, first + micro)
+            inputs = labels = torch.empty(0, dtype=torch.int64)
             if self._reads_tokens:  # the others see activations only
-                windows = [torch.from_numpy(split.window(i)) for i in range(first, first + micro)]
-                tokens = torch.stack(windows)
-            inputs, targets, seed = tokens[..., :-1], tokens[..., 1:], config.train.seed
-            return Batch(inputs, targets, samples, seed, config.tokens_per_step, train)
+                inputs, labels = map(torch.from_numpy, stacked(map(split.sample, which)))
+            documents = None
+            if config.data.document_mask:
+                documents = Documents.of(torch.from_numpy(np.stack(list(map(split.positions, which)))))
+            return Batch(inputs, labels, samples, config.train.seed,
+                         config.tokens_per_step if count is None else count, train, documents)
 
         return batch

@@ -14,8 +14,8 @@ from threed.models.families.registry import calling, family_of
 from threed.models.sound import unsound
 from threed.models.tiling import cut_layers, layers_of, share_of, together, unit_layers
 from threed.pipeline.orders import SCHEDULES
-from threed.quantity import parse_bytes
-from threed.schema import CheckpointConfig, Config, ModelConfig, PrecisionConfig
+from threed.quantity import parse_bytes, parse_weighted
+from threed.schema import CheckpointConfig, Config, DataConfig, ModelConfig, PrecisionConfig
 from threed.values import check_values
 
 
@@ -32,6 +32,7 @@ def validate(config: Config, world_size: int | None = None) -> list[str]:
         problems += _check_stages(config) if not of_layers and not (
             of_model and config.model.tile_linears is not None) else []
     problems += _check_batch(config) if not wrong & {"train", "parallel", "data"} else []
+    problems += _check_data(config) if not wrong & {"data", "run"} else []
     problems += _check_schedule(config) if not wrong & {"train", "optimizer"} else []
     problems += _check_zero(config) if not wrong & {"zero", "parallel", "train"} else []
     problems += _check_activation(config) if "activation" not in wrong else []
@@ -334,6 +335,33 @@ def _check_batch(config: Config) -> list[str]:
     return problems
 
 
+def _check_data(config: Config) -> list[str]:
+    """Keys of the data that have no effect, or do not go together."""
+    data, problems = config.data, []
+    for key, wanted in (("prompt_key", "answers"), ("answer_key", "answers"), ("messages_key", "chat"),
+                        ("chat_template", "chat")):
+        value = getattr(data, key)
+        if value != getattr(DataConfig(), key) and data.loss_mask != wanted:
+            problems.append(f"data.{key}={value} needs data.loss_mask={wanted}, and it is {data.loss_mask}; "
+                            "leave it out")
+    for index, entry in enumerate(data.mix or []):
+        try:
+            parse_weighted(entry)
+        except InputError as error:
+            problems.append(f"data.mix[{index}]: {error}")
+    if data.mix is not None and (not data.mix or data.source != DataConfig().source):
+        problems.append(f"data.mix={list(data.mix)} with data.source={data.source}: one of them names the "
+                        "data; give it, and leave the other out")
+    if data.loss_mask != "none" and data.text_key != DataConfig().text_key:
+        where = "data.messages_key" if data.loss_mask == "chat" else "data.prompt_key and data.answer_key"
+        problems.append(f"data.text_key={data.text_key} with data.loss_mask={data.loss_mask}: its texts are "
+                        f"in {where}; leave it out")
+    if config.run.cuda_graphs and data.document_mask:
+        problems.append("run.cuda_graphs=true with data.document_mask=true: attention has the shapes of the "
+                        "documents, and a CUDA graph has fixed ones; set one of the two to false")
+    return problems
+
+
 def _check_schedule(config: Config) -> list[str]:
     train, problems = config.train, []
     decay = config.optimizer.decay_steps or train.steps
@@ -350,6 +378,13 @@ def warnings(config: Config) -> list[str]:
     """Settings that can run, but that a person may not have meant."""
     lines = []
     optimizer, steps = config.optimizer, config.train.steps
+    if config.data.loss_mask != "none" and config.data.packing == "stream":
+        lines.append(f"data.loss_mask={config.data.loss_mask} with data.packing=stream: windows cut "
+                     "examples, and may part an answer from its prompt; data.packing=best-fit keeps them "
+                     "whole")
+    if config.data.packing == "best-fit" and not config.data.document_mask:
+        lines.append("data.packing=best-fit without data.document_mask=true: attention sees the other "
+                     "documents of the window")
     if optimizer.warmup_steps > steps:
         lines.append(f"optimizer.warmup_steps={optimizer.warmup_steps} is longer than train.steps={steps}: "
                      "the learning rate never reaches optimizer.lr")

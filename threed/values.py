@@ -22,6 +22,8 @@ CHOICES = {
     "precision.master": ("fp32", "none"),
     "optimizer.name": tuple(OPTIMIZERS),
     "optimizer.schedule": ("constant", "linear", "cosine", "wsd"),
+    "data.loss_mask": ("none", "answers", "chat"),
+    "data.packing": ("stream", "best-fit"),
     "train.on_nonfinite": ("stop", "skip"),
     "monitor.wandb": ("auto", "offline", "online", "disabled"),
     "run.device": ("auto", "cpu", "cuda"),
@@ -33,7 +35,8 @@ CHOICES = {
     "offload.parameters": ("none", "cpu", "nvme"),
 }
 AT_LEAST = {  # key: least value
-    "model.layers": 1, "model.hidden": 1, "model.heads": 1, "model.kv_heads": 1, "model.head_dim": 1, "model.ffn_hidden": 1,
+    "model.layers": 1, "model.hidden": 1, "model.heads": 1, "model.kv_heads": 1, "model.head_dim": 1,
+    "model.ffn_hidden": 1,
     "model.vocab": 2, "model.vocab_multiple": 1, "model.seq_len": 1, "model.init_std": 0, "model.dropout": 0,
     "model.attention_dropout": 0, "model.loss_chunk": 1, "parallel.layers_per_unit": 1,
     "parallel.virtual_stages": 1, "optimizer.lr": 0, "optimizer.eps": 0, "optimizer.weight_decay": 0,

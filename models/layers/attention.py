@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from threed.later import F, torch
+from threed.later import torch
 from threed.models.kernels import Attention as Core
 from threed.models.kernels import Kernel, Moved, Product
 from threed.models.layers.base import Part
@@ -83,13 +83,15 @@ class Attention(Part):
         seq, heads, kv_heads = model.seq_len, model.heads, model.num_kv_heads
         wide, kv = heads * model.head_size, kv_heads * model.head_size
         grouped, rotary, normed = heads > kv_heads, model.position == "rotary", model.qk_norm
+        placed = rotary and share.documents
 
         def kept(what: str, elements: int, element: int | None = None,
                  piece: str | None = PIECE) -> Saved:
             return Saved(what, share.bytes(elements // tiles, "tp", element), piece)
 
         ends = (kept("queries, keys and values as projected", seq * (wide + 2 * kv), piece=None),
-                kept("attention's output", seq * wide, piece=None))
+                kept("attention's output", seq * wide, piece=None),
+                Saved("positions", share.bytes(seq, element=8) if placed else 0))
         if normed:  # each norm saves what it reads, and its statistics
             # Queries of one group are a view of the projection; those of several are copied.
             copied = grouped and kv_heads > share.over("tp") * tiles
@@ -128,31 +130,26 @@ class Attention(Part):
             q_BNSE, k_BKSE = (self.context.rms_norm(part, scale, model.norm_eps)
                               for part, scale in zip((q_BNSE, k_BKSE), scales, strict=True))
         if model.position == "rotary":
-            q_BNSE, k_BKSE = self._rotate(q_BNSE), self._rotate(k_BKSE)
+            q_BNSE, k_BKSE = (self.context.rotate(each, batch) for each in (q_BNSE, k_BKSE))
         x_BNSE = self._attend(q_BNSE, k_BKSE, v_BKSE, batch)
         return x_BNSE.permute(2, 0, 1, 3).reshape(seq, size, -1)
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> torch.Tensor:
         probability, queries = self.model.attention_dropout, self.model.heads // self.model.num_kv_heads
         if probability == 0.0 or not batch.train:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=queries > 1)
+            return self.context.attend(q, k, v, batch)
         # Fused attention draws its own dropout, which depends on the mesh: the weights are explicit here.
         k, v = (t.repeat_interleave(queries, 1) for t in (k, v))
         seq, heads = q.shape[2], q.shape[1]
         future = torch.full((seq, seq), -torch.inf, dtype=q.dtype, device=q.device).triu(1)  # added: not kept
+        if batch.documents is not None:
+            future = future.masked_fill(self.context.outside(batch.documents.positions_BS), -torch.inf)
         scores = q @ k.transpose(-1, -2) * self.model.head_size**-0.5 + future
         first = (self.tile.index * self.context.group.size() + self.context.group.rank()) * heads
         counters = torch.arange(first * seq * seq, (first + heads) * seq * seq, device=q.device)
         keep = self.context.keep_mask(probability, (batch.seed, f"{self.name}.weights"), batch.samples_B,
                                       counters.view(heads, seq, seq))
         return (scores.float().softmax(-1).to(v.dtype) * keep / (1.0 - probability)) @ v
-
-    def _rotate(self, x_BNSE: torch.Tensor) -> torch.Tensor:
-        cos_SE, sin_SE = self.context.rotary(x_BNSE.device)
-        if self.model.fuses:
-            return self.context.fused.rotate(x_BNSE, cos_SE, sin_SE)
-        low, high = x_BNSE.chunk(2, -1)
-        return x_BNSE * cos_SE + torch.cat([-high, low], -1) * sin_SE
 
 
 class HeadNorms(Held):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from threed.later import F
 from threed.models.kernels import Moved
 from threed.models.layers.base import Layer
 from threed.models.layers.parts import WORD, Dropout, Held, Table, added, vocabulary
@@ -34,10 +35,12 @@ class Embedding(Layer):
     def cost(self, share: Share) -> Cost:
         """All of its backward is weight gradients: all that is saved is an operand of them."""
         tokens = Saved("token ids", share.bytes(self.model.seq_len, element=8))
+        placed = share.documents and self.position is not None
+        positions = Saved("positions", share.bytes(self.model.seq_len, element=8) if placed else 0)
         stream = share.bytes(self.model.seq_len * self.model.hidden, SEQUENCE)
         sums = (self.position is not None) + self.adds
         added = Moved("sum", 3 * stream * sums, stream * sums, (sums, sums))
-        cost = super().cost(share) + Cost((added,), (tokens,))
+        cost = super().cost(share) + Cost((added,), (tokens, positions))
         # All tiles share this tensor.
         return cost + Cost(operands=cost.saved_bytes() + (0 if self.adds else stream))
 
@@ -53,7 +56,7 @@ class Embedding(Layer):
     def forward(self, x_sBD: torch.Tensor | None, batch: Batch) -> torch.Tensor:
         part_sBD = self.word(batch.tokens_BS)
         if self.position is not None:
-            part_sBD = part_sBD + self.position().unsqueeze(1)
+            part_sBD = part_sBD + self.position(batch)
         return added(x_sBD, self.dropout(part_sBD, batch))
 
 
@@ -64,7 +67,11 @@ class Positions(Held):
         shape = model.seq_len, model.hidden
         self.held = {"weight": Parameter("embedding.position.weight", shape, std=model.init_std)}
 
-    def forward(self) -> torch.Tensor:
-        """The vectors of this rank's part of the sequence, [s, D]."""
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """The vectors of this rank's part of the sequence, [s, 1, D], or [s, B, D] where documents give each
+        token its own."""
         first, length = self.context.sequence()
-        return self.compute.weight[first:first + length]
+        if batch.documents is None:
+            return self.compute.weight[first:first + length].unsqueeze(1)
+        positions_Bs = batch.documents.positions_BS[:, first:first + length]
+        return F.embedding(positions_Bs.t(), self.compute.weight)

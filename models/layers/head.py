@@ -58,6 +58,7 @@ class Head(Layer):
         token = 8 + 1 + (0 if whole else 4 if first else 4 + 4 + 8)
         if chunked:
             token = 8 + 4 + 4 + (0 if whole else 4 + 4 * (not first) + 4 * self.tile.last)
+        token += share.masked and self.tile.last  # whether it counts
         saved = (Saved("logits", share.bytes(logits, "tp")) if chunked else
                  Saved("softmax", share.bytes(logits, "tp", 4)),
                  Saved("labels", share.bytes(seq, element=token)),
@@ -93,7 +94,7 @@ class Head(Layer):
         if self.tile.count == 1:
             assert self.norm is not None
             losses_SB = context.cross_entropy(self.output(self.norm(x)), labels_SB)
-            return Out(loss=losses_SB.sum() / batch.num_tokens)
+            return Out(loss=context.mean_loss(losses_SB, batch))
         before = x
         if self.norm is not None:
             before, normed = None, self.norm(x)
@@ -103,5 +104,5 @@ class Head(Layer):
         first = (self.tile.index * context.group.size() + context.group.rank()) * width  # of this rank's ids
         running = context.add_to_softmax(before, logits_SBV, labels_SB, first)
         if self.tile.last:
-            return Out(loss=context.cross_entropy_of(running).sum() / batch.num_tokens)
+            return Out(loss=context.mean_loss(context.cross_entropy_of(running), batch))
         return Out(running, {"normed": normed} if self.norm is not None else {})

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from tests.data.files import word_level, write
+from threed.data import encode
 from threed.data import tokens as subject
 from threed.data.samples import Tokens
 from threed.data.tokenizer import PIECE_CHARS, load
@@ -115,7 +116,7 @@ def test_default_cache(source, tmp_path, monkeypatch):
 
 
 def test_long_documents_and_many_batches(tmp_path, monkeypatch):
-    monkeypatch.setattr(subject, "_BATCH_CHARS", 1000)
+    monkeypatch.setattr(encode, "BATCH_CHARS", 1000)
     path = tmp_path / "a.jsonl"
     texts = ["long " * (PIECE_CHARS // 2), *TEXTS]
     path.write_text("\n".join(json.dumps({"body": text}) for text in texts))

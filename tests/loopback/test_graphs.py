@@ -56,6 +56,8 @@ ZERO3 = ["zero.stage=3", "zero.residency=2", "zero.prefetch=1", "parallel.dp=2"]
     ["zero.stage=1", "offload.optimizer=cpu", "offload.delayed_update=true"],
     OFFLOADED, ["parallel.pp=2", "activation.policy=full", "activation.contiguous=true"],
     ["parallel.pp=2", "train.eval_every=1", "run.verify_every=2"],
+    # the divisor of the loss is another in each step
+    ["data.loss_mask=answers", "parallel.pp=2", "train.eval_every=1"],
     # what a micro-batch still needs before an instruction differs from that of another
     ["parallel.pp=2", "parallel.schedule=auto", "parallel.activation_limit=1.5x", "model.tile_linears=4KiB",
      "model.tie_embeddings=false", "model.layers=2"],

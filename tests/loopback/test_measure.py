@@ -37,6 +37,10 @@ FAMILIES = {
     "qk-norm-dropout-grouped": ["model.family=llama", "model.kv_heads=2", "model.qk_norm=true",
                                 "model.head_dim=8", "model.attention_dropout=0.1"],
     "qkv-bias": ["model.family=llama", "model.qkv_bias=true", "model.rope_scaling=[8,1,4,16]"],
+    "documents": ["data.document_mask=true"],
+    "documents-learned": ["data.document_mask=true", "model.position=learned", "model.loss_chunk=5"],
+    "documents-llama": ["data.document_mask=true", "model.family=llama", "model.kv_heads=2",
+                        "model.fused=auto"],
     "parallel": ["model.family=tests/families/parallel_block.py:PARALLEL"],
 }
 MESHES = {"alone": [], "tp": ["parallel.tp=2"], "sp": ["parallel.tp=2", "parallel.sequence_parallel=true"]}
@@ -56,6 +60,14 @@ def known_difference(config: Config, layer: Layer) -> Cost:
     """What is kept less what is declared, a few bytes a token: an embedding that is cut keeps which tokens
     are its own, and tiles of the head keep fewer numbers of the running softmax."""
     tokens = config.train.micro_batch_size * config.model.seq_len
+    sums = [each.bytes for each in layer.cost(share_of(config)).saved
+            if each.what == "log of attention's sums"]
+    if config.data.document_mask and sums:
+        # One document at a time keeps no sums, and here each has half of the sequence. One kernel for all of
+        # them, which needs a GPU, keeps what is declared.
+        heads = sum(sums) // 4 // tokens
+        return Cost((Product(-tokens * heads, config.model.seq_len, config.model.head_dim),),
+                    (Saved("log of attention's sums", -sum(sums)),))
     if layer.name.startswith("embedding") and (config.parallel.tp > 1 or layer.tile.count > 1):
         return Cost(saved=(Saved("mask of tokens", tokens),), operands=tokens)
     if layer.name.startswith("head") and layer.tile.index > 0 and config.model.loss_chunk is None:

@@ -174,6 +174,11 @@ def test_tp_divides(tp, overrides, named):
     (("parallel.sequence_parallel=true", "parallel.tp=2", "model.seq_len=99"),
      "model.seq_len=99 is not divisible"),
     (("train.eval_every=1", "data.validation_fraction=0"), "nothing is held out"),
+    (("data.answer_key=a",), "data.answer_key=a needs data.loss_mask=answers, and it is none"),
+    (("data.loss_mask=answers", "data.chat_template=a"), "data.chat_template=a needs data.loss_mask=chat"),
+    (("data.loss_mask=chat", "data.text_key=a"), "its texts are in data.messages_key; leave it out"),
+    (("data.document_mask=true", "run.cuda_graphs=true"), "attention has the shapes of the documents"),
+    (("data.mix=['1 a']", "data.source=b"), "one of them names the data"),
     (("optimizer.schedule=wsd", "optimizer.wsd_decay_steps=101"), "longer than optimizer.decay_steps=100"),
 ])
 def test_impossible_combination(overrides, text):

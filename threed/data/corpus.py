@@ -1,25 +1,83 @@
-"""Corpus: read documents of text from `data.source`: the standard library, a folder, a glob, a file or
-JSONL."""
+"""Corpus: read documents from `data.source`: the standard library, a folder, a glob, files of text, JSONL or
+Parquet.
+
+A document is a list of segments, texts that count in the loss or do not (data.loss_mask): all of a plain text
+counts, of a prompt and its answer the second.
+"""
 
 from __future__ import annotations
 
 import glob
 import hashlib
-import json
 import os
 import sysconfig
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
+from threed.data.rows import SUFFIXES, checked_text, holds_rows, rows, text_of
 from threed.errors import InputError
+from threed.schema import DataConfig
 
 STDLIB = "python-stdlib"
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".tex", ".html", ".xml", ".csv", ".tsv", ".yaml", ".yml",
                  ".toml", ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".rs", ".go", ".java",
                  ".js", ".ts", ".sh")
-JSONL_SUFFIXES = (".jsonl", ".ndjson")
 _NOT_STDLIB = ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test")
+
+
+class Segment(NamedTuple):
+    text: str
+    counts: bool = True  # in the loss
+
+
+Segments = list[Segment]
+Render = Callable[[list[dict[str, Any]], str], Segments]  # chat messages and where they are -> their segments
+
+
+class Reader(NamedTuple):
+    """How an object of JSONL or Parquet becomes a document."""
+
+    fields: tuple[str, ...]  # that it reads
+    parse: Callable[[dict[str, Any], str], Segments]  # object, where it is -> segments
+    plain: bool  # whether a file of text is a document
+
+
+def text_reader(text_key: str) -> Reader:
+    def parse(value: dict[str, Any], where: str) -> Segments:
+        return [Segment(text_of(value, text_key, "data.text_key", where))]
+
+    return Reader((text_key,), parse, True)
+
+
+def reader_of(data: DataConfig, render: Render | None = None) -> Reader:
+    """`render`: with data.loss_mask=chat."""
+    if data.loss_mask == "none":
+        return text_reader(data.text_key)
+
+    def answers(value: dict[str, Any], where: str) -> Segments:
+        return [Segment(text_of(value, data.prompt_key, "data.prompt_key", where), False),
+                Segment(text_of(value, data.answer_key, "data.answer_key", where))]
+
+    def chat(value: dict[str, Any], where: str) -> Segments:
+        messages = value.get(data.messages_key)
+        if not isinstance(messages, list) or not messages:
+            fields = ", ".join(value) or "none"
+            raise InputError(f"{where}: no list of messages in field '{data.messages_key}' (the fields are: "
+                             f"{fields}); set data.messages_key to the one that holds it")
+        for number, message in enumerate(messages):
+            what = f"message {number} of field '{data.messages_key}'"
+            if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+                raise InputError(f"{where}: {what} must be an object with role and content")
+            for name in ("role", "content"):
+                checked_text(message[name], f"{name} of {what}", "data.messages_key", where)
+        assert render is not None
+        return render(messages, where)
+
+    if data.loss_mask == "answers":
+        return Reader((data.prompt_key, data.answer_key), answers, False)
+    return Reader((data.messages_key,), chat, False)
 
 
 def documents(source: str, text_key: str) -> Iterator[str]:
@@ -27,23 +85,34 @@ def documents(source: str, text_key: str) -> Iterator[str]:
 
     * `python-stdlib`: the .py files of the running Python's standard library, without installed packages,
       folders named test, tests or idle_test, and files that are not UTF-8: about 12 MB.
-    * a folder: every file below it with a suffix in TEXT_SUFFIXES, one document each, and every JSONL file;
-      names that start with a dot are passed over.
+    * a folder: every file below it with a suffix in TEXT_SUFFIXES, one document each, and every JSONL and
+      Parquet file; names that start with a dot are passed over.
     * a glob or a file: as in a folder, whatever the suffix (only .json is refused: it may be JSON lines or
       one text).
-    * JSONL (.jsonl, .ndjson): a document a line, in the field `text_key`.
+    * JSONL (.jsonl, .ndjson, also .gz and .zst) and Parquet: a document a line or row, in the field
+      `text_key`.
 
     A text file that is not UTF-8 is skipped, and a warning counts them. Raises InputError for a source that
-    is missing or holds no text, and for a bad JSONL line.
+    is missing or holds no text, and for a bad line.
     """
-    count = skipped = 0
+    for segments in read(source, text_reader(text_key)):
+        yield segments[0].text
+
+
+def read(source: str, reader: Reader) -> Iterator[Segments]:
+    """The documents of a source, as `documents`. Those of which nothing counts are left out, too."""
+    count = skipped = empty = 0
     for path in _files(source):
+        if not reader.plain and not holds_rows(path):
+            raise InputError(f"{path} of data.source={source} holds plain text, of which nothing says what "
+                             "counts in the loss; give JSONL or Parquet, or set data.loss_mask=none")
         try:
-            texts = _json_lines(path, text_key) if _is_jsonl(path) else _whole_file(path)
-            for text in texts:
-                if text.strip():
+            for segments in _of_file(path, reader):
+                if any(segment.counts and segment.text.strip() for segment in segments):
                     count += 1
-                    yield text
+                    yield segments
+                else:
+                    empty += 1
         except UnicodeDecodeError:
             skipped += 1
         except OSError as error:
@@ -51,9 +120,21 @@ def documents(source: str, text_key: str) -> Iterator[str]:
     not_utf8 = f"{skipped} {'file' if skipped == 1 else 'files'} of data.source={source} not UTF-8"
     if not count:
         why = f" ({not_utf8})" if skipped else ""
-        raise InputError(f"data.source={source} holds no text{why}; give files that hold UTF-8 text")
+        what = "text" if reader.plain else "example of which something counts"
+        raise InputError(f"data.source={source} holds no {what}{why}; give files that hold UTF-8 text")
     if skipped and source != STDLIB:
         warnings.warn(f"{not_utf8}: skipped; convert to UTF-8 to use them", stacklevel=2)
+    if empty and not reader.plain:
+        warnings.warn(f"{empty} {'example' if empty == 1 else 'examples'} of data.source={source} in which "
+                      "nothing counts: skipped", stacklevel=2)
+
+
+def _of_file(path: Path, reader: Reader) -> Iterator[Segments]:
+    if not holds_rows(path):
+        yield [Segment(path.read_bytes().decode("utf-8-sig"))]  # not read_text, which would change line ends
+        return
+    for value, where in rows(path, reader.fields):
+        yield reader.parse(value, where)
 
 
 def source_bytes(source: str) -> int:
@@ -65,12 +146,12 @@ def fingerprint(source: str, text_key: str) -> str:
     """A hash of a source's content: the same content has the same hash in any folder.
 
     Every byte is read once. The names of files matter only where they change the order of the files or how
-    they are read.
+    they are read. `text_key`: the field that is read, or whatever else says what a line becomes.
     """
     total = hashlib.blake2b(digest_size=16)
     for path in _files(source):
         # Text and JSONL of the same bytes are different documents; so are two fields of the same JSONL.
-        kind = f"jsonl {text_key}" if _is_jsonl(path) else "text"
+        kind = f"jsonl {text_key}" if holds_rows(path) else "text"
         try:
             with path.open("rb") as file:
                 total.update(f"{kind}\0".encode() + hashlib.file_digest(file, "blake2b").digest())
@@ -87,9 +168,9 @@ def _files(source: str) -> list[Path]:
         advice = f"this Python has no standard library in {root}; give a folder of text instead"
     elif os.path.isdir(path := os.path.expanduser(source)):
         files = _walk(Path(path), lambda name: not name.startswith("."),
-                      lambda path: path.suffix.lower() in TEXT_SUFFIXES or _is_jsonl(path))
+                      lambda path: path.suffix.lower() in TEXT_SUFFIXES or holds_rows(path))
         advice = ("the folder has no file with one of the suffixes "
-                  f"{' '.join(TEXT_SUFFIXES + JSONL_SUFFIXES)}; for other names give a glob, as in "
+                  f"{' '.join(TEXT_SUFFIXES + SUFFIXES)}; for other names give a glob, as in "
                   f"'{source}/*', and for Megatron's .bin/.idx their prefix")
     elif os.path.exists(path):
         files, advice = [_refuse_json(Path(path))], ""
@@ -114,10 +195,6 @@ def _walk(root: Path, keep_name, keep_file) -> list[Path]:
     return sorted((path for path in files if path.is_file()), key=lambda path: path.relative_to(root).parts)
 
 
-def _is_jsonl(path: Path) -> bool:
-    return path.suffix.lower() in JSONL_SUFFIXES
-
-
 def _refuse_json(path: Path) -> Path:
     if path.suffix.lower() == ".json":
         raise InputError(f"{path}: a .json file is not read; name it .jsonl if each line is a JSON object, "
@@ -127,38 +204,3 @@ def _refuse_json(path: Path) -> Path:
 
 def _unreadable(path: Path, error: OSError) -> InputError:
     return InputError(f"{path} cannot be read: {error.strerror or error}; check its permissions")
-
-
-def _whole_file(path: Path) -> Iterator[str]:
-    yield path.read_bytes().decode("utf-8-sig")  # not read_text, which would change line ends
-
-
-def _json_lines(path: Path, text_key: str) -> Iterator[str]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                yield _json_text(line, text_key, f"{path}:{number}")
-
-
-def _json_text(line: bytes, text_key: str, where: str) -> str:
-    try:
-        value = json.loads(line.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:  # ValueError: not UTF-8, or not JSON
-        raise InputError(f"{where}: not a line of JSON: {error}; each line must be one object") from None
-    if not isinstance(value, dict):
-        raise InputError(f"{where}: the line holds a {type(value).__name__}; each line must be one JSON "
-                         "object")
-    if text_key not in value:
-        fields = ", ".join(value) or "none"
-        raise InputError(f"{where}: no field '{text_key}' (the fields are: {fields}); set data.text_key to "
-                         "the one that holds the text")
-    text = value[text_key]
-    if not isinstance(text, str):
-        raise InputError(f"{where}: field '{text_key}' is a {type(text).__name__}, not a string; set "
-                         "data.text_key to the one that holds the text")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair, which no encoding can hold
-        raise InputError(f"{where}: field '{text_key}' is not valid Unicode: {error.reason}; repair the "
-                         "line") from None
-    return text

@@ -7,17 +7,25 @@
 Sample i of the training split lies in epoch i // num_windows; inside an epoch, the windows come in a
 permutation keyed by (seed, epoch). So sample i is a function of (seed, i): no mesh, batch size or number of
 steps can move it, a resumed run needs no state but i, and nothing is stored, however long the stream.
+
+So are the positions within documents and the number of labels that count: each rank finds them by itself,
+from the index of the tokens, whether it reads tokens or not.
 """
 
 from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
+from threed.data.packing import BestFit, Runs, Stream, cut
 from threed.errors import InputError
+from threed.models.spec import NOT_COUNTED
+from threed.schema import DataConfig
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document bounds
@@ -31,7 +39,8 @@ class Tokens:
     """A Megatron `.bin/.idx` pair, memory-mapped.
 
     `stream`: all tokens, [num_tokens]. `document_ends`: int64 [num_documents], ascending; document d ends
-    before token `document_ends[d]`. Raises InputError when a file is missing, damaged, or not of the other's
+    before token `document_ends[d]`. `mask`: uint8 [num_tokens], 1 where a token counts as a label, or
+    None (data.loss_mask). Raises InputError when a file is missing, damaged, or not of the other's
     size. A `.crc32` beside them holds the checksums of the stream's blocks, which `check` compares;
     Megatron's own data have none.
     """
@@ -54,6 +63,7 @@ class Tokens:
             if not num_tokens:
                 raise InputError(f"{bin_} holds no tokens; give other data")
             self.path, self.stream = bin_, np.memmap(bin_, dtype=dtype, mode="r")
+            self.mask = _read_mask(Path(f"{prefix}.mask"), num_tokens)
             self._checksums = _read_checksums(Path(f"{prefix}.crc32"), want_bytes)
             self._checked = np.zeros(0 if self._checksums is None else len(self._checksums), bool)
         except OSError as error:
@@ -82,6 +92,15 @@ class Tokens:
     @property
     def num_documents(self) -> int:
         return len(self.document_ends)
+
+
+def _read_mask(path: Path, num_tokens: int) -> np.ndarray | None:
+    if not path.exists():
+        return None
+    if path.stat().st_size != num_tokens:
+        raise InputError(f"{path} has {path.stat().st_size} bytes, and the stream {num_tokens} tokens; "
+                         "prepare the data again")
+    return np.memmap(path, np.uint8, "r")
 
 
 def _read_checksums(path: Path, size: int) -> np.ndarray | None:
@@ -129,41 +148,140 @@ def _read_index(path: Path) -> tuple[np.dtype, np.ndarray]:
     return np.dtype(_DTYPES[code]), token_at[edges[1:]]
 
 
+class Sample(NamedTuple):
+    """A window of `seq_len` inputs."""
+
+    inputs: np.ndarray  # int64 [seq_len]
+    labels: np.ndarray  # int64 [seq_len]: the token that follows each input, or NOT_COUNTED
+
+
 class Split:
-    """Tokens [start, stop) of a stream, as consecutive windows that do not overlap.
+    """Tokens [start, stop) of a stream, as windows that do not overlap.
 
     `seed` None: windows in order (validation). Otherwise in a permutation of their own each epoch (training).
-    `vocab`: all tokens must be below it.
+    `vocab`: all tokens must be below it. `data`: which tokens are in a window (`packing`), and which labels
+    count (`document_mask`, `loss_mask`).
     """
 
     def __init__(self, tokens: Tokens, start: int, stop: int, seq_len: int, seed: int | None,
-                 vocab: int | None = None):
+                 vocab: int | None = None, data: DataConfig | None = None):
+        data = data or DataConfig()
         self.num_tokens = stop - start
-        self.num_windows = max(0, (self.num_tokens - 1) // seq_len)  # a window's last label is a token too
-        self._tokens, self._start = tokens, start
-        self._seq_len, self._seed, self._vocab = seq_len, seed, vocab
+        self._tokens, self._seq_len, self._seed, self._vocab = tokens, seq_len, seed, vocab
+        self._apart = data.document_mask and data.packing == "stream"  # whether documents are cut here
+        self._mask = tokens.mask if data.loss_mask != "none" else None
+        self.cut_off = self.dropped = 0  # answers of which a part, or all, is beyond their window
+        self.layout = Stream(start, stop, seq_len) if data.packing == "stream" else self._packed(start, stop)
+        self.num_windows = self.layout.num_windows
+
+    def _packed(self, start: int, stop: int) -> BestFit:
+        ends = np.unique(np.clip(self._tokens.document_ends, start, stop))
+        ends = ends[ends > start]
+        bounds = np.stack([np.concatenate([[start], ends[:-1]]), ends], 1) if len(ends) else np.empty((0, 2))
+        keep = None
+        if self._mask is not None:  # an example is not cut in two, of which one would have no prompt
+            runs = cut(bounds := bounds.astype(np.int64), self._seq_len)
+            keep = np.isin(runs[:, 0], bounds[:, 0])
+            counts = _sums(self._mask, runs[:, 0] + 1, runs.sum(1) + 1)
+            self.cut_off = int((~keep & (counts > 0)).sum())
+            self.dropped = int((keep & (counts == 0)).sum())
+            keep &= counts > 0
+        return BestFit(bounds.astype(np.int64), self._seq_len, keep)
 
     def window(self, index: int) -> np.ndarray:
-        """Sample `index` >= 0, however large: int64 [seq_len + 1], inputs [:-1] and labels [1:]. InputError
-        where the tokens are damaged, or not below `vocab`."""
+        """int64 [seq_len + 1], inputs [:-1] and labels [1:]: sample `index` of windows that follow each
+        other, all of whose labels count."""
+        inputs, labels = self.sample(index)
+        return np.append(inputs, labels[-1:])
+
+    def sample(self, index: int) -> Sample:
+        """Sample `index` >= 0, however large. InputError where the tokens are damaged, or not below
+        `vocab`."""
+        inputs, labels = np.zeros(self._seq_len, np.int64), np.full(self._seq_len, NOT_COUNTED, np.int64)
+        at = 0
+        for first, count in self._runs(index).tolist():
+            tokens = self._read(first, first + count + 1, index)
+            place = slice(at, at := at + count)
+            inputs[place], labels[place] = tokens[:-1], tokens[1:]
+            if self._mask is not None:
+                labels[place][self._mask[first + 1:first + count + 1] == 0] = NOT_COUNTED
+            if self._apart and self._ends_at(first + count):
+                labels[at - 1] = NOT_COUNTED  # it is the first token of another document
+        return Sample(inputs, labels)
+
+    def positions(self, index: int) -> np.ndarray:
+        """The position of each input of a sample within its document, int64 [seq_len]. Padding is a document
+        of its own. It reads no tokens."""
+        sizes = self._runs(index)[:, 1].tolist()
+        rest = self._seq_len - sum(sizes)
+        return np.concatenate([np.arange(size) for size in (*sizes, rest)])
+
+    def counted(self, index: int) -> int:
+        """How many labels of a sample count."""
+        total = 0
+        for first, count in self._runs(index).tolist():
+            if self._mask is not None:
+                total += int(np.count_nonzero(self._mask[first + 1:first + count]))
+                last = bool(self._mask[first + count])
+            else:
+                total, last = total + count - 1, True
+            total += last and not (self._apart and self._ends_at(first + count))
+        return total
+
+    def count(self, start: int, stop: int) -> int:
+        """How many labels of samples [start, stop) count."""
+        return sum(map(self.counted, range(start, stop)))
+
+    def _runs(self, index: int) -> Runs:
         assert self.num_windows, "this split holds no window"
         assert index >= 0, index
         epoch, place = divmod(index, self.num_windows)
         if self._seed is not None:
             place = permute(place, self.num_windows, mix(mix(self._seed & _MASK) + epoch))
-        first = self._start + place * self._seq_len
-        self._tokens.check(first, first + self._seq_len + 1)
-        window = self._tokens.stream[first:first + self._seq_len + 1].astype(np.int64)
-        if self._vocab is not None and (window.min() < 0 or window.max() >= self._vocab):
-            at = int(((window < 0) | (window >= self._vocab)).argmax())
-            raise InputError(f"{self._tokens.path} holds token {window[at]} at position {first + at}, in "
+        runs = self.layout.runs(place)
+        if not self._apart:
+            return runs
+        ((first, count),) = runs.tolist()
+        ends, stop = self._tokens.document_ends, first + count
+        inside = ends[np.searchsorted(ends, first, "right"):np.searchsorted(ends, stop, "left")]
+        edges = np.unique(np.concatenate([[first], inside, [stop]]))
+        return np.stack([edges[:-1], np.diff(edges)], 1)
+
+    def _ends_at(self, token: int) -> bool:
+        """Whether a document ends before a token."""
+        ends = self._tokens.document_ends
+        place = int(np.searchsorted(ends, token))
+        return place < len(ends) and int(ends[place]) == token
+
+    def _read(self, first: int, stop: int, index: int) -> np.ndarray:
+        self._tokens.check(first, stop)
+        tokens = self._tokens.stream[first:stop].astype(np.int64)
+        if self._vocab is not None and (tokens.min() < 0 or tokens.max() >= self._vocab):
+            at = int(((tokens < 0) | (tokens >= self._vocab)).argmax())
+            raise InputError(f"{self._tokens.path} holds token {tokens[at]} at position {first + at}, in "
                              f"sample {index}, but model.vocab={self._vocab} allows 0 to {self._vocab - 1}: "
                              "the data are damaged, or of another tokenizer")
-        return window
+        return tokens
 
 
-def splits(prefix: str | Path, seq_len: int, seed: int, validation_fraction: float, vocab: int | None = None
-           ) -> tuple[Split, Split]:
+def _sums(mask: np.ndarray, first: np.ndarray, stop: np.ndarray) -> np.ndarray:
+    """The sum of each range [first, stop) of a mask; the ranges ascend and do not overlap."""
+    edges = np.stack([first, stop], 1).ravel()
+    if not len(edges):
+        return np.zeros(0, np.int64)
+    if edges[-1] == len(mask):
+        edges = edges[:-1]
+    return np.add.reduceat(mask, edges, dtype=np.int64)[::2]
+
+
+def stacked(samples: Iterable[Sample]) -> tuple[np.ndarray, np.ndarray]:
+    """Inputs and labels of several samples, [samples, seq_len] each."""
+    inputs, labels = zip(*samples, strict=True)
+    return np.stack(inputs), np.stack(labels)
+
+
+def splits(prefix: str | Path, seq_len: int, seed: int, validation_fraction: float, vocab: int | None = None,
+           data: DataConfig | None = None) -> tuple[Split, Split]:
     """Training and validation split of a Megatron prefix. Validation is the tail, about `validation_fraction`
     of it.
 
@@ -174,13 +292,17 @@ def splits(prefix: str | Path, seq_len: int, seed: int, validation_fraction: flo
     tokens = Tokens(prefix)
     total = tokens.num_tokens
     cut = _cut(tokens.document_ends, total, validation_fraction)
-    train = Split(tokens, 0, cut, seq_len, seed, vocab)
-    validation = Split(tokens, cut, total, seq_len, None, vocab)
+    train = Split(tokens, 0, cut, seq_len, seed, vocab, data)
+    validation = Split(tokens, cut, total, seq_len, None, vocab, data)
     wanted = ((train, "training", "lower"), (validation, "validation", "raise"))
     for split, name, change in wanted[:2 if validation_fraction else 1]:
         if not split.num_windows:
             fraction = f" or {change} data.validation_fraction={validation_fraction}"
             fraction = fraction if validation_fraction else ""
+            if split.dropped:
+                raise InputError(f"{prefix}: of the {split.dropped} examples for {name} none has a token of "
+                                 f"an answer within model.seq_len + 1 = {seq_len + 1} tokens; raise "
+                                 f"model.seq_len{fraction}")
             raise InputError(f"{prefix}: {split.num_tokens} of {total} tokens are for {name}, fewer than one "
                              f"window of model.seq_len + 1 = {seq_len + 1}; give more text in data.source, "
                              f"lower model.seq_len={seq_len}{fraction}")

@@ -32,6 +32,10 @@ class Tokenizer:
         self.vocab_size = 1 + max(inner.get_vocab(with_added_tokens=True).values(), default=-1)
         self.eod = next((id for name in EOD_NAMES if (id := inner.token_to_id(name)) is not None), None)
 
+    def read_special_tokens(self) -> None:
+        """From now on special tokens in a text are tokens: a chat template writes them so."""
+        self._inner.encode_special_tokens = False
+
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """Token ids of each text, with no special token added. Runs on all cores."""
         return [encoding.ids for encoding in self._inner.encode_batch_fast(texts, add_special_tokens=False)]

@@ -2,6 +2,7 @@
 content.
 
     cache/<key>/tokens.bin, tokens.idx   the stream, in Megatron's format
+                tokens.mask              with data.loss_mask: a byte a token, 1 where it counts
                 tokens.crc32             CRC-32 of each BLOCK_BYTES of the stream
                 tokenizer.json
                 meta.json                the fields of Prepared, CRC-32 of tokens.idx, tokens.crc32 and
@@ -28,28 +29,31 @@ import time
 import uuid
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 import numpy as np
 
-from threed.data.corpus import STDLIB, documents, fingerprint, source_bytes
+from threed.data.chat import Template
+from threed.data.corpus import STDLIB, fingerprint, source_bytes
+from threed.data.encode import documents_of, encode
+from threed.data.mix import sources
 from threed.data.samples import BLOCK_BYTES, Tokens, mix
 from threed.errors import InputError
-from threed.quantity import show_bytes, show_count, show_left, show_seconds
+from threed.quantity import show_bytes, show_count, show_seconds
 from threed.schema import DataConfig, ModelConfig
 
 if TYPE_CHECKING:
     from threed.data.tokenizer import Tokenizer
 
 _FORMAT = 2  # of the cache: raise it when the same content would give other files
-_BATCH_CHARS = 2**22
 _SCAN_TOKENS = 10**9  # Megatron data up to this long are checked in full
 _SCAN_CHUNK = 2**24
 _CHECK_BYTES = 2**31  # a prepared stream up to this long is read and checked at each start: about a second
-_CHECKED = ("tokens.idx", "tokens.crc32", "tokenizer.json")
+MASK = "tokens.mask"
+_CHECKED = ("tokens.idx", "tokens.crc32", "tokenizer.json", MASK)
 _LONG_BYTES = 2**31  # a source that takes seconds to read
 _OLD_S = 3600.0  # age at which a folder `*.tmp` without a lock is removed: a younger one may get a lock yet
 
@@ -69,26 +73,56 @@ class Prepared:
     vocab_size: int
     eod: int | None
     cached: bool
+    mixed: tuple[Prepared, ...] = ()  # with data.mix: each source
+
+    @property
+    def parts(self) -> tuple[Prepared, ...]:
+        """Each source."""
+        return self.mixed or (self,)
 
 
 def prepare(data: DataConfig, model: ModelConfig,
             progress: Callable[[str], None] = lambda line: None) -> Prepared:
-    """Tokenize `data.source` into the cache, unless the cache has it. A Megatron prefix is checked and used
-    in place.
+    """Tokenize `data.source`, or each source of `data.mix`, into the cache, unless the cache has it. A
+    Megatron prefix is checked and used in place. A tokenizer is trained on all sources together.
 
     `progress` is called with a line at each stage, and about every second while encoding. The documents are
     shuffled, with the content as the seed, so that the end of the stream is a fair sample to hold out. Raises
     InputError for bad input, a vocabulary above `model.vocab`, and a cache that cannot be written.
     """
+    whole = [each for _, each in sources(data)]
+    if data.mix is None:
+        return _prepare(data, whole, model, progress)
+    ready = [each for each in whole if _megatron_prefix(each.source) is not None]
+    if data.tokenizer == "bpe" and 0 < len(ready) < len(whole):
+        raise InputError(f"data.mix has {ready[0].source}, which holds tokens, and sources of text: give the "
+                         "tokenizer that made those tokens in data.tokenizer")
+    made: list[Prepared] = []
+    for each in whole:
+        if made and made[0].tokenizer is not None:
+            each = replace(each, tokenizer=str(made[0].tokenizer))
+        made.append(_prepare(each, whole if each.tokenizer == "bpe" else [each], model, progress))
+    return replace(made[0], num_tokens=sum(each.num_tokens for each in made),
+                   num_documents=sum(each.num_documents for each in made),
+                   vocab_size=max(each.vocab_size for each in made), cached=all(each.cached for each in made),
+                   mixed=tuple(made))
+
+
+def _prepare(data: DataConfig, whole: Sequence[DataConfig], model: ModelConfig,
+             progress: Callable[[str], None]) -> Prepared:
+    """Prepare one source. `whole`: all of which a tokenizer is trained on."""
     prefix = _megatron_prefix(data.source)
     if prefix is not None:
         return _use_in_place(prefix, data, model, progress)
     start_s = time.perf_counter()
     if (size := source_bytes(data.source)) > _LONG_BYTES:
         progress(f"reading {show_bytes(size)} of {data.source}, to see whether they are prepared")
-    content = fingerprint(data.source, data.text_key)
+    template = Template(data) if data.loss_mask == "chat" else None
+    content = fingerprint(data.source, _becomes(data, template))
     path = None if data.tokenizer == "bpe" else Path(data.tokenizer).expanduser()
     name = f"bpe {model.vocab}"
+    if path is None and len(whole) > 1:
+        name += "".join(f" {fingerprint(each.source, _becomes(each, template))}" for each in whole)
     if path is not None:
         eod = _load_tokenizer(path, model.vocab).eod
         _check_eod(path, eod, data.append_eod)
@@ -101,7 +135,7 @@ def prepare(data: DataConfig, model: ModelConfig,
     try:
         cached = folder.is_dir()
         if not cached:
-            _build(folder, content, path, data, model, progress)
+            _build(folder, content, _Making(path, data, whole, model, progress))
     except OSError as error:  # of the cache: a source that cannot be read has raised InputError
         raise InputError(f"prepared data cannot be kept in {root}: {error.strerror or error}; make room "
                          "there or set data.cache to another folder") from None
@@ -110,6 +144,15 @@ def prepare(data: DataConfig, model: ModelConfig,
     progress(f"{'found' if cached else 'prepared'} {show_count(prepared.num_tokens)} tokens of "
              f"{show_count(prepared.num_documents)} documents in {elapsed}: {folder}")
     return prepared
+
+
+def _becomes(data: DataConfig, template: Template | None) -> str:
+    """All that decides which document a line of JSONL becomes."""
+    if data.loss_mask == "none":
+        return data.text_key
+    if data.loss_mask == "answers":
+        return repr(("answers", data.prompt_key, data.answer_key))
+    return repr(("chat", data.messages_key, template.identity if template is not None else ""))
 
 
 def cache_root(data: DataConfig) -> Path:
@@ -124,8 +167,10 @@ def _open(folder: Path, cached: bool) -> Prepared:
         if meta.pop("check") != _check(meta):
             raise InputError(f"{folder / 'meta.json'} does not have its own checksum")
         for name in _CHECKED:
-            if _checksum(folder / name) != meta["crc32"][name]:
+            if name in meta["crc32"] and _checksum(folder / name) != meta["crc32"][name]:
                 raise InputError(f"{folder / name} does not have the checksum of meta.json")
+        if (folder / MASK).exists() != (MASK in meta["crc32"]):
+            raise InputError(f"{folder / MASK} is missing")
         tokens = Tokens(prefix)
         if tokens.stream.nbytes <= _CHECK_BYTES:
             tokens.check(0, tokens.num_tokens)
@@ -145,11 +190,20 @@ def _check(meta: dict[str, Any]) -> int:
 # ---------------------------------------------------------------- building
 
 
-def _build(folder: Path, content: str, tokenizer_path: Path | None, data: DataConfig, model: ModelConfig,
-           progress: Callable[[str], None]) -> None:
+class _Making(NamedTuple):
+    """What data are made of."""
+
+    tokenizer: Path | None  # None: one is trained
+    data: DataConfig
+    whole: Sequence[DataConfig]  # the tokenizer is trained on
+    model: ModelConfig
+    progress: Callable[[str], None]
+
+
+def _build(folder: Path, content: str, making: _Making) -> None:
     scratch, lock = _scratch(folder)
     try:
-        _fill(scratch, content, tokenizer_path, data, model, progress)
+        _fill(scratch, content, making)
         (scratch / "lock").unlink(missing_ok=True)
         try:
             scratch.rename(folder)
@@ -189,84 +243,71 @@ def remove_stale(root: Path) -> None:
             continue  # a process holds the lock, or the file system has no locks
 
 
-def _fill(folder: Path, content: str, tokenizer_path: Path | None, data: DataConfig, model: ModelConfig,
-          progress: Callable[[str], None]) -> None:
+def _fill(folder: Path, content: str, making: _Making) -> None:
     """Write a complete set of prepared data into an empty folder.
 
     Documents are encoded in the order of the source to a scratch file, and copied from there in shuffled
     order: memory is bounded.
     """
-    tokenizer = _make_tokenizer(folder / "tokenizer.json", tokenizer_path, data, model, progress)
-    unordered = folder / "unordered.bin"
-    lengths, dtype = _encode(unordered, tokenizer, data, progress)
+    data, progress = making.data, making.progress
+    tokenizer = _make_tokenizer(folder / "tokenizer.json", making)
+    unordered, unmasked = folder / "unordered.bin", folder / "unordered.mask"
+    with contextlib.ExitStack() as files:
+        out = files.enter_context(unordered.open("wb"))
+        mask = files.enter_context(unmasked.open("wb")) if data.loss_mask != "none" else None
+        dtype = np.dtype(_indexed_dataset().DType.optimal_dtype(tokenizer.vocab_size))
+        lengths = encode(out, mask, tokenizer, data, dtype, progress)
     if not sum(lengths):
-        raise InputError(f"data.tokenizer={tokenizer_path} makes no token of the text in "
+        raise InputError(f"data.tokenizer={making.tokenizer} makes no token of the text in "
                          f"data.source={data.source}; give a tokenizer for this kind of text")
     start_s = time.perf_counter()
     _shuffle(folder, unordered, lengths, dtype, seed=int(content[:16], 16))
     unordered.unlink()
+    unmasked.unlink(missing_ok=True)
     checksums = [zlib.crc32(block) for block in _blocks(folder / "tokens.bin")]
     np.array(checksums, "<u4").tofile(folder / "tokens.crc32")
     meta = {"format": _FORMAT, "source": data.source, "content": content, "tokenizer": data.tokenizer,
             "num_documents": len(lengths), "num_tokens": sum(lengths), "vocab_size": tokenizer.vocab_size,
-            "eod": tokenizer.eod, "crc32": {name: _checksum(folder / name) for name in _CHECKED}}
+            "eod": tokenizer.eod, "crc32": {name: _checksum(folder / name) for name in _CHECKED
+                                             if (folder / name).exists()}}
     (folder / "meta.json").write_text(json.dumps({**meta, "check": _check(meta)}, indent=1))
     written = (folder / "tokens.bin").stat().st_size
     progress(f"shuffled and wrote {show_bytes(written)} in {show_seconds(time.perf_counter() - start_s)}")
 
 
-def _make_tokenizer(file: Path, given: Path | None, data: DataConfig, model: ModelConfig,
-                    progress: Callable[[str], None]) -> Tokenizer:
-    """Train a tokenizer on the source, or load the `given` one; `file` is the tokenizer.json to write."""
+def _make_tokenizer(file: Path, making: _Making) -> Tokenizer:
+    """Train a tokenizer, or load the given one; `file` is the tokenizer.json to write."""
     from threed.data import tokenizer as tokenizers
 
-    if given is not None:
-        tokenizer = tokenizers.load(given)
-        shutil.copyfile(given, file)
+    if making.tokenizer is not None:
+        tokenizer = tokenizers.load(making.tokenizer)
+        shutil.copyfile(making.tokenizer, file)
         return tokenizer
+    model, progress = making.model, making.progress
     start_s = time.perf_counter()
-    progress(f"training a byte-level BPE of {model.vocab} tokens on {data.source}")
-    tokenizer = tokenizers.train(documents(data.source, data.text_key), model.vocab, file)
+    named = ", ".join(each.source for each in making.whole)
+    progress(f"training a byte-level BPE of {model.vocab} tokens on {named}")
+    texts = ("".join(segment.text for segment in segments)
+             for each in making.whole for segments in documents_of(each))
+    tokenizer = tokenizers.train(texts, model.vocab, file)
     progress(f"trained {tokenizer.vocab_size} tokens in {show_seconds(time.perf_counter() - start_s)}")
     return tokenizer
-
-
-def _encode(file: Path, tokenizer: Tokenizer, data: DataConfig,
-            progress: Callable[[str], None]) -> tuple[list[int], np.dtype]:
-    """Write the tokens of all documents to `file`, in the order of the source. Returns the number of tokens
-    of each document, and the dtype of a token."""
-    from threed.data import tokenizer as tokenizers
-
-    dtype = np.dtype(_indexed_dataset().DType.optimal_dtype(tokenizer.vocab_size))
-    end = [tokenizer.eod] if data.append_eod else []
-    lengths: list[int] = []
-    num_chars, size, start_s = 0, source_bytes(data.source), time.perf_counter()
-    next_s = start_s + 1
-    with file.open("wb") as out:
-        for batch in _batches(documents(data.source, data.text_key), tokenizers.pieces):
-            if time.perf_counter() >= next_s:
-                elapsed_s = time.perf_counter() - start_s
-                progress(_encoded(lengths, num_chars, elapsed_s) + show_left(num_chars, size, elapsed_s))
-                next_s = time.perf_counter() + 1
-            encoded = tokenizer.encode_batch([piece for piece, _, _ in batch])
-            for (piece, first, last), ids in zip(batch, encoded, strict=True):
-                tokens = np.array(ids + end if last else ids, dtype)
-                out.write(tokens.tobytes())
-                num_chars += len(piece)
-                if first:
-                    lengths.append(0)
-                lengths[-1] += len(tokens)
-    progress(_encoded(lengths, num_chars, time.perf_counter() - start_s))
-    return lengths, dtype
 
 
 def _shuffle(folder: Path, unordered: Path, lengths: list[int], dtype: np.dtype, seed: int) -> None:
     """Write tokens.bin and tokens.idx: the documents of `unordered`, in an order that depends on `seed`."""
     builder = _indexed_dataset().IndexedDatasetBuilder(str(folder / "tokens.bin"), dtype=dtype.type)
     stream, stops = np.memmap(unordered, dtype, mode="r"), np.cumsum(lengths)
+    unmasked, masks = unordered.with_suffix(".mask"), contextlib.ExitStack()
+    mask = np.memmap(unmasked, np.uint8, "r") if unmasked.exists() else None
+    into = masks.enter_context((folder / MASK).open("wb")) if mask is not None else None
     # Sorted by a hash of (seed, number): the same order on every system and with every version of numpy.
     for d in np.argsort(mix(np.arange(len(lengths), dtype=np.uint64) ^ np.uint64(seed))):
-        builder.add_document(stream[stops[d] - lengths[d]:stops[d]], [lengths[d]])  # pyright: ignore
+        place = slice(stops[d] - lengths[d], stops[d])
+        builder.add_document(stream[place], [lengths[d]])  # pyright: ignore
+        if mask is not None and into is not None:
+            into.write(mask[place].tobytes())
+    masks.close()
     builder.finalize(str(folder / "tokens.idx"))
 
 
@@ -293,28 +334,6 @@ def _blocks(path: Path) -> Iterator[bytes]:
             yield block
 
 
-def _batches(texts: Iterable[str],
-             pieces: Callable[[str], Iterator[str]]) -> Iterator[list[tuple[str, bool, bool]]]:
-    """(piece, begins a document, ends one) in batches of about _BATCH_CHARS."""
-    batch, size = [], 0
-    for text in texts:
-        done = 0
-        for piece in pieces(text):
-            first, done = done == 0, done + len(piece)
-            batch.append((piece, first, done == len(text)))
-            size += len(piece)
-            if size >= _BATCH_CHARS:
-                yield batch
-                batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def _encoded(lengths: list[int], num_chars: int, elapsed_s: float) -> str:
-    return (f"encoded {show_count(len(lengths))} documents, {show_count(num_chars)} characters, "
-            f"{show_count(sum(lengths))} tokens in {show_seconds(elapsed_s)}")
-
-
 # ---------------------------------------------------------------- Megatron data, and checks
 
 
@@ -331,6 +350,9 @@ def _megatron_prefix(source: str) -> Path | None:
 def _use_in_place(prefix: Path, data: DataConfig, model: ModelConfig,
                   progress: Callable[[str], None]) -> Prepared:
     """Check Megatron data, which need no preparation: data.append_eod and data.text_key have no effect."""
+    if data.loss_mask != "none":
+        raise InputError(f"data.loss_mask={data.loss_mask}, but {prefix} is Megatron data, which do not say "
+                         "what counts in the loss; give JSONL or Parquet, or set data.loss_mask=none")
     start_s = time.perf_counter()
     tokens = Tokens(prefix)
     path = None if data.tokenizer == "bpe" else Path(data.tokenizer).expanduser()

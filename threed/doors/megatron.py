@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from threed.doors.megatron_rest import WITHOUT_VALUE
 from threed.doors.table import NO_KEY, NOTHING, Dropped, Framework, Given, Refused, Row
 from threed.errors import InputError
 
+DOCUMENTS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 _GPT2_VOCABULARY = 50257
 _SHAPES = {"constant": "constant", "linear": "linear", "cosine": "cosine", "WSD": "wsd"}
 _POSITIONS = {"learned_absolute": "learned", "rope": "rotary"}
@@ -168,10 +170,19 @@ def _tokenizer(value: Any, given: Given) -> Any:
 
 
 def _source(value: Any, given: Given) -> Any:
-    parts = [each for each in value if not isinstance(each, (int, float))]
-    if len(parts) > 1:
-        raise Refused(f"several sources with weights: data.source takes one prefix, such as {parts[0]}")
-    return str(parts[0])
+    names = [each for each in value if not isinstance(each, (int, float))]
+    if len(names) == 1:
+        return str(names[0])
+    if len(value) != 2 * len(names) or names != value[1::2]:
+        raise Refused("several sources without weights are taken by their sizes: give data.mix weights")
+    return {"data.mix": [f"{weight} {name}" for weight, name in zip(value[::2], names, strict=True)]}
+
+
+def _documents(value: Any, given: Given) -> Any:
+    if missing := [name for name in DOCUMENTS if not given.get(name)]:
+        raise Refused(f"data.document_mask does all three of {', '.join(DOCUMENTS)}; not given: "
+                      f"{', '.join(missing)}")
+    return True
 
 
 def _held_out(value: Any, given: Given) -> Any:
@@ -351,7 +362,9 @@ ROWS = (
     Row("seed", "train.seed"),
     Row("eval_interval", "train.eval_every", _eval_every),
     Row("eval_iters", "train.eval_batches", _eval_batches),
-    Row("data_path", "data.source", _source),
+    Row("data_path", "data.source (data.mix for several)", _source),
+    *(Row(name, "data.document_mask=true", _documents) for name in DOCUMENTS),
+    Row("sft", "data.loss_mask=chat"),
     Row("split", "data.validation_fraction (the second share; nothing is kept for a test)", _held_out),
     Row("tokenizer_model", "data.tokenizer", _tokenizer),
     Row("tokenizer_type", NO_KEY + "data.tokenizer is a tokenizer.json", _vocabulary),
@@ -367,44 +380,7 @@ ROWS = (
     Row("distributed_timeout_minutes", "run.timeout_s (seconds)", lambda value, given: 60.0 * value),
     Row("deterministic_mode", "run.deterministic=true"),
     Row("enable_cuda_graph", "run.cuda_graphs=true"),
-    # What is always so, and what changes nothing
-    *(Row(name, NO_KEY + "it always overlaps")
-      for name in ("overlap_grad_reduce", "overlap_param_gather*", "tp_comm_*", "overlap_p2p_communication*",
-                   "no_async_tensor_model_parallel_allreduce", "align_grad_reduce", "no_overlap_p2p*")),
-    *(Row(name, NO_KEY + "it says where and how Megatron-LM runs, and changes no numbers")
-      for name in ("use_mcore_models", "transformer_impl", "use_flash_attn", "distributed_backend",
-                   "master_*",
-                   "node_rank", "rdzv_*", "local_rank", "no_mmap_bin_files", "num_workers", "dataloader_type",
-                   "data_cache_path", "no_create_attention_mask_in_dataloader", "manual_gc*",
-                   "empty_unused_memory_level", "log_*", "tensorboard_*", "timing_log_*", "profile*",
-                   "wandb_save_dir", "wandb_entity", "ckpt_*", "dist_ckpt_*", "use_dist_ckpt*",
-                   "auto_detect_ckpt_format", "no_load_*", "no_save_*", "no_initialization",
-                   "use_checkpoint_*",
-                   "override_opt*", "exit_*", "no_gradient_accumulation_fusion", "no_masked_softmax_fusion",
-                   "attention_softmax_in_fp32", "no_rope_fusion", "no_bias_swiglu_fusion",
-                   "no_bias_dropout_fusion", "no_persist_layer_norm", "use_cpu_initialization", "check_*",
-                   "no_check_*", "ddp_*", "gradient_accumulation_fusion", "tiktoken_*", "yaml_cfg")),
-    # What threed has not
-    *(Row(name, NOTHING + f"threed has no {what}")
-      for name, what in (("num_experts", "experts"), ("moe_*", "experts"), ("fp8_*", "fp8"), ("fp4_*", "fp4"),
-                         ("multi_latent_attention", "latent attention"),
-                         ("mtp_*", "prediction of more tokens"),
-                         ("rampup_batch_size", "batch size that grows"),
-                         ("step_batch_size_schedule", "batch size that grows"),
-                         ("decoupled_*", "learning rate of its own for embeddings"),
-                         ("window_size", "sliding windows"),
-                         ("rotary_interleaved", "rotation of pairs: it turns halves of a head"),
-                         ("squared_relu", "squared ReLU"), ("no_bias_gelu_fusion",
-                                                            "exact GELU: it has the tanh "
-                          "form"), ("init_method_xavier_uniform", "uniform initial weights"),
-                         ("start_weight_decay", "weight decay that changes"),
-                         ("end_weight_decay", "weight decay that changes"),
-                         ("reset_position_ids", "positions by document"),
-                         ("reset_attention_mask", "attention by document"), ("eod_mask_loss", "loss masks"),
-                         ("*train_data_path", "separate sets to train and validate"),
-                         ("valid_data_path", "separate sets to train and validate"),
-                         ("data_args_path", "several sources"), ("spec", "specifications of modules"),
-                         ("finetune", "start from weights of Megatron-LM"))),
+    *WITHOUT_VALUE,
 )
 
 

@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend
 
 from threed.errors import InputError
 from threed.schema import Config
+from threed.tensor.documents import has_varlen
 from threed.tensor.precision import DTYPES
 
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION,
@@ -89,8 +90,9 @@ def compiles(config: Config, device: torch.device) -> bool:
 
 
 def attention(config: Config, device: torch.device) -> str:
-    """The backend that torch uses for the model's attention here: flash, efficient, cudnn or math. InputError
-    where it is not the one that the config asks for."""
+    """The backend that torch uses for the model's attention here: flash, efficient, cudnn or math; or varlen,
+    which is flash with one kernel for all documents. InputError where it is not the one that the config asks
+    for."""
     model, tp, asked = config.model, config.parallel.tp, config.run.attention_backend
     if model.attention_dropout > 0:  # attention.py computes it with separate operations
         chosen = "math"
@@ -108,4 +110,6 @@ def attention(config: Config, device: torch.device) -> str:
             f"{model.head_size}, {model.seq_len} tokens, {config.precision.dtype} and "
             f"model.attention_dropout={model.attention_dropout} on a {device.type}, torch uses {chosen}; "
             "use run.attention_backend=auto")
+    if chosen == "flash" and config.data.document_mask and device.type == "cuda" and has_varlen():
+        return "varlen"
     return chosen

@@ -15,7 +15,7 @@ from typing import Any
 from threed.activation.run import ActivationRun
 from threed.comm import Comm
 from threed.engine.clock import make_clock
-from threed.engine.device import compiles
+from threed.engine.device import attention, compiles
 from threed.engine.graphs import GraphRun
 from threed.engine.underway import UnderWay
 from threed.errors import RunError, ThreedError, line_of
@@ -61,7 +61,8 @@ class Engine:
                                comm.device) if config.run.cuda_graphs else None
         groups = self.graphs.groups(comm.groups) if self.graphs is not None else comm.groups
         context = Context(config.model, groups, config.parallel.sequence_parallel, dtype,
-                          weight_grads, self.saving, Fused(compiles(config, comm.device)))
+                          weight_grads, self.saving, Fused(compiles(config, comm.device)),
+                          config.data.document_mask and attention(config, comm.device) == "varlen")
         layers = built(config, table, table.units_of(position), context, parameters)
         self.pipeline = PipelineRun(config, comm, table, layers, context, self._keeping, activation)
         if self.graphs is not None:

@@ -19,7 +19,7 @@ import gc
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -238,13 +238,11 @@ class GraphRun:
         key = self._turn.key
         last, copy = self._batches.get((key.stage, key.set), (-1, None))
         if copy is None:
-            copy = replace(batch, tokens_BS=self.recorder.fixed(batch.tokens_BS),
-                           labels_BS=self.recorder.fixed(batch.labels_BS),
-                           samples_B=self.recorder.fixed(batch.samples_B))
+            copy = batch.of({name: self.recorder.fixed(part) for name, part in batch.parts().items()})
         if last != microbatch:
-            copy.tokens_BS.copy_(batch.tokens_BS)
-            copy.labels_BS.copy_(batch.labels_BS)
-            copy.samples_B.copy_(batch.samples_B)
+            parts = batch.parts()
+            for name, place in copy.parts().items():
+                place.copy_(parts[name])
             self._batches[key.stage, key.set] = microbatch, copy
         return copy
 

@@ -30,11 +30,16 @@ def hosts(comm: Comm) -> list[str]:
 def same_data(comm: Comm, prepared: Prepared, names: list[str], looks: bool) -> None:
     """InputError unless every host has rank 0's data at the same path. `names`: the host of each rank.
     `looks`: whether this rank looks for its host."""
-    seen = comm.exchange(_identity(prepared.prefix) if looks else None)
+    for part in prepared.parts:
+        _same(comm, part.prefix, names, looks)
+
+
+def _same(comm: Comm, prefix: Path, names: list[str], looks: bool) -> None:
+    seen = comm.exchange(_identity(prefix) if looks else None)
     if wrong := [rank for rank, value in enumerate(seen) if value not in (seen[0], None)]:
         reasons = {names[rank]: _difference(seen[rank], seen[0]) for rank in wrong}
         where = "; ".join(f"on {host} {reason}" for host, reason in reasons.items())
-        raise InputError(f"the prepared data {prepared.prefix}.bin of rank 0 on {names[0]} is not the same "
+        raise InputError(f"the prepared data {prefix}.bin of rank 0 on {names[0]} is not the same "
                          f"everywhere: {where}. data.cache (or data.source, for Megatron data) must be a "
                          "folder that all hosts share; or prepare the data on each host before the run, by "
                          "threed data CONFIG")
@@ -47,11 +52,11 @@ def _difference(mine: tuple[int, ...], first: tuple[int, ...]) -> str:
 
 
 def _identity(prefix: Path) -> tuple[int, ...]:
-    """Sizes of the tokens' file and its index, and checksums of both ends of each; (-1,) if one is
-    missing."""
+    """Sizes of the tokens' file, its index and, where there is one, its mask, and checksums of both ends of
+    each; (-1,) if one is missing."""
     numbers: list[int] = []
     try:
-        for suffix in (".bin", ".idx"):
+        for suffix in (".bin", ".idx", *([".mask"] if os.path.exists(f"{prefix}.mask") else [])):
             with open(f"{prefix}{suffix}", "rb") as file:
                 size = file.seek(0, os.SEEK_END)
                 for start in (0, max(0, size - _ENDS)):

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from itertools import repeat
 from typing import Any
@@ -36,6 +37,7 @@ from threed.schema import Config
 from threed.slots import Slots
 from threed.tensor.alive import Alive
 from threed.tensor.context import Batch, Context
+from threed.tensor.documents import Documents
 from threed.tensor.fused import Body, Fused
 from threed.tensor.layers import WeightGrads
 from threed.tensor.measure import silent_groups, weight_of
@@ -136,6 +138,10 @@ def _pipeline(config: Config, table: Table, run: range, items: Sequence[Instruct
     size, length = config.train.micro_batch_size, config.model.seq_len
     tokens, labels = (torch.zeros(size, length, dtype=torch.int64) for _ in range(2))
     batch = Batch(tokens, labels, torch.zeros(size, dtype=torch.int64), 0, config.tokens_per_step)
+    if config.data.document_mask:  # one document a sequence: most of what there can be
+        batch = replace(batch, documents=Documents(torch.zeros_like(tokens), ((length,),) * size))
+    if config.masked:
+        batch = replace(batch, num_tokens=torch.ones((), dtype=torch.int64))
     compute.feed.begin(lambda _: batch, items)
     context.rotary(comm.device)  # a rank makes its table once
     return compute
@@ -212,7 +218,7 @@ class _Kernels(Fused):
 
             return kernel
 
-        self._body = one
+        self.body = one
 
 
 def _forgetting(grads: WeightGrads) -> Callable[[torch.Tensor], None]:

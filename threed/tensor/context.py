@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from threed.comm import Group
-from threed.models.spec import Tile
+from threed.models.spec import NOT_COUNTED, Tile
 from threed.schema import ModelConfig
-from threed.tensor.fused import Fused
+from threed.tensor.documents import Documents, attend, outside, rotate_at
+from threed.tensor.fused import Fused, rotate
 from threed.tensor.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -32,23 +33,45 @@ class Batch:
     """A micro-batch of one rank."""
 
     tokens_BS: torch.Tensor  # input ids; empty where the rank does not need them
-    labels_BS: torch.Tensor  # the token that follows each
+    labels_BS: torch.Tensor  # the token that follows each, or NOT_COUNTED
     samples_B: torch.Tensor  # global sample numbers, int64: keys of the dropout masks
     seed: int
-    num_tokens: int  # of the global batch: the loss is divided by it
+    # Of the global batch: the loss is divided by it. A tensor (int64, no dims) where labels may be
+    # NOT_COUNTED: then it is another in each step, and no graph may hold it as a constant.
+    num_tokens: int | torch.Tensor
     train: bool = True  # dropout is on
+    documents: Documents | None = None  # data.document_mask: attention stays inside them
+
+    @property
+    def masked(self) -> bool:
+        """Whether labels may be NOT_COUNTED."""
+        return isinstance(self.num_tokens, torch.Tensor)
+
+    def parts(self) -> dict[str, torch.Tensor]:
+        """Its tensors, all int64, by name."""
+        parts = {"tokens_BS": self.tokens_BS, "labels_BS": self.labels_BS, "samples_B": self.samples_B}
+        if isinstance(self.num_tokens, torch.Tensor):
+            parts["num_tokens"] = self.num_tokens
+        if self.documents is not None:
+            parts["positions_BS"] = self.documents.positions_BS
+        return parts
+
+    def of(self, parts: Mapping[str, torch.Tensor]) -> Batch:
+        """The same with other tensors, named as in `parts()`."""
+        others = dict(parts)
+        if self.documents is not None:
+            others["documents"] = self.documents.at(others.pop("positions_BS"))  # pyright: ignore
+        return replace(self, **others)  # pyright: ignore
 
     def to(self, device: torch.device) -> Batch:
         """The same on a device, in one copy from pinned memory, for which the host does not wait."""
         if self.samples_B.device.type == device.type:
             return self
-        parts = self.tokens_BS, self.labels_BS, self.samples_B
-        joined = torch.cat([part.reshape(-1) for part in parts]).pin_memory()
-        tokens, labels, samples = (
-            flat.view(part.shape) for flat, part in
-            zip(joined.to(device, non_blocking=True).split([part.numel() for part in parts]), parts,
-                strict=True))
-        return replace(self, tokens_BS=tokens, labels_BS=labels, samples_B=samples)
+        parts = self.parts()
+        joined = torch.cat([part.reshape(-1) for part in parts.values()]).pin_memory()
+        flat = joined.to(device, non_blocking=True).split([part.numel() for part in parts.values()])
+        return self.of({name: piece.view(part.shape)
+                        for (name, part), piece in zip(parts.items(), flat, strict=True)})
 
 
 @dataclass
@@ -62,9 +85,11 @@ class Context:
     weight_grads: WeightGrads
     saving: Saving = field(default_factory=Saving)
     fused: Fused = field(default_factory=Fused)
+    varlen: bool = False  # one kernel attends to all documents
     _rotary: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     keep_mask = staticmethod(keep_mask)
+    outside = staticmethod(outside)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """As Fused.rms_norm, or torch's kernel."""
@@ -112,6 +137,29 @@ class Context:
         """A sum over the residual stream's tokens of all tp ranks. (Terms of the loss must be equal on all tp
         ranks.)"""
         return total(part, self.group) if self.sequence_parallel else part
+
+    def mean_loss(self, losses_SB: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """A micro-batch's part of the mean loss over the tokens that count in the global batch."""
+        if batch.masked:
+            losses_SB = losses_SB.masked_fill(batch.labels_BS.t() == NOT_COUNTED, 0.0)
+        return losses_SB.sum() / batch.num_tokens
+
+    def attend(self, q_BNSE: torch.Tensor, k_BKSE: torch.Tensor, v_BKSE: torch.Tensor,
+               batch: Batch) -> torch.Tensor:
+        """Causal attention, inside documents where the batch has them, [B, N, S, E]."""
+        if batch.documents is not None:
+            return attend(q_BNSE, k_BKSE, v_BKSE, batch.documents, self.varlen)
+        return F.scaled_dot_product_attention(q_BNSE, k_BKSE, v_BKSE, is_causal=True,
+                                              enable_gqa=q_BNSE.shape[1] > k_BKSE.shape[1])
+
+    def rotate(self, x_BNSE: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Turn queries or keys by their rotary positions."""
+        cos_SE, sin_SE = self.rotary(x_BNSE.device)
+        if batch.documents is not None:
+            return rotate_at(x_BNSE, batch.documents.positions_BS, cos_SE, sin_SE, self.fused)
+        if self.model.fuses:
+            return self.fused.rotate(x_BNSE, cos_SE, sin_SE)
+        return rotate(x_BNSE, cos_SE, sin_SE)
 
     def rotary(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines of rotary positions (Su et al. 2021), [S, E] each: pairs are (i, i + E/2)."""

@@ -27,24 +27,24 @@ class Fused:
 
     def __init__(self, compile: bool = False):
         self.compile = compile
-        self._body: Callable[[Body], Body] = _compiled if compile else _plain
+        self.body: Callable[[Body], Body] = _compiled if compile else _plain
 
     def swiglu(self, x: torch.Tensor) -> torch.Tensor:
         """silu(gate) * up, where x is gate and up: [..., 2F] -> [..., F]."""
-        return _SwiGlu.apply(x, self._body)  # pyright: ignore[reportReturnType]
+        return _SwiGlu.apply(x, self.body)  # pyright: ignore[reportReturnType]
 
     def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Rotary positions: pairs are (i, i + E/2). [..., E], twice [S, E] -> [..., E]."""
-        return _Rotate.apply(x, cos, sin, self._body)  # pyright: ignore[reportReturnType]
+        return _Rotate.apply(x, cos, sin, self.body)  # pyright: ignore[reportReturnType]
 
     def drop(self, x: torch.Tensor, probability: float, key: tuple[int, str], samples: torch.Tensor,
              first: int) -> torch.Tensor:
         """Dropout with `keep_mask`: [s, B, D], [B] -> [s, B, D]. `first`: the number of the first token."""
-        return _Drop.apply(x, probability, key, samples, first, self._body)  # pyright: ignore[reportReturnType]
+        return _Drop.apply(x, probability, key, samples, first, self.body)  # pyright: ignore[reportReturnType]
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """x / sqrt(mean of x^2 + eps) * weight over the last dim, in fp32. [..., H], [H] -> [..., H]."""
-        return _RmsNorm.apply(x, weight, eps, self._body)  # pyright: ignore[reportReturnType]
+        return _RmsNorm.apply(x, weight, eps, self.body)  # pyright: ignore[reportReturnType]
 
 
 def _plain(body: Body) -> Body:
@@ -69,12 +69,12 @@ def _swiglu_backward(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     return torch.cat([torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate)], -1)
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     low, high = x.chunk(2, -1)
     return x * cos + torch.cat([-high, low], -1) * sin
 
 
-def _rotate_backward(grad: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotate_backward(grad: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """The rotation by the opposite angles."""
     low, high = (grad * sin).chunk(2, -1)
     return torch.cat([high, -low], -1) + grad * cos
@@ -127,11 +127,11 @@ class _Rotate(torch.autograd.Function):
                 body: Callable[[Body], Body]):
         ctx.save_for_backward(cos, sin)
         ctx.body = body
-        return body(_rotate)(x, cos, sin)
+        return body(rotate)(x, cos, sin)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor):
-        return ctx.body(_rotate_backward)(grads[0], *ctx.saved_tensors), None, None, None
+        return ctx.body(rotate_backward)(grads[0], *ctx.saved_tensors), None, None, None
 
 
 class _Drop(torch.autograd.Function):

@@ -23,6 +23,7 @@ from threed.models.layers.base import Layer, Out
 from threed.models.spec import Cost, Parameter, Saved, Share
 from threed.schema import ModelConfig
 from threed.tensor.context import Batch, Context
+from threed.tensor.documents import Documents
 from threed.tensor.layers import WeightGrads
 from threed.tensor.precision import DTYPES
 from threed.tensor.saving import Saving
@@ -109,7 +110,10 @@ class Measured:
                       for name in layer.reads}
         tokens = torch.randint(0, model.vocab, (share.sequences, model.seq_len + 1))
         samples = torch.arange(share.sequences)
-        self.batch = Batch(tokens[:, :-1].clone(), tokens[:, 1:].clone(), samples, 0, tokens.numel())
+        count = torch.tensor(tokens.numel()) if share.masked else tokens.numel()
+        documents = Documents.of(_halves(share.sequences, model.seq_len)) if share.documents else None
+        self.batch = Batch(tokens[:, :-1].clone(), tokens[:, 1:].clone(), samples, 0, count,
+                           documents=documents)
 
     def cost(self, first: bool = False) -> Cost:
         """`first`: whether the layer reads only tokens."""
@@ -127,7 +131,9 @@ class Measured:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept):
             out = self._forward(self.x if leaf is None and not first else leaf)
         sent = _phase("forward", self.sent)
-        shared = self.context.rotary(torch.device("cpu"))  # one table a rank
+        shared = list(self.context.rotary(torch.device("cpu")))  # one table a rank
+        if isinstance(self.batch.num_tokens, torch.Tensor):  # one number
+            shared.append(self.batch.num_tokens)
         others = {_number(tensor) for tensor in (*self.weights.values(), *self.reads.values(), *shared)}
         handed = {_number(tensor) for tensor in out.makes.values()}  # they are slots of their own
         kept = tuple(Saved(f"{list(tensor.shape)} {tensor.dtype}", tensor.untyped_storage().nbytes())
@@ -166,6 +172,12 @@ class Measured:
     def _forward(self, x: torch.Tensor | None) -> Out:
         out = self.layer(x, self.batch, **self.reads)
         return out if isinstance(out, Out) else Out(out)
+
+
+def _halves(sequences: int, length: int) -> torch.Tensor:
+    """Positions of two documents in each sequence."""
+    places = torch.arange(length)
+    return torch.where(places < length // 2, places, places - length // 2).repeat(sequences, 1)
 
 
 def _product(flops: FlopCounterMode) -> tuple[Kernel, ...]:

@@ -1,0 +1,201 @@
+"""Which tokens count: of examples with prompt and answer, and of conversations under a chat template."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from tests.data.files import word_level, write
+from threed.data.chat import Template
+from threed.data.corpus import Segment
+from threed.data.samples import Tokens, splits
+from threed.data.tokenizer import load
+from threed.data.tokens import prepare
+from threed.errors import InputError
+from threed.models.spec import NOT_COUNTED
+from threed.schema import DataConfig, ModelConfig
+
+MODEL = ModelConfig(vocab=300)
+CHATML = ("{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
+          "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
+TALK = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": "good day"}, {"role": "user", "content": "bye"},
+        {"role": "assistant", "content": "farewell"}]
+
+
+def answers(tmp_path, count: int = 20, **values) -> DataConfig:
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": f"what is {i}? ", "answer": f"it is {i}"})
+                              for i in range(count)))
+    return DataConfig(str(path), cache=str(tmp_path / "cache"), loss_mask="answers", **values)
+
+
+def chat(tmp_path, talks=(TALK,), template: str = CHATML, **values) -> DataConfig:
+    path = tmp_path / "chat.jsonl"
+    path.write_text("\n".join(json.dumps({"messages": talk}) for talk in talks))
+    (tmp_path / "chat.jinja").write_text(template)
+    return DataConfig(str(path), cache=str(tmp_path / "cache"), loss_mask="chat",
+                      chat_template=str(tmp_path / "chat.jinja"), **values)
+
+
+def parts(prepared, data) -> list[tuple[str, str]]:
+    """(text that does not count, text that counts) of each document."""
+    tokens, tokenizer = Tokens(prepared.prefix), load(prepared.tokenizer)
+    assert tokens.mask is not None
+    cuts = tokens.document_ends[:-1]
+    return [tuple(tokenizer.decode(ids[mask == value].tolist()) for value in (0, 1))
+            for ids, mask in zip(np.split(tokens.stream, cuts), np.split(tokens.mask, cuts), strict=True)]
+
+
+def test_answers_count(tmp_path):
+    data = answers(tmp_path)
+    prepared = prepare(data, MODEL)
+    assert sorted(parts(prepared, data)) == sorted((f"what is {i}? ", f"it is {i}<|endoftext|>")
+                                                   for i in range(20))
+    assert prepare(data, MODEL).cached
+    assert not prepare(DataConfig(**vars(data) | {"answer_key": "prompt", "prompt_key": "answer"}),
+                       MODEL).cached
+
+
+def test_what_the_assistant_says_counts(tmp_path):
+    data = chat(tmp_path)
+    assert Template(data).render(TALK, "here") == [
+        Segment("<|im_start|>system\nbe kind<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n"
+                "<|im_start|>assistant\n", False),
+        Segment("good day<|im_end|>"), Segment("\n", False),
+        Segment("<|im_start|>user\nbye<|im_end|>\n<|im_start|>assistant\n", False),
+        Segment("farewell<|im_end|>"), Segment("\n", False)]
+    ((_, said),) = parts(prepare(data, MODEL), data)
+    assert said == "good day<|im_end|>farewell<|im_end|><|endoftext|>"
+
+
+def test_special_tokens_of_a_template_are_tokens(tmp_path):
+    import tokenizers
+
+    path = word_level(tmp_path / "tokenizer.json", "?", "<eos>", "hello", "good", "day", "user", "assistant")
+    inner = tokenizers.Tokenizer.from_file(str(path))
+    inner.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    inner.save(str(path))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML}))
+    data = chat(tmp_path, [TALK[1:3]], tokenizer=str(path))
+    data.chat_template = None
+    prepared = prepare(data, MODEL)
+    tokens = Tokens(prepared.prefix)
+    assert tokens.stream.tolist() == [7, 5, 2, 8, 7, 6, 3, 4, 8, 1]
+    assert tokens.mask.tolist() == [0, 0, 0, 0, 0, 0, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("packing", ["stream", "best-fit"])
+def test_labels_that_do_not_count(tmp_path, packing):
+    data = answers(tmp_path, packing=packing, document_mask=True)
+    tokens = Tokens(prefix := prepare(data, MODEL).prefix)
+    train, _ = splits(prefix, 48, 1, 0, 300, data)
+    total = 0
+    for index in range(train.num_windows):
+        inputs, labels = train.sample(index)
+        counts = labels != NOT_COUNTED
+        assert counts.sum() == train.counted(index)
+        total += train.counted(index)
+        inside = counts[:-1] & (train.positions(index)[1:] > 0)
+        assert (labels[:-1][inside] == inputs[1:][inside]).all()
+    assert train.count(0, train.num_windows) == total
+    if packing == "best-fit":
+        assert total == tokens.mask.sum()  # all of all answers
+
+
+def test_too_long_examples_are_cut_and_counted(tmp_path):
+    data = answers(tmp_path, packing="best-fit", document_mask=True)
+    tokens = Tokens(prefix := prepare(data, MODEL).prefix)
+    lengths = np.diff(tokens.document_ends, prepend=0)
+    train, _ = splits(prefix, int(lengths.min()) - 2, 1, 0, 300, data)
+    assert train.cut_off == len(lengths) and train.dropped == 0
+    assert 0 < train.count(0, train.num_windows) < tokens.mask.sum()
+    with pytest.raises(InputError, match=r"of the 20 examples for training none has.*raise model.seq_len"):
+        splits(prefix, 2, 1, 0, 300, data)
+
+
+@pytest.mark.parametrize("line, says", [
+    ('{"prompt": "a"}', "no field 'answer' .*prompt.*data.answer_key"),
+    ('{"prompt": "a", "answer": 3}', "is a int.*data.answer_key"),
+    ('{"answer": "a"}', "no field 'prompt'"),
+])
+def test_bad_examples(tmp_path, line, says):
+    data = answers(tmp_path)
+    with open(data.source, "a") as file:
+        file.write("\n" + line)
+    with pytest.raises(InputError, match=rf"a.jsonl:21: .*{says}"):
+        prepare(data, MODEL)
+
+
+@pytest.mark.parametrize("talk, says", [
+    ([], "no list of messages"), ("hello", "no list of messages"),
+    (["hello"], "message 0 .*role and content"),
+    ([{"role": "user"}], "role and content"),
+    ([{"role": "user", "content": 3}], "content of message 0 .*is a int"),
+    ([*TALK[1:3], {"role": "judge", "content": "x"}, *TALK[1:3]], "refuses these messages: no judges"),
+])
+def test_bad_conversations(tmp_path, talk, says):
+    refuses = ("{% for m in messages %}{% if m['role'] == 'judge' %}{{ raise_exception('no judges') }}"
+               "{% endif %}{% endfor %}")
+    with pytest.raises(InputError, match=rf"chat.jsonl:2: .*{says}"):
+        prepare(chat(tmp_path, [TALK, talk], refuses + CHATML), MODEL)
+
+
+def test_a_template_that_rewrites_messages_is_refused(tmp_path):
+    template = "{% for m in messages %}{{ m['content'] if loop.last else '-' }};{% endfor %}"
+    with pytest.raises(InputError, match=r"chat.jsonl:1: .*writes the messages before message 2 otherwise"):
+        prepare(chat(tmp_path, template=template), MODEL)
+
+
+def test_no_template(tmp_path):
+    data = chat(tmp_path)
+    data.chat_template = None
+    with pytest.raises(InputError, match=r"data.tokenizer=bpe brings none.*data.chat_template"):
+        prepare(data, MODEL)
+    data.tokenizer = str(word_level(tmp_path / "tokenizer.json", "?", "<eos>"))
+    with pytest.raises(InputError, match=r"has neither chat_template.jinja nor"):
+        prepare(data, MODEL)
+    data.chat_template = str(tmp_path / "none.jinja")
+    with pytest.raises(InputError, match=r"none.jinja cannot be read as text: No such file"):
+        prepare(data, MODEL)
+    (tmp_path / "bad.jinja").write_text("{% for %}")
+    data.chat_template = str(tmp_path / "bad.jinja")
+    with pytest.raises(InputError, match=r"bad.jinja is not a chat template"):
+        prepare(data, MODEL)
+
+
+def test_sources_that_do_not_say_what_counts(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    data = answers(tmp_path)
+    data.source = str(tmp_path / "a.txt")
+    with pytest.raises(InputError, match=r"holds plain text.*set data.loss_mask=none"):
+        prepare(data, MODEL)
+    data.source = str(write(tmp_path / "m", [[1, 2]]))
+    with pytest.raises(InputError, match=r"Megatron data.*set data.loss_mask=none"):
+        prepare(data, MODEL)
+
+
+def test_examples_of_which_nothing_counts_are_left_out(tmp_path):
+    talks = [TALK, TALK[:2]]
+    with pytest.warns(UserWarning, match=r"1 example of .* nothing counts: skipped"):
+        assert prepare(chat(tmp_path, talks), MODEL).num_documents == 1
+    with pytest.raises(InputError, match=r"holds no example of which something counts"), \
+            pytest.warns(UserWarning):
+        prepare(chat(tmp_path, [TALK[:2]]), MODEL)
+
+
+def test_a_mask_that_is_damaged_or_missing_is_refused(tmp_path):
+    data = answers(tmp_path)
+    path = prepare(data, MODEL).prefix.with_suffix(".mask")
+    content = path.read_bytes()
+    path.write_bytes(content[:-1])
+    with pytest.raises(InputError, match=r"tokens.mask does not have the checksum"):
+        prepare(data, MODEL)
+    path.write_bytes(bytes([1 - content[0], *content[1:]]))
+    with pytest.raises(InputError, match=r"tokens.mask does not have the checksum"):
+        prepare(data, MODEL)
+    path.unlink()
+    with pytest.raises(InputError, match=r"prepared data is damaged"):
+        prepare(data, MODEL)

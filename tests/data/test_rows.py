@@ -1,0 +1,81 @@
+"""JSONL, plain and compressed, and Parquet: the same documents; damaged files are refused by name."""
+
+from __future__ import annotations
+
+import builtins
+import gzip
+import json
+
+import pytest
+
+from threed.data import rows as subject
+from threed.data.corpus import documents
+from threed.errors import InputError
+
+TEXTS = [f"document {number}\nof two lines" for number in range(50)]
+LINES = "\n".join(json.dumps({"id": number, "text": text}) for number, text in enumerate(TEXTS)).encode()
+
+
+def test_gzip(tmp_path):
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(LINES))
+    assert list(documents(str(tmp_path), "text")) == TEXTS
+
+
+def test_zstandard(tmp_path, monkeypatch):
+    zstandard = pytest.importorskip("zstandard")
+    pack = zstandard.ZstdCompressor().compress
+    half = LINES.index(b"\n", len(LINES) // 2) + 5  # two frames, cut inside a line
+    (tmp_path / "a.jsonl.zst").write_bytes(pack(LINES[:half]) + pack(LINES[half:]))
+    assert list(documents(str(tmp_path), "text")) == TEXTS
+    monkeypatch.setattr(subject, "_READ_BYTES", 7)
+    assert list(documents(str(tmp_path), "text")) == TEXTS
+
+
+def test_parquet(tmp_path, monkeypatch):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table({"id": list(range(50)), "text": TEXTS}), tmp_path / "a.parquet")
+    monkeypatch.setattr(subject, "_BATCH_ROWS", 7)
+    assert list(documents(str(tmp_path), "text")) == TEXTS
+    with pytest.raises(InputError, match=r"a.parquet, row 0: no field 'body' \(the fields are: id, text\)"):
+        list(documents(str(tmp_path), "body"))
+    with pytest.raises(InputError, match=r"row 0: field 'id' is a int.*data.text_key"):
+        list(documents(str(tmp_path), "id"))
+
+
+@pytest.mark.parametrize("name, library", [
+    ("a.jsonl.gz", None), ("a.jsonl.zst", "zstandard"), ("a.parquet", "pyarrow")])
+@pytest.mark.parametrize("damage", ["cut", "noise", "empty"])
+def test_damaged_files(tmp_path, name, library, damage):
+    module = pytest.importorskip(library) if library else gzip
+    if library == "pyarrow":
+        parquet = pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(module.table({"text": TEXTS}), tmp_path / name)
+        whole = (tmp_path / name).read_bytes()
+    else:
+        whole = module.compress(LINES) if library is None else module.ZstdCompressor().compress(LINES)
+    content = {"cut": whole[:len(whole) // 2], "noise": b"noise" * 20, "empty": b""}[damage]
+    (tmp_path / name).write_bytes(content)
+    says = "holds no text" if damage == "empty" and library != "pyarrow" else f"{name} cannot be"
+    with pytest.raises(InputError, match=says):
+        list(documents(str(tmp_path / name), "text"))
+
+
+@pytest.mark.parametrize("name, library", [("a.jsonl.zst", "zstandard"), ("a.parquet", "pyarrow")])
+def test_a_library_that_is_missing(tmp_path, name, library, monkeypatch):
+    find = builtins.__import__
+
+    def missing(wanted, *rest, **named):
+        if wanted.partition(".")[0] == library:
+            raise ImportError(wanted)
+        return find(wanted, *rest, **named)
+
+    monkeypatch.setattr(builtins, "__import__", missing)
+    (tmp_path / name).write_bytes(b"")
+    with pytest.raises(InputError, match=rf"{name} needs the package {library}: pip install 'threed.data.'"):
+        list(documents(str(tmp_path), "text"))
+
+
+def test_lines_keep_their_numbers(tmp_path):
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "fine"}\n\nnot json\n'))
+    with pytest.raises(InputError, match=r"a.jsonl.gz:3: not a line of JSON"):
+        list(documents(str(tmp_path), "text"))

@@ -1,0 +1,129 @@
+"""Chat: messages to text by a tokenizer's chat template, and which of the text the assistant says.
+
+The text of the assistant's turn is what the template adds to the messages before it, written as the beginning
+of an answer (add_generation_prompt). So what is learned is what a model is asked for when it answers, with
+the token that ends the turn. White space after that is not counted.
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from threed.data.corpus import Segment, Segments
+from threed.errors import InputError
+from threed.schema import DataConfig
+
+BESIDE = "chat_template.jinja"  # beside tokenizer.json, or in the field chat_template of:
+CONFIG = "tokenizer_config.json"
+
+
+class Template:
+    """A chat template as Hugging Face tokenizers have it: Jinja, with the same settings and functions."""
+
+    def __init__(self, data: DataConfig):
+        """InputError where there is no template, or it is not one."""
+        folder = None if data.tokenizer == "bpe" else Path(data.tokenizer).expanduser().parent
+        config = _config(folder / CONFIG) if folder is not None else {}
+        self.path, self.text = _found(data, folder, config)
+        # The tokens that templates name: a text, or an object with the text as its content.
+        named = {name: config.get(name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
+        self.tokens = {name: value.get("content", "") if isinstance(value, dict) else value or ""
+                       for name, value in named.items()}
+        assert self._compiled is not None
+
+    @property
+    def identity(self) -> str:
+        """All that decides which text messages become."""
+        return repr((self.text, sorted(self.tokens.items())))
+
+    @cached_property
+    def _compiled(self) -> Any:
+        import jinja2
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        def refuse(message: str) -> None:
+            raise jinja2.TemplateError(message)
+
+        def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
+            return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
+                                                    extensions=["jinja2.ext.loopcontrols"])
+        environment.filters["tojson"] = to_json
+        # Today's date would make other data each day.
+        environment.globals |= {"raise_exception": refuse, "strftime_now": datetime(2024, 7, 26).strftime}
+        try:
+            return environment.from_string(self.text)
+        except jinja2.TemplateError as error:
+            raise InputError(f"{self.path} is not a chat template: {error}") from None
+
+    def render(self, messages: list[dict[str, Any]], where: str) -> Segments:
+        """The segments of a conversation. InputError where the template refuses it, or does not write
+        messages one after the other."""
+        segments: Segments = []
+        done = ""
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            prompt = self._text(messages[:number], where, add_generation_prompt=True)
+            answered = self._text(messages[:number + 1], where)
+            if not (prompt.startswith(done) and answered.startswith(prompt)):
+                raise InputError(f"{where}: {self.path} writes the messages before message {number} "
+                                 "otherwise once the answer follows, so what the assistant says cannot be "
+                                 "told; give another data.chat_template, or one turn a conversation")
+            answer = answered[len(prompt):]
+            said = answer.rstrip()
+            segments += [Segment(prompt[len(done):], False), Segment(said, True),
+                         Segment(answer[len(said):], False)]
+            done = answered
+        return [segment for segment in segments if segment.text]
+
+    def _text(self, messages: list[dict[str, Any]], where: str, **options: bool) -> str:
+        import jinja2
+
+        options = {"add_generation_prompt": False} | options
+        try:
+            return self._compiled.render(messages=messages, tools=None, documents=None, **self.tokens,
+                                         **options)
+        except (jinja2.TemplateError, TypeError, KeyError) as error:
+            raise InputError(f"{where}: {self.path} refuses these messages: {error}") from None
+
+
+def _found(data: DataConfig, folder: Path | None, config: dict[str, Any]) -> tuple[Path, str]:
+    """Where the template is, and its text."""
+    if data.chat_template is not None:
+        return (path := Path(data.chat_template).expanduser()), _read(path)
+    if folder is not None and (folder / BESIDE).is_file():
+        return folder / BESIDE, _read(folder / BESIDE)
+    given = config.get("chat_template")
+    if isinstance(given, list):  # several, by name
+        given = next((each.get("template") for each in given if each.get("name") == "default"), None)
+    if folder is not None and isinstance(given, str):
+        return folder / CONFIG, given
+    places = f"{folder} has neither {BESIDE} nor a chat_template in {CONFIG}" if folder is not None \
+        else "data.tokenizer=bpe brings none"
+    raise InputError(f"data.loss_mask=chat needs a chat template, and {places}; give the tokenizer.json of a "
+                     "chat model, or a Jinja file in data.chat_template")
+
+
+def _config(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(_read(path))
+    except ValueError as error:
+        raise InputError(f"{path} is not JSON: {error}") from None
+    return value if isinstance(value, dict) else {}
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{path} cannot be read as text: {reason}; give a Jinja file in "
+                         "data.chat_template") from None

@@ -1,0 +1,162 @@
+"""Documents: attention that stays inside each document of a sequence.
+
+    tokens      a a a a b b b c | c c d d d d d d      two sequences of a micro-batch
+    positions   0 1 2 3 0 1 2 0 | 0 1 0 1 2 3 4 5      places within the documents
+    ends              4     7 8 |   2           8      where documents end: a run of tokens for each
+
+A document that a sequence cuts begins anew in the next one. Documents travel with their micro-batch: a mask
+that a model keeps is of the wrong micro-batch under a pipeline.
+
+There are two ways to compute the same. With torch's attention for sequences of varying length, one kernel
+does all documents (flash, 16 bits, on a GPU). Otherwise each document is a call of
+scaled_dot_product_attention, and backward computes its forward again, so that nothing is kept but queries,
+keys and values. Neither makes a mask: a square of seq_len^2 numbers takes memory, and has torch choose slower
+kernels.
+
+Shapes: B micro-batch, S sequence, N query heads, K key and value heads, E head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from inspect import signature
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from threed.tensor.fused import Body, Fused, rotate, rotate_backward
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The documents of a micro-batch."""
+
+    positions_BS: torch.Tensor  # int64: of each token within its document
+    ends: tuple[tuple[int, ...], ...]  # of each sequence: where its documents end; the last is S
+
+    @classmethod
+    def of(cls, positions_BS: torch.Tensor) -> Documents:
+        """`positions_BS`: on the host."""
+        length = positions_BS.shape[1]
+        starts = [row.nonzero().flatten().tolist() for row in positions_BS == 0]
+        assert all(row[:1] == [0] for row in starts), "a sequence begins with the position 0"
+        return cls(positions_BS, tuple((*row[1:], length) for row in starts))
+
+    def at(self, positions_BS: torch.Tensor) -> Documents:
+        """The same, with the positions on another device."""
+        return replace(self, positions_BS=positions_BS)
+
+    @property
+    def whole(self) -> bool:
+        """Whether each sequence is one document."""
+        return all(len(row) == 1 for row in self.ends)
+
+    def runs(self) -> Iterator[tuple[int, int, int]]:
+        """(sequence, first token, one past the last token) of each document."""
+        for index, row in enumerate(self.ends):
+            for first, stop in zip((0, *row), row, strict=False):
+                yield index, first, stop
+
+
+def has_varlen() -> bool:
+    """Whether torch has attention for sequences of varying length, as 2.13 has it (earlier versions take
+    other arguments)."""
+    if find_spec("torch.nn.attention.varlen") is None:
+        return False
+    from torch.nn.attention.varlen import varlen_attn
+
+    return {"window_size", "enable_gqa"} <= signature(varlen_attn).parameters.keys()
+
+
+def attend(q_BNSE: torch.Tensor, k_BKSE: torch.Tensor, v_BKSE: torch.Tensor, documents: Documents,
+           varlen: bool) -> torch.Tensor:
+    """Causal attention inside each document, [B, N, S, E]. `varlen`: by one kernel for all documents."""
+    if documents.whole:
+        return _causal(q_BNSE, k_BKSE, v_BKSE)
+    if varlen:
+        return _varlen(q_BNSE, k_BKSE, v_BKSE, documents)
+    return _Attend.apply(q_BNSE, k_BKSE, v_BKSE, documents)  # pyright: ignore[reportReturnType]
+
+
+def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] > k.shape[1])
+
+
+def _varlen(q_BNSE: torch.Tensor, k_BKSE: torch.Tensor, v_BKSE: torch.Tensor,
+            documents: Documents) -> torch.Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    size, _, length, _ = q_BNSE.shape
+    q, k, v = (each.transpose(1, 2).flatten(0, 1) for each in (q_BNSE, k_BKSE, v_BKSE))  # [B S, heads, E]
+    sizes = [stop - first for _, first, stop in documents.runs()]
+    starts = torch.tensor([0, *accumulate(sizes)], dtype=torch.int32)
+    if q.is_cuda:
+        starts = starts.pin_memory().to(q.device, non_blocking=True)
+    out = varlen_attn(q, k, v, starts, starts, max(sizes), max(sizes), window_size=(-1, 0),
+                      enable_gqa=q.shape[1] > k.shape[1])
+    assert isinstance(out, torch.Tensor)
+    return out.view(size, length, *out.shape[1:]).transpose(1, 2)
+
+
+class _Attend(torch.autograd.Function):
+    """A call of attention for each document."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents):
+        ctx.save_for_backward(q, k, v)
+        ctx.documents = documents
+        size, heads, length, width = q.shape
+        out = q.new_empty(size, length, heads, width).transpose(1, 2)  # in memory as a kernel's output
+        for index, first, stop in documents.runs():
+            run = slice(index, index + 1), slice(None), slice(first, stop)
+            out[run] = _causal(q[run], k[run], v[run])
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor):
+        inputs = ctx.saved_tensors
+        made = [torch.empty_like(each) for each in inputs]
+        for index, first, stop in ctx.documents.runs():
+            run = slice(index, index + 1), slice(None), slice(first, stop)
+            with torch.enable_grad():
+                leaves = [each[run].detach().requires_grad_() for each in inputs]
+                out = _causal(*leaves)
+            for into, grad in zip(made, torch.autograd.grad(out, leaves, grads[0][run]), strict=True):
+                into[run] = grad
+        return *made, None
+
+
+def outside(positions_BS: torch.Tensor) -> torch.Tensor:
+    """Whether a key is in an earlier document than the query, [B, 1, S, S], for attention by separate
+    operations."""
+    places = torch.arange(positions_BS.shape[1], device=positions_BS.device)
+    return (places < (places - positions_BS).unsqueeze(-1)).unsqueeze(1)
+
+
+def rotate_at(x_BNSE: torch.Tensor, positions_BS: torch.Tensor, cos_SE: torch.Tensor, sin_SE: torch.Tensor,
+              fused: Fused) -> torch.Tensor:
+    """As Fused.rotate, with a position for each token. The rows of the tables are looked up again in
+    backward: kept, they would be as many numbers as a head has."""
+    return _RotateAt.apply(x_BNSE, positions_BS, cos_SE, sin_SE, fused.body)  # pyright: ignore[reportReturnType]
+
+
+class _RotateAt(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+                body: Any):
+        ctx.save_for_backward(positions, cos, sin)
+        ctx.body = body
+        return _at(body(rotate), x, positions, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor):
+        return _at(ctx.body(rotate_backward), grads[0], *ctx.saved_tensors), None, None, None, None
+
+
+def _at(turn: Body, x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor,
+        sin: torch.Tensor) -> torch.Tensor:
+    return turn(x, cos[positions].unsqueeze(1), sin[positions].unsqueeze(1))

@@ -27,6 +27,7 @@ from threed.program.table import (
     ComputeUnit,
     Elements,
     Handed,
+    Logits,
     ParameterUnit,
     Read,
     Reduction,
@@ -129,6 +130,20 @@ def make_table(config: Config, place: tuple[int, ...]) -> Table:
             whole=all(persists(config, placed.parameter) for placed in laid.placed))
     _send_home(config, parameters)
     return replace(table, parameters=parameters)
+
+
+def with_logits(config: Config, table: Table) -> Table:
+    """The table of a plan with the program `generate`, for the prompts `train.sample_prompts`. InputError
+    where no layer of the model makes logits."""
+    model_layers, share = unit_layers(config)[0], share_of(config)
+    made = {index: each for index, unit in enumerate(table.units)
+            for layer in model_layers[slice(*unit.layers)] if (each := layer.logits(share)) is not None}
+    if not made:
+        raise InputError(f"model.family={config.model.family}: no layer of the model makes logits "
+                         "(Layer.logits), so it cannot generate text")
+    count = -(-len(config.train.sample_prompts) // (config.train.micro_batch_size * config.dp))
+    return replace(table, logits=Logits(max(1, count), {unit: each.bytes for unit, each in made.items()},
+                                        {unit: dict(each.sent) for unit, each in made.items()}))
 
 
 class _Shared(NamedTuple):

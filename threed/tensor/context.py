@@ -36,18 +36,19 @@ class Batch:
     seed: int
     num_tokens: int  # of the global batch: the loss is divided by it
     train: bool = True  # dropout is on
+    # The last token of each sequence: the head makes its logits in place of the loss. None: the loss.
+    last_B: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> Batch:
         """The same on a device, in one copy from pinned memory, for which the host does not wait."""
         if self.samples_B.device.type == device.type:
             return self
-        parts = self.tokens_BS, self.labels_BS, self.samples_B
+        names = ["tokens_BS", "labels_BS", "samples_B", *(["last_B"] if self.last_B is not None else [])]
+        parts: list[torch.Tensor] = [getattr(self, name) for name in names]
         joined = torch.cat([part.reshape(-1) for part in parts]).pin_memory()
-        tokens, labels, samples = (
-            flat.view(part.shape) for flat, part in
-            zip(joined.to(device, non_blocking=True).split([part.numel() for part in parts]), parts,
-                strict=True))
-        return replace(self, tokens_BS=tokens, labels_BS=labels, samples_B=samples)
+        there = joined.to(device, non_blocking=True).split([part.numel() for part in parts])
+        moved = {name: flat.view(part.shape) for name, flat, part in zip(names, there, parts, strict=True)}
+        return replace(self, **moved)  # pyright: ignore[reportArgumentType]
 
 
 @dataclass
@@ -106,6 +107,13 @@ class Context:
     def cross_entropy_of(self, running: torch.Tensor) -> torch.Tensor:
         """Loss of each token, [S, B]."""
         return cross_entropy_of(running, self.group)
+
+    def of_token(self, logits_SBV: torch.Tensor, at_B: torch.Tensor) -> torch.Tensor:
+        """The logits of one token of each sequence, [B, V of all tp ranks], in the order of the ids."""
+        part = logits_SBV[at_B, torch.arange(len(at_B), device=at_B.device)].contiguous()
+        gathered = part.new_empty(self.group.size(), *part.shape)
+        self.group.all_gather(gathered, part).wait()
+        return gathered.transpose(0, 1).flatten(1)
 
     def total(self, part: torch.Tensor) -> torch.Tensor:
         """A sum over the residual stream's tokens of all tp ranks. (Terms of the loss must be equal on all tp

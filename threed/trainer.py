@@ -41,17 +41,17 @@ class Trainer:
     """
 
     def __init__(self, engine: Engine, data: tuple[Split, Split], watch: Watch, log: Log | None,
-                 requests: Requests, resumed: Resumed):
-        """`data`: the splits to train on and to validate with. `log`: on rank 0."""
+                 requests: Requests, resumed: Resumed, tokenizer: Path | None = None):
+        """`data`: the splits to train on and to validate with. `log`: on rank 0. `tokenizer`: the file of the
+        data's tokenizer, if they have one."""
         self.config: Config = engine.config
         self.plan: Plan = engine.plan
         self.engine, self.comm, self.watch, self.log = engine, engine.comm, watch, log
         self.rank: int = self.comm.rank
         self.mesh: Mesh = self.comm.mesh
         self.here: Coordinate = self.comm.here
-        table = self.plan.table
-        self._reads_tokens = self.here.position in (table.position(0), table.position(table.last))
         self.train_split, self.validation_split = data
+        self.tokenizer = tokenizer
         self._requests = requests
         self.meter, self.verifier = Meter(self.config, self.plan, self.comm), Verifier(engine)
         self.checkpoints = Checkpoints(self.config, engine, watch, log, resumed, self._saved)
@@ -138,19 +138,24 @@ class Trainer:
         return step
 
     def batches(self, split: Split, start: int, train: bool = True) -> Callable[[int], Batch]:
-        """A function from micro-batch to data on the host, for the global batch that begins at sample
-        `start`. Its samples depend on their global numbers alone."""
-        config, here = self.config, self.comm.here
-        micro = config.train.micro_batch_size
+        """As `batches_of`."""
+        return batches_of(self.engine, split, start, train)
 
-        def batch(microbatch: int) -> Batch:
-            first = start + (microbatch * config.dp + here.replica) * micro
-            samples = torch.arange(first, first + micro)
-            tokens = torch.empty(0, dtype=torch.int64)
-            if self._reads_tokens:  # the others see activations only
-                windows = [torch.from_numpy(split.window(i)) for i in range(first, first + micro)]
-                tokens = torch.stack(windows)
-            inputs, targets, seed = tokens[..., :-1], tokens[..., 1:], config.train.seed
-            return Batch(inputs, targets, samples, seed, config.tokens_per_step, train)
 
-        return batch
+def batches_of(engine: Engine, split: Split, start: int, train: bool = True) -> Callable[[int], Batch]:
+    """A function from micro-batch to data on the host, for the global batch that begins at sample `start`.
+    Its samples depend on their global numbers alone."""
+    config, table, here = engine.config, engine.plan.table, engine.comm.here
+    reads_tokens = here.position in (table.position(0), table.position(table.last))
+    micro = config.train.micro_batch_size
+
+    def batch(microbatch: int) -> Batch:
+        first = start + (microbatch * config.dp + here.replica) * micro
+        samples = torch.arange(first, first + micro)
+        tokens = torch.empty(0, dtype=torch.int64)
+        if reads_tokens:  # the others see activations only
+            tokens = torch.stack([torch.from_numpy(split.window(i)) for i in range(first, first + micro)])
+        inputs, targets, seed = tokens[..., :-1], tokens[..., 1:], config.train.seed
+        return Batch(inputs, targets, samples, seed, config.tokens_per_step, train)
+
+    return batch

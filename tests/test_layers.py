@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 LEVELS = (
     (  # 0
         "errors models",
-        "address early later native pipeline.orders quantity restart synonyms",
+        "address early later native pipeline.orders quantity restart sampling synonyms",
         "requests",
         "callback mesh",
         "environment schema",
@@ -71,7 +71,7 @@ LEVELS = (
         "checkpoint.",
         "monitor.run",
         "page.",
-        "checkpoints",
+        "checkpoints generation",
         "nonfinite",
         "children trainer",
         "callbacks calibration.",
@@ -81,8 +81,10 @@ LEVELS = (
         "rank",
         "launcher",
         "calibration.verb nodes",
-        "start",
+        "forward start",
         "api",
+        "inference",
+        "cli_learned",
         "cli",
         "__main__",
     ),
@@ -233,7 +235,8 @@ def test_budgets(module):
             names = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
             count = len([name for name in names if name not in ("self", "cls", "ctx")])
             # A verb of the command line has an argument for each of its options.
-            assert count <= MAX_ARGUMENTS or module == "cli", f"{module}.{node.name} takes {count} arguments"
+            allowed = count <= MAX_ARGUMENTS or module in ("cli", "cli_learned")
+            assert allowed, f"{module}.{node.name} takes {count} arguments"
 
 
 @pytest.mark.parametrize("module", MODULES)

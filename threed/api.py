@@ -182,9 +182,9 @@ def train(config: Config | str | Path, overrides: list[str] | None = None,
     load = _loader(config, overrides)
     folder = load(None).run.dir  # the file may be another one when the run is over
     place = place_of_environment()
-    _check_process(forks=not isinstance(place, Place))
+    check_process(forks=not isinstance(place, Place))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # threed says once what torch would in 40 lines
-    with _own_signals():
+    with own_signals():
         status = start(load, callbacks)
     if status and isinstance(place, Place):
         from threed.rank import leave
@@ -221,7 +221,8 @@ def _loader(config: Config | str | Path, overrides: list[str] | None):
     return same
 
 
-def _check_process(forks: bool) -> None:
+def check_process(forks: bool) -> None:
+    """InputError where this process cannot answer signals, or cannot be forked."""
     if threading.current_thread() is not threading.main_thread():
         raise InputError("threed.train answers signals, which Python allows on the main thread only: call it "
                          "there")
@@ -253,7 +254,7 @@ def _torch_survives_a_fork(torch: Any) -> bool:
 
 
 @contextmanager
-def _own_signals() -> Iterator[None]:
+def own_signals() -> Iterator[None]:
     """Give the script its handlers back after the run."""
     numbers = (*STOPS, signal.SIGUSR1)
     before = {number: signal.getsignal(number) for number in numbers}

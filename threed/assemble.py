@@ -39,7 +39,6 @@ from threed.requests import Requests
 from threed.schema import Config
 from threed.trainer import Trainer
 
-
 # (job, local rank, requests, watch, store, what to close), as of `train`
 Task = Callable[["Job", int, Requests, Watch, Any, ExitStack], None]
 

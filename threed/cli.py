@@ -12,10 +12,10 @@ from typing import Annotated, Any
 
 import typer
 
-from threed import __version__, api
+from threed import __version__, api, cli_learned
 from threed import config as configs
 from threed.early import begin
-from threed.errors import ConfigError, InputError, ThreedError
+from threed.errors import ConfigError, InputError, Reported, ThreedError
 from threed.program import explain as explaining
 from threed.program.picture import picture
 from threed.quantity import parse_bytes
@@ -372,6 +372,9 @@ def compare(run: RunPath, as_json: Json = False) -> None:
     _print(Run(run).compare(), comparing.show, as_json)
 
 
+cli_learned.register(app)
+
+
 def _write(option: str, file: Path, text: str) -> None:
     try:
         file.write_text(text)
@@ -392,7 +395,8 @@ def main() -> None:
     try:
         app()
     except ThreedError as error:
-        print(f"threed: {error}", file=sys.stderr)
+        if not isinstance(error, Reported):
+            print(f"threed: {error}", file=sys.stderr)
         sys.exit(error.status)
 
 

@@ -14,6 +14,7 @@ import copy
 import dataclasses
 import difflib
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from types import UnionType
@@ -47,11 +48,17 @@ def load(path: str | Path | None, overrides: list[str] | None = None,
     """
     check_type("path", path, (str, Path, None), "the path of a YAML file")
     check_type("world_size", world_size, (int, None), "the number of ranks")
+    given = {**_flatten(_read_yaml(path) if path is not None else {}), **read_overrides(overrides)}
+    return of_values(given, str(path) if path is not None else "the config", world_size)
+
+
+def read_overrides(overrides: Sequence[str] | None) -> dict[str, Any]:
+    """Values by dotted key. InputError where one cannot be read."""
     _check_overrides(overrides)
-    given = _flatten(_read_yaml(path) if path is not None else {})
+    given: dict[str, Any] = {}
     for text in overrides or []:
         given.update(_read_override(text))
-    return of_values(given, str(path) if path is not None else "the config", world_size)
+    return given
 
 
 def of_values(values: dict[str, Any], where: str, world_size: int | None = None) -> Config:

@@ -24,14 +24,12 @@ from threed.data.samples import mix
 from threed.engine.engine import Engine
 from threed.errors import InputError, RunError, Stopped
 from threed.mesh import axes_of
-from threed.sampling import Sampling
+from threed.sampling import TOKENIZER, Sampling
 from threed.schema import ModelConfig
 from threed.tensor.context import Batch
 
 if TYPE_CHECKING:
     from threed.data.tokenizer import Tokenizer
-
-TOKENIZER = "tokenizer.json"  # of the run's data, in its folder
 
 
 def choose(logits_V: torch.Tensor, how: Sampling, prompt: int, place: int) -> int:

@@ -12,7 +12,7 @@ import os
 import signal
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.connection import wait
 from typing import Any
@@ -91,9 +91,9 @@ class LocalLauncher:
                 return failure.status
             time.sleep(wait_s)
 
-    def prepare(self) -> Prepared:
-        """Prepare the data. Errors as from `Preparation.result`."""
-        self.preparing = Preparation(lambda: self.config, self.config)
+    def prepare(self, say: Callable[[str], None] = lambda line: print(line, flush=True)) -> Prepared:
+        """Prepare the data; `say` gets lines about the progress. Errors as from `Preparation.result`."""
+        self.preparing = Preparation(lambda: self.config, self.config, say)
         self.preparing.start()
         prepared = self.preparing.result()
         self.preparing = None

@@ -313,8 +313,8 @@ def _check_batch(config: Config) -> list[str]:
         problems.append(f"train.eval_every={train.eval_every} needs data.validation_fraction > 0: nothing is "
                         "held out")
     if train.sample_every and not train.sample_prompts:
-        problems.append(f"train.sample_every={train.sample_every} needs train.sample_prompts, the beginnings of "
-                        "the texts that the model writes")
+        problems.append(f"train.sample_every={train.sample_every} needs train.sample_prompts, the beginnings "
+                        "of the texts that the model writes")
     return problems
 
 

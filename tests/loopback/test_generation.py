@@ -1,4 +1,4 @@
-"""The program `generate`: the same text from every mesh, that of the plain model; and how tokens are chosen."""
+"""The program `generate`: every mesh writes the text of the plain model; and how tokens are chosen."""
 
 from __future__ import annotations
 
@@ -176,7 +176,8 @@ def test_choose_keeps_to_the_probabilities():
                                      (2.0, 1.0, shares.sqrt() / shares.sqrt().sum()),
                                      (1.0, 1e-9, torch.tensor([0.0, 1, 0, 0]))):
         how = Sampling(1, temperature, top_p, seed=5)
-        seen = Counter(choose(shares.log(), how, prompt, place) for prompt in range(40) for place in range(100))
+        seen = Counter(choose(shares.log(), how, prompt, place)
+                       for prompt in range(40) for place in range(100))
         got = torch.tensor([seen[token] / 4000 for token in range(4)])
         assert (got - want).abs().max() < 4 * 0.5 / math.sqrt(4000), (temperature, top_p, got)
     assert choose(shares.log(), Sampling(temperature=0), 0, 0) == 1

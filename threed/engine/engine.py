@@ -100,16 +100,15 @@ class Engine:
             self._run(WAITING if self.zero.waiting is not None else SNAPSHOT, self.pipeline.feed.read)
 
     def generate(self, batch: Callable[[int], Batch]) -> dict[int, torch.Tensor]:
-        """Run the program `generate`. Micro-batch -> the logits of each sequence's token `last_B`, [B, padded
-        vocabulary]; nothing on a position without the head. RunError as from `_run`."""
+        """Run the program `generate`. Micro-batch -> the logits of each sequence's token `last_B`, [B, V], V
+        with padding; nothing on a position without the head. RunError as from `_run`."""
         self._run(GENERATE, batch)
-        table = self.plan.table
-        units = [unit for unit in table.logits.bytes if table.position(unit) == self.position
-                 ] if table.logits else []
-        made = {microbatch: torch.cat([self.slots.get(Slot("logits", unit, microbatch)) for unit in units], -1)
-                for microbatch in range(table.microbatches(GENERATE) if units else 0)}
+        table, parts = self.plan.table, dict[int, list[torch.Tensor]]()
+        for slot in sorted(self.slots.alive()):  # by unit: the tiles of a head are in the order of their ids
+            if slot.kind == "logits":
+                parts.setdefault(slot.microbatch, []).append(self.slots.get(slot))
         self.slots.keep(table.seam(self.position, GENERATE))
-        return made
+        return {microbatch: torch.cat(tiles, -1) for microbatch, tiles in parts.items()}
 
     def run(self, name: str, batch: Callable[[int], Batch]) -> tuple[Clipped, Trace]:
         """Run a program that has a CLIP. RunError as from `_run`."""

@@ -19,8 +19,8 @@ from threed.program.check import check
 from threed.program.table import GENERATE, Plan
 from threed.schema import Config
 
-__all__ = ["Pipeline", "forward_plan", "layouts", "make_mesh", "make_pipeline", "make_plan", "make_table", "saved_by_piece",
-           "unit_costs", "unit_parameters"]
+__all__ = ["Pipeline", "forward_plan", "layouts", "make_mesh", "make_pipeline", "make_plan", "make_table",
+           "saved_by_piece", "unit_costs", "unit_parameters"]
 
 
 def make_plan(config: Config, pipeline: Pipeline | None = None) -> Plan:

@@ -8,7 +8,7 @@ A **slot** is a named value:
     act u3 m1        output of compute unit 3 for micro-batch 1, which FORWARD of unit 4 reads
     grad u3 m1       the loss's gradient with respect to act u3 m1
     saved u3 m1      what FORWARD keeps for BACKWARD
-    logits u9 m1     the logits of each sequence's last token, which FORWARD of the head makes to generate text
+    logits u9 m1     the logits of each sequence's last token, which FORWARD makes to generate text
     kept u3 m1       what FORWARD keeps for RECOMPUTE: its input
     kpart u3 m1      this tp rank's part of kept u3 m1
     operands u3 m1   what BACKWARD_INPUT leaves for BACKWARD_WEIGHT

@@ -35,7 +35,7 @@ MESHES = {
     "interleaved": ["parallel.pp=2", "parallel.schedule=interleaved", "parallel.virtual_stages=2"],
     "zero-3": ["parallel.dp=2", "zero.stage=3"],
     "batched": ["parallel.dp=2", "train.micro_batch_size=2", "zero.stage=1"],
-    "tiles": ["parallel.tp=2", "parallel.dp=2", "zero.stage=3", "model.tile_linears=1KiB",
+    "tiles": ["parallel.tp=2", "parallel.dp=2", "zero.stage=3", "model.tile_linears=512",
               "model.tie_embeddings=false"],
     "all": ["parallel.pp=2", "parallel.dp=2", "parallel.tp=2", "zero.stage=3"],
 }

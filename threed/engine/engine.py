@@ -104,7 +104,7 @@ class Engine:
         with padding; nothing on a position without the head. RunError as from `_run`."""
         self._run(GENERATE, batch)
         table, parts = self.plan.table, dict[int, list[torch.Tensor]]()
-        for slot in sorted(self.slots.alive()):  # by unit: the tiles of a head are in the order of their ids
+        for slot in self.slots.alive():  # sorted by unit: the tiles of a head are in the order of their ids
             if slot.kind == "logits":
                 parts.setdefault(slot.microbatch, []).append(self.slots.get(slot))
         self.slots.keep(table.seam(self.position, GENERATE))

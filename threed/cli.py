@@ -91,8 +91,8 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
 def show(context: typer.Context, config: ConfigPath, overrides: Overrides = None,
          rank: Annotated[int | None,
                          typer.Option(help="print this rank's program, an instruction a line")] = None,
-         program: Annotated[str, typer.Option(help="train, evaluate, snapshot, verify; delayed updates: "
-                                                   "plain, enter, drain")] = "train",
+         program: Annotated[str, typer.Option(help="train, evaluate, generate, snapshot, verify; delayed "
+                                                   "updates: plain, enter, drain")] = "train",
          units: Annotated[str | None, typer.Option(metavar="u|p", help="list compute units (u), or parameter "
                                                                        "units (p)")] = None,
          explain: Annotated[int | None, typer.Option(metavar="INDEX",

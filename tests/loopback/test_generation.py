@@ -16,6 +16,7 @@ from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
 from threed.errors import InputError, PlanError, RunError
 from threed.generation import Text, Writer, added, choose, encode, keep_tokenizer
+from threed.models.layers.base import Out
 from threed.planner import forward_plan, make_mesh, make_plan
 from threed.program.check import check
 from threed.program.instruction import Op
@@ -35,7 +36,7 @@ MESHES = {
     "interleaved": ["parallel.pp=2", "parallel.schedule=interleaved", "parallel.virtual_stages=2"],
     "zero-3": ["parallel.dp=2", "zero.stage=3"],
     "batched": ["parallel.dp=2", "train.micro_batch_size=2", "zero.stage=1"],
-    "tiles": ["parallel.tp=2", "parallel.dp=2", "zero.stage=3", "model.tile_linears=512",
+    "tiles": ["parallel.tp=2", "parallel.dp=2", "zero.stage=3", "model.tile_linears=1KiB", "model.vocab=60",
               "model.tie_embeddings=false"],
     "all": ["parallel.pp=2", "parallel.dp=2", "parallel.tp=2", "zero.stage=3"],
 }
@@ -72,7 +73,8 @@ def plainly(config: Config, how: Sampling) -> list[list[int]]:
                 batch = Batch(tokens, tokens, torch.tensor([0]), 0, 1, train=False)
                 x = None
                 for layer in layers:
-                    x = layer(x, batch)
+                    out = layer(x, batch)
+                    x = out.x if isinstance(out, Out) else out
                 logits = head.output(head.norm(x))[len(window) - 1, 0, :config.model.vocab]
                 text.append(choose(logits, how, number, len(text)))
             texts.append(text[len(prompt):])

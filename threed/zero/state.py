@@ -48,6 +48,8 @@ class UnitState:
         buffers  [owned]  the optimizer's, by name; with the master on the host or in a file, if offloaded
         snapshot          a copy of what this rank writes to the checkpoint under way; None: no copy
 
+    Where nothing trains there are no gradients.
+
     `owned` is the rank's shard from ZeRO-1 on, the whole buffer under ZeRO-0.
     """
 

@@ -271,7 +271,8 @@ def _position(plan: Plan, rank: int | None, program: str) -> int | None:
     check_type("program", program, str, "the name of a program, such as 'train'")
     if program not in plan.programs:
         raise InputError(f"program={program}: this plan has {', '.join(plan.programs)} (evaluate needs "
-                         "train.eval_every > 0, generate train.sample_every > 0, verify run.verify_every > 0)")
+                         "train.eval_every > 0, generate train.sample_every > 0, verify run.verify_every > "
+                         "0)")
     mesh = make_mesh(config_of(plan))
     if rank is None:
         return None

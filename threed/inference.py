@@ -19,10 +19,12 @@ from threed.environment import place_of_environment
 from threed.errors import InputError, check_type
 from threed.sampling import TOKENIZER, Sampling
 from threed.schema import Config
+from threed.values import get
 
-# What overrides may change: the rest is that of the run, or has no effect without training.
-FREE = ("parallel", "zero", "run", "data")
-FREE_KEYS = ("train.micro_batch_size", "precision.dtype")
+# What overrides may change (`eval`: data, too). The rest is of the run, or has no effect without training.
+MESH = ("parallel", "zero")
+MACHINE = ("run.device", "run.timeout_s", "run.attention_backend", "run.deterministic")
+FREE_KEYS = ("train.micro_batch_size", "precision.dtype", *MACHINE)
 
 
 # ---------------------------------------------------------------- the verbs
@@ -86,7 +88,7 @@ def evaluate(run: str | Path, data: str | None = None, limit: int | None = None,
         config.data.source, config.data.tokenizer = data, str(_tokenizer(path, config, tokenizer))
     elif tokenizer is not None:
         raise InputError("a tokenizer is for other data: give --data SOURCE, too")
-    own = forward_config(config, path, checkpoint, overrides)
+    own = forward_config(config, path, checkpoint, overrides, (*MESH, "data"))
     from threed import forward
 
     with own_signals():
@@ -130,20 +132,21 @@ def _opened(run: str | Path, checkpoint: int | str | Path | None) -> tuple[Path,
     return path, config, str(checkpoint)
 
 
-def forward_config(config: Config, run: Path, checkpoint: str, overrides: Sequence[str] | None) -> Config:
+def forward_config(config: Config, run: Path, checkpoint: str, overrides: Sequence[str] | None,
+                   sections: Sequence[str] = MESH) -> Config:
     """The config of ranks that run the model of `config` forward: one process without ZeRO, unless
-    `overrides` ask for more. InputError for an override that would have no effect."""
+    `overrides` ask for more. InputError for an override that is not of these sections, and would have no
+    effect."""
     given = read_overrides(overrides)
-    if strange := [key for key in given if key.split(".")[0] not in FREE and key not in FREE_KEYS]:
+    if strange := [key for key in given if key.split(".")[0] not in sections and key not in FREE_KEYS]:
         raise InputError(f"{strange[0]}: the run has it already, or it is for training; overrides are of "
-                         f"{', '.join(f'{name}.*' for name in FREE)}, {', '.join(FREE_KEYS)}")
+                         f"{', '.join(f'{name}.*' for name in sections)}, {', '.join(FREE_KEYS)}")
     values = config.to_dict()
     dtype = given.get("precision.dtype", values["precision"]["dtype"])
     micro, dp = given.get("train.micro_batch_size", 1), given.get("parallel.dp", 1)
-    same = {f"{section}.{key}": values[section][key]
-            for section, keys in (("model", values["model"]), ("data", values["data"]),
-                                  ("run", ("device", "timeout_s", "attention_backend", "deterministic")),
-                                  ("parallel", ("layers_per_unit",))) for key in keys}
+    keys = [*(f"{section}.{key}" for section in ("model", "data") for key in values[section]), *MACHINE,
+            "parallel.layers_per_unit"]
+    same = {key: get(config, key) for key in keys}
     return of_values({
         **same, "run.dir": str(run), "precision.dtype": dtype,
         **({"precision.master": "none", "precision.loss_scale": 1.0} if dtype != "fp32" else {}),

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 LEVELS = (
     (  # 0
         "errors models",
-        "address doors.table early later native pipeline.orders quantity restart",
+        "address doors.table early later native pipeline.orders quantity restart sampling",
         "doors.deepspeed doors.megatron_rest doors.torchtitan",
         "doors.megatron",
         "doors.script synonyms",
@@ -77,7 +77,7 @@ LEVELS = (
         "checkpoint.",
         "monitor.run monitor.runs",
         "page.",
-        "checkpoints",
+        "checkpoints generation",
         "nonfinite",
         "children doors. trainer",
         "callbacks calibration.",
@@ -87,9 +87,10 @@ LEVELS = (
         "rank",
         "launcher",
         "calibration.verb doors.verbs nodes",
-        "start",
+        "forward start",
         "api",
-        "verbs",
+        "inference",
+        "cli_learned verbs",
         "cli",
         "__main__",
     ),
@@ -240,7 +241,8 @@ def test_budgets(module):
             names = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
             count = len([name for name in names if name not in ("self", "cls", "ctx")])
             # A verb of the command line has an argument for each of its options.
-            assert count <= MAX_ARGUMENTS or module == "cli", f"{module}.{node.name} takes {count} arguments"
+            allowed = count <= MAX_ARGUMENTS or module in ("cli", "cli_learned")
+            assert allowed, f"{module}.{node.name} takes {count} arguments"
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -9,9 +9,12 @@
     threed.report(plan, "page.html")                              all of it, as a page to look at
     run = threed.train(config, callbacks=[...])                   train on all ranks
     run.metrics, run.compare()                                    what it measured
+    threed.generate(run.path, ["import "])                        text that it writes
+    threed.evaluate(run.path, "more/*.txt")                       its loss and perplexity on other data
 
 The names in `__all__` stay as they are from version to version; what is not in it may change. Each is
-imported when it is first used, and all but `train`, `Trainer` and what they need work without torch.
+imported when it is first used, and all but `train`, `generate`, `evaluate`, `Trainer` and what they need work
+without torch.
 """
 
 from __future__ import annotations
@@ -25,19 +28,22 @@ if TYPE_CHECKING:
     from threed.choosing.verb import search
     from threed.config import load
     from threed.errors import ThreedError
+    from threed.inference import evaluate, generate
     from threed.monitor.run import Run
     from threed.page.verb import report
     from threed.prediction.verb import predict
     from threed.program.table import Plan
+    from threed.sampling import Sampling
     from threed.schema import Config
     from threed.trainer import Trainer
 
 __version__ = "0.1.0"
-__all__ = ["Callback", "Config", "Plan", "Run", "ThreedError", "Trainer",
-           "check", "load", "plan", "predict", "report", "search", "show", "train"]
+__all__ = ["Callback", "Config", "Plan", "Run", "Sampling", "ThreedError", "Trainer",
+           "check", "evaluate", "generate", "load", "plan", "predict", "report", "search", "show", "train"]
 
 _HOMES = {"Callback": "callback", "Config": "schema", "Plan": "program.table", "Run": "monitor.run",
-          "ThreedError": "errors", "Trainer": "trainer", "check": "api", "load": "config", "plan": "api",
+          "Sampling": "sampling", "ThreedError": "errors", "Trainer": "trainer", "check": "api",
+          "evaluate": "inference", "generate": "inference", "load": "config", "plan": "api",
           "predict": "prediction.verb", "report": "page.verb", "search": "choosing.verb", "show": "api",
           "train": "api"}
 

@@ -183,9 +183,9 @@ def train(config: Config | str | Path, overrides: list[str] | None = None,
     load = _loader(config, overrides)
     folder = load(None).run.dir  # the file may be another one when the run is over
     place = place_of_environment()
-    _check_process(forks=not isinstance(place, Place))
+    check_process(forks=not isinstance(place, Place))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # threed says once what torch would in 40 lines
-    with _own_signals():
+    with own_signals():
         status = start(load, callbacks)
     if status and isinstance(place, Place):
         from threed.rank import leave
@@ -222,7 +222,8 @@ def _loader(config: Config | str | Path, overrides: list[str] | None):
     return same
 
 
-def _check_process(forks: bool) -> None:
+def check_process(forks: bool) -> None:
+    """InputError where this process cannot answer signals, or cannot be forked."""
     if threading.current_thread() is not threading.main_thread():
         raise InputError("threed.train answers signals, which Python allows on the main thread only: call it "
                          "there")
@@ -254,7 +255,7 @@ def _torch_survives_a_fork(torch: Any) -> bool:
 
 
 @contextmanager
-def _own_signals() -> Iterator[None]:
+def own_signals() -> Iterator[None]:
     """Give the script its handlers back after the run."""
     numbers = (*STOPS, signal.SIGUSR1)
     before = {number: signal.getsignal(number) for number in numbers}
@@ -271,7 +272,8 @@ def _position(plan: Plan, rank: int | None, program: str) -> int | None:
     check_type("program", program, str, "the name of a program, such as 'train'")
     if program not in plan.programs:
         raise InputError(f"program={program}: this plan has {', '.join(plan.programs)} (evaluate needs "
-                         "train.eval_every > 0, verify needs run.verify_every > 0)")
+                         "train.eval_every > 0, generate train.sample_every > 0, verify run.verify_every > "
+                         "0)")
     mesh = make_mesh(config_of(plan))
     if rank is None:
         return None

@@ -20,7 +20,7 @@ from threed.checkpoint.load import resume
 from threed.checkpoint.save import tidy
 from threed.checkpoints import check_room
 from threed.comm import Comm, ProcessComm
-from threed.data.mix import Splits, open_splits, report
+from threed.data.mix import open_splits, report
 from threed.data.tokens import Prepared, prepare
 from threed.engine import shared
 from threed.engine.connect import warm
@@ -29,15 +29,19 @@ from threed.engine.engine import Engine
 from threed.engine.loopback import channel_pairs
 from threed.engine.watch import Watch
 from threed.errors import InputError, Stopped
+from threed.generation import keep_tokenizer
 from threed.monitor.log import CLOSE_S, FAILED_S, Log
 from threed.monitor.state import FAILED
 from threed.optimizers.registry import OPTIMIZERS
 from threed.planned import save_config
-from threed.planner import make_mesh, make_pipeline, make_plan
+from threed.planner import Pipeline, make_mesh, make_pipeline, make_plan
 from threed.program.table import Plan
 from threed.requests import Requests
 from threed.schema import Config
 from threed.trainer import Trainer
+
+# (job, local rank, requests, watch, store, what to close), as of `train`
+Task = Callable[["Job", int, Requests, Watch, Any, ExitStack], None]
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,7 @@ class Job:
     callbacks: Sequence[Callback] = ()  # of a script
     prepared: Prepared | None = None  # data; None: rank 0 prepares them
     on_step: Callable[[int], None] | None = None  # called with the number of each step that begins
+    task: Task | None = None  # what ranks do instead of training
 
 
 def train(job: Job, local_rank: int, requests: Requests, watch: Watch, store: Any,
@@ -58,14 +63,17 @@ def train(job: Job, local_rank: int, requests: Requests, watch: Watch, store: An
     """
     config = job.config
     set_up(config)
-    comm, plan = _connect(config, watch, pick_device(config, local_rank), store)
+    comm, plan = connect(config, watch, pick_device(config, local_rank), store)
     looks = local_rank == 0  # at shared files, for its host
     try:
         watch.hosts = shared.hosts(comm)
-        data = _share_data(job, watch, comm, requests, looks)
+        prepared = _share_data(job, watch, comm, requests, looks)
+        data = open_splits(config, prepared)
         check_room(plan, comm)
         watch.engine = engine = Engine(config, plan, comm)
         log = _open_log(config, plan, comm, watch, closing) if watch.rank == 0 else None
+        for line in keep_tokenizer(prepared.tokenizer, Path(config.run.dir)) if log else ():
+            log.say(f"warning: {line}")
         with watch.phase("see that run.dir is shared", waits=False):
             shared.same_folder(comm, Path(config.run.dir), watch.hosts, config.run.timeout_s, looks)
         with watch.phase("load a checkpoint", waits=False):
@@ -79,7 +87,8 @@ def train(job: Job, local_rank: int, requests: Requests, watch: Watch, store: An
                 log.say(f"note: {line}")
             if resumed.path:
                 log.say(f"resumed from {resumed.path} after step {engine.zero.step_number}")
-        Trainer(engine, data, watch, log, requests, resumed).run(in_order(job.callbacks))
+        trainer = Trainer(engine, data, watch, log, requests, resumed, prepared.tokenizer)
+        trainer.run(in_order(job.callbacks))
     finally:
         if watch.engine is not None:
             watch.engine.close()
@@ -88,15 +97,16 @@ def train(job: Job, local_rank: int, requests: Requests, watch: Watch, store: An
     comm.close()
 
 
-def _connect(config: Config, watch: Watch, device: torch.device, store: Any) -> tuple[ProcessComm, Plan]:
-    """Connect this rank with the others, and agree with them on a plan."""
+def connect(config: Config, watch: Watch, device: torch.device, store: Any,
+            planning: Callable[[Config, Pipeline], Plan] = make_plan) -> tuple[ProcessComm, Plan]:
+    """Connect this rank with the others, and agree with them on a plan, which `planning` makes."""
     with watch.phase("connect"):
         comm = ProcessComm(make_mesh(config), watch.rank, device, config.run.timeout_s, store)
     watch.comm = comm
     with watch.phase("agree on a plan", waits=False):
         # Rank 0 plans: on another machine a search may round differently, and a file may be missing.
         pipeline = comm.broadcast(make_pipeline(config) if watch.rank == 0 else None)
-        plan = make_plan(config, pipeline)
+        plan = planning(config, pipeline)
         _agree(comm, config, plan.digest)
     with watch.phase("connect pipeline positions"):
         comm.open_channels(channel_pairs(plan))
@@ -105,9 +115,8 @@ def _connect(config: Config, watch: Watch, device: torch.device, store: Any) -> 
     return comm, plan
 
 
-def _share_data(job: Job, watch: Watch, comm: Comm, requests: Requests,
-                looks: bool) -> Splits:
-    """The splits of the data, which rank 0 prepares if no launcher has, and which all hosts then compare."""
+def _share_data(job: Job, watch: Watch, comm: Comm, requests: Requests, looks: bool) -> Prepared:
+    """The data, which rank 0 prepares if no launcher has, and which all hosts then compare."""
     config, prepared = job.config, job.prepared
     if watch.rank == 0 and prepared is None:
         prepared = prepare(config.data, config.model, partial(_progress, requests))
@@ -116,7 +125,7 @@ def _share_data(job: Job, watch: Watch, comm: Comm, requests: Requests,
     assert prepared is not None
     with watch.phase("compare the prepared data", waits=False):
         shared.same_data(comm, prepared, watch.hosts, looks)
-    return open_splits(config, prepared)
+    return prepared
 
 
 def _open_log(config: Config, plan: Plan, comm: Comm, watch: Watch, closing: ExitStack) -> Log:

@@ -14,11 +14,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from threed.callback import Callback, Guarded, Step
-from threed.errors import RunError
+from threed.errors import InputError, RunError
+from threed.generation import Writer, added, encode
 from threed.monitor.state import ENDED, STOPPED
 from threed.monitor.timeline import picture
 from threed.monitor.traces import TraceWriter
 from threed.quantity import show_bytes, show_count, show_seconds
+from threed.sampling import Sampling
 from threed.trainer import Trainer
 
 REPORT_S = 120.0  # how long the page may take at the end of a run
@@ -128,6 +130,41 @@ class Evaluation(Callback):
         return loss
 
 
+class Writing(Callback):
+    """Continues `train.sample_prompts` every `train.sample_every` steps, for the console and wandb."""
+
+    def on_start(self, trainer: Trainer) -> None:
+        train, model = trainer.config.train, trainer.config.model
+        if not train.sample_every:
+            return
+        prompts = None
+        if trainer.rank == 0:
+            from threed.data import tokenizer as tokenizers
+
+            if trainer.tokenizer is None:
+                raise InputError(f"train.sample_every={train.sample_every} needs a tokenizer, and "
+                                 f"data.source={trainer.config.data.source} brings none: name its "
+                                 "tokenizer.json in data.tokenizer")
+            self.tokenizer = tokenizer = tokenizers.load(trainer.tokenizer)
+            prompts = (encode(tokenizer, train.sample_prompts, model),
+                       min(model.vocab, tokenizer.vocab_size), tokenizer.eod)
+        with trainer.watch.phase("encode train.sample_prompts"):
+            self.prompts, vocab, eod = trainer.comm.broadcast(prompts)
+        self.writer = Writer(trainer.engine, vocab, eod)
+
+    def on_step_end(self, trainer: Trainer, step: Step) -> None:
+        train = trainer.config.train
+        if not train.sample_every or step.number % train.sample_every:
+            return
+        with trainer.meter.apart():
+            texts = self.writer.write(self.prompts, Sampling(train.sample_tokens, train.sample_temperature,
+                                                             seed=train.seed))
+        if trainer.log:
+            rows = [(given, added(self.tokenizer, prompt, text.ids))
+                    for given, prompt, text in zip(train.sample_prompts, self.prompts, texts, strict=True)]
+            trainer.log.texts(step.number, rows)
+
+
 class Logging(Callback):
     """On rank 0: writes the metrics of each step to metrics.jsonl, wandb and the console, and a summary at
     the end."""
@@ -206,7 +243,8 @@ def _summary(first_loss: float, recent: Collection[Mapping[str, float | None]], 
 # Each method is called in this order. Saving comes first: after a step it uses what all ranks have just
 # exchanged, before a rank does anything that takes long; at the end it saves before the other callbacks run.
 # A script's callbacks come before Logging: they see val/loss, and may add to the metrics.
-ORDER: tuple[type[Callback], ...] = (Saving, Tracing, Timeline, Evaluation, Guarded, Logging, Reporting)
+ORDER: tuple[type[Callback], ...] = (Saving, Tracing, Timeline, Evaluation, Writing, Guarded, Logging,
+                                    Reporting)
 
 
 def in_order(yours: Sequence[Callback]) -> list[Callback]:

@@ -112,9 +112,11 @@ def end_all(ranks: Sequence[Any], limit_s: float = KILL_S, why: str = "") -> Non
 class Preparation:
     """Prepares data in a process of its own: the process that forks ranks must not have started threads."""
 
-    def __init__(self, load: Callable[[], Config], cache: Config):
-        """`load` gives the config in that process. `cache`: a config with the same data.cache."""
-        self._root = cache_root(cache.data)
+    def __init__(self, load: Callable[[], Config], cache: Config,
+                 say: Callable[[str], None] = lambda line: print(line, flush=True)):
+        """`load` gives the config in that process. `cache`: a config with the same data.cache. `say` gets
+        lines about the progress."""
+        self._say, self._root = say, cache_root(cache.data)
         self._receive, self._send = CONTEXT.Pipe(duplex=False)
         self._process = CONTEXT.Process(target=self._body, args=(load, os.getpid()),
                                         name="the preparation of the data")
@@ -131,7 +133,7 @@ class Preparation:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         try:
             config = load()
-            self._send.send(prepare(config.data, config.model, lambda line: print(line, flush=True)))
+            self._send.send(prepare(config.data, config.model, self._say))
         except InputError as error:
             self._send.send(error)
 

@@ -12,11 +12,11 @@ from typing import Annotated, Any
 
 import typer
 
-from threed import __version__, api
+from threed import __version__, api, cli_learned
 from threed import config as configs
 from threed.doors import verbs as doors
 from threed.early import begin
-from threed.errors import ConfigError, InputError, ThreedError
+from threed.errors import ConfigError, InputError, Reported, ThreedError
 from threed.program import explain as explaining
 from threed.program.picture import picture
 from threed.quantity import parse_count, parse_memory
@@ -95,8 +95,8 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
 def show(context: typer.Context, config: ConfigPath, overrides: Overrides = None,
          rank: Annotated[int | None,
                          typer.Option(help="print this rank's program, an instruction a line")] = None,
-         program: Annotated[str, typer.Option(help="train, evaluate, snapshot, verify; delayed updates: "
-                                                   "plain, enter, drain")] = "train",
+         program: Annotated[str, typer.Option(help="train, evaluate, generate, snapshot, verify; delayed "
+                                                   "updates: plain, enter, drain")] = "train",
          units: Annotated[str | None, typer.Option(metavar="u|p", help="list compute units (u), or parameter "
                                                                        "units (p)")] = None,
          explain: Annotated[int | None, typer.Option(metavar="INDEX",
@@ -367,6 +367,7 @@ app.command("export", short_help="export a run as a model of Hugging Face transf
 app.command(short_help="convert a config of DeepSpeed or options of Megatron-LM")(convert)
 app.command(short_help="write a first config, with comments")(init)
 app.command(short_help="list runs: state, step, loss, speed, age")(runs)
+cli_learned.register(app)
 
 
 def _progress(line: str) -> None:
@@ -395,7 +396,8 @@ def main() -> None:
     try:
         app()
     except ThreedError as error:
-        print(f"threed: {error}", file=sys.stderr)
+        if not isinstance(error, Reported):
+            print(f"threed: {error}", file=sys.stderr)
         sys.exit(error.status)
     except SystemExit as ended:
         if ended.code == InputError.status:  # of the command line itself: an unknown option, say

@@ -15,6 +15,7 @@ import dataclasses
 import difflib
 import math
 import tomllib
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from types import UnionType
@@ -63,7 +64,7 @@ def leaves_dp(path: str | Path, overrides: list[str] | None) -> bool:
     return (_flatten(_read_yaml(path)) | overrides_of(overrides)).get("parallel.dp", "auto") == "auto"
 
 
-def overrides_of(texts: list[str] | None) -> dict[str, Any]:
+def overrides_of(texts: Sequence[str] | None) -> dict[str, Any]:
     """`section.key=value` texts -> {dotted key: value}; the last of equal keys wins. InputError where one is
     no override."""
     _check_overrides(texts)

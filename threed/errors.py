@@ -65,6 +65,10 @@ def of_folder(text: str, error: OSError) -> ThreedError:
     return (InputError if error.errno in _WRONG_FOLDER else RunError)(text)
 
 
+class Reported(RunError):
+    """Ranks have failed, and one of them has said why on stderr."""
+
+
 class WrongResult(RunError):
     """A machine computes wrongly: its checkpoints are in doubt, so the run does not start again by itself."""
 

@@ -12,14 +12,14 @@ import os
 import signal
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.connection import wait
 from typing import Any
 
 import torch
 
-from threed.assemble import Job
+from threed.assemble import Job, Task
 from threed.callback import Callback
 from threed.checkpoint.lineage import read_latest
 from threed.children import (
@@ -46,13 +46,16 @@ from threed.restart import Failure, Restarts, Steps
 from threed.schema import Config
 
 POLL_S = 0.25
+ANSWER = "threed/answer"  # key of the store of ranks that do a task
 
 
 class LocalLauncher:
     """The ranks of a run on this machine, and the signals that are passed on to them."""
 
-    def __init__(self, config: Config, callbacks: Sequence[Callback] = ()):
-        self.config, self.callbacks = config, callbacks
+    def __init__(self, config: Config, callbacks: Sequence[Callback] = (), task: Task | None = None):
+        """`task`: what the ranks do instead of training."""
+        self.config, self.callbacks, self.task = config, callbacks, task
+        self.answer: bytes | None = None  # what a task has left in the store under ANSWER
         self.ranks: list[Any] = []
         self.preparing: Preparation | None = None
         self.asked = 0
@@ -72,10 +75,7 @@ class LocalLauncher:
     def run(self) -> int:
         """Start the ranks, and again after a failure as long as `Restarts` allows it. Returns the exit status
         of the run."""
-        self.preparing = Preparation(lambda: self.config, self.config)
-        self.preparing.start()
-        prepared = self.preparing.result()
-        self.preparing = None
+        prepared = self.prepare()
         restarts = Restarts(self.config.run.restarts, self.config.run.restart_wait_s)
         os.environ["THREED_LAUNCH"] = uuid.uuid4().hex
         while True:
@@ -91,7 +91,15 @@ class LocalLauncher:
                 return failure.status
             time.sleep(wait_s)
 
-    def start(self, prepared: Prepared, steps: Steps) -> Failure | None:
+    def prepare(self, say: Callable[[str], None] = lambda line: print(line, flush=True)) -> Prepared:
+        """Prepare the data; `say` gets lines about the progress. Errors as from `Preparation.result`."""
+        self.preparing = Preparation(lambda: self.config, self.config, say)
+        self.preparing.start()
+        prepared = self.preparing.result()
+        self.preparing = None
+        return prepared
+
+    def start(self, prepared: Prepared | None, steps: Steps) -> Failure | None:
         """Start the ranks once and wait until all have ended. Returns why one has failed; None if none
         has."""
         size, parent = self.config.world_size, os.getpid()
@@ -100,7 +108,7 @@ class LocalLauncher:
         path = f"/proc/self/fd/{meeting}"
 
         def body(rank: int) -> int:
-            job = Job(self.config, self.callbacks, prepared, partial(steps.note, rank))
+            job = Job(self.config, self.callbacks, prepared, partial(steps.note, rank), self.task)
             return run_rank(job, Place(rank, rank, size, size), file_store(path, size))
 
         try:
@@ -111,7 +119,10 @@ class LocalLauncher:
                 # A rank's garbage collector need not scan what was imported, whose memory so remains shared.
                 gc.freeze()
                 start(self.ranks)
-            return _attend(self.ranks, file_store(path, size), steps)
+            store = file_store(path, size)
+            failure = _attend(self.ranks, store, steps)
+            self.answer = store.get(ANSWER) if self.task and failure is None else None
+            return failure
         finally:
             end_all(self.ranks)  # some may live if not all could be forked
             self.ranks, self.when = [], "before it started again"

@@ -36,7 +36,7 @@ def run_rank(job: Job, place: Place, store: Any) -> int:
         try:
             watch = Watch(place.rank, store, job.config.run.timeout_s, place.world_size)
             watch.on_step = job.on_step
-            train(job, place.local_rank, requests, watch, store, closing)
+            (job.task or train)(job, place.local_rank, requests, watch, store, closing)
             return 0
         except BaseException as error:  # SystemExit too: a rank that exits says so
             if watch is not None:

@@ -198,6 +198,11 @@ class TrainConfig:
     seed: int = 1234  # of initial weights, data order and dropout
     eval_every: int = 0  # 0: never
     eval_batches: int = 1  # global batches an evaluation
+    sample_every: int = 0  # steps between texts that the model writes, on the console and in wandb; 0: never
+    sample_prompts: list[str] = field(default_factory=list)  # the beginnings of these texts; "": nothing but
+    # an end-of-text token
+    sample_tokens: int = 64  # most tokens that are added to a prompt
+    sample_temperature: float = 1.0  # 0: always the most likely token; 1: as likely as the model says
     resume: str = "auto"  # auto: the newest complete checkpoint in run.dir | never | a checkpoint's folder or
     # address (copy_to)
     on_nonfinite: str = "stop"  # stop: the run ends and says where | skip: the step is skipped and counted

@@ -43,18 +43,18 @@ class Trainer:
     ...     def on_step_end(self, trainer, step): step.loss < 2.0 and trainer.stop()
     """
 
-    def __init__(self, engine: Engine, data: Splits, watch: Watch, log: Log | None, requests: Requests,
-                 resumed: Resumed):
-        """`data`: the splits to train on and to validate with. `log`: on rank 0."""
+    def __init__(self, engine: Engine, data: Splits, watch: Watch, log: Log | None,
+                 requests: Requests, resumed: Resumed, tokenizer: Path | None = None):
+        """`data`: the splits to train on and to validate with. `log`: on rank 0. `tokenizer`: the file of the
+        data's tokenizer, if they have one."""
         self.config: Config = engine.config
         self.plan: Plan = engine.plan
         self.engine, self.comm, self.watch, self.log = engine, engine.comm, watch, log
         self.rank: int = self.comm.rank
         self.mesh: Mesh = self.comm.mesh
         self.here: Coordinate = self.comm.here
-        table = self.plan.table
-        self._reads_tokens = self.here.position in (table.position(0), table.position(table.last))
         self.train_split, self.validation_split = data
+        self.tokenizer = tokenizer
         self._requests = requests
         self.meter, self.verifier = Meter(self.config, self.plan, self.comm), Verifier(engine)
         self.checkpoints = Checkpoints(self.config, engine, watch, log, resumed, self._saved)
@@ -141,23 +141,29 @@ class Trainer:
         return step
 
     def batches(self, split: AnySplit, start: int, train: bool = True) -> Callable[[int], Batch]:
-        """A function from micro-batch to data on the host, for the global batch that begins at sample
-        `start`. Its samples depend on their global numbers alone."""
-        config, here = self.config, self.comm.here
-        micro, size = config.train.micro_batch_size, config.train.global_batch_size
-        # Every rank counts for itself, from the order of samples and the index of their tokens: nobody waits.
-        count = torch.tensor(max(1, split.count(start, start + size))) if config.masked else None
+        """As `batches_of`."""
+        return batches_of(self.engine, split, start, train)
 
-        def batch(microbatch: int) -> Batch:
-            first = start + (microbatch * config.dp + here.replica) * micro
-            which, samples = range(first, first + micro), torch.arange(first, first + micro)
-            inputs = labels = torch.empty(0, dtype=torch.int64)
-            if self._reads_tokens:  # the others see activations only
-                inputs, labels = map(torch.from_numpy, stacked(map(split.sample, which)))
-            documents = None
-            if config.data.document_mask:
-                documents = Documents.of(torch.from_numpy(np.stack(list(map(split.positions, which)))))
-            return Batch(inputs, labels, samples, config.train.seed,
-                         config.tokens_per_step if count is None else count, train, documents)
 
-        return batch
+def batches_of(engine: Engine, split: AnySplit, start: int, train: bool = True) -> Callable[[int], Batch]:
+    """A function from micro-batch to data on the host, for the global batch that begins at sample `start`.
+    Its samples depend on their global numbers alone."""
+    config, table, here = engine.config, engine.plan.table, engine.comm.here
+    reads_tokens = here.position in (table.position(0), table.position(table.last))
+    micro, size = config.train.micro_batch_size, config.train.global_batch_size
+    # Every rank counts for itself, from the order of samples and the index of their tokens: nobody waits.
+    count = torch.tensor(max(1, split.count(start, start + size))) if config.masked else None
+
+    def batch(microbatch: int) -> Batch:
+        first = start + (microbatch * config.dp + here.replica) * micro
+        which, samples = range(first, first + micro), torch.arange(first, first + micro)
+        inputs = labels = torch.empty(0, dtype=torch.int64)
+        if reads_tokens:  # the others see activations only
+            inputs, labels = map(torch.from_numpy, stacked(map(split.sample, which)))
+        documents = None
+        if config.data.document_mask:
+            documents = Documents.of(torch.from_numpy(np.stack(list(map(split.positions, which)))))
+        return Batch(inputs, labels, samples, config.train.seed,
+                     config.tokens_per_step if count is None else count, train, documents)
+
+    return batch

@@ -332,6 +332,9 @@ def _check_batch(config: Config) -> list[str]:
     if train.eval_every and not config.data.validation_fraction:
         problems.append(f"train.eval_every={train.eval_every} needs data.validation_fraction > 0: nothing is "
                         "held out")
+    if train.sample_every and not train.sample_prompts:
+        problems.append(f"train.sample_every={train.sample_every} needs train.sample_prompts, the beginnings "
+                        "of the texts that the model writes")
     return problems
 
 

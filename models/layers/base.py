@@ -54,6 +54,13 @@ class Part:
         return self.forward(*inputs, **named)
 
 
+class Logits(NamedTuple):
+    """What a layer of the head sends and holds where it makes logits in place of a loss."""
+
+    bytes: int  # of the logits of one token of each sequence of a micro-batch, all ranks' parts together
+    sent: Mapping[str, int]  # axis -> bytes that a rank sends in that forward
+
+
 class Out(NamedTuple):
     """The output of a layer that returns more than the residual stream."""
 
@@ -61,6 +68,7 @@ class Out(NamedTuple):
     makes: Mapping[str, torch.Tensor] = {}  # tensors for later layers of its stage, by name
     # Added to the loss, equal on all ranks with the same samples: a sum / batch.num_tokens.
     loss: torch.Tensor | None = None
+    logits: torch.Tensor | None = None  # of each sequence's token `batch.last_B`, [B, V of all ranks]
 
 
 class Layer(Part):
@@ -86,6 +94,10 @@ class Layer(Part):
     def running_bytes(self, share: Share) -> int:
         """Bytes of its output, where this is a running softmax and not the residual stream."""
         return 0
+
+    def logits(self, share: Share) -> Logits | None:
+        """What it makes where `batch.last_B` is set, to generate text; None where it makes no logits."""
+        return None
 
     def own_parameters(self) -> tuple[Parameter, ...]:
         """The parameters that its unit holds: all but tied ones."""

@@ -11,19 +11,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from threed.later import torch
 from threed.models.kernels import Moved
-from threed.models.layers.base import Layer, Out
+from threed.models.layers.base import Layer, Logits, Out
 from threed.models.layers.parts import WORD, Column, Norm, vocabulary
 from threed.models.spec import SEQUENCE, WHOLE, Cost, Saved, Share, Tile
 from threed.schema import ModelConfig
 
 if TYPE_CHECKING:
-    import torch
-
     from threed.tensor.context import Batch
 
 
-class Logits(Column):
+class Output(Column):
     """The projection onto the vocabulary. Its matrix may be the word embedding."""
 
     def __init__(self, model: ModelConfig, tile: Tile):
@@ -40,7 +39,7 @@ class Head(Layer):
         self.cells, self.loss = model.padded_vocab, tile.last
         self.reads = ("normed",) if tile.index > 0 else ()
         self.norm = Norm(model, "head.norm") if tile.index == 0 else None
-        self.output = Logits(model, tile)
+        self.output = Output(model, tile)
 
     def makes(self, share: Share) -> dict[str, int]:
         stream = share.bytes(self.model.seq_len * self.model.hidden, SEQUENCE)
@@ -68,6 +67,12 @@ class Head(Layer):
         loss = {("forward", "tp"): share.sent(seq, "tp", 3 * 2, 4)} if self.tile.last else {}
         return super().cost(share) + Cost((moved,), saved, stream if first else 0, loss)
 
+    def logits(self, share: Share) -> Logits:
+        """Each rank's part of the vocabulary is gathered over tp."""
+        vocab = self.model.padded_vocab // self.tile.count
+        sent = super().cost(share).sent.get(("forward", "tp"), 0)
+        return Logits(share.bytes(vocab), {"tp": sent + share.sent(vocab, "tp", 1)})
+
     def _moved(self, logits: int, own: int) -> Moved:
         """`logits`: their number on a rank; `own`: bytes of an element in the dtype of compute."""
         if self.model.loss_chunk is not None:
@@ -91,6 +96,8 @@ class Head(Layer):
     def forward(self, x: torch.Tensor, batch: Batch, normed: torch.Tensor | None = None) -> Out:
         """`x`: the residual stream, or from the second tile on the running softmax [2, S, B]."""
         labels_SB, context = batch.labels_BS.t(), self.context
+        if batch.last_B is not None:
+            return self._choose(x, batch.last_B, normed)
         if self.tile.count == 1:
             assert self.norm is not None
             losses_SB = context.cross_entropy(self.output(self.norm(x)), labels_SB)
@@ -106,3 +113,17 @@ class Head(Layer):
         if self.tile.last:
             return Out(loss=context.mean_loss(context.cross_entropy_of(running), batch))
         return Out(running, {"normed": normed} if self.norm is not None else {})
+
+    def _choose(self, x: torch.Tensor, last_B: torch.Tensor, normed: torch.Tensor | None) -> Out:
+        """The logits of one token of each sequence, as `forward` would compute them. A running softmax is
+        passed on unchanged: nobody reads it."""
+        if self.norm is not None:
+            normed = self.norm(x)
+        assert normed is not None
+        logits_BV = self.context.of_token(self.output(normed), last_B)
+        if self.tile.last:
+            return Out(logits=logits_BV)
+        if self.norm is None:
+            return Out(x, logits=logits_BV)
+        running = x.new_zeros(2, self.model.seq_len, x.shape[1], dtype=torch.float32)
+        return Out(running, {"normed": normed}, logits=logits_BV)

@@ -15,7 +15,17 @@ import threed
 import threed.launcher  # imported before the runs fork
 from tests.guides import ROOT, code
 from tests.running import Forked, losses, metrics
-from threed.callbacks import ORDER, Evaluation, Guarded, Logging, Saving, Timeline, Tracing
+from threed.callbacks import (
+    ORDER,
+    Evaluation,
+    Guarded,
+    Logging,
+    Reporting,
+    Saving,
+    Timeline,
+    Tracing,
+    Writing,
+)
 
 TOY = ["model.layers=2", "model.hidden=32", "model.seq_len=32", "model.vocab=300",
        "parallel.pp=2", "parallel.tp=1", "parallel.dp=1",
@@ -89,7 +99,7 @@ def noted(tmp_path_factory, cache):
 def test_order_is_data():
     """Saving exchanges what ranks know first; a script's callbacks see val/loss, and what they add is
     logged."""
-    assert (Saving, Tracing, Timeline, Evaluation, Guarded, Logging) == ORDER
+    assert (Saving, Tracing, Timeline, Evaluation, Writing, Guarded, Logging, Reporting) == ORDER
 
 
 def test_a_callback_is_told_everything(noted):

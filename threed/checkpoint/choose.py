@@ -107,12 +107,12 @@ def begin_lineage(config: Config, path: Path | None, lineage: Lineage) -> None:
                        f"saved") from None
 
 
-def read_manifest(path: Path, config: Config) -> dict[str, Any]:
+def read_manifest(path: Path, config: Config, trains: bool = True) -> dict[str, Any]:
     """The manifest. Unusable where a file is missing; InputError where the config cannot go on from this
-    checkpoint."""
+    checkpoint. `trains`: False where only its weights are wanted."""
     manifest = unseal(path)
     _check_files(path, manifest)
-    if manifest["waiting"] and not config.offload.delayed_update:
+    if manifest["waiting"] and trains and not config.offload.delayed_update:
         raise InputError(f"checkpoint {path} holds gradients that its next step was to apply; go on with "
                          "offload.delayed_update=true, as the run that saved it, or resume from a checkpoint "
                          "that was saved before the first delayed step, or after the last")

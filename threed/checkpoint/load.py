@@ -61,7 +61,7 @@ def resume(config: Config, zero: ZeroRun, say: Callable[[str], None] = lambda li
     chosen = candidates(config, say) if comm.rank == 0 else iter(())
     while (choice := _on_first(comm, lambda: next(chosen, None))) is not None:
         path, lineage, may_fall_back = choice
-        manifest, problem = _read_manifest(path, config, comm)
+        manifest, problem = _read_manifest(path, config, zero)
         if problem is None:
             size = sum(size for size, *_ in manifest["files"].values())
             say(f"reading {path}: {show_bytes(size)}, all ranks together")
@@ -114,11 +114,13 @@ def _first(problems: list[str | None]) -> str | None:
     return next((each for each in problems if each is not None), None)
 
 
-def _read_manifest(path: Path, config: Config, comm: Comm) -> tuple[dict[str, Any], str | None]:
+def _read_manifest(path: Path, config: Config, zero: ZeroRun) -> tuple[dict[str, Any], str | None]:
     """The manifest, read by rank 0 and then by all ranks; or why it cannot be used, the same on all ranks."""
+    comm = zero.comm
+
     def choose() -> tuple[dict[str, Any], str | None]:
         try:
-            return (read_manifest(path, config) if comm.rank == 0 else {}), None
+            return (read_manifest(path, config, zero.table.trains) if comm.rank == 0 else {}), None
         except Unusable as error:
             return {}, error.what
         except InputError:  # no other checkpoint would do
@@ -169,7 +171,8 @@ def _read(reader: Reader, manifest: dict[str, Any], zero: ZeroRun) -> str | None
     first to notice: then the others stop."""
     problem, place = None, zero.comm.here.on
     try:
-        zero.waiting = Clipped(**manifest["waiting"]) if manifest["waiting"] else None
+        waits = manifest["waiting"] and zero.table.trains
+        zero.waiting = Clipped(**manifest["waiting"]) if waits else None
         for state in zero.states.values():
             for box in boxes(state.layout, place, *state.owned):
                 part = slice(box.start - state.owned[0], box.stop - state.owned[0])

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import torch
+
 from threed.activation.run import ActivationRun
 from threed.comm import Comm
 from threed.engine.clock import make_clock
@@ -29,7 +31,7 @@ from threed.program.effects import effects
 from threed.program.graphs import graphs
 from threed.program.instruction import COMPUTE, MESSAGES, Instruction, Slot
 from threed.program.order import Order
-from threed.program.table import SNAPSHOT, VERIFY, WAITING, Plan
+from threed.program.table import GENERATE, SNAPSHOT, VERIFY, WAITING, Plan
 from threed.program.trace import Trace
 from threed.schema import Config
 from threed.slots import Slots
@@ -97,6 +99,17 @@ class Engine:
         step runs meanwhile."""
         if self.plan.table.update.snapshots:
             self._run(WAITING if self.zero.waiting is not None else SNAPSHOT, self.pipeline.feed.read)
+
+    def generate(self, batch: Callable[[int], Batch]) -> dict[int, torch.Tensor]:
+        """Run the program `generate`. Micro-batch -> the logits of each sequence's token `last_B`, [B, V], V
+        with padding; nothing on a position without the head. RunError as from `_run`."""
+        self._run(GENERATE, batch)
+        table, parts = self.plan.table, dict[int, list[torch.Tensor]]()
+        for slot in self.slots.alive():  # sorted by unit: the tiles of a head are in the order of their ids
+            if slot.kind == "logits":
+                parts.setdefault(slot.microbatch, []).append(self.slots.get(slot))
+        self.slots.keep(table.seam(self.position, GENERATE))
+        return {microbatch: torch.cat(tiles, -1) for microbatch, tiles in parts.items()}
 
     def run(self, name: str, batch: Callable[[int], Batch]) -> tuple[Clipped, Trace]:
         """Run a program that has a CLIP. RunError as from `_run`."""

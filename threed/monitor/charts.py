@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,14 @@ def picture(run: Any, step: int, svg: str) -> None:
     import wandb
 
     run.log({"timeline": wandb.Html(svg)}, step=step)
+
+
+def texts(run: Any, step: int, rows: Sequence[tuple[str, str]]) -> None:
+    """`rows`: a prompt, and what the model has added to it."""
+    import wandb
+
+    table = wandb.Table(columns=["step", "prompt", "text"], data=[[step, *row] for row in rows])
+    run.log({"texts": table}, step=step)
 
 
 def report(run: Any, file: Path) -> None:

@@ -32,6 +32,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,14 @@ class Log:
     def over(self, how: str, step: int) -> None:
         """Say in state.json how the run is over (`monitor.state`)."""
         state.note(self.path.parent, how, step)
+
+    def texts(self, step: int, rows: Sequence[tuple[str, str]]) -> None:
+        """Print what the model has added to prompts, and send it to wandb. Call it before `step`, as
+        `picture`."""
+        for prompt, text in rows:
+            self.say(f"text after step {step}: {(prompt + text)!r}")
+        if self._wandb:
+            charts.texts(self._wandb, step, rows)
 
     def report(self, file: Path) -> None:
         """Send the page of the run to wandb, after its last step."""

@@ -133,7 +133,9 @@ class PipelineRun:
         if unit < self.table.last:
             assert output.x is not None, f"{self.table.units[unit].name} has returned no residual stream"
             slots.put(Slot("act", unit, microbatch), output.x.detach())
-        if output.loss is not None:
+        if output.logits is not None:
+            slots.put(Slot("logits", unit, microbatch), output.logits)
+        if output.loss is not None and instruction.keep != "logits":
             loss = Slot("loss")
             before = slots.get(loss) if loss in slots else 0.0
             slots.put(loss, before + output.loss.detach().double())
@@ -159,14 +161,14 @@ class PipelineRun:
             first = inputs[0] if x is not None else None
             reads = dict(zip(given, inputs[len(inputs) - len(given):], strict=True))
             output, saved = compute(unit, microbatch, batch, first, reads)
-            return [output.x, output.loss, *(output.makes[each.name] for each in makes)], saved
+            return [output.x, output.loss, output.logits, *(output.makes[each.name] for each in makes)], saved
 
         makes = self.table.units[unit].makes
         inputs = [x, *given.values()] if x is not None else [*given.values()]
         tensors, saved = self.runner.run(inputs, body)
         self.feed.ahead(microbatch)
-        named = {each.name: not_none(tensor) for each, tensor in zip(makes, tensors[2:], strict=True)}
-        output = Out(tensors[0], named, tensors[1])
+        named = {each.name: not_none(tensor) for each, tensor in zip(makes, tensors[3:], strict=True)}
+        output = Out(tensors[0], named, *tensors[1:3])
         for name, value in output.makes.items():
             slots.put(Slot(name, unit, microbatch), value.detach())
         return output, saved
@@ -200,7 +202,8 @@ class PipelineRun:
             given.update(out.makes)
             losses = [loss for loss in (output.loss, out.loss) if loss is not None]
             loss = sum(losses[1:], losses[0]) if losses else None
-            output = Out(out.x, {**output.makes, **out.makes}, loss)
+            logits = out.logits if out.logits is not None else output.logits
+            output = Out(out.x, {**output.makes, **out.makes}, loss, logits)
         wanted = {handed.name for handed in self.table.units[unit].makes}
         return output._replace(makes={name: value for name, value in output.makes.items() if name in wanted})
 

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from threed.planner.facts import layouts, make_mesh, make_table, saved_by_piece, unit_costs, unit_parameters
-from threed.planner.passes import Pipeline
+from dataclasses import replace
+
+from threed.planner.facts import (
+    layouts,
+    make_mesh,
+    make_table,
+    saved_by_piece,
+    unit_costs,
+    unit_parameters,
+    with_logits,
+)
+from threed.planner.passes import Pipeline, forward_recipe, run_passes
 from threed.planner.search import check_limit, make_pipeline, unchecked_plan
 from threed.program.check import check
-from threed.program.table import Plan
+from threed.program.table import GENERATE, Plan
 from threed.schema import Config
 
-__all__ = ["Pipeline", "layouts", "make_mesh", "make_pipeline", "make_plan", "make_table", "saved_by_piece",
-           "unit_costs", "unit_parameters"]
+__all__ = ["Pipeline", "forward_plan", "layouts", "make_mesh", "make_pipeline", "make_plan", "make_table",
+           "saved_by_piece", "unit_costs", "unit_parameters"]
 
 
 def make_plan(config: Config, pipeline: Pipeline | None = None) -> Plan:
@@ -21,4 +31,16 @@ def make_plan(config: Config, pipeline: Pipeline | None = None) -> Plan:
     plan = unchecked_plan(config, pipeline)
     check(plan)
     check_limit(config, pipeline, plan)
+    return plan
+
+
+def forward_plan(config: Config, name: str, pipeline: Pipeline | None = None) -> Plan:
+    """The checked plan of one program that only runs forward, `evaluate` or `generate`, for ranks that train
+    nothing: they have no gradients. Errors as from `make_plan`."""
+    pipeline = pipeline or make_pipeline(config)
+    table = replace(make_table(config, pipeline.place), trains=False)
+    if name == GENERATE:
+        table = with_logits(config, table)
+    plan = run_passes(config, pipeline, table, {name: forward_recipe(name, pipeline, table)})
+    check(plan)
     return plan

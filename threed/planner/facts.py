@@ -27,12 +27,14 @@ from threed.program.table import (
     ComputeUnit,
     Elements,
     Handed,
+    Logits,
     ParameterUnit,
     Read,
     Reduction,
     Table,
     UpdateSettings,
     ZeroSettings,
+    add_up,
     gradient_kind,
 )
 from threed.schema import Config
@@ -129,6 +131,25 @@ def make_table(config: Config, place: tuple[int, ...]) -> Table:
             whole=all(persists(config, placed.parameter) for placed in laid.placed))
     _send_home(config, parameters)
     return replace(table, parameters=parameters)
+
+
+def with_logits(config: Config, table: Table) -> Table:
+    """The table of a plan with the program `generate`, for the prompts `train.sample_prompts`. InputError
+    where no layer of the model makes logits."""
+    model_layers, share = unit_layers(config)[0], share_of(config)
+    made, sent = dict[int, int](), dict[int, dict[str, int]]()
+    for index, unit in enumerate(table.units):
+        members = model_layers[slice(*unit.layers)]
+        logits = [each for layer in members if (each := layer.logits(share)) is not None]
+        if logits:
+            others = sum((layer.cost(share) for layer in members if layer.logits(share) is None), Cost()).sent
+            forward = {axis: size for (phase, axis), size in others.items() if phase == "forward"}
+            made[index], sent[index] = logits[-1].bytes, add_up([forward, *(each.sent for each in logits)])
+    if not made:
+        raise InputError(f"model.family={config.model.family}: no layer of the model makes logits "
+                         "(Layer.logits), so it cannot generate text")
+    count = -(-len(config.train.sample_prompts) // (config.train.micro_batch_size * config.dp))
+    return replace(table, logits=Logits(max(1, count), made, sent))
 
 
 class _Shared(NamedTuple):

@@ -16,7 +16,7 @@ from threed.offload import plan as offload
 from threed.pipeline.orders import Order, forward_only
 from threed.pipeline.plan import communicate, expand
 from threed.program.instruction import Programs
-from threed.program.table import EVALUATE, SNAPSHOT, VERIFY, WAITING, Plan, Table
+from threed.program.table import EVALUATE, GENERATE, SNAPSHOT, VERIFY, WAITING, Plan, Table
 from threed.schema import Config
 from threed.zero import plan as zero
 
@@ -47,11 +47,18 @@ UPDATE = (
     Pass("offload the optimizer", offload.optimizer),
     Pass("offload parameters", offload.parameters),
 )
-FORWARD = (
-    Pass("messages", communicate),
-    Pass("zero", zero.evaluate),
-    Pass("offload parameters", offload.parameters),
-)
+FORWARD = {
+    EVALUATE: (
+        Pass("messages", communicate),
+        Pass("zero", zero.evaluate),
+        Pass("offload parameters", offload.parameters),
+    ),
+    GENERATE: (
+        Pass("messages", communicate),
+        Pass("zero", zero.forward),
+        Pass("offload parameters", offload.parameters),
+    ),
+}
 
 
 def recipes(config: Config, pipeline: Pipeline, table: Table) -> dict[str, tuple[Pass, ...]]:
@@ -64,8 +71,9 @@ def recipes(config: Config, pipeline: Pipeline, table: Table) -> dict[str, tuple
     if config.run.verify_every:
         passes[VERIFY] = (*passes[undelayed], Pass("verify", zero.rehearse))
     if config.train.eval_every:
-        forward = forward_only(pipeline.place, config.num_microbatches)
-        passes[EVALUATE] = (Pass("order", partial(_expand, forward, "none")), *FORWARD)
+        passes[EVALUATE] = forward_recipe(EVALUATE, pipeline, table)
+    if config.train.sample_every:
+        passes[GENERATE] = forward_recipe(GENERATE, pipeline, table)
     if table.update.snapshots:
         passes[SNAPSHOT] = (Pass("snapshot", offload.snapshot),)
     if table.update.snapshots and table.update.delayed:
@@ -73,8 +81,16 @@ def recipes(config: Config, pipeline: Pipeline, table: Table) -> dict[str, tuple
     return passes
 
 
-def run_passes(config: Config, pipeline: Pipeline, table: Table) -> Plan:
-    """The plan of a table, unchecked."""
+def forward_recipe(name: str, pipeline: Pipeline, table: Table) -> tuple[Pass, ...]:
+    """The passes of a program that only runs forward."""
+    order = forward_only(pipeline.place, table.microbatches(name))
+    keep = "logits" if name == GENERATE else "none"
+    return Pass("order", partial(_expand, order, keep)), *FORWARD[name]
+
+
+def run_passes(config: Config, pipeline: Pipeline, table: Table,
+               named: dict[str, tuple[Pass, ...]] | None = None) -> Plan:
+    """The plan of a table, unchecked. `named`: the passes of its programs, if not those of `recipes`."""
     done: dict[tuple[Pass, ...], Programs] = {(): [[] for _ in range(table.num_positions)]}
 
     def after(passes: tuple[Pass, ...]) -> Programs:
@@ -82,7 +98,7 @@ def run_passes(config: Config, pipeline: Pipeline, table: Table) -> Plan:
             done[passes] = passes[-1].apply(after(passes[:-1]), table)
         return done[passes]
 
-    named = recipes(config, pipeline, table)
+    named = named or recipes(config, pipeline, table)
     programs = {name: [tuple(program) for program in after(passes)] for name, passes in named.items()}
     return Plan(table, programs, config)
 

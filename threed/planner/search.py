@@ -12,7 +12,7 @@ from threed.pipeline.auto import search
 from threed.pipeline.file import read_order
 from threed.pipeline.orders import SCHEDULES, line
 from threed.pipeline.timed import Times, play
-from threed.planner.facts import make_table, unit_costs
+from threed.planner.facts import make_table, unit_costs, with_logits
 from threed.planner.passes import Pipeline, run_passes
 from threed.program.summary import stages
 from threed.program.table import Plan, Table
@@ -58,6 +58,8 @@ def _search(config: Config) -> Pipeline:
 
 def unchecked_plan(config: Config, pipeline: Pipeline) -> Plan:
     table = make_table(config, pipeline.place)
+    if config.train.sample_every:
+        table = with_logits(config, table)
     policy, every = config.activation.policy, config.activation.every or 1
     if policy == "full":
         table = activation.mark(table, [u for u in activation.worthwhile(table) if u % every == 0])

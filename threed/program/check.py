@@ -19,7 +19,16 @@ from threed.mesh import GROUPS
 from threed.program.effects import Effects
 from threed.program.instruction import BACKWARDS, Instruction, Op, Slot
 from threed.program.link import Links, Program, link
-from threed.program.table import DELAYED_STEPS, EVALUATE, SNAPSHOT, VERIFY, WAITING, Plan, Table
+from threed.program.table import (
+    DELAYED_STEPS,
+    FORWARD_ONLY,
+    GENERATE,
+    SNAPSHOT,
+    VERIFY,
+    WAITING,
+    Plan,
+    Table,
+)
 from threed.program.walk import Mode, all_meet, channels, walk
 
 
@@ -32,8 +41,8 @@ def check(plan: Plan) -> dict[str, list[Links]]:
 
 
 def check_programs(name: str, programs: Sequence[Program], table: Table) -> list[Links]:
-    """Check the programs of all positions that run together. `evaluate` and the snapshot programs do not
-    train; every other program does."""
+    """Check the programs of all positions that run together. `evaluate`, `generate` and the snapshot programs
+    do not train; every other program does."""
     if len(programs) != table.num_positions:
         raise PlanError(f"program '{name}' has {len(programs)} positions, but the table has "
                         f"{table.num_positions}")
@@ -85,13 +94,13 @@ def _check_complete(name: str, programs: Sequence[Program], position: int, table
                     links: Links) -> None:
     """For each unit of the position and each micro-batch, FORWARD runs once, and BACKWARD once, whole or as
     its two halves."""
-    program, trains = programs[position], name != EVALUATE
+    program, trains, m = programs[position], name not in FORWARD_ONLY, table.microbatches(name)
     if name in (SNAPSHOT, WAITING):
         _check_snapshot(name, programs, position, table)
         return
-    if not _each_once(links, table, position, trains):
+    if not _each_once(links, table, position, trains, m):
         seen = Counter([item[:3] for item in program if item.op in _COMPUTING])  # (op, unit, micro-batch)
-        expected = _expected(range(table.num_microbatches), table, position, trains, seen)
+        expected = _expected(range(m), table, position, trains, seen)
         for turn in (seen - expected) + (expected - seen):
             index = next((i for i, item in enumerate(program) if item[:3] == turn), len(program) - 1)
             raise PlanError(describe(
@@ -101,11 +110,13 @@ def _check_complete(name: str, programs: Sequence[Program], position: int, table
         _check_steps(name, programs, position, table)
     clips = [i for i, form in enumerate(links.forms) if form.item.op == Op.CLIP]
     wrong = next((i for i in clips if (program[i].gradients != "none") != trains), None)
-    if len(clips) != 1 or wrong is not None:
+    if len(clips) != (name != GENERATE) or wrong is not None:  # without a loss there is nothing to sum
         raise PlanError(describe(name, programs, position, wrong if wrong is not None else len(program) - 1,
-                                 "CLIP must run once, over gradients where there are any"))
+                                 "CLIP must run once, over gradients where there are any"
+                                 if name != GENERATE else "there is no loss, so CLIP does not belong here"))
+    keeps = ("all", "input") if trains else ("logits",) if name == GENERATE else ("none",)
     wrong = {form for form in dict.fromkeys(links.forms)
-             if form.item.op == Op.FORWARD and (form.item.keep == "none") == trains}
+             if form.item.op == Op.FORWARD and form.item.keep not in keeps}
     for index, form in enumerate(links.forms) if wrong else ():
         if form in wrong:
             raise PlanError(describe(name, programs, position, index,
@@ -115,7 +126,7 @@ def _check_complete(name: str, programs: Sequence[Program], position: int, table
 _COMPUTING = (Op.FORWARD, *BACKWARDS)
 
 
-def _each_once(links: Links, table: Table, position: int, trains: bool) -> bool:
+def _each_once(links: Links, table: Table, position: int, trains: bool, m: int) -> bool:
     """Whether every micro-batch has a strand, and each has every unit once. (False says nothing: the
     instructions of a strand are those that use slots.)"""
     microbatches = []
@@ -124,7 +135,7 @@ def _each_once(links: Links, table: Table, position: int, trains: bool) -> bool:
         if seen != _expected(range(1), table, position, trains, seen):
             return False
         microbatches += [links.program[index].microbatch for index in strand.indices[0]]
-    return sorted(microbatches) == list(range(table.num_microbatches))
+    return sorted(microbatches) == list(range(m))
 
 
 _Turn = tuple[Op, int, int]  # op, unit, micro-batch

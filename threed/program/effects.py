@@ -140,13 +140,15 @@ def _forward(item: Instruction, table: Table, _: int) -> Effects:
     passed = _passed(item, table)
     before = _slots("act", unit - 1, microbatch, unit > 0)
     after = _slots("act", unit, microbatch, unit < table.last)
-    saved = _slots("kept" if item.keep == "input" else "saved", unit, microbatch, item.keep != "none")
-    last = [read.last for read in table.units[unit].reads] if item.keep == "none" else ()
+    forward_only, made = item.keep in ("none", "logits"), item.keep == "logits"
+    saved = _slots("kept" if item.keep == "input" else "saved", unit, microbatch, not forward_only)
+    saved += _slots("logits", unit, microbatch, made and table.makes_logits(unit))
+    last = [read.last for read in table.units[unit].reads] if forward_only else ()
     unused = compress(passed.reads, last)
-    loss = (Slot("loss"),) if table.units[unit].loss else ()
+    loss = (Slot("loss"),) if table.units[unit].loss and not made else ()
     return Effects("compute", (*_params(table, unit), *before, *passed.reads),
                    (*after, *saved, *passed.makes), adds=loss,
-                   frees=(*before, *unused), groups=table.groups[item.op, item.unit])
+                   frees=(*before, *unused), groups=table.groups_of(item))
 
 
 def _recompute(item: Instruction, table: Table, _: int) -> Effects:

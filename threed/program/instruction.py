@@ -8,6 +8,7 @@ A **slot** is a named value:
     act u3 m1        output of compute unit 3 for micro-batch 1, which FORWARD of unit 4 reads
     grad u3 m1       the loss's gradient with respect to act u3 m1
     saved u3 m1      what FORWARD keeps for BACKWARD
+    logits u9 m1     the logits of each sequence's last token, which FORWARD makes to generate text
     kept u3 m1       what FORWARD keeps for RECOMPUTE: its input
     kpart u3 m1      this tp rank's part of kept u3 m1
     operands u3 m1   what BACKWARD_INPUT leaves for BACKWARD_WEIGHT
@@ -80,7 +81,7 @@ FIELDS: dict[Op, tuple[str, ...]] = {
 }
 # The words that a field may hold.
 WORDS: dict[str, tuple[str, ...]] = {
-    "keep": ("all", "input", "none"),
+    "keep": ("all", "input", "none", "logits"),  # logits: none, and the head makes logits in place of a loss
     "gradients": ("step", "wait", "drop", "none"),
     "age": ("", "prev"),
 }
@@ -110,7 +111,7 @@ _TIERS = list(Tier)
 # Kinds of slots, besides those of the tensors that units hand on and of their gradients.
 PARAMETER_KINDS = frozenset({"param", "pshard", "state", "wgrad", "wsum", "gpart", "gfull", "gshard", "gprev",
                              "snapshot"})
-KINDS = PARAMETER_KINDS | {"act", "grad", "kept", "kpart", "saved", "operands", "loss", "scale"}
+KINDS = PARAMETER_KINDS | {"act", "grad", "kept", "kpart", "saved", "operands", "logits", "loss", "scale"}
 
 
 class Slot(NamedTuple):

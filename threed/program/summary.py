@@ -15,7 +15,8 @@ from threed.quantity import show_bytes, show_count
 
 def activations(table: Table) -> tuple[str, ...]:
     """Kinds of slots that hold activations and their gradients."""
-    return "act", "grad", "saved", "kept", "kpart", "operands", *table.handed
+    kinds = ("act", "grad", "saved", "kept", "kpart", "operands", *table.handed)
+    return (*kinds, "logits") if table.logits else kinds
 
 
 def stages(plan: Plan) -> list[dict[str, Any]]:

@@ -7,24 +7,24 @@ send S (n-1)/n, and all-reduce sends twice as much.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
-from operator import itemgetter, mod
 from typing import Any, NamedTuple
 
 from threed.mesh import GROUPS
 from threed.models.kernels import Kernel
 from threed.optimizers.base import BYTES, Buffer
+from threed.program.digest import digest_of
 from threed.program.instruction import PARAMETER_KINDS, Instruction, Op, Slot, Tier
 from threed.quantity import ring
 from threed.schema import Config
 
 # Names of programs that `Plan` describes.
 EVALUATE, VERIFY, SNAPSHOT, WAITING = "evaluate", "verify", "snapshot", "snapshot_waiting"
+GENERATE = "generate"
+FORWARD_ONLY = (EVALUATE, GENERATE)
 # Programs of delayed updates -> the step whose gradients STEP applies: the one before (prev), this one ("").
 DELAYED_STEPS: dict[str, tuple[str, ...]] = {"enter": (), "train": ("prev",), "drain": ("prev", "")}
 
@@ -138,6 +138,16 @@ class UpdateSettings:
 
 
 @dataclass(frozen=True)
+class Logits:
+    """What the program `generate` makes: logits of the last token of each sequence, in the units of the head
+    (a head that is cut into tiles is several)."""
+
+    microbatches: int  # of the program
+    bytes: dict[int, int]  # unit -> of its logits of a micro-batch, all ranks' parts together
+    sent: dict[int, dict[str, int]]  # unit -> axis -> bytes that a rank sends in a FORWARD that makes them
+
+
+@dataclass(frozen=True)
 class Table:
     units: tuple[ComputeUnit, ...]
     parameters: dict[int, ParameterUnit]
@@ -148,6 +158,8 @@ class Table:
     zero: ZeroSettings = ZeroSettings()
     activation: ActivationSettings = ActivationSettings()
     update: UpdateSettings = UpdateSettings()
+    logits: Logits | None = None  # None: no program makes any
+    trains: bool = True  # False: no program trains, and there are no gradients
 
     @property
     def num_positions(self) -> int:
@@ -183,6 +195,20 @@ class Table:
     def held(self, position: int) -> tuple[int, ...]:
         """Parameter units that a position holds."""
         return self._held[position]
+
+    def microbatches(self, program: str) -> int:
+        """Micro-batches of a program."""
+        return self.logits.microbatches if self.logits and program == GENERATE else self.num_microbatches
+
+    def makes_logits(self, unit: int) -> bool:
+        """Whether a unit makes logits in the program `generate`."""
+        return self.logits is not None and unit in self.logits.bytes
+
+    def groups_of(self, item: Instruction) -> tuple[str, ...]:
+        """The groups over which a compute instruction sends."""
+        if item.keep == "logits" and self.logits and item.unit in self.logits.sent:
+            return tuple(sorted(axis for axis, size in self.logits.sent[item.unit].items() if size))
+        return self.groups[item.op, item.unit]
 
     def makes_loss(self, position: int) -> bool:
         """Whether a unit of a position adds to the loss."""
@@ -226,6 +252,9 @@ class Table:
         waiting = ("enter", "train", WAITING) if end else ("train", "drain", WAITING)
         if self.update.delayed and program in waiting:
             slots |= {Slot("gprev", p, tier=Tier.HOST) for p in self.held(position)}
+        if end and program == GENERATE and self.logits:  # the engine hands them out
+            slots |= {Slot("logits", unit, microbatch) for unit in self.logits.bytes
+                      if self.position(unit) == position for microbatch in range(self.logits.microbatches)}
         return slots
 
     def saves(self, position: int, unit: int) -> bool:
@@ -273,6 +302,8 @@ class Table:
             return unit.running_bytes or self.act_bytes
         if slot.kind in self.handed:
             return dict(unit.makes)[self.handed[slot.kind]]
+        if slot.kind == "logits":
+            return self.logits.bytes[slot.unit] if self.logits else 0
         return {"saved": unit.saved_bytes, "operands": unit.operand_bytes}[slot.kind]
 
     def _size_of_kept(self, slot: Slot) -> int:
@@ -299,6 +330,8 @@ class Table:
     def sent(self, instruction: Instruction) -> dict[str, int]:
         """Bytes that a rank sends for an instruction, by axis."""
         op, unit = instruction.op, instruction.unit
+        if instruction.keep == "logits" and self.logits and unit in self.logits.sent:
+            return self.logits.sent[unit]
         if op in PHASES:
             return add_up(self.units[unit].traffic[phase] for phase in PHASES[op])
         if op == Op.JOIN:
@@ -349,21 +382,6 @@ def gradient_kind(name: str) -> str:
     return f"g{name}"
 
 
-class _Formats(dict[tuple[Any, ...], str]):
-    """The other fields -> the JSON of an instruction, with %d for its micro-batch."""
-
-    def __missing__(self, rest: tuple[Any, ...]) -> str:
-        fields = [json.dumps(field).replace("%", "%%") for field in rest]
-        fields.insert(_AT, "%d")
-        self[rest] = text = f"[{', '.join(fields)}]"
-        return text
-
-
-_AT = Instruction._fields.index("microbatch")
-_MICROBATCH = itemgetter(_AT)
-_REST = itemgetter(*(at for at in range(len(Instruction._fields)) if at != _AT))
-
-
 @dataclass(frozen=True)
 class Plan:
     """All positions' programs, by name, with the table. `programs[name][position]`.
@@ -374,6 +392,7 @@ class Plan:
     drain      with delayed updates: the last step, which applies the waiting gradients and its own
     verify     a step without its update: the first run of a step that is computed twice (run.verify_every)
     evaluate   forward only
+    generate   forward only: makes the logits of each sequence's last token, and no loss
     snapshot   between two steps: copies to the host what a checkpoint saves, while the next step begins
     snapshot_waiting   the same while gradients wait for their STEP
     """
@@ -395,19 +414,7 @@ class Plan:
     @cached_property
     def digest(self) -> str:
         """Two ranks with equal digests will do the same thing."""
-        # Of json.dumps([asdict(table), programs], sort_keys=True), but instructions that differ by their
-        # micro-batch alone are formatted once.
-        digest = hashlib.sha256(f"[{json.dumps(asdict(self.table), sort_keys=True)}, {{".encode())
-        formats = _Formats()
-        for number, (name, programs) in enumerate(sorted(self.programs.items())):
-            digest.update(f"{', ' if number else ''}{json.dumps(name)}: [".encode())
-            for position, program in enumerate(programs):
-                lines = map(mod, map(formats.__getitem__, map(_REST, program)), map(_MICROBATCH, program))
-                text = ", ".join(lines)
-                digest.update(f"{', ' if position else ''}[{text}]".encode())
-            digest.update(b"]")
-        digest.update(b"}]")
-        return digest.hexdigest()[:16]
+        return digest_of(self.table, self.programs)
 
     def __len__(self) -> int:
         return sum(len(program) for programs in self.programs.values() for program in programs)

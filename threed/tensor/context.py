@@ -41,6 +41,8 @@ class Batch:
     num_tokens: int | torch.Tensor
     train: bool = True  # dropout is on
     documents: Documents | None = None  # data.document_mask: attention stays inside them
+    # The last token of each sequence: the head makes its logits in place of the loss. None: the loss.
+    last_B: torch.Tensor | None = None
 
     @property
     def masked(self) -> bool:
@@ -54,6 +56,8 @@ class Batch:
             parts["num_tokens"] = self.num_tokens
         if self.documents is not None:
             parts["positions_BS"] = self.documents.positions_BS
+        if self.last_B is not None:
+            parts["last_B"] = self.last_B
         return parts
 
     def of(self, parts: Mapping[str, torch.Tensor]) -> Batch:
@@ -132,6 +136,13 @@ class Context:
     def cross_entropy_of(self, running: torch.Tensor) -> torch.Tensor:
         """Loss of each token, [S, B]."""
         return cross_entropy_of(running, self.group)
+
+    def of_token(self, logits_SBV: torch.Tensor, at_B: torch.Tensor) -> torch.Tensor:
+        """The logits of one token of each sequence, [B, V of all tp ranks], in the order of the ids."""
+        part = logits_SBV[at_B, torch.arange(len(at_B), device=at_B.device)].contiguous()
+        gathered = part.new_empty(self.group.size(), *part.shape)
+        self.group.all_gather(gathered, part).wait()
+        return gathered.transpose(0, 1).flatten(1)
 
     def total(self, part: torch.Tensor) -> torch.Tensor:
         """A sum over the residual stream's tokens of all tp ranks. (Terms of the loss must be equal on all tp

@@ -83,10 +83,14 @@ def rehearse(programs: Programs, table: Table) -> Programs:
     return result
 
 
+def forward(programs: Programs, table: Table) -> Programs:
+    """Forward only: gather, run, release."""
+    return [_gather(program, table, position) for position, program in enumerate(programs)]
+
+
 def evaluate(programs: Programs, table: Table) -> Programs:
-    """Forward only: gather, run, release, sum the loss over ranks."""
-    return [[*_gather(program, table, position), Instruction(Op.CLIP, gradients="none")]
-            for position, program in enumerate(programs)]
+    """Forward only, and then the loss is summed over ranks."""
+    return [[*program, Instruction(Op.CLIP, gradients="none")] for program in forward(programs, table)]
 
 
 def _reduce(program: Program, table: Table, position: int) -> tuple[Program, Program]:

@@ -48,6 +48,8 @@ class UnitState:
         buffers  [owned]  the optimizer's, by name; with the master on the host or in a file, if offloaded
         snapshot          a copy of what this rank writes to the checkpoint under way; None: no copy
 
+    Where nothing trains there are no gradients.
+
     `owned` is the rank's shard from ZeRO-1 on, the whole buffer under ZeRO-0.
     """
 
@@ -61,7 +63,7 @@ class UnitState:
         self.param = self.grad = None
         if self.unit.whole and self.unit.weight_home == Tier.DEVICE:
             self.param = torch.zeros(layout.numel, dtype=precision.compute, device=device)
-        if table.zero.stage < 2:
+        if table.zero.stage < 2 and table.trains:
             self.grad = torch.zeros(layout.numel, dtype=precision.grad, device=device)
         # whether this rank writes its shard to checkpoints: one of the ranks with the same values does
         self.writes = False
@@ -97,9 +99,9 @@ class UnitState:
             self.pshard = _part(self.param, owned, precision.compute, storage.device)
         elif self.unit.weight_home == Tier.HOST:
             self.pshard = storage.on_host(self.count, precision.compute)
-        streams = storage.table.streams(self.number)
-        self.gshard: torch.Tensor | None = None if streams else _part(self.grad, owned, precision.grad,
-                                                                      storage.device)
+        pooled = storage.table.streams(self.number) or not storage.table.trains
+        self.gshard: torch.Tensor | None = None if pooled else _part(self.grad, owned, precision.grad,
+                                                                     storage.device)
         self.reduced = Reduced.NOTHING
         away = self.unit.state_home != Tier.DEVICE
         self.host_grad = storage.on_host(self.count, precision.grad) if away else None

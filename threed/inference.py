@@ -71,8 +71,8 @@ def evaluate(run: str | Path, data: str | None = None, limit: int | None = None,
 
     `data`: a source as of `data.source`, of which all is measured; by default what the run has held out
     (data.validation_fraction). `limit`: most sequences. The others as of `generate`. Returns the document of
-    `threed eval --json`: `checkpoint`, `step`, `data`, `loss` (the mean over `tokens`, those that count), `perplexity`
-    (exp(loss); None above 1e304), `sequences` of model.seq_len tokens each, and `left_out`:
+    `threed eval --json`: `checkpoint`, `step`, `data`, `loss` (the mean over `tokens`, those that count),
+    `perplexity` (exp(loss); None above 1e304), `sequences` of model.seq_len tokens each, and `left_out`:
     sequences that do not fill a micro-batch on every rank. Errors as of `generate`.
 
     >>> threed.evaluate("runs/toy", "more/*.py")["perplexity"]

@@ -145,8 +145,8 @@ def _texts(file: Path) -> list[str]:
 
 
 def test_other_frameworks_keys():
-    """Options and keys of others in docs/coming-from.md are in the tables of `threed convert` and of errors
-    read; docs/reference/keys.md, written from them, has every row."""
+    """Options and keys of others in docs/coming-from.md are in the tables of `threed convert` and of errors;
+    docs/reference/keys.md, written from them, has every row."""
     text = (ROOT / "docs" / "coming-from.md").read_text()
     options = set(re.findall(r"--([a-z][\w-]+)", text)) - {"megatron", "json", "devices", "deepspeed-version"}
     assert options and not [option for option in options if MEGATRON.row(option) is None]

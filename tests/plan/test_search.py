@@ -145,6 +145,7 @@ def test_what_would_help():
     search = Search(base, H100, int(80e9))
     found = search.run(16, {"dp": 16, "policy": "full", "micro_batch_size": 1}).found[0]
     gains = helps(base, H100, found)
+    assert gains["precision.reduce_dtype=bf16"] > 0
     assert gains["memory for no recomputation"] > 0.15 and all(0 < gain < 1 for gain in gains.values())
 
 

@@ -128,11 +128,10 @@ def helps(base: Config, hardware: Hardware, found: Found) -> dict[str, float]:
     would help."""
     step_s, layout = found.estimate.step_s, found.layout
 
-    def timed(machine: Hardware, other: Layout, times: int = 1) -> float:
-        config = base
-        if times > 1:
-            config = config_of(layout, base)
-            config.train.global_batch_size *= times
+    def timed(machine: Hardware, other: Layout, times: int = 1, reduce_dtype: str | None = None) -> float:
+        config = config_of(layout, base)
+        config.train.global_batch_size *= times
+        config.precision.reduce_dtype = reduce_dtype or config.precision.reduce_dtype
         return Fast(config, machine).priced(other).estimate().step_s / times
 
     values = {"a global batch twice as large": timed(hardware, layout, 2)}
@@ -141,6 +140,9 @@ def helps(base: Config, hardware: Hardware, found: Found) -> dict[str, float]:
             replace(hardware, adapter_gbps=2 * hardware.adapter_gbps), layout)
         values["links in a node twice as fast"] = timed(
             replace(hardware, node_gbps=2 * hardware.node_gbps), layout)
+    if layout.dp > 1 and base.precision.reduce_dtype == "fp32" != base.precision.dtype:
+        values[f"precision.reduce_dtype={base.precision.dtype}"] = timed(
+            hardware, layout, reduce_dtype=base.precision.dtype)
     if layout.policy != "none":
         values["memory for no recomputation"] = timed(
             hardware, layout._replace(policy="none", every=1, offload_activations=False))

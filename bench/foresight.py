@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -97,13 +98,13 @@ def measured(overrides: Sequence[str], folder: Path) -> Times:
     """Medians over the later steps of a run."""
     run = folder / "run"
     command = [sys.executable, "-m", "threed", "train", "configs/toy.yaml", *BASE, *overrides,
-               f"run.dir={run}", "train.resume=none"]
+               f"run.dir={run}"]
     done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
                           check=False)
     if done.returncode:
         sys.exit(f"{' '.join(command)}\n{done.stdout}\n{done.stderr}")
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][WARM:]
-    (run / "metrics.jsonl").unlink()
+    shutil.rmtree(run)  # a second run of it would go on from its checkpoint
     return Times(median(row["perf/step_s"] for row in rows), median(row["time/compute"] for row in rows))
 
 

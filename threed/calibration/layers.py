@@ -22,7 +22,7 @@ from threed.program.trace import Trace
 from threed.schema import Config
 from threed.tensor.context import Batch
 
-BASE = ("model.layers=3", "model.dropout=0", "train.steps=1000000", "run.device=cpu", "optimizer.lr=1e-5",
+BASE = ("model.layers=8", "model.dropout=0", "train.steps=1000000", "run.device=cpu", "optimizer.lr=1e-5",
         "parallel.dp=1")
 MICRO_BATCHES, LEAST = 4, 3
 POINTS = 4  # a config takes as long as so many other points

@@ -72,8 +72,9 @@ def train(job: Job, local_rank: int, requests: Requests, watch: Watch, store: An
         check_room(plan, comm)
         watch.engine = engine = Engine(config, plan, comm)
         log = _open_log(config, plan, comm, watch, closing) if watch.rank == 0 else None
-        for line in keep_tokenizer(prepared.tokenizer, Path(config.run.dir)) if log else ():
-            log.say(f"warning: {line}")
+        if log:
+            for line in keep_tokenizer(prepared.tokenizer, Path(config.run.dir)):
+                log.say(f"warning: {line}")
         with watch.phase("see that run.dir is shared", waits=False):
             shared.same_folder(comm, Path(config.run.dir), watch.hosts, config.run.timeout_s, looks)
         with watch.phase("load a checkpoint", waits=False):

@@ -125,9 +125,9 @@ def _opened(run: str | Path, checkpoint: int | str | Path | None) -> tuple[Path,
             raise InputError(f"{folder(config)} has no complete checkpoint: the run has saved none yet "
                              "(checkpoint.every)")
         return path, config, "auto"
-    if str(checkpoint).isdecimal():
-        checkpoint = folder(config) / name_of(int(checkpoint))
-    if not Path(checkpoint).is_dir():
+    if (step := str(checkpoint)).isdecimal():
+        checkpoint = folder(config) / name_of(int(step))
+    if not Path(str(checkpoint)).is_dir():
         raise InputError(f"--checkpoint: there is no {checkpoint}; give a step, such as 100, or a folder")
     return path, config, str(checkpoint)
 

@@ -92,7 +92,7 @@ def init(path: NewFile = Path("config.yaml"), model: Size = None, devices: Devic
     if path.exists():
         raise InputError(f"{path} exists: give another name, or remove it first")
     model = _ask(model, "Model (" + ", ".join(first.names()) + ")", first.TOY, yes)
-    first.model_of(model)  # a wrong name is said before more is asked
+    first.model_of(str(model))  # a wrong name is said before more is asked
     devices = int(_ask(devices, "Devices (GPUs, or processes on CPUs), of all machines", 1, yes))
     if devices < 1:
         raise InputError(f"--devices {devices}: must be at least 1")

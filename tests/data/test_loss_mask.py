@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -45,7 +46,7 @@ def parts(prepared, data) -> list[tuple[str, str]]:
     tokens, tokenizer = Tokens(prepared.prefix), load(prepared.tokenizer)
     assert tokens.mask is not None
     cuts = tokens.document_ends[:-1]
-    return [tuple(tokenizer.decode(ids[mask == value].tolist()) for value in (0, 1))
+    return [(tokenizer.decode(ids[mask == 0].tolist()), tokenizer.decode(ids[mask == 1].tolist()))
             for ids, mask in zip(np.split(tokens.stream, cuts), np.split(tokens.mask, cuts), strict=True)]
 
 
@@ -55,8 +56,7 @@ def test_answers_count(tmp_path):
     assert sorted(parts(prepared, data)) == sorted((f"what is {i}? ", f"it is {i}<|endoftext|>")
                                                    for i in range(20))
     assert prepare(data, MODEL).cached
-    assert not prepare(DataConfig(**vars(data) | {"answer_key": "prompt", "prompt_key": "answer"}),
-                       MODEL).cached
+    assert not prepare(replace(data, answer_key="prompt", prompt_key="answer"), MODEL).cached
 
 
 def test_what_the_assistant_says_counts(tmp_path):
@@ -84,7 +84,7 @@ def test_special_tokens_of_a_template_are_tokens(tmp_path):
     prepared = prepare(data, MODEL)
     tokens = Tokens(prepared.prefix)
     assert tokens.stream.tolist() == [7, 5, 2, 8, 7, 6, 3, 4, 8, 1]
-    assert tokens.mask.tolist() == [0, 0, 0, 0, 0, 0, 1, 1, 1, 1]
+    assert tokens.mask is not None and tokens.mask.tolist() == [0, 0, 0, 0, 0, 0, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("packing", ["stream", "best-fit"])
@@ -102,7 +102,7 @@ def test_labels_that_do_not_count(tmp_path, packing):
         assert (labels[:-1][inside] == inputs[1:][inside]).all()
     assert train.count(0, train.num_windows) == total
     if packing == "best-fit":
-        assert total == tokens.mask.sum()  # all of all answers
+        assert tokens.mask is not None and total == tokens.mask.sum()  # all of all answers
 
 
 def test_too_long_examples_are_cut_and_counted(tmp_path):
@@ -111,7 +111,7 @@ def test_too_long_examples_are_cut_and_counted(tmp_path):
     lengths = np.diff(tokens.document_ends, prepend=0)
     train, _ = splits(prefix, int(lengths.min()) - 2, 1, 0, 300, data)
     assert train.cut_off == len(lengths) and train.dropped == 0
-    assert 0 < train.count(0, train.num_windows) < tokens.mask.sum()
+    assert tokens.mask is not None and 0 < train.count(0, train.num_windows) < tokens.mask.sum()
     with pytest.raises(InputError, match=r"of the 20 examples for training none has.*raise model.seq_len"):
         splits(prefix, 2, 1, 0, 300, data)
 

@@ -89,7 +89,8 @@ def test_sources_share_a_tokenizer(tmp_path):
     data = DataConfig(mix=[f"3 {one}", f"1 {two}"], cache=str(tmp_path / "cache"))
     prepared = prepare(data, MODEL)
     assert [len(prepared.parts), prepared.num_documents, prepared.cached] == [2, 40, False]
-    first, second = (each.tokenizer.read_bytes() for each in prepared.parts)
+    assert prepared.tokenizer is not None
+    first, second = (each.tokenizer.read_bytes() for each in prepared.parts if each.tokenizer is not None)
     assert first == second
     tokenizer = load_tokenizer(prepared.tokenizer)
     assert len(tokenizer.encode_batch(["alpha"])[0]) < 5 > len(tokenizer.encode_batch(["omega"])[0])

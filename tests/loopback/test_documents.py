@@ -138,6 +138,7 @@ def test_the_loss_is_torchs():
     """Of torch's own cross entropy, which leaves labels out by itself."""
     config = tiny("model.layers=2", *MASKS)
     data = data_of(config, 0)
+    assert data.positions_GS is not None
     with initialized():
         model = Reference(config)
         batch = Batch(data.tokens_GS, data.labels_GS, torch.arange(8), 0, torch.tensor(data.count), True,

@@ -66,7 +66,7 @@ def known_difference(config: Config, layer: Layer) -> Cost:
         # One document at a time keeps no sums, and here each has half of the sequence. One kernel for all of
         # them, which needs a GPU, keeps what is declared.
         heads = sum(sums) // 4 // tokens
-        return Cost((Product(-tokens * heads, config.model.seq_len, config.model.head_dim),),
+        return Cost((Product(-tokens * heads, config.model.seq_len, config.model.head_size),),
                     (Saved("log of attention's sums", -sum(sums)),))
     if layer.name.startswith("embedding") and (config.parallel.tp > 1 or layer.tile.count > 1):
         return Cost(saved=(Saved("mask of tokens", tokens),), operands=tokens)

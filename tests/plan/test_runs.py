@@ -33,7 +33,8 @@ def make(folder: Path, steps: int = 3, said: str | None = None) -> Path:
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     if said is not None:
         state.note(folder, said, steps)
-    os.utime(folder / "metrics.jsonl", (time.time() - 300,) * 2)
+    then = time.time() - 300
+    os.utime(folder / "metrics.jsonl", (then, then))
     return folder
 
 

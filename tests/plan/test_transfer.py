@@ -30,7 +30,7 @@ OTHERS = {
 
 
 def plan_of(*overrides: str) -> Plan:
-    return make_plan(load("configs/toy.yaml", overrides))
+    return make_plan(load("configs/toy.yaml", list(overrides)))
 
 
 def slower(plan: Plan, hardware: Hardware, factor: float) -> dict[tuple[int, Op, int], float]:

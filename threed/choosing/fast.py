@@ -221,8 +221,9 @@ class Priced:
         return busy * layout.tp * layout.dp / self.hardware.devices
 
     def _times(self) -> Times:
-        columns = [self._stage_times(index) for index in range(len(self.stages))]
-        return Times(*zip(*columns, strict=True), self.messages)  # pyright: ignore[reportArgumentType]
+        forward, before, backward, first, weight = zip(
+            *(self._stage_times(index) for index in range(len(self.stages))), strict=True)
+        return Times(forward, before, backward, first, weight, self.messages)
 
     def _stage_times(self, index: int) -> tuple[float, ...]:
         """Forward, before, backward, input, weight."""
@@ -329,8 +330,9 @@ class Priced:
                 compute += unit.forward_s + unit.backward_s + twice - travels
                 again += twice
                 sent += travels
-            rows[position] = tuple(old + self.m * new for old, new in zip(
-                rows[position], (compute, again, sent), strict=True))  # pyright: ignore
+            before = rows[position]
+            rows[position] = (before[0] + self.m * compute, before[1] + self.m * again,
+                              before[2] + self.m * sent)
         return rows
 
     # ---------------------------------------------------------------- memory

@@ -128,10 +128,11 @@ class Units:
         def unit(index: int) -> Unit:
             each = table.units[index]
             ops = Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT
-            seconds = [price(0, Instruction(op, index, 0)) for op in ops]
+            forward_s, backward_s, input_s, weight_s = (price(0, Instruction(op, index, 0)) for op in ops)
             alone = [computed(0, Instruction(op, index, 0)) for op in ops[:2]]
-            logits = max((size for size in [each.saved_bytes - each.operand_bytes] if each.loss), default=0)
-            return Unit(*seconds, (seconds[0] - alone[0], seconds[1] - alone[1]), each.saved_bytes,
+            logits = each.saved_bytes - each.operand_bytes if each.loss else 0
+            return Unit(forward_s, backward_s, input_s, weight_s,
+                        (forward_s - alone[0], backward_s - alone[1]), each.saved_bytes,
                         table.size(Slot("kept", index)), each.operand_bytes, each.recompute,
                         sum(handed.bytes for handed in each.makes), logits)
 

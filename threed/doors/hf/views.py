@@ -80,12 +80,13 @@ def blocks(shape: tuple[int, ...], limit: int) -> Iterator[tuple[tuple[int, ...]
     if not shape or math.prod(shape) <= limit:
         yield tuple(0 for _ in shape), shape
         return
-    row = math.prod(shape[1:])
-    if row > limit and len(shape) > 1:
-        for index in range(shape[0]):
-            for offset, size in blocks(shape[1:], limit):
+    count, rest = shape[0], shape[1:]
+    row = math.prod(rest)
+    if row > limit and rest:
+        for index in range(count):
+            for offset, size in blocks(rest, limit):
                 yield (index, *offset), (1, *size)
         return
     rows = max(1, limit // row)
-    for first in range(0, shape[0], rows):
-        yield (first, *(0 for _ in shape[1:])), (min(rows, shape[0] - first), *shape[1:])
+    for first in range(0, count, rows):
+        yield (first, *(0 for _ in rest)), (min(rows, count - first), *rest)

@@ -17,12 +17,13 @@ def ours(key: str) -> str | None:
     if titan is not None:
         return _instead(TORCHTITAN, key, titan)
     last = key.lstrip("-").rpartition(".")[2].replace("-", "_")
+    first, dot, _ = key.partition(".")
+    section = dot and first in DEEPSPEED.sections
     for framework, name in ((DEEPSPEED, key), (MEGATRON, last)):
         row = framework.row(name)
-        if row is not None and (row.key or "").rpartition(".")[2] != last:
+        if row is not None and (section or (row.key or "").rpartition(".")[2] != last):
             return _instead(framework, key, row)
-    first, dot, _ = key.partition(".")
-    if dot and first in DEEPSPEED.sections:
+    if section:
         return f"for DeepSpeed's {key} use the section {DEEPSPEED.sections[first]}"
     return None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from threed.data.tokens import prepare
 from threed.models.spec import NOT_COUNTED
 from threed.tensor.context import Batch
 from threed.tensor.documents import Documents
-from threed.trainer import Trainer
+from threed.trainer import batches_of
 
 EXAMPLES = [{"prompt": f"what is {i}? " + "please " * (i % 5), "answer": f"{i} is {i}" * (i % 3 + 1)}
             for i in range(60)]
@@ -36,13 +37,18 @@ def opened(data, *overrides: str):
     return config, open_splits(config, prepare(config.data, config.model))[0]
 
 
+def engine(config, replica: int, reads: bool) -> Any:
+    """What a batch is made for: a rank of the first position of three, or of the second."""
+    here = SimpleNamespace(replica=replica, position=0 if reads else 1)
+    table = SimpleNamespace(last=2, position=lambda stage: stage)
+    return SimpleNamespace(config=config, comm=SimpleNamespace(here=here), plan=SimpleNamespace(table=table))
+
+
 def global_batch(config, split, start: int, reads: bool = True) -> list[Batch]:
     """A batch for each micro-batch of each replica, in the order of their samples."""
     made = []
     for replica in range(config.dp):
-        rank = SimpleNamespace(config=config, comm=SimpleNamespace(here=SimpleNamespace(replica=replica)),
-                               _reads_tokens=reads)
-        make = Trainer.batches(rank, split, start)  # pyright: ignore[reportArgumentType]
+        make = batches_of(engine(config, replica, reads), split, start)
         made += [make(microbatch) for microbatch in range(config.num_microbatches)]
     return sorted(made, key=lambda batch: int(batch.samples_B[0]))
 
@@ -83,9 +89,7 @@ def test_a_batch_in_which_nothing_counts(data):
 
 def test_a_batch_without_masks_has_a_plain_number(data):
     config = load(None, ["data.source=python-stdlib", "train.global_batch_size=4"])
-    rank = SimpleNamespace(config=config, comm=SimpleNamespace(here=SimpleNamespace(replica=0)),
-                           _reads_tokens=False)
-    batch = Trainer.batches(rank, None, 0)(0)  # pyright: ignore
+    batch = batches_of(engine(config, 0, False), None, 0)(0)  # pyright: ignore[reportArgumentType]
     assert batch.num_tokens == config.tokens_per_step and not batch.masked and batch.documents is None
 
 

@@ -14,12 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from threed import config as configs
 from threed.callback import Callback
-from threed.choosing.verb import search
 from threed.config import checked
 from threed.early import STOPS
 from threed.environment import Place, place_of_environment
 from threed.errors import InputError, RunError, check_type
-from threed.page.verb import report
 from threed.planned import config_of, planned
 from threed.planner import layouts, make_mesh, make_pipeline, saved_by_piece
 from threed.planner.passes import stages_of
@@ -39,7 +37,7 @@ from threed.validate import warnings
 if TYPE_CHECKING:
     from threed.monitor.run import Run
 
-__all__ = ["check", "plan", "predict", "report", "search", "show", "train"]
+__all__ = ["check", "plan", "predict", "show", "train"]
 PROBE_S = 10  # how long a forked process may take for a small product on several threads
 
 

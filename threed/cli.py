@@ -12,9 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
-from threed import __version__, api, cli_learned
+from threed import __version__, api, cli_foreign, cli_learned
 from threed import config as configs
-from threed.doors import verbs as doors
 from threed.early import begin
 from threed.errors import ConfigError, InputError, Reported, ThreedError
 from threed.program import explain as explaining
@@ -362,8 +361,7 @@ def compare(run: RunPath, as_json: Json = False) -> None:
     _print(Run(run).compare(), comparing.show, as_json)
 
 
-app.command("import", short_help="import a model of Hugging Face transformers")(doors.import_)
-app.command("export", short_help="export a run as a model of Hugging Face transformers")(doors.export)
+cli_foreign.register(app)
 app.command(short_help="convert a config of DeepSpeed or options of Megatron-LM")(convert)
 app.command(short_help="write a first config, with comments")(init)
 app.command(short_help="list runs: state, step, loss, speed, age")(runs)

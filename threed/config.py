@@ -33,6 +33,7 @@ from threed.validate import validate
 from threed.values import CHOICES, check_values, get
 
 _NEAR = 0.8  # how alike a key and a slip of the pen are; below it they are two words
+_NEARER = 0.9  # the same, of a key of another section
 
 
 def load(path: str | Path | None, overrides: list[str] | None = None,
@@ -277,14 +278,14 @@ def _nearest(key: str, keys: list[str]) -> str:
     section, _, tail = key.rpartition(".")
     begun = [known for known in keys if known.startswith(key)]
     near = begun or _alike(tail, [known for known in keys if known.startswith(f"{section}.")])
-    near = near or _alike(tail, keys)
+    near = near or _alike(tail, keys, _NEARER)
     return f"; did you mean {near[0]}?" if near else "; the keys are listed in configs/reference.yaml"
 
 
-def _alike(tail: str, keys: list[str]) -> list[str]:
+def _alike(tail: str, keys: list[str], near: float = _NEAR) -> list[str]:
     """The keys whose last part is most like `tail`; none where all are other words."""
     tails = {known.rpartition(".")[2]: known for known in reversed(keys)}
-    return [tails[name] for name in difflib.get_close_matches(tail, list(tails), 1, _NEAR)]
+    return [tails[name] for name in difflib.get_close_matches(tail, list(tails), 1, near)]
 
 
 def resolve_dp(config: Config, world_size: int | None) -> None:

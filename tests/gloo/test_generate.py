@@ -132,7 +132,7 @@ def test_a_run_without_checkpoint_tokenizer_or_prompt(trained, tmp_path):
     with pytest.raises(InputError, match="there is no tokenizer: the run's data have no tokenizer"):
         threed.generate(empty, ["a"])
     values = json.loads((empty / "config.json").read_text())
-    values["train"]["sample_prompts"] = []
+    values["train"] |= {"sample_prompts": [], "sample_every": 0}
     (empty / "config.json").write_text(json.dumps(values))
     with pytest.raises(InputError, match="no prompt"):
         threed.generate(empty)

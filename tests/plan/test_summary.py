@@ -11,7 +11,8 @@ from threed.callbacks import Logging
 def test_numbers_are_of_the_same_steps():
     """A loss that is a mean of ten steps above the speed of the last step alone, which was interrupted."""
     said: list[str] = []
-    log = SimpleNamespace(step=lambda *_: None, say=said.append, path="metrics.jsonl", wandb_dir=None)
+    log = SimpleNamespace(step=lambda *_: None, say=said.append, path="metrics.jsonl", wandb_dir=None,
+                          over=lambda *_: None)
     steps: Any = iter([9.0, 9.0, *[1.0] * 9, 3.0])
 
     def metrics(*_: Any) -> dict[str, float]:
@@ -22,7 +23,8 @@ def test_numbers_are_of_the_same_steps():
     meter = SimpleNamespace(metrics=metrics, stragglers=SimpleNamespace(warnings=[]))
     checkpoints = SimpleNamespace(metrics=dict, newest="runs/x/checkpoints/step-00000012")
     trainer: Any = SimpleNamespace(log=log, meter=meter, checkpoints=checkpoints, step_number=12,
-                                   config=SimpleNamespace(tokens_per_step=600))
+                                   config=SimpleNamespace(tokens_per_step=600,
+                                                          train=SimpleNamespace(steps=12)))
     logging = Logging()
     logging.on_start(trainer)
     for number in range(1, 13):

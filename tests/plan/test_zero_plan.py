@@ -20,7 +20,7 @@ from threed.program.instruction import COMPUTE, Instruction, Op, Slot
 from threed.program.table import Plan, Table
 from threed.schema import Config, ModelConfig, ParallelConfig, TrainConfig, ZeroConfig
 from threed.validate import validate
-from threed.zero.plan import _window
+from threed.zero.plan import window as insert
 
 BASE = ["model.layers=6", "model.hidden=16", "model.heads=4", "model.vocab=64", "model.vocab_multiple=32",
         "model.seq_len=8"]
@@ -38,7 +38,7 @@ Uses = list[tuple[int, list[int]]]
 def window(uses: Uses, capacity: int, prefetch: int) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
     gathers: dict[int, list[int]] = defaultdict(list)
     releases: dict[int, list[int]] = defaultdict(list)
-    _window(uses, capacity, prefetch, gathers, releases)
+    insert(uses, capacity, prefetch, gathers, releases)
     return gathers, releases
 
 

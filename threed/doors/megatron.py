@@ -283,7 +283,7 @@ ROWS = (
     Row("kv_channels", "model.head_dim"),
     Row("add_qkv_bias", "model.qkv_bias=true"),
     Row("qk_layernorm", "model.qk_norm=true (RMS norms)", _qk_norm),
-    Row("use_rope_scaling", "model.rope_scaling (Llama 3's four numbers)", _rope_scaling),
+    Row("use_rope_scaling", "model.rope_scaling=[8,1,4,8192] (8 is --rope-scaling-factor)", _rope_scaling),
     Row("rope_scaling_factor", NO_KEY + "the first number of model.rope_scaling"),
     Row("seq_length", "model.seq_len"),
     Row("max_position_embeddings", NO_KEY + "model.seq_len", _positions),

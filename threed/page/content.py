@@ -1,5 +1,5 @@
 """Content: what a page shows, before it is drawn. All of it is read from the plan, from its walk with a
-clock, from `report`, and from the files of a run.
+clock, from the document of `predict`, and from the files of a run.
 
 A page has a budget of boxes. Where a plan has more, a part of its positions and micro-batches is drawn, and a
 note says which.
@@ -21,7 +21,8 @@ from threed.monitor.timeline import Span, on_one_clock, spans
 from threed.monitor.traces import read_run
 from threed.planner import make_mesh
 from threed.prediction.beside import Priced
-from threed.prediction.report import report
+from threed.prediction.hardware import Hardware
+from threed.prediction.verb import document
 from threed.program.instruction import COMPUTE, Instruction
 from threed.program.order import plan_links
 from threed.program.picture import Block, blocks
@@ -51,6 +52,7 @@ class Content:
 
     config: Config
     priced: Priced
+    machine: Hardware
     run: Run | None = None
     notes: list[str] = field(default_factory=list)  # what is left out, and why
 
@@ -69,7 +71,7 @@ class Content:
     @cached_property
     def values(self) -> dict[str, Any]:
         """The document of `threed predict --json`."""
-        return report(self.priced, self.config.run.verify_every)
+        return document(self.priced, self.machine)
 
     @cached_property
     def attributed(self) -> list[dict[str, float]]:

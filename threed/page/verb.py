@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from threed.errors import InputError, check_type
@@ -32,8 +33,8 @@ def report(what: Config | Plan | Run | str | Path, output: str | Path, hardware:
     check_type("what", what, (Config, Plan, Run, str, Path), "a Config, a Plan, a Run, or a run's folder")
     check_type("output", output, (str, Path), "the file to write")
     file = Path(output)
-    if file.is_dir() or not file.parent.is_dir():
-        raise InputError(f"{file}: " + ("is a folder; give a file in it" if file.is_dir() else
+    if os.path.isdir(file) or not file.parent.is_dir():  # Path.is_dir fails where a name is too long
+        raise InputError(f"{file}: " + ("is a folder; give a file in it" if os.path.isdir(file) else
                                         f"there is no folder {file.parent}"))
     text = page(content(what, hardware, costs))
     try:
@@ -50,7 +51,8 @@ def content(what: Config | Plan | Run | str | Path, hardware: str = "",
     plan = planned(what) if isinstance(what, Config | Plan) else make_plan(run.config if run else Config())
     if run is not None and costs is None and (run.path / COSTS).exists():
         costs = run.path
-    found = Content(config_of(plan), priced(plan, hardware, costs)[1], run)
+    machine, step = priced(plan, hardware, costs)
+    found = Content(config_of(plan), step, machine, run)
     if run is not None and costs is None:
         found.notes.append("No measured costs: no step was traced (monitor.trace_every), so the prediction "
                            "is analytic, for the hardware that --hardware names.")

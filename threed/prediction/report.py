@@ -37,7 +37,8 @@ def report(priced: Priced, verify_every: int = 0) -> dict[str, Any]:
     for position in range(len(programs)):
         alive = alive_bytes(plan, position)
         held = stage(plan, position, alive)
-        busy = sum(_seconds(links[position], seconds[position], _works))
+        took = [end - start for start, end in zip(when.start[position], when.end[position], strict=True)]
+        busy = sum(_seconds(links[position], took, _works))
         kept, fixed = alive.total(*activations(table)), fixed_bytes(held)
         rows.append({
             "bubble": max(0.0, 1.0 - busy / total) if total else 0.0, "busy_s": busy,

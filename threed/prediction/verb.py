@@ -35,10 +35,8 @@ def predict(what: Config | Plan, hardware: str = "", costs: str | Path | None = 
 
     >>> threed.predict(threed.load("configs/toy.yaml"), "h100-sxm")["step_time"]
     """
-    plan = planned(what)
-    config, machine, step = config_of(plan), *priced(plan, hardware, costs)
-    values = report(step, config.run.verify_every)
-    return {**values, **_speed(config, machine, values["step_time"], tokens)}
+    machine, step = priced(planned(what), hardware, costs)
+    return document(step, machine, tokens)
 
 
 def priced(plan: Plan, hardware: str, costs: str | Path | None) -> tuple[Hardware, Priced]:
@@ -53,6 +51,13 @@ def priced(plan: Plan, hardware: str, costs: str | Path | None) -> tuple[Hardwar
         moved = transferred(plan, machine, make_plan(load_config(Path(costs))), measured)
         return machine, Priced(plan, moved.cost, f"{costs}, another plan: {moved}")
     return machine, Priced(plan, analytic_cost(plan, machine, measured), str(costs))
+
+
+def document(step: Priced, machine: Hardware, tokens: float | None = None) -> dict[str, Any]:
+    """What `predict` returns."""
+    config = config_of(step.plan)
+    values = report(step, config.run.verify_every)
+    return {**values, **_speed(config, machine, values["step_time"], tokens)}
 
 
 def _speed(config: Config, machine: Hardware, step_s: float, tokens: float | None) -> dict[str, Any]:

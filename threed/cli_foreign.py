@@ -1,4 +1,4 @@
-"""The verbs of doors: `threed import` and `threed export`."""
+"""The verbs of the command line for models of Hugging Face: import, export."""
 
 from __future__ import annotations
 
@@ -63,3 +63,8 @@ def export(run: Annotated[Path, typer.Argument(metavar="RUN|CHECKPOINT",
     done = export_model(run, output, dtype, like, _say)
     print(f"wrote {done['folder']}: a {done['family']} of step {done['step']}, {show_bytes(done['bytes'])}\n"
           + "\n".join(f"  {name}" for name in done["files"]))
+
+
+def register(app: typer.Typer) -> None:
+    app.command("import", short_help="import a model of Hugging Face transformers")(import_)
+    app.command(short_help="export a run as a model of Hugging Face transformers")(export)

@@ -216,7 +216,7 @@ def search(config: ConfigPath, devices: Annotated[int, typer.Option(min=1, help=
     shortest step. What overrides say of them stays fixed; the file's own layout is left out."""
     from threed.choosing import verb
 
-    values = api.search(config, devices, overrides, hardware, memory, _progress)
+    values = verb.search(config, devices, overrides, hardware, memory, _progress)
     if write is not None:
         verb.write_best(values, write)
     _print(values, lambda found: verb.show(found, top), as_json)

@@ -135,8 +135,8 @@ def test_less_memory():
     assert tight.found and tight.dropped[NO_MEMORY] > roomy.dropped[NO_MEMORY]
     assert tight.found[0].estimate.step_s >= roomy.found[0].estimate.step_s
     assert max(found.bytes for found in tight.found) <= 8e9
-    none = searched(8, "model.layers=24", "model.hidden=2048", "model.heads=16", memory=3e9)[1]
-    assert not none.found and none.nearest is not None and none.nearest[0] > 3e9
+    none = searched(8, "model.layers=24", "model.hidden=2048", "model.heads=16", memory=2.8e9)[1]
+    assert not none.found and none.nearest is not None and none.nearest[0] > 2.8e9
 
 
 def test_what_would_help():
@@ -145,7 +145,9 @@ def test_what_would_help():
     search = Search(base, H100, int(80e9))
     found = search.run(16, {"dp": 16, "policy": "full", "micro_batch_size": 1}).found[0]
     gains = helps(base, H100, found)
-    assert gains["precision.reduce_dtype=bf16"] > 0
+    slow = Hardware.parse("h100-sxm,adapter_gbps=5")
+    assert helps(base, slow, Search(base, slow, int(80e9)).run(16, {"dp": 16}).found[0])[
+        "precision.reduce_dtype=bf16"] > 0.1
     assert gains["memory for no recomputation"] > 0.15 and all(0 < gain < 1 for gain in gains.values())
 
 

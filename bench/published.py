@@ -51,7 +51,7 @@ VTRAIN = (
 # torchtitan, docs/performance.md: ranks, compiled, tokens a second and GPU
 TORCHTITAN = ((8, False, 5762), (8, True, 6667), (128, False, 5605), (128, True, 6514))
 # At 500 W instead of 700 the clock is lower under load; `efficiency` is fitted to these rows.
-H100_96GB = "h100-sxm,memory_gb=96,memory_gbps=19200,efficiency=0.58"
+H100_96GB = "h100-sxm,memory_gb=96,memory_gbps=19200,efficiency=0.47"
 
 
 class Row(NamedTuple):

@@ -13,9 +13,9 @@ LEAST, MOST = 5, 400  # samples
 
 
 def typical(samples: Sequence[float]) -> float:
-    """The mean, since a step takes the sum of its calls; without the longest twentieth, which other programs
+    """The mean, since a step takes the sum of its calls; without the longest hundredth, which other programs
     have disturbed."""
-    return fmean(sorted(samples)[:max(1, len(samples) * 19 // 20)])
+    return fmean(sorted(samples)[:max(1, len(samples) * 99 // 100)])
 
 
 class Clock:

@@ -15,6 +15,7 @@ from threed.lanes import Lane, StreamLane, ThreadLane
 from threed.quantity import round_up, show_bytes
 
 CHANNELS = ((0, 1, "act"), (1, 0, "grad"))
+BETWEEN = 320  # rows of the square matrices that are multiplied between two collectives of a CPU
 BESIDE_S = 0.3  # of computation, and of collectives, at a time
 TRIES = 3
 
@@ -88,7 +89,19 @@ class Links:
         for what, (way, sent, call) in calls.items():
             # All groups of a kind talk at the same time: so many ranks share the processors.
             yield Sent("collectives", f"{what} of {show_bytes(whole.nbytes)} over {size}", way, sent, size,
-                       self.comm.mesh.size, self._time(call))
+                       self.comm.mesh.size, self._time(call) if self.comm.device.type == "cuda"
+                       else self._time_between(call))
+
+    def _time_between(self, call: Callable[[], object]) -> float:
+        """Of a call between two computations, as in a step: no rank of a CPU comes to it when the others do,
+        and who has waited must be woken."""
+        matrix = torch.randn(BETWEEN, BETWEEN)
+
+        def both() -> None:
+            torch.mm(matrix, matrix)
+            call()
+
+        return max(1e-6, self._time(both) - self._time(lambda: torch.mm(matrix, matrix)))
 
     def _message(self, numel: int) -> Sent:
         """There and back, and half of the time."""

@@ -118,7 +118,8 @@ class Content:
             position = rank.here.position
             if position in {*self.drawn, *self.computed}:
                 lanes[position] = self._lanes(rank.program, rank.lanes, trace.started, trace.ended)
-                waits[position] = _by_lane(spans(rank, trace), lambda span: span.lane)
+                waiting = [span for span in spans(rank, trace) if span.waits]
+                waits[position] = _by_lane(waiting, lambda span: span.lane)
         return Timeline(f"measured in step {step}, on the ranks of dp 0 and tp 0", lanes, waits)
 
     @cached_property

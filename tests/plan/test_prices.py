@@ -12,13 +12,14 @@ from threed.cli import app
 from threed.config import load
 from threed.errors import ConfigError, InputError
 from threed.planner import make_plan
-from threed.prediction.advise import advise
+from threed.prediction.advise import advise, measure
 from threed.prediction.analytic import cost as analytic_cost
 from threed.prediction.beside import Priced
 from threed.prediction.hardware import Hardware
 from threed.prediction.memory import of_config
 from threed.prediction.report import report
 from threed.prediction.simulate import predict
+from threed.prediction.transient import Transient
 from threed.program.instruction import COMPUTE, Op
 
 GB = 1e9
@@ -136,14 +137,14 @@ def test_advice_is_printed():
 def test_a_devices_memory_has_more_than_the_plan():
     """Temporaries, and what CUDA and NCCL take: for each group of several ranks, and each channel."""
     config = load("configs/toy.yaml", ["parallel.dp=4", "train.global_batch_size=32"])
-    row, *_ = advise(config, Hardware(context_gb=3.0, communicator_gb=0.5))
+    row = measure(config, Hardware(context_gb=3.0, communicator_gb=0.5), Transient())
     # of dp, tp, world, the tied embedding, and two channels to the other position
     assert row["taken_bytes"] == 3.0 * GB + 6 * 0.5 * GB
     assert row["peak_bytes"] > row["planned_bytes"] + row["taken_bytes"]
     config.run.device = "cpu"
-    assert advise(config, Hardware())[0]["taken_bytes"] == 0
-    large, small = (advise(load("configs/gpt2-small.yaml", ["parallel.dp=4", f"model.loss_chunk={chunk}"]),
-                           Hardware())[0] for chunk in ("null", "128"))
+    assert measure(config, Hardware(), Transient())["taken_bytes"] == 0
+    large, small = (measure(load("configs/gpt2-small.yaml", ["parallel.dp=4", f"model.loss_chunk={chunk}"]),
+                            Hardware(), Transient()) for chunk in ("null", "128"))
     saved = large["peak_bytes"] - small["peak_bytes"] - (large["planned_bytes"] - small["planned_bytes"])
     assert saved > 0.5 * GB, "of the 1.6 GB of a micro-batch's logits in fp32"
 

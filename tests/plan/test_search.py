@@ -130,12 +130,12 @@ def test_nothing_better_is_dropped():
 
 def test_less_memory():
     """Less memory: other layouts, never faster ones; too little: none, and what is nearest."""
-    roomy, tight = (searched(8, "model.layers=24", "model.hidden=2048", "model.heads=16", memory=size)[1]
-                    for size in (80e9, 8e9))
+    large = ("model.layers=24", "model.hidden=2048", "model.heads=16", "train.micro_batch_size=2")
+    roomy, tight = (searched(8, *large, memory=size)[1] for size in (80e9, 8e9))
     assert tight.found and tight.dropped[NO_MEMORY] > roomy.dropped[NO_MEMORY]
     assert tight.found[0].estimate.step_s >= roomy.found[0].estimate.step_s
     assert max(found.bytes for found in tight.found) <= 8e9
-    none = searched(8, "model.layers=24", "model.hidden=2048", "model.heads=16", memory=2.8e9)[1]
+    none = searched(8, *large, memory=2.8e9)[1]
     assert not none.found and none.nearest is not None and none.nearest[0] > 2.8e9
 
 

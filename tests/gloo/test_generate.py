@@ -45,7 +45,6 @@ def document(folder: Path, *argv: str) -> dict:
     return json.loads(output[output.index("{\n"):])
 
 
-@pytest.mark.core
 def test_a_run_writes_text(trained, tmp_path):
     """While it trains, and after it, from the newest checkpoint and from an older one: the same text."""
     folder, output = trained
@@ -77,7 +76,6 @@ def test_every_mesh_writes_the_same_text(mesh, trained, tmp_path):
     assert all(sample["ended"] or len(sample["tokens"]) == 40 for sample in one["samples"])
 
 
-@pytest.mark.core
 def test_eval_measures_what_the_run_has_measured(trained, tmp_path):
     """The same loss on the same sequences, and of all that was held out; perplexity, and counts."""
     folder, _ = trained
@@ -102,7 +100,6 @@ def test_eval_of_other_data_on_other_meshes(trained, tmp_path, cache):
     assert (odd["sequences"], odd["left_out"]) == (8, 1)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(("argv", "message"), [
     (["generate", "RUN", "--prompt", "x" * 400], "tokens, and the model sees model.seq_len=32: shorten it"),
     (["generate", "RUN", "--prompt", "a", "--tokenizer", "none.json"], "there is no tokenizer; give"),
@@ -121,7 +118,6 @@ def test_bad_input(argv, message, trained, tmp_path):
     assert output.count("threed: ") == 1, output
 
 
-@pytest.mark.core
 def test_a_run_without_checkpoint_tokenizer_or_prompt(trained, tmp_path):
     empty = tmp_path / "empty"
     empty.mkdir()
@@ -138,7 +134,6 @@ def test_a_run_without_checkpoint_tokenizer_or_prompt(trained, tmp_path):
         threed.generate(empty)
 
 
-@pytest.mark.core
 def test_not_under_torchrun(trained, monkeypatch):
     monkeypatch.setitem(os.environ, "LOCAL_RANK", "0")
     monkeypatch.setitem(os.environ, "RANK", "0")
@@ -147,7 +142,6 @@ def test_not_under_torchrun(trained, monkeypatch):
         threed.evaluate(trained[0])
 
 
-@pytest.mark.core
 def test_the_config_of_one_process():
     """What a run needs to train is left out; what its numbers depend on stays."""
     run = load("configs/toy.yaml", ["precision.dtype=bf16", "activation.policy=full", "run.verify_every=5",

@@ -75,8 +75,7 @@ def megatron(text: str, overrides: list[str], devices: int | None = None) -> Con
     done = _convert(MEGATRON, found, source, overrides, devices)
     done.notes += notes
     if "model.vocab" not in done.values:
-        done.notes.append("the options do not say how large the vocabulary is: model.vocab is threed's "
-                          "default")
+        done.notes.append("the options do not say how large the vocabulary is: model.vocab is the default")
     done.refused |= {_shown(MEGATRON, name): f"its value, {value}, comes from outside the script"
                      for name, value in unknown.items()}
     return done

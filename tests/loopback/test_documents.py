@@ -56,7 +56,6 @@ def test_what_no_cell_has(others, references):
     assert_contract(tiny("model.layers=2", *others), references, steps=2)
 
 
-@pytest.mark.core
 def test_micro_batches_and_meshes_agree():
     """The divisor is the global batch's count: a mean of micro-batches' means would move with their size. One
     micro-batch has nothing that counts."""
@@ -71,7 +70,6 @@ def replace_evaluated(result):
     return replace(result, evaluated=result.evaluated or 0.0)
 
 
-@pytest.mark.core
 def test_the_same_bits_under_every_zero_stage():
     for stages in ((0, 1), (2, 3)):  # of which both add gradients in one order
         same_bits([loopback(tiny("model.layers=2", *MASKS, "parallel.dp=2", f"zero.stage={stage}"), 2)
@@ -90,7 +88,6 @@ def logits(model: Reference, batch: Batch) -> torch.Tensor:
     return seen[0].transpose(0, 1)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("others", [
     [], ["model.position=learned"], ["model.family=llama", "model.kv_heads=2"], ["precision.dtype=bf16"],
     ["model.attention_dropout=0.5", "model.dropout=0.1"]], ids=lambda others: others[0] if others else "gpt")
@@ -119,7 +116,6 @@ def test_a_document_does_not_see_the_others(others):
         torch.testing.assert_close(three[:, :6], one[:, 5:11], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.core
 def test_without_the_mask_a_document_is_seen():
     """The comparison above: restarting positions alone leaks."""
     config = tiny("model.layers=2")
@@ -134,7 +130,6 @@ def test_without_the_mask_a_document_is_seen():
     assert not torch.equal(one[:, 5:], two[:, 5:])
 
 
-@pytest.mark.core
 def test_the_loss_is_torchs():
     """Of torch's own cross entropy, which leaves labels out by itself."""
     config = tiny("model.layers=2", *MASKS)
@@ -160,7 +155,6 @@ def parts(heads: int, kv_heads: int, dtype: torch.dtype = torch.float64) -> list
 DOCUMENTS = Documents.of(torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0], [0, 1, 0, 1, 2, 3, 4, 5]]))
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("varlen", [False, True])
 def test_attention_is_that_of_a_mask(kv_heads, varlen, monkeypatch):
@@ -188,7 +182,6 @@ def stand_in(q, k, v, starts, starts_k, longest, longest_k, *, window_size, enab
         enable_gqa=enable_gqa)[0].transpose(0, 1) for a, b in zip(edges, edges[1:], strict=False)])
 
 
-@pytest.mark.core
 def test_one_document_a_sequence_is_plain_attention(monkeypatch):
     monkeypatch.setattr(subject._Attend, "apply", None)
     q, k, v = parts(4, 4, torch.float32)
@@ -198,7 +191,6 @@ def test_one_document_a_sequence_is_plain_attention(monkeypatch):
     assert documents.whole and torch.equal(attend(q, k, v, documents, False), want)
 
 
-@pytest.mark.core
 def test_the_reference_sees_documents_one_by_one():
     """It would not notice a leak that it has itself."""
     config = tiny("model.layers=2", "data.document_mask=true")

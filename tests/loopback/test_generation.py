@@ -90,7 +90,6 @@ def test_every_mesh_writes_the_text_of_the_plain_model(mesh):
     assert len({token for text in texts for token in text.ids}) > 5  # it is no constant
 
 
-@pytest.mark.core
 def test_a_run_that_trains_writes_between_its_steps():
     """Text of weights before a step, or a step that the program has disturbed."""
     config = tiny(*SMALL, "parallel.pp=2", "parallel.dp=2", "zero.stage=2", "train.sample_every=1",
@@ -122,7 +121,6 @@ def test_a_run_that_trains_writes_between_its_steps():
     assert run_loopback(make_plan(alone), make_mesh(alone), one)[0] == with_text[1]
 
 
-@pytest.mark.core
 def test_a_text_ends_at_its_end_of_text_token():
     config = tiny(*SMALL)
     free = written(config, Sampling(9, 0.0))
@@ -134,7 +132,6 @@ def test_a_text_ends_at_its_end_of_text_token():
     assert ended[0].ended
 
 
-@pytest.mark.core
 def test_ranks_that_train_nothing_have_no_gradients():
     config = tiny(*SMALL, "optimizer.name=sgd")
     plan = forward_plan(config, GENERATE)
@@ -146,7 +143,6 @@ def test_ranks_that_train_nothing_have_no_gradients():
     assert run_loopback(plan, make_mesh(config), work) == [True]
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("mesh", ["sp", "pp", "tiles"])
 def test_the_plan_counts_what_the_program_sends(mesh):
     """Bytes by axis, as the plan says and as comm has counted."""
@@ -167,7 +163,6 @@ def test_the_plan_counts_what_the_program_sends(mesh):
         assert +sent == +want
 
 
-@pytest.mark.core
 def test_choose_keeps_to_the_probabilities():
     """Frequencies of a distribution, of its most likely part (top_p), and of one that is flattened."""
     shares = torch.tensor([0.05, 0.5, 0.15, 0.3])
@@ -182,7 +177,6 @@ def test_choose_keeps_to_the_probabilities():
     assert choose(shares.log(), Sampling(temperature=0), 0, 0) == 1
 
 
-@pytest.mark.core
 def test_choose_depends_on_seed_prompt_and_place():
     logits = torch.zeros(1000)
     base = choose(logits, Sampling(seed=1), 0, 0)
@@ -191,13 +185,11 @@ def test_choose_depends_on_seed_prompt_and_place():
                 choose(logits, Sampling(seed=1), 0, 1)}) == 4
 
 
-@pytest.mark.core
 def test_broken_weights_are_named():
     with pytest.raises(RunError, match="not finite"):
         choose(torch.tensor([0.0, math.nan]), Sampling(), 0, 0)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(("how", "text"), [
     (Sampling(tokens=0), "max_tokens=0"), (Sampling(temperature=-1.0), "temperature=-1.0"),
     (Sampling(temperature=math.nan), "temperature=nan"), (Sampling(top_p=0.0), "top_p=0.0"),
@@ -220,7 +212,6 @@ class Letters:
         return "".join(chr(96 + each) for each in ids)
 
 
-@pytest.mark.core
 def test_prompts():
     model = ModelConfig(seq_len=4, vocab=20)
     assert encode(Letters(), ["abcd", ""], model) == [[1, 2, 3, 4], [0]]  # pyright: ignore
@@ -232,7 +223,6 @@ def test_prompts():
     assert added(Letters(), [1, 2], [3]) == "c"  # pyright: ignore
 
 
-@pytest.mark.core
 def test_the_tokenizer_is_kept_with_the_run(tmp_path):
     file = tmp_path / "given.json"
     file.write_text("é {}")

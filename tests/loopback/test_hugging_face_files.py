@@ -80,7 +80,6 @@ def same(one: Path, other: Path) -> None:
 # ---------------------------------------------------------------- config.json
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("changes, words", [
     ({"model_type": "mixtral"}, "model_type=mixtral is a model that threed does not have"),
     ({"model_type": ["llama"]}, "is a model that threed does not have"),
@@ -111,7 +110,6 @@ def test_what_threed_has_not_is_refused_by_name(changes, words):
         values_of(family_of(config, HERE), config, HERE, asked)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("changes, words", [
     ({"activation_function": "relu"}, "activation_function=relu"),
     ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
@@ -122,7 +120,6 @@ def test_refused_of_gpt2(changes, words):
         values_of(FAMILIES["gpt2"], config, HERE)
 
 
-@pytest.mark.core
 def test_all_problems_at_once_and_strange_keys():
     config = {**LLAMA, "hidden_act": "relu", "mlp_bias": True}
     with pytest.raises(InputError, match=r"relu[\s\S]*mlp_bias"):
@@ -131,7 +128,6 @@ def test_all_problems_at_once_and_strange_keys():
     assert any("does not follow: logit_softcap" in note for note in notes)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_keys_in_both_directions(kind):
     """config.json -> keys -> config.json -> keys, from nothing; and a family holds what it says."""
@@ -396,7 +392,6 @@ def test_the_tokenizer_goes_along(tmp_path):
     assert not (tmp_path / "without" / "chat_template.jinja").exists()
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 5), (2, 3, 4), (1, 1, 9), (4, 1, 2, 3)])
 @pytest.mark.parametrize("limit", [1, 2, 5, 12, 100])
 def test_blocks(shape, limit):

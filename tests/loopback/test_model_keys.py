@@ -49,7 +49,6 @@ def test_fused_and_pieces_have_the_same_bits(mesh):
                for others in (usual, pieces, [*usual, "model.fused=auto"])])
 
 
-@pytest.mark.core
 def test_parameters():
     """Heads of 6 numbers whose sum is not the hidden size; three biases; two norms that no axis cuts."""
     model = with_keys(tiny("model.layers=1")).model
@@ -65,7 +64,6 @@ def test_parameters():
     assert "blocks.0.attention.out.bias" in names and "blocks.0.attention.qkv.bias" not in names
 
 
-@pytest.mark.core
 def test_rope_scaling():
     """Long waves are stretched by the factor, short ones stay, and what is between is between."""
     model = replace(tiny().model, head_dim=64, rope_theta=5e5)
@@ -78,7 +76,6 @@ def test_rope_scaling():
     assert ((scaled < plain) & (scaled > plain / 8))[rest].all() and (scaled[1:] < scaled[:-1]).all()
 
 
-@pytest.mark.core
 def test_a_tiled_attention_hands_its_norms_on():
     """Tiles without the norms' weights read them from the first one."""
     config = tiny("model.layers=1", *KEYS, "model.tile_linears=5KiB", "model.tie_embeddings=false")

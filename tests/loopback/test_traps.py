@@ -24,8 +24,6 @@ from threed.program.check import check_programs
 from threed.program.instruction import Instruction, Op
 from threed.schema import Config, OffloadConfig, PrecisionConfig, ZeroConfig
 
-pytestmark = pytest.mark.core
-
 SMALL = ["model.layers=3", "model.hidden=16", "model.heads=4", "model.seq_len=8"]
 SHARDED = {
     "stage-1": ["zero.stage=1"], "stage-2": ["zero.stage=2"],
@@ -45,6 +43,7 @@ ENDS = {
 }
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("ends", ENDS)
 @pytest.mark.parametrize("sharded", SHARDED)
 def test_tied_embeddings_with_sharded_gradients(sharded, ends, references):
@@ -57,6 +56,7 @@ def test_tied_embeddings_with_sharded_gradients(sharded, ends, references):
     assert error <= 1e-5 * reference.first_grads[WORD].abs().max()
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("sharded", SHARDED)
 def test_the_ends_of_a_tie_stay_equal(sharded):
     """Two copies of one weight that drift apart: after some steps their shards are equal to the bit."""
@@ -75,6 +75,7 @@ def test_the_ends_of_a_tie_stay_equal(sharded):
         assert torch.equal(*(weights[mesh.rank(pp=pp, dp=dp)] for pp in (0, 1)))
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("sharded", SHARDED)
 def test_a_tie_that_is_left_out_is_refused(sharded):
     """A plan without the sum over both ends, or with it before the shards are whole."""
@@ -159,6 +160,7 @@ def squares(config: Config, gradients: dict[str, torch.Tensor]) -> tuple[float, 
             sum(square for spec, square in each.items() if spec.tied))
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("overrides", [
     ["parallel.tp=4", "zero.stage=0"], ["parallel.tp=4", "parallel.sequence_parallel=true", "zero.stage=2"],
     ["parallel.tp=2", "parallel.dp=2", "zero.stage=3"],
@@ -182,6 +184,7 @@ def test_the_norm_counts_each_parameter_once(overrides, references):
 # ---------------------------------------------------------------- fp16 overflow seen by one stage only
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("position", [0, 1, 2])
 @pytest.mark.parametrize("sharded", ["stage-1", "stage-2", "stage-3", "groups"])
 def test_an_overflow_seen_by_one_stage_only(sharded, position):
@@ -276,6 +279,7 @@ def test_a_key_that_has_no_effect(key):
             for part in parts.split(", ")} == dict.fromkeys(parts.split(", "), True)
 
 
+@pytest.mark.core
 def test_every_key_is_among_them():
     """A new key of zero, precision or offload that nobody has shown to matter. (A folder that is not there is
     an error: see gloo/test_offload_faults.py.)"""
@@ -285,6 +289,7 @@ def test_every_key_is_among_them():
     assert {*KEYS, "offload.nvme_path"} == every
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("stage, key, value", [
     (1, "shard_size", 4), (2, "reduce_every", 1), (3, "residency", 1), (3, "prefetch", 1),
     (3, "persist_below", 0)])

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -105,3 +106,11 @@ def losses(folder: Path) -> dict[int, tuple[float, float]]:
     steps = [row["step"] for row in rows]
     assert steps == sorted(set(steps)), f"steps are repeated or out of order: {steps}"
     return {row["step"]: (row["train/loss"], row["train/grad_norm"]) for row in rows}
+
+
+def wandb_records(folder: Path) -> list[dict]:
+    """What the offline wandb run in a run's folder holds, read by wandb itself."""
+    (path,) = (folder / "wandb").glob("offline-run-*/run-*.wandb")
+    text = subprocess.run([sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(path)], check=True,
+                          capture_output=True, text=True).stdout
+    return [json.loads(line) for line in text.splitlines()]

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 import threed.launcher  # noqa: F401  (imported before the runs fork)
-from tests.running import Run, losses, metrics
+from tests.running import Run, losses, metrics, wandb_records
 
 TOY = ["train", "configs/toy.yaml", "model.layers=6", "model.hidden=32", "model.seq_len=32",
        "model.vocab=300",
@@ -70,11 +70,7 @@ def test_metrics_and_summary(unbroken):
 def test_wandb_holds_the_same(unbroken):
     """The offline wandb run, read back, holds the numbers of metrics.jsonl."""
     folder, _ = unbroken
-    (path,) = (folder / "wandb").glob("offline-run-*/run-*.wandb")
-    text = subprocess.run([sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(path)], check=True,
-                          capture_output=True, text=True).stdout
-    items = [json.loads(line) for line in text.splitlines()]
-    history = {item["history"]["item"]["_step"]: item["history"]["item"] for item in items
+    history = {item["history"]["item"]["_step"]: item["history"]["item"] for item in wandb_records(folder)
                if item.get("type") == "history"}
     for row in metrics(folder):
         logged = history[row["step"]]

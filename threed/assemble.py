@@ -3,8 +3,8 @@ that all ranks must agree on is compared before the first step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -65,12 +65,11 @@ def train(job: Job, local_rank: int, requests: Requests, watch: Watch, store: An
     set_up(config)
     comm, plan = connect(config, watch, pick_device(config, local_rank), store)
     looks = local_rank == 0  # at shared files, for its host
-    try:
-        watch.hosts = shared.hosts(comm)
-        prepared = _share_data(job, watch, comm, requests, looks)
-        data = open_splits(config, prepared)
-        check_room(plan, comm)
-        watch.engine = engine = Engine(config, plan, comm)
+    watch.hosts = shared.hosts(comm)
+    prepared = _share_data(job, watch, comm, requests, looks)
+    data = open_splits(config, prepared)
+    check_room(plan, comm)
+    with running(config, plan, comm, watch) as engine:
         log = _open_log(config, plan, comm, watch, closing) if watch.rank == 0 else None
         if log:
             for line in keep_tokenizer(prepared.tokenizer, Path(config.run.dir)):
@@ -90,9 +89,17 @@ def train(job: Job, local_rank: int, requests: Requests, watch: Watch, store: An
                 log.say(f"resumed from {resumed.path} after step {engine.zero.step_number}")
         trainer = Trainer(engine, data, watch, log, requests, resumed, prepared.tokenizer)
         trainer.run(in_order(job.callbacks))
+
+
+@contextmanager
+def running(config: Config, plan: Plan, comm: ProcessComm, watch: Watch) -> Iterator[Engine]:
+    """An engine, which the watch follows. It is closed at the end; where nothing has failed, so are the watch
+    and the connections."""
+    watch.engine = engine = Engine(config, plan, comm)
+    try:
+        yield engine
     finally:
-        if watch.engine is not None:
-            watch.engine.close()
+        engine.close()
         watch.engine = None
     watch.close()
     comm.close()

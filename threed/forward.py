@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from threed.assemble import Job, Task, connect
+from threed.assemble import Job, Task, connect, running
 from threed.checkpoint.load import Resumed, resume
 from threed.config import checked
 from threed.data.mix import AnySplit, open_splits
@@ -106,19 +106,12 @@ def _ready(job: Job, name: str, local_rank: int, watch: Watch,
     set_up(config)
     comm, plan = connect(config, watch, pick_device(config, local_rank), store,
                          lambda config, pipeline: forward_plan(config, name, pipeline))
-    try:
-        watch.engine = engine = Engine(config, plan, comm)
+    with running(config, plan, comm, watch) as engine:
         with watch.phase("load a checkpoint", waits=False):
             resumed = resume(config, engine.zero, _to_stderr if watch.rank == 0 else _silently)
         if resumed.path is None:  # it has gone in the meantime
             raise InputError(f"{config.run.dir} has no complete checkpoint any more: start again")
         yield engine, resumed
-    finally:
-        if watch.engine is not None:
-            watch.engine.close()
-        watch.engine = None
-    watch.close()
-    comm.close()
 
 
 def _write(job: Job, local_rank: int, requests: Requests, watch: Watch, store: Any, _: ExitStack, *,

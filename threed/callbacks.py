@@ -21,7 +21,7 @@ from threed.monitor.timeline import picture
 from threed.monitor.traces import TraceWriter
 from threed.quantity import show_bytes, show_count, show_seconds
 from threed.sampling import Sampling
-from threed.trainer import Trainer
+from threed.trainer import Trainer, mean_loss
 
 REPORT_S = 120.0  # how long the page may take at the end of a run
 
@@ -113,17 +113,9 @@ class Evaluation(Callback):
                 step.metrics["val/loss"] = self._evaluate(trainer)
 
     def _evaluate(self, trainer: Trainer) -> float:
-        """The mean loss of the tokens that count in the validation split's first `train.eval_batches` global
-        batches."""
-        train, split = trainer.config.train, trainer.validation_split
-        total = count = 0.0
-        for first in range(0, train.eval_batches * train.global_batch_size, train.global_batch_size):
-            batch = trainer.batches(split, first, train=False)
-            weight = split.count(first, first + train.global_batch_size) if trainer.config.masked else 1
-            total += trainer.engine.run("evaluate", batch)[0].loss * weight
-            count += weight
-        loss = total / count if count else 0.0
-        if not math.isfinite(loss) and train.on_nonfinite == "stop":
+        """`mean_loss` of the validation split."""
+        loss, _ = mean_loss(trainer.engine, trainer.validation_split)
+        if not math.isfinite(loss) and trainer.config.train.on_nonfinite == "stop":
             trainer.checkpoints.finish_before_failing()
             raise RunError(f"val/loss after step {trainer.step_number} is {loss}: the last update has broken "
                            "the weights. Lower optimizer.lr and resume from a checkpoint before it")

@@ -25,7 +25,7 @@ from threed.data.tokens import Prepared
 from threed.engine.device import pick_device, set_up
 from threed.engine.engine import Engine
 from threed.engine.watch import Watch
-from threed.errors import InputError, Reported, RunError, Stopped
+from threed.errors import InputError, Reported, RunError
 from threed.generation import Writer, added, encode
 from threed.launcher import ANSWER, LocalLauncher
 from threed.planner import forward_plan
@@ -34,7 +34,7 @@ from threed.requests import Requests
 from threed.restart import Steps
 from threed.sampling import Sampling
 from threed.schema import Config
-from threed.trainer import batches_of
+from threed.trainer import mean_loss
 
 MOST_BATCH = 32  # micro-batches of an evaluated batch
 
@@ -139,24 +139,17 @@ def _write(job: Job, local_rank: int, requests: Requests, watch: Watch, store: A
 def _measure(job: Job, local_rank: int, requests: Requests, watch: Watch, store: Any, _: ExitStack, *,
              whole: bool) -> None:
     """The task of `loss`."""
-    config, train, prepared = job.config, job.config.train, job.prepared
-    assert prepared is not None
-    split = _split(config, prepared, whole)
+    assert job.prepared is not None
+    split = _split(job.config, job.prepared, whole)
     with _ready(job, EVALUATE, local_rank, watch, store) as (engine, resumed):
-        total = counted = 0
-        for first in range(0, train.eval_batches * train.global_batch_size, train.global_batch_size):
-            if requests.stop:
-                raise Stopped("stopped on request, while the loss was being measured")
-            weight = split.count(first, first + train.global_batch_size)
-            total += engine.run(EVALUATE, batches_of(engine, split, first, train=False))[0].loss * weight
-            counted += weight
+        mean, counted = mean_loss(engine, split, lambda: requests.stop)
         if not counted:
             raise InputError("no token of these sequences counts in the loss (data.loss_mask): give more")
-        if not math.isfinite(total):
-            raise RunError(f"the loss is {total}: the weights of {resumed.path} are broken; take another "
+        if not math.isfinite(mean):
+            raise RunError(f"the loss is {mean}: the weights of {resumed.path} are broken; take another "
                            "checkpoint")
         if watch.rank == 0:
-            _answer(store, resumed, {"loss": total / counted, "tokens": counted})
+            _answer(store, resumed, {"loss": mean, "tokens": counted})
 
 
 def _answer(store: Any, resumed: Resumed, values: dict[str, Any]) -> None:

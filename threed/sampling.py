@@ -9,6 +9,7 @@ from threed.errors import InputError
 
 TOKENIZER = "tokenizer.json"  # of the data of a run, in the folder of the run
 
+
 class Sampling(NamedTuple):
     """How `threed.generate` chooses tokens.
 

@@ -17,11 +17,12 @@ from threed.data.samples import stacked
 from threed.engine.engine import Engine
 from threed.engine.verify import Verifier
 from threed.engine.watch import Watch
+from threed.errors import Stopped
 from threed.mesh import Coordinate, Mesh
 from threed.monitor.log import Log
 from threed.monitor.measure import Meter
 from threed.nonfinite import Skipped
-from threed.program.table import Plan
+from threed.program.table import EVALUATE, Plan
 from threed.requests import Requests
 from threed.schema import Config
 from threed.tensor.context import Batch
@@ -143,6 +144,22 @@ class Trainer:
     def batches(self, split: AnySplit, start: int, train: bool = True) -> Callable[[int], Batch]:
         """As `batches_of`."""
         return batches_of(self.engine, split, start, train)
+
+
+def mean_loss(engine: Engine, split: AnySplit,
+              asked: Callable[[], bool] = lambda: False) -> tuple[float, int]:
+    """The mean loss of the tokens that count in the first `train.eval_batches` global batches of a split, and
+    their number; (0.0, 0) where none counts. Raises Stopped once `asked` says so."""
+    config, size = engine.config, engine.config.train.global_batch_size
+    total, counted = 0.0, 0
+    for first in range(0, config.train.eval_batches * size, size):
+        if asked():
+            raise Stopped("stopped on request, while the loss was being measured")
+        # Where all tokens count, batches have the same weight.
+        weight = split.count(first, first + size) if config.masked else 1
+        total += engine.run(EVALUATE, batches_of(engine, split, first, train=False))[0].loss * weight
+        counted += weight
+    return total / max(1, counted), counted * (1 if config.masked else config.tokens_per_step)
 
 
 def batches_of(engine: Engine, split: AnySplit, start: int, train: bool = True) -> Callable[[int], Batch]:

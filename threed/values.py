@@ -55,10 +55,9 @@ AT_LEAST = {  # key: least value
 }
 # What others call a value.
 _SAID = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32",
-         "adam": "adamw",
-         "rope": "rotary", "learned_absolute": "learned", "interleaved1f1b": "interleaved",
-         "zbvzerobubble": "zb-v",
-         "dualpipev": "dualpipe-v", "loopedbfs": "breadth-first", "silu": "swiglu", "gpu": "cuda"}
+         "adam": "adamw", "rope": "rotary", "learned_absolute": "learned", "silu": "swiglu", "gpu": "cuda",
+         "interleaved1f1b": "interleaved", "zbvzerobubble": "zb-v", "dualpipev": "dualpipe-v",
+         "loopedbfs": "breadth-first"}
 ABOVE_ZERO = ("model.norm_eps", "model.rope_theta", "monitor.peak_tflops", "precision.initial_loss_scale",
                "precision.min_loss_scale")
 

@@ -10,6 +10,7 @@ import pytest
 
 from tests.data.files import word_level, write
 from threed.config import load
+from threed.data import tokens
 from threed.data.mix import MOST, Mixture, open_splits, report, sources
 from threed.data.samples import Split, Tokens
 from threed.data.tokenizer import load as load_tokenizer
@@ -21,8 +22,8 @@ MODEL = ModelConfig(vocab=300)
 
 
 def split(path, first: int, seed: int) -> Split:
-    tokens = Tokens(write(path, [list(range(first, first + 97))]))
-    return Split(tokens, 0, 97, 8, seed)
+    stream = Tokens(write(path, [list(range(first, first + 97))]))
+    return Split(stream, 0, 97, 8, seed)
 
 
 @pytest.fixture
@@ -100,6 +101,15 @@ def test_sources_share_a_tokenizer(tmp_path):
     assert isinstance(training, Mixture) and training.shares == [3, 1] and validation.num_windows > 1
     lines = report(config, training)
     assert lines[0].startswith("data.mix: 75.00% of samples from ") and "epochs in train.steps" in lines[0]
+
+
+def test_each_source_is_hashed_once(tmp_path, monkeypatch):
+    """Its hash takes as long as reading all of it; the tokenizer of all sources needs each hash, too."""
+    read, original = [], tokens.fingerprint
+    monkeypatch.setattr(tokens, "fingerprint", lambda *which: (read.append(which[0]), original(*which))[1])
+    files = [str(text(tmp_path, name, name * 3)) for name in ("one", "two", "three")]
+    prepare(DataConfig(mix=[f"1 {file}" for file in files], cache=str(tmp_path / "cache")), MODEL)
+    assert sorted(read) == sorted(files)
 
 
 def test_megatron_data_and_text_need_a_tokenizer(tmp_path):

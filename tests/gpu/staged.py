@@ -10,8 +10,7 @@ import atexit
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from functools import cache
-from itertools import count
+from functools import cache, partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,8 @@ from typing import Any
 import torch
 
 from tests.harness import drive
-from threed.comm import Channel, ProcessComm, ProcessGroup, file_store
+from threed.comm import Channel, Comm, ProcessComm, ProcessGroup, file_store
+from threed.engine.device import set_up
 from threed.engine.engine import Engine
 from threed.engine.loopback import channel_pairs
 from threed.lanes import Handle
@@ -27,7 +27,8 @@ from threed.planner import make_mesh, make_plan
 from threed.schema import Config
 
 TIMEOUT_S = 120.0
-NUMBERS = count()
+# Of each rank. It is sent to a process: a function of a module, or a partial of one.
+Work = Callable[[Engine, Comm], Any]
 
 
 class StagedGroup(ProcessGroup):
@@ -85,9 +86,10 @@ class StagedComm(ProcessComm):
         self.channels = {key: StagedChannel(channel) for key, channel in self.channels.items()}
 
 
-def train(rank: int, store: str, config: Config, steps: int, over_nccl: bool) -> Any:
-    """A rank's numbers and parts, on the host."""
+def on_rank(rank: int, store: str, config: Config, work: Work, over_nccl: bool) -> Any:
+    """What `work` returns on a rank."""
     torch.set_num_threads(1)
+    set_up(config)
     gpus = torch.cuda.device_count()
     device = torch.device("cuda", rank % gpus) if gpus else torch.device("cpu")
     if gpus:
@@ -97,27 +99,36 @@ def train(rank: int, store: str, config: Config, steps: int, over_nccl: bool) ->
             if over_nccl else StagedComm(config, rank, device, store))
     try:
         comm.open_channels(channel_pairs(plan))
-        losses, norms, *both, places, here, sent, evaluated = drive(config, Engine(config, plan, comm), comm,
-                                                                    steps)
-        grads, weights = ({unit: part.cpu() for unit, part in parts.items()} for parts in both)
-        return losses, norms, grads, weights, places, here, sent, evaluated
+        return work(Engine(config, plan, comm), comm)
     finally:
         comm.close()
 
 
 @cache
-def _processes(number: int) -> ProcessPoolExecutor:
-    """Processes that are kept: they are spawned, since a process that has used a GPU cannot be forked."""
+def _processes(number: int, deterministic: bool) -> ProcessPoolExecutor:
+    """Processes that are kept: they are spawned, since a process that has used a GPU cannot be forked.
+    `deterministic`: a process is so for good."""
     pool = ProcessPoolExecutor(number, get_context("spawn"))
     atexit.register(pool.shutdown, wait=False, cancel_futures=True)
     return pool
 
 
-def ranks(config: Config, steps: int, over_nccl: bool = False) -> list[Any]:
-    """The results of `train` on every rank of a config."""
+def on_ranks(config: Config, work: Work, over_nccl: bool = False) -> list[Any]:
+    """What `work` returns on every rank of a config."""
     number = config.world_size
     with tempfile.TemporaryDirectory(prefix="threed-test-") as scratch:
-        store = str(Path(scratch) / f"store-{next(NUMBERS)}")
-        futures = [_processes(number).submit(train, rank, store, config, steps, over_nccl)
-                   for rank in range(number)]
+        store, pool = str(Path(scratch) / "store"), _processes(number, config.run.deterministic)
+        futures = [pool.submit(on_rank, rank, store, config, work, over_nccl) for rank in range(number)]
         return [future.result(TIMEOUT_S * 2) for future in futures]
+
+
+def trained(steps: int, engine: Engine, comm: Comm) -> Any:
+    """A rank's numbers and parts, on the host."""
+    losses, norms, *both, places, here, sent, evaluated = drive(engine.config, engine, comm, steps)
+    grads, weights = ({unit: part.cpu() for unit, part in parts.items()} for parts in both)
+    return losses, norms, grads, weights, places, here, sent, evaluated
+
+
+def ranks(config: Config, steps: int, over_nccl: bool = False) -> list[Any]:
+    """The results of `trained` on every rank of a config."""
+    return on_ranks(config, partial(trained, steps), over_nccl)

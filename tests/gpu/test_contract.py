@@ -35,6 +35,8 @@ def test_a_cell_on_the_device(cell, references):
     ["parallel.tp=2", "parallel.sequence_parallel=true"],
     ["parallel.pp=2"],
     ["parallel.dp=2", "zero.stage=3", "offload.optimizer=cpu", "offload.parameters=cpu"],
+    *([[f"parallel.dp={GPUS}", "zero.stage=2"]] if GPUS in (4, 8) else []),  # all of them
+    *([[f"parallel.dp={GPUS // 4}", "parallel.tp=2", "parallel.pp=2"]] if GPUS in (4, 8) else []),
 ], ids=str)
 def test_over_nccl(others, references):
     config = tiny("model.layers=2", *others)

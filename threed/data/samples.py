@@ -178,15 +178,16 @@ class Split:
         ends = np.unique(np.clip(self._tokens.document_ends, start, stop))
         ends = ends[ends > start]
         bounds = np.stack([np.concatenate([[start], ends[:-1]]), ends], 1) if len(ends) else np.empty((0, 2))
+        bounds = bounds.astype(np.int64)
         keep = None
         if self._mask is not None:  # an example is not cut in two, of which one would have no prompt
-            runs = cut(bounds := bounds.astype(np.int64), self._seq_len)
+            runs = cut(bounds, self._seq_len)
             keep = np.isin(runs[:, 0], bounds[:, 0])
             counts = _sums(self._mask, runs[:, 0] + 1, runs.sum(1) + 1)
             self.cut_off = int((~keep & (counts > 0)).sum())
             self.dropped = int((keep & (counts == 0)).sum())
             keep &= counts > 0
-        return BestFit(bounds.astype(np.int64), self._seq_len, keep)
+        return BestFit(bounds, self._seq_len, keep)
 
     def window(self, index: int) -> np.ndarray:
         """int64 [seq_len + 1], inputs [:-1] and labels [1:]: sample `index` of windows that follow each

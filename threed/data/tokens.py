@@ -31,6 +31,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
@@ -91,8 +92,9 @@ def prepare(data: DataConfig, model: ModelConfig,
     InputError for bad input, a vocabulary above `model.vocab`, and a cache that cannot be written.
     """
     whole = [each for _, each in sources(data)]
+    content_of = cache(fingerprint)  # which reads every byte of a source
     if data.mix is None:
-        return _prepare(data, whole, model, progress)
+        return _prepare(data, whole, model, content_of, progress)
     ready = [each for each in whole if _megatron_prefix(each.source) is not None]
     if data.tokenizer == "bpe" and 0 < len(ready) < len(whole):
         raise InputError(f"data.mix has {ready[0].source}, which holds tokens, and sources of text: give the "
@@ -101,7 +103,7 @@ def prepare(data: DataConfig, model: ModelConfig,
     for each in whole:
         if made and made[0].tokenizer is not None:
             each = replace(each, tokenizer=str(made[0].tokenizer))
-        made.append(_prepare(each, whole if each.tokenizer == "bpe" else [each], model, progress))
+        made.append(_prepare(each, whole if each.tokenizer == "bpe" else [each], model, content_of, progress))
     return replace(made[0], num_tokens=sum(each.num_tokens for each in made),
                    num_documents=sum(each.num_documents for each in made),
                    vocab_size=max(each.vocab_size for each in made), cached=all(each.cached for each in made),
@@ -109,8 +111,8 @@ def prepare(data: DataConfig, model: ModelConfig,
 
 
 def _prepare(data: DataConfig, whole: Sequence[DataConfig], model: ModelConfig,
-             progress: Callable[[str], None]) -> Prepared:
-    """Prepare one source. `whole`: all of which a tokenizer is trained on."""
+             content_of: Callable[[str, str], str], progress: Callable[[str], None]) -> Prepared:
+    """Prepare one source. `whole`: all of which a tokenizer is trained on. `content_of`: as `fingerprint`."""
     prefix = _megatron_prefix(data.source)
     if prefix is not None:
         return _use_in_place(prefix, data, model, progress)
@@ -118,11 +120,11 @@ def _prepare(data: DataConfig, whole: Sequence[DataConfig], model: ModelConfig,
     if (size := source_bytes(data.source)) > _LONG_BYTES:
         progress(f"reading {show_bytes(size)} of {data.source}, to see whether they are prepared")
     template = Template(data) if data.loss_mask == "chat" else None
-    content = fingerprint(data.source, _becomes(data, template))
+    content = content_of(data.source, _becomes(data, template))
     path = None if data.tokenizer == "bpe" else Path(data.tokenizer).expanduser()
     name = f"bpe {model.vocab}"
     if path is None and len(whole) > 1:
-        name += "".join(f" {fingerprint(each.source, _becomes(each, template))}" for each in whole)
+        name += "".join(f" {content_of(each.source, _becomes(each, template))}" for each in whole)
     if path is not None:
         eod = _load_tokenizer(path, model.vocab).eod
         _check_eod(path, eod, data.append_eod)

@@ -91,7 +91,6 @@ _WORDS = {
     "train.eval_every": "steps between losses of data that are held out",
     "checkpoint.every": "steps; the newest two are kept",
     "data.source": "text, a folder, a glob, *.jsonl, or a Megatron .bin/.idx prefix",
-
     "run.dir": "checkpoints, metrics and traces",
 }
 _MORE = {"parallel": "# pp: 2                       # pipeline positions, with schedule: 1f1b, zb-v ...",

@@ -43,14 +43,15 @@ class Attention(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """Kernels that are bound by memory: bytes that they read and write, and how many they are. Those of
-    backward belong to its input half."""
+    """Kernels without products: bytes that they read and write, how many they are, and how often they compute
+    an exponential, which counts on a CPU. Those of backward belong to its input half."""
 
     what: str
     forward: int  # bytes
     backward: int
     kernels: tuple[int, int] = (1, 1)  # in forward, in backward
     piece: str | None = None
+    exponentials: tuple[int, int] = (0, 0)  # in forward, in backward; a tanh counts as two
 
     @property
     def flops(self) -> int:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from threed.lanes import CopyLane, Handle, Lane, StreamLane, ThreadLane
+from threed.lanes import CopyLane, Handle, Lane, StreamLane, ThreadLane, run_as_batch
 from threed.mesh import GROUPS, Mesh
 
 HOST_LANES = ("host", "read", "write")  # threads, whatever the device
@@ -306,6 +306,8 @@ class ProcessComm(Comm):
         backend, self._others = ("cpu:gloo,cuda:nccl", "nccl") if device.type == "cuda" else ("gloo", None)
         if device.type == "cuda":
             torch.cuda.set_device(device)
+        else:
+            run_as_batch()  # before gloo starts its threads
         with connecting_late():
             dist.init_process_group(backend, store=store, rank=rank, world_size=mesh.size, timeout=timeout)
         # Every rank names every group, in one order; only members connect. (torch can let members make a

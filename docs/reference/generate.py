@@ -95,7 +95,8 @@ def _comments(kind: type) -> dict[str, str]:
     """Field -> its comment."""
     source = inspect.getsource(kind)
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    remarks = {each.start[0]: each.string.lstrip("# ") for each in tokens if each.type == tokenize.COMMENT}
+    remarks = {each.start[0]: each.string.lstrip("# ") for each in tokens
+               if each.type == tokenize.COMMENT and not each.string.startswith("# ----")}  # a heading
     body = ast.parse(source).body[0]
     assert isinstance(body, ast.ClassDef)
     ends = [node.lineno for node in body.body[1:]] + [len(source.splitlines()) + 1]

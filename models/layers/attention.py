@@ -75,7 +75,7 @@ class Attention(Part):
         return (Product(seq, seq, model.head_size, count, False, piece),
                 Product(seq, model.head_size, seq, count, False, piece), *moved,
                 Moved("softmax and dropout", squares * (MASK + 8 * own + 9 + cast),
-                      squares * (6 * own + 13 + cast), (36, 6), piece))
+                      squares * (6 * own + 13 + cast), (36, 6), piece, (squares, 0)))
 
     def _saved(self, share: Share) -> tuple[Saved, ...]:
         """The tensors saved between the norm and the dropout of its branch."""

@@ -78,11 +78,13 @@ class Head(Layer):
         if self.model.loss_chunk is not None:
             chunk = self.model.loss_chunk
             chunks = -(-self.model.seq_len // chunk)
-            return Moved("loss", logits * (2 * own + 16), logits * (own + 32), (8 * chunks, 12 * chunks))
+            return Moved("loss", logits * (2 * own + 16), logits * (own + 32), (8 * chunks, 12 * chunks),
+                         exponentials=(logits, logits))
         cast, cut = (own + 4) * (own < 4), 2 * own * (self.model.padded_vocab > self.model.vocab)
         if self.tile.count == 1:
-            return Moved("loss", logits * (32 + cast + cut), logits * (8 + cast + cut), (23, 11))
-        return Moved("loss", logits * (32 + cast), logits * (12 + cast), (16, 8))
+            return Moved("loss", logits * (32 + cast + cut), logits * (8 + cast + cut), (23, 11),
+                         exponentials=(logits, 0))
+        return Moved("loss", logits * (32 + cast), logits * (12 + cast), (16, 8), exponentials=(logits, 0))
 
     def tileable(self) -> tuple[Head, ...]:
         return (self,)

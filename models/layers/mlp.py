@@ -39,13 +39,14 @@ class Mlp(Part):
         seq = share.seen(self.model.seq_len, self.axis)
         size = share.bytes(seq * self.model.num_ffn_hidden // self.tile.count, self.axis)
         saved = (Saved("up", size), Saved("activated", size, "mlp_act"))
-        moved = Moved("gelu", 2 * size, 3 * size, piece="mlp_act")
+        count = size // share.element
+        moved = Moved("gelu", 2 * size, 3 * size, (1, 1), "mlp_act", (2 * count, 2 * count))
         if self.model.activation == "swiglu":
             opened = () if self.model.fuses else (Saved("opened gate", size, "mlp_act"),)
             saved = (Saved("gate and up", 2 * size), *opened, Saved("gated", size, "mlp_act"))
-            moved = Moved("swiglu", 5 * size, 13 * size, (2, 4), "mlp_act")
+            moved = Moved("swiglu", 5 * size, 13 * size, (2, 4), "mlp_act", (count, count))
             if self.model.fuses:
-                moved = Moved("swiglu", 3 * size, 5 * size, piece="mlp_act")
+                moved = Moved("swiglu", 3 * size, 5 * size, (1, 1), "mlp_act", (count, count))
         return super().cost(share) + Cost((moved,), saved)
 
     def forward(self, x_sBD: torch.Tensor, _: Batch) -> torch.Tensor:

@@ -54,7 +54,7 @@ def test_cpu(ranks):
     found, fits = fitted(measured(CPU, False, ranks), machine)
     assert all(mean < 0.02 and most < 0.1 for mean, most, _ in errors(fits, found).values()), \
         table(fits, found)
-    for name in ("half_dim", "launch_us", "host_us"):
+    for name in ("half_dim", "launch_us", "host_us", "exponential_ns"):
         assert getattr(found, name) == pytest.approx(getattr(CPU, name), 0.1), name
     assert found.tflops_fp32 * found.efficiency == pytest.approx(CPU.tflops_fp32 * CPU.efficiency, 0.02)
     assert found.memory_gbps * found.memory_efficiency == pytest.approx(

@@ -16,7 +16,7 @@ from threed.prediction import analytic
 from threed.prediction.beside import timed
 from threed.prediction.hardware import Hardware, Place, load, names, places
 from threed.prediction.kernels import Prices, Travel
-from threed.program.instruction import COMPUTE, Op
+from threed.program.instruction import COMPUTE, Instruction, Op
 
 A100 = load("a100-sxm")
 
@@ -78,10 +78,17 @@ def test_kernels():
     product, core = Product(8192, 4096, 4096), Attention(4, 32, 8, 2048, 128)
     assert prices.input_half([product]) == pytest.approx(prices.forward([product]), 0.2)
     assert prices.weight_half([product]) == pytest.approx(prices.forward([product]), 0.2)
-    slow = Prices(replace(A100, half_dim=16), 2)  # 16 of a head's size take as long as the softmax
+    # A softmax takes as long for each pair of tokens, whatever the size of a head.
+    slow = Prices(replace(A100, exponential_ns=1e-3), 2)
     wide, narrow = Attention(1, 8, 8, 2048, 128), Attention(1, 64, 64, 2048, 16)
     assert prices.forward([wide]) == prices.forward([narrow])
-    assert slow.forward([narrow]) == pytest.approx(2 / (9 / 8) * slow.forward([wide]), 0.1)
+    for core, heads in ((wide, 8), (narrow, 64)):
+        for phase in (Prices.forward, Prices.input_half):
+            assert phase(slow, [core]) - phase(prices, [core]) == pytest.approx(heads * 2048**2 * 1e-12)
+    # What is bound by memory takes the longer of its bytes and its exponentials.
+    gelu = Moved("gelu", 10**6, 10**6, exponentials=(10**9, 10))
+    assert slow.forward([gelu]) == pytest.approx(1e-3 + A100.kernel_us * 1e-6)
+    assert slow.input_half([gelu]) == prices.input_half([gelu])
     square = Product(2048, 2048, 128, 32, weight=False)  # both gradients are of the input half
     assert prices.input_half([square]) > 1.7 * prices.forward([square]) and not prices.weight_half([square])
     assert 2 < prices.input_half([core]) / prices.forward([core]) < 3
@@ -147,6 +154,21 @@ def test_contention():
     computed = sum(price(0, item) for item in program if item.op in COMPUTE or item.op == Op.STEP)
     sent = sum(price(0, item) for item in program if item.op in (Op.GATHER, Op.REDUCE))
     assert total[2] > 0.9 * (computed + sent)
+
+
+@pytest.mark.parametrize("cut, hops", [  # of a block over tp=2
+    ("false", {Op.FORWARD: 4, Op.BACKWARD_INPUT: 4, Op.BACKWARD_WEIGHT: 0}),  # two all-reduces
+    ("true", {Op.FORWARD: 4, Op.BACKWARD_INPUT: 4, Op.BACKWARD_WEIGHT: 2})])  # two gathers, two scatters
+def test_collectives_of_tensor_parallelism(cut, hops):
+    plan = plan_of("parallel.tp=2", f"parallel.sequence_parallel={cut}")
+    near, far = (analytic.cost(plan, replace(A100, node_us=each)) for each in (1.0, 1001.0))
+    for op, count in hops.items():
+        item = Instruction(op, 1, 0)
+        assert far(0, item) - near(0, item) == pytest.approx(1e-3 * count), op
+    # A CPU computes nothing beside them.
+    item = Instruction(Op.BACKWARD, 1, 0)
+    alone, shared = (analytic.cost(plan, replace(load("cpu-core"), contention=each)) for each in (0.0, 1.0))
+    assert shared(0, item) > alone(0, item)
 
 
 def test_across_nodes_is_slower():

@@ -69,7 +69,7 @@ def _cpu(computed: Sequence[Computed], rates: dict[str, float], machine: Machine
                    tflops_fp32=ABOVE * _tflops(computed, "products"), half_dim=8.0,
                    memory_gbps=_gbps(_moved(computed)), devices=machine.processors,
                    memory_gb=_memory_gb() / machine.processors, context_gb=rates["context"] / 1e9,
-                   launch_us=rates["launch"] * 1e6, host_us=100.0)
+                   launch_us=rates["launch"] * 1e6, host_us=100.0, exponential_ns=1.0)
 
 
 def _fit_gpu(computed: Sequence[Computed], hardware: Hardware) -> tuple[Hardware, list[Computed]]:
@@ -82,13 +82,14 @@ def _fit_gpu(computed: Sequence[Computed], hardware: Hardware) -> tuple[Hardware
 
 
 def _fit_cpu(computed: Sequence[Computed], hardware: Hardware) -> tuple[Hardware, list[Computed]]:
-    """What a unit takes above its products and its attention is the host's time and memory's. An
+    """What a unit takes above its products is the time of attention, exponentials, memory and the host. An
     element-wise kernel that runs again and again says little of it: its tensors are in caches."""
     kinds = _by_kind(computed)
     hardware = fit(kinds["products"], hardware, ("efficiency", "half_dim"))
+    hardware = fit([*kinds["attention"], *kinds[UNITS]], hardware,
+                   ("efficiency", "attention_efficiency", "exponential_ns", "memory_efficiency", "launch_us",
+                    "host_us"))
     hardware = fit(kinds[NARROW], hardware, ("tflops",))
-    hardware = fit(kinds["attention"], hardware, ("attention_efficiency",))
-    hardware = fit(kinds[UNITS], hardware, ("memory_efficiency", "launch_us", "host_us"))
     return hardware, [point for point in computed if point.kind != "element-wise"]
 
 

@@ -3,11 +3,12 @@ them."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 
 import torch
 
-from threed.calibration.clock import Clock
+from threed.calibration.clock import LEAST, MOST, Clock, typical
 from threed.calibration.grid import Grid
 from threed.calibration.points import Sent
 from threed.comm import Comm, Group
@@ -16,8 +17,8 @@ from threed.quantity import round_up, show_bytes
 
 CHANNELS = ((0, 1, "act"), (1, 0, "grad"))
 BETWEEN = 320  # rows of the square matrices that are multiplied between two collectives of a CPU
-BESIDE_S = 0.3  # of computation, and of collectives, at a time
-TRIES = 3
+BESIDE_S = 0.3  # of computation, at a time; collectives beside it take half as long
+TRIES = 5
 
 
 class Links:
@@ -47,26 +48,19 @@ class Links:
         work, talk = lambda: torch.mm(matrix, matrix), lambda: group.all_reduce(numbers).wait()
         lane: Lane = StreamLane(device) if device.type == "cuda" else ThreadLane("calibration", device)
         talk()
-        calls = [max(1, round(BESIDE_S / self._most(self.clock.sample(call, 3)))) for call in (work, talk)]
+        computed, sent = (self._repeated(call, max(1, round(limit_s / self._most(self.clock.sample(call, 3)))))
+                          for call, limit_s in ((work, BESIDE_S), (talk, BESIDE_S / 2)))
 
-        def compute() -> None:
-            for _ in range(calls[0]):
-                work()
-
-        def together() -> float:
-            """Seconds of the computation, with collectives beside it that end before the next call."""
-            handle = lane.submit(self._repeated(talk, calls[1]))
-            seconds = self.clock.sample(compute, 1)
+        def together() -> None:
+            """The computation with collectives beside it, until both have ended."""
+            handle = lane.submit(sent)
+            computed()
             handle.wait()
-            return seconds
 
         lost = []
         for _ in range(TRIES):
-            alone = self._most(self.clock.sample(compute, 1))
-            sent = self._most(self.clock.sample(self._repeated(talk, calls[1]), 1))
-            beside = self._most(together())
-            # Where collectives end before the computation, all of them ran beside it.
-            lost.append((beside - alone) / min(sent, beside))
+            alone, talked, both = (self._most(self.clock.sample(call, 1)) for call in (computed, sent, together))
+            lost.append((both - max(alone, talked)) / min(alone, talked))
         lane.close()
         return min(1.0, max(0.0, sorted(lost)[TRIES // 2]))
 
@@ -89,38 +83,44 @@ class Links:
         for what, (way, sent, call) in calls.items():
             # All groups of a kind talk at the same time: so many ranks share the processors.
             yield Sent("collectives", f"{what} of {show_bytes(whole.nbytes)} over {size}", way, sent, size,
-                       self.comm.mesh.size, self._time(call) if self.comm.device.type == "cuda"
-                       else self._time_between(call))
-
-    def _time_between(self, call: Callable[[], object]) -> float:
-        """Of a call between two computations, as in a step: no rank of a CPU comes to it when the others do,
-        and who has waited must be woken."""
-        matrix = torch.randn(BETWEEN, BETWEEN)
-
-        def both() -> None:
-            torch.mm(matrix, matrix)
-            call()
-
-        return max(1e-6, self._time(both) - self._time(lambda: torch.mm(matrix, matrix)))
+                       self.comm.mesh.size, self._time(call))
 
     def _message(self, numel: int) -> Sent:
-        """There and back, and half of the time."""
-        tensor, first = torch.zeros(numel, device=self.comm.device), self.comm.here.position == 0
-        there, back = (self.comm.channels[name] for name in CHANNELS)
+        """To the other position, while another one comes from there."""
+        first = self.comm.here.position == 0
+        sent, received = (torch.zeros(numel, device=self.comm.device) for _ in range(2))
+        there, back = (self.comm.channels[name] for name in (CHANNELS if first else CHANNELS[::-1]))
 
         def call() -> None:
-            if first:
-                there.send(tensor).wait()
-                back.recv(tensor).wait()
-            else:
-                there.recv(tensor).wait()
-                back.send(tensor).wait()
+            for handle in (there.send(sent), back.recv(received)):
+                handle.wait()
 
-        return Sent("messages", f"message of {show_bytes(tensor.nbytes)}", "message", tensor.nbytes, 2,
-                    self.comm.mesh.size // 2, self._time(call) / 2)
+        return Sent("messages", f"message of {show_bytes(sent.nbytes)}", "message", sent.nbytes, 2,
+                    self.comm.mesh.size // 2, self._time(call))
 
     def _time(self, call: Callable[[], object]) -> float:
-        return self.clock.together(call, self.grid.point_s / 2, self._most)
+        if self.comm.device.type == "cuda":
+            return self.clock.together(call, self.grid.point_s / 2, self._most)
+        return self._after_work(call)
+
+    def _after_work(self, call: Callable[[], object]) -> float:
+        """Of a call after a computation, as in a step of a CPU: no rank comes to it when the others do, and
+        who has waited must be woken. The mean of the ranks, some of which wait, and some do not."""
+        matrix = torch.randn(BETWEEN, BETWEEN)
+
+        def once() -> tuple[float, float]:
+            """Seconds of the call, and with the computation."""
+            begin = time.perf_counter()
+            torch.mm(matrix, matrix)
+            worked = time.perf_counter()
+            call()
+            end = time.perf_counter()
+            return end - worked, end - begin
+
+        once()
+        count = round(self.grid.point_s / 2 / self._most(once()[1]))
+        seconds = typical([once()[0] for _ in range(min(MOST, max(LEAST, count)))])
+        return float(self.comm.numbers(seconds).mean())
 
     def _most(self, seconds: float) -> float:
         return float(self.comm.numbers(seconds).max())

@@ -80,19 +80,22 @@ class _Compute:
             return second + self._sent(unit, "weight")
         # A column-parallel linear sends beside its products: the sum of its input's gradient beside that for
         # its weight, and where the sequence is cut, the gather of its input beside the other. A row-parallel
-        # one, which gathers where the sequence is cut, waits.
+        # one, which gathers where the sequence is cut, waits. On a CPU the processor does both.
         cut = any(sent["weight"].values())
         waits = self._sent(unit, "input") / 2 if cut else 0.0
         beside = self._sent(unit, "input") - waits + self._sent(unit, "weight")
-        return first + second + waits + max(0.0, beside - second)
+        lost = self.hardware.contention * min(beside, second) if self.hardware.waits else 0.0
+        return first + second + waits + max(0.0, beside - second) + lost
 
     def _sent(self, unit: ComputeUnit, phase: str) -> float:
-        """Of the collectives in a phase. Where the sequence is cut, they gather and scatter."""
+        """Of the collectives in a phase: an all-reduce for two linears, or where the sequence is cut, a gather
+        and a scatter. (The weights' half gathers again what a column-parallel linear read.)"""
         cut = any(unit.traffic["weight"].values())
         seconds = 0.0
         for axis, size in unit.traffic[phase].items():
             if size:
                 calls = sum(isinstance(kernel, Product) and kernel.weight for kernel in unit.kernels) / 2
+                calls *= 2 if cut and phase != "weight" else 1
                 way = self.travel.ring if cut else self.travel.all_reduce
                 seconds += way(size, self.places[axis], max(1, round(calls)))
         return seconds

@@ -31,27 +31,25 @@ class Hardware:
     tflops_fp32: float = 19.5  # and in fp32
     efficiency: float = 0.7  # share of the peak that large products reach
     attention_efficiency: float = 0.5  # share of the peak that attention in one kernel reaches
-    # 0: attention is one kernel. Above: software before such kernels, whose forward reads or writes the
-    # matrix of [S, S] so many times (and backward 1.3 times as often)
-    attention_passes: float = 0.0
+    attention_passes: float = 0.0  # 0: attention is one kernel. Above: software before such kernels, whose
+    # forward reads or writes the matrix of [S, S] so many times (and backward 1.3 times as often)
     units: int = 108  # that compute tiles of a product at the same time
     tile: int = 128  # a unit computes tiles of 2 tile x tile numbers; 1: no tiles
-    # shortest dim of a product, and size of a head, that reaches half of its efficiency; 0: all alike
-    half_dim: float = 0.0
+    half_dim: float = 0.0  # shortest dim of a product that reaches half of its efficiency; 0: all alike
+    exponential_ns: float = 0.0  # of an exponential; 0: they take no time of their own, as on a GPU
     memory_gb: float = 80.0  # GB of memory
     memory_gbps: float = 16312.0  # Gbit/s of memory
     memory_efficiency: float = 0.8  # share of it that element-wise kernels reach
     kernel_us: float = 3.0  # from the end of a kernel to the end of an empty one
     launch_us: float = 6.0  # of the host, for a kernel that it launches
-    # seconds that computation loses to a second of a collective beside it; 1: nothing is computed meanwhile
-    contention: float = 0.1
-    # whether the host waits for each kernel, as on a CPU. Then `devices` are processors, which the ranks of a
-    # run share, however many there are
-    waits: bool = False
+    contention: float = 0.1  # seconds that computation loses to a second of a collective beside it; 1: nothing
+    # is computed meanwhile
+    waits: bool = False  # whether the host waits for each kernel, as on a CPU. Then `devices` are processors,
+    # which the ranks of a run share, however many there are
     host_us: float = 0.0  # of a host that waits, for an instruction
     context_gb: float = 0.5  # GB of memory for CUDA and its libraries
-    # NVIDIA/nccl, issue 964: 0.54 GB for 2 ranks of an A100 node, 0.69 GB for more.
-    communicator_gb: float = 0.6  # GB of memory for a NCCL communicator
+    communicator_gb: float = 0.6  # GB of memory for a NCCL communicator (NVIDIA/nccl, issue 964: 0.54 GB for
+    # 2 ranks of an A100 node, 0.69 GB for more)
     # ---- links
     devices: int = 8  # of a node
     node_gbps: float = 2400.0  # Gbit/s that a device sends to others of its node
@@ -105,8 +103,8 @@ class Hardware:
 
 
 _NAMES = tuple(item.name for item in fields(Hardware))
-_MAY_BE_0 = ("attention_passes", "contention", "half_dim", "kernel_us", "launch_us", "host_us", "node_us",
-             "adapter_us", "context_gb", "communicator_gb", "dollars")
+_MAY_BE_0 = ("attention_passes", "contention", "half_dim", "exponential_ns", "kernel_us", "launch_us",
+             "host_us", "node_us", "adapter_us", "context_gb", "communicator_gb", "dollars")
 SHARES = ("efficiency", "contention", "attention_efficiency", "memory_efficiency", "node_efficiency",
           "adapter_efficiency")
 

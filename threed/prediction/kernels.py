@@ -4,7 +4,8 @@
   takes as long as a full one. A product also reads and writes its matrices, and takes the longer of the two.
 * Attention in one kernel computes the half of the square below the diagonal; its backward has five products
   for forward's two (Dao 2023).
-* Everything else takes its bytes over the bandwidth of memory.
+* Everything else takes its bytes over the bandwidth of memory, or on a CPU its exponentials, if these take
+  longer. (A GPU computes them in units of their own.)
 * A collective is a ring or, for an all-reduce over several nodes, a ring inside each node and one over the
   nodes, whichever is faster. Ranks of a node share its adapters.
 
@@ -41,9 +42,13 @@ class Prices:
     def weight_half(self, kernels: Iterable[Kernel]) -> float:
         return self._issued([self._weight(kernel) for kernel in kernels])
 
-    def moved(self, size: int, kernels: int = 1) -> float:
-        """Of kernels that read and write so many bytes."""
-        return size / self._memory + kernels * self.hardware.kernel_us * 1e-6
+    def moved(self, size: int, kernels: int = 1, exponentials: int = 0) -> float:
+        """Of kernels that read and write so many bytes, and compute so many exponentials."""
+        return (max(size / self._memory, self._exponentials(exponentials))
+                + kernels * self.hardware.kernel_us * 1e-6)
+
+    def _exponentials(self, count: float) -> float:
+        return count * self.hardware.exponential_ns * 1e-9
 
     def product(self, m: int, n: int, k: int, count: int = 1) -> float:
         """Of [m, k] x [k, n], `count` times in one kernel."""
@@ -66,7 +71,7 @@ class Prices:
             return self.product(kernel.m, kernel.n, kernel.k, kernel.count), 1
         if isinstance(kernel, Attention):
             return self._attention(kernel, 1.0), _ATTENTION_KERNELS[0]
-        return self.moved(kernel.forward, kernel.kernels[0]), kernel.kernels[0]
+        return self.moved(kernel.forward, kernel.kernels[0], kernel.exponentials[0]), kernel.kernels[0]
 
     def _input(self, kernel: Kernel) -> tuple[float, int]:
         if isinstance(kernel, Product):
@@ -75,7 +80,7 @@ class Prices:
             return (seconds, 1) if kernel.weight else (seconds + self.product(k, n, m, count), 2)
         if isinstance(kernel, Attention):
             return self._attention(kernel, _ATTENTION_BACKWARD), _ATTENTION_KERNELS[1]
-        return self.moved(kernel.backward, kernel.kernels[1]), kernel.kernels[1]
+        return self.moved(kernel.backward, kernel.kernels[1], kernel.exponentials[1]), kernel.kernels[1]
 
     def _weight(self, kernel: Kernel) -> tuple[float, int]:
         if isinstance(kernel, Product) and kernel.weight:
@@ -93,8 +98,8 @@ class Prices:
             return products + self.moved(round(passes * squares * self.element), round(passes))
         speed = hardware.peak(self.element) * hardware.attention_efficiency
         rows = kernel.sequences * kernel.seq * kernel.size * (2 * kernel.heads + 2 * kernel.kv_heads)
-        # What the softmax takes for each pair of tokens does not depend on the size of a head.
-        computed = times * kernel.flops / 2 / speed * (1 + hardware.half_dim / kernel.size)
+        # Backward computes the softmax again.
+        computed = times * kernel.flops / 2 / speed + self._exponentials(squares)
         return max(computed, times * rows * self.element / self._memory) + hardware.kernel_us * 1e-6
 
 

@@ -17,7 +17,7 @@ from threed.quantity import round_up, show_bytes
 
 CHANNELS = ((0, 1, "act"), (1, 0, "grad"))
 BETWEEN = 320  # rows of the square matrices that are multiplied between two collectives of a CPU
-BESIDE_S = 0.3  # of computation, at a time; collectives beside it take half as long
+BESIDE_S = 0.3  # of computation, and of collectives, at a time
 TRIES = 5
 
 
@@ -48,8 +48,8 @@ class Links:
         work, talk = lambda: torch.mm(matrix, matrix), lambda: group.all_reduce(numbers).wait()
         lane: Lane = StreamLane(device) if device.type == "cuda" else ThreadLane("calibration", device)
         talk()
-        computed, sent = (self._repeated(call, max(1, round(limit_s / self._most(self.clock.sample(call, 3)))))
-                          for call, limit_s in ((work, BESIDE_S), (talk, BESIDE_S / 2)))
+        computed, sent = (self._repeated(call, max(1, round(BESIDE_S / self._most(self.clock.sample(call, 3)))))
+                          for call in (work, talk))
 
         def together() -> None:
             """The computation with collectives beside it, until both have ended."""
@@ -59,7 +59,8 @@ class Links:
 
         lost = []
         for _ in range(TRIES):
-            alone, talked, both = (self._most(self.clock.sample(call, 1)) for call in (computed, sent, together))
+            alone, talked, both = (self._most(self.clock.sample(call, 1))
+                                   for call in (computed, sent, together))
             lost.append((both - max(alone, talked)) / min(alone, talked))
         lane.close()
         return min(1.0, max(0.0, sorted(lost)[TRIES // 2]))

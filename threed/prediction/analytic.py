@@ -88,8 +88,8 @@ class _Compute:
         return first + second + waits + max(0.0, beside - second) + lost
 
     def _sent(self, unit: ComputeUnit, phase: str) -> float:
-        """Of the collectives in a phase: an all-reduce for two linears, or where the sequence is cut, a gather
-        and a scatter. (The weights' half gathers again what a column-parallel linear read.)"""
+        """Of the collectives in a phase: an all-reduce for two linears, or where the sequence is cut, a
+        gather and a scatter. (The weights' half gathers again what a column-parallel linear read.)"""
         cut = any(unit.traffic["weight"].values())
         seconds = 0.0
         for axis, size in unit.traffic[phase].items():

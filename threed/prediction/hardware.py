@@ -42,8 +42,8 @@ class Hardware:
     memory_efficiency: float = 0.8  # share of it that element-wise kernels reach
     kernel_us: float = 3.0  # from the end of a kernel to the end of an empty one
     launch_us: float = 6.0  # of the host, for a kernel that it launches
-    contention: float = 0.1  # seconds that computation loses to a second of a collective beside it; 1: nothing
-    # is computed meanwhile
+    contention: float = 0.1  # seconds that computation loses to a second of a collective beside it; 1:
+    # nothing is computed meanwhile
     waits: bool = False  # whether the host waits for each kernel, as on a CPU. Then `devices` are processors,
     # which the ranks of a run share, however many there are
     host_us: float = 0.0  # of a host that waits, for an instruction

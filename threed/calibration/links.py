@@ -48,8 +48,8 @@ class Links:
         work, talk = lambda: torch.mm(matrix, matrix), lambda: group.all_reduce(numbers).wait()
         lane: Lane = StreamLane(device) if device.type == "cuda" else ThreadLane("calibration", device)
         talk()
-        computed, sent = (self._repeated(call, max(1, round(BESIDE_S / self._most(self.clock.sample(call, 3)))))
-                          for call in (work, talk))
+        calls = [max(1, round(BESIDE_S / self._most(self.clock.sample(call, 3)))) for call in (work, talk)]
+        computed, sent = self._repeated(work, calls[0]), self._repeated(talk, calls[1])
 
         def together() -> None:
             """The computation with collectives beside it, until both have ended."""

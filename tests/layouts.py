@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from threed.choosing.fast import Fast
 from threed.choosing.layout import Layout, config_of
@@ -15,8 +15,12 @@ from threed.prediction.analytic import cost
 from threed.prediction.beside import step
 from threed.prediction.hardware import Hardware
 from threed.program.summary import fixed_bytes, stages
+from threed.program.table import Plan
 from threed.schema import Config
 from threed.validate import validate
+
+if TYPE_CHECKING:
+    from threed.prediction.transient import Transient
 
 
 class Compared(NamedTuple):
@@ -24,31 +28,35 @@ class Compared(NamedTuple):
     fast_s: float
     full_s: float
     fast_bytes: int  # without CUDA and NCCL
-    full_bytes: int  # without temporaries
+    full_bytes: int  # without temporaries, unless they are measured
 
     @property
     def error(self) -> float:
         return abs(self.fast_s / self.full_s - 1)
 
 
-def draw(rng: random.Random) -> Layout:
+def draw(rng: random.Random, fast: Fast) -> Layout:
     tp, dp, pp = rng.choice((1, 1, 2, 4, 8)), rng.choice((1, 2, 4, 8, 16)), rng.choice((1, 2, 3, 4))
     schedule = rng.choice(list(SCHEDULES)) if pp > 1 else "1f1b"
     stage, policy = rng.randrange(4) if dp > 1 else 1, rng.choice(("none", "selective", "full"))
+    tiles, reduced = fast.units().tiles(tp), fast.config.precision.dtype
     return Layout(
         tp, pp, dp, rng.choice(("pp-dp-tp", "dp-pp-tp")), schedule, SCHEDULES[schedule].virtual or 2,
         rng.choice((1, 2)), tp > 1 and rng.random() < 0.5, stage,
         dp // 2 if stage and dp > 2 and rng.random() < 0.25 else dp,
         rng.choice((1, "stage", "step")) if stage == 3 else None,
         rng.choice((1, "step")) if stage >= 2 else None, policy,
-        offload_optimizer=dp > 1 and rng.random() < 0.15)
+        offload_optimizer=dp > 1 and rng.random() < 0.15,
+        tile_linears=rng.choice(tiles) if tiles and rng.random() < 0.25 else None,
+        reduce_dtype=reduced if dp > 1 and rng.random() < 0.25 else None)
 
 
-def compared(base: Config, hardware: Hardware, seed: int, count: int, most: int = 16) -> Iterator[Compared]:
-    """So many layouts that can run, of at most `most` micro-batches."""
+def compared(base: Config, hardware: Hardware, seed: int, count: int, most: int = 16,
+             transient: Transient | None = None) -> Iterator[Compared]:
+    """So many layouts that can run, of at most `most` micro-batches. `transient` measures temporaries."""
     rng, fast = random.Random(seed), Fast(base, hardware)
     while count:
-        layout = draw(rng)
+        layout = draw(rng, fast)
         config = config_of(layout, base)
         if validate(config) or not 1 <= config.num_microbatches <= most:
             continue
@@ -58,7 +66,18 @@ def compared(base: Config, hardware: Hardware, seed: int, count: int, most: int 
             continue  # a schedule that needs more micro-batches, or more units
         count -= 1
         priced = fast.priced(layout)
-        full = max(fixed_bytes(row) + row["activation_peak_bytes"] for row in stages(plan))
+        full = max(_held(plan, transient))
         taken = hardware.taken_bytes(priced.tolls.communicators(priced.place))
         yield Compared(layout, priced.estimate().step_s, step(plan, cost(plan, hardware), hardware).total_s,
                        priced.bytes() - taken, full)
+
+
+def _held(plan: Plan, transient: Transient | None) -> list[int]:
+    """By position."""
+    rows = stages(plan)
+    if transient is None:
+        return [fixed_bytes(row) + row["activation_peak_bytes"] for row in rows]
+    from threed.prediction.transient import peak_bytes  # torch
+
+    held = transient.of(plan)
+    return [fixed_bytes(row) + peak_bytes(plan, position, held) for position, row in enumerate(rows)]

@@ -95,12 +95,12 @@ def show_check(checked: dict[str, Any], config: Config) -> str:
 
 
 def show(what: Config | Plan, rank: int | None = None, program: str = "train",
-         units: str | None = None) -> str:
+         units: str | None = None, columns: int | None = None) -> str:
     """What will run, as text: the mesh, the compute units and the grid of a program.
 
     `rank`: that rank's instructions instead, one a line. `units`: the compute units (`u`) or the parameter
-    units (`p`) alone, of all ranks. Raises InputError where the plan has no such rank, program or kind of
-    unit.
+    units (`p`) alone, of all ranks. `columns`: of a terminal into which the grid is to fit. Raises InputError
+    where the plan has no such rank, program or kind of unit.
 
     >>> print(threed.show(threed.load("configs/toy.yaml"), rank=4))
     """
@@ -114,7 +114,7 @@ def show(what: Config | Plan, rank: int | None = None, program: str = "train",
         return shows.listing(plan, position, program)
     return (f"{make_mesh(config).draw()}\n\n{show_compute_units(plan)}\n\n"
             f"{config.parallel.schedule}, {config.num_microbatches} micro-batches "
-            f"({shows.legend(plan, program)})\n{shows.grid(plan, program)}")
+            f"({shows.legend(plan, program)})\n{shows.grid(plan, program, columns=columns)}")
 
 
 def show_document(plan: Plan, rank: int | None = None, program: str = "train",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -44,6 +45,7 @@ HELP_HARDWARE = ("a name of configs/hardware or a file, then single numbers: h10
                  "(default: a100-sxm, or cpu-core where run.device=cpu)")
 HELP_MEMORY = "of a device, such as 80GB (default: the hardware's)"
 HELP_TOKENS = "to train on, such as 15e12: print days, device-hours and dollars"
+HELP_ROUNDING = "compare gradients that are sent in 16 bits, too: it rounds their sums"
 HELP_SECONDS = ("search this much longer with --schedule auto, or until no order can be better; the result "
                 "then depends on the machine")
 HELP_SCHEDULE = "of a bare pipeline: 1f1b, zb-v, auto, file:PATH ..."
@@ -116,7 +118,9 @@ def show(context: typer.Context, config: ConfigPath, overrides: Overrides = None
         print(json.dumps(explained, indent=1) if as_json else explaining.show(explained))
         return
     document = json.dumps(api.show_document(plan, rank, program, units), indent=1) if as_json else None
-    text = document or api.show(plan, rank, program, units)  # raises for bad input before a file is written
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    # Raises for bad input before a file is written.
+    text = document or api.show(plan, rank, program, units, columns)
     if svg is not None:
         write_file("--svg", svg, picture(plan, program))
     print(text)
@@ -209,14 +213,15 @@ def search(config: ConfigPath, devices: Annotated[int, typer.Option(min=1, help=
            overrides: Overrides = None,
            memory: Annotated[str | None, typer.Option(metavar="BYTES", help=HELP_MEMORY)] = None,
            hardware: Annotated[str, typer.Option(help=HELP_HARDWARE)] = "",
+           rounding: Annotated[bool, typer.Option("--rounding", help=HELP_ROUNDING)] = False,
            top: Annotated[int, typer.Option(min=1, help="rows to print")] = 10,
            write: Annotated[Path | None, typer.Option(metavar="FILE", help="for the fastest, as a config")]
            = None, as_json: Json = False) -> None:
-    """Search mesh, schedule, micro-batch, ZeRO, recomputation, sequence parallelism and offload for the
-    shortest step. What overrides say of them stays fixed; the file's own layout is left out."""
+    """Search mesh, schedule, micro-batch, ZeRO, recomputation, sequence parallelism, offload and tiles for
+    the shortest step. What overrides say of them stays fixed; the file's own layout is left out."""
     from threed.choosing import verb
 
-    values = verb.search(config, devices, overrides, hardware, memory, _progress)
+    values = verb.search(config, devices, overrides, hardware, memory, _progress, rounding)
     if write is not None:
         verb.write_best(values, write)
     _print(values, lambda found: verb.show(found, top), as_json)

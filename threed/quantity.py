@@ -74,8 +74,8 @@ def show_left(done: float, total: float, elapsed_s: float) -> str:
 
 def show_count(amount: float) -> str:
     """124_439_808 -> '124.4M'."""
-    for unit in ("", "K", "M", "B"):
-        if abs(amount) < 1000 or unit == "B":
+    for unit in ("", "K", "M", "B", "T"):
+        if abs(amount) < 1000 or unit == "T":
             return f"{amount:.0f}" if unit == "" else f"{amount:.1f}{unit}"
         amount /= 1000
     raise AssertionError

@@ -173,6 +173,7 @@ def test_compare(traced):
     assert set(comparison["lanes"]) == lanes
     assert comparison["units"].keys() == {"u0", "u1", "u2", "u3", "p1", "p2", "p3", "p4"}
     text = command("compare", traced)
+    assert "the times of compute and STEP are the measured ones" in text
     for words in ("where the time of a rank went", "p2p wait", "rank 7 pp1 dp1 tp1", "BACKWARD", "recv act",
                   "blocks.1"):
         assert words in text

@@ -9,7 +9,7 @@ from threed.errors import InputError
 from threed.monitor.attribute import CAUSES, attribute, parts
 from threed.monitor.compare import _as_trace
 from threed.planner import make_plan
-from threed.prediction.cost import load_costs, read_costs, save_costs
+from threed.prediction.cost import device_of, load_costs, read_costs, save_costs
 from threed.prediction.simulate import predict
 from threed.program.instruction import Instruction, Op
 from threed.program.trace import Trace, Wait
@@ -70,7 +70,8 @@ def test_each_moment_counts_once():
 def test_costs_file(tmp_path):
     """What is written is read; a run's folder will do."""
     costs = {(0, Op.FORWARD, 0): 0.25, (1, Op.CLIP, -1): 1e-6}
-    save_costs(tmp_path / "costs.json", costs, "abc", 3)
+    save_costs(tmp_path / "costs.json", costs, "abc", 3, "NVIDIA H100")
+    assert device_of(tmp_path) == "NVIDIA H100"
     assert load_costs(tmp_path) == load_costs(tmp_path / "costs.json") == costs
     assert read_costs(tmp_path)[1:] == ("abc", 3)
     assert [path.name for path in tmp_path.iterdir()] == ["costs.json"]

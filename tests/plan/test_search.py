@@ -26,9 +26,9 @@ H100 = Hardware.parse("h100-sxm")
 QUIET = ["train.eval_every=0", "checkpoint.every=0"]
 
 
-def searched(devices: int, *overrides: str, memory: float = 80e9):
-    asked = ask(TOY, list(overrides))
-    return asked, Search(asked.base, H100, int(memory)).run(devices, asked.fixed)
+def searched(devices: int, *overrides: str, memory: float = 80e9, rounding: bool = False):
+    asked = ask(TOY, list(overrides), rounding)
+    return asked, Search(asked.base, H100, int(memory), rounding=rounding).run(devices, asked.fixed)
 
 
 @pytest.mark.parametrize("name, layers", [("llama3-8b", 8), ("gpt2-small", 6)])  # untied, and tied
@@ -73,7 +73,8 @@ def test_bound():
     ["activation.policy=full", "activation.every=2"], ["parallel.axis_order=dp-pp-tp"],
     ["offload.optimizer=cpu"], ["zero.shard_size=2"],
     ["parallel.schedule=interleaved", "parallel.virtual_stages=3", "parallel.pp=2"],
-    ["parallel.sequence_parallel=false"], ["activation.offload=cpu"]])
+    ["parallel.sequence_parallel=false"], ["activation.offload=cpu"],
+    ["model.tile_linears=128KiB", "model.tie_embeddings=false"], ["precision.reduce_dtype=fp32"]])
 def test_fixed(fixed):
     """A key on the command line that the search changes would not be what the user asked for."""
     asked, result = searched(4, "model.layers=4", *fixed)
@@ -84,7 +85,7 @@ def test_fixed(fixed):
         for key, value in wanted.items():
             section, name = key.split(".")
             whole = name == "shard_size" and values["parallel"]["dp"] == 2  # null: all of dp
-            assert str(values[section][name]).lower() == value or whole, (key, found.layout)
+            assert str(values[section][name]).lower() == value.lower() or whole, (key, found.layout)
 
 
 def test_model_and_batch_stay():
@@ -140,6 +141,46 @@ def test_less_memory():
     assert not none.found and none.nearest is not None and none.nearest[0] > 2.8e9
 
 
+def test_tiles():
+    """Where whole units take too much memory, tiles are tried; where they do not, tiles are needless."""
+    large = ("model.layers=4", "model.hidden=4096", "model.heads=32", "model.tie_embeddings=false",
+             "precision.dtype=bf16", "parallel.tp=1", "parallel.pp=1", "zero.stage=3",
+             "train.micro_batch_size=1", "offload.optimizer=none", "zero.reduce_every=1",
+             "activation.policy=full", "zero.residency=1")
+    base = ask(TOY, [*large]).base
+    fast = Fast(base, H100)
+    layout = Layout(dp=8, shard_size=8, stage=3, residency=1, reduce_every=1, policy="full")
+    few, many = fast.units().tiles(1)
+    assert fast.units().largest(1) == 12 * 4096**2 + 13 * 4096 and (few, many) == ("128MiB", "32MiB")
+    whole, few_bytes, many_bytes = (fast.priced(layout._replace(tile_linears=tiles)).bytes()
+                                    for tiles in (None, few, many))
+    assert many_bytes < few_bytes < 0.7 * whole
+    for memory, wanted in ((1.1 * whole, {None}), (0.99 * whole, {few}), (0.99 * few_bytes, {many})):
+        asked, result = searched(8, *large, memory=memory)
+        assert {found.layout.tile_linears for found in result.found} == wanted, memory
+        best = asked.config(result.found[0].layout)
+        assert not threed.config.validate(best) and best.model.tile_linears in wanted
+    asked, result = searched(8, *large, "model.tile_linears=null", memory=0.99 * whole)
+    assert not result.found and result.nearest is not None
+
+
+def test_rounding():
+    """Gradients are sent in 16 bits by consent alone: the same search without it never does."""
+    bf16 = ("model.layers=4", "precision.dtype=bf16")
+    asked, result = searched(4, *bf16, rounding=True)
+    best = {found.layout.reduce_dtype: found for found in reversed(result.found) if found.layout.dp > 1}
+    assert {*best} == {"fp32", "bf16"} and best["bf16"].layout.idea != best["fp32"].layout.idea
+    assert asked.values_of(best["bf16"].layout)["precision.reduce_dtype"] == "bf16"
+    assert asked.values_of(best["fp32"].layout).get("precision.reduce_dtype", "fp32") == "fp32"
+    assert "gradients sent in bf16" in best["bf16"].layout.text()
+    same = best["fp32"].layout._replace(reduce_dtype="bf16")
+    assert Fast(asked.base, H100).priced(same).estimate().step_s < best["fp32"].estimate.step_s
+    asked, result = searched(4, *bf16)
+    assert {asked.config(found.layout).precision.reduce_dtype for found in result.found} == {"fp32"}
+    asked, result = searched(4, *bf16, "precision.reduce_dtype=bf16")
+    assert {asked.config(found.layout).precision.reduce_dtype for found in result.found} == {"bf16"}
+
+
 def test_what_would_help():
     """Faster adapters help where nodes talk; memory where something is computed again."""
     base = threed.load("configs/llama3-8b.yaml", ["model.layers=8", "train.global_batch_size=64", *QUIET])
@@ -148,7 +189,7 @@ def test_what_would_help():
     gains = helps(base, H100, found)
     slow = Hardware.parse("h100-sxm,adapter_gbps=5")
     assert helps(base, slow, Search(base, slow, int(80e9)).run(16, {"dp": 16}).found[0])[
-        "precision.reduce_dtype=bf16"] > 0.1
+        "precision.reduce_dtype=bf16 (rounds)"] > 0.1
     assert gains["memory for no recomputation"] > 0.15 and all(0 < gain < 1 for gain in gains.values())
 
 
@@ -194,6 +235,11 @@ def test_command(tmp_path):
     (["--devices", "4", "zero.stage=7"], "must be one of"),
     (["--devices", "4", "parallel.tq=3"], "unknown key"),
     (["--devices", "4", "parallel.tp=x"], "parallel.tp=x"),
+    (["--devices", "4", "--rounding"], "precision.dtype=fp32 gradients are sent in fp32"),
+    (["--devices", "4", "--rounding", "precision.dtype=bf16", "precision.reduce_dtype=bf16"],
+     "exclude each other"),
+    (["--devices", "4", "model.tile_linears=1KiB"], "would cut the word embedding"),
+    (["--devices", "4", "model.tile_linears=much"], "model.tile_linears"),
 ])
 def test_refused(arguments, message):
     with pytest.raises((InputError, ConfigError), match=message):

@@ -14,7 +14,9 @@ from threed import api, cli, verbs
 from threed.config import load
 from threed.doors import init
 from threed.errors import InputError
-from threed.quantity import parse_count, parse_memory, show_left
+from threed.planner import make_plan
+from threed.program.show import grid
+from threed.quantity import parse_count, parse_memory, show_count, show_left
 
 ROOT = Path(__file__).parents[2]
 
@@ -150,3 +152,40 @@ def test_open_ranks_are_said():
     done = run("check", "configs/toy.yaml", "parallel.dp=auto")
     assert "parallel.dp=auto is taken as 1, so 4 ranks" in done.stderr and done.stdout.startswith("ok: 4")
     assert not run("check", "configs/toy.yaml").stderr
+
+
+# ---------------------------------------------------------------- what predict and show say
+
+
+def test_more_than_a_device_has():
+    """A plan of 106 GiB on a GPU of 80 GB, without a word."""
+    large = ["configs/llama3-8b.yaml", "parallel.dp=8", "parallel.tp=1", "parallel.pp=1",
+             "parallel.sequence_parallel=false", "--hardware", "h100-sxm"]
+    said = run("predict", *large).output
+    assert "warning: a rank of pp0 needs 105.7 GiB, more than the 74.5 GiB of a device" in said
+    assert "threed check --memory 74.5GiB" in said and parse_memory("74.5GiB")
+    assert "warning" not in run("predict", *large, "zero.stage=3", "activation.policy=full").output
+
+
+def test_no_bubble_without_a_pipeline():
+    """One position waits for traffic alone."""
+    alone = run("predict", "configs/gpt2-small.yaml", "parallel.dp=8", "parallel.pp=1", "--hardware",
+                "h100-sxm,adapter_gbps=10,node_gbps=10").output
+    assert ", exposed traffic " in alone and ", bubble " not in alone
+    assert ", bubble " in run("predict", "configs/toy.yaml").output
+
+
+def test_trillions():
+    assert (show_count(15e12), show_count(124_439_808), show_count(7)) == ("15.0T", "124.4M", "7")
+
+
+def test_a_grid_in_a_terminal():
+    """Rows of hundreds of columns, broken anywhere; and a grid that is cut without a word."""
+    plan = make_plan(load("configs/toy.yaml"))
+    whole, folded = grid(plan), grid(plan, columns=30)
+    assert max(map(len, folded.splitlines())) <= 30 < max(map(len, whole.splitlines()))
+    for name in ("pp0", "pp1"):
+        rows = [line.split()[1:] for line in folded.splitlines() if line.startswith(name)]
+        (row,) = (line.split()[1:] for line in whole.splitlines() if line.startswith(name))
+        assert len(rows) > 1 and [cell for part in rows for cell in part] == row
+    assert grid(plan, most=5).endswith("(the first 5 of 15 cells; --svg draws all)")

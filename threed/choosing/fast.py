@@ -52,7 +52,7 @@ class Fast:
 
     def __init__(self, config: Config, hardware: Hardware):
         self.config, self.hardware = config, hardware
-        self.units = Units(config, hardware)
+        self._units: dict[object, Units] = {}
         self.beats: dict[object, Beat] = {}
         self.bytes: dict[object, list[int]] = {}
         self._tolls: dict[object, Tolls] = {}
@@ -61,9 +61,16 @@ class Fast:
     def microbatches(self, layout: Layout) -> int:
         return self.config.train.global_batch_size // (layout.micro_batch_size * layout.dp)
 
+    def units(self, tiles: str | None = None, tp: int = 1) -> Units:
+        """The units of the model. Without tiles they are the same for each tp."""
+        key = (tiles, 1 if tiles is None else tp)
+        if key not in self._units:
+            self._units[key] = Units(self.config, self.hardware, *key)
+        return self._units[key]
+
     def tolls(self, layout: Layout) -> Tolls:
         key = (layout.axis_order, layout.tp, layout.pp, layout.dp, layout.sequence_parallel, layout.stage,
-               layout.shard_size, layout.reduce_every, layout.offload_optimizer)
+               layout.shard_size, layout.reduce_every, layout.offload_optimizer, layout.reduce_dtype)
         if key not in self._tolls:
             self._tolls[key] = Tolls(self.config, self.hardware, layout)
         return self._tolls[key]
@@ -71,7 +78,7 @@ class Fast:
     def cut(self, layout: Layout) -> Cut:
         stride = Strides(layout.axis_order, {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp}).strides["tp"]
         return Cut(layout.tp, stride if layout.tp > 1 else 1, layout.sequence_parallel,
-                   layout.micro_batch_size, layout.policy, layout.every)
+                   layout.micro_batch_size, layout.policy, layout.every, layout.tile_linears)
 
     def bound_s(self, layout: Layout) -> float:
         """No step is shorter: without traffic over dp and messages, the last position waits for the first
@@ -81,9 +88,10 @@ class Fast:
         m, p, v = self.microbatches(layout), layout.pp, layout.virtual_stages
         key = self.cut(layout), layout.schedule, p, v
         if key not in self._bounds:
-            units, place = self.units.of(key[0]), place_of(layout.schedule, p, v)
+            model, place = self.units(layout.tile_linears, layout.tp), place_of(layout.schedule, p, v)
+            units = model.of(key[0])
             units = [*units[:-1], units[-1]._replace(again=False)]
-            split = self.units.split(p * v)
+            split = model.split(p * v)
             assert split is not None, layout
             busy, before, last = [0.0] * p, 0.0, 0.0
             halves = splits(layout.schedule)
@@ -108,22 +116,23 @@ class Priced:
         self.fast, self.layout, self.hardware = fast, layout, fast.hardware
         self.m, self.v = fast.microbatches(layout), layout.virtual_stages
         self.cut, self.tolls = fast.cut(layout), fast.tolls(layout)
-        self.units = fast.units.of(self.cut)
+        self.model = fast.units(layout.tile_linears, layout.tp)
+        self.units = self.model.of(self.cut)
         self.place = place_of(layout.schedule, layout.pp, self.v)
-        self.act_bytes = fast.units.act_bytes[self.cut]
+        self.act_bytes = self.model.act_bytes[self.cut]
         # Under ZeRO-3 whose units do not stay gathered: units at a time, or stage.
         window = layout.residency if layout.stage == 3 and layout.dp > 1 else "step"
         self.window = 1 if window is None else None if window == "step" else window
         # Whether its rhythm changes: halves of backwards are apart for some micro-batches only.
         self.mixed = layout.schedule == "dualpipe-v"
-        self.parts = fast.units.parts(layout.tp, layout.shard_size)
+        self.parts = self.model.parts(layout.tp, layout.shard_size)
         self.tied = (self.tolls.of(self.parts[-1], len({self.place[0], self.place[-1]}))
                      if -1 in self.parts else None)
 
     @cached_property
     def stages(self) -> list[Stage]:
         layout, units = self.layout, self.units
-        split = self.fast.units.split(len(self.place))
+        split = self.model.split(len(self.place))
         assert split is not None, layout
         if at_once(layout.schedule, layout.pp, self.m, self.v) and not self.mixed:
             units = [*units[:-1], units[-1]._replace(again=False)]
@@ -351,7 +360,7 @@ class Priced:
     def _fixed(self) -> list[int]:
         """By position: parameters, gradients, optimizer states, buffers."""
         layout, known = self.layout, self.fast.bytes
-        key = id(self.tolls), self.place, self.window
+        key = id(self.tolls), id(self.model), self.place, self.window
         if key not in known:
             prefetch = self.fast.config.zero.prefetch
             ahead = 1 if prefetch is None else prefetch

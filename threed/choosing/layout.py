@@ -1,5 +1,5 @@
-"""Layouts: the settings of a config that lay work out on devices, as plain values. None of them changes what
-is computed."""
+"""Layouts: the settings of a config that lay work out on devices, as plain values. Only `reduce_dtype`
+changes what is computed; a search leaves it alone unless it is asked to."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ KEYS = {
     "stage": "zero.stage", "shard_size": "zero.shard_size", "residency": "zero.residency",
     "reduce_every": "zero.reduce_every", "policy": "activation.policy", "every": "activation.every",
     "offload_activations": "activation.offload", "offload_optimizer": "offload.optimizer",
+    "tile_linears": "model.tile_linears", "reduce_dtype": "precision.reduce_dtype",
 }
 
 
@@ -40,6 +41,8 @@ class Layout(NamedTuple):
     every: int = 1
     offload_activations: bool = False
     offload_optimizer: bool = False
+    tile_linears: str | None = None
+    reduce_dtype: str | None = None  # None: what the config has
 
     @property
     def often(self) -> bool:
@@ -51,7 +54,8 @@ class Layout(NamedTuple):
     def idea(self) -> tuple[object, ...]:
         """What distinguishes one idea from another: layouts of one idea differ in details."""
         family = "" if self.pp == 1 else _FAMILIES.get(self.schedule, self.schedule)
-        return self.tp, self.pp, family, self.often, self.policy == "full", self.offload_optimizer
+        return (self.tp, self.pp, family, self.often, self.policy == "full", self.offload_optimizer,
+                self.reduce_dtype)
 
     def text(self) -> str:
         """In a line: what a person would call it."""
@@ -72,6 +76,8 @@ class Layout(NamedTuple):
             words.append("recompute " + self.policy + (f"/{self.every}" if self.every > 1 else ""))
         words += ["inputs on host"] * self.offload_activations
         words += ["optimizer on host"] * self.offload_optimizer
+        words += [f"tiles of {self.tile_linears}"] * (self.tile_linears is not None)
+        words += [f"gradients sent in {self.reduce_dtype}"] * (self.reduce_dtype in ("bf16", "fp16"))
         return ", ".join(words)
 
 
@@ -104,6 +110,8 @@ def config_of(layout: Layout, base: Config) -> Config:
         pieces = base.activation.pieces if layout.policy == "selective" else None
         config.activation = ActivationConfig(layout.policy, pieces=pieces)
     config.offload = replace(base.offload, optimizer="cpu") if layout.offload_optimizer else OffloadConfig()
+    config.model.tile_linears = layout.tile_linears
+    config.precision.reduce_dtype = layout.reduce_dtype or base.precision.reduce_dtype
     return config
 
 

@@ -14,6 +14,7 @@ from threed.schema import Config
 from threed.values import get
 
 _LAYOUT = frozenset(KEYS.values())
+_REDUCED = KEYS["reduce_dtype"]
 # What else a config says about memory and layout. It is of another layout: a search leaves it out.
 _OTHER = ("zero.persist_below", "activation.budget", "activation.partition", "activation.contiguous",
           "offload.ratio", "offload.parameters", "offload.nvme_path", "offload.delayed_update",
@@ -43,24 +44,32 @@ class Question(NamedTuple):
         return {**self.values, **changes(self.config(layout), self.base)}
 
 
-def ask(path: str | Path, overrides: list[str] | None = None) -> Question:
-    """Read a config. What overrides say of the layout is fixed; what the file says of it is left out. Raises
-    InputError where a search could not honour an override."""
+def ask(path: str | Path, overrides: list[str] | None = None, rounding: bool = False) -> Question:
+    """Read a config. What overrides say of the layout is fixed; what the file says of it is left out. So is
+    the precision of reductions with `rounding`; else it stays what the config has. Raises InputError where a
+    search could not honour an override."""
     file, others = given(path, overrides)
+    layout = _LAYOUT if rounding else _LAYOUT - {_REDUCED}
+    if rounding and _REDUCED in others:
+        raise InputError(f"{_REDUCED}={others[_REDUCED]} and --rounding exclude each other: one says in "
+                         "which precision gradients are sent, the other tries both; leave one out")
     for key, value in others.items():
         if key in _OTHER:
             raise InputError(f"{key}={value}: search decides what is kept, and where, by other keys; leave "
                              "it out, and set it in the config that --write writes")
         if key in _UNKNOWN and str(value).startswith(_UNKNOWN[key][0]):
             raise InputError(f"{key}={value}: {_UNKNOWN[key][1]}; leave it out")
-    fixed = {key: value for key, value in others.items() if key in _LAYOUT}
+    fixed = {key: value for key, value in others.items() if key in layout}
     values = {key: value for key, value in {**file, **others}.items()
-              if key not in _LAYOUT and key not in _OTHER}
+              if key not in layout and key not in _OTHER}
     used = {key: values.pop(key) for key in _WHERE_USED if key in values}
     where = str(path)
     typed = uncombined({**values, **used, **fixed}, where)
     base = of_values({**values, "parallel.dp": 1}, where)
     base.zero.prefetch, base.activation.pieces = typed.zero.prefetch, typed.activation.pieces
+    if rounding and base.precision.dtype == "fp32":
+        raise InputError("--rounding: with precision.dtype=fp32 gradients are sent in fp32; set it to bf16, "
+                         "or leave --rounding out")
     return Question(base, values, _fields(typed, fixed))
 
 
@@ -72,8 +81,8 @@ def _fields(typed: Config, fixed: dict[str, Any]) -> dict[str, Any]:
             fields[name] = fields[name] == "cpu"
     if fixed.get(KEYS["dp"]) == "auto":
         del fields["dp"]
-    # null: what the schedule or the ZeRO stage has
-    return {name: value for name, value in fields.items() if value is not None}
+    # null: what the schedule or the ZeRO stage has; of tiles, that there are none
+    return {name: value for name, value in fields.items() if value is not None or name == "tile_linears"}
 
 
 def write(file: Path, values: dict[str, Any], head: str) -> None:

@@ -1,7 +1,8 @@
 """Rhythm: play an order of stages, few micro-batches of it, and extrapolate to all of them.
 
-A named schedule is periodic: after it is filled, each p more micro-batches take as long as the p before. So
-two plays, p micro-batches apart, give the time of any number.
+A named schedule is periodic: after it is filled, each p more micro-batches take as long as the p before; or
+each 2p, where positions wait for messages in turn. So two plays, 2p micro-batches apart, give the time of any
+number.
 """
 
 from __future__ import annotations
@@ -94,10 +95,10 @@ def sequence(name: str, p: int, m: int, v: int) -> Sequence_:
 def beat(name: str, p: int, m: int, v: int, times: Times) -> Beat:
     """Of all m micro-batches, by playing some of them."""
     some = few(name, p, m)
-    if m <= some + p:
+    if m <= some + 2 * p:
         return _play(name, p, m, v, times)
-    less, more = _play(name, p, some, v, times), _play(name, p, some + p, v, times)
-    longer = (m - some - p) * (more.total_s - less.total_s) / p
+    less, more = _play(name, p, some, v, times), _play(name, p, some + 2 * p, v, times)
+    longer = (m - some - 2 * p) * (more.total_s - less.total_s) / (2 * p)
     return more._replace(total_s=more.total_s + longer)
 
 

@@ -48,21 +48,21 @@ class Result:
 
 
 class Search:
-    """`memory`: bytes of a device. `fixed`: field of a layout -> its only value. `keep`: so many ideas are
-    wanted."""
+    """`memory`: bytes of a device. `keep`: so many ideas are wanted. `rounding`: as in Space."""
 
-    def __init__(self, base: Config, hardware: Hardware, memory: int, keep: int = 20):
+    def __init__(self, base: Config, hardware: Hardware, memory: int, keep: int = 20, rounding: bool = False):
         self.base, self.hardware, self.memory, self.keep = base, hardware, memory, keep
+        self.rounding = rounding
         self.fast = Fast(base, hardware)
         self.result = Result()
         self._best: dict[object, float] = {}  # idea -> its shortest step
         self._limit = float("inf")
 
     def run(self, devices: int, fixed: Mapping[str, Any], progress: Progress = lambda _: None) -> Result:
+        """`fixed`: field of a layout -> its only value."""
         begin = told = time.monotonic()
         result = self.result
-        space = Space(self.base, self.fast.units, devices, fixed,
-                      round(min(self.hardware.node_ranks, devices)))
+        space = Space(self.fast, devices, fixed, self.memory, self.rounding)
         shapes = [(self.fast.bound_s(shape._replace(policy=fixed.get("policy", "none"))), shape)
                   for shape in space.shapes()]
         shapes.sort(key=itemgetter(0))
@@ -128,10 +128,9 @@ def helps(base: Config, hardware: Hardware, found: Found) -> dict[str, float]:
     would help."""
     step_s, layout = found.estimate.step_s, found.layout
 
-    def timed(machine: Hardware, other: Layout, times: int = 1, reduce_dtype: str | None = None) -> float:
+    def timed(machine: Hardware, other: Layout, times: int = 1) -> float:
         config = config_of(layout, base)
         config.train.global_batch_size *= times
-        config.precision.reduce_dtype = reduce_dtype or config.precision.reduce_dtype
         return Fast(config, machine).priced(other).estimate().step_s / times
 
     values = {"a global batch twice as large": timed(hardware, layout, 2)}
@@ -140,9 +139,10 @@ def helps(base: Config, hardware: Hardware, found: Found) -> dict[str, float]:
             replace(hardware, adapter_gbps=2 * hardware.adapter_gbps), layout)
         values["links in a node twice as fast"] = timed(
             replace(hardware, node_gbps=2 * hardware.node_gbps), layout)
-    if layout.dp > 1 and base.precision.reduce_dtype == "fp32" != base.precision.dtype:
-        values[f"precision.reduce_dtype={base.precision.dtype}"] = timed(
-            hardware, layout, reduce_dtype=base.precision.dtype)
+    dtype = base.precision.dtype
+    if layout.dp > 1 and (layout.reduce_dtype or base.precision.reduce_dtype) == "fp32" != dtype:
+        values[f"precision.reduce_dtype={dtype} (rounds)"] = timed(hardware,
+                                                                   layout._replace(reduce_dtype=dtype))
     if layout.policy != "none":
         values["memory for no recomputation"] = timed(
             hardware, layout._replace(policy="none", every=1, offload_activations=False))

@@ -2,6 +2,7 @@
 and micro-batches; its **variants** differ in what they do to save memory.
 
 A variant that saves memory is needless where one that does less for it fits: it recomputes or moves more.
+Tiles make the buffers of ZeRO-3 smaller: they are among the variants where these buffers take much memory.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from threed.choosing.fast import Fast
 from threed.choosing.layout import Layout, config_of
-from threed.choosing.units import Units
 from threed.pipeline.orders import SCHEDULES
-from threed.schema import Config
 from threed.validate import validate
 
 # Reasons for which layouts are dropped
 NO_SHAPE = "tp does not divide the model"
+NO_TILES = "the model has no such tiles"
 NO_BATCH = "dp x micro-batch does not divide the global batch"
 NO_STAGES = "more stages than units of the model"
 NO_FILL = "fewer micro-batches than the schedule needs"
@@ -28,6 +29,9 @@ SLOWER = "slower than those found, at best"
 
 _VIRTUAL = (2, 3, 4, 6, 8)
 _MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
+# Bytes that buffers of ZeRO-3 take for each element of the largest unit: it and the next one are gathered,
+# two gradients are alive, one of which is sent. Above this share of the memory, tiles are tried.
+_BUFFERED, _MUCH = 16, 0.1
 # What recomputation saves, least first
 _RECOMPUTES = (("none", False), ("selective", False), ("full", False), ("full", True))
 # (stage, residency, reduce_every), and what each does to save memory: it gathers, it reduces more often
@@ -39,7 +43,8 @@ _ZEROS: tuple[tuple[int, str | int | None, str | int | None, int, int], ...] = (
 
 class Variant(NamedTuple):
     layout: Layout
-    family: tuple[int, int]  # variants of one family save memory by the same means: stage, shard size
+    # Variants of one family save memory by the same means: stage, shard size; and reduce alike.
+    family: tuple[int, int, str | None]
     efforts: tuple[int, ...]  # by means: how much it does
 
     def needless(self, fitting: Sequence[Variant]) -> bool:
@@ -50,11 +55,15 @@ class Variant(NamedTuple):
 
 
 class Space:
-    """`fixed`: field of a layout -> its only value."""
+    """`fixed`: field of a layout -> its only value. `memory`: bytes of a device. `rounding`: whether
+    gradients that are sent in 16 bits are among the layouts."""
 
-    def __init__(self, base: Config, units: Units, devices: int, fixed: Mapping[str, Any], node: int):
-        self.base, self.units, self.devices = base, units, devices
-        self.fixed, self.node = fixed, node
+    def __init__(self, fast: Fast, devices: int, fixed: Mapping[str, Any], memory: int,
+                 rounding: bool = False):
+        self.base, self.fast, self.devices = fast.config, fast, devices
+        self.fixed, self.memory = fixed, memory
+        self.node = round(min(fast.hardware.node_ranks, devices))
+        self.reduce_dtypes = ("fp32", self.base.precision.dtype) if rounding else (None,)
         self.dropped: Counter[str] = Counter()
         self.wrong: dict[str, str] = {}  # reason -> an example in words
 
@@ -62,13 +71,14 @@ class Space:
         """All that can run."""
         for tp in self._choices("tp", _divisors(self.devices)):
             for cut in self._choices("sequence_parallel", (False, True) if tp > 1 else (False,)):
-                if problems := validate(config_of(Layout(tp, sequence_parallel=cut), self.base)):
-                    self._drop(NO_SHAPE, problems[0])
+                alone = Layout(tp, sequence_parallel=cut, tile_linears=self.fixed.get("tile_linears"))
+                if problems := validate(config_of(alone, self.base)):
+                    self._drop(NO_TILES if "tile_linears" in problems[0] else NO_SHAPE, problems[0])
                     continue
                 for pp in self._choices("pp", _divisors(self.devices // tp)):
                     dp = self.devices // tp // pp
                     if tp * pp * dp == self.devices and self.fixed.get("dp", dp) == dp:
-                        yield from self._batches(Layout(tp, pp, dp, sequence_parallel=cut))
+                        yield from self._batches(alone._replace(pp=pp, dp=dp))
 
     def _batches(self, mesh: Layout) -> Iterator[Layout]:
         batch = self.base.train.global_batch_size
@@ -96,11 +106,11 @@ class Space:
             for virtual in self._choices("virtual_stages", stages):
                 if row.virtual not in (None, virtual):
                     continue
-                if self.units.split(mesh.pp * virtual) is not None:
+                units = self.fast.units(self.fixed.get("tile_linears"), mesh.tp)
+                if units.split(mesh.pp * virtual) is not None:
                     yield name, virtual
                 else:
-                    self._drop(NO_STAGES, f"pp {mesh.pp} x {virtual} stages, {len(self.units.together)} "
-                                          "units")
+                    self._drop(NO_STAGES, f"pp {mesh.pp} x {virtual} stages, {len(units.together)} units")
 
     def variants(self, shape: Layout) -> list[Variant]:
         """Those that do least for memory first."""
@@ -111,14 +121,28 @@ class Space:
                     and every_unit):
                 continue
             for stage, residency, every, gathers, reduces in self._zeros(shape):
-                for shard in self._shards(shape, stage):
-                    for host in self._choices("offload_optimizer", (False, True)):
-                        layout = shape._replace(
-                            policy=policy, every=self.fixed.get("every", 1), offload_activations=away,
-                            stage=stage, residency=residency, reduce_every=every, shard_size=shard,
-                            offload_optimizer=host)
-                        result.append(Variant(layout, (stage, shard), (rank, gathers, reduces, int(host))))
+                layout = shape._replace(policy=policy, every=self.fixed.get("every", 1), stage=stage,
+                                        offload_activations=away, residency=residency, reduce_every=every)
+                efforts = rank, gathers, reduces
+                result += [Variant(each, (stage, each.shard_size, each.reduce_dtype), (*efforts, *more))
+                           for each, *more in self._details(layout)]
         return sorted(result, key=lambda variant: sum(variant.efforts))
+
+    def _details(self, layout: Layout) -> Iterator[tuple[Layout, int, int]]:
+        """The rest of a variant, and how much it does to save memory: moves the optimizer, makes tiles."""
+        for shard in self._shards(layout, layout.stage):
+            for host in self._choices("offload_optimizer", (False, True)):
+                for pieces, tiles in enumerate(self._tiles(layout)):
+                    for dtype in self.reduce_dtypes if layout.dp > 1 else (None,):
+                        yield layout._replace(shard_size=shard, offload_optimizer=host, tile_linears=tiles,
+                                              reduce_dtype=dtype), int(host), pieces
+
+    def _tiles(self, layout: Layout) -> Sequence[str | None]:
+        """Limits of tiles, the fewest tiles first."""
+        units = self.fast.units()
+        few = layout.stage < 3 or not isinstance(layout.residency, int) or (
+            _BUFFERED * units.largest(layout.tp) < _MUCH * self.memory)
+        return self._choices("tile_linears", (None, *(() if few else units.tiles(layout.tp))))
 
     def _zeros(self, shape: Layout) -> Iterator[tuple[int, Any, Any, int, int]]:
         seen = set()

@@ -19,6 +19,8 @@ from threed.choosing.units import Unit
 from threed.program.buffers import shared_sizes
 from threed.zero.plan import window
 
+_PACE = 0.99  # of the time that computation alone takes
+
 
 class Piece(NamedTuple):
     """A compute unit and the parameter units that it uses."""
@@ -50,13 +52,26 @@ class Steps(NamedTuple):
 
 
 def stream(steps: Steps, rule: Rule, m: int) -> float:
-    """Seconds of m micro-batches, up to the last reduction: of few of them, and of p more for each p more."""
+    """Seconds of m micro-batches, up to the last reduction: of few of them, and of 2p more for each 2p more.
+    Where 2p more take less than their computation, they fill what the traffic at the step's end leaves empty,
+    and more are played."""
     p, v = max(steps.place) + 1, len(steps.place) // (max(steps.place) + 1)
-    some = few(steps.name, p, m)
-    if m <= some + p:
-        return _Graph(steps, rule, (p, m, v)).total_s()
-    less, more = (_Graph(steps, rule, (p, each, v)).total_s() for each in (some, some + p))
-    return more + (m - some - p) * (more - less) / p
+    some, pace_s = few(steps.name, p, m), _pace_s(steps)
+    while m > some + 2 * p:
+        less, more = (_Graph(steps, rule, (p, each, v)).total_s() for each in (some, some + 2 * p))
+        if more - less > _PACE * 2 * p * pace_s:
+            return more + (m - some - 2 * p) * (more - less) / (2 * p)
+        some += p * (some // p)
+    return _Graph(steps, rule, (p, m, v)).total_s()
+
+
+def _pace_s(steps: Steps) -> float:
+    """Seconds that the busiest position computes for a micro-batch, at least."""
+    busy = [0.0] * (max(steps.place) + 1)
+    for position, pieces in zip(steps.place, steps.stages, strict=True):
+        busy[position] += sum(piece.unit.forward_s + piece.unit.backward_s for piece in pieces)
+        busy[position] += sum(piece.unit.forward_s * piece.unit.again for piece in pieces[:-1])
+    return max(busy)
 
 
 class _Task(NamedTuple):

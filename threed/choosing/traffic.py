@@ -38,8 +38,9 @@ class Tolls:
     def __init__(self, config: Config, hardware: Hardware, layout: Layout):
         precision, self.layout, self.hardware = config.precision, layout, hardware
         element = 4 if precision.dtype == "fp32" else 2
+        reduced = layout.reduce_dtype or precision.reduce_dtype
         self.elements = Elements(element, *(4 if dtype == "fp32" else element for dtype in
-                                            (precision.grad_dtype, precision.reduce_dtype)))
+                                            (precision.grad_dtype, reduced)))
         self.update = UpdateSettings(OPTIMIZERS[config.optimizer.name].buffers,
                                      element < 4 and precision.master == "fp32")
         self.host_s = hardware.host_us * 1e-6 * hardware.waits

@@ -6,11 +6,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from threed.activation.plan import mark, worthwhile
+from threed.errors import InputError
 from threed.mesh import Mesh
-from threed.models.tiling import together, unit_layers
+from threed.models.tiling import cut_layers, together, unit_layers
 from threed.pipeline.split import split_stages
 from threed.planner.facts import layouts, make_table, unit_costs, unit_parameters
 from threed.prediction.analytic import cost
@@ -18,6 +19,8 @@ from threed.prediction.hardware import Hardware
 from threed.program.instruction import Instruction, Op, Slot
 from threed.program.table import Plan
 from threed.schema import Config, ZeroConfig
+
+T = TypeVar("T")
 
 
 class Unit(NamedTuple):
@@ -45,6 +48,7 @@ class Cut(NamedTuple):
     micro_batch_size: int
     policy: str
     every: int
+    tiles: str | None = None  # most bytes of a tile
 
 
 class Part(NamedTuple):
@@ -56,11 +60,12 @@ class Part(NamedTuple):
 
 
 class Units:
-    """The units of a config's model, by cut; and their parameters."""
+    """The units of a config's model, by cut; and their parameters. With `tiles`, of ranks of one `tp`."""
 
-    def __init__(self, config: Config, hardware: Hardware):
+    def __init__(self, config: Config, hardware: Hardware, tiles: str | None = None, tp: int = 1):
         self.config, self.hardware = config, hardware
         full = _alone(config)
+        full.model.tile_linears, full.parallel.tp = tiles, tp
         self.costs = [sum(parts) for parts in unit_costs(full)]
         layers, runs = unit_layers(full)
         self.together = together([layers[first:stop] for first, stop in runs])
@@ -72,6 +77,19 @@ class Units:
         self._parts: dict[tuple[int, int], dict[int, Part]] = {}
         self._splits: dict[int, tuple[tuple[int, int], ...] | None] = {}
         self.act_bytes: dict[Cut, int] = {}
+
+    def tiles(self, tp: int) -> tuple[str, ...]:
+        """Limits for tiles of the largest unit, a few and more of them, that the model can have."""
+        element = 4 if self.config.precision.dtype == "fp32" else 2
+        size = self.largest(tp) * element
+        limits = [f"{1 << (size // parts).bit_length() - 21}MiB" for parts in (2, 8) if size // parts >> 20]
+        config = copy.deepcopy(self.reduced)
+        config.parallel.tp = tp
+        return tuple(limit for limit in limits if _can_cut(config, limit))
+
+    def largest(self, tp: int) -> int:
+        """Elements of the largest parameter unit on a rank, of those that tiles can cut."""
+        return max(part.numel for unit, part in self.parts(tp, 1).items() if unit >= 0)
 
     def split(self, stages: int) -> tuple[tuple[int, int], ...] | None:
         """(first unit, one past the last) of each stage; None where the units cannot fill so many."""
@@ -163,20 +181,32 @@ def _reduced(full: Config, costs: list[float]) -> tuple[Config, list[int]]:
     the blocks differ, the full model."""
     few = copy.deepcopy(full)
     few.model.layers = 1
-    whole, per_unit = unit_layers(full), full.parallel.layers_per_unit
-    small = unit_layers(few)
-    count = len(whole[1])
-    kinds = [type(layer) for layer in whole[0]]
     ours = [sum(parts) for parts in unit_costs(few)]
     shapes: Callable[[object], object] = lambda layer: (  # noqa: E731
-        type(layer), [(p.shape, p.cuts) for p in layer.own_parameters()])  # pyright: ignore
-    blocks = [shapes(layer) for layer in whole[0][1:-1]]
-    alike = (per_unit == 1 and len(small[1]) == 3 and len(set(kinds[1:-1])) == 1
-             and costs == [ours[0], *[ours[1]] * (count - 2), ours[2]]
-             and all(block == shapes(small[0][1]) for block in blocks))
-    if alike:
-        return few, [0, *[1] * (count - 2), 2]
-    return full, list(range(count))
+        type(layer), layer.tile,  # pyright: ignore
+        [(p.shape, p.cuts) for p in layer.own_parameters()])  # pyright: ignore
+    head, block, tail = ([shapes(tile) for layer in layers for tile in layer]
+                         for layers in _ends_apart(cut_layers(few)))
+    first, blocks, last = ([shapes(tile) for layer in layers for tile in layer]
+                           for layers in _ends_apart(cut_layers(full)))
+    count, begin, end = full.model.layers, len(head), len(head) + len(block)
+    same = [*range(begin), *[*range(begin, end)] * count, *range(end, len(ours))]
+    alike = (full.parallel.layers_per_unit == 1 and (first, blocks, last) == (head, block * count, tail)
+             and costs == [ours[unit] for unit in same])
+    return (few, same) if alike else (full, list(range(len(costs))))
+
+
+def _can_cut(config: Config, tiles: str) -> bool:
+    config.model.tile_linears = tiles
+    try:
+        return any(len(cut) > 1 for cut in cut_layers(config))
+    except InputError:  # a tied embedding is larger, or a cell is
+        return False
+
+
+def _ends_apart(layers: list[T]) -> tuple[list[T], list[T], list[T]]:
+    """The first, those between, and the last."""
+    return layers[:1], layers[1:-1], layers[-1:]
 
 
 class Strides:

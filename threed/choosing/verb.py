@@ -18,18 +18,21 @@ from threed.prediction.hardware import DEFAULT, OF_CPUS, Hardware
 from threed.quantity import parse_bytes, show_bytes, show_count, show_seconds
 
 _PLANNED = 20  # ideas about which the full plan decides
+_FULL = 0.95  # of the memory
 _TRIES = 3  # layouts of an idea that may turn out not to fit
 _BY_PLAN = "does not fit, or cannot run, by the full plan"
 Progress = Callable[[str], None]
 
 
 def search(path: str | Path, devices: int, overrides: list[str] | None = None, hardware: str = "",
-           memory: str | int | None = None, progress: Progress = lambda _: None) -> dict[str, Any]:
+           memory: str | int | None = None, progress: Progress = lambda _: None,
+           rounding: bool = False) -> dict[str, Any]:
     """Search the best layout of a config's model and global batch on so many devices: mesh and the order of
-    its axes, schedule, micro-batch, ZeRO, recomputation, sequence parallelism, offload.
+    its axes, schedule, micro-batch, ZeRO, recomputation, sequence parallelism, offload, tiles.
 
     What `overrides` say of these stays as it is; what the file says of them is left out. `hardware`: as in
-    `predict`. `memory`: of a device, such as "80GB"; None: that of the hardware.
+    `predict`. `memory`: of a device, such as "80GB"; None: that of the hardware. `rounding`: compare
+    gradients that are sent in 16 bits, too, which rounds their sums.
 
     Returns the document of `threed search --json`. `layouts` are the best of each idea, the fastest first,
     as priced by the full plan: `step_s`, `tokens_per_s`, `mfu`, `peak_bytes`, `bubble`, and `changes`: the
@@ -41,19 +44,20 @@ def search(path: str | Path, devices: int, overrides: list[str] | None = None, h
     check_type("devices", devices, int, "the number of devices")
     if devices < 1:
         raise InputError(f"devices={devices}: must be at least 1")
-    asked = ask(path, overrides)
+    asked = ask(path, overrides, rounding)
     machine = Hardware.parse(hardware, OF_CPUS if asked.base.run.device == "cpu" else DEFAULT)
     limit = parse_bytes(memory) if memory is not None else round(machine.memory_gb * 1e9)
-    searched = Search(asked.base, machine, limit, _PLANNED)
+    searched = Search(asked.base, machine, limit, _PLANNED, rounding)
     result = searched.run(devices, asked.fixed, progress)
     begin = time.monotonic()
     rows = _planned(asked, machine, limit, result, progress)
     if not rows:
         raise InputError(_nothing(result, devices, limit))
     return {"config": str(path), "devices": devices, "hardware": machine.title, "memory_bytes": limit,
-            "fixed": asked.fixed, "considered": result.considered, "timed": len(result.found),
-            "seconds": result.seconds, "planned_seconds": time.monotonic() - begin,
-            "dropped": dict(result.dropped.most_common()), "layouts": rows}
+            "fixed": asked.fixed, "rounding": rounding, "considered": result.considered,
+            "timed": len(result.found), "seconds": result.seconds,
+            "planned_seconds": time.monotonic() - begin, "dropped": dict(result.dropped.most_common()),
+            "layouts": rows}
 
 
 def _planned(asked: Question, machine: Hardware, limit: int, result: Result,
@@ -91,7 +95,8 @@ def _row(asked: Question, machine: Hardware, found: Found, measured: dict[str, A
     layout, estimate, base = found.layout, found.estimate, asked.base
     step_s, ranks = measured["step_s"], layout.tp * layout.pp * layout.dp
     peak = machine.peak(4 if base.precision.dtype == "fp32" else 2)
-    lost = {"bubble": estimate.bubble * estimate.step_s, "recomputation": estimate.again_s,
+    waits = estimate.bubble * estimate.step_s - estimate.dp_s - estimate.offload_s
+    lost = {"bubble": max(0.0, waits), "recomputation": estimate.again_s,
             "collectives over tp": estimate.tp_s, "traffic over dp": estimate.dp_s,
             "offload": estimate.offload_s}
     most = max(lost, key=lambda name: lost[name])
@@ -135,15 +140,28 @@ def show(values: dict[str, Any], top: int = 10) -> str:
              f"{show_bytes(values['memory_bytes'])} each" + (f"; fixed: {fixed}" if fixed else ""),
              f"{values['considered']} layouts in {values['seconds']:.1f} s, {values['timed']} timed, "
              f"{len(values['layouts'])} ideas planned in full in {values['planned_seconds']:.1f} s"]
+    lines += ["gradients sent in 16 bits are rounded: they change a run's numbers"] * values["rounding"]
     lines += [f"{count:8d} dropped: {reason}" for reason, count in values["dropped"].items()]
     lines += ["", "".join(text.rjust(11) for text in ("step", "tokens/s", "MFU", "memory", "bubble",
                                                       "exposed")) + "  layout"]
     for row in rows:
-        cells = (show_seconds(row["step_s"]), show_count(row["tokens_per_s"]), f"{row['mfu']:.1%}",
+        cells = (_show_step(row["step_s"]), show_count(row["tokens_per_s"]), f"{row['mfu']:.1%}",
                  show_bytes(row["peak_bytes"]), f"{row['bubble']:.1%}", show_seconds(row["exposed_s"]))
         help_ = ", ".join(f"{words} -{gain:.0%}" for words, gain in [*row["helps"].items()][:2])
         lines += ["".join(cell.rjust(11) for cell in cells) + f"  {row['layout']}",
-                  " " * 68 + f"{row['bottleneck']}; would help: {help_ or 'nothing that is tried'}"]
+                  " " * 68 + f"{row['bottleneck']}; {_full(row, values)}would help: "
+                             f"{help_ or 'nothing that is tried'}"]
     return "\n".join(lines)
+
+
+def _full(row: dict[str, Any], values: dict[str, Any]) -> str:
+    """A word where little memory is left: an allocator wastes some of it."""
+    share = row["peak_bytes"] / values["memory_bytes"]
+    return f"{share:.0%} of the memory in use; " if share > _FULL else ""
+
+
+def _show_step(step_s: float) -> str:
+    """With digits that tell layouts apart."""
+    return f"{step_s:.4g} s" if step_s >= 1 else show_seconds(step_s)
 
 

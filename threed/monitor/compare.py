@@ -220,7 +220,9 @@ def show(compared: dict[str, Any]) -> str:
     lines = [f"{compared['run']}, plan {compared['digest']}, step{'s' if len(compared['steps']) > 1 else ''} "
              + ", ".join(map(str, compared["steps"])),
              f"{show_seconds(step['measured'])} a step measured, {show_seconds(step['predicted'])} "
-             f"predicted, {abs(error):.1%} {'more' if error > 0 else 'less'}", "",
+             f"predicted, {abs(error):.1%} {'more' if error > 0 else 'less'}",
+             "predicted is when instructions run and what waits; the times of compute and STEP are the "
+             "measured ones,", "so they are equal below, and communication is free", "",
              "where the time of a rank went, by stage".ljust(40) + _cells((*HEADS.values(), "bubble"))]
     for position, row in enumerate(compared["stages"]):
         lines += [f"{f'pp{position}' if kind == 'predicted' else '':6}{kind}".ljust(40)

@@ -8,6 +8,7 @@ whatever the number of ranks, some 250 bytes for each rank, and not a program's 
 
 from __future__ import annotations
 
+import platform
 import resource
 import time
 from collections.abc import Iterator, Sequence
@@ -36,6 +37,11 @@ COSTED = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.STE
 # The cards that are plugged in have less than those of the same name on a board: they come first.
 PEAK_TFLOPS = {"H100 PCIe": 756.0, "H100 NVL": 835.0, "H200 NVL": 835.0,
                "A100": 312.0, "H100": 989.0, "H200": 989.0, "B200": 2250.0}
+
+
+def device_name(device: torch.device) -> str:
+    """What torch calls a GPU; of a CPU, its architecture."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU {platform.machine()}"
 
 
 class Step:
@@ -146,7 +152,7 @@ class Meter:
         step_s = float(step.column("step_s").max())
         tflops = self._step_flops / step_s / mesh.size / 1e12
         device = self.comm.device
-        named = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+        named = device_name(device) if device.type == "cuda" else ""
         peak = config.monitor.peak_tflops or peak_tflops(named)
         values: dict[str, float | None] = {
             "perf/step_s": step_s,

@@ -9,7 +9,7 @@ from threed.mesh import AXES
 from threed.monitor.attribute import CAUSES
 from threed.monitor.compare import HEADS
 from threed.page.content import Content, thin
-from threed.page.drawing import FAINT, INK, LINE, MEASURED, PREDICTED, byte_unit, finish, plotly, time_unit
+from threed.page.drawing import FAINT, INK, MEASURED, PREDICTED, byte_unit, finish, plotly, time_unit
 from threed.prediction.report import highest
 from threed.program.units import compute_units
 from threed.quantity import show_bytes, show_count, show_seconds
@@ -19,6 +19,7 @@ WRITTEN = 32  # columns of a mesh up to which ranks have their numbers written i
 CURVES = 8  # positions of which memory over time is drawn
 POINTS = 400  # of a curve of memory
 STEPS = 2_000  # points of a run's curves
+_UNITS_WIDTH, _LETTER = 490, 6.6  # pixels of the column of units, and of a letter in it
 CAUSE_COLORS = {"compute": "#4c78a8", "p2p_wait": "#72b7b2", "dp_wait": "#e45756", "optimizer": "#b279a2",
                 "offload": "#9d755d", "idle": "#dfe2e6"}
 FIXED_COLORS = {"parameters": "#4c78a8", "gradients": "#e45756", "optimizer state": "#b279a2",
@@ -85,13 +86,13 @@ def _unit_bars(content: Content) -> list[Any]:
     places: dict[int, list[dict[str, Any]]] = {}
     for row in compute_units(content.plan):
         places.setdefault(row["position"], []).append(row)
-    traces = []
-    for nth in range(max(map(len, places.values()))):
+    traces, most = [], max(map(len, places.values()))
+    for nth in range(most):
         here = [rows[nth] for rows in places.values() if nth < len(rows)]
         indices = [int(row["unit"][1:]) for row in here]
         traces.append(go.Bar(
             orientation="h", x=[1.0] * len(here), y=[row["position"] for row in here],
-            text=[f"{row['unit']} {row['name']}" for row in here], textposition="inside", textangle=0,
+            text=[_short(row, _UNITS_WIDTH / most) for row in here], textposition="inside", textangle=0,
             insidetextanchor="middle", insidetextfont={"color": INK, "size": 11},
             marker={"color": [END_COLOR if index in (0, table.last) else LAYER_COLORS[row["stage"] % 2]
                               for index, row in zip(indices, here, strict=True)],
@@ -102,6 +103,12 @@ def _unit_bars(content: Content) -> list[Any]:
                         for index, row in zip(indices, here, strict=True)],
             hovertemplate="%{customdata}<extra></extra>", showlegend=False))
     return traces
+
+
+def _short(unit: dict[str, Any], width: float) -> str:
+    """As much of a unit's name as so many pixels hold: the pointer on it says the rest."""
+    texts = (f"{unit['unit']} {unit['name']}", unit["unit"])
+    return next((text for text in texts if len(text) * _LETTER <= width), "")
 
 
 # ---------------------------------------------------------------- memory
@@ -252,7 +259,7 @@ def course(content: Content) -> Any:
                            horizontal_spacing=0.09, vertical_spacing=0.2)
     for number, (title, scale, suffix, curves) in enumerate(CURVES_OF_RUN):
         row, column = number // 2 + 1, number % 2 + 1
-        for name, label, color in curves:
+        for nth, (name, label, color) in enumerate(curves):
             points = [(each["step"], each[name] / scale) for each in rows
                       if isinstance(each.get(name), int | float)]
             if points:
@@ -262,9 +269,9 @@ def course(content: Content) -> Any:
                     line={"color": color, "width": 2}, marker={"size": 4}, showlegend=False,
                     hovertemplate=f"{title}, {label}: %{{y:.4g}}{suffix} at step %{{x}}<extra></extra>"),
                     row=row, col=column)
-                if len(curves) > 1:  # the name beside the last point says which is which
-                    figure.add_annotation(x=points[-1][0], y=points[-1][1], text=label, showarrow=True,
-                                          arrowhead=0, ax=-30, ay=-18, arrowcolor=LINE,
+                if len(curves) > 1:  # names above the panel, where no curve is
+                    figure.add_annotation(x=1 - 0.18 * nth, y=1.01, xref="x domain", yref="y domain",
+                                          xanchor="right", yanchor="bottom", showarrow=False, text=label,
                                           font={"color": color, "size": 11}, row=row, col=column)
         figure.update_yaxes(ticksuffix=suffix, row=row, col=column)
     figure.update_xaxes(title_text="step", title_font={"size": 11, "color": FAINT})

@@ -18,12 +18,14 @@ from threed.program.instruction import Op
 FILE = "costs.json"
 
 
-def save_costs(path: Path, costs: Mapping[tuple[int, Op, int], float], digest: str, steps: int) -> None:
-    """Write costs, which are means over `steps` steps of the plan with this digest. A failed write leaves no
-    file."""
+def save_costs(path: Path, costs: Mapping[tuple[int, Op, int], float], digest: str, steps: int,
+               device: str = "") -> None:
+    """Write costs, which are means over `steps` steps of the plan with this digest, on a kind of `device`. A
+    failed write leaves no file."""
     rows = [{"position": position, "op": str(op), "unit": unit, "seconds": round(seconds, 9)}
             for (position, op, unit), seconds in sorted(costs.items())]
-    write_whole(path, json.dumps({"digest": digest, "steps": steps, "costs": rows}, indent=1) + "\n")
+    values = {"digest": digest, "steps": steps, "device": device, "costs": rows}
+    write_whole(path, json.dumps(values, indent=1) + "\n")
 
 
 def load_costs(path: str | Path) -> dict[tuple[int, Op, int], float]:
@@ -33,14 +35,7 @@ def load_costs(path: str | Path) -> dict[tuple[int, Op, int], float]:
 
 def read_costs(path: str | Path) -> tuple[dict[tuple[int, Op, int], float], str, int]:
     """(costs, digest of their plan, number of steps over which they are means)."""
-    file = Path(path) / FILE if Path(path).is_dir() else Path(path)
-    try:
-        values = json.loads(file.read_text())
-    except FileNotFoundError:
-        raise InputError(f"{file}: there are no measured costs. A run with monitor.trace_every > 0 writes "
-                         "them into its folder at its first traced step") from None
-    except (OSError, ValueError) as error:
-        raise InputError(f"{file} cannot be read: {error}") from None
+    file, values = _read(path)
     try:
         costs = {}
         for row in values["costs"]:
@@ -52,6 +47,23 @@ def read_costs(path: str | Path) -> tuple[dict[tuple[int, Op, int], float], str,
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(f"{file} is damaged ({type(error).__name__}: {error}); each of its costs must have "
                          "position, op, unit and seconds") from None
+
+
+def device_of(path: str | Path) -> str:
+    """The kind of device on which costs were measured; "" where their file does not say."""
+    values = _read(path)[1]
+    return str(values.get("device", "")) if isinstance(values, dict) else ""
+
+
+def _read(path: str | Path) -> tuple[Path, Any]:
+    file = Path(path) / FILE if Path(path).is_dir() else Path(path)
+    try:
+        return file, json.loads(file.read_text())
+    except FileNotFoundError:
+        raise InputError(f"{file}: there are no measured costs. A run with monitor.trace_every > 0 writes "
+                         "them into its folder at its first traced step") from None
+    except (OSError, ValueError) as error:
+        raise InputError(f"{file} cannot be read: {error}") from None
 
 
 def _whole(value: Any) -> int:

@@ -119,10 +119,26 @@ def _speeds(values: dict[str, Any]) -> Iterator[str]:
         yield f"MFU {values['mfu']:.1%}"
 
 
+def _idle(values: dict[str, Any]) -> str:
+    """What makes a device wait: without a pipeline, traffic that no computation hides."""
+    return "bubble" if len(values["stages"]) > 1 else "exposed traffic"
+
+
+def _too_much(values: dict[str, Any]) -> Iterator[str]:
+    """A warning where a position takes more than the memory of a device."""
+    peaks = [row["peak_bytes"]["device"] for row in values["stages"]]
+    most, has = max(peaks), values.get("memory_bytes", float("inf"))
+    if most > has:
+        room = show_bytes(has)
+        yield (f"warning: a rank of pp{peaks.index(most)} needs {show_bytes(most)}, more than the {room} of "
+               f"a device; threed check --memory {room.replace(' ', '')} looks for settings that fit, threed "
+               "search for another mesh")
+
+
 def show(values: dict[str, Any]) -> str:
     """The report as a table."""
     lines = [f"costs: {values['costs']}",
-             f"step {show_seconds(values['step_time'])}, bubble {values['bubble']:.1%}"
+             f"step {show_seconds(values['step_time'])}, {_idle(values)} {values['bubble']:.1%}"
              + "".join(f", {text}" for text in _speeds(values)),
              "".join(text.rjust(12) for text in ("a rank of", "busy", "bubble", "peak", "fixed",
                                                  "activations", *(f"sends {axis}" for axis in AXES)))]
@@ -132,6 +148,7 @@ def show(values: dict[str, Any]) -> str:
                  show_bytes(peak - row["activation_peak_bytes"]), show_bytes(row["activation_peak_bytes"]),
                  *(show_bytes(row["sent_bytes"][axis]) for axis in AXES)]
         lines.append("".join(cell.rjust(12) for cell in cells))
+    lines += _too_much(values)
     for position, row in enumerate(values["stages"]):
         if row["moved_bytes"]:
             links = ", ".join(f"{lane} {show_bytes(size)} in {show_seconds(row['transfer_s'].get(lane, 0.0))}"

@@ -11,7 +11,7 @@ from threed.planned import CONFIG, config_of, load_config, planned
 from threed.planner import make_mesh, make_plan
 from threed.prediction.analytic import cost as analytic_cost
 from threed.prediction.beside import Priced
-from threed.prediction.cost import read_costs
+from threed.prediction.cost import device_of, read_costs
 from threed.prediction.hardware import DEFAULT, OF_CPUS, Hardware
 from threed.prediction.report import report
 from threed.prediction.transfer import transferred
@@ -30,8 +30,8 @@ def predict(what: Config | Plan, hardware: str = "", costs: str | Path | None = 
     `tokens`: how many to train on, for `training`: days, device-hours, dollars.
 
     Returns the document of `threed predict --json`: `step_time` in seconds, `bubble` as a share of it, and
-    `stages`, a row a pipeline position (`peak_bytes` by tier, `busy_s`, `sent_bytes` by axis). Raises
-    InputError, also for a wrong `hardware` or `costs`.
+    `stages`, a row a pipeline position (`peak_bytes` by tier, `busy_s`, `sent_bytes` by axis);
+    `memory_bytes`: of a device. Raises InputError, also for a wrong `hardware` or `costs`.
 
     >>> threed.predict(threed.load("configs/toy.yaml"), "h100-sxm")["step_time"]
     """
@@ -47,16 +47,19 @@ def priced(plan: Plan, hardware: str, costs: str | Path | None) -> tuple[Hardwar
     if costs is None:
         return machine, Priced(plan, analytic_cost(plan, machine), machine.title, machine)
     measured, digest, _ = read_costs(costs)
+    source = f"{costs}" + (f", measured on {device}" if (device := device_of(costs)) else "")
     if digest != plan.digest and (Path(costs) / CONFIG).exists():
         moved = transferred(plan, machine, make_plan(load_config(Path(costs))), measured)
-        return machine, Priced(plan, moved.cost, f"{costs}, another plan: {moved}")
-    return machine, Priced(plan, analytic_cost(plan, machine, measured), str(costs))
+        return machine, Priced(plan, moved.cost, f"{source}, another plan: {moved}")
+    return machine, Priced(plan, analytic_cost(plan, machine, measured), source)
 
 
 def document(step: Priced, machine: Hardware, tokens: float | None = None) -> dict[str, Any]:
     """What `predict` returns."""
     config = config_of(step.plan)
     values = report(step, config.run.verify_every)
+    if config.run.device != "cpu":  # the ranks of a CPU share its memory
+        values["memory_bytes"] = round(machine.memory_gb * 1e9)
     return {**values, **_speed(config, machine, values["step_time"], tokens)}
 
 

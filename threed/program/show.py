@@ -11,6 +11,7 @@ from threed.program.walk import Mode, Walk, walk
 
 _LETTERS = {Op.FORWARD: "F", Op.RECOMPUTE: "R", Op.BACKWARD: "B", Op.BACKWARD_INPUT: "B",
             Op.BACKWARD_WEIGHT: "W"}
+_NAME = 6  # characters of a position's name
 
 
 def unit_cost(table: Table):
@@ -33,28 +34,33 @@ def timeline(plan: Plan, name: str = "train", cost=None) -> Walk:
     return walk(plan.programs[name], plan_links(plan, name), Mode.BUFFERED, cost or unit_cost(plan.table))
 
 
-def grid(plan: Plan, name: str = "train", most: int = 160) -> str:
-    """One row a position, one column a unit of time: what the position computes then (F3 is FORWARD of
-    micro-batch 3)."""
+def grid(plan: Plan, name: str = "train", most: int = 160, columns: int | None = None) -> str:
+    """One row a position, one cell a unit of time: what the position computes then (F3 is FORWARD of
+    micro-batch 3). Of `most` cells at most; `columns`: of a terminal, below whose edge rows go on."""
     table, when = plan.table, timeline(plan, name)
     width = len(str(table.num_microbatches - 1)) + 2
-    lines = []
+    rows, longest = [], 0
     for position, program in enumerate(plan.programs[name]):
-        columns: dict[int, str] = {}
+        drawn: dict[int, str] = {}
         for index, instruction in enumerate(program):
             if instruction.op in COMPUTE:
-                # A stage's units share its columns; sums of fractions such as 1/3 are not exactly whole.
+                # A stage's units share its cells; sums of fractions such as 1/3 are not exactly whole.
                 first = math.floor(when.start[position][index] + 1e-6)
-                for column in range(first, max(first + 1, math.ceil(when.end[position][index] - 1e-6))):
-                    columns[column] = f"{_LETTERS[instruction.op]}{instruction.microbatch}"
-        length = min(most, max(columns, default=0) + 1)
-        cells = "".join(columns.get(column, ".").ljust(width) for column in range(length))
-        lines.append(f"pp{position}".ljust(6) + cells.rstrip())
-    return "\n".join(lines)
+                for cell in range(first, max(first + 1, math.ceil(when.end[position][index] - 1e-6))):
+                    drawn[cell] = f"{_LETTERS[instruction.op]}{instruction.microbatch}"
+        length = max(drawn, default=0) + 1
+        longest = max(longest, length)
+        rows.append([drawn.get(cell, ".").ljust(width) for cell in range(min(most, length))])
+    fit = most if columns is None else max(1, (columns - _NAME) // width)
+    parts = ["\n".join(f"pp{position}".ljust(_NAME) + "".join(row[first:first + fit]).rstrip()
+                       for position, row in enumerate(rows))
+             for first in range(0, min(most, longest), fit)]
+    cut = f"\n(the first {most} of {longest} cells; --svg draws all)" if longest > most else ""
+    return "\n\n".join(parts) + cut
 
 
 def legend(plan: Plan, name: str = "train") -> str:
-    """How many columns of `grid` an item of a program takes, and the letters that are not plain."""
+    """How many cells of `grid` an item of a program takes, and the letters that are not plain."""
     ops = {instruction.op for program in plan.programs[name] for instruction in program}
     texts = {Op.FORWARD: "a forward of a stage drawn as 1", Op.BACKWARD: "a backward as 2",
              Op.BACKWARD_INPUT: "each half of a split backward as 1: B the input's gradient, W the weights'"}

@@ -43,7 +43,8 @@ def import_(source: Annotated[Path, typer.Argument(metavar="HF_DIR", help="folde
     for note in done["notes"]:
         _say(f"note: {note}")
     print(f"wrote {done['checkpoint']}: {show_count(done['parameters'])} parameters of a {done['family']}, "
-          f"{show_bytes(done['bytes'])}\nwrote {done['config']}\ngo on with: threed train {done['config']}")
+          f"{show_bytes(done['bytes'])}\nwrote {done['config']}\n"
+          f"go on with: threed train {done['config']} data.source=YOUR_DATA")
 
 
 def export(run: Annotated[Path, typer.Argument(metavar="RUN|CHECKPOINT",

@@ -19,6 +19,7 @@ from threed.schema import DataConfig
 
 BESIDE = "chat_template.jinja"  # beside tokenizer.json, or in the field chat_template of:
 CONFIG = "tokenizer_config.json"
+_ANSWER = "threed"  # that no template writes by itself
 
 
 class Template:
@@ -82,6 +83,18 @@ class Template:
             done = answered
         return [segment for segment in segments if segment.text]
 
+    def asked(self, text: str) -> str:
+        """What a user says, as the beginning of an answer."""
+        return self._text([{"role": "user", "content": text}], "a prompt", add_generation_prompt=True)
+
+    def end_of_turn(self) -> str:
+        """What the template writes after an answer; nothing where it refuses one."""
+        talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
+        try:
+            return self._text(talk, "an answer").rpartition(_ANSWER)[2].strip()
+        except InputError:
+            return ""
+
     def _text(self, messages: list[dict[str, Any]], where: str, **options: bool) -> str:
         import jinja2
 
@@ -91,6 +104,17 @@ class Template:
                                          **options)
         except (jinja2.TemplateError, TypeError, KeyError) as error:
             raise InputError(f"{where}: {self.path} refuses these messages: {error}") from None
+
+
+def templates(data: DataConfig) -> dict[str, Path]:
+    """The files of a chat template: the name that each has beside a tokenizer.json -> where it is."""
+    found = {}
+    if data.tokenizer != "bpe":
+        home = Path(data.tokenizer).expanduser().parent
+        found = {name: home / name for name in (BESIDE, CONFIG) if (home / name).is_file()}
+    if data.chat_template is not None:
+        found[BESIDE] = Path(data.chat_template).expanduser()
+    return found
 
 
 def _found(data: DataConfig, folder: Path | None, config: dict[str, Any]) -> tuple[Path, str]:

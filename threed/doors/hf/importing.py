@@ -22,6 +22,7 @@ from threed.checkpoint.format import FORMAT, checkpoints, file_name, folder, is_
 from threed.checkpoint.lineage import Lineage, write_latest
 from threed.checkpoint.save import describe
 from threed.checkpoint.write import Item, write
+from threed.data.tokenizer import load
 from threed.doors.hf import kept
 from threed.doors.hf.config import family_of, read, values_of
 from threed.doors.hf.families import HFFamily, Row
@@ -61,10 +62,8 @@ def import_model(source: Path, output: Path, overrides: list[str] | None = None,
     values, notes = values_of(family, described, source / kept.CONFIG,
                               length if isinstance(length, int) else None)
     beside = home / kept.FOLDER
-    data = {"data.tokenizer": str(beside / kept.TOKENIZER)} if (source / kept.TOKENIZER).is_file() else {}
-    if not data:
-        notes.append(f"{source} has no {kept.TOKENIZER}: set data.tokenizer yourself (transformers' "
-                     "AutoTokenizer writes one with save_pretrained)")
+    data, said = _tokenizer(source / kept.TOKENIZER, beside / kept.TOKENIZER)
+    notes += said
     wide = described.get("dtype", described.get("torch_dtype"))
     values = {**{f"model.{key}": value for key, value in values.items() if value is not None}, **data,
               **({"precision.dtype": "bf16"} if wide == "bfloat16" else {}), "run.dir": str(home), **given}
@@ -88,6 +87,18 @@ def import_model(source: Path, output: Path, overrides: list[str] | None = None,
         raise
     return {"family": family.model_type, "checkpoint": str(checkpoint), "config": str(file),
             "parameters": sum(each.numel for each in parameters(config.model)), "bytes": size, "notes": notes}
+
+
+def _tokenizer(source: Path, kept_file: Path) -> tuple[dict[str, Any], list[str]]:
+    """The keys of `data` that a tokenizer asks for, and lines to say."""
+    if not source.is_file():
+        return {}, [f"{source.parent} has no {source.name}: set data.tokenizer yourself (transformers' "
+                    "AutoTokenizer writes one with save_pretrained)"]
+    try:
+        bos = load(source).bos
+    except InputError as error:
+        return {"data.tokenizer": str(kept_file)}, [str(error)]
+    return {"data.tokenizer": str(kept_file), **({"data.prepend_bos": True} if bos else {})}, []
 
 
 def _check_room(config: Config, checkpoint: Path, beside: Path, file: Path) -> None:

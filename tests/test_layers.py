@@ -29,7 +29,7 @@ LEVELS = (
         "doors.deepspeed doors.megatron_rest doors.megatron_values doors.torchtitan",
         "doors.megatron",
         "doors.script synonyms",
-        "requests",
+        "progress requests",
         "callback mesh",
         "environment schema",
         "contract models.kernels optimizers. rendezvous",

@@ -31,6 +31,7 @@ from threed.generation import Writer
 from threed.launcher import ANSWER, LocalLauncher
 from threed.planner import forward_plan
 from threed.program.table import EVALUATE, GENERATE
+from threed.progress import Progress
 from threed.requests import Requests
 from threed.restart import Steps
 from threed.sampling import Sampling
@@ -142,7 +143,10 @@ def _measure(job: Job, local_rank: int, requests: Requests, watch: Watch, store:
     assert job.prepared is not None
     split = _split(job.config, job.prepared, whole)
     with _ready(job, EVALUATE, local_rank, watch, store) as (engine, resumed):
-        mean, counted = mean_loss(engine, split, lambda: requests.stop)
+        total = job.config.train.eval_batches * job.config.train.global_batch_size
+        progress = Progress("measured", total, lambda count: f"{count:.0f} sequences",
+                            _to_stderr if watch.rank == 0 else _silently)
+        mean, counted = mean_loss(engine, split, lambda: requests.stop, progress.add)
         if not counted:
             raise InputError("no token of these sequences counts in the loss (data.loss_mask): give more")
         if not math.isfinite(mean):

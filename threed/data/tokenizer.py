@@ -68,7 +68,7 @@ def load(path: str | Path) -> Tokenizer:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise InputError(f"{path} cannot be read as a tokenizer: {reason}; give a tokenizer.json of the "
-                         "Hugging Face tokenizers library, or data.tokenizer=bpe") from None
+                         "Hugging Face tokenizers library on this machine, or data.tokenizer=bpe") from None
     try:
         return Tokenizer(tokenizers.Tokenizer.from_str(text))
     except Exception as error:  # the library raises plain Exception

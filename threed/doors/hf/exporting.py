@@ -6,6 +6,7 @@ with one (RUN/huggingface). One parameter of ours is in memory at a time, in fp3
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -43,6 +44,8 @@ from threed.doors.hf.views import blocks
 from threed.errors import InputError
 from threed.models.model import parameters
 from threed.models.spec import Parameter
+from threed.progress import Progress
+from threed.quantity import show_bytes
 from threed.schema import Config, ModelConfig, RunConfig
 
 SHARD = 5 * 10**9  # bytes of a file, as transformers cuts
@@ -75,7 +78,7 @@ def export_model(run: Path, output: Path, dtype: str | None = None, like: Path |
     try:
         aside.mkdir(parents=True)
         say(f"{path} as a {family.model_type}: {', '.join(layout.headers)}")
-        _write_weights(path, manifest, family, config.model, aside, layout)
+        _write_weights(path, manifest, family, config.model, Writer(aside, layout.headers), layout, say)
         _write_rest(aside, config, layout, family, beside, run if path != run else path.parent.parent)
         if output.is_dir():
             output.rmdir()
@@ -157,9 +160,10 @@ def _layout(family: HFFamily, model: ModelConfig, before: dict[str, str] | None,
     return Layout(headers_of(shapes, chosen, SHARD), names, (), chosen)
 
 
-def _write_weights(path: Path, manifest: dict[str, Any], family: HFFamily, model: ModelConfig, aside: Path,
-                   layout: Layout) -> None:
-    writer, reader = Writer(aside, layout.headers), Reader(path, manifest)
+def _write_weights(path: Path, manifest: dict[str, Any], family: HFFamily, model: ModelConfig, writer: Writer,
+                   layout: Layout, say: Callable[[str], None]) -> None:
+    reader, everything = Reader(path, manifest), list(parameters(model))
+    progress = Progress("exported", 4 * sum(math.prod(each.stored) for each in everything), show_bytes, say)
     views = {row.ours: row.view for row in family.rows(model)}
 
     def write(parameter: Parameter) -> None:  # after which its values are gone
@@ -170,8 +174,9 @@ def _write_weights(path: Path, manifest: dict[str, Any], family: HFFamily, model
             writer.write(name, parts[0])
 
     try:
-        for parameter in parameters(model):
+        for parameter in everything:
             write(parameter)
+            progress.add(4 * math.prod(parameter.stored))
     finally:
         reader.close()
     writer.close()

@@ -7,6 +7,7 @@ mesh. One parameter of ours is in memory at a time, in fp32.
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -32,6 +33,8 @@ from threed.errors import InputError
 from threed.mesh import AXES
 from threed.models.model import parameters
 from threed.models.spec import Parameter
+from threed.progress import Progress
+from threed.quantity import show_bytes
 from threed.schema import Config, ModelConfig
 
 TIED = "lm_head.weight"  # in some files of tied models, too
@@ -78,7 +81,7 @@ def import_model(source: Path, output: Path, overrides: list[str] | None = None,
     try:
         kept.keep(source, beside, None if found.dropped else found.files.headers)
         _write_yaml(file, values, source)
-        size = _write_checkpoint(checkpoint, config, found)
+        size = _write_checkpoint(checkpoint, config, found, say)
     except BaseException as error:  # Ctrl-C, too, leaves nothing half done
         shutil.rmtree(beside, ignore_errors=True)
         file.unlink(missing_ok=True)
@@ -153,13 +156,15 @@ def locate(family: HFFamily, model: ModelConfig, files: Files) -> Source:
     return Source(files, rows, tuple(sorted(copies)), tuple(sorted(dropped)))
 
 
-def _write_checkpoint(path: Path, config: Config, source: Source) -> int:
+def _write_checkpoint(path: Path, config: Config, source: Source, say: Callable[[str], None]) -> int:
     """Write a checkpoint of weights alone; its bytes. What fails leaves no folder behind."""
+    everything = list(parameters(config.model))
+    progress = Progress("imported", 4 * sum(math.prod(each.stored) for each in everything), show_bytes, say)
     aside = path.with_name(path.name + ".import.tmp")
     shutil.rmtree(aside, ignore_errors=True)
     try:
         aside.mkdir(parents=True)
-        items = [_item(parameter, config.model, source) for parameter in parameters(config.model)]
+        items = [_item(parameter, config.model, source, progress) for parameter in everything]
         report = write(aside / file_name(0), 0, items)
         lineage = Lineage.new(config)
         describe(aside, {
@@ -177,7 +182,7 @@ def _write_checkpoint(path: Path, config: Config, source: Source) -> int:
     return report.size
 
 
-def _item(parameter: Parameter, model: ModelConfig, source: Source) -> Item:
+def _item(parameter: Parameter, model: ModelConfig, source: Source, progress: Progress) -> Item:
     """A parameter to be written, which is read when its turn comes."""
     stored = parameter.stored
     box = Box(parameter.name, tuple(0 for _ in stored), stored, stored, 0, parameter.axes)
@@ -194,6 +199,7 @@ def _item(parameter: Parameter, model: ModelConfig, source: Source) -> Item:
             if source.files.differs(name, parts[0]):
                 raise InputError(f"{source.files.folder}: tie_word_embeddings is true, and {name} is not "
                                  f"{names[0]}; set it to false in config.json if they are two matrices")
+        progress.add(whole.nbytes)
         return whole.view(-1)
 
     return Item("param", box, values)

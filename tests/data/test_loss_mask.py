@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -62,7 +63,7 @@ def test_answers_count(tmp_path):
 
 def test_what_the_assistant_says_counts(tmp_path):
     data = chat(tmp_path)
-    assert Template(data).render(TALK, "here") == [
+    assert Template(data).render(TALK, None, "here") == [
         Segment("<|im_start|>system\nbe kind<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n"
                 "<|im_start|>assistant\n", False),
         Segment("good day<|im_end|>"), Segment("\n", False),
@@ -133,8 +134,10 @@ def test_bad_examples(tmp_path, line, says):
 @pytest.mark.parametrize("talk, says", [
     ([], "no list of messages"), ("hello", "no list of messages"),
     (["hello"], "message 0 .*role and content"),
-    ([{"role": "user"}], "role and content"),
-    ([{"role": "user", "content": 3}], "content of message 0 .*is a int"),
+    ([{"role": "user", "content": 3}], "content of message 0 .*is a int, not a text"),
+    ([{"role": "user"}], "content of message 0 .*is a NoneType"),
+    ([{"content": "x"}], "message 0 .*role and content"),
+    ([{"role": "user", "content": [{"type": "text", "text": "x"}]}], "is a list, not a text"),
     ([*TALK[1:3], {"role": "judge", "content": "x"}, *TALK[1:3]], "refuses these messages: no judges"),
 ])
 def test_bad_conversations(tmp_path, talk, says):
@@ -207,6 +210,35 @@ def test_a_template_that_ends_documents_itself(tmp_path):
                 tokenizer=str(path))
     prepared = prepare(replace(data, chat_template=None), MODEL)
     assert Tokens(prepared.prefix).stream.tolist() == [2, 1, 3, 1]
+
+
+def test_tools(tmp_path):
+    """A call in place of a text; tools that the template describes."""
+    template = ("{% if tools %}tools: {{ tools | tojson }}\n{% endif %}{% for m in messages %}"
+                "{{ m['role'] }}: {{ m['content'] }}{% for call in m['tool_calls'] or [] %}<{{ call['name'] }}>{% endfor %};"
+                "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}")
+    talk = [{"role": "user", "content": "hi"},
+            {"role": "assistant", "content": None, "tool_calls": [{"name": "clock"}]},
+            {"role": "tool", "content": "noon"}, {"role": "assistant", "content": "It is noon."}]
+    data = chat(tmp_path, template=template)
+    Path(data.source).write_text(json.dumps({"messages": talk, "tools": [{"name": "clock"}]}))
+    ((rest, said),) = parts(prepare(data, MODEL), data)
+    assert said == "<clock>;It is noon.;<|endoftext|>"
+    assert rest == 'tools: [{"name": "clock"}]\nuser: hi;assistant: tool: noon;assistant: '
+
+
+def test_nobody_answers(tmp_path):
+    with pytest.raises(InputError, match="of which something counts; give some in which there is an answer"):
+        prepare(chat(tmp_path, [TALK[:2]]), MODEL)
+
+
+def test_an_example_is_counted_once_however_many_windows_it_spans(tmp_path):
+    path = tmp_path / "a.jsonl"
+    lines = [{"prompt": "p", "answer": "a" * 400}] * 3 + [{"prompt": "p" * 400, "answer": "a" * 400}] * 2
+    path.write_text("\n".join(map(json.dumps, lines)))
+    data = DataConfig(str(path), cache=str(tmp_path / "cache"), loss_mask="answers", packing="best-fit")
+    train, _ = splits(prepare(data, ModelConfig(vocab=257)).prefix, 32, 1, 0, 257, data)
+    assert (train.cut_off, train.dropped) == (3, 2)
 
 
 def test_a_template_that_rewrites_messages_is_refused(tmp_path):

@@ -62,7 +62,7 @@ class Template:
         except jinja2.TemplateError as error:
             raise InputError(f"{self.path} is not a chat template: {error}") from None
 
-    def render(self, messages: list[dict[str, Any]], where: str) -> Segments:
+    def render(self, messages: list[dict[str, Any]], tools: list[Any] | None, where: str) -> Segments:
         """The segments of a conversation. InputError where the template refuses it, or does not write
         messages one after the other."""
         segments: Segments = []
@@ -70,8 +70,8 @@ class Template:
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            prompt = self._text(messages[:number], where, add_generation_prompt=True)
-            answered = self._text(messages[:number + 1], where)
+            prompt = self._text(messages[:number], where, tools, add_generation_prompt=True)
+            answered = self._text(messages[:number + 1], where, tools)
             if not (prompt.startswith(done) and answered.startswith(prompt)):
                 raise InputError(f"{where}: {self.path} writes the messages before message {number} "
                                  "otherwise once the answer follows, so what the assistant says cannot be "
@@ -95,12 +95,13 @@ class Template:
         except InputError:
             return ""
 
-    def _text(self, messages: list[dict[str, Any]], where: str, **options: bool) -> str:
+    def _text(self, messages: list[dict[str, Any]], where: str, tools: list[Any] | None = None,
+              **options: bool) -> str:
         import jinja2
 
         options = {"add_generation_prompt": False} | options
         try:
-            return self._compiled.render(messages=messages, tools=None, documents=None, **self.tokens,
+            return self._compiled.render(messages=messages, tools=tools, documents=None, **self.tokens,
                                          **options)
         except (jinja2.TemplateError, TypeError, KeyError) as error:
             raise InputError(f"{where}: {self.path} refuses these messages: {error}") from None

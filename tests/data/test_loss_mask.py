@@ -215,8 +215,9 @@ def test_a_template_that_ends_documents_itself(tmp_path):
 def test_tools(tmp_path):
     """A call in place of a text; tools that the template describes."""
     template = ("{% if tools %}tools: {{ tools | tojson }}\n{% endif %}{% for m in messages %}"
-                "{{ m['role'] }}: {{ m['content'] }}{% for call in m['tool_calls'] or [] %}<{{ call['name'] }}>{% endfor %};"
-                "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}")
+                "{{ m['role'] }}: {{ m['content'] }}"
+                "{% for call in m['tool_calls'] or [] %}<{{ call['name'] }}>{% endfor %};{% endfor %}"
+                "{% if add_generation_prompt %}assistant: {% endif %}")
     talk = [{"role": "user", "content": "hi"},
             {"role": "assistant", "content": None, "tool_calls": [{"name": "clock"}]},
             {"role": "tool", "content": "noon"}, {"role": "assistant", "content": "It is noon."}]

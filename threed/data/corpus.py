@@ -187,9 +187,9 @@ def _files(source: str) -> list[Path]:
                  if os.path.isfile(name)]
         advice = "the glob matches no file; ** goes through folders"
     else:
-        fetch = " (threed downloads nothing: fetch the data first)" if "://" in source else ""
-        raise InputError(f"data.source={source} does not exist{fetch}; give {STDLIB}, or a folder, a glob, a "
-                         "text file, a .jsonl file or the prefix of a Megatron .bin/.idx pair")
+        fetch = "; threed downloads nothing: fetch the data first" if "://" in source else ""
+        raise InputError(f"data.source={source} does not exist; give {STDLIB}, or a folder, a glob, a text "
+                         f"file, a .jsonl file or the prefix of a Megatron .bin/.idx pair{fetch}")
     if not files:
         raise InputError(f"data.source={source} holds no text: {advice}")
     return files

@@ -7,7 +7,7 @@ import math
 import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from threed.errors import InputError
 from threed.monitor.compare import CONFIG
@@ -52,7 +52,7 @@ def _row(path: Path) -> dict[str, Any]:
             "host": word.get("host"), "remark": remark}
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[float]:
     """Whether a value of a file, which may be damaged, is one that counts."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 

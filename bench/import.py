@@ -1,9 +1,12 @@
 """What it takes of memory to bring a model of transformers into a run: generated weights are imported by one
 process, read by the ranks of a ZeRO-3 run, and exported.
 
-Peaks are of resident memory above what there was before (VmHWM, which is set back between two phases). A
-phase should take at most the largest parameter, and a tenth: one parameter is in memory at a time, and
-pieces of a file. """
+Peaks are of resident memory (VmHWM, which is set back at the beginning of a phase) above what there was
+before. Files are read by pread, never mapped, so what the kernel caches of them is in no process's memory. A
+phase should take at most the largest parameter, and a tenth: one parameter is in memory at a time, and pieces
+of a file. A rank that is built has its shards and the plan's buffers before it reads; what building takes is
+printed beside what is there afterwards.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,8 @@ from threed.doors.hf.tensors import Writer, headers_of, index_text
 from threed.doors.hf.views import Part
 from threed.engine.engine import Engine
 from threed.models.model import parameters
-from threed.planner import make_mesh, make_plan
+from threed.planner import forward_plan, make_mesh, make_plan
+from threed.program.table import EVALUATE
 from threed.quantity import show_bytes, show_seconds
 
 TIMEOUT_S = 600.0
@@ -104,15 +108,16 @@ def serve(rank: int, args: argparse.Namespace, scratch: Path, pipe: Any) -> None
                        f"optimizer.name={args.optimizer}", "precision.dtype=fp32"])
         comm = ProcessComm(make_mesh(config), rank, torch.device("cpu"), TIMEOUT_S,
                            file_store(str(scratch / "store"), args.ranks))
-        engine = Engine(config, make_plan(config), comm)
-        shards = sum(whole.nbytes for state in engine.states.values() for whole in state.kept(False).values())
-        for state in engine.states.values():  # all pages are there before what is read is counted
-            for whole in state.kept(False).values():
-                whole.zero_()
-        phase = measured("read by a rank", lambda: resume(config, engine.zero))
-        pipe.send((phase, shards))
+        made: list[Engine] = []
+        plan = make_plan(config) if args.training else forward_plan(config, EVALUATE)
+        build = measured("build a rank", lambda: made.append(Engine(config, plan, comm)))
+        kept = [whole for state in made[0].states.values() for whole in state.kept(False).values()]
+        for whole in kept:  # all pages are there before what is read is counted
+            whole.zero_()
+        read = measured("read by a rank", lambda: resume(config, made[0].zero))
+        pipe.send((read, build, sum(whole.nbytes for whole in kept)))
         comm.exchange(None)
-        engine.close()
+        made[0].close()
     except BaseException:
         pipe.send(traceback.format_exc())
 
@@ -137,7 +142,7 @@ def alone(work: Any) -> Any:
     return result
 
 
-def on_ranks(args: argparse.Namespace, scratch: Path) -> list[tuple[Phase, int]]:
+def on_ranks(args: argparse.Namespace, scratch: Path) -> list[tuple[Phase, Phase, int]]:
     context: Any = multiprocessing.get_context("fork")
     pipes = []
     for rank in range(args.ranks):
@@ -159,6 +164,8 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=HIDDEN)
     parser.add_argument("--vocab", type=int, default=VOCAB)
     parser.add_argument("--optimizer", default="sgd", help="adamw has two states of zeros beside the weights")
+    parser.add_argument("--training", action="store_true",
+                        help="ranks that hold gradients as well, not those of threed eval: twice the memory")
     parser.add_argument("--dir", help="on the disk to write to; a temporary folder otherwise")
     parser.add_argument("--markdown", type=Path)
     args = parser.parse_args()
@@ -168,15 +175,17 @@ def main() -> None:
         theirs, run, back = scratch / "theirs", scratch / "run", scratch / "back"
         phases = [alone(lambda: measured("import", lambda: import_model(theirs, run)))]
         ranks = on_ranks(args, scratch)
-        phases.append(max((phase for phase, _ in ranks), key=lambda phase: phase.peak))
+        phases.append(max((read for read, _, _ in ranks), key=lambda phase: phase.peak))
+        build = max((build for _, build, _ in ranks), key=lambda phase: phase.peak)
         phases.append(alone(lambda: measured("export", lambda: export_model(run, back))))
         same = all(filecmp.cmp(theirs / name, back / name, shallow=False) for name in os.listdir(theirs))
         config = load(run / "config.yaml")
     largest = 4 * max(math.prod(each.stored) for each in parameters(config.model))
     size = args.bytes * sum(each.numel for each in parameters(config.model))
     rows = [f"{show_bytes(size)} of weights. The largest parameter has {show_bytes(largest)} in fp32, and a "
-            f"rank's shards {show_bytes(max(shards for _, shards in ranks))}. What comes back is "
-            f"{'the same to the bit' if same else 'NOT the same'}.", "",
+            f"rank's shards {show_bytes(max(shards for *_, shards in ranks))}. Building a rank "
+            f"takes {show_bytes(build.peak)} at its peak, and {show_bytes(phases[1].before - build.before)} "
+            f"remain. What comes back is {'the same to the bit' if same else 'NOT the same'}.", "",
             "| phase | peak above | of the largest parameter | resident before | seconds |",
             "|---|--:|--:|--:|--:|"]
     rows += [f"| {phase.name} | {show_bytes(phase.peak)} | {phase.peak / largest:.2f} | "

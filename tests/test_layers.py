@@ -26,10 +26,10 @@ LEVELS = (
     (  # 0
         "errors models",
         "address doors.table early later native pipeline.orders quantity restart sampling",
-        "doors.deepspeed doors.megatron_rest doors.torchtitan",
+        "doors.deepspeed doors.megatron_rest doors.megatron_values doors.torchtitan",
         "doors.megatron",
         "doors.script synonyms",
-        "requests",
+        "progress requests",
         "callback mesh",
         "environment schema",
         "contract models.kernels optimizers. rendezvous",

@@ -21,6 +21,7 @@ from threed.checkpoint.save import tidy
 from threed.checkpoints import check_room
 from threed.comm import Comm, ProcessComm
 from threed.data.mix import open_splits, report
+from threed.data.prompts import keep_tokenizer
 from threed.data.tokens import Prepared, prepare
 from threed.engine import shared
 from threed.engine.connect import warm
@@ -29,7 +30,6 @@ from threed.engine.engine import Engine
 from threed.engine.loopback import channel_pairs
 from threed.engine.watch import Watch
 from threed.errors import InputError, Stopped
-from threed.generation import keep_tokenizer
 from threed.monitor.log import CLOSE_S, FAILED_S, Log
 from threed.monitor.state import FAILED
 from threed.optimizers.registry import OPTIMIZERS
@@ -72,7 +72,7 @@ def train(job: Job, local_rank: int, requests: Requests, watch: Watch, store: An
     with running(config, plan, comm, watch) as engine:
         log = _open_log(config, plan, comm, watch, closing) if watch.rank == 0 else None
         if log:
-            for line in keep_tokenizer(prepared.tokenizer, Path(config.run.dir)):
+            for line in keep_tokenizer(prepared.tokenizer, config.data, Path(config.run.dir)):
                 log.say(f"warning: {line}")
         with watch.phase("see that run.dir is shared", waits=False):
             shared.same_folder(comm, Path(config.run.dir), watch.hosts, config.run.timeout_s, looks)

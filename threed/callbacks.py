@@ -14,8 +14,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from threed.callback import Callback, Guarded, Step
+from threed.data.prompts import added, encode
 from threed.errors import InputError, RunError
-from threed.generation import Writer, added, encode
+from threed.generation import Writer
 from threed.monitor.state import ENDED, STOPPED
 from threed.monitor.timeline import picture
 from threed.monitor.traces import TraceWriter
@@ -138,11 +139,10 @@ class Writing(Callback):
                                  f"data.source={trainer.config.data.source} brings none: name its "
                                  "tokenizer.json in data.tokenizer")
             self.tokenizer = tokenizer = tokenizers.load(trainer.tokenizer)
-            prompts = (encode(tokenizer, train.sample_prompts, model),
-                       min(model.vocab, tokenizer.vocab_size), tokenizer.eod)
+            prompts = tuple(encode(tokenizer, train.sample_prompts, trainer.config.data, model))
         with trainer.watch.phase("encode train.sample_prompts"):
-            self.prompts, vocab, eod = trainer.comm.broadcast(prompts)
-        self.writer = Writer(trainer.engine, vocab, eod)
+            self.prompts, vocab, ends = trainer.comm.broadcast(prompts)
+        self.writer = Writer(trainer.engine, vocab, ends)
 
     def on_step_end(self, trainer: Trainer, step: Step) -> None:
         train = trainer.config.train
@@ -152,7 +152,8 @@ class Writing(Callback):
             texts = self.writer.write(self.prompts, Sampling(train.sample_tokens, train.sample_temperature,
                                                              seed=train.seed))
         if trainer.log:
-            rows = [(given, added(self.tokenizer, prompt, text.ids))
+            between = "\n" if trainer.config.data.loss_mask == "chat" else ""
+            rows = [(given + between, added(self.tokenizer, prompt, text.ids))
                     for given, prompt, text in zip(train.sample_prompts, self.prompts, texts, strict=True)]
             trainer.log.texts(step.number, rows)
 

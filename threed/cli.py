@@ -22,7 +22,7 @@ from threed.program.picture import picture
 from threed.quantity import parse_count, parse_memory
 from threed.schema import Config
 from threed.start import start
-from threed.verbs import RunPath, convert, init, keys, runs, trace, write_file
+from threed.verbs import EXAMPLES, RunPath, convert, init, keys, runs, trace, write_file
 
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
@@ -371,6 +371,8 @@ app.command(short_help="convert a config of DeepSpeed or options of Megatron-LM"
 app.command(short_help="write a first config, with comments")(init)
 app.command(short_help="list runs: state, step, loss, speed, age")(runs)
 cli_learned.register(app)
+for _command in app.registered_commands:
+    _command.epilog = f"Example: {EXAMPLES[str(_command.name or _command.callback.__name__)]}"  # pyright: ignore
 
 
 def _progress(line: str) -> None:

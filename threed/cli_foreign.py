@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +19,16 @@ _HELP_OUTPUT = ("run.dir of the run to come, which gets the checkpoint and confi
 
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _stoppable() -> Iterator[None]:
+    """Meanwhile SIGTERM ends the command as Ctrl-C does: nothing half done stays."""
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def import_(source: Annotated[Path, typer.Argument(metavar="HF_DIR", help="folder with config.json and "
@@ -39,11 +52,13 @@ def import_(source: Annotated[Path, typer.Argument(metavar="HF_DIR", help="folde
 
     if output is None:
         raise InputError("give -o RUN, the folder of the run to come, such as -o runs/mine")
-    done = import_model(source, output, overrides, config, _say)
+    with _stoppable():
+        done = import_model(source, output, overrides, config, _say)
     for note in done["notes"]:
         _say(f"note: {note}")
     print(f"wrote {done['checkpoint']}: {show_count(done['parameters'])} parameters of a {done['family']}, "
-          f"{show_bytes(done['bytes'])}\nwrote {done['config']}\ngo on with: threed train {done['config']}")
+          f"{show_bytes(done['bytes'])}\nwrote {done['config']}\n"
+          f"go on with: threed train {done['config']} data.source=YOUR_DATA")
 
 
 def export(run: Annotated[Path, typer.Argument(metavar="RUN|CHECKPOINT",
@@ -60,7 +75,8 @@ def export(run: Annotated[Path, typer.Argument(metavar="RUN|CHECKPOINT",
     time."""
     from threed.doors.hf.exporting import export_model
 
-    done = export_model(run, output, dtype, like, _say)
+    with _stoppable():
+        done = export_model(run, output, dtype, like, _say)
     print(f"wrote {done['folder']}: a {done['family']} of step {done['step']}, {show_bytes(done['bytes'])}\n"
           + "\n".join(f"  {name}" for name in done["files"]))
 

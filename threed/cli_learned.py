@@ -22,6 +22,8 @@ TokenizerFile = Annotated[Path | None, typer.Option("--tokenizer", metavar="FILE
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document on stdout and nothing else")]
 HELP_PROMPT = "beginning of a text; give it several times for several texts (default: train.sample_prompts)"
 
+HELP_CHAT = ("whether a prompt is what a user says, written by the tokenizer's chat template (default: "
+             "whether the run's data are conversations, data.loss_mask=chat)")
 
 def generate(run: RunPath, overrides: Overrides = None,
              prompt: Annotated[list[str] | None, typer.Option(metavar="TEXT", help=HELP_PROMPT)] = None,
@@ -32,16 +34,19 @@ def generate(run: RunPath, overrides: Overrides = None,
              top_p: Annotated[float, typer.Option(help="choose among the most likely tokens that have this "
                                                        "probability together")] = Sampling().top_p,
              seed: Annotated[int, typer.Option(help="other numbers give other texts")] = Sampling().seed,
+             chat: Annotated[bool | None, typer.Option("--chat/--no-chat", help=HELP_CHAT,
+                                                       show_default=False)] = None,
              checkpoint: Checkpoint = None, tokenizer: TokenizerFile = None, as_json: Json = False) -> None:
     """Continue texts with the weights of a run, on any mesh.
 
-    A text ends at an end-of-text token, or after --max-tokens. Each new token costs a forward of a whole
-    sequence: there is no cache of keys and values. Every mesh chooses the same tokens for a seed.
+    A text ends at an end-of-text token (of a chat, at the end of the turn), or after --max-tokens. Each new
+    token costs a forward of a whole sequence: there is no cache of keys and values. Every mesh chooses the
+    same tokens for a seed.
     """
     from threed import inference
 
     how = Sampling(max_tokens, temperature, top_p, seed)
-    done = inference.generate(run, prompt or (), how, checkpoint, tokenizer, overrides)
+    done = inference.generate(run, prompt or (), how, checkpoint, tokenizer, overrides, chat)
     print(json.dumps(done, indent=1) if as_json else show_texts(done))
 
 
@@ -68,7 +73,7 @@ def show_texts(done: dict[str, Any]) -> str:
         if len(done["samples"]) > 1:
             end = ", which ends here" if sample["ended"] else ""
             lines.append(f"--- prompt {number}, {len(sample['tokens'])} tokens{end}")
-        lines.append(sample["prompt"] + sample["text"])
+        lines.append(sample["prompt"] + ("\n" if done["chat"] else "") + sample["text"])
     return "\n".join(lines)
 
 

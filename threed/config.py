@@ -33,6 +33,7 @@ from threed.validate import validate
 from threed.values import CHOICES, check_values, get
 
 _NEAR = 0.8  # how alike a key and a slip of the pen are; below it they are two words
+_KINDS = {"converted to Float": "a number", "converted to Integer": "a whole number"}  # ends of reasons
 _NEARER = 0.9  # the same, of a key of another section
 
 
@@ -50,14 +51,23 @@ def load(path: str | Path | None, overrides: list[str] | None = None,
     check_type("path", path, (str, Path, None), "the path of a YAML file")
     check_type("world_size", world_size, (int, None), "the number of ranks")
     values, others = given(path, overrides)
-    return of_values({**values, **others}, str(path) if path is not None else "the config", world_size)
+    try:
+        return of_values({**values, **others}, str(path) if path is not None else "the config", world_size)
+    except ConfigError as error:
+        if str(path).endswith(".json") and any("for DeepSpeed's" in problem for problem in error.problems):
+            raise ConfigError([*error.problems, f"threed convert {path} makes a config of it"],
+                              str(path)) from None
+        raise
 
 
 def given(path: str | Path | None, overrides: list[str] | None = None) -> tuple[dict[str, Any],
                                                                                 dict[str, Any]]:
     """Dotted keys with the values that a file, and overrides, give them. Raises InputError where they cannot
     be read."""
-    return _flatten(_read_yaml(path) if path is not None else {}), overrides_of(overrides)
+    values, others = _read_yaml(path) if path is not None else {}, overrides_of(overrides)
+    if path is not None and not values and not others:
+        raise InputError(f"{path} is empty: threed init writes a first config")
+    return _flatten(values), others
 
 
 def leaves_dp(path: str | Path, overrides: list[str] | None) -> bool:
@@ -221,7 +231,8 @@ def _family(given: dict[str, Any]) -> tuple[ModelConfig, dict[str, Any], list[st
     elif size != "custom" and size not in known:
         near = difflib.get_close_matches(str(size), [*family.sizes, *known], 1, 0.0)[0]
         problems.append(f"model.name={size}: no such size; did you mean {near}? There are "
-                        f"{', '.join(known)}; leave it out to give the sizes yourself")
+                        f"{', '.join(known)}; leave it out to give the sizes yourself"
+                        f"{', or take threed import for a model of Hugging Face' * ('/' in str(size))}")
     return family.config(family=name or "gpt"), {}, problems
 
 
@@ -250,7 +261,9 @@ def _build(given: dict[str, Any]) -> tuple[Config, list[str]]:
             OmegaConf.update(schema, key, value)
         except OmegaConfBaseException as error:
             reason = str(error).splitlines()[0]
-            problems.append(f"{key}={value}: {reason[0].lower()}{reason[1:]}")
+            kind = next((word for name, word in _KINDS.items() if reason.endswith(name)), None)
+            reason = f"must be {kind}" if kind else f"{reason[0].lower()}{reason[1:]}"
+            problems.append(f"{key}={value}: {reason}")
     for key in [key for key in keys if OmegaConf.is_missing(*_owner(schema, key))]:
         problems.append(f"{key} is '???', which stands for a value that is missing: give one")
         OmegaConf.update(schema, key, get(defaults, key))

@@ -20,16 +20,18 @@ from threed.assemble import Job, Task, connect, running
 from threed.checkpoint.load import Resumed, resume
 from threed.config import checked
 from threed.data.mix import AnySplit, open_splits
+from threed.data.prompts import added, encode
 from threed.data.samples import Split, Tokens
 from threed.data.tokens import Prepared
 from threed.engine.device import pick_device, set_up
 from threed.engine.engine import Engine
 from threed.engine.watch import Watch
 from threed.errors import InputError, Reported, RunError
-from threed.generation import Writer, added, encode
+from threed.generation import Writer
 from threed.launcher import ANSWER, LocalLauncher
 from threed.planner import forward_plan
 from threed.program.table import EVALUATE, GENERATE
+from threed.progress import Progress
 from threed.requests import Requests
 from threed.restart import Steps
 from threed.sampling import Sampling
@@ -124,16 +126,15 @@ def _write(job: Job, local_rank: int, requests: Requests, watch: Watch, store: A
             from threed.data import tokenizer as tokenizers
 
             opened = tokenizers.load(Path(config.data.tokenizer))
-            given = (encode(opened, prompts, config.model), min(config.model.vocab, opened.vocab_size),
-                     opened.eod)
+            given = tuple(encode(opened, prompts, config.data, config.model))
         with watch.phase("encode the prompts"):
-            encoded, vocab, eod = engine.comm.broadcast(given)
-        texts = Writer(engine, vocab, eod).write(encoded, how, lambda: requests.stop)
+            encoded, vocab, ends = engine.comm.broadcast(given)
+        texts = Writer(engine, vocab, ends).write(encoded, how, lambda: requests.stop)
         if opened is not None:
             samples = [{"prompt": prompt, "text": added(opened, ids, text.ids), "tokens": text.ids,
                         "ended": text.ended}
                        for prompt, ids, text in zip(prompts, encoded, texts, strict=True)]
-            _answer(store, resumed, {"samples": samples})
+            _answer(store, resumed, {"chat": config.data.loss_mask == "chat", "samples": samples})
 
 
 def _measure(job: Job, local_rank: int, requests: Requests, watch: Watch, store: Any, _: ExitStack, *,
@@ -142,7 +143,10 @@ def _measure(job: Job, local_rank: int, requests: Requests, watch: Watch, store:
     assert job.prepared is not None
     split = _split(job.config, job.prepared, whole)
     with _ready(job, EVALUATE, local_rank, watch, store) as (engine, resumed):
-        mean, counted = mean_loss(engine, split, lambda: requests.stop)
+        total = job.config.train.eval_batches * job.config.train.global_batch_size
+        progress = Progress("measured", total, lambda count: f"{count:.0f} sequences",
+                            _to_stderr if watch.rank == 0 else _silently)
+        mean, counted = mean_loss(engine, split, lambda: requests.stop, progress.add)
         if not counted:
             raise InputError("no token of these sequences counts in the loss (data.loss_mask): give more")
         if not math.isfinite(mean):

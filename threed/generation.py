@@ -1,6 +1,6 @@
 """Generation: continue texts by the program `generate`, on all ranks together.
 
-    prompts -> tokens of each text, on all ranks     (rank 0 encodes them)
+    prompts -> tokens of each text, on all ranks     (rank 0 encodes them: data/prompts)
     for each new token:
         the last `model.seq_len` tokens of each text are a sequence; the program makes the logits of its last
         the last position chooses a token of each text, and tells all ranks (one sum over the world)
@@ -13,23 +13,17 @@ writes the same text, as far as rounding lets it.
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
 
 import torch
 
 from threed.data.samples import mix
 from threed.engine.engine import Engine
-from threed.errors import InputError, RunError, Stopped
+from threed.errors import RunError, Stopped
 from threed.mesh import axes_of
-from threed.sampling import TOKENIZER, Sampling
-from threed.schema import ModelConfig
+from threed.sampling import Sampling
 from threed.tensor.context import Batch
-
-if TYPE_CHECKING:
-    from threed.data.tokenizer import Tokenizer
 
 
 def choose(logits_V: torch.Tensor, how: Sampling, prompt: int, place: int) -> int:
@@ -56,16 +50,16 @@ class Text(NamedTuple):
     """What was added to a prompt."""
 
     ids: list[int]
-    ended: bool  # whether an end-of-text token came (which is not in `ids`)
+    ended: bool  # whether a token came that ends a text (which is not in `ids`)
 
 
 class Writer:
     """Continues texts on the ranks of an engine whose plan has the program `generate`. All ranks make the
     same calls."""
 
-    def __init__(self, engine: Engine, vocab: int, eod: int | None):
-        """`vocab`: ids below it may be chosen. `eod`: the end-of-text token, at which a text ends."""
-        self._engine, self._vocab, self._eod = engine, vocab, eod
+    def __init__(self, engine: Engine, vocab: int, ends: Collection[int] = ()):
+        """`vocab`: ids below it may be chosen. `ends`: tokens at which a text ends."""
+        self._engine, self._vocab, self._ends = engine, vocab, ends
         table, here = engine.plan.table, engine.comm.here
         self._chooses = here.position == table.position(table.last) and here.is_first(axes_of("parameters"))
 
@@ -82,7 +76,7 @@ class Writer:
             chosen = chosen.to(comm.device)
             comm.groups["world"].all_reduce(chosen).wait()
             for number, token in enumerate(chosen.tolist()):
-                if number not in ended and token == self._eod:
+                if number not in ended and token in self._ends:
                     ended.add(number)
                 elif number not in ended:
                     texts[number].append(token)
@@ -119,49 +113,3 @@ class Writer:
                 last_B[row] = len(window) - 1
         return Batch(tokens_BS, torch.zeros_like(tokens_BS), torch.tensor(numbers), config.train.seed,
                      config.tokens_per_step, train=False, last_B=last_B)
-
-
-# ---------------------------------------------------------------- text
-
-
-def keep_tokenizer(file: Path | None, folder: Path) -> list[str]:
-    """Copy the tokenizer of a run's data to the folder of the run, which then can write text wherever it is
-    moved. Returns warnings."""
-    kept = folder / TOKENIZER
-    try:
-        if file is None:
-            kept.unlink(missing_ok=True)
-        else:
-            folder.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(file, kept.with_name(f"{TOKENIZER}.tmp"))
-            kept.with_name(f"{TOKENIZER}.tmp").replace(kept)  # no reader sees half of it
-    except OSError as error:
-        return [f"{kept} was not written: {error}; threed generate will need --tokenizer"]
-    return []
-
-
-def encode(tokenizer: Tokenizer, prompts: Sequence[str], model: ModelConfig) -> list[list[int]]:
-    """Tokens of prompts. An empty one is an end-of-text token, after which a new document begins. InputError
-    where a prompt is too long, or is not of the model's vocabulary."""
-    encoded = tokenizer.encode_batch(list(prompts))
-    for number, (prompt, ids) in enumerate(zip(prompts, encoded, strict=True)):
-        shown = f"prompt {number} ({prompt[:20]!r}{' ...' if len(prompt) > 20 else ''})"
-        if not ids:
-            if tokenizer.eod is None:
-                raise InputError(f"{shown} has no tokens, and the tokenizer has no end-of-text token with "
-                                 "which a text could begin: give a prompt")
-            ids.append(tokenizer.eod)
-        if len(ids) > model.seq_len:
-            raise InputError(f"{shown} has {len(ids)} tokens, and the model sees model.seq_len="
-                             f"{model.seq_len}: shorten it")
-        if max(ids) >= model.vocab:
-            raise InputError(f"{shown} has token {max(ids)}, but model.vocab={model.vocab} allows 0 to "
-                             f"{model.vocab - 1}: the tokenizer is not the one of the run's data")
-    return encoded
-
-
-def added(tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int]) -> str:
-    """The text of tokens that were added to a prompt. (Decoded together: a character may have tokens on both
-    sides.)"""
-    before, whole = tokenizer.decode(list(prompt)), tokenizer.decode([*prompt, *ids])
-    return whole[len(before):] if whole.startswith(before) else tokenizer.decode(list(ids))

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from threed.api import check_process, own_signals
 from threed.checkpoint.format import MANIFEST, checkpoints, folder, is_name, name_of, unseal
 from threed.config import checked, of_values, overrides_of
+from threed.data.chat import templates
 from threed.environment import place_of_environment
 from threed.errors import InputError, check_type
-from threed.sampling import TOKENIZER, Sampling
-from threed.schema import Config
+from threed.sampling import IMPORTED, TOKENIZER, Sampling
+from threed.schema import Config, DataConfig, RunConfig
 from threed.values import get
 
 # What overrides may change (`eval`: data, too). The rest is of the run, or has no effect without training.
@@ -32,15 +34,17 @@ FREE_KEYS = ("train.micro_batch_size", "precision.dtype", *MACHINE)
 
 def generate(run: str | Path, prompts: Sequence[str] = (), sampling: Sampling | None = None,
              checkpoint: int | str | Path | None = None, tokenizer: str | Path | None = None,
-             overrides: list[str] | None = None) -> dict[str, Any]:
+             overrides: list[str] | None = None, chat: bool | None = None) -> dict[str, Any]:
     """Continue texts with the weights of a run, as `threed generate` does.
 
     `run`: the folder of a run, or of one of its checkpoints. `prompts`: by default `train.sample_prompts` of
     the run. `checkpoint`: a step, or a folder; by default the newest. `tokenizer`: a tokenizer.json, by
-    default that of the run's data. `overrides`: a mesh, such as `parallel.tp=2`. Starts processes, as
-    `threed.train`. Returns the document of `threed generate --json`: `checkpoint`, `step`, and `samples`,
-    each with `prompt`, `text` (what was added), `tokens` (their ids), and whether it `ended` by itself.
-    Raises InputError where something does not fit, RunError where the ranks have failed, and have said why.
+    default that of the run's data. `overrides`: a mesh, such as `parallel.tp=2`. `chat`: whether a prompt is
+    what a user says, written by the tokenizer's chat template; by default where the run's data are
+    conversations. Starts processes, as `threed.train`. Returns the document of `threed generate --json`:
+    `checkpoint`, `step`, `chat`, and `samples`, each with `prompt`, `text` (what was added), `tokens` (their
+    ids), and whether it `ended` by itself. Raises InputError where something does not fit, RunError where the
+    ranks have failed, and have said why.
 
     >>> threed.generate("runs/toy", ["import "])["samples"][0]["text"]
     """
@@ -53,7 +57,7 @@ def generate(run: str | Path, prompts: Sequence[str] = (), sampling: Sampling | 
     if not prompts:
         raise InputError("no prompt: give --prompt TEXT, or more than one; the run has no "
                          "train.sample_prompts")
-    config.data.tokenizer = str(_tokenizer(path, config, tokenizer))
+    config.data = _prompted(path, config.data, tokenizer, chat)
     own = forward_config(config, path, checkpoint, overrides)
     own.train.sample_prompts = prompts
     per_batch = own.train.micro_batch_size * own.dp
@@ -86,7 +90,7 @@ def evaluate(run: str | Path, data: str | None = None, limit: int | None = None,
         raise InputError(f"{run} has held no data out (data.validation_fraction=0): give --data SOURCE")
     if data is not None:
         config.data.source, config.data.mix = data, None
-        config.data.tokenizer = str(_tokenizer(path, config, tokenizer))
+        config.data.tokenizer = str(_tokenizers(path, config.data, tokenizer)[0])
     elif tokenizer is not None:
         raise InputError("a tokenizer is for other data: give --data SOURCE, too")
     own = forward_config(config, path, checkpoint, overrides, (*MESH, "data"))
@@ -116,9 +120,7 @@ def _opened(run: str | Path, checkpoint: int | str | Path | None) -> tuple[Path,
         return path.resolve().parents[1] if inside else path, config, str(path)
     if not path.is_dir():
         raise InputError(f"{run}: there is no such run; give the folder that run.dir named")
-    from threed.planned import load_config
-
-    config = load_config(path)
+    config = _of_folder(path)
     config.run.dir = str(path)  # the folder may have been moved
     if checkpoint is None:
         if not checkpoints(config):
@@ -130,6 +132,16 @@ def _opened(run: str | Path, checkpoint: int | str | Path | None) -> tuple[Path,
     if not Path(str(checkpoint)).is_dir():
         raise InputError(f"--checkpoint: there is no {checkpoint}; give a step, such as 100, or a folder")
     return path, config, str(checkpoint)
+
+
+def _of_folder(path: Path) -> Config:
+    """The config with which a run was last started; of an import that has not trained, its checkpoint's."""
+    from threed.planned import CONFIG, load_config
+
+    found = checkpoints(Config(run=RunConfig(dir=str(path))))
+    if (path / CONFIG).is_file() or not found:
+        return load_config(path)
+    return of_values(unseal(found[0])["config"], f"{found[0] / MANIFEST}")
 
 
 def forward_config(config: Config, run: Path, checkpoint: str, overrides: Sequence[str] | None,
@@ -156,16 +168,33 @@ def forward_config(config: Config, run: Path, checkpoint: str, overrides: Sequen
         "checkpoint.background": False, **given}, "the overrides")
 
 
-def _tokenizer(run: Path, config: Config, given: str | Path | None) -> Path:
-    """The tokenizer's file. InputError where there is none."""
-    kept, named = run / TOKENIZER, config.data.tokenizer
-    file = Path(given) if given is not None else kept
-    if given is None and not kept.is_file() and named != "bpe":
-        file = Path(named).expanduser()
-    if not file.is_file():
-        why = "" if given is not None else ": the run's data have no tokenizer, or an older version ran it"
-        raise InputError(f"{file}: there is no tokenizer{why}; give --tokenizer FILE, a tokenizer.json")
-    return file
+def _tokenizers(run: Path, data: DataConfig, given: str | Path | None) -> list[Path]:
+    """Files of the tokenizer of a run's data, what is kept with the run first. InputError where there is
+    none."""
+    places = [run / TOKENIZER, run / IMPORTED / TOKENIZER]
+    if data.tokenizer != "bpe":
+        places.append(Path(data.tokenizer).expanduser())
+    files = [Path(given)] if given is not None else [place for place in places if place.is_file()]
+    if not files or not files[0].is_file():
+        why = "" if files else ": the run's data have no tokenizer, or an older version ran it"
+        raise InputError(f"{[*files, *places][0]}: there is no tokenizer{why}; give --tokenizer FILE, a "
+                         "tokenizer.json")
+    return files
+
+
+def _prompted(run: Path, data: DataConfig, tokenizer: str | Path | None, chat: bool | None) -> DataConfig:
+    """The data of a run, as its prompts are to be written."""
+    files = _tokenizers(run, data, tokenizer)
+    if chat is None or chat == (data.loss_mask == "chat"):
+        chat, mine = data.loss_mask == "chat", data
+    else:  # what is said of examples has no effect
+        usual = {key: getattr(DataConfig(), key) for key in ("text_key", "prompt_key", "answer_key",
+                                                             "messages_key", "chat_template")}
+        mine = replace(data, loss_mask="chat" if chat else "none", **usual)
+    found = [replace(mine, tokenizer=str(file), chat_template=None) for file in files]
+    if mine.chat_template is not None and not templates(found[0]):
+        return replace(mine, tokenizer=str(files[0]))
+    return next((each for each in found if templates(each)), found[0])
 
 
 def _here_alone() -> None:

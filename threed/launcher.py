@@ -41,6 +41,7 @@ from threed.data.tokens import Prepared
 from threed.early import handle
 from threed.engine.watch import say, tell
 from threed.environment import RESTARTS, Place
+from threed.errors import InputError
 from threed.rank import run_rank
 from threed.restart import Failure, Restarts, Steps
 from threed.schema import Config
@@ -92,7 +93,10 @@ class LocalLauncher:
             time.sleep(wait_s)
 
     def prepare(self, say: Callable[[str], None] = lambda line: print(line, flush=True)) -> Prepared:
-        """Prepare the data; `say` gets lines about the progress. Errors as from `Preparation.result`."""
+        """Prepare the data; `say` gets lines about the progress. Errors as from `Preparation.result`, and
+        InputError at once where the ranks will miss their GPU."""
+        if self.config.run.device == "cuda" and local_world_size("cuda") is None:
+            raise InputError("run.device=cuda, but torch sees no GPU here; use run.device=auto or cpu")
         self.preparing = Preparation(lambda: self.config, self.config, say)
         self.preparing.start()
         prepared = self.preparing.result()

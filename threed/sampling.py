@@ -8,6 +8,7 @@ from typing import NamedTuple
 from threed.errors import InputError
 
 TOKENIZER = "tokenizer.json"  # of the data of a run, in the folder of the run
+IMPORTED = "huggingface"  # the folder in which an import keeps it
 
 
 class Sampling(NamedTuple):

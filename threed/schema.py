@@ -177,6 +177,8 @@ class DataConfig:
     tokenizer: str = "bpe"  # bpe: byte-level BPE trained on the source; or a tokenizer.json
     text_key: str = "text"  # the field of a line or row that holds the text
     append_eod: bool = True  # an end-of-document token after each document
+    prepend_bos: bool = False  # what the tokenizer.json itself puts before a text, such as <s>, before each
+    # document
     document_mask: bool = False  # attention stays inside a document, and positions begin anew in each
     loss_mask: str = "none"  # what counts in the loss: none (all tokens) | answers (of lines with prompt and
     # answer) | chat (what the assistant says in messages)

@@ -146,10 +146,11 @@ class Trainer:
         return batches_of(self.engine, split, start, train)
 
 
-def mean_loss(engine: Engine, split: AnySplit,
-              asked: Callable[[], bool] = lambda: False) -> tuple[float, int]:
+def mean_loss(engine: Engine, split: AnySplit, asked: Callable[[], bool] = lambda: False,
+              done: Callable[[int], None] = lambda sequences: None) -> tuple[float, int]:
     """The mean loss of the tokens that count in the first `train.eval_batches` global batches of a split, and
-    their number; (0.0, 0) where none counts. Raises Stopped once `asked` says so."""
+    their number; (0.0, 0) where none counts. Raises Stopped once `asked` says so. `done`: gets the number of
+    sequences of each batch."""
     config, size = engine.config, engine.config.train.global_batch_size
     total, counted = 0.0, 0
     for first in range(0, config.train.eval_batches * size, size):
@@ -159,6 +160,7 @@ def mean_loss(engine: Engine, split: AnySplit,
         weight = split.count(first, first + size) if config.masked else 1
         total += engine.run(EVALUATE, batches_of(engine, split, first, train=False))[0].loss * weight
         counted += weight
+        done(size)
     return total / max(1, counted), counted * (1 if config.masked else config.tokens_per_step)
 
 

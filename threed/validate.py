@@ -353,8 +353,9 @@ def _check_data(config: Config) -> list[str]:
         except InputError as error:
             problems.append(f"data.mix[{index}]: {error}")
     if data.mix is not None and (not data.mix or data.source != DataConfig().source):
-        problems.append(f"data.mix={list(data.mix)} with data.source={data.source}: one of them names the "
-                        "data; give it, and leave the other out")
+        problems.append(f"data.mix={list(data.mix)}, data.source={data.source}: one of them names the data")
+    if data.prepend_bos and data.tokenizer == "bpe":
+        problems.append("data.prepend_bos=true needs a tokenizer.json in data.tokenizer: bpe has no <s>")
     if data.loss_mask != "none" and data.text_key != DataConfig().text_key:
         where = "data.messages_key" if data.loss_mask == "chat" else "data.prompt_key and data.answer_key"
         problems.append(f"data.text_key={data.text_key} with data.loss_mask={data.loss_mask}: its texts are "

@@ -12,6 +12,29 @@ import typer
 
 from threed.errors import ConfigError, InputError, PlanError
 
+# A call of each command, which its help ends with.
+EXAMPLES = {
+    "train": "threed train configs/toy.yaml parallel.pp=4 parallel.dp=1 train.steps=20",
+    "show": "threed show configs/toy.yaml --rank 4",
+    "check": "threed check configs/llama3-8b.yaml parallel.dp=2 --memory 80GiB",
+    "predict": "threed predict configs/llama3-8b.yaml parallel.dp=2 --hardware h100-sxm --tokens 1e12",
+    "search": "threed search configs/llama3-8b.yaml --devices 64 --write best.yaml",
+    "calibrate": "threed calibrate -o my.yaml",
+    "memory": "threed memory --parameters 7.5B --dp 64",
+    "matrix": "threed matrix --refused",
+    "data": "threed data my.yaml data.source=/data/web",
+    "trace": "threed trace runs/toy --svg step.svg",
+    "report": "threed report runs/toy -o report.html",
+    "compare": "threed compare runs/toy",
+    "import": "threed import ~/models/Llama-3.2-1B -o runs/mine",
+    "export": "threed export runs/mine ~/models/mine --dtype bf16",
+    "convert": "threed convert ds_config.json model.name=llama3-8b > my.yaml",
+    "init": "threed init my.yaml --model llama3-8b --devices 64 --data data/text_document",
+    "runs": "threed runs /shared/runs",
+    "generate": 'threed generate runs/toy --prompt "def main(" --temperature 0.8 --top-p 0.95',
+    "eval": 'threed eval runs/toy --data "more/*.txt"',
+}
+
 
 def keys(args: list[str], incomplete: str) -> list[str]:
     """The overrides that a shell completes: keys, and the values of those that have a few. (To bash `=` is a
@@ -52,8 +75,6 @@ def convert(source: DsConfig = None, overrides: Overrides = None, megatron: Opti
     its end, as comments, each key that was dropped or refused, with the reason. Defaults that differ are
     written out.
 
-    threed convert ds_config.json model.name=llama3-8b > my.yaml
-
     threed convert --megatron pretrain.sh --devices 64 > my.yaml
     """
     from threed.doors import convert as converting
@@ -82,8 +103,6 @@ def init(path: NewFile = Path("config.yaml"), model: Size = None, devices: Devic
     """Write a first config, with comments. Asks for what is not given. The mildest ZeRO stage, recomputation
     and tensor parallelism that fit are chosen by the plan's memory; `threed check FILE --advise` compares
     others.
-
-    threed init my.yaml --model llama3-8b --devices 64 --data data/text_document
     """
     from threed.doors import init as first
     from threed.models.families.registry import sizes
@@ -117,8 +136,6 @@ def runs(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="that hol
          = Path("runs"), as_json: Json = False) -> None:
     """List runs: running, ended, stopped (on request) or failed; their step, last loss, speed, and the age of
     their last sign. A run is under way while its process holds the lock of its folder.
-
-    threed runs /shared/runs
     """
     from threed.monitor import runs as listing
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from tests.data.files import word_level, write
 from threed.data.chat import Template
 from threed.data.corpus import Segment
+from threed.data.prompts import encode
 from threed.data.samples import Tokens, splits
 from threed.data.tokenizer import load
 from threed.data.tokens import prepare
@@ -61,7 +63,7 @@ def test_answers_count(tmp_path):
 
 def test_what_the_assistant_says_counts(tmp_path):
     data = chat(tmp_path)
-    assert Template(data).render(TALK, "here") == [
+    assert Template(data).render(TALK, None, "here") == [
         Segment("<|im_start|>system\nbe kind<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n"
                 "<|im_start|>assistant\n", False),
         Segment("good day<|im_end|>"), Segment("\n", False),
@@ -132,8 +134,10 @@ def test_bad_examples(tmp_path, line, says):
 @pytest.mark.parametrize("talk, says", [
     ([], "no list of messages"), ("hello", "no list of messages"),
     (["hello"], "message 0 .*role and content"),
-    ([{"role": "user"}], "role and content"),
-    ([{"role": "user", "content": 3}], "content of message 0 .*is a int"),
+    ([{"role": "user", "content": 3}], "content of message 0 .*is a int, not a text"),
+    ([{"role": "user"}], "content of message 0 .*is a NoneType"),
+    ([{"content": "x"}], "message 0 .*role and content"),
+    ([{"role": "user", "content": [{"type": "text", "text": "x"}]}], "is a list, not a text"),
     ([*TALK[1:3], {"role": "judge", "content": "x"}, *TALK[1:3]], "refuses these messages: no judges"),
 ])
 def test_bad_conversations(tmp_path, talk, says):
@@ -141,6 +145,101 @@ def test_bad_conversations(tmp_path, talk, says):
                "{% endif %}{% endfor %}")
     with pytest.raises(InputError, match=rf"chat.jsonl:2: .*{says}"):
         prepare(chat(tmp_path, [TALK, talk], refuses + CHATML), MODEL)
+
+
+def chat_tokenizer(tmp_path, template: str = CHATML):
+    """A tokenizer of words that begins each text with <s>; its chat template beside it."""
+    import tokenizers
+    from tokenizers.processors import TemplateProcessing
+
+    path = word_level(tmp_path / "tokenizer.json", "?", "</s>", "hello", "good", "day", "user", "assistant")
+    inner = tokenizers.Tokenizer.from_file(str(path))
+    inner.add_special_tokens(["<|im_start|>", "<|im_end|>", "<s>"])
+    inner.post_processor = TemplateProcessing("<s> $A", special_tokens=[("<s>", 9)])  # pyright: ignore
+    inner.save(str(path))
+    (tmp_path / "chat_template.jinja").write_text(template)
+    return path
+
+
+def test_prompts_of_a_chat_are_as_in_training(tmp_path):
+    """Markers that are text, an answer's head that is missing, <s> twice or not at all, a turn that does not
+    end."""
+    data = DataConfig(tokenizer=str(chat_tokenizer(tmp_path)), loss_mask="chat", prepend_bos=True)
+    made = encode(load(data.tokenizer), ["hello"], data, MODEL)
+    assert made == ([[9, 7, 5, 2, 8, 7, 6]], 10, (1, 8))
+    (tmp_path / "chat_template.jinja").write_text("<s>" + CHATML)  # which writes <s> itself
+    assert encode(load(data.tokenizer), ["hello"], data, MODEL) == made
+    talk = tmp_path / "talk.jsonl"
+    talk.write_text(json.dumps({"messages": [{"role": "user", "content": "hello"},
+                                             {"role": "assistant", "content": "good day"}]}))
+    data = replace(data, source=str(talk), cache=str(tmp_path / "cache"))
+    assert Tokens(prepare(data, MODEL).prefix).stream.tolist() == [*made.ids[0], 3, 4, 8, 1]
+    plain = replace(data, loss_mask="none")
+    assert encode(load(data.tokenizer), ["<s> hello", "hello"], plain, MODEL).ids == [[9, 2], [9, 2]]
+
+
+def test_a_document_begins_as_its_tokenizer_says(tmp_path):
+    path = chat_tokenizer(tmp_path)
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in ("hello", "good day")))
+    data = DataConfig(str(tmp_path / "a.jsonl"), tokenizer=str(path), cache=str(tmp_path / "cache"))
+    without = prepare(data, MODEL)
+    prepared = prepare(data := replace(data, prepend_bos=True), MODEL)
+    assert prepared.prefix != without.prefix
+    documents = [part.tolist() for part in np.split(Tokens(prepared.prefix).stream,
+                                                    Tokens(prepared.prefix).document_ends[:-1])]
+    assert sorted(documents) == [[9, 2, 1], [9, 3, 4, 1]]
+    (tmp_path / "b.jsonl").write_text('{"prompt": "hello", "answer": "good"}')
+    asked = prepare(replace(data, source=str(tmp_path / "b.jsonl"), loss_mask="answers"), MODEL)
+    tokens = Tokens(asked.prefix)
+    assert tokens.mask is not None
+    assert (tokens.stream.tolist(), tokens.mask.tolist()) == ([9, 2, 3, 1], [0, 0, 1, 1])
+    bare = word_level(tmp_path / "bare.json", "?", "</s>", "hello")
+    with pytest.raises(InputError, match=r"prepend_bos=true, but .* puts no token before a text"):
+        prepare(replace(data, tokenizer=str(bare)), MODEL)
+
+
+def test_a_template_that_ends_documents_itself(tmp_path):
+    """An end-of-text token twice."""
+    path = chat_tokenizer(tmp_path, "{% for m in messages %}{{ m['content'] }}</s>{% endfor %}")
+    inner = json.loads(path.read_text())
+    inner["added_tokens"].append({"id": 1, "content": "</s>", "special": True, "single_word": False,
+                                  "lstrip": False, "rstrip": False, "normalized": False})
+    inner["added_tokens"].sort(key=lambda each: each["id"])
+    path.write_text(json.dumps(inner))
+    data = chat(tmp_path, [[{"role": "user", "content": "hello"}, {"role": "assistant", "content": "good"}]],
+                tokenizer=str(path))
+    prepared = prepare(replace(data, chat_template=None), MODEL)
+    assert Tokens(prepared.prefix).stream.tolist() == [2, 1, 3, 1]
+
+
+def test_tools(tmp_path):
+    """A call in place of a text; tools that the template describes."""
+    template = ("{% if tools %}tools: {{ tools | tojson }}\n{% endif %}{% for m in messages %}"
+                "{{ m['role'] }}: {{ m['content'] }}"
+                "{% for call in m['tool_calls'] or [] %}<{{ call['name'] }}>{% endfor %};{% endfor %}"
+                "{% if add_generation_prompt %}assistant: {% endif %}")
+    talk = [{"role": "user", "content": "hi"},
+            {"role": "assistant", "content": None, "tool_calls": [{"name": "clock"}]},
+            {"role": "tool", "content": "noon"}, {"role": "assistant", "content": "It is noon."}]
+    data = chat(tmp_path, template=template)
+    Path(data.source).write_text(json.dumps({"messages": talk, "tools": [{"name": "clock"}]}))
+    ((rest, said),) = parts(prepare(data, MODEL), data)
+    assert said == "<clock>;It is noon.;<|endoftext|>"
+    assert rest == 'tools: [{"name": "clock"}]\nuser: hi;assistant: tool: noon;assistant: '
+
+
+def test_nobody_answers(tmp_path):
+    with pytest.raises(InputError, match="of which something counts; give some in which there is an answer"):
+        prepare(chat(tmp_path, [TALK[:2]]), MODEL)
+
+
+def test_an_example_is_counted_once_however_many_windows_it_spans(tmp_path):
+    path = tmp_path / "a.jsonl"
+    lines = [{"prompt": "p", "answer": "a" * 400}] * 3 + [{"prompt": "p" * 400, "answer": "a" * 400}] * 2
+    path.write_text("\n".join(map(json.dumps, lines)))
+    data = DataConfig(str(path), cache=str(tmp_path / "cache"), loss_mask="answers", packing="best-fit")
+    train, _ = splits(prepare(data, ModelConfig(vocab=257)).prefix, 32, 1, 0, 257, data)
+    assert (train.cut_off, train.dropped) == (3, 2)
 
 
 def test_a_template_that_rewrites_messages_is_refused(tmp_path):

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from tests.harness import loopback, same_bits, tiny
 from threed.engine.device import attention, pick_device, set_up
 from threed.errors import ConfigError, InputError
+from threed.launcher import LocalLauncher
 from threed.monitor.measure import peak_tflops
 
 CPU = torch.device("cpu")
@@ -177,3 +178,10 @@ def test_collectives_come_first(monkeypatch):
 def test_peaks_of_cards(name, tflops):
     """A card that is plugged in was taken for the board of the same name, which has a third more."""
     assert peak_tflops(name) == tflops
+
+
+def test_a_gpu_that_is_missing_is_said_before_the_data_are_prepared():
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(InputError, match="torch sees no GPU here"):
+        LocalLauncher(tiny("run.device=cuda", "data.source=/nowhere")).prepare()

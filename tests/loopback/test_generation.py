@@ -11,15 +11,16 @@ import torch
 from tests.harness import batches, tiny
 from tests.reference import Reference
 from threed.comm import Comm, initialized
+from threed.data.prompts import added, encode, keep_tokenizer
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
 from threed.errors import InputError, RunError
-from threed.generation import Text, Writer, added, choose, encode, keep_tokenizer
+from threed.generation import Text, Writer, choose
 from threed.models.layers.base import Out
 from threed.planner import forward_plan, make_mesh, make_plan
 from threed.program.table import GENERATE, Plan
 from threed.sampling import Sampling
-from threed.schema import Config, ModelConfig
+from threed.schema import Config, DataConfig, ModelConfig
 from threed.tensor.context import Batch
 
 SMALL = ["model.layers=3", "model.hidden=16", "model.heads=4", "model.seq_len=8", "model.vocab=30",
@@ -40,14 +41,15 @@ MESHES = {
 CORE = ("tp", "pp", "zero-3", "tiles")
 
 
-def written(config: Config, how: Sampling, plan: Plan | None = None, eod: int | None = None) -> list[Text]:
+def written(config: Config, how: Sampling, plan: Plan | None = None,
+            ends: tuple[int, ...] = ()) -> list[Text]:
     """The texts, which all ranks must agree on."""
     plan = plan or forward_plan(config, GENERATE)
 
     def work(comm: Comm) -> list[Text]:
         engine = Engine(config, plan, comm)
         try:
-            return Writer(engine, config.model.vocab, eod).write(PROMPTS, how)
+            return Writer(engine, config.model.vocab, ends).write(PROMPTS, how)
         finally:
             engine.close()
 
@@ -101,7 +103,7 @@ def test_a_run_that_trains_writes_between_its_steps():
         for step in range(3):
             losses.append(engine.train_step(batches(config, comm, step))[0].loss)
             if writes:
-                texts.append(Writer(engine, config.model.vocab, None).write(PROMPTS, how))
+                texts.append(Writer(engine, config.model.vocab).write(PROMPTS, how))
         engine.close()
         return losses, texts
 
@@ -115,7 +117,7 @@ def test_a_run_that_trains_writes_between_its_steps():
         engine, texts = Engine(alone, make_plan(alone), comm), []
         for step in range(3):
             engine.train_step(batches(alone, comm, step))
-            texts.append(Writer(engine, alone.model.vocab, None).write(PROMPTS, how))
+            texts.append(Writer(engine, alone.model.vocab).write(PROMPTS, how))
         return texts
 
     assert run_loopback(make_plan(alone), make_mesh(alone), one)[0] == with_text[1]
@@ -124,10 +126,10 @@ def test_a_run_that_trains_writes_between_its_steps():
 def test_a_text_ends_at_its_end_of_text_token():
     config = tiny(*SMALL)
     free = written(config, Sampling(9, 0.0))
-    eod = free[0].ids[4]
-    ended = written(config, Sampling(9, 0.0), eod=eod)
+    ends = free[0].ids[4], free[1].ids[5]  # of a text, of a turn
+    ended = written(config, Sampling(9, 0.0), ends=ends)
     for text, before in zip(ended, free, strict=True):
-        at = before.ids.index(eod) if eod in before.ids else None
+        at = next((place for place, token in enumerate(before.ids) if token in ends), None)
         assert text == Text(before.ids[:at], at is not None)
     assert ended[0].ended
 
@@ -151,7 +153,7 @@ def test_the_plan_counts_what_the_program_sends(mesh):
 
     def work(comm: Comm) -> tuple[int, Counter[str]]:
         engine = Engine(config, plan, comm)
-        writer = Writer(engine, config.model.vocab, None)
+        writer = Writer(engine, config.model.vocab)
         engine.generate(lambda microbatch: writer._batch(PROMPTS, microbatch))
         engine.close()
         return comm.here.position, Counter(comm.sent)
@@ -205,6 +207,12 @@ class Letters:
     def __init__(self, eod: int | None = 0):
         self.eod, self.vocab_size = eod, 27
 
+    def read_special_tokens(self) -> None:
+        pass
+
+    def begun(self, ids: list[int]) -> list[int]:
+        return [19, *ids]
+
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         return [[ord(letter) - 96 for letter in text] for text in texts]
 
@@ -214,22 +222,34 @@ class Letters:
 
 def test_prompts():
     model = ModelConfig(seq_len=4, vocab=20)
-    assert encode(Letters(), ["abcd", ""], model) == [[1, 2, 3, 4], [0]]  # pyright: ignore
+    data = DataConfig()
+    assert encode(Letters(), ["abcd", ""], data, model) == ([[1, 2, 3, 4], [0]], 20, (0,))  # pyright: ignore
+    assert encode(Letters(None), ["ab"], data, model).ends == ()  # pyright: ignore
+    data.prepend_bos = True
+    assert encode(Letters(), ["ab", ""], data, model).ids == [[19, 1, 2], [19]]  # pyright: ignore
+    data.prepend_bos = False
     for tokenizer, prompts, text in ((Letters(), ["a", "abcde"], "prompt 1 .'abcde'. has 5 tokens"),
                                      (Letters(None), [""], "no end-of-text token"),
                                      (Letters(), ["az"], "has token 26")):
         with pytest.raises(InputError, match=text):
-            encode(tokenizer, prompts, model)  # pyright: ignore
+            encode(tokenizer, prompts, data, model)  # pyright: ignore
     assert added(Letters(), [1, 2], [3]) == "c"  # pyright: ignore
 
 
 def test_the_tokenizer_is_kept_with_the_run(tmp_path):
     file = tmp_path / "given.json"
     file.write_text("é {}")
-    assert keep_tokenizer(file, tmp_path / "run") == []
-    assert [each.name for each in (tmp_path / "run").iterdir()] == ["tokenizer.json"]
-    assert (tmp_path / "run" / "tokenizer.json").read_bytes() == file.read_bytes()
-    assert keep_tokenizer(None, tmp_path / "run") == []  # the data have none: an older one would be wrong
-    assert not any((tmp_path / "run").iterdir())
-    (warning,) = keep_tokenizer(tmp_path / "none.json", tmp_path / "run")
+    data, run = DataConfig(tokenizer=str(file)), tmp_path / "run"
+    assert keep_tokenizer(file, data, run) == []
+    assert [each.name for each in run.iterdir()] == ["tokenizer.json"]
+    assert (run / "tokenizer.json").read_bytes() == file.read_bytes()
+    (tmp_path / "mine.jinja").write_text("{{ 1 }}")
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    data.chat_template = str(tmp_path / "mine.jinja")
+    assert keep_tokenizer(file, data, run) == []
+    assert (run / "chat_template.jinja").read_text() == "{{ 1 }}"
+    assert (run / "tokenizer_config.json").is_file()
+    assert keep_tokenizer(None, data, run) == []  # the data have none: an older one would be wrong
+    assert not any(run.iterdir())
+    (warning,) = keep_tokenizer(tmp_path / "none.json", data, run)
     assert "was not written" in warning

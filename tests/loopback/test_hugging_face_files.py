@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -420,3 +421,12 @@ def test_pieces_are_small(tmp_path, monkeypatch):
     assert seen and max(seen) <= 256
     export_model(tmp_path / "run", tmp_path / "back")
     same(source, tmp_path / "back")
+
+
+def test_sigterm_leaves_nothing_half_done(tmp_path, monkeypatch):
+    source = folder(tmp_path / "theirs", LLAMA)
+    monkeypatch.setattr(tensors.Files, "read", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(SystemExit) as ended:
+        app(["import", str(source), "-o", str(tmp_path / "run")], standalone_mode=False)
+    assert ended.value.code == 143
+    assert not [path for path in (tmp_path / "run").rglob("*") if path.is_file()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -375,3 +376,30 @@ def test_configs_share_nothing():
     second = load(None, [text, "activation.policy=selective"])
     assert second.activation.pieces == ["attention", "norm"]
     assert second.model.layers == load(None).model.layers == first.model.layers - 1
+
+
+@pytest.mark.parametrize(("text", "overrides", "says"), [
+    ("", [], "is empty: threed init writes a first config"),
+    ("optimizer: {lr: abc}", [], "optimizer.lr=abc: must be a number"),
+    ("train: {steps: many}", [], "train.steps=many: must be a whole number"),
+    ("model: {name: meta-llama/Llama-3.1-8B}", [], "or take threed import for a model of Hugging Face")])
+def test_first_mistakes(text, overrides, says, tmp_path):
+    """What a new user writes first."""
+    (tmp_path / "my.yaml").write_text(text)
+    with pytest.raises(InputError, match=re.escape(says)):
+        load(tmp_path / "my.yaml", overrides)
+
+
+def test_an_empty_file_with_overrides_is_a_config(tmp_path):
+    (tmp_path / "my.yaml").write_text("# mine")
+    assert load(tmp_path / "my.yaml", ["train.steps=3"]).train.steps == 3
+
+
+def test_a_deepspeed_config_is_led_to_convert(tmp_path):
+    (tmp_path / "ds.json").write_text('{"train_batch_size": 8, "zero_optimization": {"stage": 2}}')
+    with pytest.raises(ConfigError, match=r"threed convert .*ds.json makes a config of it"):
+        load(tmp_path / "ds.json")
+    (tmp_path / "ours.json").write_text('{"train": {"steps": 8, "stps": 2}}')
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path / "ours.json")
+    assert "convert" not in str(caught.value)

@@ -258,6 +258,80 @@ def test_megatrons_script(tmp_path):
     assert "--save" in done.refused and "grows" in done.refused["--rampup-batch-size"]
 
 
+STRINGS = """#!/bin/bash
+NUM_GPUS=$(nvidia-smi --query-gpu=name --format=csv,noheader | wc -l)  # whose options are not Megatron's
+NODES=2; SEQ=1024
+SAVE=<Specify path>
+tokens=$((300 * 1000000))
+GPT_ARGS=" \\
+    --num-layers 24 \\
+    --hidden-size $((16*64)) --num-attention-heads 16 --seq-length ${SEQ} --micro-batch-size 4 \\
+    --train-samples $(( tokens / ${SEQ} )) --lr 1e-4 --train-data $NUM_GPUS --normalization rmsnorm \\
+    --save $SAVE
+"
+if [ "${zero}" = "true" ]; then
+GPT_ARGS="${GPT_ARGS} \\
+    --zero-stage 2 --checkpoint-activations"
+fi
+OUTPUT_ARGS="
+    --log-interval 10 \\
+    --vocab-size 50304 \\ 
+"
+deepspeed pretrain_gpt.py $GPT_ARGS $OUTPUT_ARGS --tensor-model-parallel-size 2 --load $SAVE &>> ${log}/a.log
+"""
+
+
+def test_options_in_strings(tmp_path):
+    """The usual form of a script: options in quoted variables, which a command or another file uses;
+    arithmetic; Megatron-DeepSpeed's own options; a batch size that is not given."""
+    (tmp_path / "train.sh").write_text(STRINGS)
+    done = megatron(str(tmp_path / "train.sh"), devices=8)
+    config = done.config
+    assert (config.model.layers, config.model.hidden, config.model.vocab, config.model.norm) == (
+        24, 1024, 50304, "rmsnorm")
+    assert (config.train.global_batch_size, config.train.micro_batch_size, config.parallel.dp) == (16, 4, 4)
+    assert config.train.steps == round(300e6 // 1024 / 16)
+    assert (config.zero.stage, config.activation.policy, config.parallel.tp) == (2, "full", 2)
+    assert set(done.refused) == {"--train-data", "--save", "--load"} and not done.notes
+    check(done, tmp_path)
+
+
+def test_tokens_of_megatron_deepspeed():
+    done = megatron("--global-batch-size 8 --seq-length 128 --train-tokens 1024000 --train-samples 99999 "
+                    "--lr-decay-tokens 512000 --lr-warmup-tokens 10240 --num-key-value-heads 2 "
+                    "--enable-zbh1-pipeline --pipeline-model-parallel-size 2")
+    assert (done.values["train.steps"], done.values["optimizer.decay_steps"],
+            done.values["optimizer.warmup_steps"]) == (1000, 500, 10)
+    assert done.config.parallel.schedule == "zb-h1" and done.config.model.kv_heads == 2
+    assert "--train-samples" in done.dropped
+
+
+def test_megatrons_yaml(tmp_path):
+    """The configs of its own tests."""
+    file = tmp_path / "model_config.yaml"
+    file.write_text("ENV_VARS: {A: 1}\nMODEL_ARGS:\n  --num-layers: 4\n  --swiglu: true\n  --bf16: false\n"
+                    "  --split: 99,1,0\n  --save: ${PLACE}\n  --train-samples: 640\n")
+    with pytest.raises(InputError, match="--global-batch-size must be given"):
+        megatron(str(file))
+    done = megatron(str(file), "train.global_batch_size=64")
+    assert (done.config.model.layers, done.config.model.activation, done.config.precision.dtype) == (
+        4, "swiglu", "fp32")
+    assert done.config.train.steps == 10 and "--save" in done.refused
+    file.write_text("- 1")
+    with pytest.raises(InputError, match="has no option"):
+        megatron(str(file))
+    file.write_text("a: b: c")
+    with pytest.raises(InputError, match="is not YAML"):
+        megatron(str(file))
+
+
+def test_a_script_knows_its_own_options(tmp_path):
+    """An unknown option that is typed is a slip of the pen; in a script it is another program's or
+    version's."""
+    (tmp_path / "train.sh").write_text("python pretrain_gpt.py --num-layers 4 --data-path2 x")
+    assert "does not know" in megatron(str(tmp_path / "train.sh")).refused["--data-path2"]
+
+
 def test_megatrons_defaults():
     """Dropout of 0.1, Adam's second beta, a linear decay, no sharding: another run than the one that was
     meant."""

@@ -128,3 +128,17 @@ def test_command(tmp_path):
 
 def test_ages():
     assert [runs.show_age(s) for s in (3, 119, 300, 7300, 200_000)] == ["3 s", "119 s", "5 min", "2 h", "2 d"]
+
+
+def test_damaged_files(tmp_path):
+    """Words and rows that are of other types, or no JSON at all: each is a run of which little is known."""
+    for name, word, row in (("a", '{"state": "ended", "time": "x", "step": "q"}',
+                             '{"step": 3, "train/loss": null}'),
+                            ("b", "[]", '{"step": 3, "train/loss": NaN, "run/time": "now"}'),
+                            ("c", "\x00", "\x00\xff")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "state.json").write_text(word)
+        (tmp_path / name / "metrics.jsonl").write_text(row + "\n")
+    rows = {Path(row["run"]).name: row for row in runs.find(tmp_path)}
+    assert rows["a"]["state"] == "ended" and [rows[name]["step"] for name in "abc"] == [3, 3, 0]
+    assert runs.show(list(rows.values())).count("\n") == 3

@@ -154,6 +154,29 @@ def test_open_ranks_are_said():
     assert not run("check", "configs/toy.yaml").stderr
 
 
+def test_every_command_ends_its_help_with_an_example():
+    commands = {command.name or command.callback.__name__: command  # pyright: ignore
+                for command in cli.app.registered_commands}
+    assert commands.keys() == verbs.EXAMPLES.keys()
+    for name, example in verbs.EXAMPLES.items():
+        shown = run(name, "--help").output
+        assert f"Example: threed {name} " in " ".join(shown.split()) and example.startswith(f"threed {name} ")
+        assert all(word in shown for word in example.split() if word.startswith("-")), example
+
+
+def test_progress(monkeypatch):
+    """A line a second, with the time that is left at the pace so far; none where all is done."""
+    from threed import progress as subject
+
+    now, lines = iter([0.0, 0.5, 1.5, 2.0, 4.0, 9.0]), []
+    monkeypatch.setattr(subject.time, "perf_counter", lambda: next(now))
+    progress = subject.Progress("imported", 100, lambda amount: f"{amount:.0f} B", lines.append)
+    for amount in (10, 15, 5, 20, 50):
+        progress.add(amount)
+    assert lines == ["imported 25 B of 100 B, 25% done, at most 4.5 s left",
+                     "imported 50 B of 100 B, 50% done, at most 4.0 s left"]
+
+
 # ---------------------------------------------------------------- what predict and show say
 
 

@@ -155,12 +155,18 @@ def _check_files(path: Path, manifest: dict[str, Any]) -> None:
             raise Unusable(path, f"is damaged: {name} has {actual} bytes, not {sizes[name]}")
 
 
+# Keys that decide which sample an index is.
+_DATA = ("data.source", "data.mix", "data.tokenizer", "data.append_eod", "data.prepend_bos", "data.loss_mask",
+         "data.document_mask", "data.packing", "data.validation_fraction")
+
+
 def notes(path: Path, manifest: dict[str, Any], config: Config) -> list[str]:
     """A line for each setting in which the resumed run differs from the run that saved."""
     lines = []
     mine, theirs = config.to_dict(), manifest["config"]
-    for key in ("train.seed", "train.global_batch_size", "data.source", "data.tokenizer", "data.append_eod",
-                "data.validation_fraction", "optimizer.name", "precision.dtype"):
+    if weights_only(manifest):  # it comes from no run
+        return lines
+    for key in ("train.seed", "train.global_batch_size", *_DATA, "optimizer.name", "precision.dtype"):
         section, name = key.split(".")
         before = theirs.get(section, {}).get(name)
         if before != mine[section][name]:

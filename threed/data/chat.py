@@ -19,6 +19,7 @@ from threed.schema import DataConfig
 
 BESIDE = "chat_template.jinja"  # beside tokenizer.json, or in the field chat_template of:
 CONFIG = "tokenizer_config.json"
+_ANSWER = "threed"  # that no template writes by itself
 
 
 class Template:
@@ -61,7 +62,7 @@ class Template:
         except jinja2.TemplateError as error:
             raise InputError(f"{self.path} is not a chat template: {error}") from None
 
-    def render(self, messages: list[dict[str, Any]], where: str) -> Segments:
+    def render(self, messages: list[dict[str, Any]], tools: list[Any] | None, where: str) -> Segments:
         """The segments of a conversation. InputError where the template refuses it, or does not write
         messages one after the other."""
         segments: Segments = []
@@ -69,8 +70,8 @@ class Template:
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            prompt = self._text(messages[:number], where, add_generation_prompt=True)
-            answered = self._text(messages[:number + 1], where)
+            prompt = self._text(messages[:number], where, tools, add_generation_prompt=True)
+            answered = self._text(messages[:number + 1], where, tools)
             if not (prompt.startswith(done) and answered.startswith(prompt)):
                 raise InputError(f"{where}: {self.path} writes the messages before message {number} "
                                  "otherwise once the answer follows, so what the assistant says cannot be "
@@ -82,15 +83,39 @@ class Template:
             done = answered
         return [segment for segment in segments if segment.text]
 
-    def _text(self, messages: list[dict[str, Any]], where: str, **options: bool) -> str:
+    def asked(self, text: str) -> str:
+        """What a user says, as the beginning of an answer."""
+        return self._text([{"role": "user", "content": text}], "a prompt", add_generation_prompt=True)
+
+    def end_of_turn(self) -> str:
+        """What the template writes after an answer; nothing where it refuses one."""
+        talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
+        try:
+            return self._text(talk, "an answer").rpartition(_ANSWER)[2].strip()
+        except InputError:
+            return ""
+
+    def _text(self, messages: list[dict[str, Any]], where: str, tools: list[Any] | None = None,
+              **options: bool) -> str:
         import jinja2
 
         options = {"add_generation_prompt": False} | options
         try:
-            return self._compiled.render(messages=messages, tools=None, documents=None, **self.tokens,
+            return self._compiled.render(messages=messages, tools=tools, documents=None, **self.tokens,
                                          **options)
         except (jinja2.TemplateError, TypeError, KeyError) as error:
             raise InputError(f"{where}: {self.path} refuses these messages: {error}") from None
+
+
+def templates(data: DataConfig) -> dict[str, Path]:
+    """The files of a chat template: the name that each has beside a tokenizer.json -> where it is."""
+    found = {}
+    if data.tokenizer != "bpe":
+        home = Path(data.tokenizer).expanduser().parent
+        found = {name: home / name for name in (BESIDE, CONFIG) if (home / name).is_file()}
+    if data.chat_template is not None:
+        found[BESIDE] = Path(data.chat_template).expanduser()
+    return found
 
 
 def _found(data: DataConfig, folder: Path | None, config: dict[str, Any]) -> tuple[Path, str]:

@@ -21,6 +21,7 @@ from threed.errors import InputError
 from threed.schema import DataConfig
 
 STDLIB = "python-stdlib"
+TOOLS = "tools"  # the field beside the messages of a chat that describes the tools
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".tex", ".html", ".xml", ".csv", ".tsv", ".yaml", ".yml",
                  ".toml", ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".rs", ".go", ".java",
                  ".js", ".ts", ".sh")
@@ -33,7 +34,8 @@ class Segment(NamedTuple):
 
 
 Segments = list[Segment]
-Render = Callable[[list[dict[str, Any]], str], Segments]  # chat messages and where they are -> their segments
+# Chat messages, the tools that they may call, and where they are -> their segments.
+Render = Callable[[list[dict[str, Any]], list[Any] | None, str], Segments]
 
 
 class Reader(NamedTuple):
@@ -42,6 +44,7 @@ class Reader(NamedTuple):
     fields: tuple[str, ...]  # that it reads
     parse: Callable[[dict[str, Any], str], Segments]  # object, where it is -> segments
     plain: bool  # whether a file of text is a document
+    optional: tuple[str, ...] = ()  # fields that it reads where there are some
 
 
 def text_reader(text_key: str) -> Reader:
@@ -68,16 +71,20 @@ def reader_of(data: DataConfig, render: Render | None = None) -> Reader:
                              f"{fields}); set data.messages_key to the one that holds it")
         for number, message in enumerate(messages):
             what = f"message {number} of field '{data.messages_key}'"
-            if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+            if not isinstance(message, dict) or "role" not in message:
                 raise InputError(f"{where}: {what} must be an object with role and content")
+            if message.get("content") is None and message.get("tool_calls"):
+                message["content"] = ""  # it calls instead
             for name in ("role", "content"):
-                checked_text(message[name], f"{name} of {what}", "data.messages_key", where)
+                if not isinstance(text := message.get(name), str):
+                    raise InputError(f"{where}: {name} of {what} is a {type(text).__name__}, not a text")
+                checked_text(text, f"{name} of {what}", "data.messages_key", where)
         assert render is not None
-        return render(messages, where)
+        return render(messages, value.get(TOOLS), where)
 
     if data.loss_mask == "answers":
         return Reader((data.prompt_key, data.answer_key), answers, False)
-    return Reader((data.messages_key,), chat, False)
+    return Reader((data.messages_key,), chat, False, (TOOLS,))
 
 
 def documents(source: str, text_key: str) -> Iterator[str]:
@@ -121,7 +128,8 @@ def read(source: str, reader: Reader) -> Iterator[Segments]:
     if not count:
         why = f" ({not_utf8})" if skipped else ""
         what = "text" if reader.plain else "example of which something counts"
-        raise InputError(f"data.source={source} holds no {what}{why}; give files that hold UTF-8 text")
+        give = "files that hold UTF-8 text" if reader.plain else "some in which there is an answer"
+        raise InputError(f"data.source={source} holds no {what}{why}; give {give}")
     if skipped and source != STDLIB:
         warnings.warn(f"{not_utf8}: skipped; convert to UTF-8 to use them", stacklevel=2)
     if empty and not reader.plain:
@@ -133,7 +141,7 @@ def _of_file(path: Path, reader: Reader) -> Iterator[Segments]:
     if not holds_rows(path):
         yield [Segment(path.read_bytes().decode("utf-8-sig"))]  # not read_text, which would change line ends
         return
-    for value, where in rows(path, reader.fields):
+    for value, where in rows(path, reader.fields, reader.optional):
         yield reader.parse(value, where)
 
 
@@ -179,8 +187,9 @@ def _files(source: str) -> list[Path]:
                  if os.path.isfile(name)]
         advice = "the glob matches no file; ** goes through folders"
     else:
+        fetch = "; threed downloads nothing: fetch the data first" if "://" in source else ""
         raise InputError(f"data.source={source} does not exist; give {STDLIB}, or a folder, a glob, a text "
-                         "file, a .jsonl file or the prefix of a Megatron .bin/.idx pair")
+                         f"file, a .jsonl file or the prefix of a Megatron .bin/.idx pair{fetch}")
     if not files:
         raise InputError(f"data.source={source} holds no text: {advice}")
     return files

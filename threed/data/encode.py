@@ -45,10 +45,14 @@ def encode(out: BinaryIO, mask: BinaryIO | None, tokenizer: Tokenizer, data: Dat
             next_s = time.perf_counter() + 1
         encoded = tokenizer.encode_batch([piece.text for piece in batch])
         for piece, ids in zip(batch, encoded, strict=True):
-            tokens = np.array(ids + end if piece.last else ids, dtype)
+            begun = tokenizer.begun(ids) if piece.first and data.prepend_bos else ids
+            begin = begun[:len(begun) - len(ids)]
+            last = end if piece.last and ids[-1:] != end else []  # a template may write it, too
+            tokens = np.array([*begin, *ids, *last], dtype)
             out.write(tokens.tobytes())
             if mask is not None:
-                mask.write(bytes([piece.counts] * len(ids) + [piece.end_counts] * (len(tokens) - len(ids))))
+                counts = [False] * len(begin) + [piece.counts] * len(ids) + [piece.end_counts] * len(last)
+                mask.write(bytes(counts))
             num_chars += len(piece.text)
             if piece.first:
                 lengths.append(0)

@@ -24,11 +24,13 @@ def holds_rows(path: Path) -> bool:
     return path.name.lower().endswith(SUFFIXES)
 
 
-def rows(path: Path, fields: Sequence[str]) -> Iterator[tuple[dict[str, Any], str]]:
+def rows(path: Path, fields: Sequence[str],
+         optional: Sequence[str] = ()) -> Iterator[tuple[dict[str, Any], str]]:
     """(object, where it is) of each line or row that is not empty. InputError for a file that is damaged, or
-    needs a library that is not installed. `fields`: all that is read of a Parquet file."""
+    needs a library that is not installed. `fields`: all that is read of a Parquet file, with those of
+    `optional` that it has."""
     if path.name.lower().endswith(PARQUET_SUFFIX):
-        yield from _parquet(path, fields)
+        yield from _parquet(path, fields, optional)
         return
     for number, line in enumerate(_lines(path), 1):
         if line.strip():
@@ -84,7 +86,8 @@ def _zstandard(path: Path) -> Any:
     return zstandard
 
 
-def _parquet(path: Path, fields: Sequence[str]) -> Iterator[tuple[dict[str, Any], str]]:
+def _parquet(path: Path, fields: Sequence[str],
+             optional: Sequence[str]) -> Iterator[tuple[dict[str, Any], str]]:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -97,6 +100,7 @@ def _parquet(path: Path, fields: Sequence[str]) -> Iterator[tuple[dict[str, Any]
             if len(wanted) < len(fields):
                 # As a line of JSONL without the field.
                 yield dict.fromkeys(file.schema_arrow.names), f"{path}, row 0"
+            wanted += [name for name in optional if name in file.schema_arrow.names]
             number = 0
             for batch in file.iter_batches(_BATCH_ROWS, columns=wanted):
                 for value in batch.to_pylist():

@@ -184,8 +184,10 @@ class Split:
             runs = cut(bounds, self._seq_len)
             keep = np.isin(runs[:, 0], bounds[:, 0])
             counts = _sums(self._mask, runs[:, 0] + 1, runs.sum(1) + 1)
-            self.cut_off = int((~keep & (counts > 0)).sum())
-            self.dropped = int((keep & (counts == 0)).sum())
+            example = np.searchsorted(bounds[:, 0], runs[:, 0], "right")
+            dropped = example[keep & (counts == 0)]
+            self.cut_off = len(np.setdiff1d(example[~keep & (counts > 0)], dropped))
+            self.dropped = len(dropped)
             keep &= counts > 0
         return BestFit(bounds, self._seq_len, keep)
 

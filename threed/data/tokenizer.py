@@ -20,7 +20,8 @@ PIECE_CHARS = 2**18
 class Tokenizer:
     """A `tokenizers.Tokenizer` reduced to what threed needs.
 
-    `eod`: id of the end-of-text token, or None if it has none. `vocab_size`: the largest id + 1.
+    `eod`: id of the end-of-text token, or None if it has none. `bos`: ids that the tokenizer itself puts
+    before a text, such as <s>. `vocab_size`: the largest id + 1.
     """
 
     def __init__(self, inner: tokenizers.Tokenizer):
@@ -31,10 +32,24 @@ class Tokenizer:
         self._inner = inner
         self.vocab_size = 1 + max(inner.get_vocab(with_added_tokens=True).values(), default=-1)
         self.eod = next((id for name in EOD_NAMES if (id := inner.token_to_id(name)) is not None), None)
+        bare, whole = (inner.encode("a", add_special_tokens=added).ids for added in (False, True))
+        self.bos: list[int] = whole[:next((at for at in range(len(whole)) if bare
+                                           and whole[at:at + len(bare)] == bare), 0)]
 
     def read_special_tokens(self) -> None:
         """From now on special tokens in a text are tokens: a chat template writes them so."""
         self._inner.encode_special_tokens = False
+
+    def begun(self, ids: list[int]) -> list[int]:
+        """The tokens of a text after `bos`, unless they begin with it already, as a chat template may write
+        it."""
+        return ids if ids[:len(self.bos)] == self.bos else [*self.bos, *ids]
+
+    def special(self, text: str) -> int | None:
+        """The special token at the beginning of a text; None where there is none."""
+        known = self._inner.get_added_tokens_decoder()
+        first = next(iter(self._inner.encode(text, add_special_tokens=False).ids), None)
+        return first if first in known and known[first].special else None
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """Token ids of each text, with no special token added. Runs on all cores."""
@@ -53,7 +68,7 @@ def load(path: str | Path) -> Tokenizer:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise InputError(f"{path} cannot be read as a tokenizer: {reason}; give a tokenizer.json of the "
-                         "Hugging Face tokenizers library, or data.tokenizer=bpe") from None
+                         "Hugging Face tokenizers library on this machine, or data.tokenizer=bpe") from None
     try:
         return Tokenizer(tokenizers.Tokenizer.from_str(text))
     except Exception as error:  # the library raises plain Exception

@@ -126,11 +126,10 @@ def _prepare(data: DataConfig, whole: Sequence[DataConfig], model: ModelConfig,
     if path is None and len(whole) > 1:
         name += "".join(f" {content_of(each.source, _becomes(each, template))}" for each in whole)
     if path is not None:
-        eod = _load_tokenizer(path, model.vocab).eod
-        _check_eod(path, eod, data.append_eod)
+        _check_ends(path, _load_tokenizer(path, model.vocab), data)
         name = hashlib.blake2b(path.read_bytes()).hexdigest()
-    key = hashlib.blake2b(repr((_FORMAT, content, name, data.append_eod)).encode(),
-                          digest_size=10).hexdigest()
+    what = _FORMAT, content, name, data.append_eod, *["bos"] * data.prepend_bos
+    key = hashlib.blake2b(repr(what).encode(), digest_size=10).hexdigest()
     root = cache_root(data)
     folder = root / key
     remove_stale(root)
@@ -154,7 +153,7 @@ def _becomes(data: DataConfig, template: Template | None) -> str:
         return data.text_key
     if data.loss_mask == "answers":
         return repr(("answers", data.prompt_key, data.answer_key))
-    return repr(("chat", data.messages_key, template.identity if template is not None else ""))
+    return repr(("chat", 2, data.messages_key, template.identity if template is not None else ""))
 
 
 def cache_root(data: DataConfig) -> Path:
@@ -351,7 +350,8 @@ def _megatron_prefix(source: str) -> Path | None:
 
 def _use_in_place(prefix: Path, data: DataConfig, model: ModelConfig,
                   progress: Callable[[str], None]) -> Prepared:
-    """Check Megatron data, which need no preparation: data.append_eod and data.text_key have no effect."""
+    """Check Megatron data, which need no preparation: data.append_eod, data.prepend_bos and data.text_key
+    have no effect."""
     if data.loss_mask != "none":
         raise InputError(f"data.loss_mask={data.loss_mask}, but {prefix} is Megatron data, which do not say "
                          "what counts in the loss; give JSONL or Parquet, or set data.loss_mask=none")
@@ -396,9 +396,13 @@ def _load_tokenizer(path: Path, vocab: int) -> Tokenizer:
     return tokenizer
 
 
-def _check_eod(path: Path, eod: int | None, append_eod: bool) -> None:
+def _check_ends(path: Path, tokenizer: Tokenizer, data: DataConfig) -> None:
+    """InputError where a tokenizer lacks what documents begin or end with."""
     from threed.data.tokenizer import EOD_NAMES
 
-    if append_eod and eod is None:
+    if data.append_eod and tokenizer.eod is None:
         raise InputError(f"data.append_eod=true, but data.tokenizer={path} has none of the end-of-text "
                          f"tokens {' '.join(EOD_NAMES)}; set data.append_eod=false or add one to it")
+    if data.prepend_bos and not tokenizer.bos:
+        raise InputError(f"data.prepend_bos=true, but data.tokenizer={path} puts no token before a text; "
+                         "leave it out")

@@ -16,7 +16,7 @@ import yaml
 from threed import config as configs
 from threed.doors.deepspeed import CLIPS_SINCE, DEEPSPEED
 from threed.doors.megatron import MEGATRON
-from threed.doors.script import options
+from threed.doors.script import TYPED, options
 from threed.doors.table import NO_KEY, NOTHING, Dropped, Framework, Refused, Row
 from threed.errors import ConfigError, InputError
 from threed.models.model import num_parameters
@@ -115,10 +115,14 @@ def _convert(framework: Framework, found: dict[str, Any], source: str, overrides
              devices: int | None, version: tuple[int, ...] = ()) -> Converted:
     done = Converted(framework, source)
     rows = {key: framework.row(key) for key in found}
-    _check_names(framework, [key for key, row in rows.items() if row is None])
+    if framework is not MEGATRON or source == TYPED:  # Megatron-LM has read a script's options itself
+        _check_names(framework, [key for key, row in rows.items() if row is None])
     given = {row.theirs: found[key] for key, row in rows.items() if row is not None and found[key] != "auto"}
     given |= {"version": version, "dp": None}
     chosen = configs.overrides_of(overrides)
+    if framework is MEGATRON:  # what overrides say counts for options that depend on others
+        given |= {row.theirs: chosen[row.key] for row in framework.rows if row.key in chosen
+                  and row.theirs not in given and row.take is None and row.switch is None}
     if devices is not None:
         others = prod(chosen.get(key, _size(given, framework, key)) for key in ("parallel.tp", "parallel.pp"))
         if devices < 1 or devices % others:

@@ -21,7 +21,12 @@ WITHOUT_VALUE = (
                    "override_opt*", "exit_*", "no_gradient_accumulation_fusion", "no_masked_softmax_fusion",
                    "attention_softmax_in_fp32", "no_rope_fusion", "no_bias_swiglu_fusion",
                    "no_bias_dropout_fusion", "no_persist_layer_norm", "use_cpu_initialization", "check_*",
-                   "no_check_*", "ddp_*", "gradient_accumulation_fusion", "tiktoken_*", "yaml_cfg")),
+                   "no_check_*", "ddp_*", "gradient_accumulation_fusion", "tiktoken_*", "yaml_cfg",
+                   "use_nccl_ub", "fsdp_*", "trust_remote_code", "init_model_with_meta_device",
+                   "record_memory_history",
+                   "logging_level", "data_impl", "deepspeed", "deepspeed_config", "no_pipeline_parallel",
+                   "apply_query_key_layer_scaling", "no_query_key_layer_scaling", "merge_attn_mask",
+                   "use_flash_attn_*", "save_retain_interval", "use_persistent_ckpt_worker")),
     # What threed has not
     *(Row(name, NOTHING + f"threed has no {what}")
       for name, what in (("num_experts", "experts"), ("moe_*", "experts"), ("fp8_*", "fp8"), ("fp4_*", "fp4"),
@@ -31,6 +36,9 @@ WITHOUT_VALUE = (
                          ("step_batch_size_schedule", "batch size that grows"),
                          ("decoupled_*", "learning rate of its own for embeddings"),
                          ("window_size", "sliding windows"),
+                         ("ds_sequence_parallel_size", "sequences cut over ranks of their own"),
+                         ("curriculum_learning*", "curriculum"), ("data_efficiency_*", "curriculum"),
+                         ("random_ltd", "random layer-wise token dropping"),
                          ("rotary_interleaved", "rotation of pairs: it turns halves of a head"),
                          ("squared_relu", "squared ReLU"),
                          ("no_bias_gelu_fusion", "exact GELU: it has the tanh form"),

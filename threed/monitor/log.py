@@ -203,4 +203,5 @@ def _line(step: int, steps: int, metrics: dict[str, float | None]) -> str:
 
 
 def _unusable(config: Config, error: OSError) -> ThreedError:
-    return of_folder(f"run.dir={config.run.dir} cannot be used: {error}", error)
+    return of_folder(f"run.dir={config.run.dir} cannot be used: {error.strerror or error}; name a folder "
+                     "that can be written", error)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from threed.errors import InputError
 from threed.monitor.compare import CONFIG
@@ -42,13 +43,18 @@ def _folders(folder: Path, depth: int) -> list[Path]:
 def _row(path: Path) -> dict[str, Any]:
     word, last = last_word(path), _last(path / "metrics.jsonl")
     steps = _steps(path)
-    step = int(last.get("step", word.get("step", 0)))
-    signs = [sign for sign in (last.get("run/time"), word.get("time"), _changed(path)) if sign is not None]
+    step = int(next(filter(_is_number, (last.get("step"), word.get("step"))), 0))
+    signs = list(filter(_is_number, (last.get("run/time"), word.get("time"), _changed(path))))
     age_s = max(0.0, time.time() - max(signs)) if signs else None
     state, remark = state_of(word, is_locked(path), age_s, bool(steps) and step >= (steps or 0))
     return {"run": str(path), "state": state, "step": step, "steps": steps, "loss": last.get("train/loss"),
             "tokens_per_s": last.get("perf/tokens_per_s"), "step_s": last.get("perf/step_s"), "age_s": age_s,
             "host": word.get("host"), "remark": remark}
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    """Whether a value of a file, which may be damaged, is one that counts."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _last(file: Path) -> dict[str, Any]:
@@ -92,7 +98,7 @@ def show(rows: list[dict[str, Any]]) -> str:
         loss, speed, age_s = row["loss"], row["tokens_per_s"], row["age_s"]
         cells.append((row["run"], row["state"], f"{row['step']}/{row['steps'] or '?'}",
                       f"{loss:.4f}" if isinstance(loss, float) else str(loss or "-"),
-                      show_count(speed) if isinstance(speed, (int, float)) else "-",
+                      show_count(speed) if _is_number(speed) else "-",
                       f"{show_age(age_s)} ago" if age_s is not None else "-", row["remark"]))
     widths = [max(map(len, column)) for column in zip(*cells)]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip()

@@ -36,7 +36,8 @@ def read(path: Path) -> dict[str, Any]:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}; give the folder of a model of "
-                         "transformers, with config.json and *.safetensors") from None
+                         "transformers, with config.json and *.safetensors (threed downloads nothing: hf "
+                         "download NAME --local-dir FOLDER fills one)") from None
     except ValueError as error:
         raise InputError(f"{path} is not JSON: {error}") from None
     if not isinstance(values, dict):

@@ -6,9 +6,11 @@ with one (RUN/huggingface). One parameter of ours is in memory at a time, in fp3
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +22,8 @@ from threed.checkpoint.format import MANIFEST, Unusable, checkpoints, folder, is
 from threed.checkpoint.lineage import read_latest
 from threed.checkpoint.proof import checksum
 from threed.checkpoint.read import Reader
+from threed.data.chat import BESIDE, CONFIG, templates
+from threed.data.prompts import encode
 from threed.data.tokenizer import load
 from threed.data.tokens import prepare
 from threed.doors.hf import kept
@@ -40,6 +44,8 @@ from threed.doors.hf.views import blocks
 from threed.errors import InputError
 from threed.models.model import parameters
 from threed.models.spec import Parameter
+from threed.progress import Progress
+from threed.quantity import show_bytes
 from threed.schema import Config, ModelConfig, RunConfig
 
 SHARD = 5 * 10**9  # bytes of a file, as transformers cuts
@@ -72,8 +78,8 @@ def export_model(run: Path, output: Path, dtype: str | None = None, like: Path |
     try:
         aside.mkdir(parents=True)
         say(f"{path} as a {family.model_type}: {', '.join(layout.headers)}")
-        _write_weights(path, manifest, family, config.model, aside, layout)
-        _write_rest(aside, config, layout, family, beside)
+        _write_weights(path, manifest, family, config.model, Writer(aside, layout.headers), layout, say)
+        _write_rest(aside, config, layout, family, beside, run if path != run else path.parent.parent)
         if output.is_dir():
             output.rmdir()
         os.replace(aside, output)
@@ -154,9 +160,10 @@ def _layout(family: HFFamily, model: ModelConfig, before: dict[str, str] | None,
     return Layout(headers_of(shapes, chosen, SHARD), names, (), chosen)
 
 
-def _write_weights(path: Path, manifest: dict[str, Any], family: HFFamily, model: ModelConfig, aside: Path,
-                   layout: Layout) -> None:
-    writer, reader = Writer(aside, layout.headers), Reader(path, manifest)
+def _write_weights(path: Path, manifest: dict[str, Any], family: HFFamily, model: ModelConfig, writer: Writer,
+                   layout: Layout, say: Callable[[str], None]) -> None:
+    reader, everything = Reader(path, manifest), list(parameters(model))
+    progress = Progress("exported", 4 * sum(math.prod(each.stored) for each in everything), show_bytes, say)
     views = {row.ours: row.view for row in family.rows(model)}
 
     def write(parameter: Parameter) -> None:  # after which its values are gone
@@ -167,8 +174,9 @@ def _write_weights(path: Path, manifest: dict[str, Any], family: HFFamily, model
             writer.write(name, parts[0])
 
     try:
-        for parameter in parameters(model):
+        for parameter in everything:
             write(parameter)
+            progress.add(4 * math.prod(parameter.stored))
     finally:
         reader.close()
     writer.close()
@@ -187,8 +195,9 @@ def _read(reader: Reader, path: Path, manifest: dict[str, Any], parameter: Param
     return whole
 
 
-def _write_rest(aside: Path, config: Config, layout: Layout, family: HFFamily, beside: Path | None) -> None:
-    """Everything but the weights."""
+def _write_rest(aside: Path, config: Config, layout: Layout, family: HFFamily, beside: Path | None,
+                home: Path) -> None:
+    """Everything but the weights. `home`: the folder of the run."""
     described = read(beside / kept.CONFIG) if beside is not None else None
     dtype = WORDS[layout.dtype] if layout.dtype is not None else None
     values = written(family, config.model, described, dtype)
@@ -202,25 +211,39 @@ def _write_rest(aside: Path, config: Config, layout: Layout, family: HFFamily, b
         shutil.copyfile(beside / INDEX, aside / INDEX)
     elif len(layout.headers) > 1:
         (aside / INDEX).write_text(index_text(layout.headers))
-    end = _tokenizer(aside, config) if not (aside / kept.TOKENIZER).is_file() and beside is None else None
     if beside is None:
-        ends = {} if end is None else {"bos_token_id": end, "eos_token_id": end}
-        (aside / kept.GENERATION).write_text(kept.text_of({"_from_model_config": True, **ends}))
+        ends = _tokenizer(aside, config, home)
+        named = {"bos_token_id": ends[0], "eos_token_id": ends[0] if len(ends) == 1 else ends} if ends else {}
+        (aside / kept.GENERATION).write_text(kept.text_of({"_from_model_config": True, **named}))
+    elif config.data.chat_template is not None and (home / BESIDE).is_file():
+        shutil.copyfile(home / BESIDE, aside / BESIDE)  # the run has learned another than the import had
 
 
-def _tokenizer(aside: Path, config: Config) -> int | None:
-    """Write the tokenizer of a run that began without an import; the id of its end-of-text token."""
+def _tokenizer(aside: Path, config: Config, home: Path) -> list[int]:
+    """Write the tokenizer of a run that began without an import, and its chat template; the tokens at which a
+    text ends, the end-of-text token first."""
+    data = config.data
     try:
-        file = (Path(config.data.tokenizer).expanduser() if config.data.tokenizer != "bpe"
-                else prepare(config.data, config.model).tokenizer)
+        named = [] if data.tokenizer == "bpe" else [Path(data.tokenizer).expanduser()]
+        file = next((each for each in (home / kept.TOKENIZER, *named) if each.is_file()), None)
+        file = file or prepare(data, config.model).tokenizer
     except InputError:  # the data are not on this machine
         file = None
     if file is None or not file.is_file():
-        return None
+        return []
     tokenizer = load(file)
     shutil.copyfile(file, aside / kept.TOKENIZER)
     word = tokenizer.decode([tokenizer.eod]) if tokenizer.eod is not None else None
     words = {} if word is None else {"bos_token": word, "eos_token": word}
-    (aside / "tokenizer_config.json").write_text(kept.text_of(
-        {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": config.model.seq_len, **words}))
-    return tokenizer.eod
+    (aside / CONFIG).write_text(kept.text_of({"tokenizer_class": "PreTrainedTokenizerFast",
+                                              "model_max_length": config.model.seq_len, **words}))
+    known = replace(data, tokenizer=str(file))
+    if file.parent == home and (home / BESIDE).is_file():
+        known = replace(known, chat_template=None)
+    for name, source in templates(known).items():
+        if source.is_file():
+            shutil.copyfile(source, aside / name)
+    try:
+        return list(encode(tokenizer, [], known, config.model).ends)
+    except InputError:  # its chat template is not on this machine
+        return [] if tokenizer.eod is None else [tokenizer.eod]

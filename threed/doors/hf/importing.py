@@ -7,6 +7,7 @@ mesh. One parameter of ours is in memory at a time, in fp32.
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -22,6 +23,7 @@ from threed.checkpoint.format import FORMAT, checkpoints, file_name, folder, is_
 from threed.checkpoint.lineage import Lineage, write_latest
 from threed.checkpoint.save import describe
 from threed.checkpoint.write import Item, write
+from threed.data.tokenizer import load
 from threed.doors.hf import kept
 from threed.doors.hf.config import family_of, read, values_of
 from threed.doors.hf.families import HFFamily, Row
@@ -31,6 +33,8 @@ from threed.errors import InputError
 from threed.mesh import AXES
 from threed.models.model import parameters
 from threed.models.spec import Parameter
+from threed.progress import Progress
+from threed.quantity import show_bytes
 from threed.schema import Config, ModelConfig
 
 TIED = "lm_head.weight"  # in some files of tied models, too
@@ -61,10 +65,8 @@ def import_model(source: Path, output: Path, overrides: list[str] | None = None,
     values, notes = values_of(family, described, source / kept.CONFIG,
                               length if isinstance(length, int) else None)
     beside = home / kept.FOLDER
-    data = {"data.tokenizer": str(beside / kept.TOKENIZER)} if (source / kept.TOKENIZER).is_file() else {}
-    if not data:
-        notes.append(f"{source} has no {kept.TOKENIZER}: set data.tokenizer yourself (transformers' "
-                     "AutoTokenizer writes one with save_pretrained)")
+    data, said = _tokenizer(source / kept.TOKENIZER, beside / kept.TOKENIZER)
+    notes += said
     wide = described.get("dtype", described.get("torch_dtype"))
     values = {**{f"model.{key}": value for key, value in values.items() if value is not None}, **data,
               **({"precision.dtype": "bf16"} if wide == "bfloat16" else {}), "run.dir": str(home), **given}
@@ -79,7 +81,7 @@ def import_model(source: Path, output: Path, overrides: list[str] | None = None,
     try:
         kept.keep(source, beside, None if found.dropped else found.files.headers)
         _write_yaml(file, values, source)
-        size = _write_checkpoint(checkpoint, config, found)
+        size = _write_checkpoint(checkpoint, config, found, say)
     except BaseException as error:  # Ctrl-C, too, leaves nothing half done
         shutil.rmtree(beside, ignore_errors=True)
         file.unlink(missing_ok=True)
@@ -88,6 +90,18 @@ def import_model(source: Path, output: Path, overrides: list[str] | None = None,
         raise
     return {"family": family.model_type, "checkpoint": str(checkpoint), "config": str(file),
             "parameters": sum(each.numel for each in parameters(config.model)), "bytes": size, "notes": notes}
+
+
+def _tokenizer(source: Path, kept_file: Path) -> tuple[dict[str, Any], list[str]]:
+    """The keys of `data` that a tokenizer asks for, and lines to say."""
+    if not source.is_file():
+        return {}, [f"{source.parent} has no {source.name}: set data.tokenizer yourself (transformers' "
+                    "AutoTokenizer writes one with save_pretrained)"]
+    try:
+        bos = load(source).bos
+    except InputError as error:
+        return {"data.tokenizer": str(kept_file)}, [str(error)]
+    return {"data.tokenizer": str(kept_file), **({"data.prepend_bos": True} if bos else {})}, []
 
 
 def _check_room(config: Config, checkpoint: Path, beside: Path, file: Path) -> None:
@@ -142,13 +156,15 @@ def locate(family: HFFamily, model: ModelConfig, files: Files) -> Source:
     return Source(files, rows, tuple(sorted(copies)), tuple(sorted(dropped)))
 
 
-def _write_checkpoint(path: Path, config: Config, source: Source) -> int:
+def _write_checkpoint(path: Path, config: Config, source: Source, say: Callable[[str], None]) -> int:
     """Write a checkpoint of weights alone; its bytes. What fails leaves no folder behind."""
+    everything = list(parameters(config.model))
+    progress = Progress("imported", 4 * sum(math.prod(each.stored) for each in everything), show_bytes, say)
     aside = path.with_name(path.name + ".import.tmp")
     shutil.rmtree(aside, ignore_errors=True)
     try:
         aside.mkdir(parents=True)
-        items = [_item(parameter, config.model, source) for parameter in parameters(config.model)]
+        items = [_item(parameter, config.model, source, progress) for parameter in everything]
         report = write(aside / file_name(0), 0, items)
         lineage = Lineage.new(config)
         describe(aside, {
@@ -166,7 +182,7 @@ def _write_checkpoint(path: Path, config: Config, source: Source) -> int:
     return report.size
 
 
-def _item(parameter: Parameter, model: ModelConfig, source: Source) -> Item:
+def _item(parameter: Parameter, model: ModelConfig, source: Source, progress: Progress) -> Item:
     """A parameter to be written, which is read when its turn comes."""
     stored = parameter.stored
     box = Box(parameter.name, tuple(0 for _ in stored), stored, stored, 0, parameter.axes)
@@ -183,6 +199,7 @@ def _item(parameter: Parameter, model: ModelConfig, source: Source) -> Item:
             if source.files.differs(name, parts[0]):
                 raise InputError(f"{source.files.folder}: tie_word_embeddings is true, and {name} is not "
                                  f"{names[0]}; set it to false in config.json if they are two matrices")
+        progress.add(whole.nbytes)
         return whole.view(-1)
 
     return Item("param", box, values)

@@ -14,8 +14,9 @@ from typing import Any
 
 from threed.doors.hf.tensors import INDEX, entries_of
 from threed.errors import InputError
+from threed.sampling import IMPORTED
 
-FOLDER, LAYOUT = "huggingface", "layout.json"
+FOLDER, LAYOUT = IMPORTED, "layout.json"
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
 _TOKENIZERS = (TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
                "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "chat_template.jinja",

@@ -22,7 +22,7 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 NAMES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}  # ours -> theirs
 WORDS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # in config.json
-PIECE = 16 << 20  # bytes that are read or written at a time
+PIECE = 4 << 20  # bytes that are read or written at a time
 _MOST = 100 << 20  # bytes of a header: what the safetensors library allows
 
 

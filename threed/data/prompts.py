@@ -1,0 +1,92 @@
+"""Prompts: the beginnings of texts that a model continues, as it has seen texts begin.
+
+    data.loss_mask=chat      a prompt is what a user says: the chat template writes it, and the answer's head
+    data.prepend_bos         the tokens with which the tokenizer begins a text stand before it
+
+A text ends at the end-of-text token and, of a chat, at the token with which the template ends a turn.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from threed.data.chat import BESIDE, CONFIG, Template, templates
+from threed.data.tokenizer import Tokenizer
+from threed.errors import InputError
+from threed.sampling import TOKENIZER
+from threed.schema import DataConfig, ModelConfig
+
+
+class Prompts(NamedTuple):
+    """Prompts as tokens, and what may follow them."""
+
+    ids: list[list[int]]
+    vocab: int  # ids below it may be chosen
+    ends: tuple[int, ...]  # a text ends at one of these
+
+
+def encode(tokenizer: Tokenizer, prompts: Sequence[str], data: DataConfig, model: ModelConfig) -> Prompts:
+    """Tokens of prompts. An empty one is what begins a document. InputError where a prompt is too long, or is
+    not of the model's vocabulary."""
+    tokenizer.read_special_tokens()  # as a person who types one means it
+    texts, ends = list(prompts), [] if tokenizer.eod is None else [tokenizer.eod]
+    is_chat = data.loss_mask == "chat"
+    if (template := _template(data, is_chat)) is not None:
+        texts = [template.asked(text) for text in texts] if is_chat else texts
+        end = tokenizer.special(template.end_of_turn())
+        ends += [end] if end is not None and end not in ends else []
+    encoded = [tokenizer.begun(ids) if data.prepend_bos else ids for ids in tokenizer.encode_batch(texts)]
+    for number, (prompt, ids) in enumerate(zip(prompts, encoded, strict=True)):
+        shown = f"prompt {number} ({prompt[:20]!r}{' ...' if len(prompt) > 20 else ''})"
+        if not ids:
+            if tokenizer.eod is None:
+                raise InputError(f"{shown} has no tokens, and the tokenizer has no end-of-text token with "
+                                 "which a text could begin: give a prompt")
+            ids.append(tokenizer.eod)
+        if len(ids) > model.seq_len:
+            raise InputError(f"{shown} has {len(ids)} tokens, and the model sees model.seq_len="
+                             f"{model.seq_len}: shorten it")
+        if max(ids) >= model.vocab:
+            raise InputError(f"{shown} has token {max(ids)}, but model.vocab={model.vocab} allows 0 to "
+                             f"{model.vocab - 1}: the tokenizer is not the one of the run's data")
+    return Prompts(encoded, min(model.vocab, tokenizer.vocab_size), tuple(ends))
+
+
+def _template(data: DataConfig, needed: bool) -> Template | None:
+    """The chat template of a run's data. InputError where it is needed and there is none."""
+    if not needed and not templates(data):
+        return None
+    try:
+        return Template(data)
+    except InputError:
+        if needed:
+            raise
+        return None
+
+
+def added(tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int]) -> str:
+    """The text of tokens that were added to a prompt. (Decoded together: a character may have tokens on both
+    sides.)"""
+    before, whole = tokenizer.decode(list(prompt)), tokenizer.decode([*prompt, *ids])
+    return whole[len(before):] if whole.startswith(before) else tokenizer.decode(list(ids))
+
+
+def keep_tokenizer(file: Path | None, data: DataConfig, folder: Path) -> list[str]:
+    """Copy the tokenizer of a run's data, and its chat template, to the folder of the run, which then can
+    write text wherever it is moved. Returns warnings."""
+    files = {TOKENIZER: file, **templates(data)} if file is not None else {}
+    try:
+        for name in (TOKENIZER, BESIDE, CONFIG):
+            kept, source = folder / name, files.get(name)
+            if source is None:
+                kept.unlink(missing_ok=True)
+            else:
+                folder.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(source, kept.with_name(f"{name}.tmp"))
+                kept.with_name(f"{name}.tmp").replace(kept)  # no reader sees half of it
+    except OSError as error:
+        return [f"{folder / TOKENIZER} was not written: {error}; threed generate will need --tokenizer"]
+    return []

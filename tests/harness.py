@@ -197,7 +197,7 @@ def drive(config: Config, engine: Engine, comm: Comm, steps: int,
 
     def after(instruction, slots):
         if instruction.op == Op.CLIP:
-            for unit, state in engine.states.items():
+            for unit, state in engine.zero.stepped.items():
                 gradient = state.gradient_prev if instruction.gradients == "wait" else state.gradient
                 grads[unit] = gradient.float() / scale
 

@@ -14,7 +14,7 @@ from threed.later import F
 from threed.models.kernels import Moved
 from threed.models.layers.base import Part
 from threed.models.layers.parts import Column, Row
-from threed.models.spec import WHOLE, Cost, Saved, Share, Tile
+from threed.models.spec import WHOLE, Cost, Rows, Saved, Share, Tile
 from threed.schema import ModelConfig
 
 if TYPE_CHECKING:
@@ -29,8 +29,12 @@ class Mlp(Part):
     def __init__(self, model: ModelConfig, name: str, tile: Tile = WHOLE, axis: str = "tp"):
         self.model, self.name, self.tile, self.axis = model, name, tile, axis
         self.cells, products = model.num_ffn_hidden, 2 if model.activation == "swiglu" else 1
-        self.up = Column(model, f"{name}.up", products * model.num_ffn_hidden, tile, runs=products, axis=axis)
-        self.down = Row(model, f"{name}.down", model.num_ffn_hidden, model.residual_std, tile, axis)
+        offers = {"gate_proj": Rows(0, 1, 2), "up_proj": Rows(1, 2, 2)} if products == 2 else {
+            "up_proj": Rows()}
+        self.up = Column(model, f"{name}.up", products * model.num_ffn_hidden, tile, runs=products, axis=axis,
+                         offers=offers)
+        self.down = Row(model, f"{name}.down", model.num_ffn_hidden, model.residual_std, tile, axis,
+                        target="down_proj")
 
     def tiled(self, tile: Tile) -> Mlp:
         return Mlp(self.model, self.name, tile, self.axis)
@@ -38,11 +42,12 @@ class Mlp(Part):
     def cost(self, share: Share) -> Cost:
         seq = share.seen(self.model.seq_len, self.axis)
         size = share.bytes(seq * self.model.num_ffn_hidden // self.tile.count, self.axis)
-        saved = (Saved("up", size), Saved("activated", size, "mlp_act"))
+        down = (Saved("activated", size, "mlp_act"),) if self.down.keeps else ()
+        saved = (Saved("up", size), *down)
         moved = Moved("gelu", 2 * size, 3 * size, piece="mlp_act")
         if self.model.activation == "swiglu":
             opened = () if self.model.fuses else (Saved("opened gate", size, "mlp_act"),)
-            saved = (Saved("gate and up", 2 * size), *opened, Saved("gated", size, "mlp_act"))
+            saved = (Saved("gate and up", 2 * size), *opened, *down)
             moved = Moved("swiglu", 5 * size, 13 * size, (2, 4), "mlp_act")
             if self.model.fuses:
                 moved = Moved("swiglu", 3 * size, 5 * size, piece="mlp_act")

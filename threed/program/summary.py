@@ -48,10 +48,11 @@ def stage(plan: Plan, position: int, alive: Memory) -> dict[str, Any]:
         if form.item.op != Op.REDUCE or form.effect.lane != "compute":
             counts[form.item.op] += count
     pools, away = buffers(plan, position), _away(table, position)
-    held = table.held(position)
+    held = table.stepped(position)
     return {
-        "parameters": sum(table.parameters[p].numel - table.parameters[p].padding for p in held),
-        "parameter_bytes": sum(_parameter_bytes(table, p) for p in held),
+        "parameters": sum(table.parameters[p].numel - table.parameters[p].padding
+                          for p in table.held(position)),
+        "parameter_bytes": sum(_parameter_bytes(table, p) for p in table.held(position)),
         # Below ZeRO-2 the reduced shard is a part of the whole gradient.
         "gradient_bytes": sum(table.size(Slot("wgrad" if table.zero.stage < 2 else "gshard", p))
                               for p in held if not table.streams(p)),
@@ -85,7 +86,7 @@ def _away(table: Table, position: int) -> dict[Tier, int]:
     sizes = {Tier.HOST: 0, Tier.DISK: 0}
     for p in table.held(position):
         held = table.parameters[p]
-        for slot in (table.weight(p), table.state(p)):
+        for slot in (table.weight(p), *((table.state(p),) if held.trains else ())):
             if slot.tier != Tier.DEVICE:
                 sizes[slot.tier] += table.size(slot)
         if held.state_home != Tier.DEVICE:

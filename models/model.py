@@ -53,8 +53,8 @@ def num_parameters(model: ModelConfig) -> int:
 
 
 def model_flops(model: ModelConfig, sequences: int) -> int:
-    """FLOPs of forward and backward of `sequences`, without recomputation: backward is twice forward, less the
-    gradients of frozen weights.
+    """FLOPs of forward and backward of `sequences`, without recomputation: backward is twice forward, less
+    the gradients of frozen weights.
 
     Narayanan et al. 2021, appendix, less the recomputed forward: 72 B s l h^2 (1 + s/(6h) + V/(12 l h)). Only
     matrix products count, and attention is counted whole (not halved for the causal mask), as is customary

@@ -84,24 +84,24 @@ def _adapters(model: ModelConfig, listed: Sequence[Layer]) -> list[str]:
         return [f"model.{key}={getattr(model, key)} needs model.lora_rank, the rank of adapters; leave it out"
                 for key in ("lora_alpha", "lora_targets") if getattr(model, key) is not None]
     if model.tile_linears is not None:
-        return [f"model.tile_linears={model.tile_linears} with model.lora_rank={model.lora_rank}: tiles have no "
-                "adapters; leave one of the two out"]
+        return [f"model.tile_linears={model.tile_linears} with model.lora_rank={model.lora_rank}: tiles have "
+                "no adapters; leave one of the two out"]
     offered = list(dict.fromkeys(target for layer in listed for part in every(layer)
                                  if isinstance(part, Linear) for target in part.offers))
     asked = f"model.lora_targets={list(model.targets)}"
     if strange := [target for target in model.targets if target not in offered]:
         return [f"{asked}: the model has no linear {strange[0]}; it has {', '.join(offered) or 'none'}"]
     if "qkv_proj" in model.targets and len({"q_proj", "k_proj", "v_proj"} & {*model.targets}):
-        return [f"{asked}: qkv_proj is one adapter for queries, keys and values together: leave it out, or the "
-                "others"]
+        return [f"{asked}: qkv_proj is one adapter for queries, keys and values together: leave it out, or "
+                "the others"]
     if not model.targets or len(set(model.targets)) < len(model.targets):
         return [f"{asked}: must be some of {', '.join(offered)}, each once"]
     trained = {parameter.name for adapter in adapters(model) for parameter in adapter.parameters()}
     wild = next((parameter.name for layer in listed for parameter in layer.parameters()
                  if parameter.trains and parameter.name not in trained), None)
     return [] if wild is None else [
-        f"model.lora_rank={model.lora_rank}: parameter {wild} of family {model.family} is in no part of the kind "
-        "models.layers.parts.Held, so it cannot be frozen"]
+        f"model.lora_rank={model.lora_rank}: parameter {wild} of family {model.family} is in no part of the "
+        "kind threed.models.layers.parts.Held, so it cannot be frozen"]
 
 
 def _names(listed: Sequence[Layer]) -> str | None:

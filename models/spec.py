@@ -57,7 +57,17 @@ class Rows(NamedTuple):
     def of(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """A view of a tensor with these alone along a dim, which becomes [cells, runs, size]."""
         size = self.size or tensor.shape[dim] // self.runs
-        return tensor.unflatten(dim, (-1, self.runs, size)).narrow(dim + 1, self.first, self.stop - self.first)
+        cells = tensor.unflatten(dim, (-1, self.runs, size))
+        return cells.narrow(dim + 1, self.first, self.stop - self.first)
+
+
+class Factors(NamedTuple):
+    """An adapter's matrices, once there are any: scale B A x is added to some rows of a product."""
+
+    rows: Rows
+    scale: float
+    A: torch.Tensor | None
+    B: torch.Tensor | None
 
 
 class Tile(NamedTuple):

@@ -117,7 +117,8 @@ class Reference:
                         for p in specs}
         self.trained = {p.name: self.masters[p.name] for p in specs if p.trains}
         self.live = {
-            p.name: nn.Parameter(self.masters[p.name].detach().to(self.dtype).view(p.module_shape({})), p.trains)
+            p.name: nn.Parameter(self.masters[p.name].detach().to(self.dtype).view(p.module_shape({})),
+                                 p.trains)
             for p in specs
         }
         self.layers = [layer.build(context, self.live) for layer in layers(model)]

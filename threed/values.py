@@ -58,8 +58,8 @@ _SAID = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32
          "adam": "adamw", "rope": "rotary", "learned_absolute": "learned", "silu": "swiglu", "gpu": "cuda",
          "interleaved1f1b": "interleaved", "zbvzerobubble": "zb-v", "dualpipev": "dualpipe-v",
          "loopedbfs": "breadth-first"}
-ABOVE_ZERO = ("model.norm_eps", "model.rope_theta", "model.lora_alpha", "monitor.peak_tflops", "precision.initial_loss_scale",
-               "precision.min_loss_scale")
+ABOVE_ZERO = ("model.norm_eps", "model.rope_theta", "model.lora_alpha", "monitor.peak_tflops",
+              "precision.initial_loss_scale", "precision.min_loss_scale")
 
 
 def get(config: Config, key: str) -> Any:

@@ -4,8 +4,9 @@ A linear counts its product, its bytes over tp, and, for a delayed weight gradie
 side. The operand on the other side is of the residual stream, which several linears may share: their layer
 counts it.
 
-With model.lora_rank all of them are frozen, and a linear may have adapters (Hu et al. 2021), each of which adds
-(alpha / rank) B A x to the rows of one target. A frozen linear without adapters keeps nothing for backward.
+With model.lora_rank all of them are frozen, and a linear may have adapters (Hu et al. 2021), each of which
+adds (alpha / rank) B A x to the rows of one target. A frozen linear without adapters keeps nothing for
+backward.
 """
 
 from __future__ import annotations
@@ -16,11 +17,10 @@ from typing import TYPE_CHECKING, Any, Self
 from threed.later import F, torch
 from threed.models.kernels import FROZEN, Kernel, Moved, Product
 from threed.models.layers.base import Part
-from threed.models.spec import SEQUENCE, TILES, WHOLE, Cost, Cut, Parameter, Rows, Saved, Share, Tile
+from threed.models.spec import SEQUENCE, TILES, WHOLE, Cost, Cut, Factors, Parameter, Rows, Saved, Share, Tile
 from threed.schema import ModelConfig
 
 if TYPE_CHECKING:
-    from threed.tensor.adapters import Factors
     from threed.tensor.context import Batch, Context
 
 WORD = "embedding.word.weight"
@@ -83,12 +83,11 @@ class Adapter(Held):
     """
 
     def __init__(self, linear: Linear, name: str, rows: Rows):
-        self.model, self.axis, self.rows, self.of = linear.model, linear.axis, rows, linear.held["weight"].name
-        self.name, rank, axis = name, linear.model.lora_rank or 0, linear.axis
+        weight, axis = linear.held["weight"], linear.axis
+        self.model, self.axis, self.rows, self.name, self.of = linear.model, axis, rows, name, weight.name
         self.inputs, self.outputs = linear.inputs, rows.count(linear.outputs)
-        # cut over the axis: B of a linear whose outputs are, else A
-        self.column = linear.held["weight"].cuts[0].dim == 0
-        cut, apart = cut_over(axis, int(not self.column), WHOLE), (axis,)
+        self.column = weight.cuts[0].dim == 0  # whether the linear's outputs are cut, and not its inputs
+        rank, cut, apart = self.model.lora_rank or 0, cut_over(axis, int(not self.column), WHOLE), (axis,)
         self.held = {
             "A": Parameter(f"{name}.lora_A", (rank, self.inputs), () if self.column else cut,
                            uniform=self.inputs**-0.5, apart=apart if self.column else ()),
@@ -96,21 +95,19 @@ class Adapter(Held):
                            apart=() if self.column else apart)}
 
     def cost(self, share: Share) -> Cost:
-        seq, rank, ranks = share.seen(self.model.seq_len, self.axis), self.held["A"].shape[0], share.over(self.axis)
-        inputs, outputs = self.inputs // (1 if self.column else ranks), self.outputs // (
-            ranks if self.column else 1)
+        seq, ranks = share.seen(self.model.seq_len, self.axis), share.over(self.axis)
+        rank, cuts = self.held["A"].shape[0], (1, ranks) if self.column else (ranks, 1)
+        inputs, outputs = self.inputs // cuts[0], self.outputs // cuts[1]
         tokens, narrow = seq * share.sequences, share.bytes(seq * rank)
         wide, copied = share.bytes(seq * outputs), not self.rows.whole
         moved = Moved("adapter", 3 * wide + 2 * narrow, 2 * wide * copied + 2 * narrow, (2, 1 + copied))
-        # For weights' gradients: A x and its gradient, and the gradient of its rows. (That of a whole stream is
-        # counted by the branch.)
+        # For weights' gradients: A x and its gradient, and the gradient of its rows. (That of a whole stream
+        # is counted by the branch.)
         operands = 2 * narrow + (wide if self.column else 0)
         return Cost((Product(tokens, rank, inputs), Product(tokens, outputs, rank), moved),
                     (Saved(f"A x of {self.name}", narrow),), operands)
 
     def factors(self) -> Factors:
-        from threed.tensor.adapters import Factors
-
         return Factors(self.rows, self.model.lora_scale, self.compute.A, self.compute.B)
 
 

@@ -60,6 +60,9 @@ def ask(path: str | Path, overrides: list[str] | None = None) -> Question:
     where = str(path)
     typed = uncombined({**values, **used, **fixed}, where)
     base = of_values({**values, "parallel.dp": 1}, where)
+    if base.model.lora_rank is not None:
+        raise InputError(f"model.lora_rank={base.model.lora_rank}: search knows no frozen weights; search "
+                         "without it, and see what threed check and predict say of that layout with it")
     base.zero.prefetch, base.activation.pieces = typed.zero.prefetch, typed.activation.pieces
     return Question(base, values, _fields(typed, fixed))
 

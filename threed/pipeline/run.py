@@ -77,8 +77,8 @@ class Saved(NamedTuple):
     # The unit's input; None where it gets no gradient: tokens, or a sum that the unit only adds to.
     x: torch.Tensor | None
     reads: dict[Slot, torch.Tensor]  # tensor of an earlier unit -> its leaf
-    # Roots of its output, of the tensors for later units, and of its loss, those that it has; None where none of
-    # its parameters trains, and it has no input with a gradient.
+    # Roots of its output, of the tensors for later units, and of its loss, those that it has; None where no
+    # parameter trains, and no input has a gradient.
     roots: list[Any]
 
 
@@ -244,8 +244,9 @@ class PipelineRun:
             before = iter(inputs[len(grads):])
             for leaf, sum_ in zip(saved.reads.values(), begun, strict=True):
                 leaf.grad = next(before) if sum_ is not None else None  # autograd adds to it in place
-            roots = [(root, grad) for root, grad in zip(saved.roots, inputs, strict=False) if root is not None]
-            start = partial(torch.autograd.backward, *map(list, zip(*roots, strict=True))) if roots else _nothing
+            roots = [root for root in saved.roots if root is not None]
+            given = [grad for root, grad in zip(saved.roots, inputs, strict=False) if root is not None]
+            start = partial(torch.autograd.backward, roots, given) if roots else _nothing
             if delayed and passes_on and not sums:
                 return [], [start]
             operands = self._delaying(start) if delayed else start()

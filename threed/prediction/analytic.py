@@ -69,7 +69,7 @@ class _Compute:
         return self._known[key]
 
     def _seconds(self, op: Op, unit: ComputeUnit) -> float:
-        prices, sent = self.prices, unit.traffic
+        prices = self.prices
         if op in (Op.FORWARD, Op.RECOMPUTE):
             return prices.forward(unit.kernels) + self._sent(unit, "forward")
         # Pieces are computed again when the input half begins.
@@ -100,8 +100,8 @@ class _Compute:
         return seconds
 
     def _cut(self, unit: ComputeUnit) -> bool:
-        """Whether the sequence is cut: then it is gathered once more for the gradients of weights, but for those
-        of frozen ones."""
+        """Whether the sequence is cut: then it is gathered once more for the gradients of weights, but not
+        for those of frozen ones."""
         frozen = any(isinstance(kernel, Product) and kernel.weight == FROZEN for kernel in unit.kernels)
         return any(unit.traffic["weight"].values()) or (frozen and self.sequence_parallel)
 

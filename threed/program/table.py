@@ -8,17 +8,16 @@ send S (n-1)/n, and all-reduce sends twice as much.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from threed.mesh import GROUPS
 from threed.models.kernels import Kernel
-from threed.optimizers.base import BYTES
+from threed.optimizers.base import BYTES, Buffer
 from threed.program.digest import digest_of
+from threed.program.entries import Handed, Logits, Read, Reduction
 from threed.program.instruction import PARAMETER_KINDS, Instruction, Op, Slot, Tier
-from threed.program.settings import ActivationSettings, Elements, UpdateSettings, ZeroSettings
 from threed.quantity import add_up, ring
 from threed.schema import Config
 
@@ -28,22 +27,6 @@ GENERATE = "generate"
 FORWARD_ONLY = (EVALUATE, GENERATE)
 # Programs of delayed updates -> the step whose gradients STEP applies: the one before (prev), this one ("").
 DELAYED_STEPS: dict[str, tuple[str, ...]] = {"enter": (), "train": ("prev",), "drain": ("prev", "")}
-
-
-class Handed(NamedTuple):
-    """A tensor, besides its output, that a unit makes for later units of its stage. `name` is the kind of its
-    slot; the kind of its gradient's slot has a g before the name."""
-
-    name: str
-    bytes: int
-
-
-class Read(NamedTuple):
-    """A handed tensor that a unit reads. Every reader adds to its gradient."""
-
-    name: str
-    unit: int  # the unit that makes it
-    last: bool  # whether no later unit reads it
 
 
 @dataclass(frozen=True)
@@ -71,18 +54,6 @@ class ComputeUnit:
         return sum(kernel.flops for kernel in self.kernels)
 
 
-class Reduction(NamedTuple):
-    """One sum of a unit's gradient over a group of ranks."""
-
-    group: str
-    ranks: int  # in the group
-    takes: str  # kind of slot
-    makes: str
-    numel: int  # elements that are summed
-    bytes: int  # of an element in the message
-    staged: bool = False  # whether a gradient that travels in another dtype is cast in the staging buffer
-
-
 @dataclass(frozen=True)
 class ParameterUnit:
     name: str
@@ -97,19 +68,48 @@ class ParameterUnit:
     # Whether it stays whole from its first use in a step to its last, in a buffer of its own. (Under ZeRO-3
     # only small parameters do.)
     whole: bool = True
-    # False: it is frozen. It has no gradient, no state and no STEP; and where it stays whole, every rank holds
-    # all of it all the time, and nothing is gathered.
+    # False: it is frozen. It has no gradient, no state and no STEP; and where it stays whole, every rank
+    # holds all of it all the time, and nothing is gathered.
     trains: bool = True
 
 
 @dataclass(frozen=True)
-class Logits:
-    """What the program `generate` makes: logits of the last token of each sequence, in the units of the head
-    (a head that is cut into tiles is several)."""
+class Elements:
+    """Bytes of an element."""
 
-    microbatches: int  # of the program
-    bytes: dict[int, int]  # unit -> of its logits of a micro-batch, all ranks' parts together
-    sent: dict[int, dict[str, int]]  # unit -> axis -> bytes that a rank sends in a FORWARD that makes them
+    param: int = 4  # as compute reads it: 4 or 2
+    grad: int = 4  # of an accumulated gradient
+    reduce: int = 4  # of a gradient in a message over dp
+
+
+@dataclass(frozen=True)
+class ZeroSettings:
+    """The settings that the pass in zero/plan reads."""
+
+    stage: int = 0
+    reduce_every: int = 1  # micro-batches between two reductions of a gradient
+    residency: int | str = "step"  # units that may be gathered at a time; stage: as many as the largest has
+    prefetch: int = 0  # how many uses ahead of its own a unit is gathered
+
+
+@dataclass(frozen=True)
+class ActivationSettings:
+    """The settings that the passes in activation/plan read."""
+
+    partition: str = ""  # the group over which a kept input is cut; empty: it is whole
+    parts: int = 1  # ranks in that group
+    offload: bool = False  # whether kept inputs go to the host
+    contiguous: bool = False  # whether kept inputs are in one arena
+
+
+@dataclass(frozen=True)
+class UpdateSettings:
+    """The settings of the optimizer's step that the passes in offload/plan read."""
+
+    buffers: tuple[Buffer, ...] = ()  # the optimizer's tensors for each parameter
+    master: bool = False  # whether STEP updates an fp32 copy of a 16-bit weight
+    delayed: bool = False  # whether STEP applies gradients one step later
+    snapshots: bool = False  # whether checkpoints are written from a copy on the host, while the run goes on
 
 
 @dataclass(frozen=True)
@@ -237,8 +237,8 @@ class Table:
         return self.parameters[unit].positions[0] == position
 
     def copied(self, position: int) -> list[int]:
-        """Parameter units of which ranks of a position copy to the host what a checkpoint saves. (A frozen one
-        is not copied: it does not change while it is written.)"""
+        """Parameter units of which ranks of a position copy to the host what a checkpoint saves. (A frozen
+        one is not copied: it does not change while it is written.)"""
         return [p for p in self.stepped(position) if self.saves(position, p)]
 
     @property

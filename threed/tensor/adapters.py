@@ -1,4 +1,4 @@
-"""What adapters (LoRA, Hu et al. 2021) add to a linear, forward and backward: scale B A x, to some of its rows.
+"""What adapters (LoRA, Hu et al. 2021) add to a linear, forward and backward: scale B A x, to some rows.
 
 They are computed with the linear, on its input and its part of the output, so they send nothing of their own:
 their part of the output, or of the input's gradient, travels in the linear's sum.
@@ -14,16 +14,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from threed.models.spec import Rows
-
-
-class Factors(NamedTuple):
-    """An adapter. In the context of an autograd function it has no matrices, which autograd keeps."""
-
-    rows: Rows
-    scale: float
-    A: torch.Tensor | None
-    B: torch.Tensor | None
+from threed.models.spec import Factors
 
 
 class Half(NamedTuple):

@@ -19,8 +19,9 @@ import torch
 import torch.nn.functional as F
 
 from threed.comm import Group
+from threed.models.spec import Factors
 from threed.tensor import adapters
-from threed.tensor.adapters import Factors, Half
+from threed.tensor.adapters import Half
 
 
 @contextlib.contextmanager
@@ -93,7 +94,8 @@ class WeightGrads:
         returned; `x`: returns the linear's input."""
         if not matrices:
             return []
-        of_a = self.take_all([(a, half.hidden_grad) for a, half in zip(matrices[::2], halves, strict=True)], x)
+        firsts = zip(matrices[::2], halves, strict=True)
+        of_a = self.take_all([(a, half.hidden_grad) for a, half in firsts], x)
         of_b = [self.take(b, half.grad, adapters.again(each.detach()))
                 for b, half, each in zip(matrices[1::2], halves, hidden, strict=True)]
         return [grad for pair in zip(of_a, of_b, strict=True) for grad in pair]

@@ -17,13 +17,10 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from threed.models.kernels import FROZEN, Kernel, Product
 from threed.quantity import ring
-
-if TYPE_CHECKING:
-    import torch
 
 NOT_COUNTED = -1  # a label that adds nothing to the loss
 TILES = "tiles"  # stands for an axis in a Cut: the tiles of a layer
@@ -53,21 +50,6 @@ class Rows(NamedTuple):
     def count(self, rows: int) -> int:
         """How many they are, of all rows."""
         return rows // self.runs * (self.stop - self.first)
-
-    def of(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """A view of a tensor with these alone along a dim, which becomes [cells, runs, size]."""
-        size = self.size or tensor.shape[dim] // self.runs
-        cells = tensor.unflatten(dim, (-1, self.runs, size))
-        return cells.narrow(dim + 1, self.first, self.stop - self.first)
-
-
-class Factors(NamedTuple):
-    """An adapter's matrices, once there are any: scale B A x is added to some rows of a product."""
-
-    rows: Rows
-    scale: float
-    A: torch.Tensor | None
-    B: torch.Tensor | None
 
 
 class Tile(NamedTuple):

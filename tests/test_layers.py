@@ -26,7 +26,7 @@ LEVELS = (
     (  # 0
         "errors models",
         "address doors.table early later native pipeline.orders quantity restart sampling",
-        "doors.deepspeed doors.megatron_rest doors.torchtitan",
+        "doors.deepspeed doors.megatron_rest doors.peft doors.torchtitan",
         "doors.megatron",
         "doors.script synonyms",
         "requests",

@@ -55,8 +55,8 @@ def export(run: Annotated[Path, typer.Argument(metavar="RUN|CHECKPOINT",
            like: Annotated[Path | None, typer.Option(metavar="HF_DIR",
                                                      help="follow this folder's config.json and tokenizer; "
                                                           "default: those of the import")] = None,
-           adapters: Annotated[bool, typer.Option("--adapters", help="of a run with model.lora_rank: a folder "
-                                                                     "for PEFT, of the adapters alone")] = False,
+           adapters: Annotated[bool, typer.Option("--adapters", help="of a run with model.lora_rank: its "
+                                                                     "adapters alone, for PEFT")] = False,
            ) -> None:
     """Export a run's newest checkpoint, of any mesh, as a model of transformers: safetensors with an index,
     config.json, generation_config.json and the files of the tokenizer. Adapters are merged into the weights.

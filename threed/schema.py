@@ -49,7 +49,8 @@ class ModelConfig:
     # ones become tiles
     lora_rank: int | None = None  # LoRA: all weights are frozen, and adapters of this rank are trained; null:
     # off
-    lora_alpha: float | None = None  # what adapters add is multiplied by lora_alpha / lora_rank; null: 1
+    lora_alpha: float | None = None  # what adapters add is multiplied by lora_alpha / lora_rank; null:
+    # lora_rank
     lora_targets: list[str] | None = None  # linears with adapters, by PEFT's names: q_proj, k_proj, v_proj,
     # qkv_proj (one for all three, as GPT-2's c_attn), o_proj, gate_proj, up_proj, down_proj; null: q_proj,
     # v_proj

@@ -38,9 +38,10 @@ class Attention(Part):
         self.model, self.name, self.tile = model, name, tile
         self.cells = model.num_kv_heads
         queries, keys = (heads * model.head_size for heads in (model.heads, model.num_kv_heads))
-        self.qkv = Column(model, f"{name}.qkv", queries + 2 * keys, tile, bias=model.has_qkv_bias,
-                          offers=targets(model))
-        self.out = Row(model, f"{name}.out", queries, model.residual_std, tile, target="o_proj")
+        qkv = Column(model, f"{name}.qkv", queries + 2 * keys, tile, bias=model.has_qkv_bias)
+        self.qkv = qkv.offering(targets(model))
+        out = Row(model, f"{name}.out", queries, model.residual_std, tile)
+        self.out = out.offering({"o_proj": Rows()})
         self.norms = HeadNorms(model, name) if model.qk_norm and tile.index == 0 else None
 
     def tiled(self, tile: Tile) -> Attention:

@@ -29,12 +29,11 @@ class Mlp(Part):
     def __init__(self, model: ModelConfig, name: str, tile: Tile = WHOLE, axis: str = "tp"):
         self.model, self.name, self.tile, self.axis = model, name, tile, axis
         self.cells, products = model.num_ffn_hidden, 2 if model.activation == "swiglu" else 1
-        offers = {"gate_proj": Rows(0, 1, 2), "up_proj": Rows(1, 2, 2)} if products == 2 else {
-            "up_proj": Rows()}
-        self.up = Column(model, f"{name}.up", products * model.num_ffn_hidden, tile, runs=products, axis=axis,
-                         offers=offers)
-        self.down = Row(model, f"{name}.down", model.num_ffn_hidden, model.residual_std, tile, axis,
-                        target="down_proj")
+        up = Column(model, f"{name}.up", products * model.num_ffn_hidden, tile, runs=products, axis=axis)
+        self.up = up.offering({"gate_proj": Rows(0, 1, 2), "up_proj": Rows(1, 2, 2)} if products == 2
+                              else {"up_proj": Rows()})
+        down = Row(model, f"{name}.down", model.num_ffn_hidden, model.residual_std, tile, axis)
+        self.down = down.offering({"down_proj": Rows()})
 
     def tiled(self, tile: Tile) -> Mlp:
         return Mlp(self.model, self.name, tile, self.axis)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 from threed.later import F, torch
 from threed.models.kernels import FROZEN, Kernel, Moved, Product
 from threed.models.layers.base import Part
-from threed.models.spec import SEQUENCE, TILES, WHOLE, Cost, Cut, Factors, Parameter, Rows, Saved, Share, Tile
+from threed.models.spec import SEQUENCE, TILES, WHOLE, Cost, Cut, Parameter, Rows, Saved, Share, Tile
 from threed.schema import ModelConfig
 
 if TYPE_CHECKING:
@@ -107,8 +107,9 @@ class Adapter(Held):
         return Cost((Product(tokens, rank, inputs), Product(tokens, outputs, rank), moved),
                     (Saved(f"A x of {self.name}", narrow),), operands)
 
-    def factors(self) -> Factors:
-        return Factors(self.rows, self.model.lora_scale, self.compute.A, self.compute.B)
+    def factors(self) -> tuple[Rows, float, torch.Tensor, torch.Tensor]:
+        """As tensor.adapters.Factors."""
+        return self.rows, self.model.lora_scale, self.compute.A, self.compute.B
 
 
 class Linear(Held):
@@ -119,14 +120,19 @@ class Linear(Held):
     offers: Mapping[str, Rows] = {}  # targets of model.lora_targets that it has, and their rows
     adapters: tuple[Adapter, ...] = ()
 
-    def __init__(self, weight: Parameter, bias: Parameter | None, offers: Mapping[str, Rows] | None = None):
+    def __init__(self, weight: Parameter, bias: Parameter | None):
         self.held = {"weight": weight} | ({"bias": bias} if bias is not None else {})
         self.outputs, self.inputs = (size // (weight.tile.count if dim == weight.cuts[0].dim else 1)
                                      for dim, size in enumerate(weight.shape))
-        self.offers = offers or {}
-        layer = weight.name.rpartition(".")[0].rpartition(".")[0]
-        self.adapters = tuple(Adapter(self, f"{layer}.{target}", rows) for target, rows in self.offers.items()
+
+    def offering(self, offers: Mapping[str, Rows]) -> Self:
+        """The same, with adapters of those of these targets (name in model.lora_targets -> its rows) that the
+        model asks for."""
+        self.offers = offers
+        layer = self.held["weight"].name.rpartition(".")[0].rpartition(".")[0]
+        self.adapters = tuple(Adapter(self, f"{layer}.{target}", rows) for target, rows in offers.items()
                               if target in self.model.targets)
+        return self
 
     @property
     def keeps(self) -> bool:
@@ -161,14 +167,13 @@ class Column(Linear):
     axis does not gather the sequence: [s, B, inputs] -> [s, B, outputs / its ranks]."""
 
     def __init__(self, model: ModelConfig, name: str, outputs: int, tile: Tile = WHOLE, runs: int = 1,
-                 bias: bool | None = None, axis: str = "tp", *, offers: Mapping[str, Rows] | None = None):
-        """`runs`: products of one input, whose rows follow each other. `bias`: None: as model.bias. `offers`:
-        targets of model.lora_targets that it has, and their rows."""
+                 bias: bool | None = None, axis: str = "tp"):
+        """`runs`: products of one input, whose rows follow each other. `bias`: None: as model.bias."""
         self.model, self.axis, cuts = model, axis, cut_over(axis, 0, tile, runs)
         has_bias = model.bias if bias is None else bias
         super().__init__(
             Parameter(f"{name}.weight", (outputs, model.hidden), cuts, model.init_std, tile=tile),
-            Parameter(f"{name}.bias", (outputs,), cuts, tile=tile) if has_bias else None, offers)
+            Parameter(f"{name}.bias", (outputs,), cuts, tile=tile) if has_bias else None)
 
     def cost(self, share: Share) -> Cost:
         seq, axis = share.seen(self.model.seq_len, self.axis), self.axis
@@ -194,13 +199,11 @@ class Row(Linear):
     [S, B, inputs / tp] -> [s, B, outputs]. Of several tiles the last has the bias."""
 
     def __init__(self, model: ModelConfig, name: str, inputs: int, std: float, tile: Tile = WHOLE,
-                 axis: str = "tp", *, target: str = ""):
-        """`target`: what model.lora_targets calls it."""
+                 axis: str = "tp"):
         self.model, self.axis = model, axis
         bias = Parameter(f"{name}.bias", (model.hidden,)) if model.bias and tile.last else None
         shape = model.hidden, inputs
-        super().__init__(Parameter(f"{name}.weight", shape, cut_over(axis, 1, tile), std, tile=tile), bias,
-                         {target: Rows()} if target else None)
+        super().__init__(Parameter(f"{name}.weight", shape, cut_over(axis, 1, tile), std, tile=tile), bias)
 
     def cost(self, share: Share) -> Cost:
         seq = share.seen(self.model.seq_len, self.axis)

@@ -9,12 +9,21 @@ Shapes: [..., I] input, [..., O] output of this rank, r rank, o rows of an adapt
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from threed.models.spec import Factors
+from threed.models.spec import Rows
+
+
+class Factors(NamedTuple):
+    """An adapter."""
+
+    rows: Rows
+    scale: float
+    A: torch.Tensor
+    B: torch.Tensor
 
 
 class Half(NamedTuple):
@@ -24,28 +33,36 @@ class Half(NamedTuple):
     hidden_grad: torch.Tensor  # of scale A x, times scale, [..., r]
 
 
-def matrices(adapters: Sequence[Factors]) -> list[torch.Tensor]:
-    """A, B of each, in order."""
-    return [matrix for each in adapters for matrix in (each.A, each.B) if matrix is not None]
+class Added(NamedTuple):
+    """Adapters without their matrices, which an autograd function gets and keeps one by one."""
+
+    rows: list[Rows]
+    scales: list[float]
+
+    def of(self, matrices: Sequence[torch.Tensor]) -> list[Factors]:
+        """The adapters with their matrices: A, B of each, in order."""
+        return list(map(Factors, self.rows, self.scales, matrices[::2], matrices[1::2]))
 
 
-def without(adapters: Sequence[Factors]) -> list[Factors]:
-    """The adapters without their matrices."""
-    return [each._replace(A=None, B=None) for each in adapters]
+def apart(adapters: Sequence[tuple[Any, ...]]) -> tuple[Added, list[torch.Tensor]]:
+    """(the adapters without their matrices, the matrices), of values as in Factors."""
+    each = [Factors(*adapter) for adapter in adapters]
+    return (Added([one.rows for one in each], [one.scale for one in each]),
+            [matrix for one in each for matrix in (one.A, one.B)])
 
 
-def with_matrices(adapters: Sequence[Factors], found: Sequence[torch.Tensor]) -> list[Factors]:
-    """The adapters with other tensors, in the order of `matrices`."""
-    return [each._replace(A=a, B=b) for each, a, b in zip(adapters, found[::2], found[1::2], strict=True)]
+def part_of(tensor: torch.Tensor, rows: Rows, dim: int) -> torch.Tensor:
+    """A view of a tensor with some rows alone along a dim, which becomes [cells, runs, size]."""
+    size = rows.size or tensor.shape[dim] // rows.runs
+    return tensor.unflatten(dim, (-1, rows.runs, size)).narrow(dim + 1, rows.first, rows.stop - rows.first)
 
 
 def add(output: torch.Tensor, x: torch.Tensor, adapters: Sequence[Factors]) -> list[torch.Tensor]:
     """Add to a linear's output, in place. Returns scale A x of each."""
     hidden = []
     for rows, scale, a, b in adapters:
-        assert a is not None and b is not None
         hidden.append(F.linear(x, a) * scale)
-        part = rows.of(output, output.dim() - 1)
+        part = part_of(output, rows, output.dim() - 1)
         part += F.linear(hidden[-1], b).view(part.shape)
     return hidden
 
@@ -54,8 +71,7 @@ def input_half(grad: torch.Tensor, grad_x: torch.Tensor, adapters: Sequence[Fact
     """Add to the gradient of the input, in place, from that of the output."""
     halves = []
     for rows, scale, a, b in adapters:
-        assert a is not None and b is not None
-        part = rows.of(grad, grad.dim() - 1).reshape(*grad.shape[:-1], -1).contiguous()
+        part = part_of(grad, rows, grad.dim() - 1).reshape(*grad.shape[:-1], -1).contiguous()
         halves.append(Half(part, (part @ b) * scale))
         grad_x.view(-1, grad_x.shape[-1]).addmm_(halves[-1].hidden_grad.flatten(0, -2), a)
     return halves

@@ -19,9 +19,8 @@ import torch
 import torch.nn.functional as F
 
 from threed.comm import Group
-from threed.models.spec import Factors
 from threed.tensor import adapters
-from threed.tensor.adapters import Half
+from threed.tensor.adapters import Added, Half
 
 
 @contextlib.contextmanager
@@ -137,12 +136,12 @@ class _Column(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: Any,
-                added: Sequence[Factors], *matrices: torch.Tensor):
+                added: Added, *matrices: torch.Tensor):
         ctx.layer, ctx.weight, ctx.added, ctx.matrices = layer, weight, added, matrices
         whole = _gather(x, layer.group) if layer.sp else x
         output = F.linear(whole, weight, bias)
-        hidden = adapters.add(output, whole, adapters.with_matrices(added, matrices))
-        ctx.keeps = ctx.needs_input_grad[1] or bool(added)  # what weights' gradients need
+        hidden = adapters.add(output, whole, added.of(matrices))
+        ctx.keeps = ctx.needs_input_grad[1] or bool(matrices)  # what weights' gradients need
         ctx.save_for_backward(x if ctx.keeps else None, weight, *matrices, *hidden)
         return output
 
@@ -160,7 +159,7 @@ class _Column(torch.autograd.Function):
         # that gradient is summed beside the product for the weight's: neither waits behind the other.
         operand = _begin_gather(x, group) if sp and ctx.keeps and weight_grads.put_off is None else whole
         grad_x = grad @ weight
-        halves = adapters.input_half(grad, grad_x, adapters.with_matrices(ctx.added, matrices))
+        halves = adapters.input_half(grad, grad_x, ctx.added.of(matrices))
         if sp:
             output = grad_x.new_empty((grad_x.shape[0] // group.size(), *grad_x.shape[1:]))
             handle, grad_x = group.reduce_scatter(output, grad_x), output
@@ -177,12 +176,12 @@ class _Row(torch.autograd.Function):
     """[S, B, i] -> [S or s, B, O]: the weight is cut by columns; the product is summed over tp."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, layer: Any, added: Sequence[Factors],
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, layer: Any, added: Added,
                 *matrices: torch.Tensor):
         ctx.layer, ctx.weight, ctx.added, ctx.matrices = layer, weight, added, matrices
         output = x @ weight.t()
-        hidden = adapters.add(output, x, adapters.with_matrices(added, matrices))
-        ctx.keeps = ctx.needs_input_grad[1] or bool(added)
+        hidden = adapters.add(output, x, added.of(matrices))
+        ctx.keeps = ctx.needs_input_grad[1] or bool(matrices)
         ctx.save_for_backward(x if ctx.keeps else None, weight, *matrices, *hidden)
         if layer.sp:
             return _scatter_sum(output, layer.group)
@@ -195,7 +194,7 @@ class _Row(torch.autograd.Function):
         matrices, hidden = rest[:len(ctx.matrices)], rest[len(ctx.matrices):]
         grad = _gather(grads[0], ctx.layer.group) if ctx.layer.sp else grads[0]
         grad_x, weight_grads = grad @ weight, ctx.layer.weight_grads
-        halves = adapters.input_half(grad, grad_x, adapters.with_matrices(ctx.added, matrices))
+        halves = adapters.input_half(grad, grad_x, ctx.added.of(matrices))
         operand = adapters.again(x.detach() if ctx.keeps else x)
         grad_weight = weight_grads.take(ctx.weight, grad, operand) if ctx.needs_input_grad[1] else None
         return (grad_x, grad_weight, None, None,
@@ -247,9 +246,10 @@ class ColumnParallelLinear(megatron.ColumnParallelLinear):
         self.group, self.sp, self.weight_grads = group, config.sequence_parallel, weight_grads
 
     def forward(self, x: torch.Tensor,  # pyright: ignore[reportIncompatibleMethodOverride]
-                added: Sequence[Factors] = ()) -> torch.Tensor:
-        return _Column.apply(x, self.weight, self.bias, self, adapters.without(added),  # pyright: ignore
-                             *adapters.matrices(added))
+                added: Sequence[tuple[Any, ...]] = ()) -> torch.Tensor:
+        """`added`: adapters, as Factors."""
+        rest, matrices = adapters.apart(added)
+        return _Column.apply(x, self.weight, self.bias, self, rest, *matrices)  # pyright: ignore
 
 
 class RowParallelLinear(megatron.RowParallelLinear):
@@ -262,8 +262,11 @@ class RowParallelLinear(megatron.RowParallelLinear):
                          tp_group=group)  # pyright: ignore[reportArgumentType]
         self.group, self.sp, self.weight_grads = group, config.sequence_parallel, weight_grads
 
-    def forward(self, x: torch.Tensor, added: Sequence[Factors] = ()) -> torch.Tensor:  # pyright: ignore
-        output = _Row.apply(x, self.weight, self, adapters.without(added), *adapters.matrices(added))
+    def forward(self, x: torch.Tensor,  # pyright: ignore[reportIncompatibleMethodOverride]
+                added: Sequence[tuple[Any, ...]] = ()) -> torch.Tensor:
+        """`added`: adapters, as Factors."""
+        rest, matrices = adapters.apart(added)
+        output = _Row.apply(x, self.weight, self, rest, *matrices)
         return output if self.bias is None else output + self.bias  # pyright: ignore
 
 

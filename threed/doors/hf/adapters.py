@@ -23,6 +23,7 @@ from threed.errors import InputError
 from threed.models.layers.parts import Adapter
 from threed.models.model import adapters
 from threed.schema import ModelConfig
+from threed.tensor.adapters import part_of
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
@@ -38,7 +39,7 @@ def merge(whole: torch.Tensor, name: str, trained: Trained) -> None:
     for adapter in adapters(model) if model.lora_rank is not None else ():
         if adapter.of == name:
             a, b = (trained.read(each) for each in adapter.parameters())
-            rows = adapter.rows.of(whole.view(-1, whole.shape[-1]), 0)
+            rows = part_of(whole.view(-1, whole.shape[-1]), adapter.rows, 0)
             rows += (b @ a).mul_(model.lora_scale).view(rows.shape)
 
 

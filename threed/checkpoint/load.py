@@ -217,13 +217,15 @@ def _prove(manifest: dict[str, Any], zero: ZeroRun, rounded: dict[tuple[str, str
     axes = {parameter.name: parameter.axes for parameter in everything}
     total = torch.tensor([_signed(sums.get((name, kind), 0)) for name in names for kind in kinds],
                          dtype=torch.int64, device=comm.device)
-    if table.sharded:
-        for group in sorted({table.parameters[unit].shard_group for unit in zero.states}):
-            comm.groups[group].all_reduce(total).wait()
-    for axis in axes_of("parameters"):
+    shared = {placed.parameter.name for state in zero.states.values() if state.sharded
+              for placed in state.layout.placed}
+    groups = sorted({table.parameters[unit].shard_group for unit in zero.states} if table.sharded else ())
+    for group, among in (*((group, shared) for group in groups),
+                         *((axis, {name for name in names if axis in axes[name]})
+                           for axis in axes_of("parameters"))):
         over = total.clone()
-        comm.groups[axis].all_reduce(over).wait()
-        cut = torch.tensor([axis in axes[name] for name in names for _ in kinds], device=comm.device)
+        comm.groups[group].all_reduce(over).wait()
+        cut = torch.tensor([name in among for name in names for _ in kinds], device=comm.device)
         total = torch.where(cut, over, total)
     for name, values in zip(names, total.view(-1, len(kinds)).tolist(), strict=True):
         for kind, value in zip(kinds, values, strict=True):

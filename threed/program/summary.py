@@ -144,7 +144,8 @@ def show(rows: list[dict[str, Any]]) -> str:
     for position, row in enumerate(rows):
         if (frozen := row["frozen"])["parameters"]:
             saves = ", ".join(f"{show_bytes(frozen[f'{key}_bytes'])} of {what}" for key, what in (
-                ("gradient", "gradients"), ("optimizer", "optimizer state"), ("reduce", "each reduction")))
+                ("gradient", "gradients"), ("optimizer", "optimizer state"), ("reduce", "each reduction"))
+                if frozen[f"{key}_bytes"])
             count = show_count(frozen["parameters"])
             lines.append(f"pp{position} holds {count} frozen parameters, which saves {saves}")
     if copied := max(row["snapshot_bytes"] for row in rows):

@@ -3,14 +3,15 @@ and resumed on another mesh."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.harness import batches
-from tests.loopback.test_hugging_face import RUN, close, make, ours, theirs
+from tests.harness import FILES, batches
+from tests.loopback.test_hugging_face import RUN, close, make, ours, same_files, theirs
 from tests.reference import data_of
 from threed.checkpoint.lineage import Lineage
 from threed.checkpoint.load import resume
@@ -166,3 +167,10 @@ def test_a_base_that_was_trained_here(tmp_path):
     assert run_loopback(plan, make_mesh(config), work) == [(0, 0, 0)]
     trained(config, 1)
     assert export_model(tmp_path / "tuned", tmp_path / "back")["step"] == 1
+    # frozen weights that live on disk are saved and loaded, too
+    disk = lora(run, "llama3", f"run.dir={tmp_path / 'tuned'}", "parallel.dp=2", "zero.stage=3", FILES,
+                "offload.optimizer=nvme", "offload.parameters=nvme", "train.micro_batch_size=1")
+    trained(disk, 0)
+    shutil.move(tmp_path / "back", tmp_path / "before")
+    export_model(tmp_path / "tuned", tmp_path / "back")
+    same_files(tmp_path / "before", tmp_path / "back")

@@ -69,7 +69,7 @@ def peft_losses(model: Any, config: Config, steps: int) -> list[float]:
     model.train()
     weights = [each for each in model.parameters() if each.requires_grad]
     asked, losses = config.optimizer, []
-    optimizer = torch.optim.AdamW(weights, lr=asked.lr, betas=tuple(asked.betas), eps=asked.eps,
+    optimizer = torch.optim.AdamW(weights, lr=asked.lr, betas=(asked.betas[0], asked.betas[1]), eps=asked.eps,
                                   weight_decay=asked.weight_decay)
     for step in range(steps):
         data = data_of(config, step)

@@ -28,8 +28,8 @@ def stages(plan: Plan) -> list[dict[str, Any]]:
     before their reduction, staging. `host_bytes` and `disk_bytes` are offloaded values; the host also has
     buffers for values on their way. `moved_bytes` is the traffic between tiers, by lane. `snapshot_bytes` are
     additional bytes on the host: the copy from which a checkpoint is written. `slot_peak_bytes` is the most
-    that slots of each kind take over the step, on all tiers. `frozen` are parameters that are not trained,
-    and the bytes of gradients, optimizer state and reductions that they would take.
+    that slots of each kind take over the step, on all tiers. `frozen`, where there are any, are parameters
+    that are not trained, and the bytes of gradients, optimizer state and reductions that they would take.
     """
     positions = range(plan.table.num_positions)
     return [stage(plan, position, alive_bytes(plan, position)) for position in positions]
@@ -66,7 +66,7 @@ def stage(plan: Plan, position: int, alive: Memory) -> dict[str, Any]:
         "slot_peak_bytes": {kind: max(row) for kind, row in sorted(alive.by_kind.items()) if max(row)},
         "gathers": counts[Op.GATHER], "reduces": counts[Op.REDUCE],
         "sent_bytes": dict(sent), "moved_bytes": dict(moved),
-        "frozen": _frozen(table, position),
+        **({"frozen": frozen} if (frozen := _frozen(table, position))["parameters"] else {}),
         "units": [table.units[u].name for u in table.units_of(position)],
     }
 
@@ -142,7 +142,7 @@ def show(rows: list[dict[str, Any]]) -> str:
             lines.append(f"pp{position} holds {show_bytes(row['host_bytes'])} on the host and "
                          f"{show_bytes(row['disk_bytes'])} on disk; moves a step: {moved}")
     for position, row in enumerate(rows):
-        if (frozen := row["frozen"])["parameters"]:
+        if (frozen := row.get("frozen")) is not None:
             saves = ", ".join(f"{show_bytes(frozen[f'{key}_bytes'])} of {what}" for key, what in (
                 ("gradient", "gradients"), ("optimizer", "optimizer state"), ("reduce", "each reduction"))
                 if frozen[f"{key}_bytes"])

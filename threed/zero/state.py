@@ -181,11 +181,11 @@ class UnitState:
 
     def to_save(self, waiting: bool) -> dict[str, Callable[[int, int], torch.Tensor]]:
         """Kind -> a function that returns a range of this rank's shard, in fp32 on the host: of the snapshot
-        if there is one, else of the current values."""
+        if there is one, else of the current values (which a frozen unit keeps)."""
         first = self.shard[0] - self.owned[0]
 
         def current(whole: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-            return whole[first + start:first + stop].detach().float().cpu()
+            return whole[first + start:first + stop].detach().cpu().float()
 
         def of_snapshot(row: torch.Tensor, start: int, stop: int) -> torch.Tensor:
             return row[start:stop]

@@ -221,7 +221,7 @@ def _gather(item: Instruction, table: Table, _: int) -> Effects:
     if unit is None or item.group != unit.shard_group:
         raise KeyError(f"p{item.unit} is sharded over {unit.shard_group if unit else 'nothing'}, not "
                        f"'{item.group}'")
-    if not table.is_cut(item.unit):
+    if unit.whole and not unit.trains:
         raise KeyError(f"every rank holds all of p{item.unit}, and nothing of it is gathered")
     part = (Slot("pshard", item.unit),)
     resident = table.weight(item.unit) in part  # otherwise it was fetched for this GATHER

@@ -49,7 +49,7 @@ def test_a_parameter_that_cannot_be_frozen(monkeypatch):
 
     def init(self: Branch, name: str, *others) -> None:
         original(self, name, *others)
-        self.own = Own() if name == "blocks.1.mlp" else None
+        vars(self)["own"] = Own() if name == "blocks.1.mlp" else None
 
     monkeypatch.setattr(Branch, "__init__", init)
     with pytest.raises(ConfigError, match=r"parameter own\.weight of family gpt .* cannot be frozen"):

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+FROZEN = "frozen"
+
 
 class Product(NamedTuple):
     """`count` products of matrices in forward: [m, k] x [k, n]. In backward each has two more,
@@ -18,7 +20,9 @@ class Product(NamedTuple):
     n: int
     k: int
     count: int = 1
-    weight: bool = True  # whether [k, n] is a weight; else both gradients belong to the input half
+    # Whether [k, n] is a weight; else both gradients belong to the input half. A weight may be FROZEN: then
+    # it has no gradient.
+    weight: bool | str = True
     piece: str | None = None  # the activation piece that computes it again in backward
 
     @property

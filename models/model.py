@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from math import prod
 
 from threed.models.families.registry import calling, family_of
-from threed.models.layers.base import Layer
+from threed.models.layers.base import Layer, Part
+from threed.models.layers.parts import Adapter, Held, every
 from threed.models.spec import Parameter, Share
 from threed.schema import ModelConfig
 
@@ -15,7 +17,22 @@ def layers(model: ModelConfig) -> list[Layer]:
     """The layers of a model, first to last, none of them cut."""
     family = family_of(model.family)
     with calling(model.family, "layers()"):
-        return family.layers(model)
+        made = family.layers(model)
+    if model.lora_rank is not None and isinstance(made, Sequence):
+        freeze(each for each in made if isinstance(each, Part))
+    return made
+
+
+def freeze(parts: Iterable[Part]) -> None:
+    """Let all parameters of parts be frozen, but those of adapters."""
+    for part in (inner for each in parts for inner in every(each)):
+        if isinstance(part, Held) and not isinstance(part, Adapter):
+            part.held = {name: replace(parameter, trains=False) for name, parameter in part.held.items()}
+
+
+def adapters(model: ModelConfig) -> list[Adapter]:
+    """The adapters of a model, first to last."""
+    return [part for layer in layers(model) for part in every(layer) if isinstance(part, Adapter)]
 
 
 def tied_parameter(model_layers: Iterable[Layer]) -> Parameter | None:
@@ -36,10 +53,12 @@ def num_parameters(model: ModelConfig) -> int:
 
 
 def model_flops(model: ModelConfig, sequences: int) -> int:
-    """FLOPs of forward and backward of `sequences`, without recomputation: backward is twice forward.
+    """FLOPs of forward and backward of `sequences`, without recomputation: backward is twice forward, less
+    the gradients of frozen weights.
 
     Narayanan et al. 2021, appendix, less the recomputed forward: 72 B s l h^2 (1 + s/(6h) + V/(12 l h)). Only
     matrix products count, and attention is counted whole (not halved for the causal mask), as is customary
     for MFU.
     """
-    return 3 * sequences * sum(layer.cost(Share()).flops for layer in layers(model))
+    costs = [layer.cost(Share()) for layer in layers(model)]
+    return sequences * sum(3 * cost.flops - cost.frozen_flops for cost in costs)

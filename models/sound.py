@@ -9,7 +9,8 @@ from threed.errors import InputError
 from threed.models.families.registry import calling
 from threed.models.layers.base import Layer, Part
 from threed.models.layers.block import Block, Branch
-from threed.models.model import layers
+from threed.models.layers.parts import Linear, every
+from threed.models.model import adapters, layers
 from threed.models.spec import Parameter
 from threed.schema import ModelConfig
 
@@ -28,7 +29,7 @@ def unsound(model: ModelConfig) -> list[str]:
             return [f"{asked}: {problem}" for problem in problems]
         with calling(model.family, "parameters()"):
             problem = _names(listed)
-        return [f"{asked}: {problem}"] if problem else []
+        return [f"{asked}: {problem}"] if problem else _adapters(model, listed)
     except InputError as error:
         return [str(error)]
 
@@ -75,6 +76,32 @@ def _branches(part: Part, layer: str) -> Iterator[str]:
                 yield f"branch '{part.name}' of '{layer}' has {_kind(body)} as a body: {expected}"
     for inner in part.parts():
         yield from _branches(inner, layer)
+
+
+def _adapters(model: ModelConfig, listed: Sequence[Layer]) -> list[str]:
+    """Why a model cannot have the adapters that it asks for."""
+    if model.lora_rank is None:
+        return [f"model.{key}={getattr(model, key)} needs model.lora_rank, the rank of adapters; leave it out"
+                for key in ("lora_alpha", "lora_targets") if getattr(model, key) is not None]
+    if model.tile_linears is not None:
+        return [f"model.tile_linears={model.tile_linears} with model.lora_rank={model.lora_rank}: tiles have "
+                "no adapters; leave one of the two out"]
+    offered = list(dict.fromkeys(target for layer in listed for part in every(layer)
+                                 if isinstance(part, Linear) for target in part.offers))
+    asked = f"model.lora_targets={list(model.targets)}"
+    if strange := [target for target in model.targets if target not in offered]:
+        return [f"{asked}: the model has no linear {strange[0]}; it has {', '.join(offered) or 'none'}"]
+    if "qkv_proj" in model.targets and len({"q_proj", "k_proj", "v_proj"} & {*model.targets}):
+        return [f"{asked}: qkv_proj is one adapter for queries, keys and values together: leave it out, or "
+                "the others"]
+    if not model.targets or len(set(model.targets)) < len(model.targets):
+        return [f"{asked}: must be some of {', '.join(offered)}, each once"]
+    trained = {parameter.name for adapter in adapters(model) for parameter in adapter.parameters()}
+    wild = next((parameter.name for layer in listed for parameter in layer.parameters()
+                 if parameter.trains and parameter.name not in trained), None)
+    return [] if wild is None else [
+        f"model.lora_rank={model.lora_rank}: parameter {wild} of family {model.family} is in no part of the "
+        "kind threed.models.layers.parts.Held, so it cannot be frozen"]
 
 
 def _names(listed: Sequence[Layer]) -> str | None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from threed.models.kernels import Kernel
+from threed.models.kernels import FROZEN, Kernel, Product
 from threed.quantity import ring
 
 NOT_COUNTED = -1  # a label that adds nothing to the loss
@@ -32,6 +32,24 @@ class Cut(NamedTuple):
     dim: int
     axis: str  # of the mesh, or TILES
     runs: int = 1
+
+
+class Rows(NamedTuple):
+    """Some of the rows of a matrix, which are cells of `runs` runs of `size` rows: of each cell the runs from
+    `first` to `stop`. (Queries of a matrix whose cells are a key and value head with its queries.)"""
+
+    first: int = 0
+    stop: int = 1
+    runs: int = 1
+    size: int = 0  # 0: all rows are one cell
+
+    @property
+    def whole(self) -> bool:
+        return self.stop - self.first == self.runs
+
+    def count(self, rows: int) -> int:
+        """How many they are, of all rows."""
+        return rows // self.runs * (self.stop - self.first)
 
 
 class Tile(NamedTuple):
@@ -56,7 +74,9 @@ class Parameter:
     name: str  # global: the same on every mesh
     shape: tuple[int, ...]  # of the whole parameter: all ranks and all tiles together
     cuts: tuple[Cut, ...] = ()  # outermost first
-    std: float = 0.0  # initial values: normal with this std, or the constant `fill` where std is 0
+    # Initial values: normal with this std, or uniform within +-`uniform`, or else the constant `fill`.
+    std: float = 0.0
+    uniform: float = 0.0
     fill: float = 0.0
     unpadded: int | None = None  # length of dim 0 without vocabulary padding
     tile: Tile = WHOLE
@@ -64,6 +84,7 @@ class Parameter:
     # Axes whose ranks all hold it, each with a part of its gradient: each applies it to heads of its own.
     # (An axis that cuts the sequence needs no name here.)
     apart: tuple[str, ...] = ()
+    trains: bool = True  # False: it is frozen: it has no gradient and no state of the optimizer
 
     @property
     def numel(self) -> int:
@@ -183,6 +204,12 @@ class Cost:
     def flops(self) -> int:
         """Of matrix products, in forward."""
         return sum(kernel.flops for kernel in self.kernels)
+
+    @property
+    def frozen_flops(self) -> int:
+        """Of those with a frozen weight, whose gradient is not computed."""
+        return sum(kernel.flops for kernel in self.kernels
+                   if isinstance(kernel, Product) and kernel.weight == FROZEN)
 
     def saved_bytes(self, again: tuple[str, ...] = ()) -> int:
         """Bytes saved from forward to backward, without the pieces `again`, which are computed again."""

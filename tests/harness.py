@@ -197,7 +197,7 @@ def drive(config: Config, engine: Engine, comm: Comm, steps: int,
 
     def after(instruction, slots):
         if instruction.op == Op.CLIP:
-            for unit, state in engine.states.items():
+            for unit, state in engine.zero.stepped.items():
                 gradient = state.gradient_prev if instruction.gradients == "wait" else state.gradient
                 grads[unit] = gradient.float() / scale
 
@@ -284,9 +284,10 @@ def same_bits(runs: list[Ranks]) -> None:
     """Runs that are equal in every number, tensor and bit."""
     for a, b in itertools.pairwise(runs):
         assert (a.losses, a.norms, a.evaluated) == (b.losses, b.norms, b.evaluated)
-        for name, value in a.weights.items():
-            assert torch.equal(a.first_grads[name], b.first_grads[name]), name
-            assert torch.equal(value, b.weights[name]), name
+        for one, other in ((a.first_grads, b.first_grads), (a.weights, b.weights)):
+            assert one.keys() == other.keys()
+            for name, value in one.items():
+                assert torch.equal(value, other[name]), name
 
 
 def over_gloo(rank: int, store_path: str, config: Config, steps: int):

@@ -113,14 +113,17 @@ class Reference:
         alone = {name: ThreadGroup(name, (0,), 0, Counter(), World(Mesh())) for name in GROUPS}
         self.context = context = Context(model, alone, False, self.dtype, WeightGrads())
         specs = parameters(model)
-        self.masters = {p.name: initial_values(p, {}, {}, config.train.seed).requires_grad_() for p in specs}
+        self.masters = {p.name: initial_values(p, {}, {}, config.train.seed).requires_grad_(p.trains)
+                        for p in specs}
+        self.trained = {p.name: self.masters[p.name] for p in specs if p.trains}
         self.live = {
-            p.name: nn.Parameter(self.masters[p.name].detach().to(self.dtype).view(p.module_shape({})))
+            p.name: nn.Parameter(self.masters[p.name].detach().to(self.dtype).view(p.module_shape({})),
+                                 p.trains)
             for p in specs
         }
         self.layers = [layer.build(context, self.live) for layer in layers(model)]
         self.publish()
-        groups = [{"params": [self.masters[p.name] for p in specs if p.decay == decay],
+        groups = [{"params": [self.masters[p.name] for p in specs if p.decay == decay and p.trains],
                    "weight_decay": config.optimizer.weight_decay if decay else 0.0}
                   for decay in (True, False)]
         beta1, beta2 = config.optimizer.betas
@@ -138,7 +141,7 @@ class Reference:
         """Round the weights for compute. Without a master, what is rounded is all that is kept."""
         for name, value in self.live.items():
             value.copy_(self.masters[name].view_as(value))
-            if self.precision.master == "none":
+            if self.precision.master == "none" or name not in self.trained:
                 self.masters[name].copy_(value.view_as(self.masters[name]))
 
     def losses(self, step: int, train: bool = True) -> Iterator[torch.Tensor]:
@@ -183,13 +186,13 @@ class Reference:
         for loss in self.losses(step):
             total += loss.item()
             loss.backward(torch.full_like(loss, scale))
-            for name, value in self.live.items():
+            for name, value in ((name, self.live[name]) for name in self.trained):
                 grad, value.grad = value.grad, None
                 assert grad is not None
                 grads[name] = (
                     grads[name] + grad if name in grads else grad.to(DTYPES[self.precision.grad_dtype])
                 )
-        for name, value in self.masters.items():  # over dp each rank's part is rounded; here the sum
+        for name, value in self.trained.items():  # over dp each rank's part is rounded; here the sum
             value.grad = grads[name].to(DTYPES[self.precision.reduce_dtype]).float().view_as(value) / scale
         return total
 
@@ -201,17 +204,17 @@ class Reference:
         for step in range(steps):
             result.losses.append(self.backward(step))
             if step == 0:
-                result.first_grads = {name: value.grad.clone() for name, value in self.masters.items()}  # pyright: ignore
+                result.first_grads = {name: value.grad.clone() for name, value in self.trained.items()}  # pyright: ignore
             limit = config.clip_grad or float("inf")
-            result.norms.append(float(torch.nn.utils.clip_grad_norm_(self.masters.values(), limit)))
-            made = [value.grad for value in self.masters.values()]
+            result.norms.append(float(torch.nn.utils.clip_grad_norm_(self.trained.values(), limit)))
+            made = [value.grad for value in self.trained.values()]
             last = step == self.config.train.steps - 1
             due = [made]
             if offload.delayed_update and (waiting is not None or (step >= offload.warmup and not last)):
                 due = [*([waiting] if waiting is not None else []), *([made] if last else [])]
                 waiting = None if last else made
             for grads in due:
-                for value, grad in zip(self.masters.values(), grads, strict=True):
+                for value, grad in zip(self.trained.values(), grads, strict=True):
                     value.grad = grad
                 for group in self.optimizer.param_groups:
                     group["lr"] = learning_rate(config, updates, self.config.train.steps)

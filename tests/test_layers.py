@@ -26,7 +26,7 @@ LEVELS = (
     (  # 0
         "errors models",
         "address doors.table early later native pipeline.orders quantity restart sampling",
-        "doors.deepspeed doors.megatron_rest doors.megatron_values doors.torchtitan",
+        "doors.deepspeed doors.megatron_rest doors.megatron_values doors.peft doors.torchtitan",
         "doors.megatron",
         "doors.script synonyms",
         "progress requests",

@@ -69,14 +69,18 @@ def export(run: Annotated[Path, typer.Argument(metavar="RUN|CHECKPOINT",
                                                           "imported, else precision.dtype")] = None,
            like: Annotated[Path | None, typer.Option(metavar="HF_DIR",
                                                      help="follow this folder's config.json and tokenizer; "
-                                                          "default: those of the import")] = None) -> None:
+                                                          "default: those of the import")] = None,
+           adapters: Annotated[bool, typer.Option("--adapters", help="of a run with model.lora_rank: its "
+                                                                     "adapters alone, for PEFT")] = False,
+           ) -> None:
     """Export a run's newest checkpoint, of any mesh, as a model of transformers: safetensors with an index,
-    config.json, generation_config.json and the files of the tokenizer. One parameter is in memory at a
-    time."""
+    config.json, generation_config.json and the files of the tokenizer. Adapters are merged into the weights.
+    One parameter is in memory at a time."""
+    from threed.doors.hf.adapters import export_adapters
     from threed.doors.hf.exporting import export_model
 
     with _stoppable():
-        done = export_model(run, output, dtype, like, _say)
+        done = (export_adapters if adapters else export_model)(run, output, dtype, like, _say)
     print(f"wrote {done['folder']}: a {done['family']} of step {done['step']}, {show_bytes(done['bytes'])}\n"
           + "\n".join(f"  {name}" for name in done["files"]))
 

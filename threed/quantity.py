@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from fractions import Fraction
 
 from threed.errors import InputError
@@ -84,6 +86,14 @@ def show_count(amount: float) -> str:
 def round_up(value: int, multiple: int) -> int:
     """The least multiple of `multiple` that is >= value."""
     return -(-value // multiple) * multiple
+
+
+def add_up(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Add up the counts of each name."""
+    total: Counter[str] = Counter()
+    for count in counts:
+        total.update(count)
+    return dict(total)
 
 
 def ring(size: int, ranks: int) -> int:

@@ -47,6 +47,13 @@ class ModelConfig:
     loss_chunk: int | None = None  # tokens whose logits are in fp32 at a time; null: all of a micro-batch
     tile_linears: str | None = None  # most bytes of linear layers that a unit gathers, such as 64MiB: larger
     # ones become tiles
+    lora_rank: int | None = None  # LoRA: all weights are frozen, and adapters of this rank are trained; null:
+    # off
+    lora_alpha: float | None = None  # what adapters add is multiplied by lora_alpha / lora_rank; null:
+    # lora_rank
+    lora_targets: list[str] | None = None  # linears with adapters, by PEFT's names: q_proj, k_proj, v_proj,
+    # qkv_proj (one for all three, as GPT-2's c_attn), o_proj, gate_proj, up_proj, down_proj; null: q_proj,
+    # v_proj
 
     @property
     def fuses(self) -> bool:
@@ -74,6 +81,19 @@ class ModelConfig:
         if self.ffn_hidden is not None:
             return self.ffn_hidden
         return 4 * self.hidden if self.activation == "gelu" else round_up(8 * self.hidden // 3, 64)
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """Linears that have adapters."""
+        if self.lora_rank is None:
+            return ()
+        return ("q_proj", "v_proj") if self.lora_targets is None else tuple(self.lora_targets)
+
+    @property
+    def lora_scale(self) -> float:
+        """What an adapter adds is multiplied by this."""
+        assert self.lora_rank is not None
+        return 1.0 if self.lora_alpha is None else self.lora_alpha / self.lora_rank
 
     @property
     def residual_std(self) -> float:

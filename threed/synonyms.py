@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from threed.doors.deepspeed import DEEPSPEED
 from threed.doors.megatron import MEGATRON
+from threed.doors.peft import PEFT
 from threed.doors.table import NO_KEY, NOTHING, Framework, Row
 from threed.doors.torchtitan import TORCHTITAN
 
-FRAMEWORKS = (DEEPSPEED, MEGATRON, TORCHTITAN)
+FRAMEWORKS = (DEEPSPEED, MEGATRON, TORCHTITAN, PEFT)
 
 
 def ours(key: str) -> str | None:
@@ -17,6 +18,9 @@ def ours(key: str) -> str | None:
     if titan is not None:
         return _instead(TORCHTITAN, key, titan)
     last = key.lstrip("-").rpartition(".")[2].replace("-", "_")
+    tuned = next((row for row in PEFT.rows if row.theirs == last), None)
+    if tuned is not None and (tuned.key or "").rpartition(".")[2] != last:
+        return _instead(PEFT, key, tuned)
     first, dot, _ = key.partition(".")
     section = dot and first in DEEPSPEED.sections
     for framework, name in ((DEEPSPEED, key), (MEGATRON, last)):

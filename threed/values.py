@@ -38,7 +38,7 @@ AT_LEAST = {  # key: least value
     "model.layers": 1, "model.hidden": 1, "model.heads": 1, "model.kv_heads": 1, "model.head_dim": 1,
     "model.ffn_hidden": 1,
     "model.vocab": 2, "model.vocab_multiple": 1, "model.seq_len": 1, "model.init_std": 0, "model.dropout": 0,
-    "model.attention_dropout": 0, "model.loss_chunk": 1, "parallel.layers_per_unit": 1,
+    "model.attention_dropout": 0, "model.loss_chunk": 1, "model.lora_rank": 1, "parallel.layers_per_unit": 1,
     "parallel.virtual_stages": 1, "optimizer.lr": 0, "optimizer.eps": 0, "optimizer.weight_decay": 0,
     "optimizer.clip_grad": 0, "optimizer.warmup_steps": 0, "optimizer.decay_steps": 1,
     "optimizer.wsd_decay_steps": 0, "optimizer.min_lr": 0, "activation.every": 1, "train.steps": 0,
@@ -58,8 +58,8 @@ _SAID = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32
          "adam": "adamw", "rope": "rotary", "learned_absolute": "learned", "silu": "swiglu", "gpu": "cuda",
          "interleaved1f1b": "interleaved", "zbvzerobubble": "zb-v", "dualpipev": "dualpipe-v",
          "loopedbfs": "breadth-first"}
-ABOVE_ZERO = ("model.norm_eps", "model.rope_theta", "monitor.peak_tflops", "precision.initial_loss_scale",
-               "precision.min_loss_scale")
+ABOVE_ZERO = ("model.norm_eps", "model.rope_theta", "model.lora_alpha", "monitor.peak_tflops",
+              "precision.initial_loss_scale", "precision.min_loss_scale")
 
 
 def get(config: Config, key: str) -> Any:

@@ -21,7 +21,7 @@ from threed.models.kernels import Attention as Core
 from threed.models.kernels import Kernel, Moved, Product
 from threed.models.layers.base import Part
 from threed.models.layers.parts import MASK, Column, Held, Row, moved_by_norm
-from threed.models.spec import WHOLE, Cost, Parameter, Saved, Share, Tile
+from threed.models.spec import WHOLE, Cost, Parameter, Rows, Saved, Share, Tile
 from threed.schema import ModelConfig
 
 if TYPE_CHECKING:
@@ -38,8 +38,10 @@ class Attention(Part):
         self.model, self.name, self.tile = model, name, tile
         self.cells = model.num_kv_heads
         queries, keys = (heads * model.head_size for heads in (model.heads, model.num_kv_heads))
-        self.qkv = Column(model, f"{name}.qkv", queries + 2 * keys, tile, bias=model.has_qkv_bias)
-        self.out = Row(model, f"{name}.out", queries, model.residual_std, tile)
+        qkv = Column(model, f"{name}.qkv", queries + 2 * keys, tile, bias=model.has_qkv_bias)
+        self.qkv = qkv.offering(targets(model))
+        out = Row(model, f"{name}.out", queries, model.residual_std, tile)
+        self.out = out.offering({"o_proj": Rows()})
         self.norms = HeadNorms(model, name) if model.qk_norm and tile.index == 0 else None
 
     def tiled(self, tile: Tile) -> Attention:
@@ -89,9 +91,11 @@ class Attention(Part):
                  piece: str | None = PIECE) -> Saved:
             return Saved(what, share.bytes(elements // tiles, "tp", element), piece)
 
+        # The projection behind attention keeps it, and so does fused attention itself.
+        output = ((kept("attention's output", seq * wide, piece=None if self.out.keeps else PIECE),)
+                  if self.out.keeps or not model.attention_dropout else ())
         ends = (kept("queries, keys and values as projected", seq * (wide + 2 * kv), piece=None),
-                kept("attention's output", seq * wide, piece=None),
-                Saved("positions", share.bytes(seq, element=8) if placed else 0))
+                *output, Saved("positions", share.bytes(seq, element=8) if placed else 0))
         if normed:  # each norm saves what it reads, and its statistics
             # Queries of one group are a view of the projection; those of several are copied.
             copied = grouped and kv_heads > share.over("tp") * tiles
@@ -150,6 +154,14 @@ class Attention(Part):
         keep = self.context.keep_mask(probability, (batch.seed, f"{self.name}.weights"), batch.samples_B,
                                       counters.view(heads, seq, seq))
         return (scores.float().softmax(-1).to(v.dtype) * keep / (1.0 - probability)) @ v
+
+
+def targets(model: ModelConfig) -> dict[str, Rows]:
+    """What model.lora_targets calls the rows of qkv. (The rows of one kind are in the order of the heads.)"""
+    queries, size = model.heads // model.num_kv_heads, model.head_size
+    runs = queries + 2
+    return {"q_proj": Rows(0, queries, runs, size), "k_proj": Rows(queries, queries + 1, runs, size),
+            "v_proj": Rows(queries + 1, runs, runs, size), "qkv_proj": Rows(0, runs, runs, size)}
 
 
 class HeadNorms(Held):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from threed.models.kernels import Moved
 from threed.models.layers.base import Layer, Out
-from threed.models.layers.parts import Dropout, Norm, added
+from threed.models.layers.parts import Column, Dropout, Norm, Row, added, keeps
 from threed.models.spec import SEQUENCE, Cost, Saved, Share, Tile
 
 if TYPE_CHECKING:
@@ -54,11 +54,14 @@ class Branch(Layer):
         size = self.norm.model.seq_len * self.norm.model.hidden
         gathers = [body.axis in share.sequence for body in self.bodies]
         normed, whole = share.bytes(size, SEQUENCE), share.bytes(size)
-        shared = 0 if all(gathers) else normed
+        read = any(keeps(body, Column) for body in self.bodies)
+        ends = [keeps(body, Row) for body in self.bodies]
+        shared = any(end and not gather for end, gather in zip(ends, gathers, strict=True))
+        apart = sum(end and gather for end, gather in zip(ends, gathers, strict=True))
+        saved = (Saved("output of the norm", normed, "norm"),) if read else ()
         sums = len(self.bodies)  # of the stream and the bodies, and in backward of their gradients
         return super().cost(share) + Cost((Moved("sum", 3 * sums * normed, 3 * sums * normed, (sums, sums)),),
-                                          (Saved("output of the norm", normed, "norm"),),
-                                          operands=normed + shared + sum(gathers) * whole)
+                                          saved, operands=normed * (read + shared) + apart * whole)
 
     def tileable(self) -> tuple[Any, ...]:
         return self.bodies

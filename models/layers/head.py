@@ -61,11 +61,12 @@ class Head(Layer):
         saved = (Saved("logits", share.bytes(logits, "tp")) if chunked else
                  Saved("softmax", share.bytes(logits, "tp", 4)),
                  Saved("labels", share.bytes(seq, element=token)),
-                 *((Saved("output of the norm", stream),) if whole else ()))
+                 *((Saved("output of the norm", stream),) if whole and self.output.keeps else ()))
         moved = self._moved(share.bytes(logits, "tp", 1), share.element)
         # Three all-reduces of one number a token.
         loss = {("forward", "tp"): share.sent(seq, "tp", 3 * 2, 4)} if self.tile.last else {}
-        return super().cost(share) + Cost((moved,), saved, stream if first else 0, loss)
+        operands = stream if first and self.output.keeps else 0
+        return super().cost(share) + Cost((moved,), saved, operands, loss)
 
     def logits(self, share: Share) -> Logits:
         """Each rank's part of the vocabulary is gathered over tp."""

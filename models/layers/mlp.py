@@ -14,7 +14,7 @@ from threed.later import F
 from threed.models.kernels import Moved
 from threed.models.layers.base import Part
 from threed.models.layers.parts import Column, Row
-from threed.models.spec import WHOLE, Cost, Saved, Share, Tile
+from threed.models.spec import WHOLE, Cost, Rows, Saved, Share, Tile
 from threed.schema import ModelConfig
 
 if TYPE_CHECKING:
@@ -29,8 +29,11 @@ class Mlp(Part):
     def __init__(self, model: ModelConfig, name: str, tile: Tile = WHOLE, axis: str = "tp"):
         self.model, self.name, self.tile, self.axis = model, name, tile, axis
         self.cells, products = model.num_ffn_hidden, 2 if model.activation == "swiglu" else 1
-        self.up = Column(model, f"{name}.up", products * model.num_ffn_hidden, tile, runs=products, axis=axis)
-        self.down = Row(model, f"{name}.down", model.num_ffn_hidden, model.residual_std, tile, axis)
+        up = Column(model, f"{name}.up", products * model.num_ffn_hidden, tile, runs=products, axis=axis)
+        self.up = up.offering({"gate_proj": Rows(0, 1, 2), "up_proj": Rows(1, 2, 2)} if products == 2
+                              else {"up_proj": Rows()})
+        down = Row(model, f"{name}.down", model.num_ffn_hidden, model.residual_std, tile, axis)
+        self.down = down.offering({"down_proj": Rows()})
 
     def tiled(self, tile: Tile) -> Mlp:
         return Mlp(self.model, self.name, tile, self.axis)
@@ -38,12 +41,12 @@ class Mlp(Part):
     def cost(self, share: Share) -> Cost:
         seq = share.seen(self.model.seq_len, self.axis)
         size = share.bytes(seq * self.model.num_ffn_hidden // self.tile.count, self.axis)
-        saved = (Saved("up", size), Saved("activated", size, "mlp_act"))
-        count = size // share.element
+        down = (Saved("activated", size, "mlp_act"),) if self.down.keeps else ()
+        saved, count = (Saved("up", size), *down), size // share.element
         moved = Moved("gelu", 2 * size, 3 * size, (1, 1), "mlp_act", (2 * count, 2 * count))
         if self.model.activation == "swiglu":
             opened = () if self.model.fuses else (Saved("opened gate", size, "mlp_act"),)
-            saved = (Saved("gate and up", 2 * size), *opened, Saved("gated", size, "mlp_act"))
+            saved = (Saved("gate and up", 2 * size), *opened, *down)
             moved = Moved("swiglu", 5 * size, 13 * size, (2, 4), "mlp_act", (count, count))
             if self.model.fuses:
                 moved = Moved("swiglu", 3 * size, 5 * size, (1, 1), "mlp_act", (count, count))

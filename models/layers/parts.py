@@ -3,17 +3,21 @@
 A linear counts its product, its bytes over tp, and, for a delayed weight gradient, the operand on its cut
 side. The operand on the other side is of the residual stream, which several linears may share: their layer
 counts it.
+
+With model.lora_rank all of them are frozen, and a linear may have adapters (Hu et al. 2021), each of which
+adds (alpha / rank) B A x to the rows of one target. A frozen linear without adapters keeps nothing for
+backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 from threed.later import F, torch
-from threed.models.kernels import Kernel, Moved, Product
+from threed.models.kernels import FROZEN, Kernel, Moved, Product
 from threed.models.layers.base import Part
-from threed.models.spec import SEQUENCE, TILES, WHOLE, Cost, Cut, Parameter, Saved, Share, Tile
+from threed.models.spec import SEQUENCE, TILES, WHOLE, Cost, Cut, Parameter, Rows, Saved, Share, Tile
 from threed.schema import ModelConfig
 
 if TYPE_CHECKING:
@@ -41,6 +45,11 @@ class Held(Part):
 
     held: dict[str, Parameter]
 
+    @property
+    def learns(self) -> bool:
+        """Whether it is trained; else it is frozen."""
+        return any(parameter.trains for parameter in self.held.values())
+
     def parameters(self) -> list[Parameter]:
         return list(self.held.values())
 
@@ -66,23 +75,94 @@ class Held(Part):
         return self
 
 
-class _Linear(Held):
+class Adapter(Held):
+    """(alpha / rank) B A x, added to some rows of a linear. A is cut as the linear's inputs are, and B as its
+    outputs. What is not cut has a part of its gradient on each rank, as each has a part of the product.
+
+    PEFT's initial values: A uniform within +-1 / sqrt(inputs), B zero.
+    """
+
+    def __init__(self, linear: Linear, name: str, rows: Rows):
+        weight, axis = linear.held["weight"], linear.axis
+        self.model, self.axis, self.rows, self.name, self.of = linear.model, axis, rows, name, weight.name
+        self.inputs, self.outputs = linear.inputs, rows.count(linear.outputs)
+        self.column = weight.cuts[0].dim == 0  # whether the linear's outputs are cut, and not its inputs
+        rank, cut, apart = self.model.lora_rank or 0, cut_over(axis, int(not self.column), WHOLE), (axis,)
+        self.held = {
+            "A": Parameter(f"{name}.lora_A", (rank, self.inputs), () if self.column else cut,
+                           uniform=self.inputs**-0.5, apart=apart if self.column else ()),
+            "B": Parameter(f"{name}.lora_B", (self.outputs, rank), cut if self.column else (),
+                           apart=() if self.column else apart)}
+
+    def cost(self, share: Share) -> Cost:
+        seq, ranks = share.seen(self.model.seq_len, self.axis), share.over(self.axis)
+        rank, cuts = self.held["A"].shape[0], (1, ranks) if self.column else (ranks, 1)
+        inputs, outputs = self.inputs // cuts[0], self.outputs // cuts[1]
+        tokens, narrow = seq * share.sequences, share.bytes(seq * rank)
+        wide, copied = share.bytes(seq * outputs), not self.rows.whole
+        moved = Moved("adapter", 3 * wide + 2 * narrow, 2 * wide * copied + 2 * narrow, (2, 1 + copied))
+        # For weights' gradients: A x and its gradient, and the gradient of its rows. (That of a whole stream
+        # is counted by the branch.)
+        operands = 2 * narrow + (wide if self.column else 0)
+        return Cost((Product(tokens, rank, inputs), Product(tokens, outputs, rank), moved),
+                    (Saved(f"A x of {self.name}", narrow),), operands)
+
+    def factors(self) -> tuple[Rows, float, torch.Tensor, torch.Tensor]:
+        """As tensor.adapters.Factors."""
+        return self.rows, self.model.lora_scale, self.compute.A, self.compute.B
+
+
+class Linear(Held):
+    """What Column and Row have in common."""
+
+    model: ModelConfig
     axis: str  # the axis of the mesh over which it is cut
+    offers: Mapping[str, Rows] = {}  # targets of model.lora_targets that it has, and their rows
+    adapters: tuple[Adapter, ...] = ()
 
     def __init__(self, weight: Parameter, bias: Parameter | None):
         self.held = {"weight": weight} | ({"bias": bias} if bias is not None else {})
         self.outputs, self.inputs = (size // (weight.tile.count if dim == weight.cuts[0].dim else 1)
                                      for dim, size in enumerate(weight.shape))
 
+    def offering(self, offers: Mapping[str, Rows]) -> Self:
+        """The same, with adapters of those of these targets (name in model.lora_targets -> its rows) that the
+        model asks for."""
+        self.offers = offers
+        layer = self.held["weight"].name.rpartition(".")[0].rpartition(".")[0]
+        self.adapters = tuple(Adapter(self, f"{layer}.{target}", rows) for target, rows in offers.items()
+                              if target in self.model.targets)
+        return self
+
+    @property
+    def keeps(self) -> bool:
+        """Whether it keeps its input, and the gradient of its output, for gradients of weights."""
+        return self.learns or bool(self.adapters)
+
+    def parameters(self) -> list[Parameter]:
+        return [*super().parameters(), *(each for adapter in self.adapters for each in adapter.parameters())]
+
+    def modules(self) -> list[torch.nn.Module]:
+        return [self.compute, *(adapter.compute for adapter in self.adapters)]
+
+    def build(self, context: Context, weights: Mapping[str, torch.nn.Parameter]) -> Self:
+        for adapter in self.adapters:
+            adapter.build(context, weights)
+        return super().build(context, weights)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.compute(x)
+        return self.compute(x, [adapter.factors() for adapter in self.adapters])
 
     def product(self, seq_len: int, share: Share, outputs: int, inputs: int) -> Product:
         """`outputs`, `inputs`: of this rank."""
-        return Product(seq_len * share.sequences, outputs, inputs)
+        return Product(seq_len * share.sequences, outputs, inputs, weight=self.learns or FROZEN)
+
+    def added(self, share: Share) -> Cost:
+        """The cost of its adapters."""
+        return sum((adapter.cost(share) for adapter in self.adapters), Cost())
 
 
-class Column(_Linear):
+class Column(Linear):
     """y = x W^T + b, W cut by rows over an axis. Over tp: [s, B, inputs] -> [S, B, outputs / tp]. Another
     axis does not gather the sequence: [s, B, inputs] -> [s, B, outputs / its ranks]."""
 
@@ -101,19 +181,20 @@ class Column(_Linear):
         # the product and once more for the weight's gradient, and the sum is scattered.
         sent = {("input", axis): 2}
         if axis in share.sequence:
-            sent = {("forward", axis): 1, ("input", axis): 1, ("weight", axis): 1}
+            sent = {("forward", axis): 1, ("input", axis): 1, ("weight", axis): int(self.keeps)}
         stream, size = seq * self.model.hidden, share.bytes(seq * self.outputs, axis)
         kernels: list[Kernel] = [self.product(seq, share, self.outputs // share.over(axis), self.inputs)]
-        if "bias" in self.held:
+        if "bias" in self.held and self.learns:
             kernels.append(Moved("gradient of the bias", 0, size, (0, 1)))
-        return Cost(tuple(kernels), operands=size,
-                    sent={where: share.sent(stream, axis, rings) for where, rings in sent.items()})
+        return self.added(share) + Cost(
+            tuple(kernels), operands=size if self.learns else 0,
+            sent={where: share.sent(stream, axis, rings) for where, rings in sent.items()})
 
     def module(self, context: Context) -> torch.nn.Module:
         return context.column(self.inputs, self.outputs, "bias" in self.held, self.axis)
 
 
-class Row(_Linear):
+class Row(Linear):
     """y = x W^T + b, W cut by columns over an axis and the product summed over it. Over tp:
     [S, B, inputs / tp] -> [s, B, outputs]. Of several tiles the last has the bias."""
 
@@ -130,12 +211,27 @@ class Row(_Linear):
             self.product(seq, share, self.outputs, self.inputs // share.over(self.axis))]
         if "bias" in self.held:
             stream = share.bytes(self.model.seq_len * self.model.hidden, SEQUENCE)
-            kernels.append(Moved("bias", 2 * stream, stream))
-        return Cost(tuple(kernels), operands=share.bytes(seq * self.inputs, self.axis),
-                    sent=sums(share, seq * self.model.hidden, self.axis))
+            kernels.append(Moved("bias", 2 * stream, stream * self.learns, (1, int(self.learns))))
+        operands = share.bytes(seq * self.inputs, self.axis) if self.keeps else 0
+        return self.added(share) + Cost(tuple(kernels), operands=operands,
+                                        sent=sums(share, seq * self.model.hidden, self.axis))
 
     def module(self, context: Context) -> torch.nn.Module:
         return context.row(self.inputs, self.outputs, "bias" in self.held, self.axis)
+
+
+def keeps(part: Part, kind: type[Linear]) -> bool:
+    """Whether a body of a branch keeps what its linears of a kind need for gradients of weights: Column its
+    input, Row the gradient of its output. (A body without any may compute what it likes.)"""
+    linears = [each for each in every(part) if isinstance(each, kind)]
+    return not linears or any(linear.keeps for linear in linears)
+
+
+def every(part: Part) -> Iterator[Part]:
+    """A part and all parts of its."""
+    yield part
+    for inner in part.parts():
+        yield from every(inner)
 
 
 def sums(share: Share, stream: int, axis: str = "tp") -> dict[tuple[str, str], int]:

@@ -55,6 +55,7 @@ ZERO3 = ["zero.stage=3", "zero.residency=2", "zero.prefetch=1", "parallel.dp=2"]
     [*ZERO3, "offload.optimizer=cpu", "offload.parameters=cpu"],
     ["zero.stage=1", "offload.optimizer=cpu", "offload.delayed_update=true"],
     OFFLOADED, ["parallel.pp=2", "activation.policy=full", "activation.contiguous=true"],
+    ["model.lora_rank=4", "parallel.schedule=zb-h1", "parallel.pp=2", "parallel.tp=2", *ZERO3, *FEW],
     ["parallel.pp=2", "train.eval_every=1", "run.verify_every=2"],
     # the divisor of the loss is another in each step
     ["data.loss_mask=answers", "parallel.pp=2", "train.eval_every=1"],

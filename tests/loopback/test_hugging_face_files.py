@@ -22,7 +22,7 @@ from threed.checkpoint.load import resume
 from threed.cli import app
 from threed.comm import Comm
 from threed.config import load
-from threed.doors.hf import exporting, tensors
+from threed.doors.hf import exporting, tensors, trained
 from threed.doors.hf.config import family_of, model_of, unfit, values_of, written
 from threed.doors.hf.exporting import export_model
 from threed.doors.hf.families import FAMILIES
@@ -411,7 +411,7 @@ def test_blocks(shape, limit):
 def test_pieces_are_small(tmp_path, monkeypatch):
     """Whatever the size of a tensor, a piece of it is in memory beside our parameter."""
     monkeypatch.setattr(tensors, "PIECE", 256)
-    monkeypatch.setattr(exporting, "PIECE", 256)
+    monkeypatch.setattr(trained, "PIECE", 256)
     seen: list[int] = []
     usual = torch.frombuffer
     monkeypatch.setattr(torch, "frombuffer",

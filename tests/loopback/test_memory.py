@@ -64,6 +64,7 @@ def reach(root: Any) -> Storages:
 
 BF16, BF16_GRADS = ["precision.dtype=bf16"], ["precision.dtype=bf16", "precision.grad_dtype=bf16"]
 PP, ZB = ["parallel.pp=2"], ["parallel.pp=2", "parallel.schedule=zb-h1"]
+LORA = ["model.lora_rank=16"]
 CASES = {  # stage, dp, others
     "0-fp32": (0, 2, []),
     "0-bf16": (0, 2, BF16),
@@ -79,6 +80,8 @@ CASES = {  # stage, dp, others
     "3-bf16-grads-groups": (3, 4, [*BF16_GRADS, "zero.shard_size=2"]),
     "3-bf16-no-master-pp": (3, 2, [*BF16_GRADS, *ZB, "precision.master=none"]),
     "3-tiles": (3, 2, ["model.tile_linears=32KiB", "model.tie_embeddings=false"]),
+    "0-lora": (0, 2, LORA), "2-lora-bf16": (2, 2, [*LORA, *BF16]),
+    "3-lora-bf16-pp": (3, 2, [*LORA, *BF16, *ZB]),
     "3-bf16-travels-bf16": (3, 2, [*BF16, "precision.reduce_dtype=bf16", "zero.residency=stage"]),
 }
 
@@ -124,9 +127,13 @@ def test_bytes_alive(name):
         assert sum(shared.values()) == buffers(plan, mesh.coordinate(rank).position).bytes(plan.table)
         own = {address: size for address, size in reach(engine).items() if address not in shared}
         modules = [layer for layers in engine.pipeline.layers.values() for layer in layers]
-        psi = sum({id(p): p.numel() for layer in modules for module in layer.modules()
-                   for p in module.parameters()}.values())
-        assert sum(own.values()) == pytest.approx(formula(config, psi), rel=0.02), (rank, psi)
+        held = {id(p): p for layer in modules for module in layer.modules()
+                for p in module.parameters()}.values()
+        psi, frozen = (sum(p.numel() for p in held if p.requires_grad is trained)
+                       for trained in (True, False))
+        expected = formula(config, psi) + frozen * (2 if config.precision.dtype == "bf16" else 4) / (
+            config.shard_size if stage == 3 else 1)  # of frozen ones, parameters alone
+        assert sum(own.values()) == pytest.approx(expected, rel=0.02), (rank, psi)
         for address, size in (shared | own).items():
             assert left.pop(address) == size, "two ranks share memory"
     assert not left, f"{len(left)} storages, {sum(left.values())} bytes, belong to no rank"

@@ -27,12 +27,14 @@ from threed.zero.state import UnitState
 
 NAMES = ("fp32", "sp", "tp", "untied-bf16-tp", "learned-bf16-sp", "grouped", "llama", "llama-bf16-sp",
          "dropout", "unfused", "blocks-of-two", "zero-3", "tiles", "tiles-sp")
+LORA = ["model.lora_rank=16", "model.lora_targets=[q_proj,v_proj,o_proj,up_proj]"]
 CONFIGS = {
     **{name: CASES[name] for name in NAMES},
     "halves": SPLIT, "halves-llama-bf16-sp": [*SPLIT, *CASES["llama-bf16-sp"]],
     "full": FULL, "full-dropout": [*FULL, "model.dropout=0.1"],
     "selective": selective("attention,norm,mlp_act"),
     "chunks": ["model.loss_chunk=16"], "chunks-tiles": ["model.loss_chunk=16", *CASES["tiles"]],
+    "lora": LORA, "halves-lora-bf16-sp": [*SPLIT, *LORA, *CASES["llama-bf16-sp"]],
     "fused": ["model.fused=auto", *CASES["llama"], "model.dropout=0.1"],
 }
 

@@ -450,6 +450,8 @@ def test_rows(framework):
                                            "parallel.tp"),
     ("bf16", "for Megatron-LM's bf16 use precision.dtype=bf16"),
                                           ("bf16.enabled", "for DeepSpeed's bf16.enabled"),
+    ("model.r", "for PEFT's model.r use model.lora_rank"), ("lora.lora_dropout", "there is nothing like it"),
+    ("model.target_modules", "use model.lora_targets"),
     ("--num-experts", "threed has no experts"), ("zero_optimization.something", "use the section zero")])
 def test_synonyms(key, instead):
     assert instead in (ours(key) or "")

@@ -112,7 +112,12 @@ def read_manifest(path: Path, config: Config, trains: bool = True) -> dict[str, 
     checkpoint. `trains`: False where only its weights are wanted."""
     manifest = unseal(path)
     _check_files(path, manifest)
-    if manifest["waiting"] and trains and not config.offload.delayed_update:
+    base = is_base(manifest, config)
+    if base and manifest["step"] and path.parent == folder(config):
+        raise InputError(f"model.lora_rank={config.model.lora_rank} in the run.dir of the run that trained "
+                         "the base model: its checkpoints have higher steps; give another run.dir, and "
+                         f"train.resume={path}")
+    if manifest["waiting"] and trains and not base and not config.offload.delayed_update:
         raise InputError(f"checkpoint {path} holds gradients that its next step was to apply; go on with "
                          "offload.delayed_update=true, as the run that saved it, or resume from a checkpoint "
                          "that was saved before the first delayed step, or after the last")
@@ -122,6 +127,12 @@ def read_manifest(path: Path, config: Config, trains: bool = True) -> dict[str, 
             *({"seq_len"} if config.model.position == "rotary" else ())}
     # An older checkpoint does not name newer keys, whose defaults are what there was before.
     given = {**asdict(ModelConfig()), "family": mine["family"], **model}
+    if given["lora_rank"] is not None and mine["lora_rank"] is None:
+        raise InputError(f"checkpoint {path} has adapters of model.lora_rank={given['lora_rank']}: give the "
+                         "keys model.lora_* of its run to go on, or merge them by threed export, then threed "
+                         "import")
+    if base or _adapters(given) == _adapters(mine):
+        free |= {"lora_rank", "lora_alpha", "lora_targets"}
     different = [f"model.{key}={given.get(key)} there, {mine[key]} here" for key in mine
                  if key not in free and given.get(key) != mine[key]]
     if different:
@@ -130,11 +141,32 @@ def read_manifest(path: Path, config: Config, trains: bool = True) -> dict[str, 
     missing = [buffer.name for buffer in OPTIMIZERS[config.optimizer.name].buffers
                if buffer.name not in saved]
     theirs = manifest["config"].get("optimizer", {}).get("name")
-    if missing and not weights_only(manifest) and theirs != config.optimizer.name:
+    if missing and not (base or weights_only(manifest)) and theirs != config.optimizer.name:
         raise InputError(f"checkpoint {path} was saved with optimizer.name={theirs}, and has no "
                          f"{' and '.join(missing)}, which {config.optimizer.name} needs: go on with "
                          f"{theirs}, or begin anew with train.resume=never")
     return manifest
+
+
+def is_base(manifest: dict[str, Any], config: Config) -> bool:
+    """Whether a checkpoint has the weights beside which a config trains adapters, and no adapters."""
+    return config.model.lora_rank is not None and manifest["config"]["model"].get("lora_rank") is None
+
+
+def as_begun(manifest: dict[str, Any], config: Config) -> dict[str, Any]:
+    """The manifest of a checkpoint, as far as the config's run goes on with it: of a base model it takes the
+    weights alone, and begins at step 0."""
+    if not is_base(manifest, config):
+        return manifest
+    return {**manifest, **dict.fromkeys(("step", "updates", "samples", "skipped"), 0), "loss_scaler": {},
+            "waiting": None, "wandb_id": None, "weights_only": True}
+
+
+def _adapters(model: dict[str, Any]) -> tuple[Any, ...]:
+    """What the keys of adapters mean, however they are written."""
+    rank, alpha, targets = (model[f"lora_{key}"] for key in ("rank", "alpha", "targets"))
+    chosen = sorted(("q_proj", "v_proj") if targets is None else targets)
+    return rank, rank if alpha is None else alpha, chosen
 
 
 def _check_files(path: Path, manifest: dict[str, Any]) -> None:
@@ -163,6 +195,8 @@ _DATA = ("data.source", "data.mix", "data.tokenizer", "data.append_eod", "data.p
 def notes(path: Path, manifest: dict[str, Any], config: Config) -> list[str]:
     """A line for each setting in which the resumed run differs from the run that saved."""
     lines = []
+    if is_base(manifest, config):
+        lines.append(f"{path.name} has no adapters: they begin anew, at step 0, and its weights are frozen")
     mine, theirs = config.to_dict(), manifest["config"]
     if weights_only(manifest):  # it comes from no run
         return lines

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from threed.checkpoint.boxes import boxes
-from threed.checkpoint.choose import candidates, notes, read_manifest
+from threed.checkpoint.choose import as_begun, candidates, is_base, notes, read_manifest
 from threed.checkpoint.format import Unusable, patiently, unseal, weights_only
 from threed.checkpoint.lineage import Lineage
 from threed.checkpoint.proof import MASK, checksum
@@ -65,6 +65,7 @@ def resume(config: Config, zero: ZeroRun, say: Callable[[str], None] = lambda li
         if problem is None:
             size = sum(size for size, *_ in manifest["files"].values())
             say(f"reading {path}: {show_bytes(size)}, all ranks together")
+            manifest = as_begun(manifest, config)
             problem = _load(path, manifest, zero)
         if problem is None:
             if lineage is None or said:
@@ -174,6 +175,11 @@ def _read(reader: Reader, manifest: dict[str, Any], zero: ZeroRun) -> str | None
         waits = manifest["waiting"] and zero.table.trains
         zero.waiting = Clipped(**manifest["waiting"]) if waits else None
         for state in zero.states.values():
+            if state.unit.trains and is_base(manifest, zero.config):  # adapters, which it does not have
+                state.fill(place, zero.config.train.seed)
+                for buffer in state.buffers.values():
+                    buffer.zero_()
+                continue
             for box in boxes(state.layout, place, *state.owned):
                 part = slice(box.start - state.owned[0], box.stop - state.owned[0])
                 for kind, whole in state.kept(zero.waiting is not None).items():
@@ -202,27 +208,30 @@ def _prove(manifest: dict[str, Any], zero: ZeroRun, rounded: dict[tuple[str, str
     comm, table = zero.comm, zero.table
     kinds = "param", *(buffer.name for buffer in table.update.buffers), "waiting"
     sums, problem = _together(comm, lambda: _sums(zero, rounded))
-    kept = {kind for state in zero.states.values() for kind in state.kept(zero.waiting is not None)}
+    kept = {(name, kind) for state in zero.states.values() for kind in state.kept(zero.waiting is not None)
+            for name in (placed.parameter.name for placed in state.layout.placed)
+            if name in manifest["parameters"]}
     # All parameters of the position, in an order that all ranks share: a rank may have no part of some.
     everything = [placed.parameter for state in zero.states.values() for placed in state.layout.placed]
     names = sorted({parameter.name for parameter in everything})
     axes = {parameter.name: parameter.axes for parameter in everything}
     total = torch.tensor([_signed(sums.get((name, kind), 0)) for name in names for kind in kinds],
                          dtype=torch.int64, device=comm.device)
-    if table.sharded:
-        for group in sorted({table.parameters[unit].shard_group for unit in zero.states}):
-            comm.groups[group].all_reduce(total).wait()
-    for axis in axes_of("parameters"):
+    shared = {placed.parameter.name for state in zero.states.values() if state.sharded
+              for placed in state.layout.placed}
+    groups = sorted({table.parameters[unit].shard_group for unit in zero.states} if table.sharded else ())
+    for group, among in (*((group, shared) for group in groups),
+                         *((axis, {name for name in names if axis in axes[name]})
+                           for axis in axes_of("parameters"))):
         over = total.clone()
-        comm.groups[axis].all_reduce(over).wait()
-        cut = torch.tensor([axis in axes[name] for name in names for _ in kinds], device=comm.device)
+        comm.groups[group].all_reduce(over).wait()
+        cut = torch.tensor([name in among for name in names for _ in kinds], device=comm.device)
         total = torch.where(cut, over, total)
     for name, values in zip(names, total.view(-1, len(kinds)).tolist(), strict=True):
         for kind, value in zip(kinds, values, strict=True):
-            want = manifest["parameters"][name]["sums"].get(kind)
-            if kind != "param" and weights_only(manifest):
+            if (name, kind) not in kept or (kind != "param" and weights_only(manifest)):
                 continue
-            if kind in kept and f"{value & MASK:016x}" != want:
+            if f"{value & MASK:016x}" != manifest["parameters"][name]["sums"].get(kind):
                 return (f"is damaged: {kind} {name}, as rank {comm.rank} on {socket.gethostname()} and those "
                         "who share it have it in memory, does not have the checksum of its manifest")
     return problem

@@ -66,6 +66,9 @@ def ask(path: str | Path, overrides: list[str] | None = None, rounding: bool = F
     where = str(path)
     typed = uncombined({**values, **used, **fixed}, where)
     base = of_values({**values, "parallel.dp": 1}, where)
+    if base.model.lora_rank is not None:
+        raise InputError(f"model.lora_rank={base.model.lora_rank}: search knows no frozen weights; search "
+                         "without it, and see what threed check and predict say of that layout with it")
     base.zero.prefetch, base.activation.pieces = typed.zero.prefetch, typed.activation.pieces
     if rounding and base.precision.dtype == "fp32":
         raise InputError("--rounding: with precision.dtype=fp32 gradients are sent in fp32; set it to bf16, "

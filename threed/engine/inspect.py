@@ -45,7 +45,7 @@ def results(engine: Engine, instruction: Instruction, slots: Slots) -> Iterator[
     op, unit, *_ = instruction
     table = engine.plan.table
     if op == Op.CLIP and instruction.gradients != "none":
-        for p, state in engine.states.items():
+        for p, state in engine.zero.stepped.items():
             whole = state.gradient_prev if instruction.gradients == "wait" else state.gradient
             start, stop = (at - state.owned[0] for at in state.shard)
             for values in (whole[start:stop], whole) if stop - start < len(whole) else (whole,):

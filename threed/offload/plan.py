@@ -84,7 +84,7 @@ DELAYED = {name: partial(_delay, steps=steps) for name, steps in DELAYED_STEPS.i
 
 
 def _away(table: Table, position: int) -> list[int]:
-    return [p for p in table.held(position) if table.parameters[p].state_home != Tier.DEVICE]
+    return [p for p in table.stepped(position) if table.parameters[p].state_home != Tier.DEVICE]
 
 
 def _down(program: Program, table: Table, away: list[int]) -> tuple[Program, Program]:
@@ -141,8 +141,8 @@ def _state_home(unit: int, table: Table) -> Program:
 def snapshot(_: Programs, table: Table, age: str = "") -> Programs:
     """Between two steps: copy the content of a checkpoint to the host, beside the next step. A unit's next
     STEP waits for the unit's copy."""
-    return [[Instruction(Op.OFFLOAD, p, kind="snapshot", age=age) for p in table.held(position)
-             if table.saves(position, p)] for position in range(table.num_positions)]
+    return [[Instruction(Op.OFFLOAD, p, kind="snapshot", age=age) for p in table.copied(position)]
+            for position in range(table.num_positions)]
 
 
 def snapshot_waiting(programs: Programs, table: Table) -> Programs:

@@ -77,14 +77,9 @@ class Saved(NamedTuple):
     # The unit's input; None where it gets no gradient: tokens, or a sum that the unit only adds to.
     x: torch.Tensor | None
     reads: dict[Slot, torch.Tensor]  # tensor of an earlier unit -> its leaf
-    output: Any  # None for the last unit
-    makes: dict[Slot, Any]  # tensor for later units -> its root
-    loss: Any  # None where the unit adds nothing to the loss
-
-    @property
-    def roots(self) -> list[Any]:
-        return [*([self.output] if self.output is not None else []), *self.makes.values(),
-                *([self.loss] if self.loss is not None else [])]
+    # Roots of its output, of the tensors for later units, and of its loss, those that it has; None where no
+    # parameter trains, and no input has a gradient.
+    roots: list[Any]
 
 
 def built(config: Config, table: Table, units: Iterable[int], context: Context,
@@ -185,11 +180,9 @@ class PipelineRun:
         reads = {slot: value.detach().requires_grad_() for slot, value in given.items()}
         with torch.enable_grad(), self.keeping(unit):
             output = self._compute(unit, batch, x if leaf is None else leaf, reads)
-        edge = torch.autograd.graph.get_gradient_edge
-        makes = {Slot(each.name, unit, microbatch): edge(output.makes[each.name])
-                 for each in self.table.units[unit].makes}
-        return output, Saved(leaf, reads, edge(output.x) if output.x is not None else None, makes,
-                             edge(output.loss) if output.loss is not None else None)
+        made = [output.makes[each.name] for each in self.table.units[unit].makes]
+        tensors = [each for each in (output.x, *made, output.loss) if each is not None]
+        return output, Saved(leaf, reads, list(map(_root, tensors)))
 
     def _compute(self, unit: int, batch: Batch, x: torch.Tensor | None,
                  reads: dict[Slot, torch.Tensor]) -> Out:
@@ -251,7 +244,9 @@ class PipelineRun:
             before = iter(inputs[len(grads):])
             for leaf, sum_ in zip(saved.reads.values(), begun, strict=True):
                 leaf.grad = next(before) if sum_ is not None else None  # autograd adds to it in place
-            start = partial(torch.autograd.backward, saved.roots, inputs[:len(grads)])
+            roots = [root for root in saved.roots if root is not None]
+            given = [grad for root, grad in zip(saved.roots, inputs, strict=False) if root is not None]
+            start = partial(torch.autograd.backward, roots, given) if roots else _nothing
             if delayed and passes_on and not sums:
                 return [], [start]
             operands = self._delaying(start) if delayed else start()
@@ -290,7 +285,8 @@ class PipelineRun:
 
     def _mark(self, unit: int, slots: Slots) -> None:
         for parameter_unit in self.table.units[unit].parameters:
-            slots.put(Slot("wgrad", parameter_unit), True)
+            if self.table.parameters[parameter_unit].trains:
+                slots.put(Slot("wgrad", parameter_unit), True)
 
     def send(self, instruction: Instruction, slots: Slots) -> None:
         while self._sends and self._sends[0].done():
@@ -313,6 +309,14 @@ class PipelineRun:
 def not_none(tensor: torch.Tensor | None) -> torch.Tensor:
     assert tensor is not None
     return tensor
+
+
+def _root(tensor: torch.Tensor) -> Any:
+    return torch.autograd.graph.get_gradient_edge(tensor) if tensor.requires_grad else None
+
+
+def _nothing() -> None:
+    pass
 
 
 def _gradient(handed: Slot) -> Slot:

@@ -34,9 +34,9 @@ from threed.program.table import (
     Table,
     UpdateSettings,
     ZeroSettings,
-    add_up,
     gradient_kind,
 )
+from threed.quantity import add_up
 from threed.schema import Config
 from threed.validate import PIECES, stage_runs
 from threed.zero import plan as zero
@@ -48,9 +48,9 @@ def unit_costs(config: Config) -> list[tuple[float, float, float]]:
     measured, or FLOPs."""
     model_layers, runs = unit_layers(config)
     if config.parallel.costs is None:  # + 1: even a layer without matrix products takes some time
-        work = [sum(layer.cost(Share()).flops for layer in model_layers[first:stop]) + 1.0
+        work = [sum((layer.cost(Share()) for layer in model_layers[first:stop]), Cost())
                 for first, stop in runs]
-        return [(flops, flops, flops) for flops in work]
+        return [(cost.flops + 1.0, cost.flops + 1.0, cost.flops - cost.frozen_flops + 1.0) for cost in work]
     measured = cost_of(load_costs(config.parallel.costs))
     forward, first_half, second_half = ([measured(0, Instruction(op, unit, 0)) for unit in range(len(runs))]
                               for op in (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT))
@@ -60,11 +60,15 @@ def unit_costs(config: Config) -> list[tuple[float, float, float]]:
 def unit_parameters(config: Config) -> dict[int, tuple[Parameter, ...]]:
     """Parameter unit -> its parameters. A tied embedding has the number after the last compute unit. The
     numbers after it are for small parameters that stay whole under ZeRO-3: one unit for each compute unit
-    that has small and other parameters."""
+    that has small and other parameters; and the numbers after those for the parameters of adapters, of each
+    compute unit that has some beside frozen ones."""
     model_layers, runs = unit_layers(config)
     units = {index: tuple(p for layer in model_layers[first:stop] for p in layer.own_parameters())
              for index, (first, stop) in enumerate(runs)}
     for index in range(len(runs)):
+        if config.model.lora_rank is not None:
+            units[2 * len(runs) + 1 + index] = tuple(p for p in units[index] if p.trains)
+            units[index] = tuple(p for p in units[index] if not p.trains)
         small = tuple(p for p in units[index] if persists(config, p))
         if 0 < len(small) < len(units[index]):
             units[len(runs) + 1 + index] = small
@@ -112,7 +116,7 @@ def make_table(config: Config, place: tuple[int, ...]) -> Table:
     stage_of = [stage for stage, size in enumerate(sizes) for _ in range(size)]
     members = [model_layers[first:stop] for first, stop in runs]
     uses_tied = [any(p.tied for layer in unit for p in layer.parameters()) for unit in members]
-    used = [tuple(p for p in (index, tied, tied + 1 + index) if p in laid_out
+    used = [tuple(p for p in (index, tied, tied + 1 + index, 2 * tied + 1 + index) if p in laid_out
                   and (p != tied or uses_tied[index]))
             for index in range(len(runs))]
     units = tuple(_compute_unit(config, members[index], runs[index], handed, (stage_of[index], used[index]))
@@ -122,13 +126,14 @@ def make_table(config: Config, place: tuple[int, ...]) -> Table:
     shared = _Shared.of(config, table.elements)
     parameters = {}
     for index, laid in laid_out.items():
-        user = index if index < tied else index - tied - 1  # its compute unit
+        kind, user = divmod(index - (index > tied), tied)  # user: its compute unit
         positions = tuple(sorted(ends)) if index == tied else (place[stage_of[user]],)
-        name = "tied embedding" if index == tied else units[user].name + (", small" if index > tied else "")
+        name = "tied embedding" if index == tied else units[user].name + ("", ", small", ", adapters")[kind]
+        trains = any(placed.parameter.trains for placed in laid.placed)
         parameters[index] = ParameterUnit(
             name, positions, laid.numel, laid.padding, shared.group, shared.shards,
-            shared.reductions(laid, len(positions)),
-            whole=all(persists(config, placed.parameter) for placed in laid.placed))
+            shared.reductions(laid, len(positions)) if trains else (),
+            whole=all(persists(config, placed.parameter) for placed in laid.placed), trains=trains)
     _send_home(config, parameters)
     return replace(table, parameters=parameters)
 
@@ -213,11 +218,14 @@ def _send_home(config: Config, parameters: dict[int, ParameterUnit]) -> None:
     tiers = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
     asked = config.offload
     for position in {unit.positions[0] for unit in parameters.values()}:
-        sizes = {p: unit.numel for p, unit in parameters.items() if unit.positions[0] == position}
-        for p, home in offload.homes(sizes, config.offload.ratio, tiers[asked.optimizer]).items():
-            unit = parameters[p]
-            weights = Tier.DEVICE if unit.whole or home == Tier.DEVICE else tiers[asked.parameters]
-            parameters[p] = replace(unit, state_home=home, weight_home=weights)
+        here = {p: unit for p, unit in parameters.items() if unit.positions[0] == position}
+        sizes = {p: unit.numel for p, unit in here.items() if unit.trains}
+        homes = offload.homes(sizes, config.offload.ratio, tiers[asked.optimizer])
+        for p, unit in here.items():
+            home = homes.get(p, Tier.DEVICE)
+            stays = unit.whole or (unit.trains and home == Tier.DEVICE)
+            parameters[p] = replace(unit, state_home=home,
+                                    weight_home=Tier.DEVICE if stays else tiers[asked.parameters])
 
 
 def _bytes(dtype: str) -> int:

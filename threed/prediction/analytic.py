@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from threed.mesh import GROUPS
-from threed.models.kernels import Product
+from threed.models.kernels import FROZEN, Product
 from threed.planner.facts import make_mesh
 from threed.prediction.hardware import Hardware, Place, places
 from threed.prediction.kernels import Prices, Travel
@@ -55,6 +55,7 @@ class _Compute:
 
     def __init__(self, plan: Plan, hardware: Hardware):
         self.table, self.hardware = plan.table, hardware
+        self.sequence_parallel = plan.config is not None and plan.config.parallel.sequence_parallel
         self.prices = Prices(hardware, plan.table.elements.param)
         self.travel, self.places = Travel(hardware), _places(plan, hardware)
         self._known: dict[tuple, float] = {}
@@ -68,7 +69,7 @@ class _Compute:
         return self._known[key]
 
     def _seconds(self, op: Op, unit: ComputeUnit) -> float:
-        prices, sent = self.prices, unit.traffic
+        prices = self.prices
         if op in (Op.FORWARD, Op.RECOMPUTE):
             return prices.forward(unit.kernels) + self._sent(unit, "forward")
         # Pieces are computed again when the input half begins.
@@ -81,7 +82,7 @@ class _Compute:
         # A column-parallel linear sends beside its products: the sum of its input's gradient beside that for
         # its weight, and where the sequence is cut, the gather of its input beside the other. A row-parallel
         # one, which gathers where the sequence is cut, waits. On a CPU the processor does both.
-        cut = any(sent["weight"].values())
+        cut = self._cut(unit)
         waits = self._sent(unit, "input") / 2 if cut else 0.0
         beside = self._sent(unit, "input") - waits + self._sent(unit, "weight")
         lost = self.hardware.contention * min(beside, second) if self.hardware.waits else 0.0
@@ -90,15 +91,22 @@ class _Compute:
     def _sent(self, unit: ComputeUnit, phase: str) -> float:
         """Of the collectives in a phase: an all-reduce for two linears, or where the sequence is cut, a
         gather and a scatter. (The weights' half gathers again what a column-parallel linear read.)"""
-        cut = any(unit.traffic["weight"].values())
-        seconds = 0.0
+        cut, seconds = self._cut(unit), 0.0
         for axis, size in unit.traffic[phase].items():
             if size:
-                calls = sum(isinstance(kernel, Product) and kernel.weight for kernel in unit.kernels) / 2
+                # Those of frozen weights, where there are any: adapters send nothing of their own.
+                weights = [kernel.weight for kernel in unit.kernels if isinstance(kernel, Product)]
+                calls = (weights.count(FROZEN) or weights.count(True)) / 2
                 calls *= 2 if cut and phase != "weight" else 1
                 way = self.travel.ring if cut else self.travel.all_reduce
                 seconds += way(size, self.places[axis], max(1, round(calls)))
         return seconds
+
+    def _cut(self, unit: ComputeUnit) -> bool:
+        """Whether the sequence is cut: then it is gathered once more for the gradients of weights, but not
+        for those of frozen ones."""
+        frozen = any(isinstance(kernel, Product) and kernel.weight == FROZEN for kernel in unit.kernels)
+        return any(unit.traffic["weight"].values()) or (frozen and self.sequence_parallel)
 
     def step(self, index: int) -> float:
         """STEP reads gradient, master and buffers, and writes master, buffers and the parameter."""

@@ -83,7 +83,7 @@ class Prices:
         return self.moved(kernel.backward, kernel.kernels[1], kernel.exponentials[1]), kernel.kernels[1]
 
     def _weight(self, kernel: Kernel) -> tuple[float, int]:
-        if isinstance(kernel, Product) and kernel.weight:
+        if isinstance(kernel, Product) and kernel.weight is True:
             return self.product(kernel.n, kernel.k, kernel.m, kernel.count), 1
         return 0.0, 0
 

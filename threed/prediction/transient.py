@@ -127,7 +127,7 @@ def _pipeline(config: Config, table: Table, run: range, items: Sequence[Instruct
     parameters = {p.key: p for unit in run for layer in layers[slice(*table.units[unit].layers)]
                   for p in layer.parameters()}
     weights = {key: weight_of(parameter, share, dtype) for key, parameter in parameters.items()}
-    for weight in weights.values():
+    for weight in (weight for weight in weights.values() if weight.requires_grad):
         weight.register_post_accumulate_grad_hook(_forgetting(grads))
 
     def keeping(unit: int) -> AbstractContextManager[Any]:

@@ -56,7 +56,7 @@ def buffers(plan: Plan, position: int) -> Buffers:
 
 def _buffers(plan: Plan, position: int) -> Buffers:
     table = plan.table
-    held = table.held(position)
+    held = table.stepped(position)
     # the sets of sizes that are alive together
     taken: dict[str, set[tuple[tuple[int, int], ...]]] = {"params": set(), "grads": set()}
     most: dict[str, Counter[int]] = {name: Counter() for name in Buffers._fields if name != "staging"}
@@ -79,11 +79,12 @@ def _buffers(plan: Plan, position: int) -> Buffers:
                 inside.discard(slot)
                 alive[name][size_in(slot, name, table)] -= 1
     # One more gradient of a size than are alive: the next is added up while the last is still on its way.
-    units = Counter(table.parameters[unit].numel for unit in held)
+    units = {name: Counter(table.parameters[unit].numel for unit in some)
+             for name, some in (("params", table.held(position)), ("grads", held))}
     parts = Counter(table.shard_numel(unit) for unit in held)
     most["gshards"] = Counter({numel: min(count + 1, parts[numel])
                                for numel, count in most["gshards"].items()})
-    shared = {name: shared_sizes(times, units, spare=name == "grads") for name, times in taken.items()}
+    shared = {name: shared_sizes(times, units[name], spare=name == "grads") for name, times in taken.items()}
     return Buffers(**{name: dict(sizes) for name, sizes in most.items()} | shared,
                    staging=_staging(table, held))
 

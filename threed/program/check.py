@@ -159,7 +159,7 @@ def _expected(microbatches: Iterable[int], table: Table, position: int, trains: 
 def _check_steps(name: str, programs: Sequence[Program], position: int, table: Table) -> None:
     """STEP runs once a unit for each step whose gradients this program applies, first for the older step."""
     ages = () if name == VERIFY else (DELAYED_STEPS if table.update.delayed else {}).get(name, ("",))
-    asked = [(unit, age) for unit in table.held(position) for age in ages]
+    asked = [(unit, age) for unit in table.stepped(position) for age in ages]
     steps = [(item.unit, item.age) for item in programs[position] if item.op == Op.STEP]
     done: set[int] = set()  # units that have applied their gradient of this step
     in_order = True
@@ -177,7 +177,7 @@ def _check_snapshot(name: str, programs: Sequence[Program], position: int, table
     else."""
     copied = [item.unit for item in programs[position] if item.op == Op.OFFLOAD
               and (item.age == "prev") == (name == WAITING)]
-    asked = [unit for unit in table.held(position) if table.saves(position, unit)]
+    asked = table.copied(position)
     if sorted(copied) != asked or len(copied) < len(programs[position]):
         raise PlanError(describe(name, programs, position, 0,
                                  f"copies units {copied}, but must copy {asked}"))

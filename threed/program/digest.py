@@ -38,6 +38,9 @@ def digest_of(table: Any, programs: Mapping[str, Sequence[Sequence[Instruction]]
     for name, usual in _LATER.items():
         if values[name] == usual:
             del values[name]
+    for unit in values["parameters"].values():
+        if unit["trains"]:
+            del unit["trains"]
     digest = hashlib.sha256(f"[{json.dumps(values, sort_keys=True)}, {{".encode())
     formats = _Formats()
     for number, (name, positions) in enumerate(sorted(programs.items())):

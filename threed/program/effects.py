@@ -192,7 +192,7 @@ def _params(table: Table, unit: int) -> tuple[Slot, ...]:
 
 
 def _wgrads(table: Table, unit: int) -> tuple[Slot, ...]:
-    return tuple(Slot("wgrad", p) for p in table.units[unit].parameters)
+    return tuple(Slot("wgrad", p) for p in table.units[unit].parameters if table.parameters[p].trains)
 
 
 # ---- messages
@@ -221,6 +221,8 @@ def _gather(item: Instruction, table: Table, _: int) -> Effects:
     if unit is None or item.group != unit.shard_group:
         raise KeyError(f"p{item.unit} is sharded over {unit.shard_group if unit else 'nothing'}, not "
                        f"'{item.group}'")
+    if unit.whole and not unit.trains:
+        raise KeyError(f"every rank holds all of p{item.unit}, and nothing of it is gathered")
     part = (Slot("pshard", item.unit),)
     resident = table.weight(item.unit) in part  # otherwise it was fetched for this GATHER
     return Effects(GROUPS[item.group].lane, part, (Slot("param", item.unit),), frees=() if resident else part,
@@ -252,7 +254,7 @@ def _reduce(item: Instruction, table: Table, _: int) -> Effects:
 
 
 def _clip(item: Instruction, table: Table, position: int) -> Effects:
-    held = table.held(position)
+    held = table.stepped(position)
     gradients = () if item.gradients == "none" else tuple(_gradient(table, p) for p in held)
     loss = (Slot("loss"),) if table.makes_loss(position) else ()
     waiting = tuple(Slot("gprev", p, tier=Tier.HOST) for p in held) if item.gradients == "wait" else ()
@@ -263,6 +265,8 @@ def _clip(item: Instruction, table: Table, position: int) -> Effects:
 
 def _step(item: Instruction, table: Table, position: int) -> Effects:
     unit = item.unit
+    if not table.parameters[unit].trains:
+        raise KeyError(f"p{unit} is frozen")
     weight, state = table.weight(unit), table.state(unit)
     gradient = (_gradient(table, unit),) if item.age == "" else (Slot("gprev", unit, tier=Tier.HOST),)
     # A gradient of the step before was scaled by the CLIP of that step.
@@ -364,7 +368,7 @@ def _move_snapshot(item: Instruction, table: Table, position: int) -> Effects:
     """Copy to the host what a checkpoint keeps of a parameter unit; with age=prev, also the gradients that
     wait for their STEP."""
     unit = item.unit
-    saves = table.update.snapshots and unit in table.held(position) and table.saves(position, unit)
+    saves = table.update.snapshots and unit in table.copied(position)
     if item.op != Op.OFFLOAD or item.tier != Tier.DEVICE or item.microbatch >= 0 or not saves:
         raise KeyError(str(item))
     waiting = (Slot("gprev", unit, tier=Tier.HOST),) if item.age == "prev" else ()

@@ -10,7 +10,7 @@ from threed.program.buffers import buffers
 from threed.program.instruction import Op, Slot, Tier
 from threed.program.link import Memory, links_of, memory
 from threed.program.table import Plan, Table
-from threed.quantity import show_bytes, show_count
+from threed.quantity import ring, show_bytes, show_count
 
 
 def activations(table: Table) -> tuple[str, ...]:
@@ -28,7 +28,8 @@ def stages(plan: Plan) -> list[dict[str, Any]]:
     before their reduction, staging. `host_bytes` and `disk_bytes` are offloaded values; the host also has
     buffers for values on their way. `moved_bytes` is the traffic between tiers, by lane. `snapshot_bytes` are
     additional bytes on the host: the copy from which a checkpoint is written. `slot_peak_bytes` is the most
-    that slots of each kind take over the step, on all tiers.
+    that slots of each kind take over the step, on all tiers. `frozen`, where there are any, are parameters
+    that are not trained, and the bytes of gradients, optimizer state and reductions that they would take.
     """
     positions = range(plan.table.num_positions)
     return [stage(plan, position, alive_bytes(plan, position)) for position in positions]
@@ -48,10 +49,11 @@ def stage(plan: Plan, position: int, alive: Memory) -> dict[str, Any]:
         if form.item.op != Op.REDUCE or form.effect.lane != "compute":
             counts[form.item.op] += count
     pools, away = buffers(plan, position), _away(table, position)
-    held = table.held(position)
+    held = table.stepped(position)
     return {
-        "parameters": sum(table.parameters[p].numel - table.parameters[p].padding for p in held),
-        "parameter_bytes": sum(_parameter_bytes(table, p) for p in held),
+        "parameters": sum(table.parameters[p].numel - table.parameters[p].padding
+                          for p in table.held(position)),
+        "parameter_bytes": sum(_parameter_bytes(table, p) for p in table.held(position)),
         # Below ZeRO-2 the reduced shard is a part of the whole gradient.
         "gradient_bytes": sum(table.size(Slot("wgrad" if table.zero.stage < 2 else "gshard", p))
                               for p in held if not table.streams(p)),
@@ -64,6 +66,7 @@ def stage(plan: Plan, position: int, alive: Memory) -> dict[str, Any]:
         "slot_peak_bytes": {kind: max(row) for kind, row in sorted(alive.by_kind.items()) if max(row)},
         "gathers": counts[Op.GATHER], "reduces": counts[Op.REDUCE],
         "sent_bytes": dict(sent), "moved_bytes": dict(moved),
+        **({"frozen": frozen} if (frozen := _frozen(table, position))["parameters"] else {}),
         "units": [table.units[u].name for u in table.units_of(position)],
     }
 
@@ -73,6 +76,18 @@ def _parameter_bytes(table: Table, unit: int) -> int:
     if held.weight_home != Tier.DEVICE:
         return 0
     return table.size(Slot("param" if held.whole else "pshard", unit))
+
+
+def _frozen(table: Table, position: int) -> dict[str, int]:
+    """Frozen parameters of a position, and bytes that they save: of gradients and optimizer state, and those
+    sent over dp each time that a gradient would be reduced."""
+    units = [unit for p in table.held(position) if not (unit := table.parameters[p]).trains]
+    parts = [(unit.numel, unit.numel // (unit.shards if table.sharded else 1)) for unit in units]
+    return {"parameters": sum(unit.numel - unit.padding for unit in units),
+            "gradient_bytes": sum((whole if table.zero.stage < 2 else part) * table.elements.grad
+                                  for whole, part in parts),
+            "optimizer_bytes": sum(part for _, part in parts) * table.state_bytes(Tier.DEVICE),
+            "reduce_bytes": sum(ring(unit.numel * table.elements.reduce, unit.shards) for unit in units)}
 
 
 def _snapshot_bytes(table: Table, position: int) -> int:
@@ -85,7 +100,7 @@ def _away(table: Table, position: int) -> dict[Tier, int]:
     sizes = {Tier.HOST: 0, Tier.DISK: 0}
     for p in table.held(position):
         held = table.parameters[p]
-        for slot in (table.weight(p), table.state(p)):
+        for slot in (table.weight(p), *((table.state(p),) if held.trains else ())):
             if slot.tier != Tier.DEVICE:
                 sizes[slot.tier] += table.size(slot)
         if held.state_home != Tier.DEVICE:
@@ -126,6 +141,13 @@ def show(rows: list[dict[str, Any]]) -> str:
             moved = ", ".join(f"{lane} {show_bytes(size)}" for lane, size in moves)
             lines.append(f"pp{position} holds {show_bytes(row['host_bytes'])} on the host and "
                          f"{show_bytes(row['disk_bytes'])} on disk; moves a step: {moved}")
+    for position, row in enumerate(rows):
+        if (frozen := row.get("frozen")) is not None:
+            saves = ", ".join(f"{show_bytes(frozen[f'{key}_bytes'])} of {what}" for key, what in (
+                ("gradient", "gradients"), ("optimizer", "optimizer state"), ("reduce", "each reduction"))
+                if frozen[f"{key}_bytes"])
+            count = show_count(frozen["parameters"])
+            lines.append(f"pp{position} holds {count} frozen parameters, which saves {saves}")
     if copied := max(row["snapshot_bytes"] for row in rows):
         lines.append(f"a rank's copy on the host for checkpoints: {show_bytes(copied)} "
                      "(checkpoint.background)")

@@ -7,18 +7,18 @@ send S (n-1)/n, and all-reduce sends twice as much.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from threed.mesh import GROUPS
 from threed.models.kernels import Kernel
 from threed.optimizers.base import BYTES, Buffer
 from threed.program.digest import digest_of
+from threed.program.entries import Handed, Logits, Read, Reduction
 from threed.program.instruction import PARAMETER_KINDS, Instruction, Op, Slot, Tier
-from threed.quantity import ring
+from threed.quantity import add_up, ring
 from threed.schema import Config
 
 # Names of programs that `Plan` describes.
@@ -27,22 +27,6 @@ GENERATE = "generate"
 FORWARD_ONLY = (EVALUATE, GENERATE)
 # Programs of delayed updates -> the step whose gradients STEP applies: the one before (prev), this one ("").
 DELAYED_STEPS: dict[str, tuple[str, ...]] = {"enter": (), "train": ("prev",), "drain": ("prev", "")}
-
-
-class Handed(NamedTuple):
-    """A tensor, besides its output, that a unit makes for later units of its stage. `name` is the kind of its
-    slot; the kind of its gradient's slot has a g before the name."""
-
-    name: str
-    bytes: int
-
-
-class Read(NamedTuple):
-    """A handed tensor that a unit reads. Every reader adds to its gradient."""
-
-    name: str
-    unit: int  # the unit that makes it
-    last: bool  # whether no later unit reads it
 
 
 @dataclass(frozen=True)
@@ -70,18 +54,6 @@ class ComputeUnit:
         return sum(kernel.flops for kernel in self.kernels)
 
 
-class Reduction(NamedTuple):
-    """One sum of a unit's gradient over a group of ranks."""
-
-    group: str
-    ranks: int  # in the group
-    takes: str  # kind of slot
-    makes: str
-    numel: int  # elements that are summed
-    bytes: int  # of an element in the message
-    staged: bool = False  # whether a gradient that travels in another dtype is cast in the staging buffer
-
-
 @dataclass(frozen=True)
 class ParameterUnit:
     name: str
@@ -96,6 +68,9 @@ class ParameterUnit:
     # Whether it stays whole from its first use in a step to its last, in a buffer of its own. (Under ZeRO-3
     # only small parameters do.)
     whole: bool = True
+    # False: it is frozen. It has no gradient, no state and no STEP; and where it stays whole, every rank
+    # holds all of it all the time, and nothing is gathered.
+    trains: bool = True
 
 
 @dataclass(frozen=True)
@@ -135,16 +110,6 @@ class UpdateSettings:
     master: bool = False  # whether STEP updates an fp32 copy of a 16-bit weight
     delayed: bool = False  # whether STEP applies gradients one step later
     snapshots: bool = False  # whether checkpoints are written from a copy on the host, while the run goes on
-
-
-@dataclass(frozen=True)
-class Logits:
-    """What the program `generate` makes: logits of the last token of each sequence, in the units of the head
-    (a head that is cut into tiles is several)."""
-
-    microbatches: int  # of the program
-    bytes: dict[int, int]  # unit -> of its logits of a micro-batch, all ranks' parts together
-    sent: dict[int, dict[str, int]]  # unit -> axis -> bytes that a rank sends in a FORWARD that makes them
 
 
 @dataclass(frozen=True)
@@ -196,6 +161,10 @@ class Table:
         """Parameter units that a position holds."""
         return self._held[position]
 
+    def stepped(self, position: int) -> tuple[int, ...]:
+        """Parameter units that a position holds and trains."""
+        return tuple(p for p in self._held[position] if self.parameters[p].trains)
+
     def microbatches(self, program: str) -> int:
         """Micro-batches of a program."""
         return self.logits.microbatches if self.logits and program == GENERATE else self.num_microbatches
@@ -239,19 +208,24 @@ class Table:
         return self.parameters[unit].reductions if unit in self.parameters else ()
 
     def shard_numel(self, unit: int) -> int:
-        """Elements of a parameter unit that a rank steps."""
+        """Elements of a parameter unit that a rank steps, or keeps of a frozen one."""
         held = self.parameters[unit]
-        return held.numel // (held.shards if self.sharded else 1)
+        return held.numel // (held.shards if self.is_cut(unit) else 1)
+
+    def is_cut(self, unit: int) -> bool:
+        """Whether the weights of a parameter unit are cut over its shard group, and gathered."""
+        held = self.parameters[unit]
+        return self.sharded and (held.trains or not held.whole)
 
     def seam(self, position: int, program: str = "train", end: bool = False) -> set[Slot]:
         """Slots alive before a program, or after its end: the values that a checkpoint saves."""
-        slots = {slot for p in self.held(position) for slot in (self.weight(p), self.state(p))}
+        slots = {self.weight(p) for p in self.held(position)}
+        slots |= {self.state(p) for p in self.stepped(position)}
         if self.update.snapshots:  # the last snapshot may still be in progress
-            slots |= {Slot("snapshot", p, tier=Tier.HOST) for p in self.held(position)
-                      if self.saves(position, p)}
+            slots |= {Slot("snapshot", p, tier=Tier.HOST) for p in self.copied(position)}
         waiting = ("enter", "train", WAITING) if end else ("train", "drain", WAITING)
         if self.update.delayed and program in waiting:
-            slots |= {Slot("gprev", p, tier=Tier.HOST) for p in self.held(position)}
+            slots |= {Slot("gprev", p, tier=Tier.HOST) for p in self.stepped(position)}
         if end and program == GENERATE and self.logits:  # the engine hands them out
             slots |= {Slot("logits", unit, microbatch) for unit in self.logits.bytes
                       if self.position(unit) == position for microbatch in range(self.logits.microbatches)}
@@ -261,6 +235,11 @@ class Table:
         """Whether ranks of a position write a parameter unit into checkpoints: a tied embedding is written
         once."""
         return self.parameters[unit].positions[0] == position
+
+    def copied(self, position: int) -> list[int]:
+        """Parameter units of which ranks of a position copy to the host what a checkpoint saves. (A frozen
+        one is not copied: it does not change while it is written.)"""
+        return [p for p in self.stepped(position) if self.saves(position, p)]
 
     @property
     def kept_kinds(self) -> int:
@@ -275,8 +254,8 @@ class Table:
         return sum(BYTES[buffer.dtype] for buffer in self.update.buffers) + master
 
     def weight(self, unit: int) -> Slot:
-        """The slot of a parameter unit's weights that STEP updates."""
-        return Slot("pshard" if self.sharded else "param", unit, tier=self.parameters[unit].weight_home)
+        """The slot of a parameter unit's weights that stays from step to step, and that STEP updates."""
+        return Slot("pshard" if self.is_cut(unit) else "param", unit, tier=self.parameters[unit].weight_home)
 
     def state(self, unit: int) -> Slot:
         """The slot of a parameter unit's optimizer state."""
@@ -367,14 +346,6 @@ class Table:
 PHASES: dict[Op, tuple[str, ...]] = {Op.FORWARD: ("forward",), Op.RECOMPUTE: ("forward",),
                                      Op.BACKWARD: ("input", "weight"), Op.BACKWARD_INPUT: ("input",),
                                      Op.BACKWARD_WEIGHT: ("weight",)}
-
-
-def add_up(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Add up the counts of each name."""
-    total: Counter[str] = Counter()
-    for count in counts:
-        total.update(count)
-    return dict(total)
 
 
 def gradient_kind(name: str) -> str:

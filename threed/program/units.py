@@ -31,15 +31,16 @@ def parameter_units(plan: Plan, contents: Contents) -> list[dict[str, Any]]:
             "unit": f"p{index}", "name": unit.name, "kind": _kind(table, index),
             "positions": list(unit.positions),
             "used_by": [f"u{u}" for u, compute in enumerate(table.units) if index in compute.parameters],
-            "group": unit.shard_group if table.sharded else None,
-            "ranks": unit.shards if table.sharded else 1,
+            "group": unit.shard_group if table.is_cut(index) else None,
+            "ranks": unit.shards if table.is_cut(index) else 1,
             "kept_whole": unit.whole, "reductions": [step.group for step in unit.reductions],
             "elements": unit.numel - unit.padding, "padding": unit.padding,
             "weights": unit.weight_home, "optimizer": unit.state_home,
             "whole_bytes": table.size(Slot("param", index)),
             "shard_bytes": table.shard_numel(index) * table.elements.param,
-            "optimizer_bytes": table.size(table.state(index)),
-            "gradient_bytes": table.shard_numel(index) * table.elements.grad,
+            "trains": unit.trains,
+            "optimizer_bytes": table.size(table.state(index)) * unit.trains,
+            "gradient_bytes": table.shard_numel(index) * table.elements.grad * unit.trains,
             "parameters": [{"name": name, "shape": list(shape)} for name, shape in contents[index]],
         })
     return rows
@@ -47,10 +48,12 @@ def parameter_units(plan: Plan, contents: Contents) -> list[dict[str, Any]]:
 
 def _kind(table: Table, index: int) -> str:
     """tied: two compute units use it. small: it stays whole, beside another parameter unit of the same
-    compute unit that does not. own: any other."""
+    compute unit that does not. adapters: it is trained, beside others that are frozen. own: any other."""
     users = [unit for unit in table.units if index in unit.parameters]
     if index == len(table.units):
         return "tied"
+    if index > 2 * len(table.units):
+        return "adapters"
     others = [p for unit in users for p in unit.parameters if p != index]
     small = table.parameters[index].whole and any(not table.parameters[p].whole and index > p for p in others)
     return "small" if small else "own"
@@ -90,7 +93,8 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     homes = [f"{what} on {row[key]}" for what, key in (("weights", "weights"), ("optimizer", "optimizer"))
              if row[key] != "device"]
     shared = f"{row['ranks']} over {row['group']}" if row["ranks"] > 1 else "nobody"
-    notes = [*([] if row["kept_whole"] else ["gathered for each use"]), *homes]
+    notes = [*([] if row["trains"] else ["frozen"]),
+             *([] if row["kept_whole"] else ["gathered for each use"]), *homes]
     sizes = (show_bytes(row[key]) for key in ("whole_bytes", "shard_bytes", "optimizer_bytes"))
     return (row["unit"], row["kind"], " ".join(f"pp{p}" for p in row["positions"]), " ".join(row["used_by"]),
             shared, *sizes, ", ".join(notes))

@@ -12,13 +12,15 @@ from __future__ import annotations
 import contextlib
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from threed.comm import Group
+from threed.tensor import adapters
+from threed.tensor.adapters import Added, Half
 
 
 @contextlib.contextmanager
@@ -51,7 +53,7 @@ class WeightGrads:
     """
 
     def __init__(self) -> None:
-        self.put_off: list[Callable[[], None]] | None = None
+        self.put_off: list[Callable[[], Any]] | None = None
         # (state, number of a parameter) of each gradient that is added to, while a graph is recorded
         self.taken: list[Any] | None = None
 
@@ -60,23 +62,42 @@ class WeightGrads:
         """The gradient of `weight` from its product's output gradient and its input, which `x` returns.
         Returns None where autograd must not add the gradient: `weight.add_product` gets the factors instead,
         now or later."""
-        grad = grad.detach()  # the graph of a delayed product would keep the unit's input alive
+        return self.take_all([(weight, grad)], x)[0]
 
-        def factors() -> tuple[torch.Tensor, torch.Tensor]:
-            """[S, B, O], [S, B, I] -> [O, SB], [SB, I]."""
+    def take_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+                 x: Callable[[], torch.Tensor]) -> list[torch.Tensor | None]:
+        """As `take`, of several weights with one input."""
+        # the graph of a delayed product would keep the unit's input alive
+        pairs = [(weight, grad.detach()) for weight, grad in pairs]
+
+        def products() -> list[torch.Tensor | None]:
+            """Of [S, B, O], [S, B, I] as [O, SB] x [SB, I]."""
             whole = x()
-            return grad.reshape(-1, grad.shape[-1]).t(), whole.reshape(-1, whole.shape[-1])
+            right, made = whole.reshape(-1, whole.shape[-1]), []
+            for weight, grad in pairs:
+                left, add = grad.reshape(-1, grad.shape[-1]).t(), getattr(weight, "add_product", None)
+                # None: a parameter whose gradient autograd accumulates
+                made.append(left @ right if add is None else add(left, right))
+            return made
 
-        add = getattr(weight, "add_product", None)
-        if self.put_off is not None:
-            assert add is not None
-            self.put_off.append(lambda: add(*factors()))
-            return None
-        left, right = factors()
-        if add is None:  # a parameter whose gradient autograd accumulates
-            return left @ right
-        add(left, right)
-        return None
+        if self.put_off is None:
+            return products()
+        assert all(hasattr(weight, "add_product") for weight, _ in pairs)
+        self.put_off.append(products)
+        return [None] * len(pairs)
+
+    def of_adapters(self, matrices: Sequence[torch.Tensor], halves: Sequence[Half],
+                    hidden: Sequence[torch.Tensor],
+                    x: Callable[[], torch.Tensor]) -> list[torch.Tensor | None]:
+        """The gradients of adapters' matrices, as `take` returns them. `hidden`: what adapters.add has
+        returned; `x`: returns the linear's input."""
+        if not matrices:
+            return []
+        firsts = zip(matrices[::2], halves, strict=True)
+        of_a = self.take_all([(a, half.hidden_grad) for a, half in firsts], x)
+        of_b = [self.take(b, half.grad, adapters.again(each.detach()))
+                for b, half, each in zip(matrices[1::2], halves, hidden, strict=True)]
+        return [grad for pair in zip(of_a, of_b, strict=True) for grad in pair]
 
 
 def parallel_config(group: Group, sequence_parallel: bool, dtype: torch.dtype) -> ModelParallelConfig:
@@ -114,44 +135,54 @@ class _Column(torch.autograd.Function):
     """[S or s, B, I] -> [S, B, o]: the weight is cut by rows."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: Any):
-        ctx.save_for_backward(x, weight)
-        ctx.layer, ctx.weight, ctx.has_bias = layer, weight, bias is not None
-        group, sp = layer.group, layer.sp
-        return F.linear(_gather(x, group) if sp else x, weight, bias)
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: Any,
+                added: Added, *matrices: torch.Tensor):
+        ctx.layer, ctx.weight, ctx.added, ctx.matrices = layer, weight, added, matrices
+        whole = _gather(x, layer.group) if layer.sp else x
+        output = F.linear(whole, weight, bias)
+        hidden = adapters.add(output, whole, added.of(matrices))
+        ctx.keeps = ctx.needs_input_grad[1] or bool(matrices)  # what weights' gradients need
+        ctx.save_for_backward(x if ctx.keeps else None, weight, *matrices, *hidden)
+        return output
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor):
-        grad, (x, weight) = grads[0], ctx.saved_tensors
+        grad, (x, weight, *rest) = grads[0], ctx.saved_tensors
+        matrices, hidden = rest[:len(ctx.matrices)], rest[len(ctx.matrices):]
         group, sp, weight_grads = ctx.layer.group, ctx.layer.sp, ctx.layer.weight_grads
-        x = x.detach()
+        x = x.detach() if ctx.keeps else x
 
         def whole() -> torch.Tensor:
             return _gather(x, group) if sp else x
 
         # Of x, only this rank's tokens were saved. They are gathered beside the product for x's gradient, and
         # that gradient is summed beside the product for the weight's: neither waits behind the other.
-        operand = _begin_gather(x, group) if sp and weight_grads.put_off is None else whole
+        operand = _begin_gather(x, group) if sp and ctx.keeps and weight_grads.put_off is None else whole
         grad_x = grad @ weight
+        halves = adapters.input_half(grad, grad_x, ctx.added.of(matrices))
         if sp:
             output = grad_x.new_empty((grad_x.shape[0] // group.size(), *grad_x.shape[1:]))
             handle, grad_x = group.reduce_scatter(output, grad_x), output
         else:
             handle = group.all_reduce(grad_x)
-        grad_weight = weight_grads.take(ctx.weight, grad, operand)
-        grad_bias = grad.sum((0, 1)) if ctx.has_bias else None
+        grad_weight = weight_grads.take(ctx.weight, grad, operand) if ctx.needs_input_grad[1] else None
+        of_matrices = weight_grads.of_adapters(ctx.matrices, halves, hidden, operand)
+        grad_bias = grad.sum((0, 1)) if ctx.needs_input_grad[2] else None
         handle.wait()
-        return grad_x, grad_weight, grad_bias, None
+        return grad_x, grad_weight, grad_bias, None, None, *of_matrices
 
 
 class _Row(torch.autograd.Function):
     """[S, B, i] -> [S or s, B, O]: the weight is cut by columns; the product is summed over tp."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, layer: Any):
-        ctx.save_for_backward(x, weight)
-        ctx.layer, ctx.weight = layer, weight
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, layer: Any, added: Added,
+                *matrices: torch.Tensor):
+        ctx.layer, ctx.weight, ctx.added, ctx.matrices = layer, weight, added, matrices
         output = x @ weight.t()
+        hidden = adapters.add(output, x, added.of(matrices))
+        ctx.keeps = ctx.needs_input_grad[1] or bool(matrices)
+        ctx.save_for_backward(x if ctx.keeps else None, weight, *matrices, *hidden)
         if layer.sp:
             return _scatter_sum(output, layer.group)
         layer.group.all_reduce(output).wait()
@@ -159,10 +190,15 @@ class _Row(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor):
-        x, weight = ctx.saved_tensors
-        x = x.detach()
+        x, weight, *rest = ctx.saved_tensors
+        matrices, hidden = rest[:len(ctx.matrices)], rest[len(ctx.matrices):]
         grad = _gather(grads[0], ctx.layer.group) if ctx.layer.sp else grads[0]
-        return grad @ weight, ctx.layer.weight_grads.take(ctx.weight, grad, lambda: x), None
+        grad_x, weight_grads = grad @ weight, ctx.layer.weight_grads
+        halves = adapters.input_half(grad, grad_x, ctx.added.of(matrices))
+        operand = adapters.again(x.detach() if ctx.keeps else x)
+        grad_weight = weight_grads.take(ctx.weight, grad, operand) if ctx.needs_input_grad[1] else None
+        return (grad_x, grad_weight, None, None,
+                *weight_grads.of_adapters(ctx.matrices, halves, hidden, operand))
 
 
 class _SumOverTp(torch.autograd.Function):
@@ -209,8 +245,11 @@ class ColumnParallelLinear(megatron.ColumnParallelLinear):
                          tp_group=group)  # pyright: ignore[reportArgumentType]
         self.group, self.sp, self.weight_grads = group, config.sequence_parallel, weight_grads
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _Column.apply(x, self.weight, self.bias, self)  # pyright: ignore[reportReturnType]
+    def forward(self, x: torch.Tensor,  # pyright: ignore[reportIncompatibleMethodOverride]
+                added: Sequence[tuple[Any, ...]] = ()) -> torch.Tensor:
+        """`added`: adapters, as Factors."""
+        rest, matrices = adapters.apart(added)
+        return _Column.apply(x, self.weight, self.bias, self, rest, *matrices)  # pyright: ignore
 
 
 class RowParallelLinear(megatron.RowParallelLinear):
@@ -223,8 +262,11 @@ class RowParallelLinear(megatron.RowParallelLinear):
                          tp_group=group)  # pyright: ignore[reportArgumentType]
         self.group, self.sp, self.weight_grads = group, config.sequence_parallel, weight_grads
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # pyright: ignore
-        output = _Row.apply(x, self.weight, self)
+    def forward(self, x: torch.Tensor,  # pyright: ignore[reportIncompatibleMethodOverride]
+                added: Sequence[tuple[Any, ...]] = ()) -> torch.Tensor:
+        """`added`: adapters, as Factors."""
+        rest, matrices = adapters.apart(added)
+        output = _Row.apply(x, self.weight, self, rest, *matrices)
         return output if self.bias is None else output + self.bias  # pyright: ignore
 
 

@@ -140,6 +140,8 @@ class Measured:
                      for number, tensor in saved.items() if number not in others | handed)
         roots = [root for root in (out.x, *out.makes.values(), out.loss) if root is not None]
         grads = [torch.ones_like(root) for root in roots]
+        if not roots[0].requires_grad:  # frozen, and it reads tokens
+            return Cost(_product(flops), kept, 0, sent)
         if leaf is None and not self.reads:  # all of its backward belongs to the weights' half
             operands = sum(saved.bytes for saved in kept) + (0 if self.layer.adds else grads[0].nbytes)
             torch.autograd.backward(roots, grads)
@@ -187,7 +189,7 @@ def _product(flops: FlopCounterMode) -> tuple[Kernel, ...]:
 
 def weight_of(parameter: Parameter, share: Share, dtype: torch.dtype) -> torch.nn.Parameter:
     """A rank's part of a parameter, with any values. Products for its gradient are computed nowhere."""
-    weight = torch.nn.Parameter(torch.randn(parameter.module_shape(share.ranks)).to(dtype))
+    weight = torch.nn.Parameter(torch.randn(parameter.module_shape(share.ranks)).to(dtype), parameter.trains)
     weight.add_product = lambda *_: None  # pyright: ignore[reportAttributeAccessIssue]  (see tensor/layers.WeightGrads)
     return weight
 

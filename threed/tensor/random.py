@@ -35,12 +35,12 @@ def draw(into: torch.Tensor, parameter: Parameter, part: tuple[tuple[int, ...], 
     """Fill a flat tensor with initial values: a part (offset and shape in `parameter.stored`), from its
     element `start` on.
 
-    Normal values are drawn in blocks of the last two dims, each with a generator keyed by (seed, name,
+    Random values are drawn in blocks of the last two dims, each with a generator keyed by (seed, name,
     indices of the dims before, block), so a rank draws only the blocks that its range touches, a row of
     blocks at a time, and the whole parameter is the same on every mesh. Rows that pad the vocabulary are
     zero.
     """
-    if parameter.std == 0.0:
+    if parameter.std == parameter.uniform == 0.0:
         into.fill_(parameter.fill)
         return
     whole, (offset, shape) = parameter.stored, part
@@ -83,7 +83,10 @@ def _strip(parameter: Parameter, whole: tuple[int, ...], rows: tuple[int, int], 
     for column in range(columns[0] - columns[0] % BLOCK, columns[1], BLOCK):
         generator = torch.Generator().manual_seed(_seed(seed, parameter.name, row // BLOCK, column // BLOCK))
         block = torch.empty(min(BLOCK, whole[0] - row), min(BLOCK, whole[1] - column))
-        block.normal_(0.0, parameter.std, generator=generator)
+        if parameter.uniform:
+            block.uniform_(-parameter.uniform, parameter.uniform, generator=generator)
+        else:
+            block.normal_(0.0, parameter.std, generator=generator)
         low, high = max(column, columns[0]), min(column + BLOCK, columns[1])
         strip[:, low - columns[0]:high - columns[0]] = block[rows[0] - row:rows[1] - row,
                                                              low - column:high - column]

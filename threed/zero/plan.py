@@ -69,7 +69,7 @@ def train(programs: Programs, table: Table) -> Programs:
         out = _gather(out, table, position)
         out += late
         out.append(Instruction(Op.CLIP))
-        out += [Instruction(Op.STEP, unit) for unit in table.held(position)]
+        out += [Instruction(Op.STEP, unit) for unit in table.stepped(position)]
         result.append(out)
     return result
 
@@ -125,8 +125,8 @@ def _gather(program: Program, table: Table, position: int) -> Program:
     if not table.sharded:
         return program
     forms = forms_of(program, table, position)
-    read = {form: [slot.unit for slot in form.effect.reads if slot.kind == "param"]
-            for form in dict.fromkeys(forms)}
+    read = {form: [slot.unit for slot in form.effect.reads
+                   if slot.kind == "param" and table.is_cut(slot.unit)] for form in dict.fromkeys(forms)}
     uses = [(index, read[form]) for index, form in enumerate(forms) if read[form]]
     last = {unit: index for index, units in uses for unit in units}
     gathers: dict[int, list[int]] = defaultdict(list)  # units to gather before this instruction

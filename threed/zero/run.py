@@ -53,6 +53,7 @@ class ZeroRun:
     def __init__(self, config: Config, comm: Comm, table: Table, states: dict[int, UnitState],
                  buffers: Buffers):
         self.config, self.comm, self.table, self.states = config, comm, table, states
+        self.stepped = {unit: states[unit] for unit in table.stepped(comm.here.position)}
         self.precision, self.scaler = Precision.of(config.precision), LossScaler.of(config)
         self.step_number = 0  # steps of the run so far
         # optimizer updates so far, for Adam and the learning rate (skipped steps do not count)
@@ -178,11 +179,11 @@ class ZeroRun:
         numbers = torch.zeros(4, dtype=torch.float64, device=self.comm.device)
         if instruction.gradients != "none":
             if self.comm.device.type == "cuda" and any(state.host_grad is not None
-                                                       for state in self.states.values()):
+                                                       for state in self.stepped.values()):
                 # The stream waits for the copies to the host, and the host reads them now.
                 torch.cuda.current_stream().synchronize()
             here = self.comm.here
-            for state in self.states.values():
+            for state in self.stepped.values():
                 for segment in state.layout.segments_of(state.index):
                     # Copies that another rank counts are checked for overflows, too: they may differ.
                     counted = state.writes and counts(segment.axes, here.on)
@@ -204,7 +205,7 @@ class ZeroRun:
         clipped = Clipped(loss, norm, scale / loss_scale, finite, loss_scale)
         slots.put(Slot("scale"), clipped)
         # the next gradients belong to the next step
-        for state in self.states.values() if instruction.gradients != "none" else ():
+        for state in self.stepped.values() if instruction.gradients != "none" else ():
             state.reduced = Reduced.NOTHING
         if instruction.gradients in ("step", "wait"):
             self._complete(clipped if instruction.gradients == "wait" else None, slots)
@@ -214,7 +215,7 @@ class ZeroRun:
         if self.waiting is not None:
             self.updates += self.waiting.finite
         self.waiting = waiting
-        for unit, state in self.states.items() if waiting is not None else ():
+        for unit, state in self.stepped.items() if waiting is not None else ():
             state.host_grad, state.host_prev = state.host_prev, state.host_grad
             slots.put(Slot("gprev", unit, tier=Tier.HOST), True)
 

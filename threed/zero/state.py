@@ -48,22 +48,23 @@ class UnitState:
         buffers  [owned]  the optimizer's, by name; with the master on the host or in a file, if offloaded
         snapshot          a copy of what this rank writes to the checkpoint under way; None: no copy
 
-    Where nothing trains there are no gradients.
+    Where nothing trains there are no gradients, and of a frozen unit there are parameters alone.
 
-    `owned` is the rank's shard from ZeRO-1 on, the whole buffer under ZeRO-0.
+    `owned` is the rank's shard from ZeRO-1 on, the whole buffer under ZeRO-0 and of a frozen unit that stays
+    whole.
     """
 
     def __init__(self, number: int, layout: Layout, index: int, storage: Storage):
         self.layout, self.index, self.storage = layout, index, storage
         table, precision, device = storage.table, storage.precision, storage.device
         self.number, self.unit = number, table.parameters[number]
-        self.sharded = table.sharded
+        self.sharded, self.trains = table.is_cut(number), table.trains and self.unit.trains
         self.owned = layout.shard(index) if self.sharded else (0, layout.numel)
         self.count = self.owned[1] - self.owned[0]
         self.param = self.grad = None
         if self.unit.whole and self.unit.weight_home == Tier.DEVICE:
             self.param = torch.zeros(layout.numel, dtype=precision.compute, device=device)
-        if table.zero.stage < 2 and table.trains:
+        if table.zero.stage < 2 and self.trains:
             self.grad = torch.zeros(layout.numel, dtype=precision.grad, device=device)
         # whether this rank writes its shard to checkpoints: one of the ranks with the same values does
         self.writes = False
@@ -77,18 +78,26 @@ class UnitState:
         for number, placed in enumerate(layout.placed):
             # Setting `.data` gives the parameter its own version counter: the buffer's changes with every
             # unit that is gathered into it.
-            parameter = nn.Parameter(torch.empty(0, dtype=precision.compute, device=device))
+            parameter = nn.Parameter(torch.empty(0, dtype=precision.compute, device=device), self.unit.trains)
             parameter.data = _view(values, placed)
+            self.parameters[placed.parameter.key] = parameter
+            if not self.unit.trains:
+                continue
             parameter.add_product = partial(self._add_product, number)  # pyright: ignore[reportAttributeAccessIssue]
             # A weak reference, since Python cannot collect a reference cycle through a hook.
             hook = _hook(weakref.WeakMethod(self._add), number, storage.weight_grads)
             parameter.register_post_accumulate_grad_hook(hook)
-            self.parameters[placed.parameter.key] = parameter
 
     @property
     def weights(self) -> torch.Tensor:
         """The weights that the optimizer updates and a checkpoint keeps."""
+        if self.master is None and self.pshard is None:  # frozen, on disk
+            return self._file()
         return not_none(self.master if self.master is not None else self.pshard)
+
+    def _file(self) -> torch.Tensor:
+        """This rank's part of parameters whose home is the disk."""
+        return self.storage.files.map(f"p{self.number}.weights", self.count, self.storage.precision.compute)
 
     # ---- tiers
 
@@ -99,13 +108,14 @@ class UnitState:
             self.pshard = _part(self.param, owned, precision.compute, storage.device)
         elif self.unit.weight_home == Tier.HOST:
             self.pshard = storage.on_host(self.count, precision.compute)
-        pooled = storage.table.streams(self.number) or not storage.table.trains
+        pooled = storage.table.streams(self.number) or not self.trains
         self.gshard: torch.Tensor | None = None if pooled else _part(self.grad, owned, precision.grad,
                                                                      storage.device)
         self.reduced = Reduced.NOTHING
         away = self.unit.state_home != Tier.DEVICE
         self.host_grad = storage.on_host(self.count, precision.grad) if away else None
-        self.host_prev = storage.on_host(self.count, precision.grad) if storage.table.update.delayed else None
+        delayed = storage.table.update.delayed and self.unit.trains
+        self.host_prev = storage.on_host(self.count, precision.grad) if delayed else None
 
     def _make_states(self) -> None:
         home, count, device, disk = self.unit.state_home, self.count, self.storage.device, self.storage.disk
@@ -117,9 +127,10 @@ class UnitState:
         elif home == Tier.HOST:
             self.bind(self.storage.on_host(count * self.storage.table.state_bytes(home), torch.uint8))
         else:
-            self.master = torch.zeros(count, device=device) if self.storage.precision.master else None
+            has_master = self.storage.precision.master and self.unit.trains
+            self.master = torch.zeros(count, device=device) if has_master else None
             self.buffers = {buffer.name: torch.zeros(count, dtype=DTYPES[buffer.dtype], device=device)
-                            for buffer in self.storage.table.update.buffers}
+                            for buffer in self.storage.table.update.buffers if self.unit.trains}
 
     def bind(self, buffer: torch.Tensor | None) -> None:
         """Let `master` and `buffers` be views of this host memory [bytes]; None: of the file, mapped into
@@ -170,11 +181,11 @@ class UnitState:
 
     def to_save(self, waiting: bool) -> dict[str, Callable[[int, int], torch.Tensor]]:
         """Kind -> a function that returns a range of this rank's shard, in fp32 on the host: of the snapshot
-        if there is one, else of the current values."""
+        if there is one, else of the current values (which a frozen unit keeps)."""
         first = self.shard[0] - self.owned[0]
 
         def current(whole: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-            return whole[first + start:first + stop].detach().float().cpu()
+            return whole[first + start:first + stop].detach().cpu().float()
 
         def of_snapshot(row: torch.Tensor, start: int, stop: int) -> torch.Tensor:
             return row[start:stop]
@@ -353,8 +364,7 @@ class UnitState:
         """Copy the master weights to the tensor or file from which parameters are gathered, between steps or
         after a step on the device."""
         if self.unit.weight_home == Tier.DISK:
-            dtype = self.storage.precision.compute
-            self.storage.files.map(f"p{self.number}.weights", self.count, dtype).copy_(self.weights)
+            self._file().copy_(self.weights)
         elif self.master is not None and self.pshard is not None:
             self.pshard.copy_(self.master)
 
@@ -362,10 +372,8 @@ class UnitState:
     def is_published(self) -> bool:
         """Whether the tensor or file from which parameters are gathered has the bits of the master
         weights."""
-        dtype = self.storage.precision.compute
         if self.unit.weight_home == Tier.DISK:
-            return has_bits_of(self.storage.files.map(f"p{self.number}.weights", self.count, dtype),
-                               self.weights)
+            return has_bits_of(self._file(), self.weights)
         return self.master is None or self.pshard is None or has_bits_of(self.pshard, self.master)
 
 

@@ -29,7 +29,7 @@ def make_states(config: Config, comm: Comm, layouts: dict[int, Layout],
         state = UnitState(unit, layouts[unit], comm.groups[table.parameters[unit].shard_group].rank(),
                           storage)
         state.writes = table.saves(position, unit) and comm.is_first_copy
-        if state.writes and table.update.snapshots:
+        if state.writes and table.update.snapshots and state.unit.trains:
             rows = storage.on_host(table.kept_kinds * (state.shard[1] - state.shard[0]), torch.float32)
             state.snapshot = Snapshot(rows.view(table.kept_kinds, -1), storage.device)
         state.fill(comm.here.on, config.train.seed)

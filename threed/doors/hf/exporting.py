@@ -7,7 +7,6 @@ with one (RUN/huggingface). One parameter of ours is in memory at a time, in fp3
 from __future__ import annotations
 
 import math
-import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,37 +15,31 @@ from typing import Any, NamedTuple
 
 import torch
 
-from threed import config as configs
-from threed.checkpoint.boxes import Box
-from threed.checkpoint.format import MANIFEST, Unusable, checkpoints, folder, is_name, unseal
-from threed.checkpoint.lineage import read_latest
-from threed.checkpoint.proof import checksum
-from threed.checkpoint.read import Reader
 from threed.data.chat import BESIDE, CONFIG, templates
 from threed.data.prompts import encode
 from threed.data.tokenizer import load
 from threed.data.tokens import prepare
 from threed.doors.hf import kept
+from threed.doors.hf.adapters import merge, without
 from threed.doors.hf.config import family_for, read, written
 from threed.doors.hf.families import HFFamily
 from threed.doors.hf.importing import TIED
 from threed.doors.hf.tensors import (
     INDEX,
     NAMES,
-    PIECE,
     WORDS,
     Writer,
     entries_of,
     headers_of,
     index_text,
 )
-from threed.doors.hf.views import blocks
+from threed.doors.hf.trained import Trained
 from threed.errors import InputError
 from threed.models.model import parameters
 from threed.models.spec import Parameter
 from threed.progress import Progress
 from threed.quantity import show_bytes
-from threed.schema import Config, ModelConfig, RunConfig
+from threed.schema import Config, ModelConfig
 
 SHARD = 5 * 10**9  # bytes of a file, as transformers cuts
 
@@ -59,70 +52,22 @@ def export_model(run: Path, output: Path, dtype: str | None = None, like: Path |
     written."""
     if dtype is not None and dtype not in NAMES:
         raise InputError(f"--dtype {dtype}: give {', '.join(NAMES)}")
-    path = newest(run)
-    manifest = unseal(path)
-    config = configs.of_values({"model": _known(manifest["config"]["model"]),
-                                "data": manifest["config"].get("data", {})}, f"the config of {path}")
-    beside = _kept(run, path, like)
-    described = read(beside / kept.CONFIG) if beside is not None else None
-    family = family_for(config.model, described)
-    if described is not None and described.get("model_type") != family.model_type:
-        raise InputError(f"{beside}: config.json is of a {described.get('model_type')}, which cannot "
-                         f"hold this model; a {family.model_type} can: leave --like out, or remove {beside}")
-    layout = _layout(family, config.model, kept.headers(beside), dtype,
-                     NAMES.get(manifest["config"].get("precision", {}).get("dtype", ""), "F32"))
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise InputError(f"{output} is there already: give a folder that is not")
-    aside = output.with_name(output.name + ".tmp")
-    shutil.rmtree(aside, ignore_errors=True)
-    try:
-        aside.mkdir(parents=True)
-        say(f"{path} as a {family.model_type}: {', '.join(layout.headers)}")
-        _write_weights(path, manifest, family, config.model, Writer(aside, layout.headers), layout, say)
-        _write_rest(aside, config, layout, family, beside, run if path != run else path.parent.parent)
-        if output.is_dir():
-            output.rmdir()
-        os.replace(aside, output)
-    except OSError as error:
-        raise InputError(f"{output} cannot be written: {error.strerror or error}") from None
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-    return {"family": family.model_type, "checkpoint": str(path), "step": manifest["step"],
-            "folder": str(output), "files": sorted(each.name for each in output.iterdir()),
-            "bytes": sum(each.stat().st_size for each in output.iterdir())}
-
-
-def newest(run: Path) -> Path:
-    """The newest checkpoint of a run, by its file `latest`; or the folder itself, if it is a checkpoint."""
-    if (run / MANIFEST).is_file():
-        return run
-    config = Config(run=RunConfig(dir=str(run)))
-    named, _ = read_latest(config)
-    if is_name(named) and (folder(config) / named / MANIFEST).is_file():
-        return folder(config) / named
-    try:
-        found = checkpoints(config)
-    except OSError as error:
-        raise InputError(f"{folder(config)} cannot be listed: {error.strerror}") from None
-    if not found:
-        raise InputError(f"{run} has no complete checkpoint; give the run.dir of a run, or a checkpoint "
-                         f"such as {run}/checkpoints/step-00000100")
-    return found[0]
-
-
-def _known(model: dict[str, Any]) -> dict[str, Any]:
-    """The keys of a model that do not ask for a mesh."""
-    return {key: value for key, value in model.items() if key not in ("tile_linears", "name")}
-
-
-def _kept(run: Path, path: Path, like: Path | None) -> Path | None:
-    """The folder whose config.json and files are followed."""
-    if like is not None:
-        if not (like / kept.CONFIG).is_file():
-            raise InputError(f"--like {like}: there is no {kept.CONFIG}")
-        return like
-    places = [run / kept.FOLDER, path.parent / kept.FOLDER, path.parent.parent / kept.FOLDER]
-    return next((place for place in places if (place / kept.CONFIG).is_file()), None)
+    with Trained(run, like) as trained:
+        model, beside = without(trained.config.model), trained.kept
+        described = read(beside / kept.CONFIG) if beside is not None else None
+        family = family_for(model, described)
+        if described is not None and described.get("model_type") != family.model_type:
+            kind = described.get("model_type")
+            raise InputError(f"{beside}: config.json is of a {kind}, which cannot hold this model; a "
+                             f"{family.model_type} can: leave --like out, or remove {beside}")
+        usual = trained.manifest["config"].get("precision", {}).get("dtype", "")
+        layout = _layout(family, model, kept.headers(beside), dtype, NAMES.get(usual, "F32"))
+        with trained.written(output) as aside:
+            say(f"{trained.path} as a {family.model_type}: {', '.join(layout.headers)}")
+            _write_weights(trained, family, model, Writer(aside, layout.headers), layout, say)
+            _write_rest(aside, replace(trained.config, model=model), layout, family, beside,
+                        trained.home)
+        return trained.summary(family.model_type, output)
 
 
 class Layout(NamedTuple):
@@ -160,39 +105,25 @@ def _layout(family: HFFamily, model: ModelConfig, before: dict[str, str] | None,
     return Layout(headers_of(shapes, chosen, SHARD), names, (), chosen)
 
 
-def _write_weights(path: Path, manifest: dict[str, Any], family: HFFamily, model: ModelConfig, writer: Writer,
-                   layout: Layout, say: Callable[[str], None]) -> None:
-    reader, everything = Reader(path, manifest), list(parameters(model))
+def _write_weights(trained: Trained, family: HFFamily, model: ModelConfig, writer: Writer, layout: Layout,
+                   say: Callable[[str], None]) -> None:
+    everything = list(parameters(model))
     progress = Progress("exported", 4 * sum(math.prod(each.stored) for each in everything), show_bytes, say)
     views = {row.ours: row.view for row in family.rows(model)}
 
     def write(parameter: Parameter) -> None:  # after which its values are gone
-        parts = views[parameter.name](_read(reader, path, manifest, parameter), model)
+        whole = trained.read(parameter)
+        merge(whole, parameter.name, trained)
+        parts = views[parameter.name](whole, model)
         for name, part in zip(layout.names[parameter.name], parts, strict=True):
             writer.write(name, part)
         for name in layout.copies if parameter.tied else ():
             writer.write(name, parts[0])
 
-    try:
-        for parameter in everything:
-            write(parameter)
-            progress.add(4 * math.prod(parameter.stored))
-    finally:
-        reader.close()
+    for parameter in everything:
+        write(parameter)
+        progress.add(4 * math.prod(parameter.stored))
     writer.close()
-
-
-def _read(reader: Reader, path: Path, manifest: dict[str, Any], parameter: Parameter) -> torch.Tensor:
-    """A whole parameter, checked; read in pieces, so that nothing else of its size is in memory."""
-    stored, name = parameter.stored, parameter.name
-    whole = torch.empty(stored)
-    for offset, shape in blocks(stored, PIECE // 4):
-        here = tuple(slice(at, at + size) for at, size in zip(offset, shape, strict=True))
-        reader.read("param", Box(name, offset, shape, stored, 0, parameter.axes), whole[here])
-    box = Box(name, tuple(0 for _ in stored), stored, stored, 0, parameter.axes)
-    if f"{checksum(whole.view(-1), box):016x}" != manifest["parameters"][name]["sums"].get("param"):
-        raise Unusable(path, f"is damaged: param {name} does not have the checksum of its manifest")
-    return whole
 
 
 def _write_rest(aside: Path, config: Config, layout: Layout, family: HFFamily, beside: Path | None,

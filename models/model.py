@@ -7,7 +7,7 @@ from math import prod
 
 from threed.models.families.registry import calling, family_of
 from threed.models.layers.base import Layer
-from threed.models.spec import Parameter, Share
+from threed.models.spec import Parameter
 from threed.schema import ModelConfig
 
 
@@ -18,11 +18,10 @@ def layers(model: ModelConfig) -> list[Layer]:
         return family.layers(model)
 
 
-def tied_parameter(model_layers: Iterable[Layer]) -> Parameter | None:
-    """The parameter that two layers use and neither holds, if there is one."""
-    tied = {parameter for layer in model_layers for parameter in layer.parameters() if parameter.tied}
-    assert len(tied) < 2, "one parameter may be tied"
-    return next(iter(tied), None)
+def tied_parameters(model_layers: Iterable[Layer]) -> tuple[Parameter, ...]:
+    """The parameters that the first and the last layer use and neither holds."""
+    return tuple(dict.fromkeys(parameter for layer in model_layers for parameter in layer.parameters()
+                               if parameter.tied))
 
 
 def parameters(model: ModelConfig) -> list[Parameter]:
@@ -35,11 +34,12 @@ def num_parameters(model: ModelConfig) -> int:
     return sum(prod((each.unpadded or each.shape[0], *each.shape[1:])) for each in parameters(model))
 
 
-def model_flops(model: ModelConfig, sequences: int) -> int:
-    """FLOPs of forward and backward of `sequences`, without recomputation: backward is twice forward.
+def model_flops(model: ModelConfig, sequences: int, together: int = 1) -> int:
+    """FLOPs of forward and backward of `sequences`, of which `together` are a micro-batch, without
+    recomputation: backward is twice forward.
 
     Narayanan et al. 2021, appendix, less the recomputed forward: 72 B s l h^2 (1 + s/(6h) + V/(12 l h)). Only
     matrix products count, and attention is counted whole (not halved for the causal mask), as is customary
     for MFU.
     """
-    return 3 * sequences * sum(layer.cost(Share()).flops for layer in layers(model))
+    return round(3 * sequences * sum(layer.sequence_flops(together) for layer in layers(model)))

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from threed.callback import Callback
     from threed.choosing.verb import search
     from threed.config import load
+    from threed.doors.layers.model import Layers
+    from threed.doors.layers.spec import Spec
+    from threed.doors.layers.start import initialize
     from threed.errors import ThreedError
     from threed.inference import evaluate, generate
     from threed.monitor.run import Run
@@ -38,10 +41,12 @@ if TYPE_CHECKING:
     from threed.trainer import Trainer
 
 __version__ = "0.1.0"
-__all__ = ["Callback", "Config", "Plan", "Run", "Sampling", "ThreedError", "Trainer",
-           "check", "evaluate", "generate", "load", "plan", "predict", "report", "search", "show", "train"]
+__all__ = ["Callback", "Config", "Layers", "Plan", "Run", "Sampling", "Spec", "ThreedError", "Trainer",
+           "check", "evaluate", "generate", "initialize", "load", "plan", "predict", "report", "search", "show",
+           "train"]
 
-_HOMES = {"Callback": "callback", "Config": "schema", "Plan": "program.table", "Run": "monitor.run",
+_HOMES = {"Callback": "callback", "Config": "schema", "Layers": "doors.layers.model",
+          "Spec": "doors.layers.spec", "initialize": "doors.layers.start", "Plan": "program.table", "Run": "monitor.run",
           "Sampling": "sampling", "ThreedError": "errors", "Trainer": "trainer", "check": "api",
           "evaluate": "inference", "generate": "inference", "load": "config", "plan": "api",
           "predict": "prediction.verb", "report": "page.verb", "search": "choosing.verb", "show": "api",

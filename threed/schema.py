@@ -48,6 +48,13 @@ class ModelConfig:
     tile_linears: str | None = None  # most bytes of linear layers that a unit gathers, such as 64MiB: larger
     # ones become tiles
 
+    own_layers = False  # whether the layers are modules of somebody's own, and the data samples of their own
+
+    @property
+    def counted(self) -> str:
+        """What the loss is a mean over, and what is counted."""
+        return "samples" if self.own_layers else "tokens"
+
     @property
     def fuses(self) -> bool:
         return self.fused != "off"
@@ -79,6 +86,16 @@ class ModelConfig:
     def residual_std(self) -> float:
         """GPT-2: projections onto the residual stream start smaller by sqrt(number of residual branches)."""
         return self.init_std / math.sqrt(2 * self.layers)
+
+
+@dataclass
+class LayersConfig(ModelConfig):
+    """The section `model` of a model of somebody's own layers (threed.Layers), which say themselves what they
+    are: no key but `family` has an effect."""
+
+    seq_len: int = 1  # each sample counts as one
+    tie_embeddings: bool = False
+    own_layers = True
 
 
 @dataclass

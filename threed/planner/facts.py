@@ -13,7 +13,7 @@ from typing import NamedTuple
 from threed.errors import InputError
 from threed.mesh import GROUPS, Mesh, axes_of
 from threed.models.layers.base import Layer
-from threed.models.model import tied_parameter
+from threed.models.model import tied_parameters
 from threed.models.spec import SEQUENCE, Cost, Parameter, Share
 from threed.models.tiling import cut_layers, share_of, unit_layers
 from threed.offload import plan as offload
@@ -48,7 +48,8 @@ def unit_costs(config: Config) -> list[tuple[float, float, float]]:
     measured, or FLOPs."""
     model_layers, runs = unit_layers(config)
     if config.parallel.costs is None:  # + 1: even a layer without matrix products takes some time
-        work = [sum(layer.cost(Share()).flops for layer in model_layers[first:stop]) + 1.0
+        size = config.train.micro_batch_size
+        work = [sum(layer.sequence_flops(size) for layer in model_layers[first:stop]) + 1.0
                 for first, stop in runs]
         return [(flops, flops, flops) for flops in work]
     measured = cost_of(load_costs(config.parallel.costs))
@@ -69,9 +70,7 @@ def unit_parameters(config: Config) -> dict[int, tuple[Parameter, ...]]:
         if 0 < len(small) < len(units[index]):
             units[len(runs) + 1 + index] = small
             units[index] = tuple(p for p in units[index] if p not in small)
-    tied = tied_parameter(model_layers)
-    if tied is not None:
-        units[len(runs)] = (tied,)
+    units[len(runs)] = tied_parameters(model_layers)
     return {index: parameters for index, parameters in sorted(units.items()) if parameters}
 
 
@@ -285,5 +284,5 @@ def _compute_unit(config: Config, members: Sequence[Layer], run: tuple[int, int]
                        cost.operands, traffic,
                        makes=tuple(Handed(name, sizes[name]) for name in sorted(makes)), reads=reads,
                        loss=any(layer.loss for layer in members), adds=all(layer.adds for layer in members),
-                       running_bytes=members[-1].running_bytes(share),
+                       output=members[-1].output(share),
                        again=tuple(kernel for kernel in cost.kernels if kernel.piece in config.pieces))

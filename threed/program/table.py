@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from threed.mesh import GROUPS
 from threed.models.kernels import Kernel
+from threed.models.spec import Output
 from threed.optimizers.base import BYTES, Buffer
 from threed.program.digest import digest_of
 from threed.program.instruction import PARAMETER_KINDS, Instruction, Op, Slot, Tier
@@ -61,7 +62,7 @@ class ComputeUnit:
     loss: bool = False  # whether it adds to the loss; the last unit does, and has no other output
     # Whether it only adds to its input: it keeps nothing, and passes its output's gradient on unchanged.
     adds: bool = False
-    running_bytes: int = 0  # bytes of its output, where this is a running softmax and not the residual stream
+    output: Output | None = None  # None: the residual stream
     again: tuple[Kernel, ...] = ()  # kernels of forward that BACKWARD computes again
 
     @property
@@ -153,7 +154,7 @@ class Table:
     parameters: dict[int, ParameterUnit]
     stage_positions: tuple[int, ...]  # pipeline position of each stage
     num_microbatches: int
-    act_bytes: int  # of one act slot (and of one grad slot)
+    act_bytes: int  # of the residual stream: of one act slot, and of one grad slot
     elements: Elements = Elements()
     zero: ZeroSettings = ZeroSettings()
     activation: ActivationSettings = ActivationSettings()
@@ -218,7 +219,10 @@ class Table:
         """Whether a compute unit keeps the residual stream for RECOMPUTE. The first unit does not (it reads
         tokens), nor a unit that only adds to its input (it keeps nothing), nor one that reads a running
         softmax."""
-        return unit > 0 and not self.units[unit].adds and not self.units[unit - 1].running_bytes
+        if unit == 0 or self.units[unit].adds:
+            return False
+        before = self.units[unit - 1].output
+        return before is None or before.flat
 
     @cached_property
     def handed(self) -> dict[str, str]:
@@ -299,7 +303,8 @@ class Table:
         if slot.kind in ("kept", "kpart"):
             return self._size_of_kept(slot)
         if slot.kind in ("act", "grad"):
-            return unit.running_bytes or self.act_bytes
+            made = unit.output or Output(self.act_bytes, self.act_bytes)
+            return made.bytes if slot.kind == "act" else made.grad_bytes
         if slot.kind in self.handed:
             return dict(unit.makes)[self.handed[slot.kind]]
         if slot.kind == "logits":
@@ -307,9 +312,11 @@ class Table:
         return {"saved": unit.saved_bytes, "operands": unit.operand_bytes}[slot.kind]
 
     def _size_of_kept(self, slot: Slot) -> int:
+        before = self.units[slot.unit - 1].output if slot.unit > 0 else None
         if not self.keeps_stream(slot.unit):
-            return self.units[slot.unit - 1].running_bytes if slot.unit > 0 else 0
-        return self.act_bytes // (self.activation.parts if slot.kind == "kpart" else 1)
+            return before.bytes if before is not None else 0
+        size = before.bytes if before is not None else self.act_bytes
+        return size // (self.activation.parts if slot.kind == "kpart" else 1)
 
     def _size_of_parameters(self, slot: Slot) -> int:
         unit = self.parameters[slot.unit]
@@ -338,7 +345,7 @@ class Table:
             size = ring(self.size(Slot("kept", unit)), self.activation.parts)
             return {GROUPS[self.activation.partition].counts: size}
         if op == Op.SEND:
-            return {GROUPS["pp"].counts: self.act_bytes}
+            return {GROUPS["pp"].counts: self.size(instruction.slot)}
         if op == Op.GATHER:
             held = self.parameters[unit]
             return {GROUPS[instruction.group].counts: ring(held.numel * self.elements.param, held.shards)}

@@ -157,7 +157,7 @@ class Share:
         return rings * ring(elements * (element or self.element) * self.sequences, self.over(axis))
 
 
-class Output(NamedTuple):
+class Outflow(NamedTuple):
     """What a unit hands to the next one, where this is not the residual stream."""
 
     bytes: int

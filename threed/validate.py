@@ -122,9 +122,8 @@ def _check_stages(config: Config) -> list[str]:
     parallel, problems, runs = config.parallel, [], stage_runs(config)
     units = sum(runs)
     if config.num_stages > len(runs):
-        what = (f"layers (embedding, {len(runs) - 2} of blocks, head), whose {units} tiles"
-                if units > len(runs) else "units" if config.model.own_layers
-                else f"units (embedding, {units - 2} of blocks, head)")
+        parts = "" if config.model.own_layers else f" (embedding, {len(runs) - 2} of blocks, head)"
+        what = f"layers{parts}, whose {units} tiles" if units > len(runs) else f"units{parts}"
         problems.append(f"parallel.pp={parallel.pp} makes {config.num_stages} stages, more than the model's "
                         f"{len(runs)} {what}{' stay on one stage each' if units > len(runs) else ''}")
     if parallel.stage_units is not None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
-from threed.models.spec import WHOLE, Cost, Output, Parameter, Share, Tile
+from threed.models.spec import WHOLE, Cost, Outflow, Parameter, Share, Tile
 
 if TYPE_CHECKING:
     import torch
@@ -94,7 +94,7 @@ class Layer(Part):
         """Tensors for later layers: name -> bytes."""
         return {}
 
-    def output(self, share: Share) -> Output | None:
+    def passes(self, share: Share) -> Outflow | None:
         """What it hands to the next layer; None: the residual stream."""
         return None
 

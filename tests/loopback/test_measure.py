@@ -50,7 +50,7 @@ TILES = ["model.tile_linears=8KiB", "model.tie_embeddings=false", "model.ffn_hid
 
 def measured(config: Config, all_layers: list[Layer], index: int, pieces: tuple[str, ...] = ()) -> Cost:
     share = share_of(config)
-    running = index > 0 and all_layers[index - 1].output(share) is not None
+    running = index > 0 and all_layers[index - 1].passes(share) is not None
     torch.manual_seed(0)
     with initialized():
         return Measured(all_layers[index], config.model, share, running, pieces).cost(first=index == 0)

@@ -284,5 +284,5 @@ def _compute_unit(config: Config, members: Sequence[Layer], run: tuple[int, int]
                        cost.operands, traffic,
                        makes=tuple(Handed(name, sizes[name]) for name in sorted(makes)), reads=reads,
                        loss=any(layer.loss for layer in members), adds=all(layer.adds for layer in members),
-                       output=members[-1].output(share),
+                       output=members[-1].passes(share),
                        again=tuple(kernel for kernel in cost.kernels if kernel.piece in config.pieces))

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from threed.mesh import GROUPS
 from threed.models.kernels import Kernel
-from threed.models.spec import Output
+from threed.models.spec import Outflow
 from threed.optimizers.base import BYTES, Buffer
 from threed.program.digest import digest_of
 from threed.program.instruction import PARAMETER_KINDS, Instruction, Op, Slot, Tier
@@ -23,8 +23,8 @@ from threed.quantity import ring
 from threed.schema import Config
 
 # Names of programs that `Plan` describes.
-EVALUATE, VERIFY, SNAPSHOT, WAITING = "evaluate", "verify", "snapshot", "snapshot_waiting"
-GENERATE = "generate"
+EVALUATE, GENERATE, VERIFY = "evaluate", "generate", "verify"
+SNAPSHOT, WAITING = "snapshot", "snapshot_waiting"
 FORWARD_ONLY = (EVALUATE, GENERATE)
 # Programs of delayed updates -> the step whose gradients STEP applies: the one before (prev), this one ("").
 DELAYED_STEPS: dict[str, tuple[str, ...]] = {"enter": (), "train": ("prev",), "drain": ("prev", "")}
@@ -60,9 +60,8 @@ class ComputeUnit:
     makes: tuple[Handed, ...] = ()
     reads: tuple[Read, ...] = ()
     loss: bool = False  # whether it adds to the loss; the last unit does, and has no other output
-    # Whether it only adds to its input: it keeps nothing, and passes its output's gradient on unchanged.
-    adds: bool = False
-    output: Output | None = None  # None: the residual stream
+    adds: bool = False  # whether it only adds to its input: it keeps nothing, and passes its gradient on
+    output: Outflow | None = None  # None: the residual stream
     again: tuple[Kernel, ...] = ()  # kernels of forward that BACKWARD computes again
 
     @property
@@ -94,8 +93,7 @@ class ParameterUnit:
     reductions: tuple[Reduction, ...]  # of its gradient, in order
     state_home: Tier = Tier.DEVICE  # tier of its optimizer state and its STEP (disk: STEP runs on the host)
     weight_home: Tier = Tier.DEVICE  # tier of this rank's part of the parameters
-    # Whether it stays whole from its first use in a step to its last, in a buffer of its own. (Under ZeRO-3
-    # only small parameters do.)
+    # Whether it stays whole from its first use in a step to its last, in its own buffer (under ZeRO-3: small).
     whole: bool = True
 
 
@@ -216,13 +214,10 @@ class Table:
         return any(self.units[unit].loss for unit in self.units_of(position))
 
     def keeps_stream(self, unit: int) -> bool:
-        """Whether a compute unit keeps the residual stream for RECOMPUTE. The first unit does not (it reads
-        tokens), nor a unit that only adds to its input (it keeps nothing), nor one that reads a running
-        softmax."""
-        if unit == 0 or self.units[unit].adds:
-            return False
+        """Whether a unit keeps what it reads for RECOMPUTE, in a form that moves: not the first unit (tokens),
+        one that only adds to its input (it keeps nothing), or one that reads a running softmax."""
         before = self.units[unit - 1].output
-        return before is None or before.flat
+        return unit > 0 and not self.units[unit].adds and (before is None or before.flat)
 
     @cached_property
     def handed(self) -> dict[str, str]:
@@ -262,8 +257,7 @@ class Table:
         return slots
 
     def saves(self, position: int, unit: int) -> bool:
-        """Whether ranks of a position write a parameter unit into checkpoints: a tied embedding is written
-        once."""
+        """Whether a position writes a parameter unit into checkpoints: a tied embedding is written once."""
         return self.parameters[unit].positions[0] == position
 
     @property
@@ -303,7 +297,7 @@ class Table:
         if slot.kind in ("kept", "kpart"):
             return self._size_of_kept(slot)
         if slot.kind in ("act", "grad"):
-            made = unit.output or Output(self.act_bytes, self.act_bytes)
+            made = unit.output or Outflow(self.act_bytes, self.act_bytes)
             return made.bytes if slot.kind == "act" else made.grad_bytes
         if slot.kind in self.handed:
             return dict(unit.makes)[self.handed[slot.kind]]
@@ -312,10 +306,9 @@ class Table:
         return {"saved": unit.saved_bytes, "operands": unit.operand_bytes}[slot.kind]
 
     def _size_of_kept(self, slot: Slot) -> int:
-        before = self.units[slot.unit - 1].output if slot.unit > 0 else None
-        if not self.keeps_stream(slot.unit):
-            return before.bytes if before is not None else 0
-        size = before.bytes if before is not None else self.act_bytes
+        if slot.unit == 0 or not (self.keeps_stream(slot.unit) or self.units[slot.unit - 1].output):
+            return 0
+        size = self.size(Slot("act", slot.unit - 1))
         return size // (self.activation.parts if slot.kind == "kpart" else 1)
 
     def _size_of_parameters(self, slot: Slot) -> int:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
-from threed.models.spec import Output
+from threed.models.spec import Outflow
 from threed.quantity import round_up
 
 ALIGNED = 16  # bytes
@@ -141,8 +141,8 @@ class Schema:
         return [leaf for leaf in self.leaves if isinstance(leaf, Leaf)]
 
     @property
-    def output(self) -> Output:
-        return Output(self.bytes, self.grad_bytes)
+    def output(self) -> Outflow:
+        return Outflow(self.bytes, self.grad_bytes)
 
     def text(self) -> str:
         return ", ".join(leaf.text() if isinstance(leaf, Leaf) else repr(leaf) for leaf in self.leaves)

@@ -24,7 +24,7 @@ from threed.doors.layers.spec import Spec
 from threed.errors import InputError
 from threed.models.families.base import Family
 from threed.models.layers.base import Layer, Out
-from threed.models.spec import Cost, Output, Parameter, Share
+from threed.models.spec import Cost, Outflow, Parameter, Share
 from threed.schema import Config, LayersConfig
 from threed.tensor.context import Batch, Context
 from threed.tensor.packing import Schema
@@ -221,7 +221,7 @@ class OwnLayer(Layer):
     def schema(self, share: Share) -> Schema | None:
         return self._facts(share).out
 
-    def output(self, share: Share) -> Output | None:
+    def passes(self, share: Share) -> Outflow | None:
         schema = self.schema(share)
         return schema.output if schema is not None else None
 

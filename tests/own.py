@@ -22,7 +22,7 @@ from threed.tensor.random import seed_of
 from threed.zero.optimizer import learning_rate
 
 USUAL: dict[str, Any] = {
-    "train.global_batch_size": 8, "train.micro_batch_size": 1, "train.steps": 5, "optimizer.lr": 1e-3,
+    "parallel.dp": 1, "train.global_batch_size": 8, "train.micro_batch_size": 1, "train.steps": 5, "optimizer.lr": 1e-3,
     "optimizer.eps": 1e-2, "optimizer.clip_grad": 0.0, "optimizer.schedule": "constant"}
 
 

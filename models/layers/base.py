@@ -111,6 +111,10 @@ class Layer(Part):
         """Equal for layers that compute in the same way, given that their costs are equal."""
         return type(self)
 
+    def undivided(self, share: Share) -> tuple[str, ...]:
+        """Its matrices, if none of their gradients can wait for the weights' half of backward."""
+        return ()
+
     def sequence_flops(self, sequences: int) -> float:
         """Of its products in forward of one sequence, all ranks together. `sequences`: of a micro-batch."""
         return self.cost(Share(sequences=sequences)).flops / sequences

@@ -15,13 +15,13 @@ from threed.mesh import GROUPS, Mesh, axes_of
 from threed.models.layers.base import Layer
 from threed.models.model import tied_parameters
 from threed.models.spec import SEQUENCE, Cost, Parameter, Share
-from threed.models.tiling import cut_layers, share_of, unit_layers
+from threed.models.tiling import cut_layers, layers_of, share_of, unit_layers
 from threed.offload import plan as offload
 from threed.optimizers.registry import OPTIMIZERS
 from threed.pipeline.split import split_stages
 from threed.prediction.cost import load_costs
 from threed.prediction.simulate import cost_of
-from threed.program.instruction import KINDS, Instruction, Op, Tier
+from threed.program.instruction import KINDS, Instruction, Op, Programs, Tier
 from threed.program.table import (
     ActivationSettings,
     ComputeUnit,
@@ -244,6 +244,22 @@ def check_shapes(config: Config, layers: Sequence[Layer]) -> None:
     if config.run.cuda_graphs and layer is not None:
         raise InputError(f"run.cuda_graphs=true: in layer {layer.name} shapes depend on {layer.shapes_from}, "
                          "and a CUDA graph has fixed ones; set it to false")
+
+
+def undivided(config: Config, programs: Programs) -> list[str]:
+    """A warning for layers of whose backward nothing is left for the second half, where programs have
+    halves."""
+    if not any(item.op == Op.BACKWARD_WEIGHT for program in programs for item in program):
+        return []
+    share, found = share_of(config), dict[tuple[str, ...], list[str]]()
+    for layer in layers_of(config):
+        if paths := layer.undivided(share):
+            found.setdefault(paths, []).append(layer.name)
+    return [f"layer {names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: BACKWARD_INPUT computes the "
+            f"gradients of {', '.join(paths)}, too, and BACKWARD_WEIGHT, with which the schedule would fill its "
+            "bubble, nothing: it could compute those of matrices that one product alone uses (torch.nn.Linear, "
+            "a convolution)"
+            for paths, names in found.items()]
 
 
 def hand_overs(units: Sequence[Sequence[Layer]]) -> list[tuple[set[str], tuple[Read, ...]]]:

@@ -31,7 +31,7 @@ class Facts(NamedTuple):
     out: Schema | None  # what it hands on; None: it is the last
     cost: Cost  # of a micro-batch
     draws: bool  # whether it draws random numbers, as dropout does
-    together: tuple[str, ...]  # matrices whose gradients cannot wait for the weights' half
+    together: tuple[str, ...]  # its matrices, if none of their gradients can wait for the weights' half
 
 
 class Given(NamedTuple):
@@ -200,14 +200,14 @@ class _Measuring:
         return (*forward.products, *forward.attention, moved), saved
 
     def _in_halves(self) -> tuple[int, tuple[str, ...]]:
-        """Bytes kept between the halves of backward, and the matrices whose gradients cannot wait."""
+        """Bytes kept between the halves of backward, and the matrices, if the second half has none."""
         sums, saving = WeightGrads(), Saving()
         with Alive() as alive:
             edges, grads, leaves = self._graph()
             halves = Halves.of(edges, leaves, list(self.weights.values()))
             sums.put_off = []
             halves.run(grads, sums, saving)
-            now = {id(weight) for weight in halves.now}
+            empty = not halves.later
             for leaf in leaves:
                 leaf.grad = None
             del edges, grads, leaves, halves
@@ -218,8 +218,7 @@ class _Measuring:
             product()
         for weight in self.weights.values():
             weight.grad = None
-        return operands, tuple(path for path, weight in self.weights.items()
-                               if id(weight) in now and weight.dim() > 1)
+        return operands, tuple(path for path, weight in self.weights.items() if empty and weight.dim() > 1)
 
 
 def _check_loss(spec: Spec, loss: Any) -> None:

@@ -225,6 +225,9 @@ class OwnLayer(Layer):
         schema = self.schema(share)
         return schema.output if schema is not None else None
 
+    def undivided(self, share: Share) -> tuple[str, ...]:
+        return self._facts(share).together if self.index else ()  # nobody waits for the first layer
+
     def likeness(self, share: Share) -> object:
         return type(self), id(self._facts(share))
 

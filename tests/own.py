@@ -77,7 +77,7 @@ class Reference:
         for index, spec in enumerate(self.chain.specs):
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed_of(config.train.seed, "initial values", self.chain.names[index]))
-                module = spec.module()
+                module = spec.module("")
             for path, weight in list(module.named_parameters()):
                 tied = spec.tied_as(path)
                 name = f"{self.chain.names[index]}.{path}" if tied is None else f"tied.{tied}"

@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import re
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 import threed
@@ -22,21 +24,23 @@ from tests.harness import same_bits
 from tests.loopback import test_saved
 from tests.loopback.test_memory import storages
 from tests.loopback.test_saved import quiet  # noqa: F401
-from tests.own import USUAL, Reference, assert_own, batches, own, run
+from tests.own import Reference, assert_own, batches, own, run
+from threed.checkpoint.lineage import Lineage
 from threed.checkpoint.load import resume
 from threed.checkpoint.save import Saver
 from threed.comm import Comm, initialized
 from threed.config import checked, load
-from threed.doors.layers.model import OwnLayer
+from threed.doors.layers.samples import Samples
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
-from threed.errors import InputError
+from threed.errors import InputError, RunError
 from threed.mesh import Mesh
 from threed.models.model import layers
 from threed.models.spec import Share
 from threed.models.tiling import layers_of, share_of
 from threed.planner import make_mesh, make_plan
 from threed.program.instruction import Slot
+from threed.schema import Config
 from threed.tensor.context import Batch, Context
 from threed.tensor.layers import WeightGrads
 from threed.tensor.measure import silent_groups
@@ -306,3 +310,192 @@ def test_flat_over_steps(models):
     finally:
         gc.enable()
     assert early == late
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+def on_ranks(config: Config, work: Callable[[Engine, Comm], Any]) -> Any:
+    config = checked(config)
+    plan = make_plan(config)
+    torch.set_num_threads(1)
+    return run_loopback(plan, make_mesh(config), lambda comm: work(Engine(config, plan, comm), comm))[0]
+
+
+def losses(engine: Engine, comm: Comm, count: int) -> list[float]:
+    first = engine.zero.step_number
+    return [engine.train_step(batches(engine.config, comm, first + step))[0].loss for step in range(count)]
+
+
+def test_another_mesh_goes_on(models, tmp_path):
+    """A checkpoint of one mesh, schedule and ZeRO stage is that of another: with the tied matrix once."""
+    def save(engine: Engine, comm: Comm) -> list[float]:
+        losses(engine, comm, 2)
+        saver = Saver(engine, Lineage("test-0"), lambda: None)
+        saver.begin({"samples": 0, "skipped": 0, "wandb_id": None})
+        outcome = saver.drain()
+        assert outcome is not None and outcome.problem is None
+        return losses(engine, comm, 2)
+
+    def go_on(engine: Engine, comm: Comm) -> list[float]:
+        resume(engine.config, engine.zero, lambda _: None)
+        assert engine.zero.step_number == 2
+        return losses(engine, comm, 2)
+
+    there = f"run.dir={tmp_path}"
+    wanted = on_ranks(own(models["llama"], PP, DP, "zero.stage=3", there), save)
+    for cell in ((PP, DP, "zero.stage=3"), ("parallel.pp=4", "parallel.schedule=zb-h1", "zero.stage=1"), ()):
+        got = on_ranks(own(models["llama"], *cell, there), go_on)
+        assert got == pytest.approx(wanted, rel=1e-5)
+    with pytest.raises(InputError, match=r"is of another model: model\.family"):
+        on_ranks(own(models["vit"], there), go_on)
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(6, 6)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.out(x)
+
+
+class Varying(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out, self.calls = nn.Linear(6, 6), 0
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.calls += 1
+        return [self.out(x)] * self.calls
+
+
+def linear(**others: Any) -> threed.Spec:
+    return threed.Spec(nn.Linear, 6, 6, **others)
+
+
+def of(function: Callable[[nn.Module, Any], Any]) -> threed.Spec:
+    return linear(forward=function)
+
+
+class Frozen(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(6, 6)
+        self.bias.requires_grad_(False)
+
+
+LAST = threed.Spec(nn.Linear, 6, 3)
+GIVEN = {  # what is wrong when it is given: (layers, loss, data), message
+    "no list": ((5, F.mse_loss, Numbers()), "layers is a int: give a list of threed.Spec"),
+    "a module": (([nn.Linear(6, 6), LAST], F.mse_loss, Numbers()),
+                 r"layers\[0\] is a Linear: give threed.Spec(cls, *args)"),
+    "empty": (([], F.mse_loss, Numbers()), "layers has 0 layers: give two at least"),
+    "one": (([LAST], F.mse_loss, Numbers()), "layers has 1 layers: give two at least"),
+    "no loss": (([linear(), LAST], None, Numbers()), "loss is a NoneType: give a function of (outputs, targets)"),
+    "a loss that learns": (([linear(), LAST], nn.Linear(3, 1), Numbers()), "loss has parameters"),
+    "no data": (([linear(), LAST], F.mse_loss, None), "data is a NoneType: give a map-style data set"),
+    "no items": (([linear(), LAST], F.mse_loss, []), "data has no items"),
+    "no pairs": (([linear(), LAST], F.mse_loss, [torch.ones(6)] * 3), "item 0 of the data set is a Tensor: it must"),
+    "a text": (([linear(), LAST], F.mse_loss, [("a", torch.ones(3))]), "item 0 of the data set holds a str"),
+    "tied in the middle": (([linear(), linear(tied="a"), LAST], F.mse_loss, Numbers()),
+                           r"layers[1] (Linear) is tied as 'a': only the first and the last layer"),
+    "tied alone": (([linear(tied="a"), LAST], F.mse_loss, Numbers()), "tied='a' is the name of one layer alone"),
+}
+PLANNED = {  # when it is planned: layers, loss, message
+    "shape of a tie": ([linear(tied="a"), threed.Spec(nn.Linear, 6, 3, tied="a")], F.mse_loss,
+                       "Linear.1: weight has the shape [3, 6], and shares tied.a.weight of shape [6, 6]"),
+    "path of a tie": ([linear(tied={"a": "table"}), threed.Spec(nn.Linear, 6, 6, tied={"a": "weight"})], F.mse_loss,
+                      "layer Linear.0 is tied as 'a' by its parameter table, and has weight, bias"),
+    "arguments": ([threed.Spec(nn.Linear, 6), LAST], F.mse_loss, "layer Linear.0: Linear(6) failed: TypeError"),
+    "no module": ([threed.Spec(dict), LAST], F.mse_loss, "layer dict.0: dict() returned a dict, and must return a"),
+    "frozen": ([threed.Spec(Frozen), LAST], F.mse_loss, "parameter bias does not require a gradient"),
+    "buffer": ([linear(), threed.Spec(Counting), LAST], F.mse_loss, "forward changes its buffer calls (in a Counting)"),
+    "batch norm": ([linear(), threed.Spec(nn.BatchNorm1d, 6), LAST], F.mse_loss, "(in a BatchNorm1d)"),
+    "varying": ([threed.Spec(Varying), of(lambda m, x: m(x[0])), LAST], F.mse_loss, "and when it is called again [0]"),
+    "unused": ([linear(), of(lambda m, x: x @ m.weight), LAST], F.mse_loss, "parameter bias gets no gradient"),
+    "no gradient": ([linear(), of(lambda m, x: m(x).argmax(-1)), LAST], F.mse_loss, "none of it needs a gradient"),
+    "a text": ([linear(), of(lambda m, x: {"x": m(x), "y": object()}), LAST], F.mse_loss, "['y'] is a object: only"),
+    "values": ([linear(), of(lambda m, x: m(x) * m(x).sum().item()), LAST], F.mse_loss, "cannot be measured"),
+    "sizes": ([linear(), threed.Spec(nn.Linear, 7, 6), LAST], F.mse_loss,
+              "layer Linear.1 cannot be measured: RuntimeError"),
+    "no scalar": ([linear(), LAST], lambda out, _: out, "the loss of layer Linear.1's output is float32 [2, 3]"),
+    "no number": ([linear(), LAST], lambda out, _: 1.0, "the loss of layer Linear.1's output is a float"),
+}
+KEYS = {
+    "parallel.tp=2": "parallel.tp=2: the layers of a model of your own are whole on each rank",
+    "model.hidden=64": "model.hidden=64: the layers are your own",
+    "model.tile_linears=1KiB": "model.tile_linears=1KiB: the layers are your own",
+    "data.source=x": "data.source=x: the data were given with the layers",
+    "data.document_mask=true": "data.document_mask=True: the data were given with the layers",
+    "activation.policy=selective": "threed does not know the pieces of layers of your own",
+    "train.eval_every=2": "there are no samples to validate with",
+    "train.sample_every=2": "layers of your own write no text",
+    "run.cuda_graphs=true": "in layer Linear.0 shapes depend on what its module does",
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", GIVEN)
+def test_bad_layers(name):
+    given, message = GIVEN[name]
+    with pytest.raises(InputError, match=re.escape(message.replace("\\", ""))):
+        threed.Layers(*given)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", PLANNED)
+def test_bad_modules(name):
+    """A mistake that would show up on some rank, in the middle of a step, or never."""
+    specs, loss, message = PLANNED[name]
+    with pytest.raises(InputError, match=re.escape(message)):
+        threed.plan(own(threed.Layers(specs, loss, Numbers()), "train.micro_batch_size=2"))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("key", KEYS)
+def test_keys_without_effect(key):
+    """A key that is read and has no effect."""
+    family = threed.Layers([linear(), LAST], F.mse_loss, Numbers())
+    with pytest.raises(InputError, match=re.escape(KEYS[key])):
+        threed.plan(own(family, key))
+
+
+def test_items_that_differ():
+    items = [(torch.ones(6), torch.ones(3)), (torch.ones(5), torch.ones(3))]
+    samples = Samples(items, None)
+    with pytest.raises(InputError, match=r"item 1 of the data set has float32 \[5\], float32 \[3\], and item 0"):
+        samples.batch(range(2))
+
+
+def test_an_output_that_changes_in_a_run(models):
+    """Shapes that depend on what is in a tensor, which nothing measures."""
+    specs = [linear(), of(lambda m, x: m(x)[:, :6 - int(torch.is_grad_enabled() and not isinstance(x, FakeTensor))]),
+             LAST]
+    config = checked(own(threed.Layers(specs, F.mse_loss, Numbers())))
+    with pytest.raises(RunError, match=r"Linear\.1 has returned float32 \[1, 5\], and when it was measured"):
+        run(config, 1)
+
+
+def test_a_backward_without_a_second_half():
+    """A schedule that fills bubbles with nothing, and says nothing."""
+    specs = [linear(), of(lambda m, x: torch.einsum("bi,oi->bo", x, m.weight * 2) + m.bias), linear(), LAST]
+    family = threed.Layers(specs, F.mse_loss, Numbers())
+    warned = threed.check(own(family, "parallel.pp=2", "parallel.schedule=zb-h1"))["warnings"]
+    assert [line.partition(":")[0] for line in warned] == ["layer Linear.1"]
+    assert not threed.check(own(family, "parallel.pp=2"))["warnings"]
+
+
+def test_initial_values_come_from_the_modules_own_code(models):
+    """Values that another generator drew, or those of another layer."""
+    weights = Reference(own(models["llama"])).masters
+    assert weights["Decoder.1.layer.self_attn.q_proj.weight"].std() > 0
+    assert not torch.equal(weights["Decoder.1.layer.self_attn.q_proj.weight"],
+                           weights["Decoder.2.layer.self_attn.q_proj.weight"])
+    other = Reference(own(models["llama"], "train.seed=5")).masters
+    assert not torch.equal(weights["tied.word"], other["tied.word"])
+    assert torch.equal(weights["tied.word"], Reference(own(models["llama"], "parallel.dp=4")).masters["tied.word"])

@@ -49,18 +49,18 @@ def measuring() -> Iterator[FakeTensorMode]:
         yield mode
 
 
-def made_for_measuring(spec: Spec, mode: FakeTensorMode) -> torch.nn.Module:
+def made_for_measuring(spec: Spec, name: str, mode: FakeTensorMode) -> torch.nn.Module:
     """A module without memory; one that cannot be made so is made with memory first."""
     try:
-        return spec.module()
+        return spec.module(name)
     except InputError:
         with unset_fake_temporarily():
-            module = spec.module()
+            module = spec.module(name)
         for each in module.modules():
-            for name, buffer in each.named_buffers(recurse=False):
-                each._buffers[name] = mode.from_tensor(buffer)
-            for name, weight in each.named_parameters(recurse=False):
-                each._parameters[name] = torch.nn.Parameter(mode.from_tensor(weight.detach()),
+            for key, buffer in each.named_buffers(recurse=False):
+                each._buffers[key] = mode.from_tensor(buffer)
+            for key, weight in each.named_parameters(recurse=False):
+                each._parameters[key] = torch.nn.Parameter(mode.from_tensor(weight.detach()),
                                                             weight.requires_grad)
         return module
 
@@ -80,35 +80,35 @@ def places_of(module: torch.nn.Module) -> dict[str, list[tuple[torch.nn.Module, 
     return found
 
 
-def shapes_of(spec: Spec) -> dict[str, tuple[int, ...]]:
+def shapes_of(spec: Spec, name: str) -> dict[str, tuple[int, ...]]:
     """Path -> shape of each parameter of a layer. InputError where one cannot be trained here."""
     with measuring() as mode:
-        module = made_for_measuring(spec, mode)
+        module = made_for_measuring(spec, name, mode)
         shapes = {}
         for path, places in places_of(module).items():
             weight = getattr(*places[0])
             if not weight.is_floating_point():
-                raise InputError(f"layer {spec.name}: parameter {path} is of {weight.dtype}: make it a buffer, or "
+                raise InputError(f"layer {name}: parameter {path} is of {weight.dtype}: make it a buffer, or "
                                  "a parameter of floating-point numbers")
             if not weight.requires_grad:
-                raise InputError(f"layer {spec.name}: parameter {path} does not require a gradient: every "
+                raise InputError(f"layer {name}: parameter {path} does not require a gradient: every "
                                  "parameter is trained here; make it a buffer, which stays as it is made")
             if not weight.dim():
-                raise InputError(f"layer {spec.name}: parameter {path} has no dims: give it the shape [1]")
+                raise InputError(f"layer {name}: parameter {path} has no dims: give it the shape [1]")
             shapes[path] = tuple(weight.shape)
         return shapes
 
 
-def measure(spec: Spec, given: Given, dtype: torch.dtype) -> Facts:
+def measure(spec: Spec, name: str, given: Given, dtype: torch.dtype) -> Facts:
     """Run a layer forward and backward. InputError where it cannot be a layer of a plan."""
     with measuring() as mode:
         try:
-            return _Measuring(spec, given, dtype, mode).facts()
+            return _Measuring(spec, name, given, dtype, mode).facts()
         except ThreedError:
             raise
         except Exception as error:
             what = str(error).strip().splitlines()
-            raise InputError(f"layer {spec.name} cannot be measured: {type(error).__name__}: "
+            raise InputError(f"layer {name} cannot be measured: {type(error).__name__}: "
                              f"{what[0] if what else ''}{line_of(error)}. It is run on tensors that have shapes "
                              f"and no values, with {_of(given)} in {str(dtype).removeprefix('torch.')}"
                              ) from error
@@ -119,40 +119,40 @@ def _of(given: Given) -> str:
 
 
 class _Measuring:
-    def __init__(self, spec: Spec, given: Given, dtype: torch.dtype, mode: FakeTensorMode):
-        self.spec, self.given, self.dtype = spec, given, dtype
-        self.module = made_for_measuring(spec, mode).train()
+    def __init__(self, spec: Spec, name: str, given: Given, dtype: torch.dtype, mode: FakeTensorMode):
+        self.spec, self.name, self.given, self.dtype = spec, name, given, dtype
+        self.module = made_for_measuring(spec, name, mode).train()
         self.weights: dict[str, torch.nn.Parameter] = {}
         for path, places in places_of(self.module).items():
             weight = torch.nn.Parameter(torch.empty(getattr(*places[0]).shape, dtype=dtype))
             self.weights[path] = weight
-            for module, name in places:
-                module._parameters[name] = weight
+            for module, key in places:
+                module._parameters[key] = weight
 
     def facts(self) -> Facts:
-        with _Draws() as draws, _constant(self.spec, self.module):
+        with _Draws() as draws, _constant(self.name, self.module):
             out = self._forward(self._open()[0])
             schema = self._schema(out)
             again = self._schema(self._forward(self._open()[0]))
         if schema is not None and again is not None and schema.key() != again.key():
-            raise InputError(f"layer {self.spec.name} hands on {schema.text()}, and when it is called again "
+            raise InputError(f"layer {self.name} hands on {schema.text()}, and when it is called again "
                              f"{again.text()}: this must be the same in every call")
         del out
         kernels, saved = self._whole()
         operands, together = self._in_halves()
-        return Facts(schema, Cost(kernels, (Saved(f"activations of {self.spec.name}", saved),), operands),
+        return Facts(schema, Cost(kernels, (Saved(f"activations of {self.name}", saved),), operands),
                      draws.found, together)
 
     def _schema(self, out: Any) -> Schema | None:
         if self.given.loss is not None:
-            _check_loss(self.spec, out)
+            _check_loss(self.name, out)
             return None
         try:
             schema = Schema.of(out)
         except ValueError as error:
-            raise InputError(f"layer {self.spec.name}: of what it returned, {error}") from None
+            raise InputError(f"layer {self.name}: of what it returned, {error}") from None
         if not schema.grad_bytes:
-            raise InputError(f"layer {self.spec.name} hands on {schema.text() or 'nothing'}, and none of it needs "
+            raise InputError(f"layer {self.name} hands on {schema.text() or 'nothing'}, and none of it needs "
                              "a gradient: the layers before could not learn")
         return schema
 
@@ -192,7 +192,7 @@ class _Measuring:
                 torch.autograd.backward(edges, grads)
         for path, weight in self.weights.items():
             if weight.grad is None and self.spec.tied_as(path) is None:
-                raise InputError(f"layer {self.spec.name}: parameter {path} gets no gradient: nothing that the "
+                raise InputError(f"layer {self.name}: parameter {path} gets no gradient: nothing that the "
                                  "layer returns depends on it; leave it out, or make it a buffer")
             weight.grad = None
         del leaves
@@ -221,7 +221,7 @@ class _Measuring:
         return operands, tuple(path for path, weight in self.weights.items() if empty and weight.dim() > 1)
 
 
-def _check_loss(spec: Spec, loss: Any) -> None:
+def _check_loss(name: str, loss: Any) -> None:
     what = None
     if not isinstance(loss, torch.Tensor):
         what = f"a {type(loss).__name__}"
@@ -230,7 +230,7 @@ def _check_loss(spec: Spec, loss: Any) -> None:
     elif not loss.requires_grad:
         what = "a number that does not depend on any parameter"
     if what is not None:
-        raise InputError(f"the loss of layer {spec.name}'s output is {what}: it must be a tensor with one "
+        raise InputError(f"the loss of layer {name}'s output is {what}: it must be a tensor with one "
                          "floating-point number, the mean over the samples of a micro-batch")
 
 
@@ -254,7 +254,7 @@ def _keeps_all(func: Any, args: Any) -> bool:
 
 
 @contextmanager
-def _constant(spec: Spec, module: torch.nn.Module) -> Iterator[None]:
+def _constant(name: str, module: torch.nn.Module) -> Iterator[None]:
     """InputError where the layer changes a buffer meanwhile."""
     def state() -> Mapping[str, tuple[int, int]]:
         return {path: (id(buffer), buffer._version) for path, buffer in module.named_buffers()}
@@ -263,8 +263,8 @@ def _constant(spec: Spec, module: torch.nn.Module) -> Iterator[None]:
     yield
     changed = [path for path, now in state().items() if before.get(path) != now]
     if changed:
-        kind = next((type(each).__name__ for each in module.modules() for name in each._buffers
-                     if any(path.endswith(name) for path in changed)), "")
-        raise InputError(f"layer {spec.name}: forward changes its buffer {changed[0]} (in a {kind}): buffers stay "
+        kind = next((type(each).__name__ for each in module.modules() for buffer in each._buffers
+                     if any(path.endswith(buffer) for path in changed)), "")
+        raise InputError(f"layer {name}: forward changes its buffer {changed[0]} (in a {kind}): buffers stay "
                          "as they are made, since ranks would have different ones; use a layer without such "
                          "state, such as a GroupNorm in place of a BatchNorm")

@@ -113,11 +113,11 @@ class _Chain:
             if index not in self._parameters:
                 spec = self.specs[index]
                 twin = next((at for at in self._parameters if self.specs[at].like(spec)), None)
-                shapes = shapes_of(spec) if twin is None else {
+                shapes = shapes_of(spec, self.names[index]) if twin is None else {
                     path: parameter.shape for path, parameter in self._parameters[twin]}
                 for name, path in spec.ties.items():
                     if path not in ("", *shapes):
-                        raise InputError(f"layer {spec.name} is tied as '{name}' by its parameter {path}, and has "
+                        raise InputError(f"layer {self.names[index]} is tied as '{name}' by its parameter {path}, and has "
                                          f"{', '.join(shapes)}")
                 self._parameters[index] = tuple((path, self._parameter(index, path, shape))
                                                 for path, shape in shapes.items())
@@ -159,7 +159,7 @@ class _Chain:
             if found is None or last:
                 loss = partial(self._example_loss, size, dtype) if last else None
                 given = Given(schema, lambda: self.example(size, dtype)[0], loss)
-                found = measure(spec, given, dtype)
+                found = measure(spec, self.names[index], given, dtype)
                 known.append((spec, key, found))
             facts.append(found)
             schema = found.out
@@ -183,7 +183,7 @@ class _Chain:
     def module(self, index: int, seed: int) -> torch.nn.Module:
         """A layer's module as its own code makes it. What it draws depends on the seed and its name alone."""
         with drawing(seed, "initial values", self.names[index]):
-            return self.specs[index].module()
+            return self.specs[index].module(self.names[index])
 
     def initial(self, index: int, path: str, seed: int) -> torch.Tensor:
         """The initial values of a parameter, in fp32."""

@@ -42,15 +42,15 @@ class Spec:
         self.ties: Mapping[str, str] = dict(ties or {})
         self.name = _name(make)
 
-    def module(self) -> torch.nn.Module:
-        """A new module. InputError where it cannot be made."""
+    def module(self, label: str) -> torch.nn.Module:
+        """A new module. `label`: the layer, in an InputError where it cannot be made."""
         try:
             module = self.make(*self.args, **self.kwargs)
         except Exception as error:
-            raise InputError(f"layer {self.name}: {_call(self)} failed: {type(error).__name__}: {error}"
+            raise InputError(f"layer {label}: {_call(self)} failed: {type(error).__name__}: {error}"
                              f"{line_of(error)}") from error
         if not isinstance(module, torch.nn.Module):
-            raise InputError(f"layer {self.name}: {_call(self)} returned a {type(module).__name__}, and must "
+            raise InputError(f"layer {label}: {_call(self)} returned a {type(module).__name__}, and must "
                              "return a torch.nn.Module")
         return module
 

@@ -1,12 +1,12 @@
-"""A Llama of Hugging Face transformers, taken apart into layers: its embedding, its decoder layers, its norm and
-head. It learns to continue sequences in which each number is the one before plus a step.
+"""A Llama of Hugging Face transformers, taken apart into layers: its embedding, its decoder layers, its norm
+and head. It learns to continue sequences in which each number is the one before plus a step.
 
     python examples/llama.py                                   8 processes, dp 4 x pp 2, on this machine
     python examples/llama.py parallel.dp=2 parallel.pp=4 zero.stage=3 parallel.schedule=zb-h1
 
-What a decoder layer needs beside the hidden states, cosines and sines of the rotary positions, travels with them
-in a dictionary. The embedding's matrix is the head's, too. (To train Llama itself, use `model.family: llama`:
-threed's own layers are cut over tp, and priced.)
+What a decoder layer needs beside the hidden states, cosines and sines of the rotary positions, travels with
+them in a dictionary. The embedding's matrix is the head's, too. (To train Llama itself, use `model.family:
+llama`: threed's own layers are cut over tp, and priced.)
 """
 
 import sys
@@ -23,9 +23,9 @@ VOCAB, LENGTH = 64, 32
 
 
 def config_of(layers: int = 4, hidden: int = 64) -> LlamaConfig:
-    return LlamaConfig(vocab_size=VOCAB, hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers,
-                       num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=LENGTH,
-                       attn_implementation="sdpa")
+    return LlamaConfig(vocab_size=VOCAB, hidden_size=hidden, intermediate_size=2 * hidden,
+                       num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
+                       max_position_embeddings=LENGTH, attn_implementation="sdpa")
 
 
 class Embedding(nn.Module):

@@ -1,5 +1,5 @@
-"""A vision transformer (Dosovitskiy et al. 2021) on images that are made, not downloaded: which of eight shapes
-and colours is on a noisy ground?
+"""A vision transformer (Dosovitskiy et al. 2021) on images that are made, not downloaded: which of eight
+shapes and colours is on a noisy ground?
 
     python examples/vit.py                                     8 processes, dp 4 x pp 2, on this machine
     python examples/vit.py parallel.dp=2 parallel.pp=4 zero.stage=3 parallel.schedule=zb-h1

@@ -190,7 +190,8 @@ def loopback(config: Config, steps: int = 5, plan: Plan | None = None,
 
 
 def drive(config: Config, engine: Engine, comm: Comm, steps: int,
-          train_step: Callable[..., Any] | None = None, data: Callable[..., Callable[[int], Batch]] = batches):
+          train_step: Callable[..., Any] | None = None,
+          data: Callable[..., Callable[[int], Batch]] = batches):
     """Train for some steps, then evaluate if the plan does; returns this rank's numbers and its parts of
     gradients and weights. `train_step` replaces the engine's."""
     train_step = train_step or engine.train_step

@@ -1,5 +1,5 @@
-"""Layers of somebody's own against plain torch: the same modules, one after the other, in one process, with an
-optimizer of torch. It shares with threed how a module is made from a seed, and nothing else."""
+"""Layers of somebody's own against plain torch: the same modules, one after the other, in one process, with
+an optimizer of torch. It shares with threed how a module is made from a seed, and nothing else."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from threed.tensor.random import seed_of
 from threed.zero.optimizer import learning_rate
 
 USUAL: dict[str, Any] = {
-    "parallel.dp": 1, "train.global_batch_size": 8, "train.micro_batch_size": 1, "train.steps": 5, "optimizer.lr": 1e-3,
-    "optimizer.eps": 1e-2, "optimizer.clip_grad": 0.0, "optimizer.schedule": "constant"}
+    "parallel.dp": 1, "train.global_batch_size": 8, "train.micro_batch_size": 1, "train.steps": 5,
+    "optimizer.lr": 1e-3, "optimizer.eps": 1e-2, "optimizer.clip_grad": 0.0, "optimizer.schedule": "constant"}
 
 
 def own(model: Any, *overrides: str, **others: Any) -> Config:
@@ -104,7 +104,8 @@ class Reference:
         size, micro = config.train.global_batch_size, config.train.micro_batch_size
         beta1, beta2 = config.optimizer.betas
         groups = [{"params": [each for each in self.masters.values() if (each.dim() > 1) == decay],
-                   "weight_decay": config.optimizer.weight_decay if decay else 0.0} for decay in (True, False)]
+                   "weight_decay": config.optimizer.weight_decay if decay else 0.0}
+                  for decay in (True, False)]
         optimizer = torch.optim.AdamW(groups, lr=1.0, betas=(beta1, beta2), eps=config.optimizer.eps)
         for step in range(steps):
             total, grads = 0.0, {name: torch.zeros_like(value) for name, value in self.masters.items()}

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from threed.callback import Callback, Guarded, Step
 from threed.errors import InputError, RunError
-from threed.models.families.registry import GIVEN
 from threed.generation import Writer, added, encode
+from threed.models.families.registry import GIVEN
 from threed.monitor.state import ENDED, STOPPED
 from threed.monitor.timeline import picture
 from threed.monitor.traces import TraceWriter

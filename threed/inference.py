@@ -120,8 +120,8 @@ def _opened(run: str | Path, checkpoint: int | str | Path | None) -> tuple[Path,
 
     config = load_config(path)
     if config.model.own_layers:
-        raise InputError(f"{run} has layers of somebody's own, which neither write text nor read it: see val/loss "
-                         "(train.eval_every)")
+        raise InputError(f"{run} has layers of somebody's own, which neither write text nor read it: see "
+                         "val/loss (train.eval_every)")
     config.run.dir = str(path)  # the folder may have been moved
     if checkpoint is None:
         if not checkpoints(config):

@@ -50,8 +50,8 @@ def family_of(name: str) -> Family:
     if name.startswith(GIVEN):
         number = name.removeprefix(GIVEN)
         if not number.isdecimal() or not 1 <= int(number) <= len(_GIVEN):
-            raise InputError(f"{asked}: its layers were given to threed.initialize by a script, which alone knows "
-                             "them: call threed in that script, or give them a name in a file (threed.Layers)")
+            raise InputError(f"{asked}: its layers were given to threed.initialize by a script, which alone "
+                             "knows them: call threed in that script, or name them in a file (threed.Layers)")
         return _GIVEN[int(number) - 1]
     where, colon, attribute = name.rpartition(":")
     if not colon:

@@ -12,8 +12,8 @@ import threed
 class Block(nn.Module):
     def __init__(self, width, dropout=0.0):
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.dropout = nn.Dropout(dropout)
+        self.norm, self.dropout = nn.LayerNorm(width), nn.Dropout(dropout)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x):
         return x + self.dropout(self.down(F.gelu(self.up(self.norm(x)))))

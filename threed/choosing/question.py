@@ -60,8 +60,8 @@ def ask(path: str | Path, overrides: list[str] | None = None) -> Question:
     used = {key: values.pop(key) for key in _WHERE_USED if key in values}
     where = str(path)
     if family_of(str(values.get("model.family", "gpt"))).samples is not None:
-        raise InputError(f"model.family={values['model.family']}: search does not know layers of your own; compare "
-                         "layouts by threed.predict")
+        raise InputError(f"model.family={values['model.family']}: search does not know layers of your own; "
+                         "compare layouts by threed.predict")
     typed = uncombined({**values, **used, **fixed}, where)
     base = of_values({**values, "parallel.dp": 1}, where)
     base.zero.prefetch, base.activation.pieces = typed.zero.prefetch, typed.activation.pieces

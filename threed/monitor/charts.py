@@ -65,7 +65,8 @@ def facts_of(config: Config) -> dict[str, int]:
     """Numbers that follow from a config. Parameters are those of the whole model, without the padding of its
     vocabulary."""
     return {"parameters": model_size(config), "world_size": config.world_size,
-            f"{config.model.counted}_per_step": config.tokens_per_step, "micro_batches": config.num_microbatches}
+            f"{config.model.counted}_per_step": config.tokens_per_step,
+            "micro_batches": config.num_microbatches}
 
 
 def model_size(config: Config) -> int:

@@ -47,7 +47,9 @@ def _row(path: Path) -> dict[str, Any]:
     age_s = max(0.0, time.time() - max(signs)) if signs else None
     state, remark = state_of(word, is_locked(path), age_s, bool(steps) and step >= (steps or 0))
     return {"run": str(path), "state": state, "step": step, "steps": steps, "loss": last.get("train/loss"),
-            "tokens_per_s": last.get("perf/tokens_per_s"), "samples_per_s": last.get("perf/samples_per_s"), "step_s": last.get("perf/step_s"), "age_s": age_s,
+            "tokens_per_s": last.get("perf/tokens_per_s"),
+            "samples_per_s": last.get("perf/samples_per_s"),
+            "step_s": last.get("perf/step_s"), "age_s": age_s,
             "host": word.get("host"), "remark": remark}
 
 

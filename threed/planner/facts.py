@@ -255,10 +255,10 @@ def undivided(config: Config, programs: Programs) -> list[str]:
     for layer in layers_of(config):
         if paths := layer.undivided(share):
             found.setdefault(paths, []).append(layer.name)
-    return [f"layer {names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: BACKWARD_INPUT computes the "
-            f"gradients of {', '.join(paths)}, too, and BACKWARD_WEIGHT, with which the schedule would fill its "
-            "bubble, nothing: it could compute those of matrices that one product alone uses (torch.nn.Linear, "
-            "a convolution)"
+    return [f"layer {names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: BACKWARD_INPUT "
+            f"computes the gradients of {', '.join(paths)}, too, and BACKWARD_WEIGHT, with which the "
+            "schedule would fill its bubble, nothing: it could compute those of matrices that one product alone uses "
+            "(torch.nn.Linear, a convolution)"
             for paths, names in found.items()]
 
 

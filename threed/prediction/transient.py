@@ -67,7 +67,8 @@ class Transient:
             # Two runs of units are the same to memory where their layers are of the same kinds, and cost the
             # same.
             key = (repr(config.model), config.pieces, repr(share), run.start == 0, run.stop == len(units),
-                   [(layer.likeness(share), *_sizes(layer.cost(share))) for unit in run for layer in units[unit]],
+                   [(layer.likeness(share), *_sizes(layer.cost(share)))
+                    for unit in run for layer in units[unit]],
                    [(item.op, item.keep, item.unit - run.start) for item in items])
             sizes = self._known.get(repr(key)) or _measure(config, table, run, items)
             self._known[repr(key)] = sizes

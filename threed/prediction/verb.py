@@ -68,8 +68,8 @@ def _speed(config: Config, machine: Hardware, step_s: float, tokens: float | Non
     rate = config.tokens_per_step / step_s if step_s else 0.0
     counted = config.model.counted
     if tokens is not None and counted != "tokens":
-        raise InputError(f"tokens={tokens:g}: the model has layers of your own, which count {counted}; leave it "
-                         "out")
+        raise InputError(f"tokens={tokens:g}: the model has layers of your own, which count {counted}; leave "
+                         "it out")
     values: dict[str, Any] = {"hardware": machine.title, "devices": ranks, f"{counted}_per_s": rate,
                               "mfu": done / step_s / ranks / peak if step_s else None}
     if tokens is not None:

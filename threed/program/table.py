@@ -93,7 +93,8 @@ class ParameterUnit:
     reductions: tuple[Reduction, ...]  # of its gradient, in order
     state_home: Tier = Tier.DEVICE  # tier of its optimizer state and its STEP (disk: STEP runs on the host)
     weight_home: Tier = Tier.DEVICE  # tier of this rank's part of the parameters
-    # Whether it stays whole from its first use in a step to its last, in its own buffer (under ZeRO-3: small).
+    # Whether it stays whole from its first use in a step to its last, in its own buffer (under ZeRO-3:
+    # small).
     whole: bool = True
 
 
@@ -214,8 +215,8 @@ class Table:
         return any(self.units[unit].loss for unit in self.units_of(position))
 
     def keeps_stream(self, unit: int) -> bool:
-        """Whether a unit keeps what it reads for RECOMPUTE, in a form that moves: not the first unit (tokens),
-        one that only adds to its input (it keeps nothing), or one that reads a running softmax."""
+        """Whether a unit keeps what it reads for RECOMPUTE, in a form that moves: not the first unit
+        (tokens), one that only adds to its input (it keeps nothing), or one that reads a running softmax."""
         before = self.units[unit - 1].output
         return unit > 0 and not self.units[unit].adds and (before is None or before.flat)
 

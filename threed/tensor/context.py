@@ -101,7 +101,7 @@ class Context:
     varlen: bool = False  # one kernel attends to all documents
     # Of the run and the rank: layers of somebody's own make their modules with them.
     seed: int = 0
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     _rotary: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     keep_mask = staticmethod(keep_mask)

@@ -28,8 +28,8 @@ from torch.autograd.graph import GradientEdge
 from threed.tensor.layers import WeightGrads
 from threed.tensor.saving import Saving
 
-# Nodes of autograd's graph by name. The two operands of a product, of which one is the weight: the last two of
-# a product of matrices, the first two of a convolution.
+# Nodes of autograd's graph by name. The two operands of a product, of which one is the weight: the last two
+# of a product of matrices, the first two of a convolution.
 PRODUCTS = {"MmBackward0": slice(0, 2), "AddmmBackward0": slice(1, 3), "ConvolutionBackward0": slice(0, 2)}
 VIEWS = {"TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "UnsafeViewBackward0",
          "ReshapeAliasBackward0", "AliasBackward0"}
@@ -42,7 +42,8 @@ class Halves(NamedTuple):
     later: Sequence[tuple[Any, torch.Tensor]]  # (product, its weight) of the weights' half
 
     @classmethod
-    def of(cls, roots: Sequence[Any], leaves: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> Halves:
+    def of(cls, roots: Sequence[Any], leaves: Sequence[torch.Tensor],
+           weights: Sequence[torch.Tensor]) -> Halves:
         """The halves of a graph. Every call finds the same ones in the same layers."""
         users = _users(edge.node for edge in roots)
         own = {_accumulator(weight): weight for weight in weights}

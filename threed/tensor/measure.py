@@ -68,7 +68,8 @@ class Kernels(TorchDispatchMode):
         if name in ("mm", "addmm", "bmm"):
             left, right = args[-2:]
             *batch, m, k = left.shape
-            self.products.append(Product(m, right.shape[-1], k, *(batch or (1,)), self._of_weight(left, right)))
+            count = batch[0] if batch else 1
+            self.products.append(Product(m, right.shape[-1], k, count, self._of_weight(left, right)))
         elif name == "convolution":  # as the product of what each number of the result is made of
             k, channels = args[1][0].numel(), args[1].shape[0]
             self.products.append(Product(out.numel() // channels, channels, k, 1, self._of_weight(args[1])))

@@ -125,15 +125,16 @@ class Schema:
         leaves, start, grad_start = list[Any](), 0, 0
         for path, each in pairs:
             if isinstance(each, torch.Tensor):
-                leaf = Leaf(keystr(path), tuple(each.shape), each.dtype, each.requires_grad, start, grad_start)
+                places = start, grad_start
+                leaf = Leaf(keystr(path), tuple(each.shape), each.dtype, each.requires_grad, *places)
                 start += round_up(leaf.bytes, ALIGNED)
                 grad_start += round_up(leaf.bytes, ALIGNED) if leaf.grad else 0
                 leaves.append(leaf)
             elif isinstance(each, PLAIN):
                 leaves.append(each)
             else:
-                raise ValueError(f"{keystr(path) or 'it'} is a {type(each).__name__}: only tensors, and tuples, "
-                                 "lists and dictionaries of them, are handed on")
+                raise ValueError(f"{keystr(path) or 'it'} is a {type(each).__name__}: only tensors, and "
+                                 "tuples, lists and dictionaries of them, are handed on")
         return cls(tree, tuple(leaves), start, grad_start)
 
     @property
@@ -183,8 +184,8 @@ class Packed:
         if not same:
             shown = ", ".join(f"{str(each.dtype).removeprefix('torch.')} {list(each.shape)}"
                               if isinstance(each, torch.Tensor) else repr(each) for each in given)
-            raise ValueError(f"{who} has returned {shown}, and when it was measured {self.schema.text()}: what a "
-                             "layer hands on must have the same shapes, dtypes and structure in every call")
+            raise ValueError(f"{who} has returned {shown}, and when it was measured {self.schema.text()}: "
+                             "what a layer hands on must have the same shapes, dtypes and structure always")
         return self._pack([each for each in given if isinstance(each, torch.Tensor)],
                           [leaf.start for leaf in self.schema.tensors], self.schema.bytes)
 

@@ -88,7 +88,8 @@ def _strip(parameter: Parameter, whole: tuple[int, ...], rows: tuple[int, int], 
     row = rows[0] - rows[0] % BLOCK
     strip = torch.empty(rows[1] - rows[0], columns[1] - columns[0])
     for column in range(columns[0] - columns[0] % BLOCK, columns[1], BLOCK):
-        generator = torch.Generator().manual_seed(seed_of(seed, parameter.name, row // BLOCK, column // BLOCK))
+        key = seed_of(seed, parameter.name, row // BLOCK, column // BLOCK)
+        generator = torch.Generator().manual_seed(key)
         block = torch.empty(min(BLOCK, whole[0] - row), min(BLOCK, whole[1] - column))
         block.normal_(0.0, parameter.std, generator=generator)
         low, high = max(column, columns[0]), min(column + BLOCK, columns[1])

@@ -89,10 +89,10 @@ class Saving:
         for place in places:
             offset = tensor.data_ptr() - place.start.data_ptr()
             if 0 <= offset < place.start.nbytes and tensor.device == place.start.device:
-                return _Part(place.again, offset // tensor.itemsize, tensor.shape, tensor.stride(), tensor.dtype,
-                             tensor.device)
-        # An operation's own result would hold the operation, which holds what it saves: a ring that nobody frees
-        # where backward runs in two halves and does not free what it has used.
+                return _Part(place.again, offset // tensor.itemsize, tensor.shape, tensor.stride(),
+                             tensor.dtype, tensor.device)
+        # An operation's own result would hold the operation, which holds what it saves: a ring that nobody
+        # frees where backward runs in two halves and does not free what it has used.
         return tensor.detach()
 
     def _unpack(self, kept: torch.Tensor | _Part | _Recipe) -> torch.Tensor:

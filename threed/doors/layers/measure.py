@@ -109,8 +109,8 @@ def measure(spec: Spec, name: str, given: Given, dtype: torch.dtype) -> Facts:
         except Exception as error:
             what = str(error).strip().splitlines()
             raise InputError(f"layer {name} cannot be measured: {type(error).__name__}: "
-                             f"{what[0] if what else ''}{line_of(error)}. It is run on tensors that have shapes "
-                             f"and no values, with {_of(given)} in {str(dtype).removeprefix('torch.')}"
+                             f"{what[0] if what else ''}{line_of(error)}. It is run on tensors that have "
+                             f"shapes and no values, with {_of(given)} in {str(dtype).removeprefix('torch.')}"
                              ) from error
 
 
@@ -178,7 +178,8 @@ class _Measuring:
         x, leaves = self._open()
         roots = self._roots(self._forward(x))
         edges = list(map(torch.autograd.graph.get_gradient_edge, roots))
-        return edges, [torch.empty_like(root, memory_format=torch.contiguous_format) for root in roots], leaves
+        grads = [torch.empty_like(root, memory_format=torch.contiguous_format) for root in roots]
+        return edges, grads, leaves
 
     def _whole(self) -> tuple[tuple[Kernel, ...], int]:
         """Kernels of forward and backward, and the bytes that are kept in between."""

@@ -9,7 +9,7 @@ measured, once for layers that are alike (measure.py).
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -38,9 +38,9 @@ Loss = Callable[[Any, Any], torch.Tensor]
 class Layers(Family):
     """A model of your own layers. `model.family` may name one, as file.py:name.
 
-    `layers`: a `Spec` each, first to last. `loss(outputs, targets)`: a tensor with one number, the mean over the
-    samples that it is given, a micro-batch. `data`: a map-style data set with items (inputs, targets), each a
-    tensor or a tuple, list or dictionary of tensors; or a tuple (data set, data set to validate with).
+    `layers`: a `Spec` each, first to last. `loss(outputs, targets)`: a tensor with one number, the mean over
+    the samples that it is given, a micro-batch. `data`: a map-style data set with items (inputs, targets),
+    each a tensor or a tuple, list or dictionary of tensors; or a tuple (data set, data set to validate with).
     """
 
     def __init__(self, layers: Sequence[Spec], loss: Loss, data: Any):
@@ -51,21 +51,21 @@ class Layers(Family):
 
 def _checked(layers: Any) -> list[Spec]:
     if not isinstance(layers, Sequence):
-        raise InputError(f"layers is a {type(layers).__name__}: give a list of threed.Spec, first layer to last")
+        raise InputError(f"layers is a {type(layers).__name__}: give a list of threed.Spec, first to last")
     for index, spec in enumerate(layers):
         if not isinstance(spec, Spec):
-            raise InputError(f"layers[{index}] is a {type(spec).__name__}: give threed.Spec(cls, *args), so that "
-                             "each rank makes only the layers that it holds")
+            raise InputError(f"layers[{index}] is a {type(spec).__name__}: give threed.Spec(cls, *args), so "
+                             "that each rank makes only the layers that it holds")
     if len(layers) < 2:
         raise InputError(f"layers has {len(layers)} layers: give two at least")
     for index, spec in enumerate(layers[1:-1], 1):
         if spec.ties:
-            raise InputError(f"layers[{index}] ({spec.name}) is tied as '{next(iter(spec.ties))}': only the first "
-                             "and the last layer can share parameters; give it parameters of its own")
+            raise InputError(f"layers[{index}] ({spec.name}) is tied as '{next(iter(spec.ties))}': only the "
+                             "first and the last layer can share parameters; give it parameters of its own")
     first, last = layers[0], layers[-1]
     if alone := set(first.ties) ^ set(last.ties):
-        raise InputError(f"tied='{sorted(alone)[0]}' is the name of one layer alone: give it to the first and to "
-                         "the last layer, which then share parameters")
+        raise InputError(f"tied='{sorted(alone)[0]}' is the name of one layer alone: give it to the first "
+                         "and to the last layer, which then share parameters")
     return list(layers)
 
 
@@ -76,7 +76,7 @@ class _Chain:
         if not callable(loss):
             raise InputError(f"loss is a {type(loss).__name__}: give a function of (outputs, targets)")
         if isinstance(loss, torch.nn.Module) and list(loss.parameters()):
-            raise InputError("loss has parameters, which nobody would train: make it a layer, and return its sum")
+            raise InputError("loss has parameters, which nobody would train: make it a layer")
         pair = isinstance(data, tuple) and len(data) == 2
         self.train, self.validation = data if pair else (data, None)
         checked_items(self.train, "data")
@@ -95,8 +95,8 @@ class _Chain:
         return [OwnLayer(self, index) for index in range(len(self.specs))]
 
     def check(self, model: LayersConfig, ranks: Mapping[str, int]) -> list[str]:
-        return [f"parallel.{axis}={size}: the layers of a model of your own are whole on each rank (the first is "
-                f"{self.names[0]}): set it to 1, and use parallel.dp, parallel.pp and zero.stage"
+        return [f"parallel.{axis}={size}: the layers of a model of your own are whole on each rank (the "
+                f"first is {self.names[0]}): set it to 1, and use parallel.dp, parallel.pp and zero.stage"
                 for axis, size in ranks.items() if size > 1]
 
     def samples(self, config: Config) -> tuple[Samples, Samples]:
@@ -117,8 +117,8 @@ class _Chain:
                     path: parameter.shape for path, parameter in self._parameters[twin]}
                 for name, path in spec.ties.items():
                     if path not in ("", *shapes):
-                        raise InputError(f"layer {self.names[index]} is tied as '{name}' by its parameter {path}, and has "
-                                         f"{', '.join(shapes)}")
+                        raise InputError(f"layer {self.names[index]} is tied as '{name}' by its parameter "
+                                         f"{path}, and has {', '.join(shapes)}")
                 self._parameters[index] = tuple((path, self._parameter(index, path, shape))
                                                 for path, shape in shapes.items())
                 self._check_ties()
@@ -137,8 +137,9 @@ class _Chain:
         for index, held in self._parameters.items():
             for path, parameter in held:
                 if parameter.tied and shapes.setdefault(parameter.name, parameter.shape) != parameter.shape:
-                    raise InputError(f"layer {self.names[index]}: {path} has the shape {list(parameter.shape)}, and "
-                                     f"shares {parameter.name} of shape {list(shapes[parameter.name])}")
+                    raise InputError(f"layer {self.names[index]}: {path} has the shape "
+                                     f"{list(parameter.shape)}, and shares {parameter.name} of shape "
+                                     f"{list(shapes[parameter.name])}")
 
     def facts(self, share: Share) -> list[Facts]:
         """What was measured of each layer, for micro-batches of `share.sequences` samples."""
@@ -176,7 +177,8 @@ class _Chain:
             wanted = dtype if cast and tensor.is_floating_point() else tensor.dtype
             return torch.zeros((size, *tensor.shape), dtype=wanted)
 
-        return tree_map(lambda each: zeros(each, True), inputs), tree_map(lambda each: zeros(each, False), targets)
+        return (tree_map(lambda each: zeros(each, True), inputs),
+                tree_map(lambda each: zeros(each, False), targets))
 
     # ---- modules
 
@@ -267,7 +269,8 @@ class OwnLayer(Layer):
         if not self.loss:
             return Out(out)
         # The mean over the global batch: each micro-batch counts by its samples.
-        return Out(loss=self.chain.loss(out, batch.targets).float() * (len(batch.samples_B) / batch.num_tokens))
+        share = len(batch.samples_B) / batch.num_tokens
+        return Out(loss=self.chain.loss(out, batch.targets).float() * share)
 
     def draws(self, batch: Batch) -> bool:
         """Whether its module draws random numbers."""
@@ -276,10 +279,10 @@ class OwnLayer(Layer):
 
 
 @contextmanager
-def drawing(*words: object, device: torch.device = torch.device("cpu")):
+def drawing(*words: object, device: torch.device | None = None) -> Iterator[None]:
     """Within the context, torch's generators begin with a seed that these words decide; after it they are as
     before."""
-    on_gpu = device.type == "cuda"
+    on_gpu = device is not None and device.type == "cuda"
     with _DRAWING:
         with unset_fake_temporarily():
             before = torch.get_rng_state(), torch.cuda.get_rng_state(device) if on_gpu else None

@@ -45,8 +45,8 @@ class Samples:
             place = permute(place, len(self.items), mix(mix(self._seed & _MASK) + epoch))
         item = item_of(self.items, place)
         if _shapes(item) != _shapes(self._first):
-            raise InputError(f"item {place} of the data set has {_text(item)}, and item 0 {_text(self._first)}: "
-                             "all items need the same shapes, dtypes and structure")
+            raise InputError(f"item {place} of the data set has {_text(item)}, and item 0 "
+                             f"{_text(self._first)}: all items need the same shapes, dtypes and structure")
         return item
 
 
@@ -70,8 +70,8 @@ def item_of(items: Any, index: int) -> tuple[Any, Any]:
                          ) from error
     if not (isinstance(item, tuple | list) and len(item) == 2):
         raise InputError(f"item {index} of the data set is a {type(item).__name__}"
-                         f"{f' of {len(item)}' if isinstance(item, tuple | list) else ''}: it must be a pair, "
-                         "(inputs, targets)")
+                         f"{f' of {len(item)}' if isinstance(item, tuple | list) else ''}: it must be a "
+                         "pair, (inputs, targets)")
     return _tensors(item[0], index), _tensors(item[1], index)
 
 

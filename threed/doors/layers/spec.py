@@ -14,8 +14,8 @@ class Spec:
     """A layer that each rank makes for itself, if it holds it: `make(*args, **kwargs)`, a torch module.
 
     A layer is called with what the layer before it returned: a tensor, or a tuple, list or dictionary of
-    tensors. The first layer is called with the inputs of the samples. `forward(module, x)`, if given, is called
-    in place of the module.
+    tensors. The first layer is called with the inputs of the samples. `forward(module, x)`, if given, is
+    called in place of the module.
 
     `tied`: a name; the layers with this name have all parameters in common. Or {name: path}: only the
     parameter at this path of each module, such as {"word": "embed.weight"}.
@@ -31,13 +31,13 @@ class Spec:
             raise InputError(f"Spec has {have}: give a class of modules and its arguments, such as "
                              "Spec(torch.nn.Linear, 64, 64), so that each rank makes only what it holds")
         if forward is not None and not callable(forward):
-            raise InputError(f"Spec({_name(make)}, forward={forward!r}): give a function of the module and its "
-                             "input")
+            raise InputError(f"Spec({_name(make)}, forward={forward!r}): give a function of the module and "
+                             "its input")
         ties = {tied: ""} if isinstance(tied, str) else tied
         if ties is not None and not (isinstance(ties, Mapping) and ties and all(
                 isinstance(each, str) for pair in ties.items() for each in pair)):
-            raise InputError(f"Spec({_name(make)}, tied={tied!r}): give a name, or a dictionary from names to "
-                             'paths of parameters, such as {"word": "embed.weight"}')
+            raise InputError(f"Spec({_name(make)}, tied={tied!r}): give a name, or a dictionary from "
+                             'names to paths of parameters, such as {"word": "embed.weight"}')
         self.make, self.args, self.kwargs, self.forward = make, args, kwargs, forward
         self.ties: Mapping[str, str] = dict(ties or {})
         self.name = _name(make)

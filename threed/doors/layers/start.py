@@ -23,10 +23,10 @@ def initialize(layers: Sequence[Spec] | Layers, loss: Loss | None = None,
     """A config whose model is your own layers, for `threed.check`, `plan`, `show`, `predict`, `report` and
     `train`.
 
-    `layers`, `loss`, `data`: as of `threed.Layers`, or such an object alone. `config`: a YAML file, a dictionary
-    of sections or dotted keys, or a Config, without a section `model`; `overrides` as of `threed.load`. Raises
-    InputError where these are no model, or have keys that would have no effect. The config is for this process
-    and those that it forks; under torchrun, each process makes its own.
+    `layers`, `loss`, `data`: as of `threed.Layers`, or such an object alone. `config`: a YAML file, a
+    dictionary of sections or dotted keys, or a Config, without a section `model`; `overrides` as of
+    `threed.load`. Raises InputError where these are no model, or have keys that would have no effect. The
+    config is for this process and those that it forks; under torchrun, each process makes its own.
 
     >>> config = threed.initialize([threed.Spec(Embed), threed.Spec(Head)], loss, {"parallel.pp": 2}, data)
     """

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -81,6 +81,7 @@ class Odd(nn.Module):
         self.twice, self.usual = nn.Linear(size, size), nn.Linear(size, size, bias=False)
         self.times = nn.Parameter(torch.randn(size, size) * 0.3)
         self.first, self.count = first, size
+        self.scale: Any
         self.register_buffer("scale", torch.full((size,), 0.5))
 
     def forward(self, given: Any) -> Any:
@@ -394,7 +395,7 @@ class Frozen(nn.Linear):
         self.bias.requires_grad_(False)
 
 
-LAST = threed.Spec(nn.Linear, 6, 3)
+LAST, NO_MODULE = threed.Spec(nn.Linear, 6, 3), cast(Any, dict)
 GIVEN = {  # what is wrong when it is given: (layers, loss, data), message
     "no list": ((5, F.mse_loss, Numbers()), "layers is a int: give a list of threed.Spec"),
     "a module": (([nn.Linear(6, 6), LAST], F.mse_loss, Numbers()),
@@ -417,7 +418,7 @@ PLANNED = {  # when it is planned: layers, loss, message
     "path of a tie": ([linear(tied={"a": "table"}), linear(tied={"a": "weight"})], F.mse_loss,
                       "layer Linear.0 is tied as 'a' by its parameter table, and has weight, bias"),
     "arguments": ([threed.Spec(nn.Linear, 6), LAST], F.mse_loss, "Linear.0: Linear(6) failed"),
-    "no module": ([threed.Spec(dict), LAST], F.mse_loss, "layer dict.0: dict() returned a dict"),
+    "no module": ([threed.Spec(NO_MODULE), LAST], F.mse_loss, "layer dict.0: dict() returned a dict"),
     "frozen": ([threed.Spec(Frozen), LAST], F.mse_loss, "parameter bias does not require a gradient"),
     "buffer": ([linear(), threed.Spec(Counting), LAST], F.mse_loss, "buffer calls (in a Counting)"),
     "batch norm": ([linear(), threed.Spec(nn.BatchNorm1d, 6), LAST], F.mse_loss, "(in a BatchNorm1d)"),
@@ -490,7 +491,10 @@ def test_an_output_that_changes_in_a_run(models):
 
 def test_a_backward_without_a_second_half():
     """A schedule that fills bubbles with nothing, and says nothing."""
-    specs = [linear(), of(lambda m, x: torch.einsum("bi,oi->bo", x, m.weight * 2) + m.bias), linear(), LAST]
+    def doubled(module: Any, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, module.weight * 2, module.bias)
+
+    specs = [linear(), of(doubled), linear(), LAST]
     family = threed.Layers(specs, F.mse_loss, Numbers())
     warned = threed.check(own(family, "parallel.pp=2", "parallel.schedule=zb-h1"))["warnings"]
     assert [line.partition(":")[0] for line in warned] == ["layer Linear.1"]

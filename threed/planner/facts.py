@@ -21,7 +21,7 @@ from threed.optimizers.registry import OPTIMIZERS
 from threed.pipeline.split import split_stages
 from threed.prediction.cost import load_costs
 from threed.prediction.simulate import cost_of
-from threed.program.instruction import KINDS, Instruction, Op, Programs, Tier
+from threed.program.instruction import KINDS, Instruction, Op, Tier
 from threed.program.table import (
     ActivationSettings,
     ComputeUnit,
@@ -246,7 +246,7 @@ def check_shapes(config: Config, layers: Sequence[Layer]) -> None:
                          "and a CUDA graph has fixed ones; set it to false")
 
 
-def undivided(config: Config, programs: Programs) -> list[str]:
+def undivided(config: Config, programs: Sequence[Sequence[Instruction]]) -> list[str]:
     """A warning for layers of whose backward nothing is left for the second half, where programs have
     halves."""
     if not any(item.op == Op.BACKWARD_WEIGHT for program in programs for item in program):
@@ -257,8 +257,8 @@ def undivided(config: Config, programs: Programs) -> list[str]:
             found.setdefault(paths, []).append(layer.name)
     return [f"layer {names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: BACKWARD_INPUT "
             f"computes the gradients of {', '.join(paths)}, too, and BACKWARD_WEIGHT, with which the "
-            "schedule would fill its bubble, nothing: it could compute those of matrices that one product alone uses "
-            "(torch.nn.Linear, a convolution)"
+            "schedule would fill its bubble, nothing: it could compute those of matrices that one product "
+            "alone uses (torch.nn.Linear, a convolution)"
             for paths, names in found.items()]
 
 

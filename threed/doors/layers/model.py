@@ -282,18 +282,18 @@ class OwnLayer(Layer):
 def drawing(*words: object, device: torch.device | None = None) -> Iterator[None]:
     """Within the context, torch's generators begin with a seed that these words decide; after it they are as
     before."""
-    on_gpu = device is not None and device.type == "cuda"
+    gpu = device if device is not None and device.type == "cuda" else None
     with _DRAWING:
         with unset_fake_temporarily():
-            before = torch.get_rng_state(), torch.cuda.get_rng_state(device) if on_gpu else None
+            before = torch.get_rng_state(), torch.cuda.get_rng_state(gpu) if gpu is not None else None
             torch.manual_seed(seed_of(*words))
         try:
             yield
         finally:
             with unset_fake_temporarily():
                 torch.set_rng_state(before[0])
-                if before[1] is not None:
-                    torch.cuda.set_rng_state(before[1], device)
+                if gpu is not None and before[1] is not None:
+                    torch.cuda.set_rng_state(before[1], gpu)
 
 
 def _dtype(element: int) -> torch.dtype:

@@ -56,17 +56,27 @@ def example(name: str) -> ModuleType:
     return module
 
 
+class Models(dict[str, Any]):
+    """The models of the examples, small, and an odd one; each is made when it is first used."""
+
+    def __missing__(self, name: str) -> threed.Layers:
+        if name == "odd":
+            made = threed.Layers(ODD, F.mse_loss, Numbers())
+        elif name in ("vit", "dropout"):
+            vit = example("vit")
+            specs = vit.layers(4, 16, 0.2 if name == "dropout" else 0.0)
+            made = threed.Layers(specs, F.cross_entropy, (vit.Shapes(64), vit.Shapes(16, 1000)))
+        else:
+            llama = example("llama")
+            specs = llama.layers(llama.config_of(4, 16), tied=name != "untied")
+            made = threed.Layers(specs, llama.loss, llama.Steps(64))
+        self[name] = made
+        return made
+
+
 @pytest.fixture(scope="module")
 def models() -> dict[str, Any]:
-    vit, llama = example("vit"), example("llama")
-    images = vit.Shapes(64), vit.Shapes(16, 1000)
-    return {
-        "vit": threed.Layers(vit.layers(4, 16), F.cross_entropy, images),
-        "dropout": threed.Layers(vit.layers(4, 16, 0.2), F.cross_entropy, images),
-        "llama": threed.Layers(llama.layers(llama.config_of(4, 16)), llama.loss, llama.Steps(64)),
-        "untied": threed.Layers(llama.layers(llama.config_of(4, 16), False), llama.loss, llama.Steps(64)),
-        "odd": threed.Layers(ODD, F.mse_loss, Numbers()),
-    }
+    return Models()
 
 
 # ---------------------------------------------------------------- odd layers
@@ -130,14 +140,12 @@ ODD = [threed.Spec(Odd, 6, True), *(threed.Spec(Odd, 6) for _ in range(4)), thre
 # ---------------------------------------------------------------- the contract's sample
 
 PP, DP, FULL = "parallel.pp=2", "parallel.dp=2", ["activation.policy=full"]
-CORE = {
-    "vit": [(PP, DP, "parallel.schedule=zb-h1", "zero.stage=3")],
-    "llama": [(PP, DP, "zero.stage=2", "activation.policy=full", "activation.offload=cpu")],
-}
+CORE = {"odd": [(PP, DP, "parallel.schedule=zb-h1", "zero.stage=3", *FULL)]}
 SAMPLE = {
     "vit": [
         ("zero.stage=0",),
         (PP, DP, "parallel.schedule=gpipe", "zero.stage=0", "train.micro_batch_size=2"),
+        (PP, DP, "parallel.schedule=zb-h1", "zero.stage=3"),
         (PP, DP, "parallel.schedule=interleaved", "parallel.virtual_stages=2", "zero.stage=1"),
         ("parallel.pp=4", "parallel.schedule=zb-h1", "zero.stage=2"),
         (PP, DP, "parallel.schedule=zb-v", "zero.stage=1", *FULL, "activation.contiguous=true",
@@ -152,13 +160,14 @@ SAMPLE = {
                  "train.eval_every=1")],
     "llama": [
         (PP, DP, "parallel.schedule=zb-v", "zero.stage=3"),
+        (PP, DP, "zero.stage=2", *FULL, "activation.offload=cpu"),
         (PP, DP, "parallel.schedule=1f1b", "zero.stage=1", "precision.dtype=bf16"),
         (PP, DP, "parallel.schedule=zb-h2", "zero.stage=2", "optimizer.clip_grad=0.5"),
         (PP, DP, "parallel.layers_per_unit=2", "activation.policy=full", "offload.optimizer=cpu"),
     ],
     "untied": [(PP, DP, "parallel.schedule=zb-h1", "zero.stage=3", "activation.policy=full")],
     "odd": [
-        (PP, DP, "parallel.schedule=zb-h1", "zero.stage=3"),
+        (PP, DP, "parallel.schedule=1f1b", "zero.stage=3"),
         (PP, DP, "parallel.schedule=zb-v", "zero.stage=1", *FULL, "activation.offload=cpu"),
     ],
 }

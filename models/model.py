@@ -35,11 +35,10 @@ def adapters(model: ModelConfig) -> list[Adapter]:
     return [part for layer in layers(model) for part in every(layer) if isinstance(part, Adapter)]
 
 
-def tied_parameter(model_layers: Iterable[Layer]) -> Parameter | None:
-    """The parameter that two layers use and neither holds, if there is one."""
-    tied = {parameter for layer in model_layers for parameter in layer.parameters() if parameter.tied}
-    assert len(tied) < 2, "one parameter may be tied"
-    return next(iter(tied), None)
+def tied_parameters(model_layers: Iterable[Layer]) -> tuple[Parameter, ...]:
+    """The parameters that the first and the last layer use and neither holds."""
+    return tuple(dict.fromkeys(parameter for layer in model_layers for parameter in layer.parameters()
+                               if parameter.tied))
 
 
 def parameters(model: ModelConfig) -> list[Parameter]:
@@ -52,13 +51,13 @@ def num_parameters(model: ModelConfig) -> int:
     return sum(prod((each.unpadded or each.shape[0], *each.shape[1:])) for each in parameters(model))
 
 
-def model_flops(model: ModelConfig, sequences: int) -> int:
-    """FLOPs of forward and backward of `sequences`, without recomputation: backward is twice forward, less
-    the gradients of frozen weights.
+def model_flops(model: ModelConfig, sequences: int, together: int = 1) -> int:
+    """FLOPs of forward and backward of `sequences`, of which `together` are a micro-batch, without
+    recomputation: backward is twice forward, less the gradients of frozen weights.
 
     Narayanan et al. 2021, appendix, less the recomputed forward: 72 B s l h^2 (1 + s/(6h) + V/(12 l h)). Only
     matrix products count, and attention is counted whole (not halved for the causal mask), as is customary
     for MFU.
     """
-    costs = [layer.cost(Share()) for layer in layers(model)]
-    return sequences * sum(3 * cost.flops - cost.frozen_flops for cost in costs)
+    costs = [layer.cost(Share(sequences=together)) for layer in layers(model)]
+    return sequences * sum(3 * cost.flops - cost.frozen_flops for cost in costs) // together

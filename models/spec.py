@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from threed.models.kernels import FROZEN, Kernel, Product
 from threed.quantity import ring
@@ -85,6 +85,8 @@ class Parameter:
     # (An axis that cuts the sequence needs no name here.)
     apart: tuple[str, ...] = ()
     trains: bool = True  # False: it is frozen: it has no gradient and no state of the optimizer
+    # What makes its initial values, where these are not drawn by `std`: seed -> all of them, in fp32.
+    made: Callable[[int], Any] | None = field(default=None, compare=False, repr=False)
 
     @property
     def numel(self) -> int:
@@ -174,6 +176,16 @@ class Share:
         """Bytes that a rank sends in so many rings over a whole tensor. (All-gather and reduce-scatter are
         one ring, all-reduce is two.)"""
         return rings * ring(elements * (element or self.element) * self.sequences, self.over(axis))
+
+
+class Outflow(NamedTuple):
+    """What a unit hands to the next one, where this is not the residual stream."""
+
+    bytes: int
+    grad_bytes: int  # of its gradient
+    # Whether it is one flat buffer in the dtype of compute, as the residual stream is: it can be kept in the
+    # arena, and on the host.
+    flat: bool = True
 
 
 class Saved(NamedTuple):

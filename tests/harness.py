@@ -177,19 +177,21 @@ def batches(config: Config, comm: Comm, step: int, train: bool = True) -> Callab
     return batch
 
 
-def loopback(config: Config, steps: int = 5, plan: Plan | None = None) -> Ranks:
+def loopback(config: Config, steps: int = 5, plan: Plan | None = None,
+             data: Callable[..., Callable[[int], Batch]] = batches) -> Ranks:
     plan = plan or make_plan(config)
     torch.set_num_threads(1)
 
     def work(comm: Comm):
         engine = Engine(config, plan, comm)
-        return drive(config, engine, comm, steps)
+        return drive(config, engine, comm, steps, data=data)
 
     return collect(config, run_loopback(plan, make_mesh(config), work))
 
 
 def drive(config: Config, engine: Engine, comm: Comm, steps: int,
-          train_step: Callable[..., Any] | None = None):
+          train_step: Callable[..., Any] | None = None,
+          data: Callable[..., Callable[[int], Batch]] = batches):
     """Train for some steps, then evaluate if the plan does; returns this rank's numbers and its parts of
     gradients and weights. `train_step` replaces the engine's."""
     train_step = train_step or engine.train_step
@@ -203,7 +205,7 @@ def drive(config: Config, engine: Engine, comm: Comm, steps: int,
 
     engine.after = after
     for step in range(steps):
-        clipped, _ = train_step(batches(config, comm, step))
+        clipped, _ = train_step(data(config, comm, step))
         losses.append(clipped.loss)
         norms.append(clipped.grad_norm)
         engine.after = None
@@ -211,7 +213,7 @@ def drive(config: Config, engine: Engine, comm: Comm, steps: int,
     places = {unit: (state.owned, state.layout) for unit, state in engine.states.items()}
     sent, evaluated = dict(comm.sent), None
     if "evaluate" in engine.plan.programs:
-        evaluated = engine.run("evaluate", batches(config, comm, steps, train=False))[0].loss
+        evaluated = engine.run("evaluate", data(config, comm, steps, train=False))[0].loss
     engine.close()
     return losses, norms, grads, weights, places, comm.here, sent, evaluated
 

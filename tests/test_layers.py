@@ -38,7 +38,7 @@ LEVELS = (
         "models.families.",
         "models.model",
         "models.sound models.tiling optimizers.registry",
-        "values",
+        "unused values",
         "head validate",
         "config",
         "doors.convert doors.init",
@@ -48,6 +48,7 @@ LEVELS = (
         "comm",
         "pool",
         "data. tensor.",
+        "doors.layers.",
     ),
     (  # 2
         "program.",

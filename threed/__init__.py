@@ -8,13 +8,15 @@
     threed.search("configs/toy.yaml", 64)["layouts"]              the best layouts on 64 devices
     threed.report(plan, "page.html")                              all of it, as a page to look at
     run = threed.train(config, callbacks=[...])                   train on all ranks
+    threed.initialize([threed.Spec(Block, 64), ...], loss,        a config whose model is your own torch
+                      "my.yaml", data)                            modules
     run.metrics, run.compare()                                    what it measured
     threed.generate(run.path, ["import "])                        text that it writes
     threed.evaluate(run.path, "more/*.txt")                       its loss and perplexity on other data
 
 The names in `__all__` stay as they are from version to version; what is not in it may change. Each is
-imported when it is first used, and all but `train`, `generate`, `evaluate`, `Trainer` and what they need work
-without torch.
+imported when it is first used, and all but `train`, `generate`, `evaluate`, `Trainer`, `initialize`,
+`Layers`, `Spec` and what they need work without torch.
 """
 
 from __future__ import annotations
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
     from threed.callback import Callback
     from threed.choosing.verb import search
     from threed.config import load
+    from threed.doors.layers.model import Layers
+    from threed.doors.layers.spec import Spec
+    from threed.doors.layers.start import initialize
     from threed.errors import ThreedError
     from threed.inference import evaluate, generate
     from threed.monitor.run import Run
@@ -38,14 +43,15 @@ if TYPE_CHECKING:
     from threed.trainer import Trainer
 
 __version__ = "0.1.0"
-__all__ = ["Callback", "Config", "Plan", "Run", "Sampling", "ThreedError", "Trainer",
-           "check", "evaluate", "generate", "load", "plan", "predict", "report", "search", "show", "train"]
+__all__ = ["Callback", "Config", "Layers", "Plan", "Run", "Sampling", "Spec", "ThreedError", "Trainer",
+           "check", "evaluate", "generate", "initialize", "load", "plan", "predict", "report", "search",
+           "show", "train"]
 
-_HOMES = {"Callback": "callback", "Config": "schema", "Plan": "program.table", "Run": "monitor.run",
-          "Sampling": "sampling", "ThreedError": "errors", "Trainer": "trainer", "check": "api",
-          "evaluate": "inference", "generate": "inference", "load": "config", "plan": "api",
-          "predict": "prediction.verb", "report": "page.verb", "search": "choosing.verb", "show": "api",
-          "train": "api"}
+_HOMES = {"Callback": "callback", "Config": "schema", "Layers": "doors.layers.model", "Plan": "program.table",
+          "Run": "monitor.run", "Sampling": "sampling", "Spec": "doors.layers.spec", "ThreedError": "errors",
+          "Trainer": "trainer", "check": "api", "evaluate": "inference", "generate": "inference",
+          "initialize": "doors.layers.start", "load": "config", "plan": "api", "predict": "prediction.verb",
+          "report": "page.verb", "search": "choosing.verb", "show": "api", "train": "api"}
 
 
 def __getattr__(name: str) -> Any:

@@ -20,6 +20,7 @@ from threed.environment import Place, place_of_environment
 from threed.errors import InputError, RunError, check_type
 from threed.planned import config_of, planned
 from threed.planner import layouts, make_mesh, make_pipeline, saved_by_piece
+from threed.planner.facts import undivided
 from threed.planner.passes import stages_of
 from threed.prediction.verb import predict
 from threed.program import explain as explaining
@@ -74,7 +75,7 @@ def check(what: Config | Plan) -> dict[str, Any]:
         held = graphs(plan, position)
         row |= {"cuda_graphs": held.count, "graph_sets": len(held.peaks)}
     return {"ok": True, "world_size": config.world_size, "instructions": len(plan), "digest": plan.digest,
-            "warnings": warnings(config), "stages": rows}
+            "warnings": [*warnings(config), *undivided(config, plan.programs["train"])], "stages": rows}
 
 
 def show_check(checked: dict[str, Any], config: Config) -> str:

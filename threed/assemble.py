@@ -35,6 +35,7 @@ from threed.monitor.state import FAILED
 from threed.optimizers.registry import OPTIMIZERS
 from threed.planned import save_config
 from threed.planner import Pipeline, make_mesh, make_pipeline, make_plan
+from threed.planner.facts import undivided
 from threed.program.table import Plan
 from threed.requests import Requests
 from threed.schema import Config
@@ -141,7 +142,8 @@ def _open_log(config: Config, plan: Plan, comm: Comm, watch: Watch, closing: Exi
     log = Log(config)
     closing.callback(_close_log, log, watch)
     tidy(config)
-    for line in [*validate.warnings(config), *_without_compiler(config, comm.device), *save_config(config)]:
+    lines = [*validate.warnings(config), *undivided(config, plan.programs["train"])]
+    for line in [*lines, *_without_compiler(config, comm.device), *save_config(config)]:
         log.say(f"warning: {line}")
     chosen = attention(config, comm.device)
     if chosen == "math" and comm.device.type == "cuda" and config.model.attention_dropout == 0:

@@ -17,11 +17,13 @@ from threed.callback import Callback, Guarded, Step
 from threed.data.prompts import added, encode
 from threed.errors import InputError, RunError
 from threed.generation import Writer
+from threed.models.families.registry import GIVEN
 from threed.monitor.state import ENDED, STOPPED
 from threed.monitor.timeline import picture
 from threed.monitor.traces import TraceWriter
 from threed.quantity import show_bytes, show_count, show_seconds
 from threed.sampling import Sampling
+from threed.schema import Config
 from threed.trainer import Trainer, mean_loss
 
 REPORT_S = 120.0  # how long the page may take at the end of a run
@@ -185,7 +187,7 @@ class Logging(Callback):
         log, ended = trainer.log, trainer.step_number >= trainer.config.train.steps
         log.over(ENDED if ended else STOPPED, trainer.step_number)
         if self.recent:
-            log.say("\n" + _summary(self.first_loss, self.recent, trainer.config.tokens_per_step))
+            log.say("\n" + _summary(self.first_loss, self.recent, trainer.config))
         else:
             log.say(f"nothing to do: {trainer.step_number} steps are done, and "
                     f"train.steps={trainer.config.train.steps}")
@@ -200,6 +202,9 @@ class Reporting(Callback):
     def on_end(self, trainer: Trainer) -> None:
         log, folder = trainer.log, Path(trainer.config.run.dir)
         if log is None or log.run_id is None or not trainer.config.monitor.report or trainer.hurried:
+            return
+        if trainer.config.model.family.startswith(GIVEN):
+            log.say("no report for wandb: threed.report draws it in the script that has the layers")
             return
         if find_spec("plotly") is None:
             log.say("no report for wandb: it is drawn with plotly (pip install 'threed[report]')")
@@ -220,15 +225,16 @@ class Reporting(Callback):
         log.say(f"report     {file}")
 
 
-def _summary(first_loss: float, recent: Collection[Mapping[str, float | None]], tokens: int) -> str:
-    """The numbers at the end of a run: means over its last steps. `tokens`: of a step."""
+def _summary(first_loss: float, recent: Collection[Mapping[str, float | None]], config: Config) -> str:
+    """The numbers at the end of a run: means over its last steps."""
     loss, step_s, measured, predicted = (
         sum(row[name] or 0.0 for row in recent) / len(recent)
         for name in ("train/loss", "perf/step_s", "pipeline/bubble_measured", "pipeline/bubble_predicted"))
     peak = max(row["memory/peak_bytes"] or 0.0 for row in recent)
     return (f"mean of the last {len(recent)} steps:\n"
             f"loss       {first_loss:.4f} (first step) -> {loss:.4f}\n"
-            f"speed      {show_count(tokens / step_s)} tokens/s, {show_seconds(step_s)} a step\n"
+            f"speed      {show_count(config.tokens_per_step / step_s)} {config.model.counted}/s, "
+            f"{show_seconds(step_s)} a step\n"
             f"bubble     {measured:.1%} measured, {predicted:.1%} predicted\n"
             f"memory     {show_bytes(peak)} at the peak of the largest rank")
 

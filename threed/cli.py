@@ -310,6 +310,8 @@ def data(config: ConfigPath, overrides: Overrides = None, as_json: Json = False)
     from threed.data.mix import open_splits, report
     from threed.data.tokens import prepare
 
+    if loaded.model.own_layers:
+        raise InputError(f"model.family={loaded.model.family}: data of your own layers are not prepared")
     prepared = prepare(loaded.data, loaded.model, lambda line: print(line, file=sys.stderr, flush=True))
     training, validation = open_splits(loaded, prepared)
     for line in report(loaded, training):

@@ -67,12 +67,12 @@ def given(path: str | Path | None, overrides: list[str] | None = None) -> tuple[
     values, others = _read_yaml(path) if path is not None else {}, overrides_of(overrides)
     if path is not None and not values and not others:
         raise InputError(f"{path} is empty: threed init writes a first config")
-    return _flatten(values), others
+    return flat(values), others
 
 
 def leaves_dp(path: str | Path, overrides: list[str] | None) -> bool:
     """Whether a file and overrides leave `parallel.dp` to the number of ranks."""
-    return (_flatten(_read_yaml(path)) | overrides_of(overrides)).get("parallel.dp", "auto") == "auto"
+    return (flat(_read_yaml(path)) | overrides_of(overrides)).get("parallel.dp", "auto") == "auto"
 
 
 def overrides_of(texts: Sequence[str] | None) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def overrides_of(texts: Sequence[str] | None) -> dict[str, Any]:
 def of_values(values: dict[str, Any], where: str, world_size: int | None = None) -> Config:
     """A validated Config of values by section or by dotted key. ConfigError, which names `where` they are
     from, where they are no config."""
-    config, problems = _build(_flatten(values))
+    config, problems = _build(flat(values))
     return _resolved(config, world_size, problems, where)
 
 
@@ -188,22 +188,22 @@ def _read_override(text: str) -> dict[str, Any]:
     if not equals or not key.strip():
         raise InputError(f"'{text}' is not an override; write section.key=value, for example train.steps=10")
     try:
-        return _flatten(OmegaConf.to_container(OmegaConf.from_dotlist([text]), resolve=True))  # pyright: ignore
+        return flat(OmegaConf.to_container(OmegaConf.from_dotlist([text]), resolve=True))  # pyright: ignore
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise InputError(f"override '{text}' cannot be read: {' '.join(str(error).split())}") from None
 
 
-def _flatten(values: Any, prefix: str = "") -> dict[str, Any]:
+def flat(values: Any, prefix: str = "") -> dict[str, Any]:
     """Nested mappings -> {dotted key: leaf}. An empty section (`model:` with nothing below) holds nothing."""
     sections = {section.name for section in dataclasses.fields(Config)}
-    flat: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for key, value in values.items():
         name = f"{prefix}{key}"
         if isinstance(value, dict):
-            flat.update(_flatten(value, name + "."))
+            found.update(flat(value, name + "."))
         elif value is not None or prefix or key not in sections:
-            flat[name] = value
-    return flat
+            found[name] = value
+    return found
 
 
 def known_keys(config: Config | None = None) -> list[str]:

@@ -19,7 +19,7 @@ from typing import Any
 from threed.assemble import Job, Task, connect, running
 from threed.checkpoint.load import Resumed, resume
 from threed.config import checked
-from threed.data.mix import AnySplit, open_splits
+from threed.data.mix import AnySplit, Mixture, open_splits
 from threed.data.prompts import added, encode
 from threed.data.samples import Split, Tokens
 from threed.data.tokens import Prepared
@@ -64,7 +64,9 @@ def _split(config: Config, prepared: Prepared, whole: bool) -> AnySplit:
     """What is measured: all data, or what was held out."""
     model = config.model
     if not whole:
-        return open_splits(config, prepared)[1]
+        split = open_splits(config, prepared)[1]
+        assert isinstance(split, Split | Mixture), "inference refuses layers of somebody's own"
+        return split
     tokens = Tokens(prepared.prefix)
     split = Split(tokens, 0, tokens.num_tokens, model.seq_len, None, model.vocab, config.data)
     if not split.num_windows:

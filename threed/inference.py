@@ -121,6 +121,9 @@ def _opened(run: str | Path, checkpoint: int | str | Path | None) -> tuple[Path,
     if not path.is_dir():
         raise InputError(f"{run}: there is no such run; give the folder that run.dir named")
     config = _of_folder(path)
+    if config.model.own_layers:
+        raise InputError(f"{run} has layers of somebody's own, which neither write text nor read it: see "
+                         "val/loss (train.eval_every)")
     config.run.dir = str(path)  # the folder may have been moved
     if checkpoint is None:
         if not checkpoints(config):

@@ -55,6 +55,13 @@ class ModelConfig:
     # qkv_proj (one for all three, as GPT-2's c_attn), o_proj, gate_proj, up_proj, down_proj; null: q_proj,
     # v_proj
 
+    own_layers = False  # whether the layers are modules of somebody's own, and the data samples of their own
+
+    @property
+    def counted(self) -> str:
+        """What the loss is a mean over, and what is counted."""
+        return "samples" if self.own_layers else "tokens"
+
     @property
     def fuses(self) -> bool:
         return self.fused != "off"
@@ -99,6 +106,16 @@ class ModelConfig:
     def residual_std(self) -> float:
         """GPT-2: projections onto the residual stream start smaller by sqrt(number of residual branches)."""
         return self.init_std / math.sqrt(2 * self.layers)
+
+
+@dataclass
+class LayersConfig(ModelConfig):
+    """The section `model` of a model of somebody's own layers (threed.Layers), which say themselves what they
+    are: no key but `family` has an effect."""
+
+    seq_len: int = 1  # each sample counts as one
+    tie_embeddings: bool = False
+    own_layers = True
 
 
 @dataclass

@@ -12,8 +12,8 @@ import torch
 from threed.callback import Callback, Step
 from threed.checkpoint.load import Resumed
 from threed.checkpoints import Checkpoints
-from threed.data.mix import AnySplit, Splits
-from threed.data.samples import stacked
+from threed.data.mix import AnySplit, Mixture, Splits, Trees
+from threed.data.samples import Split, stacked
 from threed.engine.engine import Engine
 from threed.engine.verify import Verifier
 from threed.engine.watch import Watch
@@ -132,7 +132,8 @@ class Trainer:
         step = Step(number, clipped.loss, clipped.grad_norm, clipped.finite, trace, measured)
         step.metrics |= {"train/loss": clipped.loss, "train/lr": lr, "train/grad_norm": clipped.grad_norm,
                          "train/skipped_steps": float(self.skipped.total),
-                         "run/tokens": float(self.samples * config.model.seq_len), "run/time": time.time()}
+                         f"run/{config.model.counted}": float(self.samples * config.model.seq_len),
+                         "run/time": time.time()}
         if zero.scaler.dynamic:
             step.metrics["train/loss_scale"] = clipped.loss_scale
         if every:
@@ -141,12 +142,12 @@ class Trainer:
             step.metrics["integrity/rehearsal_s"] = rehearsal.total_s
         return step
 
-    def batches(self, split: AnySplit, start: int, train: bool = True) -> Callable[[int], Batch]:
+    def batches(self, split: AnySplit | Trees, start: int, train: bool = True) -> Callable[[int], Batch]:
         """As `batches_of`."""
         return batches_of(self.engine, split, start, train)
 
 
-def mean_loss(engine: Engine, split: AnySplit, asked: Callable[[], bool] = lambda: False,
+def mean_loss(engine: Engine, split: AnySplit | Trees, asked: Callable[[], bool] = lambda: False,
               done: Callable[[int], None] = lambda sequences: None) -> tuple[float, int]:
     """The mean loss of the tokens that count in the first `train.eval_batches` global batches of a split, and
     their number; (0.0, 0) where none counts. Raises Stopped once `asked` says so. `done`: gets the number of
@@ -164,7 +165,8 @@ def mean_loss(engine: Engine, split: AnySplit, asked: Callable[[], bool] = lambd
     return total / max(1, counted), counted * (1 if config.masked else config.tokens_per_step)
 
 
-def batches_of(engine: Engine, split: AnySplit, start: int, train: bool = True) -> Callable[[int], Batch]:
+def batches_of(engine: Engine, split: AnySplit | Trees, start: int,
+               train: bool = True) -> Callable[[int], Batch]:
     """A function from micro-batch to data on the host, for the global batch that begins at sample `start`.
     Its samples depend on their global numbers alone."""
     config, table, here = engine.config, engine.plan.table, engine.comm.here
@@ -177,6 +179,10 @@ def batches_of(engine: Engine, split: AnySplit, start: int, train: bool = True) 
         first = start + (microbatch * config.dp + here.replica) * micro
         which, samples = range(first, first + micro), torch.arange(first, first + micro)
         inputs = labels = torch.empty(0, dtype=torch.int64)
+        if not isinstance(split, Split | Mixture):
+            trees = split.batch(which) if reads_tokens else (None, None)
+            return Batch(inputs, labels, samples, config.train.seed, config.tokens_per_step, train,
+                         inputs=trees[0], targets=trees[1], first=first)
         if reads_tokens:  # the others see activations only
             inputs, labels = map(torch.from_numpy, stacked(map(split.sample, which)))
         documents = None

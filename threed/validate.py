@@ -16,6 +16,7 @@ from threed.models.tiling import cut_layers, layers_of, share_of, together, unit
 from threed.pipeline.orders import SCHEDULES
 from threed.quantity import parse_bytes, parse_weighted
 from threed.schema import CheckpointConfig, Config, DataConfig, ModelConfig, PrecisionConfig
+from threed.unused import unused
 from threed.values import check_values
 
 
@@ -44,8 +45,9 @@ def validate(config: Config, world_size: int | None = None) -> list[str]:
 
 
 def _check_model(config: Config) -> list[str]:
-    model, tp = config.model, config.parallel.tp
-    problems = []
+    model, tp, problems = config.model, config.parallel.tp, []
+    if model.own_layers:
+        return unused(config)
     if model.hidden % model.heads and model.head_dim is None:
         problems.append(f"model.hidden={model.hidden} is not divisible by model.heads={model.heads}; "
                         "model.head_dim gives heads another size")
@@ -120,9 +122,8 @@ def _check_stages(config: Config) -> list[str]:
     parallel, problems, runs = config.parallel, [], stage_runs(config)
     units = sum(runs)
     if config.num_stages > len(runs):
-        what = (f"layers (embedding, {len(runs) - 2} of blocks, head), whose {units} tiles"
-                if units > len(runs)
-                else f"units (embedding, {units - 2} of blocks, head)")
+        parts = "" if config.model.own_layers else f" (embedding, {len(runs) - 2} of blocks, head)"
+        what = f"layers{parts}, whose {units} tiles" if units > len(runs) else f"units{parts}"
         problems.append(f"parallel.pp={parallel.pp} makes {config.num_stages} stages, more than the model's "
                         f"{len(runs)} {what}{' stay on one stage each' if units > len(runs) else ''}")
     if parallel.stage_units is not None:

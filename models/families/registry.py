@@ -24,6 +24,16 @@ from threed.models.families.llama import LLAMA
 from threed.schema import ModelConfig
 
 FAMILIES: dict[str, Family] = {"gpt": GPT, "llama": LLAMA}
+_GIVEN: list[Family] = []  # by scripts
+GIVEN = "initialize:"  # before the number of one of these
+
+
+def give(family: Family) -> str:
+    """Let a family be known in this process, and in those that are forked from it. Returns its name, the same
+    in every run of a script."""
+    if family not in _GIVEN:
+        _GIVEN.append(family)
+    return f"{GIVEN}{_GIVEN.index(family) + 1}"
 
 
 def sizes() -> dict[str, str]:
@@ -37,6 +47,12 @@ def family_of(name: str) -> Family:
     if name in FAMILIES:
         return FAMILIES[name]
     asked = f"model.family={name}"
+    if name.startswith(GIVEN):
+        number = name.removeprefix(GIVEN)
+        if not number.isdecimal() or not 1 <= int(number) <= len(_GIVEN):
+            raise InputError(f"{asked}: its layers were given to threed.initialize by a script, which alone "
+                             "knows them: call threed in that script, or name them in a file (threed.Layers)")
+        return _GIVEN[int(number) - 1]
     where, colon, attribute = name.rpartition(":")
     if not colon:
         raise InputError(f"{asked}: there are {', '.join(FAMILIES)}; for one of your own write "

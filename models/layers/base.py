@@ -8,10 +8,10 @@ then they can compute.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
-from threed.models.spec import WHOLE, Cost, Parameter, Share, Tile
+from threed.models.spec import WHOLE, Cost, Outflow, Parameter, Share, Tile
 
 if TYPE_CHECKING:
     import torch
@@ -86,14 +86,34 @@ class Layer(Part):
     # What its tensors' shapes depend on beside the config, such as "how many tokens an expert gets". No CUDA
     # graph can hold such a layer.
     shapes_from = ""
+    # Its weights, after `build`, where autograd alone computes their gradients: what of them can wait for the
+    # weights' half is found in the graph (tensor/halves). None: its products put gradients off by themselves.
+    by_graph: Sequence[torch.nn.Parameter] | None = None
 
     def makes(self, share: Share) -> dict[str, int]:
         """Tensors for later layers: name -> bytes."""
         return {}
 
-    def running_bytes(self, share: Share) -> int:
-        """Bytes of its output, where this is a running softmax and not the residual stream."""
-        return 0
+    def passes(self, share: Share) -> Outflow | None:
+        """What it hands to the next layer; None: the residual stream."""
+        return None
+
+    def schema(self, share: Share) -> Any:
+        """A tensor.packing.Schema of what it hands to the next layer; None: one tensor."""
+        return None
+
+    def example(self, share: Share) -> tuple[Any, Any]:
+        """`inputs` and `targets` of a micro-batch, for a layer that reads them: without meaning, but of the
+        right shapes."""
+        return None, None
+
+    def likeness(self, share: Share) -> object:
+        """Equal for layers that compute in the same way, given that their costs are equal."""
+        return type(self)
+
+    def undivided(self, share: Share) -> tuple[str, ...]:
+        """Its matrices, if none of their gradients can wait for the weights' half of backward."""
+        return ()
 
     def logits(self, share: Share) -> Logits | None:
         """What it makes where `batch.last_B` is set, to generate text; None where it makes no logits."""

@@ -15,7 +15,7 @@ from threed.later import torch
 from threed.models.kernels import Moved
 from threed.models.layers.base import Layer, Logits, Out
 from threed.models.layers.parts import WORD, Column, Norm, vocabulary
-from threed.models.spec import SEQUENCE, WHOLE, Cost, Saved, Share, Tile
+from threed.models.spec import SEQUENCE, WHOLE, Cost, Outflow, Saved, Share, Tile
 from threed.schema import ModelConfig
 
 if TYPE_CHECKING:
@@ -45,8 +45,9 @@ class Head(Layer):
         stream = share.bytes(self.model.seq_len * self.model.hidden, SEQUENCE)
         return {"normed": stream} if self.tile.index == 0 < self.tile.count - 1 else {}
 
-    def running_bytes(self, share: Share) -> int:
-        return 0 if self.tile.last else share.bytes(2 * self.model.seq_len, element=4)
+    def passes(self, share: Share) -> Outflow | None:
+        running = share.bytes(2 * self.model.seq_len, element=4)
+        return None if self.tile.last else Outflow(running, running, flat=False)
 
     def cost(self, share: Share) -> Cost:
         seq, stream = self.model.seq_len, share.bytes(self.model.seq_len * self.model.hidden, SEQUENCE)

@@ -29,7 +29,7 @@ def no_new_axis():
         delattr(ParallelConfig, "xp")
 
 
-@pytest.mark.parametrize("page", ["axis", "family", "layer"])
+@pytest.mark.parametrize("page", ["axis", "family", "layer", "modules"])
 def test_guide(page, tmp_path, monkeypatch, no_new_axis):
     monkeypatch.chdir(tmp_path)
     family_of.cache_clear()

@@ -50,7 +50,7 @@ TILES = ["model.tile_linears=8KiB", "model.tie_embeddings=false", "model.ffn_hid
 
 def measured(config: Config, all_layers: list[Layer], index: int, pieces: tuple[str, ...] = ()) -> Cost:
     share = share_of(config)
-    running = all_layers[index - 1].running_bytes(share) if index else 0
+    running = index > 0 and all_layers[index - 1].passes(share) is not None
     torch.manual_seed(0)
     with initialized():
         return Measured(all_layers[index], config.model, share, running, pieces).cost(first=index == 0)

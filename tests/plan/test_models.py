@@ -8,7 +8,7 @@ import pytest
 
 from threed.config import load
 from threed.models.families.registry import sizes
-from threed.models.model import layers, model_flops, parameters, tied_parameter
+from threed.models.model import layers, model_flops, parameters, tied_parameters
 
 # Counted from the published checkpoints' shapes, or for GPT-3 and the 1T model by the papers' formulas.
 SIZES = sizes()
@@ -51,7 +51,7 @@ def test_untied_and_swiglu():
     """An output projection that is counted twice or never; a swiglu MLP without its gate."""
     m = model_of("gpt2-small", "model.tie_embeddings=false")
     assert parameter_count(m) == PUBLISHED["gpt2-small"] + m.vocab * m.hidden
-    assert tied_parameter(layers(m)) is None
+    assert tied_parameters(layers(m)) == ()
     m = load(None, ["model.activation=swiglu", "model.bias=false", "model.norm=rmsnorm",
                     "model.kv_heads=2"]).model
     h, kv, ffn = m.hidden, 2 * m.head_size, m.num_ffn_hidden
@@ -64,8 +64,7 @@ def test_names_are_unique():
     for name in ("gpt2-small", "llama3-8b"):
         names = [p.name for layer in layers(model_of(name)) for p in layer.own_parameters()]
         assert len(set(names)) == len(names)
-        tied = tied_parameter(layers(model_of(name)))
-        assert tied is None or tied.name not in names
+        assert not {tied.name for tied in tied_parameters(layers(model_of(name)))} & set(names)
 
 
 @pytest.mark.parametrize("name", [name for name in SIZES if name.startswith(("gpt", "megatron"))])

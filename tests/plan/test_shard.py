@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 
 from threed.config import load
-from threed.models.model import layers, tied_parameter
+from threed.models.model import layers, tied_parameters
 from threed.planner import layouts
 from threed.zero.shard import ALIGNMENT, layout
 
@@ -19,9 +19,8 @@ MODELS = [["model.name=gpt2-small"], ["model.name=llama3-8b"],
 def all_layouts():
     for overrides, tp, shards in product(MODELS, (1, 2, 4), (1, 2, 3, 8)):
         model = load(None, overrides).model
-        tied = tied_parameter(layers(model))
         for parameters in [*(layer.own_parameters() for layer in layers(model)),
-                           *([(tied,)] if tied else [])]:
+                           tied_parameters(layers(model))]:
             if parameters:
                 yield parameters, tp, layout(parameters, {"tp": tp}, shards)
 

@@ -10,6 +10,7 @@ import yaml
 from threed.choosing.layout import KEYS, Layout, changes, config_of
 from threed.config import given, of_values, uncombined
 from threed.errors import InputError
+from threed.models.families.registry import family_of
 from threed.schema import Config
 from threed.values import get
 
@@ -64,6 +65,9 @@ def ask(path: str | Path, overrides: list[str] | None = None, rounding: bool = F
               if key not in layout and key not in _OTHER}
     used = {key: values.pop(key) for key in _WHERE_USED if key in values}
     where = str(path)
+    if family_of(str(values.get("model.family", "gpt"))).samples is not None:
+        raise InputError(f"model.family={values['model.family']}: search does not know layers of your own; "
+                         "compare layouts by threed.predict")
     typed = uncombined({**values, **used, **fixed}, where)
     base = of_values({**values, "parallel.dp": 1}, where)
     if base.model.lora_rank is not None:

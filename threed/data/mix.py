@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from threed.data.packing import efficiency
 from threed.data.samples import Sample, Split, splits
+from threed.models.families.registry import family_of
 from threed.quantity import parse_weighted, show_count
 from threed.schema import Config, DataConfig
 
@@ -71,8 +72,20 @@ class Mixture:
         return sum(map(self.counted, range(start, stop)))
 
 
+class Trees(Protocol):
+    """Samples that are not tokens (Family.samples)."""
+
+    num_windows: int
+
+    def batch(self, which: Iterable[int]) -> tuple[Any, Any]:
+        """Inputs and targets of some samples, stacked."""
+        ...
+
+    def count(self, start: int, stop: int) -> int: ...
+
+
 AnySplit = Split | Mixture
-Splits = tuple[AnySplit, AnySplit]  # to train on, and to validate with
+Splits = tuple[AnySplit | Trees, AnySplit | Trees]  # to train on, and to validate with
 
 
 def _counts(weights: Sequence[Fraction]) -> list[int]:
@@ -101,6 +114,9 @@ def _order(counts: Sequence[int]) -> np.ndarray:
 
 def open_splits(config: Config, prepared: Prepared) -> Splits:
     """The training and the validation split of a config's data."""
+    samples = family_of(config.model.family).samples
+    if samples is not None:
+        return samples(config)
     pairs = [splits(each.prefix, config.model.seq_len, config.train.seed + number * _APART,
                     config.data.validation_fraction, config.model.vocab, config.data)
              for number, each in enumerate(prepared.parts)]
@@ -111,8 +127,10 @@ def open_splits(config: Config, prepared: Prepared) -> Splits:
     return training, validation
 
 
-def report(config: Config, split: AnySplit) -> list[str]:
+def report(config: Config, split: AnySplit | Trees) -> list[str]:
     """What a person should know of a training split: what is padded or cut, and how often it is seen."""
+    if not isinstance(split, Split | Mixture):
+        return []
     parts = split.parts if isinstance(split, Mixture) else [split]
     lines = []
     if isinstance(split, Mixture):

@@ -91,6 +91,8 @@ def prepare(data: DataConfig, model: ModelConfig,
     shuffled, with the content as the seed, so that the end of the stream is a fair sample to hold out. Raises
     InputError for bad input, a vocabulary above `model.vocab`, and a cache that cannot be written.
     """
+    if model.own_layers:  # their samples are not tokens
+        return Prepared(Path(), None, 0, 0, 0, None, True)
     whole = [each for _, each in sources(data)]
     content_of = cache(fingerprint)  # which reads every byte of a source
     if data.mix is None:

@@ -94,6 +94,8 @@ def attention(config: Config, device: torch.device) -> str:
     which is flash with one kernel for all documents. InputError where it is not the one that the config asks
     for."""
     model, tp, asked = config.model, config.parallel.tp, config.run.attention_backend
+    if model.own_layers:  # each of them chooses for itself, among those allowed
+        return asked
     if model.attention_dropout > 0:  # attention.py computes it with separate operations
         chosen = "math"
     else:

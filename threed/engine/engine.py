@@ -64,7 +64,8 @@ class Engine:
         groups = self.graphs.groups(comm.groups) if self.graphs is not None else comm.groups
         context = Context(config.model, groups, config.parallel.sequence_parallel, dtype,
                           weight_grads, self.saving, Fused(compiles(config, comm.device)),
-                          config.data.document_mask and attention(config, comm.device) == "varlen")
+                          config.data.document_mask and attention(config, comm.device) == "varlen",
+                          config.train.seed, comm.device)
         layers = built(config, table, table.units_of(position), context, parameters)
         self.pipeline = PipelineRun(config, comm, table, layers, context, self._keeping, activation)
         if self.graphs is not None:

@@ -19,7 +19,7 @@ from threed.schema import Config
 BY_POSITION = (*(f"time/{cause}" for cause in CAUSES), "pipeline/bubble_measured",
                "pipeline/bubble_predicted")
 SUMMARIES = {"train/loss": "min", "val/loss": "min", "perf/step_s": "mean", "perf/tokens_per_s": "mean",
-             "perf/mfu": "mean", "memory/peak_bytes": "max"}
+             "perf/samples_per_s": "mean", "perf/mfu": "mean", "memory/peak_bytes": "max"}
 
 
 def wandb_mode(setting: str) -> str:
@@ -65,7 +65,8 @@ def facts_of(config: Config) -> dict[str, int]:
     """Numbers that follow from a config. Parameters are those of the whole model, without the padding of its
     vocabulary."""
     return {"parameters": model_size(config), "world_size": config.world_size,
-            "tokens_per_step": config.tokens_per_step, "micro_batches": config.num_microbatches}
+            f"{config.model.counted}_per_step": config.tokens_per_step,
+            "micro_batches": config.num_microbatches}
 
 
 def model_size(config: Config) -> int:

@@ -4,7 +4,8 @@ train/loss train/lr train/grad_norm train/skipped_steps    of the step
 run/tokens run/time                                        so far, of this run; seconds since 1970
 train/loss_scale                                           that it was made with, where it is dynamic
 val/loss                                                   where evaluated
-perf/step_s perf/tokens_per_s perf/tokens_per_s_per_device perf/model_tflops_per_device
+perf/step_s perf/tokens_per_s perf/tokens_per_s_per_device perf/model_tflops_per_device    (layers of
+                                  somebody's own: samples in place of tokens, here and in run/tokens)
 perf/mfu                          null where the device's peak is not known
 pipeline/bubble_measured          1 - (time in compute instructions / step time), mean; per stage as .../0,
                                   .../1
@@ -195,11 +196,18 @@ def _line(step: int, steps: int, metrics: dict[str, float | None]) -> str:
     if "val/loss" in metrics:
         parts.append(f"val {number('val/loss'):.4f}")
     parts += [f"norm {number('train/grad_norm'):.2f}", f"lr {number('train/lr'):.2e}",
-              f"{number('perf/step_s'):.2f} s", f"{show_count(number('perf/tokens_per_s'))} tok/s",
+              f"{number('perf/step_s'):.2f} s", _speed(metrics),
               f"bubble {number('pipeline/bubble_measured'):.0%} (predicted "
               f"{number('pipeline/bubble_predicted'):.0%})",
               f"peak {show_bytes(number('memory/peak_bytes'))}"]
     return "  ".join(parts)
+
+
+def _speed(metrics: dict[str, float | None]) -> str:
+    name, unit = next((pair for pair in (("perf/tokens_per_s", "tok/s"), ("perf/samples_per_s", "samples/s"))
+                       if pair[0] in metrics), ("", "tok/s"))
+    value = metrics.get(name)
+    return f"{show_count(math.nan if value is None else value)} {unit}"
 
 
 def _unusable(config: Config, error: OSError) -> ThreedError:

@@ -148,7 +148,7 @@ class Meter:
 
     def metrics(self, step: Step, elapsed_s: float) -> dict[str, float | None]:
         """perf, pipeline, comm and memory metrics of a step."""
-        config, mesh = self.config, self.comm.mesh
+        config, mesh, counted = self.config, self.comm.mesh, self.config.model.counted
         step_s = float(step.column("step_s").max())
         tflops = self._step_flops / step_s / mesh.size / 1e12
         device = self.comm.device
@@ -156,8 +156,8 @@ class Meter:
         peak = config.monitor.peak_tflops or peak_tflops(named)
         values: dict[str, float | None] = {
             "perf/step_s": step_s,
-            "perf/tokens_per_s": config.tokens_per_step / step_s,
-            "perf/tokens_per_s_per_device": config.tokens_per_step / step_s / mesh.size,
+            f"perf/{counted}_per_s": config.tokens_per_step / step_s,
+            f"perf/{counted}_per_s_per_device": config.tokens_per_step / step_s / mesh.size,
             "perf/model_tflops_per_device": tflops,
             "perf/mfu": tflops / peak if peak else None,
         }
@@ -180,7 +180,8 @@ class Meter:
     @cached_property
     def _step_flops(self) -> int:
         """Of the model, in a step."""
-        return model_flops(self.config.model, self.config.train.global_batch_size)
+        train = self.config.train
+        return model_flops(self.config.model, train.global_batch_size, train.micro_batch_size)
 
     def _means(self, column: torch.Tensor) -> list[float]:
         """The mean over the ranks of each position."""

@@ -48,7 +48,9 @@ def _row(path: Path) -> dict[str, Any]:
     age_s = max(0.0, time.time() - max(signs)) if signs else None
     state, remark = state_of(word, is_locked(path), age_s, bool(steps) and step >= (steps or 0))
     return {"run": str(path), "state": state, "step": step, "steps": steps, "loss": last.get("train/loss"),
-            "tokens_per_s": last.get("perf/tokens_per_s"), "step_s": last.get("perf/step_s"), "age_s": age_s,
+            "tokens_per_s": last.get("perf/tokens_per_s"),
+            "samples_per_s": last.get("perf/samples_per_s"),
+            "step_s": last.get("perf/step_s"), "age_s": age_s,
             "host": word.get("host"), "remark": remark}
 
 
@@ -95,10 +97,12 @@ def show(rows: list[dict[str, Any]]) -> str:
         return "no runs here: a run is a folder with metrics.jsonl (run.dir)"
     cells = [("run", "state", "step", "loss", "tokens/s", "last sign", "")]
     for row in rows:
-        loss, speed, age_s = row["loss"], row["tokens_per_s"], row["age_s"]
+        loss, speed, unit, age_s = row["loss"], row["tokens_per_s"], "", row["age_s"]
+        if speed is None:
+            speed, unit = row["samples_per_s"], " samples"
         cells.append((row["run"], row["state"], f"{row['step']}/{row['steps'] or '?'}",
                       f"{loss:.4f}" if isinstance(loss, float) else str(loss or "-"),
-                      show_count(speed) if _is_number(speed) else "-",
+                       f"{show_count(speed)}{unit}" if _is_number(speed) else "-",
                       f"{show_age(age_s)} ago" if age_s is not None else "-", row["remark"]))
     widths = [max(map(len, column)) for column in zip(*cells)]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip()

@@ -244,7 +244,8 @@ def traffic(content: Content) -> Any:
 
 CURVES_OF_RUN = (
     ("loss", 1.0, "", (("train/loss", "training", MEASURED), ("val/loss", "validation", "#e45756"))),
-    ("throughput", 1.0, " tokens/s", (("perf/tokens_per_s", "tokens a second", "#54a24b"),)),
+    ("throughput", 1.0, "/s", (("perf/tokens_per_s", "tokens a second", "#54a24b"),
+                               ("perf/samples_per_s", "samples a second", "#54a24b"))),
     ("bubble", 0.01, " %", (("pipeline/bubble_measured", "measured", MEASURED),
                             ("pipeline/bubble_predicted", "predicted", PREDICTED))),
     ("gradient norm", 1.0, "", (("train/grad_norm", "before clipping", "#b279a2"),)),

@@ -126,6 +126,7 @@ def _head(content: Content) -> str:
     measured = (("perf/step_s", "step, measured", show_seconds),
                 ("pipeline/bubble_measured", "bubble, measured", lambda share: f"{share:.1%}"),
                 ("perf/tokens_per_s", "tokens a second, measured", show_count),
+                ("perf/samples_per_s", "samples a second, measured", show_count),
                 ("memory/peak_bytes", "peak of the largest rank, measured", show_bytes),
                 ("train/loss", f"loss, mean of the last {min(LAST, len(content.last))} steps",
                  lambda loss: f"{loss:.4f}"))

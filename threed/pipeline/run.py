@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -20,13 +20,15 @@ from torch import nn
 from threed.comm import Comm
 from threed.lanes import Handle
 from threed.models.layers.base import Layer, Out
-from threed.models.tiling import layers_of
+from threed.models.tiling import layers_of, share_of
 from threed.pipeline.feed import Feed
 from threed.program.instruction import Instruction, Op, Slot
 from threed.program.table import Table, gradient_kind
 from threed.schema import Config
 from threed.slots import Slots
 from threed.tensor.context import Batch, Context
+from threed.tensor.halves import Halves
+from threed.tensor.packing import Packed, Stream, Whole
 
 
 class KeptInputs(Protocol):
@@ -74,8 +76,8 @@ class Plain:
 class Saved(NamedTuple):
     """The leaves and roots of a unit's graph, which BACKWARD needs. (The outputs are slots of their own.)"""
 
-    # The unit's input; None where it gets no gradient: tokens, or a sum that the unit only adds to.
-    x: torch.Tensor | None
+    # Of the unit's input; none where it gets no gradient: tokens, or a sum that the unit only adds to.
+    x: list[torch.Tensor]
     reads: dict[Slot, torch.Tensor]  # tensor of an earlier unit -> its leaf
     # Roots of its output, of the tensors for later units, and of its loss, those that it has; None where no
     # parameter trains, and no input has a gradient.
@@ -103,8 +105,8 @@ class PipelineRun:
         self.keeping, self.inputs = keeping, inputs
         self.runner: Runner = Plain()
         self.loss_grad = torch.ones((), device=comm.device)  # with which backward begins: the loss scale
-        _, length = context.sequence()
-        self.shape = length, config.train.micro_batch_size, config.model.hidden
+        self.saving = context.saving
+        self.stream = _streams(config, table, context)
         self.feed = Feed(comm.device)
         self._sends: deque[Handle] = deque()
         self.handlers: dict[Op, Callable[[Instruction, Slots], Handle | None]] = {
@@ -126,8 +128,7 @@ class PipelineRun:
                     kept = self.runner.leaving(kept)
             slots.put(Slot("kept", unit, microbatch), kept)
         if unit < self.table.last:
-            assert output.x is not None, f"{self.table.units[unit].name} has returned no residual stream"
-            slots.put(Slot("act", unit, microbatch), output.x.detach())
+            slots.put(Slot("act", unit, microbatch), not_none(output.x).detach())
         if output.logits is not None:
             slots.put(Slot("logits", unit, microbatch), output.logits)
         if output.loss is not None and instruction.keep != "logits":
@@ -141,7 +142,7 @@ class PipelineRun:
         _, unit, microbatch, *_ = instruction
         x = slots.get(Slot("kept", unit, microbatch))
         if self.table.keeps_stream(unit):
-            x = self.inputs.give_back(x).view(self.shape)
+            x = self.stream(unit - 1).whole(self.inputs.give_back(x))
         _, saved = self._run(unit, microbatch, x, slots, True)
         slots.put(Slot("saved", unit, microbatch), saved)
 
@@ -156,9 +157,10 @@ class PipelineRun:
             first = inputs[0] if x is not None else None
             reads = dict(zip(given, inputs[len(inputs) - len(given):], strict=True))
             output, saved = compute(unit, microbatch, batch, first, reads)
-            return [output.x, output.loss, output.logits, *(output.makes[each.name] for each in makes)], saved
+            made = self.stream(unit).close(output.x, name) if unit < self.table.last else None
+            return [made, output.loss, output.logits, *(output.makes[each.name] for each in makes)], saved
 
-        makes = self.table.units[unit].makes
+        makes, name = self.table.units[unit].makes, self.table.units[unit].name
         inputs = [x, *given.values()] if x is not None else [*given.values()]
         tensors, saved = self.runner.run(inputs, body)
         self.feed.ahead(microbatch)
@@ -171,20 +173,24 @@ class PipelineRun:
     @torch.no_grad()
     def _alone(self, unit: int, microbatch: int, batch: Batch, x: torch.Tensor | None,
                reads: dict[Slot, torch.Tensor]) -> tuple[Out, None]:
-        return self._compute(unit, batch, x, reads), None
+        value = self.stream(unit - 1).open(x, False)[0] if x is not None else None
+        return self._compute(unit, batch, value, reads), None
 
     def _with_graph(self, unit: int, microbatch: int, batch: Batch, x: torch.Tensor | None,
                     given: dict[Slot, torch.Tensor]) -> tuple[Out, Saved]:
         """The output of a unit, and what its BACKWARD needs."""
-        leaf = None if x is None or self.table.units[unit].adds else x.detach().requires_grad_()
+        value, leaves = x, list[torch.Tensor]()
+        if x is not None and not self.table.units[unit].adds:
+            value, leaves = self.stream(unit - 1).open(x, True)
         reads = {slot: value.detach().requires_grad_() for slot, value in given.items()}
         with torch.enable_grad(), self.keeping(unit):
-            output = self._compute(unit, batch, x if leaf is None else leaf, reads)
-        made = [output.makes[each.name] for each in self.table.units[unit].makes]
-        tensors = [each for each in (output.x, *made, output.loss) if each is not None]
-        return output, Saved(leaf, reads, list(map(_root, tensors)))
+            output = self._compute(unit, batch, value, reads)
+        roots = self.stream(unit).roots(output.x) if unit < self.table.last else []
+        roots += [output.makes[each.name] for each in self.table.units[unit].makes]
+        roots += [output.loss] if output.loss is not None else []
+        return output, Saved(leaves, reads, list(map(_root, roots)))
 
-    def _compute(self, unit: int, batch: Batch, x: torch.Tensor | None,
+    def _compute(self, unit: int, batch: Batch, x: Any,
                  reads: dict[Slot, torch.Tensor]) -> Out:
         """Run a unit's layers one after the other, each with the tensors of this or earlier units that it
         reads."""
@@ -247,15 +253,17 @@ class PipelineRun:
             roots = [root for root in saved.roots if root is not None]
             given = [grad for root, grad in zip(saved.roots, inputs, strict=False) if root is not None]
             start = partial(torch.autograd.backward, roots, given) if roots else _nothing
-            if delayed and passes_on and not sums:
+            if delayed and (weights := self._by_graph(unit)):
+                halves = Halves.of(roots, saved.x, weights)
+                start = partial(halves.run, given, self.weight_grads, self.saving)
+            elif delayed and passes_on and not sums:
                 return [], [start]
             operands = self._delaying(start) if delayed else start()
             outputs = [leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
                        for leaf in saved.reads.values()]
-            outputs += [saved.x.grad] if saved.x is not None else []
-            for leaf in (*saved.reads.values(), saved.x):
-                if leaf is not None:
-                    leaf.grad = None
+            outputs += [self.stream(unit - 1).gradient(saved.x)] if saved.x else []
+            for leaf in (*saved.reads.values(), *saved.x):
+                leaf.grad = None
             return outputs, operands
 
         tensors, operands = self.runner.run([*grads, *(each for each in begun if each is not None)], body)
@@ -265,6 +273,10 @@ class PipelineRun:
             # A unit that only adds to its input passes the gradient of its output on unchanged.
             slots.put(Slot("grad", unit - 1, microbatch), grads[0] if passes_on else tensors[-1])
         return operands
+
+    def _by_graph(self, unit: int) -> list[nn.Parameter]:
+        """The weights of a unit whose halves of backward are found in its graph."""
+        return [weight for layer in self.layers[unit] for weight in layer.by_graph or ()]
 
     def _delaying(self, start: Callable[[], None]) -> list[Callable[[], None]]:
         """Run a graph without the products of its weight gradients, which are returned."""
@@ -279,7 +291,9 @@ class PipelineRun:
     def _grads(self, unit: int, microbatch: int, slots: Slots) -> list[torch.Tensor]:
         """The gradients with which a unit's backward begins, in the order of `Saved.roots`."""
         held = self.table.units[unit]
-        grads = [slots.get(Slot("grad", unit, microbatch))] if unit < self.table.last else []
+        grads = list[torch.Tensor]()
+        if unit < self.table.last:
+            grads = self.stream(unit).gradients(slots.get(Slot("grad", unit, microbatch)))
         grads += [slots.get(_gradient(Slot(each.name, unit, microbatch))) for each in held.makes]
         return [*grads, *([self.loss_grad] if held.loss else [])]
 
@@ -295,7 +309,7 @@ class PipelineRun:
         self._sends.append(channel.send(self.runner.leaving(slots.get(instruction.slot))))
 
     def recv(self, instruction: Instruction, slots: Slots) -> Handle:
-        buffer = torch.empty(self.shape, dtype=self.dtype, device=self.comm.device)
+        buffer = self.stream(instruction.unit).empty(instruction.kind, self.comm.device)
         channel = self.comm.channels[instruction.peer, self.position, instruction.kind]
         slots.put(instruction.slot, buffer)
         return channel.recv(buffer)
@@ -304,6 +318,19 @@ class PipelineRun:
         """Wait until every message has left."""
         while self._sends:
             self._sends.popleft().wait()
+
+
+def _streams(config: Config, table: Table, context: Context) -> Callable[[int], Stream]:
+    """Unit -> what it hands to the next unit."""
+    layers, share = layers_of(config), share_of(config)
+    whole = Whole((context.sequence()[1], config.train.micro_batch_size, config.model.hidden), context.dtype)
+
+    @cache
+    def stream(unit: int) -> Stream:
+        schema = layers[table.units[unit].layers[1] - 1].schema(share)
+        return whole if schema is None else Packed(schema, context.dtype)
+
+    return stream
 
 
 def not_none(tensor: torch.Tensor | None) -> torch.Tensor:

@@ -13,9 +13,9 @@ from typing import NamedTuple
 from threed.errors import InputError
 from threed.mesh import GROUPS, Mesh, axes_of
 from threed.models.layers.base import Layer
-from threed.models.model import tied_parameter
+from threed.models.model import tied_parameters
 from threed.models.spec import SEQUENCE, Cost, Parameter, Share
-from threed.models.tiling import cut_layers, share_of, unit_layers
+from threed.models.tiling import cut_layers, layers_of, share_of, unit_layers
 from threed.offload import plan as offload
 from threed.optimizers.registry import OPTIMIZERS
 from threed.pipeline.split import split_stages
@@ -48,9 +48,11 @@ def unit_costs(config: Config) -> list[tuple[float, float, float]]:
     measured, or FLOPs."""
     model_layers, runs = unit_layers(config)
     if config.parallel.costs is None:  # + 1: even a layer without matrix products takes some time
-        work = [sum((layer.cost(Share()) for layer in model_layers[first:stop]), Cost())
+        size = config.train.micro_batch_size
+        work = [sum((layer.cost(Share(sequences=size)) for layer in model_layers[first:stop]), Cost())
                 for first, stop in runs]
-        return [(cost.flops + 1.0, cost.flops + 1.0, cost.flops - cost.frozen_flops + 1.0) for cost in work]
+        flops = [(cost.flops / size, cost.frozen_flops / size) for cost in work]
+        return [(every + 1.0, every + 1.0, every - frozen + 1.0) for every, frozen in flops]
     measured = cost_of(load_costs(config.parallel.costs))
     forward, first_half, second_half = ([measured(0, Instruction(op, unit, 0)) for unit in range(len(runs))]
                               for op in (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT))
@@ -73,9 +75,7 @@ def unit_parameters(config: Config) -> dict[int, tuple[Parameter, ...]]:
         if 0 < len(small) < len(units[index]):
             units[len(runs) + 1 + index] = small
             units[index] = tuple(p for p in units[index] if p not in small)
-    tied = tied_parameter(model_layers)
-    if tied is not None:
-        units[len(runs)] = (tied,)
+    units[len(runs)] = tied_parameters(model_layers)
     return {index: parameters for index, parameters in sorted(units.items()) if parameters}
 
 
@@ -255,6 +255,22 @@ def check_shapes(config: Config, layers: Sequence[Layer]) -> None:
                          "and a CUDA graph has fixed ones; set it to false")
 
 
+def undivided(config: Config, programs: Sequence[Sequence[Instruction]]) -> list[str]:
+    """A warning for layers of whose backward nothing is left for the second half, where programs have
+    halves."""
+    if not any(item.op == Op.BACKWARD_WEIGHT for program in programs for item in program):
+        return []
+    share, found = share_of(config), dict[tuple[str, ...], list[str]]()
+    for layer in layers_of(config):
+        if paths := layer.undivided(share):
+            found.setdefault(paths, []).append(layer.name)
+    return [f"layer {names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: BACKWARD_INPUT "
+            f"computes the gradients of {', '.join(paths)}, too, and BACKWARD_WEIGHT, with which the "
+            "schedule would fill its bubble, nothing: it could compute those of matrices that one product "
+            "alone uses (torch.nn.Linear, a convolution)"
+            for paths, names in found.items()]
+
+
 def hand_overs(units: Sequence[Sequence[Layer]]) -> list[tuple[set[str], tuple[Read, ...]]]:
     """For each unit, the tensors that it makes for later units, and those of earlier units that it reads.
     (Tensors that layers of one unit hand to each other do not count.)"""
@@ -293,5 +309,5 @@ def _compute_unit(config: Config, members: Sequence[Layer], run: tuple[int, int]
                        cost.operands, traffic,
                        makes=tuple(Handed(name, sizes[name]) for name in sorted(makes)), reads=reads,
                        loss=any(layer.loss for layer in members), adds=all(layer.adds for layer in members),
-                       running_bytes=members[-1].running_bytes(share),
+                       output=members[-1].passes(share),
                        again=tuple(kernel for kernel in cost.kernels if kernel.piece in config.pieces))

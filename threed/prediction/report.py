@@ -113,8 +113,9 @@ def _seconds(links: Links, seconds: Sequence[float], chosen: Callable[[Form], bo
 
 
 def _speeds(values: dict[str, Any]) -> Iterator[str]:
-    if "tokens_per_s" in values:
-        yield f"{show_count(values['tokens_per_s'])} tokens/s"
+    for counted in ("tokens", "samples"):
+        if (rate := values.get(f"{counted}_per_s")) is not None:
+            yield f"{show_count(rate)} {counted}/s"
     if values.get("mfu") is not None:
         yield f"MFU {values['mfu']:.1%}"
 

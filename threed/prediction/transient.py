@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from threed.comm import Comm, initialized
 from threed.mesh import GROUPS
-from threed.models.spec import SEQUENCE, Cost
+from threed.models.spec import Cost
 from threed.models.tiling import layers_of, share_of, together
 from threed.pipeline.run import PipelineRun, built
 from threed.planned import config_of
@@ -67,7 +67,8 @@ class Transient:
             # Two runs of units are the same to memory where their layers are of the same kinds, and cost the
             # same.
             key = (repr(config.model), config.pieces, repr(share), run.start == 0, run.stop == len(units),
-                   [(type(layer), *_sizes(layer.cost(share))) for unit in run for layer in units[unit]],
+                   [(layer.likeness(share), *_sizes(layer.cost(share)))
+                    for unit in run for layer in units[unit]],
                    [(item.op, item.keep, item.unit - run.start) for item in items])
             sizes = self._known.get(repr(key)) or _measure(config, table, run, items)
             self._known[repr(key)] = sizes
@@ -102,7 +103,7 @@ def _measure(config: Config, table: Table, run: range, items: Sequence[Instructi
             effect = effects(item, table, table.position(item.unit))
             for slot in effect.reads:
                 if slot not in slots and slot.kind not in PARAMETER_KINDS:
-                    slots.put(slot, _stream(config, table, slot))
+                    slots.put(slot, _stream(config, table, compute, slot))
             created = {slot for slot in (*effect.writes, *effect.adds)
                        if slot not in slots and slot.kind not in PARAMETER_KINDS}
             before = alive.peak = alive.bytes()
@@ -137,7 +138,9 @@ def _pipeline(config: Config, table: Table, run: range, items: Sequence[Instruct
                           _Kept())
     size, length = config.train.micro_batch_size, config.model.seq_len
     tokens, labels = (torch.zeros(size, length, dtype=torch.int64) for _ in range(2))
-    batch = Batch(tokens, labels, torch.zeros(size, dtype=torch.int64), 0, config.tokens_per_step)
+    inputs, targets = layers[0].example(share)
+    batch = Batch(tokens, labels, torch.zeros(size, dtype=torch.int64), 0, config.tokens_per_step,
+                  inputs=inputs, targets=targets)
     if config.data.document_mask:  # one document a sequence: most of what there can be
         batch = replace(batch, documents=Documents(torch.zeros_like(tokens), ((length,),) * size))
     if config.masked:
@@ -147,14 +150,13 @@ def _pipeline(config: Config, table: Table, run: range, items: Sequence[Instruct
     return compute
 
 
-def _stream(config: Config, table: Table, slot: Slot) -> torch.Tensor:
-    """The residual stream of a unit that is not measured, or its gradient; or its running softmax."""
+def _stream(config: Config, table: Table, compute: PipelineRun, slot: Slot) -> torch.Tensor:
+    """What a unit that is not measured hands on, or its gradient."""
     assert slot.kind in ("act", "grad"), slot
-    share, length = share_of(config), config.model.seq_len
-    if table.units[slot.unit].running_bytes:
-        return torch.zeros(2, length, share.sequences)
-    return torch.zeros(length // share.over(SEQUENCE), share.sequences, config.model.hidden,
-                       dtype=DTYPES[config.precision.dtype])
+    output = table.units[slot.unit].output
+    if output is not None and not output.flat:
+        return torch.zeros(2, config.model.seq_len, share_of(config).sequences)
+    return compute.stream(slot.unit).empty(slot.kind, torch.device("cpu"))
 
 
 def peak_bytes(plan: Plan, position: int, transient: Callable[[Instruction], int]) -> int:

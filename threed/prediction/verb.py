@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from threed.errors import check_type
+from threed.errors import InputError, check_type
 from threed.models.model import model_flops
 from threed.planned import CONFIG, config_of, load_config, planned
 from threed.planner import make_mesh, make_plan
@@ -67,9 +67,13 @@ def _speed(config: Config, machine: Hardware, step_s: float, tokens: float | Non
     """Tokens a second of all devices, their share of the peak, and a whole training."""
     ranks = make_mesh(config).size
     peak = machine.peak(4 if config.precision.dtype == "fp32" else 2)
-    done = model_flops(config.model, config.train.global_batch_size)
+    done = model_flops(config.model, config.train.global_batch_size, config.train.micro_batch_size)
     rate = config.tokens_per_step / step_s if step_s else 0.0
-    values: dict[str, Any] = {"hardware": machine.title, "devices": ranks, "tokens_per_s": rate,
+    counted = config.model.counted
+    if tokens is not None and counted != "tokens":
+        raise InputError(f"tokens={tokens:g}: the model has layers of your own, which count {counted}; leave "
+                         "it out")
+    values: dict[str, Any] = {"hardware": machine.title, "devices": ranks, f"{counted}_per_s": rate,
                               "mfu": done / step_s / ranks / peak if step_s else None}
     if tokens is not None:
         hours = tokens / rate / 3600 if rate else 0.0

@@ -41,6 +41,9 @@ def digest_of(table: Any, programs: Mapping[str, Sequence[Sequence[Instruction]]
     for unit in values["parameters"].values():
         if unit["trains"]:
             del unit["trains"]
+    for unit in values["units"]:  # what was there first was a running softmax: its bytes
+        output = unit.pop("output")
+        unit["running_bytes"] = (output and (list(output) if output[2] else output[0])) or 0
     digest = hashlib.sha256(f"[{json.dumps(values, sort_keys=True)}, {{".encode())
     formats = _Formats()
     for number, (name, positions) in enumerate(sorted(programs.items())):

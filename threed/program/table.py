@@ -14,6 +14,7 @@ from typing import Any
 
 from threed.mesh import GROUPS
 from threed.models.kernels import Kernel
+from threed.models.spec import Outflow
 from threed.optimizers.base import BYTES, Buffer
 from threed.program.digest import digest_of
 from threed.program.entries import Handed, Logits, Read, Reduction
@@ -22,8 +23,8 @@ from threed.quantity import add_up, ring
 from threed.schema import Config
 
 # Names of programs that `Plan` describes.
-EVALUATE, VERIFY, SNAPSHOT, WAITING = "evaluate", "verify", "snapshot", "snapshot_waiting"
-GENERATE = "generate"
+EVALUATE, GENERATE, VERIFY = "evaluate", "generate", "verify"
+SNAPSHOT, WAITING = "snapshot", "snapshot_waiting"
 FORWARD_ONLY = (EVALUATE, GENERATE)
 # Programs of delayed updates -> the step whose gradients STEP applies: the one before (prev), this one ("").
 DELAYED_STEPS: dict[str, tuple[str, ...]] = {"enter": (), "train": ("prev",), "drain": ("prev", "")}
@@ -43,9 +44,8 @@ class ComputeUnit:
     makes: tuple[Handed, ...] = ()
     reads: tuple[Read, ...] = ()
     loss: bool = False  # whether it adds to the loss; the last unit does, and has no other output
-    # Whether it only adds to its input: it keeps nothing, and passes its output's gradient on unchanged.
-    adds: bool = False
-    running_bytes: int = 0  # bytes of its output, where this is a running softmax and not the residual stream
+    adds: bool = False  # whether it only adds to its input: it keeps nothing, and passes its gradient on
+    output: Outflow | None = None  # None: the residual stream
     again: tuple[Kernel, ...] = ()  # kernels of forward that BACKWARD computes again
 
     @property
@@ -65,8 +65,8 @@ class ParameterUnit:
     reductions: tuple[Reduction, ...]  # of its gradient, in order
     state_home: Tier = Tier.DEVICE  # tier of its optimizer state and its STEP (disk: STEP runs on the host)
     weight_home: Tier = Tier.DEVICE  # tier of this rank's part of the parameters
-    # Whether it stays whole from its first use in a step to its last, in a buffer of its own. (Under ZeRO-3
-    # only small parameters do.)
+    # Whether it stays whole from its first use in a step to its last, in its own buffer (under ZeRO-3:
+    # small).
     whole: bool = True
     # False: it is frozen. It has no gradient, no state and no STEP; and where it stays whole, every rank
     # holds all of it all the time, and nothing is gathered.
@@ -118,7 +118,7 @@ class Table:
     parameters: dict[int, ParameterUnit]
     stage_positions: tuple[int, ...]  # pipeline position of each stage
     num_microbatches: int
-    act_bytes: int  # of one act slot (and of one grad slot)
+    act_bytes: int  # of the residual stream: of one act slot, and of one grad slot
     elements: Elements = Elements()
     zero: ZeroSettings = ZeroSettings()
     activation: ActivationSettings = ActivationSettings()
@@ -184,10 +184,10 @@ class Table:
         return any(self.units[unit].loss for unit in self.units_of(position))
 
     def keeps_stream(self, unit: int) -> bool:
-        """Whether a compute unit keeps the residual stream for RECOMPUTE. The first unit does not (it reads
-        tokens), nor a unit that only adds to its input (it keeps nothing), nor one that reads a running
-        softmax."""
-        return unit > 0 and not self.units[unit].adds and not self.units[unit - 1].running_bytes
+        """Whether a unit keeps what it reads for RECOMPUTE, in a form that moves: not the first unit
+        (tokens), one that only adds to its input (it keeps nothing), or one that reads a running softmax."""
+        before = self.units[unit - 1].output
+        return unit > 0 and not self.units[unit].adds and (before is None or before.flat)
 
     @cached_property
     def handed(self) -> dict[str, str]:
@@ -232,8 +232,7 @@ class Table:
         return slots
 
     def saves(self, position: int, unit: int) -> bool:
-        """Whether ranks of a position write a parameter unit into checkpoints: a tied embedding is written
-        once."""
+        """Whether a position writes a parameter unit into checkpoints: a tied embedding is written once."""
         return self.parameters[unit].positions[0] == position
 
     def copied(self, position: int) -> list[int]:
@@ -278,7 +277,8 @@ class Table:
         if slot.kind in ("kept", "kpart"):
             return self._size_of_kept(slot)
         if slot.kind in ("act", "grad"):
-            return unit.running_bytes or self.act_bytes
+            made = unit.output or Outflow(self.act_bytes, self.act_bytes)
+            return made.bytes if slot.kind == "act" else made.grad_bytes
         if slot.kind in self.handed:
             return dict(unit.makes)[self.handed[slot.kind]]
         if slot.kind == "logits":
@@ -286,9 +286,10 @@ class Table:
         return {"saved": unit.saved_bytes, "operands": unit.operand_bytes}[slot.kind]
 
     def _size_of_kept(self, slot: Slot) -> int:
-        if not self.keeps_stream(slot.unit):
-            return self.units[slot.unit - 1].running_bytes if slot.unit > 0 else 0
-        return self.act_bytes // (self.activation.parts if slot.kind == "kpart" else 1)
+        if slot.unit == 0 or not (self.keeps_stream(slot.unit) or self.units[slot.unit - 1].output):
+            return 0
+        size = self.size(Slot("act", slot.unit - 1))
+        return size // (self.activation.parts if slot.kind == "kpart" else 1)
 
     def _size_of_parameters(self, slot: Slot) -> int:
         unit = self.parameters[slot.unit]
@@ -317,7 +318,7 @@ class Table:
             size = ring(self.size(Slot("kept", unit)), self.activation.parts)
             return {GROUPS[self.activation.partition].counts: size}
         if op == Op.SEND:
-            return {GROUPS["pp"].counts: self.act_bytes}
+            return {GROUPS["pp"].counts: self.size(instruction.slot)}
         if op == Op.GATHER:
             held = self.parameters[unit]
             return {GROUPS[instruction.group].counts: ring(held.numel * self.elements.param, held.shards)}

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.utils._pytree import tree_map
 
 from threed.comm import Group
 from threed.models.spec import NOT_COUNTED, Tile
@@ -43,6 +45,10 @@ class Batch:
     documents: Documents | None = None  # data.document_mask: attention stays inside them
     # The last token of each sequence: the head makes its logits in place of the loss. None: the loss.
     last_B: torch.Tensor | None = None
+    # For layers of somebody's own: trees of tensors, what their first layer and their loss are called with.
+    inputs: Any = None
+    targets: Any = None
+    first: int = 0  # the global number of its first sample, known to the host
 
     @property
     def masked(self) -> bool:
@@ -50,7 +56,7 @@ class Batch:
         return isinstance(self.num_tokens, torch.Tensor)
 
     def parts(self) -> dict[str, torch.Tensor]:
-        """Its tensors, all int64, by name."""
+        """Its tensors, all int64, by name, without those of `inputs` and `targets`."""
         parts = {"tokens_BS": self.tokens_BS, "labels_BS": self.labels_BS, "samples_B": self.samples_B}
         if isinstance(self.num_tokens, torch.Tensor):
             parts["num_tokens"] = self.num_tokens
@@ -74,8 +80,11 @@ class Batch:
         parts = self.parts()
         joined = torch.cat([part.reshape(-1) for part in parts.values()]).pin_memory()
         flat = joined.to(device, non_blocking=True).split([part.numel() for part in parts.values()])
-        return self.of({name: piece.view(part.shape)
+        here = self.of({name: piece.view(part.shape)
                         for (name, part), piece in zip(parts.items(), flat, strict=True)})
+        inputs, targets = (tree_map(lambda tensor: tensor.pin_memory().to(device, non_blocking=True), tree)
+                           if tree is not None else None for tree in (self.inputs, self.targets))
+        return replace(here, inputs=inputs, targets=targets)
 
 
 @dataclass
@@ -90,6 +99,9 @@ class Context:
     saving: Saving = field(default_factory=Saving)
     fused: Fused = field(default_factory=Fused)
     varlen: bool = False  # one kernel attends to all documents
+    # Of the run and the rank: layers of somebody's own make their modules with them.
+    seed: int = 0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     _rotary: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     keep_mask = staticmethod(keep_mask)

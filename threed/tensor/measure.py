@@ -7,7 +7,7 @@ shapes, bytes and FLOPs are right, but values are not.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from threed.comm import Group, Handle
 from threed.mesh import axes_of
-from threed.models.kernels import Kernel, Moved, Product
+from threed.models.kernels import Attention, Kernel, Moved, Product
 from threed.models.layers.base import Layer, Out
 from threed.models.spec import Cost, Parameter, Saved, Share
 from threed.schema import ModelConfig
@@ -52,13 +52,15 @@ def silent_groups(share: Share, sent: Counter[str]) -> dict[str, Group]:
 
 
 class Kernels(TorchDispatchMode):
-    """Counts the products of matrices that run under it, and the bytes that all other operations read and
-    write; of these, attention in one kernel and what moves nothing do not count."""
+    """Counts the products of matrices and the attention that run under it, and the bytes that all other
+    operations read and write; of these, what moves nothing does not count. `weights`: numbers of storages
+    whose products count as those of weights; None: every product counts so."""
 
-    def __init__(self) -> None:
+    def __init__(self, weights: Collection[int] | None = None) -> None:
         super().__init__()
         self.products: list[Product] = []
-        self.bytes, self.count = 0, 0
+        self.attention: list[Kernel] = []
+        self.bytes, self.count, self.weights = 0, 0, weights
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -66,10 +68,20 @@ class Kernels(TorchDispatchMode):
         if name in ("mm", "addmm", "bmm"):
             left, right = args[-2:]
             *batch, m, k = left.shape
-            self.products.append(Product(m, right.shape[-1], k, *batch))
-        elif not (func.is_view or name in _FREE or name.startswith("_scaled_dot_product")):
+            count = batch[0] if batch else 1
+            self.products.append(Product(m, right.shape[-1], k, count, self._of_weight(left, right)))
+        elif name == "convolution":  # as the product of what each number of the result is made of
+            k, channels = args[1][0].numel(), args[1].shape[0]
+            self.products.append(Product(out.numel() // channels, channels, k, 1, self._of_weight(args[1])))
+        elif name.startswith("_scaled_dot_product"):
+            if "backward" not in name:
+                self.attention += _attention(*args[:3])
+        elif not (func.is_view or name in _FREE):
             self._move(name, func, [args, kwargs], out)
         return out
+
+    def _of_weight(self, *operands: torch.Tensor) -> bool:
+        return self.weights is None or any(_number(each) in self.weights for each in operands)
 
     def _move(self, name: str, func: Any, given: Any, out: Any) -> None:
         read = [each for each in tree_leaves(given) if isinstance(each, torch.Tensor)]
@@ -83,6 +95,15 @@ class Kernels(TorchDispatchMode):
         self.count += 1
 
 
+def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[Kernel]:
+    """[B, N, S, E], [B, K, T, E], [B, K, T, F]: causal or not, all of the square counts."""
+    size, heads, seq, width = q.shape
+    if k.shape[2] == seq and v.shape[-1] == width:
+        return [Attention(size, heads, k.shape[1], seq, width)]
+    return [Product(seq, k.shape[2], width, size * heads, False),
+            Product(seq, v.shape[-1], k.shape[2], size * heads, False)]
+
+
 # Operations that move no bytes (an _unsafe_view is none of torch's views), and those that touch few elements.
 _FREE = ("_unsafe_view", "new_empty", "empty_like", "empty", "detach", "slice_backward", "ones_like")
 _SPARSE = ("index", "index_put", "index_put_", "gather", "embedding")
@@ -91,10 +112,10 @@ _SPARSE = ("index", "index_put", "index_put_", "gather", "embedding")
 class Measured:
     """A layer as one rank of `share` has it, and its measured cost."""
 
-    def __init__(self, layer: Layer, model: ModelConfig, share: Share, running: int = 0,
+    def __init__(self, layer: Layer, model: ModelConfig, share: Share, running: bool = False,
                  pieces: Iterable[str] = ()):
-        """`running`: bytes of the layer's input, where this is a running softmax, else 0. `pieces`: the
-        activation pieces that are computed again."""
+        """`running`: whether the layer's input is a running softmax. `pieces`: the activation pieces that are
+        computed again."""
         self.layer, self.share, self.sent = layer, share, Counter()
         dtype = DTYPES["fp32" if share.element == 4 else "bf16"]
         groups = silent_groups(share, self.sent)

@@ -15,7 +15,7 @@ BLOCK = 256  # rows and columns of a block
 _MASK = (1 << 64) - 1
 
 
-def _seed(*words: object) -> int:
+def seed_of(*words: object) -> int:
     """A 63-bit seed from anything that prints."""
     digest = hashlib.blake2b("/".join(map(str, words)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
@@ -40,6 +40,13 @@ def draw(into: torch.Tensor, parameter: Parameter, part: tuple[tuple[int, ...], 
     blocks at a time, and the whole parameter is the same on every mesh. Rows that pad the vocabulary are
     zero.
     """
+    if parameter.made is not None:
+        offset, shape = part
+        whole = parameter.made(seed)
+        for dim, (first, length) in enumerate(zip(offset, shape, strict=True)):
+            whole = whole.narrow(dim, first, length)
+        into.copy_(whole.reshape(-1)[start:start + len(into)])
+        return
     if parameter.std == parameter.uniform == 0.0:
         into.fill_(parameter.fill)
         return
@@ -81,7 +88,8 @@ def _strip(parameter: Parameter, whole: tuple[int, ...], rows: tuple[int, int], 
     row = rows[0] - rows[0] % BLOCK
     strip = torch.empty(rows[1] - rows[0], columns[1] - columns[0])
     for column in range(columns[0] - columns[0] % BLOCK, columns[1], BLOCK):
-        generator = torch.Generator().manual_seed(_seed(seed, parameter.name, row // BLOCK, column // BLOCK))
+        key = seed_of(seed, parameter.name, row // BLOCK, column // BLOCK)
+        generator = torch.Generator().manual_seed(key)
         block = torch.empty(min(BLOCK, whole[0] - row), min(BLOCK, whole[1] - column))
         if parameter.uniform:
             block.uniform_(-parameter.uniform, parameter.uniform, generator=generator)
@@ -108,7 +116,7 @@ def keep_mask(probability: float, key: tuple[int, str], samples: torch.Tensor,
 
 def keyed(key: tuple[int, str], samples: torch.Tensor) -> torch.Tensor:
     """A hash of the key and each sample, int64 [B]."""
-    return _mix(samples + _seed(*key))
+    return _mix(samples + seed_of(*key))
 
 
 def mask_of(probability: float, hashes: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:

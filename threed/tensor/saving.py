@@ -27,6 +27,8 @@ class _Part(NamedTuple):
     offset: int
     size: torch.Size
     stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
 
 
 class _Recipe(NamedTuple):
@@ -40,6 +42,7 @@ class Saving:
     def __init__(self, pieces: Sequence[str] = ()):
         self.pieces = frozenset(pieces)
         self._recipes: list[tuple[torch.Tensor, Callable[[], torch.Tensor]]] = []
+        self._without_parameters = False
 
     def again(self, piece: str) -> bool:
         """Whether the current forward saves recipes for tensors of this kind."""
@@ -66,8 +69,18 @@ class Saving:
 
     def keeping(self, places: Sequence[Place]) -> AbstractContextManager[Any]:
         """The context of a unit's forward."""
-        return torch.autograd.graph.saved_tensors_hooks(lambda t: self._pack(t, places), _unpack) \
+        return torch.autograd.graph.saved_tensors_hooks(lambda t: self._pack(t, places), self._unpack) \
             if places or self.pieces else nullcontext()
+
+    @contextmanager
+    def without_parameters(self) -> Iterator[None]:
+        """Within the context, an operation gets no values of parameters that were saved as their place: it
+        needs their shapes alone, and their memory may hold others by now."""
+        self._without_parameters = True
+        try:
+            yield
+        finally:
+            self._without_parameters = False
 
     def _pack(self, tensor: torch.Tensor, places: Sequence[Place]) -> torch.Tensor | _Part | _Recipe:
         for output, make in self._recipes:
@@ -76,20 +89,24 @@ class Saving:
         for place in places:
             offset = tensor.data_ptr() - place.start.data_ptr()
             if 0 <= offset < place.start.nbytes and tensor.device == place.start.device:
-                return _Part(place.again, offset // tensor.itemsize, tensor.shape, tensor.stride())
-        return tensor
+                return _Part(place.again, offset // tensor.itemsize, tensor.shape, tensor.stride(),
+                             tensor.dtype, tensor.device)
+        # An operation's own result would hold the operation, which holds what it saves: a ring that nobody
+        # frees where backward runs in two halves and does not free what it has used.
+        return tensor.detach()
+
+    def _unpack(self, kept: torch.Tensor | _Part | _Recipe) -> torch.Tensor:
+        if isinstance(kept, _Recipe):
+            with torch.no_grad():
+                return kept.make()
+        if isinstance(kept, _Part):
+            if self._without_parameters:
+                return torch.zeros((), dtype=kept.dtype, device=kept.device).expand(kept.size)
+            whole = kept.again()
+            return whole.as_strided(kept.size, kept.stride, whole.storage_offset() + kept.offset)
+        return kept
 
 
 def _view_of(tensor: torch.Tensor) -> object:
     """The memory of a tensor, and what of it the tensor is. (Tensors without memory have storages, too.)"""
     return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride()
-
-
-def _unpack(kept: torch.Tensor | _Part | _Recipe) -> torch.Tensor:
-    if isinstance(kept, _Recipe):
-        with torch.no_grad():
-            return kept.make()
-    if isinstance(kept, _Part):
-        whole = kept.again()
-        return whole.as_strided(kept.size, kept.stride, whole.storage_offset() + kept.offset)
-    return kept

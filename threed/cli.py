@@ -22,7 +22,7 @@ from threed.program.picture import picture
 from threed.quantity import parse_count, parse_memory
 from threed.schema import Config
 from threed.start import start
-from threed.verbs import EXAMPLES, RunPath, convert, init, keys, runs, trace, write_file
+from threed.verbs import EXAMPLES, RunPath, convert, exclude, init, keys, runs, trace, write_file
 
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
@@ -51,16 +51,6 @@ HELP_SECONDS = ("search this much longer with --schedule auto, or until no order
 HELP_SCHEDULE = "of a bare pipeline: 1f1b, zb-v, auto, file:PATH ..."
 HELP_TIMES = "seconds of a position's forward, of backward's two halves, of a message"
 HELP_LIMIT = "most activations that a position may keep"
-
-
-def _exclude(context: typer.Context, given: str, *others: str) -> None:
-    """InputError where one of the parameters `others` is on the command line beside `given`, which would
-    ignore it."""
-    for name in others:
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
-            raise InputError(f"{given} and --{name.replace('_', '-')} exclude each other: leave one of them "
-                             "out")
 
 
 def _version(value: bool) -> None:
@@ -108,9 +98,9 @@ def show(context: typer.Context, config: ConfigPath, overrides: Overrides = None
     """Show what will run: the mesh, the units and the schedule's grid; or one rank's program; or the units of
     one kind; or what one instruction is for."""
     if explain is not None:
-        _exclude(context, "--explain", "units", "svg")
+        exclude(context, "--explain", "units", "svg")
     if units is not None:
-        _exclude(context, "--units", "rank", "program")
+        exclude(context, "--units", "rank", "program")
     gc.disable()  # as in predict
     plan = api.plan(_load(config, overrides))
     if explain is not None:
@@ -190,7 +180,7 @@ def predict(context: typer.Context, config: BareConfigPath = None, overrides: Ov
     if config is not None:
         from threed.prediction.report import show as show_report
 
-        _exclude(context, "CONFIG", "schedule", "pp", "micro_batches", "times", "virtual_stages",
+        exclude(context, "CONFIG", "schedule", "pp", "micro_batches", "times", "virtual_stages",
                  "activation_limit", "seconds")
         _print(api.predict(_load(config, overrides), hardware, costs, tokens), show_report, as_json)
         return
@@ -199,7 +189,7 @@ def predict(context: typer.Context, config: BareConfigPath = None, overrides: Ov
     if schedule is None:
         raise InputError("give a CONFIG, or --schedule NAME for a bare pipeline; threed predict --help shows "
                          "both")
-    _exclude(context, "--schedule", "costs", "hardware", "tokens")
+    exclude(context, "--schedule", "costs", "hardware", "tokens")
     limit = None
     if activation_limit is not None:
         limit = bare.parse_limit_of_bare(activation_limit, pp, micro_batches)
@@ -280,7 +270,7 @@ def memory(context: typer.Context,
         raise InputError("give a CONFIG or --parameters N, and not both; for example threed memory "
                          "--parameters 7.5e9 --dp 64")
     if config is not None:
-        _exclude(context, "CONFIG", "dp", "tp", "pp", "dtype", "master", "optimizer")
+        exclude(context, "CONFIG", "dp", "tp", "pp", "dtype", "master", "optimizer")
         values = memories.of_config(configs.load(config, overrides))
     else:
         values = memories.of_size(parse_count(parameters or "") / (tp * pp), dp, dtype, master, optimizer)

@@ -64,8 +64,7 @@ def _check_model(config: Config) -> list[str]:
             problems.append(f"{name}={size} is not divisible by parallel.tp={tp}")
     if config.parallel.sequence_parallel:
         if tp == 1:
-            problems.append("parallel.sequence_parallel=true needs parallel.tp > 1: it splits the sequence "
-                            "over tp")
+            problems.append("parallel.sequence_parallel=true needs parallel.tp > 1: tp splits the sequence")
         elif model.seq_len % tp:
             problems.append(f"parallel.sequence_parallel=true: model.seq_len={model.seq_len} is not "
                             f"divisible by parallel.tp={tp}")

@@ -170,6 +170,16 @@ def trace(run: RunPath,
               "events")
 
 
+def exclude(context: typer.Context, given: str, *others: str) -> None:
+    """InputError where one of the parameters `others` is on the command line beside `given`, which would
+    ignore it."""
+    for name in others:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise InputError(f"{given} and --{name.replace('_', '-')} exclude each other: leave one of them "
+                             "out")
+
+
 def write_file(option: str, file: Path, text: str) -> None:
     """Write what an option asked for. InputError where the file cannot be written."""
     try:

@@ -113,6 +113,9 @@ def test_digest(name):
     table = {name: value for name, value in asdict(plan.table).items() if name not in ("logits", "trains")}
     for unit in table["parameters"].values():
         assert unit.pop("trains")
+    for unit in table["units"]:  # a unit of an older version said the bytes of a running softmax
+        assert unit.pop("output") is None
+        unit["running_bytes"] = 0
     text = json.dumps([table, plan.programs], sort_keys=True)
     assert plan.digest == hashlib.sha256(text.encode()).hexdigest()[:16]
 

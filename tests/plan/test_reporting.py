@@ -18,7 +18,8 @@ def trainer(tmp_path) -> Any:
     said: list[str] = []
     log = SimpleNamespace(say=said.append, said=said, sent=[], run_id="id")
     log.report = log.sent.append
-    config = SimpleNamespace(run=SimpleNamespace(dir=str(tmp_path)), monitor=SimpleNamespace(report=True))
+    config = SimpleNamespace(run=SimpleNamespace(dir=str(tmp_path)), monitor=SimpleNamespace(report=True),
+                             model=SimpleNamespace(family="gpt"))
     return SimpleNamespace(log=log, config=config, hurried=False)
 
 

@@ -65,8 +65,7 @@ class ParameterUnit:
     reductions: tuple[Reduction, ...]  # of its gradient, in order
     state_home: Tier = Tier.DEVICE  # tier of its optimizer state and its STEP (disk: STEP runs on the host)
     weight_home: Tier = Tier.DEVICE  # tier of this rank's part of the parameters
-    # Whether it stays whole from its first use in a step to its last, in its own buffer (under ZeRO-3:
-    # small).
+    # Whether it stays whole from its first use in a step to its last (under ZeRO-3: small), in its buffer.
     whole: bool = True
     # False: it is frozen. It has no gradient, no state and no STEP; and where it stays whole, every rank
     # holds all of it all the time, and nothing is gathered.

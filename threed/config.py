@@ -33,7 +33,8 @@ from threed.validate import validate
 from threed.values import CHOICES, check_values, get
 
 _NEAR = 0.8  # how alike a key and a slip of the pen are; below it they are two words
-_KINDS = {"converted to Float": "a number", "converted to Integer": "a whole number"}  # ends of reasons
+_KINDS = {"converted to Float": "a number", "converted to Integer": "a whole number",  # ends of reasons
+          "is not a ListConfig, TupleConfig, list, or tuple.": "a list, such as [one,two]"}
 _NEARER = 0.9  # the same, of a key of another section
 
 

@@ -135,6 +135,10 @@ def test_what_cannot_go_on_is_refused(tmp_path):
                              (["model.lora_targets=[q_proj]"], "lora_targets=")):
         with pytest.raises(InputError, match=words):
             trained(lora(run, "llama3", *overrides), 0)
+    # what is the same in other words is not named
+    with pytest.raises(InputError, match=r"another model: model.lora_alpha=10.0 there, 4 here$"):
+        backwards = ",".join(reversed(TARGETS["llama3"].strip("[]").split(",")))
+        trained(lora(run, "llama3", f"model.lora_targets=[{backwards}]", "model.lora_alpha=null"), 0)
     with pytest.raises(InputError, match=r"has adapters of model.lora_rank=4.*merge them by threed export"):
         trained(load(run / "config.yaml", RUN), 0)
     with pytest.raises(InputError, match="is there already"):
@@ -146,6 +150,14 @@ def test_what_cannot_go_on_is_refused(tmp_path):
     with pytest.raises(InputError, match="a gpt2 of transformers has c_attn, and no linear for an adapter"):
         app(["export", str(run), str(tmp_path / "none"), "--adapters"], standalone_mode=False)
     assert not (tmp_path / "none").exists()
+
+
+def test_without_a_base_a_note_says_so(tmp_path):
+    """Somebody would train adapters of random weights, without a word."""
+    made = make("llama3", tmp_path / "theirs")
+    import_model(made.folder, tmp_path / "run", RUN[:1])
+    _, notes = trained(lora(tmp_path / "run", "llama3", f"run.dir={tmp_path / 'other'}"), 0)
+    assert any("beside random weights" in note for note in notes)
 
 
 def test_a_base_that_was_trained_here(tmp_path):

@@ -184,6 +184,19 @@ def test_budget(name):
     assert show_bytes(least) in str(error.value)
 
 
+def test_budget_that_another_position_meets_late():
+    """A position keeps less once another one recomputes, too: then its messages come later."""
+    others = [*("model.layers=2", "model.hidden=16", "model.seq_len=8", "model.tie_embeddings=false"),
+              *("model.vocab=30", "model.vocab_multiple=16", "zero.shard_size=2"),
+              *("parallel.dp=2", "parallel.tp=2", "zero.stage=3", "train.global_batch_size=6"),
+              *("parallel.schedule=breadth-first", "parallel.virtual_stages=2"),
+              *("model.lora_rank=1", "model.lora_targets=[down_proj]")]
+    everything = plan_of(*others, *FULL)
+    least = max(row["activation_peak_bytes"] for row in stages(everything))
+    plan = plan_of(*others, "activation.policy=budget", f"activation.budget={least}")
+    assert max(row["activation_peak_bytes"] for row in stages(plan)) == least
+
+
 def test_budget_above_everything_changes_nothing():
     """A generous budget that recomputes all the same."""
     assert plan_of("activation.policy=budget", "activation.budget=1TiB").programs == plan_of().programs

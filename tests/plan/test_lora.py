@@ -31,6 +31,7 @@ EVERY = "model.lora_targets=[q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_
     (["model.lora_rank=2", "model.lora_targets=[qkv_proj,v_proj]"], "qkv_proj is one adapter for queries"),
     (["model.lora_rank=2", "model.lora_targets=[]"], "must be some of q_proj, "),
     (["model.lora_rank=2", "model.lora_targets=[q_proj,q_proj]"], "each once"),
+    (["model.lora_rank=2", "model.lora_targets=all-linear"], "=all-linear: must be a list, such as"),
     (["model.lora_rank=2", "model.tile_linears=1KiB"], "tiles have no adapters"),
     (["model.r=2"], "for PEFT's model.r use model.lora_rank"),
 ])

@@ -39,18 +39,19 @@ def choose(table: Table, costs: Sequence[float], peaks: Callable[[Collection[int
     units do not suffice.
 
     `costs`: of a forward of each unit. `peaks`: units -> bytes that each position keeps. Greedy: while a
-    position keeps too much, the unit that saves most for its cost is added; then units that are not needed
+    position keeps too much, its unit that saves most for its cost is added; then units that are not needed
     are removed, the costliest first. Exact where the units of a position are alike, as blocks are.
     """
     chosen: set[int] = set()
     gain = {u: (table.units[u].saved_bytes - table.size(Slot("kept", u))) / costs[u]
             for u in worthwhile(table)}
     while over := [position for position, peak in enumerate(peaks(chosen)) if peak > budget]:
-        for position in over:
-            left = [u for u in gain if u not in chosen and table.position(u) == position]
-            if not left:
-                return None
-            chosen.add(max(left, key=lambda u: gain[u]))
+        left = [u for u in gain if u not in chosen]
+        if not left:
+            return None
+        best = {table.position(u): u for u in sorted(left, key=lambda u: (gain[u], -u))}
+        # Where these positions have none left: a position that recomputes sends later, and others hold less.
+        chosen.update([best[position] for position in over if position in best] or best.values())
     for u in sorted(chosen, key=lambda u: -costs[u]):
         if max(peaks(chosen - {u})) <= budget:
             chosen.remove(u)

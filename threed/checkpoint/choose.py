@@ -131,8 +131,10 @@ def read_manifest(path: Path, config: Config, trains: bool = True) -> dict[str, 
         raise InputError(f"checkpoint {path} has adapters of model.lora_rank={given['lora_rank']}: give the "
                          "keys model.lora_* of its run to go on, or merge them by threed export, then threed "
                          "import")
-    if base or _adapters(given) == _adapters(mine):
+    if base:
         free |= {"lora_rank", "lora_alpha", "lora_targets"}
+    else:
+        given, mine = ({**keys, **_adapters(keys)} for keys in (given, mine))
     different = [f"model.{key}={given.get(key)} there, {mine[key]} here" for key in mine
                  if key not in free and given.get(key) != mine[key]]
     if different:
@@ -162,11 +164,11 @@ def as_begun(manifest: dict[str, Any], config: Config) -> dict[str, Any]:
             "waiting": None, "wandb_id": None, "weights_only": True}
 
 
-def _adapters(model: dict[str, Any]) -> tuple[Any, ...]:
+def _adapters(model: dict[str, Any]) -> dict[str, Any]:
     """What the keys of adapters mean, however they are written."""
     rank, alpha, targets = (model[f"lora_{key}"] for key in ("rank", "alpha", "targets"))
-    chosen = sorted(("q_proj", "v_proj") if targets is None else targets)
-    return rank, rank if alpha is None else alpha, chosen
+    return {"lora_alpha": rank if alpha is None else alpha,
+            "lora_targets": sorted(("q_proj", "v_proj") if targets is None else targets)}
 
 
 def _check_files(path: Path, manifest: dict[str, Any]) -> None:
@@ -185,6 +187,14 @@ def _check_files(path: Path, manifest: dict[str, Any]) -> None:
             raise Unusable(path, f"is incomplete: {name} cannot be read ({error.strerror})") from None
         if actual != sizes[name]:
             raise Unusable(path, f"is damaged: {name} has {actual} bytes, not {sizes[name]}")
+
+
+def begun(config: Config) -> list[str]:
+    """A line for a run that begins without a checkpoint, and freezes what it has drawn."""
+    rank = config.model.lora_rank
+    return [] if rank is None else [
+        f"model.lora_rank={rank} without a checkpoint: adapters are trained beside random weights; "
+        "begin with threed import, or name the base model's checkpoint with train.resume=PATH"]
 
 
 # Keys that decide which sample an index is.

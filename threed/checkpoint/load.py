@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from threed.checkpoint.boxes import boxes
-from threed.checkpoint.choose import as_begun, candidates, is_base, notes, read_manifest
+from threed.checkpoint.choose import as_begun, begun, candidates, is_base, notes, read_manifest
 from threed.checkpoint.format import Unusable, patiently, unseal, weights_only
 from threed.checkpoint.lineage import Lineage
 from threed.checkpoint.proof import MASK, checksum
@@ -79,7 +79,7 @@ def resume(config: Config, zero: ZeroRun, say: Callable[[str], None] = lambda li
         raise InputError(f"none of the checkpoints can be used:\n  {reasons}\nrepair one, name one with "
                          "train.resume=PATH, or begin anew in another run.dir, or here with "
                          "train.resume=never")
-    return Resumed(None, {}, comm.broadcast(Lineage.new(config)), said)
+    return Resumed(None, {}, comm.broadcast(Lineage.new(config)), begun(config))
 
 
 def _together(comm: Comm, work: Callable[[], T], stop: threading.Event | None = None) -> T:

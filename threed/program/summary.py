@@ -146,8 +146,9 @@ def show(rows: list[dict[str, Any]]) -> str:
             saves = ", ".join(f"{show_bytes(frozen[f'{key}_bytes'])} of {what}" for key, what in (
                 ("gradient", "gradients"), ("optimizer", "optimizer state"), ("reduce", "each reduction"))
                 if frozen[f"{key}_bytes"])
-            count = show_count(frozen["parameters"])
-            lines.append(f"pp{position} holds {count} frozen parameters, which saves {saves}")
+            trained = show_count(row["parameters"] - frozen["parameters"])
+            lines.append(f"pp{position} trains {trained} parameters; {show_count(frozen['parameters'])} are "
+                         f"frozen, which saves {saves}")
     if copied := max(row["snapshot_bytes"] for row in rows):
         lines.append(f"a rank's copy on the host for checkpoints: {show_bytes(copied)} "
                      "(checkpoint.background)")

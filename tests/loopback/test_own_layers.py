@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 import threed
 from tests.harness import same_bits
@@ -436,6 +437,10 @@ PLANNED = {  # when it is planned: layers, loss, message
     "no gradient": ([linear(), of(lambda m, x: m(x).argmax(-1)), LAST], F.mse_loss, "none of it needs"),
     "a text": ([linear(), of(lambda m, x: {"x": m(x), "y": object()}), LAST], F.mse_loss, "is a object"),
     "values": ([linear(), of(lambda m, x: m(x) * m(x).sum().item()), LAST], F.mse_loss, "cannot be measured"),
+    "checkpoint": ([linear(), of(lambda m, x: checkpoint(m, x, use_reentrant=False)), LAST], F.mse_loss,
+                   "layer Linear.1 keeps by itself what backward needs"),
+    "reentrant": ([linear(), of(lambda m, x: checkpoint(m, x, use_reentrant=True)), LAST], F.mse_loss,
+                  "set activation.policy to full or budget"),
     "sizes": ([linear(), threed.Spec(nn.Linear, 7, 6), LAST], F.mse_loss,
               "layer Linear.1 cannot be measured: RuntimeError"),
     "no scalar": ([linear(), LAST], lambda out, _: out, "the loss of layer Linear.1's output is float32"),

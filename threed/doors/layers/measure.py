@@ -4,11 +4,13 @@ have shapes and no memory. After that these are plain values, as our own layers 
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+import torch.utils.checkpoint
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -130,7 +132,7 @@ class _Measuring:
                 module._parameters[key] = weight
 
     def facts(self) -> Facts:
-        with _Draws() as draws, _constant(self.name, self.module):
+        with _Draws() as draws, _constant(self.name, self.module), _kept_by_threed(self.name):
             out = self._forward(self._open()[0])
             schema = self._schema(out)
             again = self._schema(self._forward(self._open()[0]))
@@ -252,6 +254,29 @@ def _keeps_all(func: Any, args: Any) -> bool:
     """Whether it is attention or dropout that drops nothing."""
     named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
     return "scaled_dot_product" in func._schema.name and not named.get("dropout_p")
+
+
+@contextmanager
+def _kept_by_threed(name: str) -> Iterator[None]:
+    """InputError where the layer itself says what autograd keeps: it would keep parameters that are gone by
+    the time of backward (ZeRO-3), and nothing would notice."""
+    hooks, checkpointed = torch.autograd.graph.saved_tensors_hooks, torch.utils.checkpoint.CheckpointFunction
+    enter, apply, here = hooks.__enter__, checkpointed.apply, threading.get_ident()
+
+    def refused(usual: Callable[..., Any], *args: Any) -> Any:
+        if threading.get_ident() != here:
+            return usual(*args)
+        raise InputError(f"layer {name} keeps by itself what backward needs, as torch.utils.checkpoint does: "
+                         "leave that out, and set activation.policy to full or budget, which compute layers "
+                         "again")
+
+    hooks.__enter__ = lambda self: refused(enter, self)  # pyright: ignore[reportAttributeAccessIssue]
+    checkpointed.apply = staticmethod(lambda *args: refused(apply, *args))
+    try:
+        yield
+    finally:
+        hooks.__enter__ = enter
+        del checkpointed.apply  # which is inherited
 
 
 @contextmanager

@@ -76,11 +76,11 @@ def timed(plan: Plan, cost: Cost | Seconds, contention: float, name: str = "trai
     programs, links = plan.programs[name], plan_links(plan, name)
     seconds = seconds_of(links, cost) if callable(cost) else cost
     first = walk(programs, links, Mode.BUFFERED, seconds)
-    if not contention:
+    beside = [_beside(first, position, linked) for position, linked in enumerate(links)] if contention else []
+    if not any(map(any, beside)):
         return first
-    longer = [[took + contention * beside
-               for took, beside in zip(row, _beside(first, position, linked), strict=True)]
-              for position, (row, linked) in enumerate(zip(seconds, links, strict=True))]
+    longer = [[took + contention * shared for took, shared in zip(row, rows, strict=True)]
+              for row, rows in zip(seconds, beside, strict=True)]
     return walk(programs, links, Mode.BUFFERED, longer)
 
 

@@ -23,7 +23,7 @@ from threed.program.instruction import Instruction, Op
 from threed.program.link import follow, joined, link, links_of, memory
 from threed.program.order import plan_links, run_links
 from threed.program.table import Plan
-from threed.program.walk import Mode, all_meet, walk
+from threed.program.walk import Mode, all_meet, in_turn, walk
 
 SPREAD = ("1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v", "partition", "delayed", "contiguous", "tiles")
 
@@ -93,6 +93,19 @@ def test_simulated_is_what_is_waited_for(name):
             programs, engines, Mode.BUFFERED, cost)
 
 
+@pytest.mark.parametrize("name", SPREAD)
+def test_a_walk_without_a_graph(name, monkeypatch):
+    """Going from program to program gives the times, to the bit, of the visit of the graph."""
+    plan, rng = plan_of(name), random.Random(name)
+    for name, programs in plan.programs.items():
+        links = plan_links(plan, name)
+        seconds = [[rng.choice((0.0, rng.random())) for _ in program] for program in programs]
+        when = in_turn(links, seconds)
+        with monkeypatch.context() as patch:
+            patch.setattr("threed.program.walk.in_turn", lambda *_: None)
+            assert when == walk(programs, links, Mode.BUFFERED, seconds)
+
+
 def test_two_programs_as_one():
     """Two steps, one after the other: the second one's strands at the places of the first one's."""
     plan = plan_of("interleaved")
@@ -120,10 +133,11 @@ def test_digest(name):
     assert plan.digest == hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def test_all_meet():
+def test_all_meet(monkeypatch):
     """Programs with a message later: a deadlock in some mode although all calls meet, or none in the mode in
-    which all calls block although they do not."""
-    plan, rng, stuck = plan_of("1f1b"), random.Random(4), 0
+    which all calls block although they do not. And the walk without a graph has no result where it cannot
+    end, although the lanes together might."""
+    plan, rng, stuck, only_lanes = plan_of("1f1b"), random.Random(4), 0, 0
     for _ in range(150):
         programs = [list(program) for program in plan.programs["train"]]
         program = rng.choice(programs)
@@ -137,7 +151,14 @@ def test_all_meet():
         found = {mode: bool(walk(programs, links, mode).stuck) for mode in Mode}
         assert all_meet(links) == (not found[Mode.BLOCKING]) and any(found.values()) == found[Mode.BLOCKING]
         stuck += found[Mode.BLOCKING]
-    assert stuck > 5
+        seconds = [[rng.random() for _ in program] for program in programs]
+        when = in_turn(links, seconds)
+        with monkeypatch.context() as patch:
+            patch.setattr("threed.program.walk.in_turn", lambda *_: None)
+            visited = walk(programs, links, Mode.BUFFERED, seconds)
+        assert when == visited or (when is None and found[Mode.BLOCKING])
+        only_lanes += when is None and not visited.stuck
+    assert stuck > 5 and only_lanes
 
 
 def _same_messages(programs: Sequence[Sequence[Instruction]]) -> bool:

@@ -14,7 +14,7 @@ from threed.pipeline.rule import Rule
 from threed.pipeline.timed import TimedOrder, Times
 
 FRESH, KEPT = 40, 4  # random rules, and rules that are kept
-WORK, LEAST, MOST = 36_000, 60, 250  # changed rules: WORK / (positions * micro-batches), within these
+WORK, LEAST, MOST = 36_000, 100, 250  # changed rules: WORK / (positions * micro-batches), within these
 STEPS = (0.02, 0.1, 0.4)  # how much a change adds to a number or takes from it, at most
 
 

@@ -40,7 +40,7 @@ def communicate(programs: Programs, table: Table) -> Programs:
     agree on the order of messages; a RECV comes as early as its value can arrive; and the plan cannot
     deadlock, even where every call blocks, because the ranks can run the sequence itself.
     """
-    return [[instruction for *_, instruction in sorted(events)] for events in _events(programs, table)]
+    return [[event[-1] for event in sorted(events)] for events in _events(programs, table)]
 
 
 # (time, whether it is compute, sequence number, instruction). Sorted, the messages of one moment come before

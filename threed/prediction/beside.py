@@ -86,7 +86,9 @@ def timed(plan: Plan, cost: Cost | Seconds, contention: float, name: str = "trai
 
 def _beside(when: Walk, position: int, links: Links) -> list[float]:
     """For each instruction: for how many seconds it computes while its position communicates."""
-    busy, at, result = _union(when, position, links), 0, []
+    busy, at, result = _union(when, position, links), 0, list[float]()
+    if not busy:
+        return [0.0] * len(links.program)
     for start, end, item in zip(when.start[position], when.end[position], links.program, strict=True):
         inside = 0.0
         if item.op in COMPUTE:
@@ -102,9 +104,10 @@ def _beside(when: Walk, position: int, links: Links) -> list[float]:
 
 def _union(when: Walk, position: int, links: Links) -> Sequence[tuple[float, float]]:
     """The times in which a position communicates, in order and apart."""
+    forms = {form for form in dict.fromkeys(links.forms) if form.effect.lane in _COMMUNICATES}
     spans = sorted((start, end) for start, end, form in
                    zip(when.start[position], when.end[position], links.forms, strict=True)
-                   if end > start and form.effect.lane in _COMMUNICATES)
+                   if form in forms and end > start) if forms else []
     apart: list[tuple[float, float]] = []
     for start, end in spans:
         if apart and start <= apart[-1][1]:

@@ -16,7 +16,7 @@ from threed.program.order import plan_links, simulated
 from threed.program.show import timeline
 from threed.program.summary import activations, alive_bytes, fixed_bytes, stage
 from threed.program.table import SNAPSHOT, VERIFY, Plan
-from threed.program.walk import Cost, Mode, walk
+from threed.program.walk import Cost, Mode, Walk, walk
 from threed.quantity import show_bytes, show_count, show_seconds
 
 SAMPLES = 50  # points of memory over time
@@ -56,7 +56,7 @@ def report(priced: Priced, verify_every: int = 0) -> dict[str, Any]:
                       priced.hardware).total_s
     return {"step_time": total, "bubble": bubble, "exposed_transfer_s": total - free_s,
             "costs": priced.source, "digest": plan.digest,
-            "checkpoint": _checkpoint(plan, cost, when.total_s), "stages": rows,
+            "checkpoint": _checkpoint(plan, cost, when), "stages": rows,
             **_verifying(plan, cost, verify_every)}
 
 
@@ -68,19 +68,35 @@ def highest(values: Sequence[float], most: int) -> list[int]:
             for first in range(0, len(values), every)]
 
 
-def _checkpoint(plan: Plan, cost: Cost, step_s: float) -> dict[str, float] | None:
+def _checkpoint(plan: Plan, cost: Cost, when: Walk) -> dict[str, float] | None:
     """For a checkpoint that is written while the run goes on: bytes a rank, seconds of the copy to the host,
-    and the delay of the next step, whose STEPs wait for the copy. None where the plan makes no such copy."""
+    and the delay of the next step, whose STEPs wait for the copy. None where the plan makes no such copy.
+    `when`: the walk of a step."""
     table, copies = plan.table, plan.programs.get(SNAPSHOT)
     if copies is None:
         return None
     both = [joined(*links) for links in zip(links_of(plan, SNAPSHOT), links_of(plan, "train"), strict=True)]
     links = [simulated(links, table, table.seam(position), buffers(plan, position))
              for position, links in enumerate(both)]
-    longer = walk([linked.program for linked in links], links, Mode.BUFFERED, cost).total_s - step_s
+    copied = timeline(plan, SNAPSHOT, cost)
+    longer = 0.0
+    if any(_late(linked, *times) for linked, *times in zip(links, copied.end, when.start, strict=True)):
+        longer = walk([linked.program for linked in links], links, Mode.BUFFERED, cost).total_s - when.total_s
     return {"bytes": max(sum(table.moved(item) for item in copy) for copy in copies),
             "copy_s": max(sum(cost(position, item) for item in copy) for position, copy in enumerate(copies)),
             "blocked_s": max(0.0, longer)}
+
+
+def _late(links: Links, copied: Sequence[float], begun: Sequence[float]) -> bool:
+    """Whether copies end after something of the step that waits for them, or for their lane, has begun.
+    `links`: of the copies and then of the step."""
+    count = len(copied)
+    waits = [pair for pairs in links.pairs() for pair in zip(*pairs, strict=True)
+             if pair[0] < count <= pair[1]]
+    lanes = {form.effect.lane: index for index, form in enumerate(links.forms[:count])}  # the last of each
+    waits += [(lanes[form.effect.lane], index) for index, form in enumerate(links.forms)
+              if index >= count and form.effect.lane in lanes]
+    return any(copied[first] > begun[then - count] for first, then in waits)
 
 
 def _verifying(plan: Plan, cost: Cost, every: int) -> dict[str, Any]:

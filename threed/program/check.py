@@ -63,7 +63,7 @@ def check_programs(name: str, programs: Sequence[Program], table: Table) -> list
         _check_copies(name, programs, position, linked)
         links.append(linked)
     _check_channels(name, programs)
-    _check_collectives(name, programs, table)
+    _check_collectives(name, programs, table, links)
     for mode in () if all_meet(links) else Mode:
         if stuck := walk(programs, links, mode).stuck:
             raise PlanError(f"deadlock ({mode.value}): each of these waits for another\n" + "\n".join(
@@ -107,8 +107,8 @@ def _check_complete(name: str, programs: Sequence[Program], position: int, table
                 name, programs, position, index,
                 f"'{Instruction(*turn)}' runs {seen[turn]} times here, not {expected[turn]}"))
     if trains:
-        _check_steps(name, programs, position, table)
-    clips = [i for i, form in enumerate(links.forms) if form.item.op == Op.CLIP]
+        _check_steps(name, programs, position, table, links)
+    clips = _places(links, Op.CLIP)
     wrong = next((i for i in clips if (program[i].gradients != "none") != trains), None)
     if len(clips) != (name != GENERATE) or wrong is not None:  # without a loss there is nothing to sum
         raise PlanError(describe(name, programs, position, wrong if wrong is not None else len(program) - 1,
@@ -156,11 +156,17 @@ def _expected(microbatches: Iterable[int], table: Table, position: int, trains: 
     return expected
 
 
-def _check_steps(name: str, programs: Sequence[Program], position: int, table: Table) -> None:
+def _places(links: Links, op: Op) -> list[int]:
+    """The indices of the instructions of an op."""
+    forms = {form for form in dict.fromkeys(links.forms) if form.item.op == op}
+    return [index for index, form in enumerate(links.forms) if form in forms] if forms else []
+
+
+def _check_steps(name: str, programs: Sequence[Program], position: int, table: Table, links: Links) -> None:
     """STEP runs once a unit for each step whose gradients this program applies, first for the older step."""
     ages = () if name == VERIFY else (DELAYED_STEPS if table.update.delayed else {}).get(name, ("",))
     asked = [(unit, age) for unit in table.stepped(position) for age in ages]
-    steps = [(item.unit, item.age) for item in programs[position] if item.op == Op.STEP]
+    steps = [(item.unit, item.age) for item in map(programs[position].__getitem__, _places(links, Op.STEP))]
     done: set[int] = set()  # units that have applied their gradient of this step
     in_order = True
     for unit, age in steps:
@@ -244,11 +250,12 @@ def _check_channels(name: str, programs: Sequence[Program]) -> None:
 _SLOT = itemgetter(*(Instruction._fields.index(name) for name in Slot._fields))  # without making it
 
 
-def _check_collectives(name: str, programs: Sequence[Program], table: Table) -> None:
+def _check_collectives(name: str, programs: Sequence[Program], table: Table, links: Sequence[Links]) -> None:
     """A REDUCE over a group with members at several positions is one collective of all of them, on the same
     unit: for a tied embedding, of the two ends of the pipeline. (CLIP is a collective of all positions;
     `_check_complete` has counted it.)"""
-    reduces = [[item for item in program if item.op == Op.REDUCE] for program in programs]
+    reduces = [[program[index] for index in _places(linked, Op.REDUCE)]
+               for program, linked in zip(programs, links, strict=True)]
     for group in (group for group, row in GROUPS.items() if row.across_positions):
         calls = [[item.unit for item in program if item.group == group] for program in reduces]
         members = {position for unit in table.parameters.values() for position in unit.positions

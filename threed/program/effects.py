@@ -82,14 +82,31 @@ def form_of(instruction: Instruction, table: Table, position: int) -> Form:
 
 def forms_of(program: Sequence[Instruction], table: Table, position: int) -> list[Form]:
     """The form of each instruction of a program. KeyError as for `effects`."""
-    forms: list[Any] = list(map(table.forms[position].get, map(_FIELDS, program)))  # written for speed
-    for index, item in enumerate(program):
-        if forms[index] is None or item[2] < 0:
-            forms[index] = form_of(item, table, position)
+    known = _Known(table, position)
+    forms: list[Any] = list(map(known.__getitem__, map(_FIELDS, program)))  # written for speed
+    for index in [index for index, item in enumerate(program) if item[2] < 0 or forms[index] is None]:
+        forms[index] = form_of(program[index], table, position)
     return forms
 
 
-_FIELDS = itemgetter(*(at for at, name in enumerate(Instruction._fields) if name != "microbatch"))
+class _Known(dict[tuple[Any, ...], Any]):
+    """Forms of instructions of micro-batches, by their other fields; None where there is no such form."""
+
+    def __init__(self, table: Table, position: int):
+        super().__init__(table.forms[position])
+        self.table, self.position = table, position
+
+    def __missing__(self, fields: tuple[Any, ...]) -> Form | None:
+        try:
+            item = Instruction._make([*fields[:_AT], 0, *fields[_AT:]])
+            form = form_of(item, self.table, self.position)
+        except KeyError:
+            form = None
+        return self.setdefault(fields, form)
+
+
+_AT = Instruction._fields.index("microbatch")
+_FIELDS = itemgetter(*(at for at in range(len(Instruction._fields)) if at != _AT))
 _WORDS = frozenset(product(*(WORDS[field] for field in ("keep", "gradients", "age"))))
 
 

@@ -64,9 +64,14 @@ def run_links(program: Program, table: Table, position: int, start: set[Slot], p
 
 
 def plan_links(plan: Plan, name: str) -> list[Links]:
-    """The links of each position of a plan, as `simulated`."""
-    return [simulated(links, plan.table, plan.table.seam(position, name), buffers(plan, position))
-            for position, links in enumerate(links_of(plan, name))]
+    """The links of each position of a plan, as `simulated`. The plan remembers them."""
+    links = links_of(plan, name)
+    known, waited = plan.waited.get(name, (None, []))
+    if known is not links:
+        waited = [simulated(linked, plan.table, plan.table.seam(position, name), buffers(plan, position))
+                  for position, linked in enumerate(links)]
+        plan.waited[name] = links, waited
+    return waited
 
 
 def simulated(links: Links, table: Table, start: set[Slot], pools: Buffers) -> Links:

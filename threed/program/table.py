@@ -378,6 +378,11 @@ class Plan:
         return {}
 
     @cached_property
+    def waited(self) -> dict[str, tuple[list[Any], list[Any]]]:
+        """Links of programs, and what `order.plan_links` has simulated of them already."""
+        return {}
+
+    @cached_property
     def pools(self) -> dict[int, Any]:
         """Position -> the buffers that `buffers.buffers` has counted for this plan already."""
         return {}

@@ -15,7 +15,7 @@ backend.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from itertools import chain, repeat
@@ -65,6 +65,8 @@ def walk(programs: Sequence[Program], links: Sequence[Links], mode: Mode = Mode.
     Send k of a channel meets receive k of its other end: `check` has made sure that both name the same slot.
     """
     seconds = seconds_of(links, cost) if callable(cost) else cost
+    if mode == Mode.BUFFERED and seconds is not None and (when := in_turn(links, seconds)) is not None:
+        return when
     node_of, took = _merge(programs, links, mode, seconds)
     after: list[list[int]] = [[] for _ in took]
     sent_by: list[dict[int, int]] = [{} for _ in links]  # a receive -> the node whose end brings its slot
@@ -188,6 +190,94 @@ def all_meet(links: Sequence[Links]) -> bool:
     return all(head == len(row) for head, row in zip(heads, rows, strict=True))
 
 
+class _Place(NamedTuple):
+    """Where positions wait for each other: a channel, or a group across positions."""
+
+    members: int
+    sent: deque[float]  # when the messages come that nobody has received yet
+    waiting: dict[int, tuple[float, float]]  # position -> since when, and for how long its collective takes
+
+
+def in_turn(links: Sequence[Links], seconds: Seconds) -> Walk | None:
+    """The walk of BUFFERED without a graph: each position goes through its program until it comes to a
+    message or a collective for which another position is not ready. None where some never end: there, what
+    comes later in a program, on another lane, has to run first. (Programs that can run in BLOCKING mode end.)
+    """
+    # The inner loop sees every instruction of large plans: it is written out for speed.
+    send, receive, clip = Op.SEND, Op.RECV, Op.CLIP
+    starts, ends = ([list[float]() for _ in links] for _ in range(2))
+    tails, left = _left(links, seconds)
+    held: list[list[_Left]] = [[] for _ in links]  # the step at which a position waits
+    met: dict[int, tuple[float, float]] = {}  # position -> begin and end of its collective
+    ready = list(range(len(links)))
+    while ready:
+        position = ready.pop()
+        start, end, last = starts[position], ends[position], tails[position]
+        for step in chain(held[position], left[position]):
+            (op, lane, place), takes, needs = step
+            now = last[lane]
+            for need in needs:
+                if end[need] > now:
+                    now = end[need]
+            if place is None:
+                then = now + takes
+            elif op is send or op is receive:
+                if last[0] > now:
+                    now = last[0]
+                if op is send:
+                    place.sent.append(now + takes)
+                    ready += place.waiting
+                    place.waiting.clear()
+                elif place.sent:
+                    comes = place.sent.popleft()
+                    now = comes if comes > now else now
+                else:
+                    place.waiting[position] = now, takes
+                    held[position] = [step]
+                    break
+                then = now + takes
+            else:  # a collective begins and ends everywhere together
+                if position not in met:
+                    place.waiting[position] = now, takes
+                    if len(place.waiting) < place.members:
+                        held[position] = [step]
+                        break
+                    now = max(since for since, _ in place.waiting.values())
+                    then = now + max(each for _, each in place.waiting.values())
+                    met |= dict.fromkeys(place.waiting, (now, then))
+                    ready += [each for each in place.waiting if each != position]
+                    place.waiting.clear()
+                now, then = met.pop(position)
+            start.append(now)
+            end.append(then)
+            last[lane] = then
+            if op is clip:  # the host reads its result before it issues anything else
+                last[:] = [max(each, then) for each in last]
+        else:
+            held[position] = []
+    done = all(len(end) == len(linked.forms) for end, linked in zip(ends, links, strict=True))
+    return Walk(starts, ends, []) if done else None
+
+
+_Left = tuple[tuple[Op, int, _Place | None], float, list[int]]  # op, lane, place; seconds; producers
+
+
+def _left(links: Sequence[Links], seconds: Seconds) -> tuple[list[list[float]], list[Iterator[_Left]]]:
+    """Of each position: when its lanes end, of which lane 0 computes; its steps."""
+    keys = [_keys(position, linked, Mode.BLOCKING) for position, linked in enumerate(links)]
+    places = {key: _Place(count, deque(), {}) for key, count in
+              Counter(key for of_position in keys for key in set(of_position.values())).items()}
+    tails, left = [], []
+    for linked, of_position, took in zip(links, keys, seconds, strict=True):
+        lanes: dict[str, int] = {"compute": 0}
+        steps = {form: (form.item.op, lanes.setdefault(form.effect.lane, len(lanes)),
+                        places[of_position[form]] if form in of_position else None)
+                 for form in dict.fromkeys(linked.forms)}
+        tails.append([0.0] * len(lanes))
+        left.append(zip(map(steps.__getitem__, linked.forms), took, linked.producers))
+    return tails, left
+
+
 def _visit(node_of: list[list[int]], took: list[float], after: list[list[int]]) -> Walk:
     """Topological visit with clocks. Nodes that are never visited form a cycle, or wait for one."""
     # The loops see every edge of large plans: they are written out for speed.
@@ -228,10 +318,11 @@ Channels = dict[tuple[int, int, str], tuple[list[int], list[int]]]
 def channels(programs: Sequence[Program]) -> Channels:
     """The channels of programs that run together."""
     ends: Channels = {}
+    messages = frozenset(MESSAGES)
     for position, program in enumerate(programs):
         mine: dict[tuple[Op, int, str], list[int]] = {}
         for index, item in enumerate(program):
-            if item.op in MESSAGES:
+            if item[0] in messages:  # its op
                 key = item.op, item.peer, item.kind
                 if key not in mine:
                     mine[key] = ends.setdefault(_channel(position, item), ([], []))[item.op == Op.RECV]

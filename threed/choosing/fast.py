@@ -155,9 +155,10 @@ class Priced:
         free_s = (played := self._played).total_s
         end, moves = self._traffic(played)
         steps, up = self._updates()
-        total = free_s + end + self.tolls.clip_s() + max(steps) + up
+        norms = [sum(toll.norm_s for toll in self._held(position)) for position in range(layout.pp)]
+        total = free_s + end + max(norms) + self.tolls.clip_s() + max(steps) + up
         if self.hardware.waits:
-            total = max(total, self._shared_s(steps))
+            total = max(total, self._shared_s(norms + steps))
         busy = self._busy()
         compute, again, sent = max(busy)
         mean = sum(each[0] + each[2] for each in busy) / layout.pp
@@ -214,11 +215,11 @@ class Priced:
                 late = max(late, up)
         return steps, late
 
-    def _shared_s(self, steps: list[float]) -> float:
+    def _shared_s(self, updates: Sequence[float]) -> float:
         """For how long the processors of a machine are busy with all ranks that share them. (A gather in
         every micro-batch counts twice: forward, backward.)"""
         layout = self.layout
-        busy = sum(compute + sent for compute, _, sent in self._busy()) + sum(steps)
+        busy = sum(compute + sent for compute, _, sent in self._busy()) + sum(updates)
         gathers = (2 * self.m if self.window is not None else 1) if layout.dp > 1 and layout.stage else 0
         reduces = self.m if layout.stage >= 2 and layout.reduce_every != "step" else 1
         sent = 2 * self.m * sum(self.messages) + layout.pp * self.tolls.clip_s()

@@ -25,6 +25,7 @@ class Toll(NamedTuple):
     copy_s: float  # after the last of them, over the copies
     sum_s: float  # over tp, on the lane of computation
     tie_s: float
+    norm_s: float  # of its gradient
     step_s: float  # on the device, or on the host
     down_s: float  # of its gradient to the host
     up_s: float  # of its parameters from there
@@ -82,8 +83,6 @@ class Tolls:
         costs = {step.group: sent(Instruction(Op.REDUCE, 0, group=step.group)) for step in chain}
         away = layout.offload_optimizer
         size = kept * (2 * table.state_bytes(Tier.HOST) + elements.grad + elements.param)
-        on_host = away or hardware.waits
-        step = size * 8 / (hardware.host_gbps * 1e9) if on_host else self.prices.moved(size)
 
         def moved(element: int) -> float:
             seconds = kept * element * 8 / (hardware.link_gbps * 1e9) + hardware.kernel_us * 1e-6
@@ -91,8 +90,9 @@ class Tolls:
 
         return Toll(sent(Instruction(Op.GATHER, 0, group=group)) if layout.stage >= 1 else 0.0,
                     costs[group], costs.get("replica", 0.0), costs.get("tp", 0.0), costs.get("tie", 0.0),
-                    step + self.host_s, moved(elements.grad),
-                    moved(elements.param), part.numel, kept)
+                    self.prices.update(kept * elements.grad, away),
+                    self.prices.update(size, away) + self.host_s,
+                    moved(elements.grad), moved(elements.param), part.numel, kept)
 
     def clip_s(self) -> float:
         return (self.travel.all_reduce(8, self.places["world"]) + self.hardware.kernel_us * 1e-6

@@ -31,6 +31,8 @@ def cost(plan: Plan, hardware: Hardware, measured: Costs | None = None) -> Cost:
             return compute.seconds(op, instruction.unit)
         if op == Op.STEP:
             return compute.step(instruction.unit)
+        if op == Op.CLIP and instruction.gradients != "none":
+            return compute.norm(position) + travel.seconds(position, instruction)
         if op in (Op.OFFLOAD, Op.FETCH):
             gbps = ways[effects(instruction, table, position).lane]
             return table.moved(instruction) * 8 / (gbps * 1e9) + hardware.kernel_us * 1e-6
@@ -42,7 +44,7 @@ def cost(plan: Plan, hardware: Hardware, measured: Costs | None = None) -> Cost:
         if by_run is not None and op not in (Op.OFFLOAD, Op.FETCH) and home == Tier.DEVICE:
             return by_run(position, instruction)
         # All micro-batches take the same time.
-        key = position, op, instruction.unit, instruction.kind, instruction.group, instruction.peer
+        key = position, op, instruction.unit, *instruction[3:]
         if key not in known:
             known[key] = analytic(position, instruction) + host_s
         return known[key]
@@ -110,12 +112,17 @@ class _Compute:
 
     def step(self, index: int) -> float:
         """STEP reads gradient, master and buffers, and writes master, buffers and the parameter."""
-        table, hardware = self.table, self.hardware
+        table = self.table
         numel, home = table.shard_numel(index), table.parameters[index].state_home
         size = numel * (2 * table.state_bytes(Tier.HOST) + table.elements.grad + table.elements.param)
-        if home == Tier.DEVICE and not hardware.waits:
-            return self.prices.moved(size)
-        return size * 8 / (hardware.host_gbps * 1e9)
+        return self.prices.update(size, home != Tier.DEVICE)
+
+    def norm(self, position: int) -> float:
+        """CLIP reads the gradients, where STEP will read them."""
+        table = self.table
+        return sum(self.prices.update(table.shard_numel(unit) * table.elements.grad,
+                                      table.parameters[unit].state_home != Tier.DEVICE)
+                   for unit in table.stepped(position))
 
 
 class _Travel:

@@ -47,6 +47,12 @@ class Prices:
         return (max(size / self._memory, self._exponentials(exponentials))
                 + kernels * self.hardware.kernel_us * 1e-6)
 
+    def update(self, size: int, on_host: bool) -> float:
+        """Of the optimizer's work on so many bytes, on the host or on the device."""
+        if on_host or self.hardware.waits:
+            return size * 8 / (self.hardware.host_gbps * 1e9)
+        return self.moved(size)
+
     def _exponentials(self, count: float) -> float:
         return count * self.hardware.exponential_ns * 1e-9
 

@@ -13,12 +13,14 @@ from threed.mesh import Mesh
 from threed.models.kernels import Attention, Moved, Product
 from threed.planner import make_pipeline, make_plan
 from threed.prediction import analytic
-from threed.prediction.beside import timed
+from threed.prediction.beside import step, timed
 from threed.prediction.hardware import Hardware, Place, load, names, places
 from threed.prediction.kernels import Prices, Travel
 from threed.program.instruction import COMPUTE, Instruction, Op
+from threed.program.order import plan_links
+from threed.program.walk import seconds_of
 
-A100 = load("a100-sxm")
+A100, CPU = load("a100-sxm"), load("cpu-core")
 
 
 @pytest.mark.parametrize("name", names())
@@ -132,7 +134,7 @@ def plan_of(*overrides):
 
 def test_recomputed_pieces_cost():
     policies = {policy: plan_of(f"activation.policy={policy}") for policy in ("none", "selective", "full")}
-    seconds = {policy: timed(plan, analytic.cost(plan, A100), 0.0).total_s
+    seconds = {policy: step(plan, analytic.cost(plan, A100), None).total_s
                for policy, plan in policies.items()}
     assert seconds["none"] < seconds["selective"] < seconds["full"]
 
@@ -140,20 +142,37 @@ def test_recomputed_pieces_cost():
 def test_fused_pieces_are_cheaper():
     sizes = "model.hidden=512", "model.seq_len=512", "model.family=llama"
     plans = [plan_of(*sizes, f"model.fused={fused}") for fused in ("on", "off")]
-    on, off = (timed(plan, analytic.cost(plan, load("cpu-core")), 0.0).total_s for plan in plans)
+    on, off = (step(plan, analytic.cost(plan, CPU), None).total_s for plan in plans)
     assert on < off
 
 
 def test_contention():
     plan = plan_of("parallel.dp=4", "train.global_batch_size=8", "zero.stage=2", "model.hidden=256",
                    "model.seq_len=256")
-    price = analytic.cost(plan, load("cpu-core"))
-    total = [timed(plan, price, contention).total_s for contention in (0.0, 0.5, 1.0)]
+    price = analytic.cost(plan, CPU)
+    seconds = seconds_of(plan_links(plan, "train"), price)
+    total = [timed(plan, seconds, replace(CPU, contention=share)).total_s for share in (0.0, 0.5, 1.0)]
     assert total[0] < total[1] < total[2]
     program = plan.programs["train"][0]
     computed = sum(price(0, item) for item in program if item.op in COMPUTE or item.op == Op.STEP)
     sent = sum(price(0, item) for item in program if item.op in (Op.GATHER, Op.REDUCE))
     assert total[2] > 0.9 * (computed + sent)
+
+
+def test_a_processor_copies_messages():
+    """Where the processor that computes also copies messages, computation beside them takes longer; on a GPU
+    it does not."""
+    plan = plan_of("parallel.pp=2", "train.global_batch_size=8")
+    seconds = seconds_of(plan_links(plan, "train"), analytic.cost(plan, CPU))
+    program = plan.programs["train"][0]
+
+    def longer(waits: bool) -> list[float]:
+        when = timed(plan, seconds, replace(CPU, contention=1.0, waits=waits))
+        return [end - start - takes for start, end, takes in
+                zip(when.start[0], when.end[0], seconds[0], strict=True)]
+
+    sent_s = sum(takes for takes, item in zip(seconds[0], program, strict=True) if item.op == Op.SEND)
+    assert 0 < sum(longer(True)) - sum(longer(False)) <= sent_s
 
 
 @pytest.mark.parametrize("cut, hops", [  # of a block over tp=2
@@ -174,9 +193,22 @@ def test_collectives_of_tensor_parallelism(cut, hops):
 def test_across_nodes_is_slower():
     """tp over two nodes is not priced as NVLink."""
     config = ("model.hidden=512", "model.heads=16", "model.vocab_multiple=128")
-    inside, across = (timed(plan, analytic.cost(plan, A100), 0.0).total_s for plan in (
+    inside, across = (step(plan, analytic.cost(plan, A100), None).total_s for plan in (
         plan_of(*config, "parallel.tp=8"), plan_of(*config, "parallel.tp=16")))
     assert across > inside
+
+
+def test_clip_reads_gradients():
+    """CLIP takes the time of reading this rank's part of the gradients, and none before an evaluation."""
+    plans = [plan_of("parallel.dp=4", f"zero.stage={stage}", "train.global_batch_size=8") for stage in (0, 2)]
+    hardware = replace(A100, kernel_us=0.0, node_us=0.0)
+    whole, part = (analytic.cost(plan, hardware)(0, Instruction(Op.CLIP)) for plan in plans)
+    without = analytic.cost(plans[0], hardware)(0, Instruction(Op.CLIP, gradients="none"))
+    assert without < 1e-8 and whole - without == pytest.approx(4 * (part - without), rel=0.01)
+    table = plans[0].table
+    size = sum(table.parameters[unit].numel for unit in table.stepped(0)) * table.elements.grad
+    speed = hardware.memory_gbps * hardware.memory_efficiency * 1e9 / 8
+    assert whole == pytest.approx(size / speed, rel=0.01)
 
 
 def test_a_whole_training():

@@ -10,13 +10,13 @@ from typing import NamedTuple
 
 from threed.planner.facts import make_mesh
 from threed.prediction.hardware import Hardware
-from threed.program.instruction import COMPUTE
+from threed.program.instruction import COMPUTE, MESSAGES
 from threed.program.link import Links
 from threed.program.order import plan_links
 from threed.program.table import Plan
 from threed.program.walk import Cost, Mode, Seconds, Walk, seconds_of, walk
 
-_COMMUNICATES = ("dp",)  # lanes of collectives, whose kernels take units of the device
+_COLLECTIVES = "dp"  # the lane of collectives, whose kernels take units of the device
 _COMPUTES = ("compute", "host", "d2h", "h2d")  # lanes of which a CPU's processors do all of the work
 _DISK = ("read", "write")
 
@@ -51,7 +51,7 @@ class Priced:
 def step(plan: Plan, cost: Cost | Seconds, hardware: Hardware | None) -> Step:
     """The step of a plan on a machine. `hardware`: as in Priced."""
     seconds = seconds_of(plan_links(plan, "train"), cost) if callable(cost) else cost
-    when = timed(plan, seconds, hardware.contention if hardware is not None else 0.0)
+    when = timed(plan, seconds, hardware)
     shared = _shared_s(plan, seconds, hardware) if hardware is not None and hardware.waits else 0.0
     return Step(when, max(when.total_s, shared))
 
@@ -69,14 +69,15 @@ def _shared_s(plan: Plan, seconds: Seconds, hardware: Hardware) -> float:
     return busy * ranks / len(seconds) / hardware.devices
 
 
-def timed(plan: Plan, cost: Cost | Seconds, contention: float, name: str = "train") -> Walk:
-    """Walk a program twice: the first walk says for how long communication runs beside each computation, and
-    in the second each takes `contention` times that longer. (0: it takes no time from computation; 1:
-    nothing is computed meanwhile.)"""
-    programs, links = plan.programs[name], plan_links(plan, name)
-    seconds = seconds_of(links, cost) if callable(cost) else cost
+def timed(plan: Plan, seconds: Seconds, hardware: Hardware | None) -> Walk:
+    """Walk the train step twice: the first walk says for how long communication runs beside each computation,
+    and in the second each takes `hardware.contention` times that longer. (0: it takes no time from
+    computation; 1: nothing is computed meanwhile.)"""
+    programs, links = plan.programs["train"], plan_links(plan, "train")
     first = walk(programs, links, Mode.BUFFERED, seconds)
-    beside = [_beside(first, position, linked) for position, linked in enumerate(links)] if contention else []
+    if hardware is None or not (contention := hardware.contention):
+        return first
+    beside = [_beside(first, position, linked, hardware.waits) for position, linked in enumerate(links)]
     if not any(map(any, beside)):
         return first
     longer = [[took + contention * shared for took, shared in zip(row, rows, strict=True)]
@@ -84,9 +85,10 @@ def timed(plan: Plan, cost: Cost | Seconds, contention: float, name: str = "trai
     return walk(programs, links, Mode.BUFFERED, longer)
 
 
-def _beside(when: Walk, position: int, links: Links) -> list[float]:
-    """For each instruction: for how many seconds it computes while its position communicates."""
-    busy, at, result = _union(when, position, links), 0, list[float]()
+def _beside(when: Walk, position: int, links: Links, waits: bool) -> list[float]:
+    """For each instruction: for how many seconds it computes while its position communicates. A processor
+    that `waits` copies messages, too."""
+    busy, at, result = _union(when, position, links, waits), 0, list[float]()
     if not busy:
         return [0.0] * len(links.program)
     for start, end, item in zip(when.start[position], when.end[position], links.program, strict=True):
@@ -102,9 +104,10 @@ def _beside(when: Walk, position: int, links: Links) -> list[float]:
     return result
 
 
-def _union(when: Walk, position: int, links: Links) -> Sequence[tuple[float, float]]:
+def _union(when: Walk, position: int, links: Links, waits: bool) -> Sequence[tuple[float, float]]:
     """The times in which a position communicates, in order and apart."""
-    forms = {form for form in dict.fromkeys(links.forms) if form.effect.lane in _COMMUNICATES}
+    forms = {form for form in dict.fromkeys(links.forms)
+             if form.effect.lane == _COLLECTIVES or (waits and form.item.op in MESSAGES)}
     spans = sorted((start, end) for start, end, form in
                    zip(when.start[position], when.end[position], links.forms, strict=True)
                    if form in forms and end > start) if forms else []

@@ -6,6 +6,11 @@ import pytest
 
 import threed
 from tests.layouts import compared
+from threed.choosing.fast import Fast
+from threed.choosing.layout import Layout, config_of
+from threed.planner import make_plan
+from threed.prediction.analytic import cost
+from threed.prediction.beside import step
 from threed.prediction.hardware import Hardware
 
 QUIET = ["train.eval_every=0", "checkpoint.every=0"]
@@ -21,3 +26,16 @@ def test_fast_against_full(name, layers, batch, most, hardware):
     rows = list(compared(base, Hardware.parse(hardware), 11, 50, most))
     errors = sorted(row.error for row in rows)
     assert errors[len(errors) // 2] < 0.001 and errors[-1] < 0.02, max(rows, key=lambda row: row.error)
+
+
+@pytest.mark.parametrize("layout", [
+    Layout(1, 3, 2, "pp-dp-tp", "interleaved", 2, 2, False, 1, 2, None, None, "full"),
+    Layout(4, 3, 8, "dp-pp-tp", "interleaved", 2, 1, True, 0, 8, None, None, "full", offload_optimizer=True)])
+def test_a_last_turn_that_is_shorter(layout):
+    """Where p does not divide the micro-batches, interleaved runs the last unit's last forwards before their
+    backwards: they are computed again."""
+    base = threed.load("configs/gpt2-small.yaml", ["train.global_batch_size=64", "model.layers=12"])
+    hardware, plan = Hardware.parse("h100-sxm"), make_plan(config_of(layout, base))
+    assert plan.table.num_microbatches % layout.pp
+    full_s = step(plan, cost(plan, hardware), hardware).total_s
+    assert Fast(base, hardware).priced(layout).estimate().step_s == pytest.approx(full_s, rel=0.005)

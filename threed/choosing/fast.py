@@ -18,7 +18,7 @@ from operator import add, mul
 from typing import NamedTuple
 
 from threed.choosing.layout import Layout
-from threed.choosing.rhythm import Beat, Held, Times, at_once, beat, held, place_of, splits
+from threed.choosing.rhythm import Beat, Held, Times, apart, at_once, beat, held, place_of, splits
 from threed.choosing.stream import Piece, Rule, Steps, stream
 from threed.choosing.traffic import Toll, Tolls
 from threed.choosing.units import Cut, Strides, Unit, Units
@@ -92,7 +92,7 @@ class Fast:
             units = model.of(key[0])
             units = [*units[:-1], units[-1]._replace(again=False)]
             split = model.split(p * v)
-            assert split is not None, layout
+            assert split is not None, self.layout
             busy, before, last = [0.0] * p, 0.0, 0.0
             halves = splits(layout.schedule)
             for stage, (first, stop) in enumerate(split):
@@ -131,10 +131,10 @@ class Priced:
 
     @cached_property
     def stages(self) -> list[Stage]:
-        layout, units = self.layout, self.units
+        units = self.units
         split = self.model.split(len(self.place))
-        assert split is not None, layout
-        if at_once(layout.schedule, layout.pp, self.m, self.v) and not self.mixed:
+        assert split is not None, self.layout
+        if self._at_once:
             units = [*units[:-1], units[-1]._replace(again=False)]
         tolls = [self.tolls.of(self.parts[u]) if u in self.parts else None for u in range(len(units))]
         return [Stage(units[first:stop], tolls[first:stop]) for first, stop in split]
@@ -183,7 +183,16 @@ class Priced:
         key = layout.schedule, layout.pp, self.m, self.v, times
         if key not in known:
             known[key] = beat(layout.schedule, layout.pp, self.m, self.v, times)
-        return known[key]
+        played, last = known[key], self.units[-1]
+        if not (last.again and self._at_once):
+            return played
+        late = apart(layout.schedule, layout.pp, self.m, self.v)  # they are computed again after all
+        return played._replace(total_s=played.total_s + late * last.forward_s)
+
+    @property
+    def _at_once(self) -> bool:
+        """Whether the last unit is not computed again, since its backward follows its forward."""
+        return not self.mixed and at_once(self.layout.schedule, self.layout.pp, self.m, self.v)
 
     def _streamed(self) -> float:
         """Up to the last reduction, unit by unit."""

@@ -211,6 +211,15 @@ def at_once(name: str, p: int, m: int, v: int) -> bool:
     return index + 1 < len(tasks) and tasks[index + 1][1:] == (final, 0)
 
 
+@lru_cache(256)
+def apart(name: str, p: int, m: int, v: int) -> int:
+    """Of how many micro-batches the last unit's backward does not follow its forward, where that of the first
+    does: of the last turn of `interleaved`, say, which is shorter where p does not divide m."""
+    place = place_of(name, p, v)
+    tasks, final = order_of(name, p, few(name, p, m), v)[place[-1]], len(place) - 1
+    return sum(task[:2] == ("F", final) and then[1:] != task[1:] for task, then in zip(tasks, tasks[1:]))
+
+
 @lru_cache(64)
 def splits(name: str) -> bool:
     """Whether a schedule's last weights' gradients come from halves of backwards."""

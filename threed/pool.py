@@ -27,8 +27,8 @@ class Pool:
         for numel, count in counts.items():
             make = aligned if for_disk else torch.zeros
             arena = make(numel * count, dtype=dtype, device=device, pin_memory=pinned).view(count, numel)
-            # `.data` gives each buffer its own version counter. With one for all of them, a lane that writes into
-            # one buffer would make autograd refuse, now and then, what it saves of another.
+            # `.data` gives each buffer its own version counter. With one for all of them, a lane that writes
+            # into one buffer would make autograd refuse, now and then, what it saves of another.
             self._free[numel] = deque(buffer.data for buffer in arena)
         self._sizes = sorted(counts)
         self.first = {numel: free[0] for numel, free in self._free.items()}

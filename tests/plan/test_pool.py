@@ -26,7 +26,8 @@ def test_buffers_have_versions_of_their_own(for_disk):
 
 
 def test_a_lane_writes_while_pieces_are_computed_again():
-    """GATHER fills the next unit's buffer while a piece of this unit is computed again from its parameters."""
+    """GATHER fills the next unit's buffer while a piece of this unit is computed again from its parameters.
+    """
     pool = Pool({64: 2}, torch.float32, torch.device("cpu"))
     weight, other = pool.take(64), pool.take(64)
     over = threading.Event()

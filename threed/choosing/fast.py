@@ -92,7 +92,7 @@ class Fast:
             units = model.of(key[0])
             units = [*units[:-1], units[-1]._replace(again=False)]
             split = model.split(p * v)
-            assert split is not None, self.layout
+            assert split is not None, layout
             busy, before, last = [0.0] * p, 0.0, 0.0
             halves = splits(layout.schedule)
             for stage, (first, stop) in enumerate(split):

@@ -71,6 +71,22 @@ docs: .venv/.docs ## build the documentation into build/site; a broken link is a
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	@touch $@
 
+.PHONY: dist lock
+dist: .venv/.dist ## build a wheel (manylinux) and an sdist into dist/, and check them for a package index
+	rm -rf dist build
+	$(BIN)/python -m build
+	@# libgomp is not packed into the wheel: a process that computes on two OpenMP libraries has twice the threads.
+	PATH="$$PWD/$(BIN):$$PATH" $(BIN)/auditwheel repair --exclude libgomp.so.1 --wheel-dir dist dist/*-linux_*.whl
+	rm dist/*-linux_*.whl
+	$(BIN)/twine check --strict dist/*
+
+.venv/.dist: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dist]'
+	@touch $@
+
+lock: ## write uv.lock anew, with the versions of constraints.txt (needs uv)
+	uv lock $$(sed -n '/^[A-Za-z].*==[^;]*$$/s/^/-P /p' constraints.txt)
+
 clean: ## remove build products and caches; .venv and runs/ stay
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-# protocol -> the extra of `pip install 'threed[EXTRA]'` that has its package
-EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
+PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}  # of a protocol
 
 
 def is_store(address: str) -> bool:
@@ -32,7 +31,7 @@ def problem(address: str) -> str | None:
         return f"no store is known by {protocol}://; write s3://BUCKET/RUN, gs://BUCKET/RUN or a folder"
     except ImportError as error:
         advice = "install the package that it names"
-        if protocol in EXTRAS:
-            advice = f"pip install 'threed[{EXTRAS[protocol]}]'"
+        if protocol in PACKAGES:
+            advice = f"pip install {PACKAGES[protocol]}"
         return f"{protocol}:// needs a package that is not here ({error}): {advice}"
     return None if rest.strip("/") else f"names no place in the store; write {protocol}://BUCKET/RUN"

@@ -211,4 +211,4 @@ def _without_compiler(config: Config, device: torch.device) -> list[str]:
     if native.ADAMW is not None or not _steps_on_host(config, device):
         return []
     return [f"AdamW on the host is torch's, and slower with 16 bits: {native.MISSING}. Install gcc, then "
-            "threed again (make -B install, or pip install)"]
+            "threed again (make -B install, or pip install .)"]

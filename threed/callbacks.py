@@ -207,7 +207,7 @@ class Reporting(Callback):
             log.say("no report for wandb: threed.report draws it in the script that has the layers")
             return
         if find_spec("plotly") is None:
-            log.say("no report for wandb: it is drawn with plotly (pip install 'threed[report]')")
+            log.say("no report for wandb: it is drawn with plotly (pip install plotly)")
             return
         file = folder / "report.html"
         argv = [sys.executable, "-m", "threed", "report", str(folder), "-o", str(file)]

@@ -71,7 +71,7 @@ def test_a_library_that_is_missing(tmp_path, name, library, monkeypatch):
 
     monkeypatch.setattr(builtins, "__import__", missing)
     (tmp_path / name).write_bytes(b"")
-    with pytest.raises(InputError, match=rf"{name} needs the package {library}: pip install 'threed.data.'"):
+    with pytest.raises(InputError, match=rf"{name} needs the package {library}: pip install {library}"):
         list(documents(str(tmp_path), "text"))
 
 

@@ -549,14 +549,14 @@ def test_refused_before_anything_starts(override, text):
     assert text in str(caught.value)
 
 
-@pytest.mark.parametrize("address, package, extra", [
-    ("s3://bucket/run", "s3fs", "threed[s3]"),
-    ("gs://bucket/run", "gcsfs", "threed[gcs]"),
+@pytest.mark.parametrize("address, package", [
+    ("s3://bucket/run", "s3fs"),
+    ("gs://bucket/run", "gcsfs"),
 ])
-def test_without_its_package(address, package, extra, monkeypatch):
+def test_without_its_package(address, package, monkeypatch):
     """One message, with the package to install."""
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, address.partition(":")[0], raising=False)
     with pytest.raises(ConfigError) as caught:
         load(None, [f"checkpoint.copy_to={address}"])
-    assert len(caught.value.problems) == 1 and f"pip install '{extra}'" in str(caught.value)
+    assert len(caught.value.problems) == 1 and f"pip install {package}" in str(caught.value)

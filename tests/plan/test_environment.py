@@ -1,4 +1,4 @@
-"""What the environment says of this process's place, and the job that sets it on Kubernetes."""
+"""What the environment says of this process's place, and the jobs that set it on Kubernetes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from threed.environment import Nodes, Place, place_of_environment
 from threed.errors import InputError
 
 ROOT = Path(__file__).parents[2]
+IN_IMAGE = "/workspace/threed"  # where the Containerfile puts the repository
 POD = {"MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456", "RANK": "1"}
 
 
@@ -72,10 +73,25 @@ VOLUME = {"*name": str, "persistentVolumeClaim": {"*claimName": str}, "emptyDir"
 REPLICAS = {"replicas": int, "restartPolicy": {"Always", "OnFailure", "Never", "ExitCode"},
             "template": {"spec": {"terminationGracePeriodSeconds": int, "*containers": [CONTAINER],
                                   "volumes": [VOLUME]}}}
-JOB = {"*apiVersion": {"kubeflow.org/v1"}, "*kind": {"PyTorchJob"}, "*metadata": {"*name": str},
-       "*spec": {"nprocPerNode": str,
-                 "runPolicy": {"cleanPodPolicy": {"None", "All", "Running"}, "backoffLimit": int},
-                 "*pytorchReplicaSpecs": {"Master": REPLICAS, "Worker": REPLICAS}}}
+PYTORCHJOB = {"*apiVersion": {"kubeflow.org/v1"}, "*kind": {"PyTorchJob"}, "*metadata": {"*name": str},
+              "*spec": {"nprocPerNode": str,
+                        "runPolicy": {"cleanPodPolicy": {"None", "All", "Running"}, "backoffLimit": int},
+                        "*pytorchReplicaSpecs": {"Master": REPLICAS, "Worker": REPLICAS}}}
+# The same of TrainJob (trainer.kubeflow.org/v1alpha1, as of Kubeflow Trainer 2.3). What trains is the container
+# `node` of the replicated job `node` of the runtime; its image, command and variables belong to `trainer`.
+PATCHED = {"terminationGracePeriodSeconds": int, "volumes": [VOLUME],
+       "containers": [{"*name": {"node"}, "volumeMounts": CONTAINER["volumeMounts"]}]}
+JOBS = [{"*name": {"node"}, "template": {"spec": {"template": {"spec": PATCHED}}}}]
+RUNTIME = {"apiGroup": {"trainer.kubeflow.org"}, "kind": {"ClusterTrainingRuntime"},
+           "*name": {"torch-distributed"}}
+TRAINJOB = {"*apiVersion": {"trainer.kubeflow.org/v1alpha1"}, "*kind": {"TrainJob"},
+            "*metadata": {"*name": str},
+            "*spec": {"*runtimeRef": RUNTIME,
+                      "trainer": {**{key: CONTAINER[key] for key in ("command", "args", "env")}, "image": str,
+                                  "numNodes": int, "numProcPerNode": int,
+                                  "resourcesPerNode": CONTAINER["resources"]},
+                      "runtimePatches": [{"*manager": str, "trainingRuntimeSpec": {
+                          "template": {"spec": {"replicatedJobs": JOBS}}}}]}}
 
 
 def problems(value, schema, where="") -> list[str]:
@@ -92,18 +108,40 @@ def problems(value, schema, where="") -> list[str]:
     return [] if fits else [f"{where} is {value!r}"]
 
 
-def test_kubernetes():
-    job = yaml.safe_load((ROOT / "launch" / "kubernetes.yaml").read_text())
-    assert problems(job, JOB) == []
+def test_pytorchjob():
+    job = yaml.safe_load((ROOT / "launch" / "kubernetes-pytorchjob.yaml").read_text())
+    assert problems(job, PYTORCHJOB) == []
     replicas = job["spec"]["pytorchReplicaSpecs"]
     assert replicas["Master"]["replicas"] == 1
     for spec in replicas.values():
-        container = spec["template"]["spec"]["containers"][0]
-        script, config = container["command"]
-        assert (ROOT / script).is_file() and (ROOT / config).is_file()
-        variables = {variable["name"] for variable in container["env"]}
-        assert not {"NNODES", "NODE_RANK", "MASTER_ADDR"} & variables
-    assert problems({**job, "kind": "Job", "sepc": {}}, JOB) == [".kind is 'Job'", ".sepc is not known"]
+        starts_what_exists(spec["template"]["spec"]["containers"][0])
+    assert problems({**job, "kind": "Job", "sepc": {}}, PYTORCHJOB) == [".kind is 'Job'",
+                                                                        ".sepc is not known"]
+
+
+def test_trainjob():
+    job = yaml.safe_load((ROOT / "launch" / "kubernetes.yaml").read_text())
+    assert problems(job, TRAINJOB) == []
+    trainer = job["spec"]["trainer"]
+    starts_what_exists(trainer)
+    assert trainer["numProcPerNode"] == trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"]
+    pod, = (part["template"]["spec"]["template"]["spec"] for patch in job["spec"]["runtimePatches"]
+            for part in patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"])
+    assert ({mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
+            == {volume["name"] for volume in pod["volumes"]})
+    # What the operator sets in each pod is what a launcher reads.
+    variables = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "8", "PET_NODE_RANK": "1",
+                 "PET_MASTER_ADDR": "threed-node-0-0.threed", "PET_MASTER_PORT": "29400"}
+    assert place_of_environment(variables) == Nodes(2, 2, 1, 8, "threed-node-0-0.threed", 29400)
+
+
+def starts_what_exists(container):
+    """The command is the launch script and a config, and no variable says what the operator says."""
+    script, config = container["command"]
+    assert (ROOT / script.removeprefix(f"{IN_IMAGE}/")).is_file() and (ROOT / config).is_file()
+    variables = {variable["name"] for variable in container["env"]}
+    assert not {"NNODES", "NODE_RANK", "MASTER_ADDR"} & variables
+    assert f"WORKDIR {IN_IMAGE}\n" in (ROOT / "Containerfile").read_text()
 
 
 @pytest.mark.parametrize(("text", "host", "port"), [

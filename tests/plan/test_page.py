@@ -194,7 +194,7 @@ def test_bad_input(argv, words, tmp_path, monkeypatch):
 
 def test_without_plotly(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "plotly", None)
-    with pytest.raises(InputError, match=re.escape("pip install 'threed[report]'")):
+    with pytest.raises(InputError, match=re.escape("pip install plotly")):
         report("configs/toy.yaml", "-o", tmp_path / "page.html")
     assert not list(tmp_path.iterdir())
 

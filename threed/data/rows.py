@@ -81,7 +81,7 @@ def _zstandard(path: Path) -> Any:
     try:
         import zstandard
     except ImportError:
-        raise InputError(f"{path} needs the package zstandard: pip install 'threed[data]', or unpack the "
+        raise InputError(f"{path} needs the package zstandard: pip install zstandard, or unpack the "
                          "file") from None
     return zstandard
 
@@ -92,7 +92,7 @@ def _parquet(path: Path, fields: Sequence[str],
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise InputError(f"{path} needs the package pyarrow: pip install 'threed[data]', or convert the file "
+        raise InputError(f"{path} needs the package pyarrow: pip install pyarrow, or convert the file "
                          "to JSONL") from None
     try:
         with pyarrow.parquet.ParquetFile(path) as file:

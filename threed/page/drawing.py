@@ -47,7 +47,7 @@ def plotly() -> tuple[Any, Any]:
         from plotly.subplots import make_subplots
     except ImportError:
         raise InputError("a report is drawn with plotly, which is not installed: pip install "
-                         "'threed[report]'") from None
+                         "plotly") from None
     return graph_objects, make_subplots
 
 

@@ -26,7 +26,7 @@ def report(what: Config | Plan | Run | str | Path, output: str | Path, hardware:
     are drawn beside it. `hardware` and `costs` are those of `threed.predict`; without `costs`, a run's own
     are taken, if it has traced a step. Returns `output`, the file. Raises InputError where it cannot be
     written, where there is no such run, and where plotly is not installed (`pip install
-    'threed[report]'`).
+    plotly`).
 
     >>> threed.report(threed.load("configs/toy.yaml"), "page.html")
     """

@@ -1,4 +1,4 @@
-"""A wheel and an sdist, built as `make dist` builds them, hold what they should; the wheel trains elsewhere."""
+"""A wheel and an sdist, built as by `make dist`, hold what they should; the wheel trains elsewhere."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ PYTORCHJOB = {"*apiVersion": {"kubeflow.org/v1"}, "*kind": {"PyTorchJob"}, "*met
               "*spec": {"nprocPerNode": str,
                         "runPolicy": {"cleanPodPolicy": {"None", "All", "Running"}, "backoffLimit": int},
                         "*pytorchReplicaSpecs": {"Master": REPLICAS, "Worker": REPLICAS}}}
-# The same of TrainJob (trainer.kubeflow.org/v1alpha1, as of Kubeflow Trainer 2.3). What trains is the container
+# The same of TrainJob (trainer.kubeflow.org/v1alpha1, of Kubeflow Trainer 2.3). What trains is the container
 # `node` of the replicated job `node` of the runtime; its image, command and variables belong to `trainer`.
 PATCHED = {"terminationGracePeriodSeconds": int, "volumes": [VOLUME],
        "containers": [{"*name": {"node"}, "volumeMounts": CONTAINER["volumeMounts"]}]}

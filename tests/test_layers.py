@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 LEVELS = (
     (  # 0
         "errors models",
-        "address doors.table early later native pipeline.orders quantity restart sampling",
+        "address doors.table early later native pipeline.orders quantity restart sampling texttable",
         "doors.deepspeed doors.megatron_rest doors.megatron_values doors.peft doors.torchtitan",
         "doors.megatron",
         "doors.script synonyms",

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from threed.monitor.run import Run
 
 __all__ = ["check", "plan", "predict", "show", "train"]
+MOST_UNITS = 24  # of which `show` prints a line each
 PROBE_S = 10  # how long a forked process may take for a small product on several threads
 
 
@@ -78,11 +79,11 @@ def check(what: Config | Plan) -> dict[str, Any]:
             "warnings": [*warnings(config), *undivided(config, plan.programs["train"])], "stages": rows}
 
 
-def show_check(checked: dict[str, Any], config: Config) -> str:
-    """What `check` has returned, as text."""
+def show_check(checked: dict[str, Any], config: Config, columns: int | None = None) -> str:
+    """What `check` has returned, as text. `columns`: of a terminal into which tables are to fit."""
     lines = [f"ok: {config.world_size} ranks ({make_mesh(config).text()}), {checked['instructions']} "
              f"instructions, plan {checked['digest']}",
-             *(f"warning: {line}" for line in checked["warnings"]), summary.show(checked["stages"])]
+             *(f"warning: {line}" for line in checked["warnings"]), summary.show(checked["stages"], columns)]
     if config.pieces:
         saved = ", ".join(f"{piece} {show_bytes(size)}{'' if piece in config.pieces else ' (not chosen)'}"
                           for piece, size in saved_by_piece(config).items())
@@ -113,7 +114,7 @@ def show(what: Config | Plan, rank: int | None = None, program: str = "train",
         return _show_units(plan, units)
     if position is not None:
         return shows.listing(plan, position, program)
-    return (f"{make_mesh(config).draw()}\n\n{show_compute_units(plan)}\n\n"
+    return (f"{make_mesh(config).draw()}\n\n{show_compute_units(plan, MOST_UNITS)}\n\n"
             f"{config.parallel.schedule}, {config.num_microbatches} micro-batches "
             f"({shows.legend(plan, program)})\n{shows.grid(plan, program, columns=columns)}")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import gc
 import json
 import os
-import shutil
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +22,7 @@ from threed.program.picture import picture
 from threed.quantity import parse_count, parse_memory
 from threed.schema import Config
 from threed.start import start
+from threed.texttable import terminal
 from threed.verbs import EXAMPLES, RunPath, convert, exclude, init, keys, runs, trace, write_file
 
 app = typer.Typer(
@@ -108,9 +109,8 @@ def show(context: typer.Context, config: ConfigPath, overrides: Overrides = None
         print(json.dumps(explained, indent=1) if as_json else explaining.show(explained))
         return
     document = json.dumps(api.show_document(plan, rank, program, units), indent=1) if as_json else None
-    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     # Raises for bad input before a file is written.
-    text = document or api.show(plan, rank, program, units, columns)
+    text = document or api.show(plan, rank, program, units, terminal())
     if svg is not None:
         write_file("--svg", svg, picture(plan, program))
     print(text)
@@ -149,11 +149,12 @@ def check(config: ConfigPath, overrides: Overrides = None,
         from threed.prediction.hardware import DEFAULT, OF_CPUS, Hardware
 
         machine = Hardware.parse(hardware, OF_CPUS if loaded.run.device == "cpu" else DEFAULT)
-        advice = advising.show(advised := advising.advise(loaded, machine, limit, _progress), limit)
+        advised = advising.advise(loaded, machine, limit, _progress)
+        advice = advising.show(advised, limit, terminal())
     if as_json:
         _print_json({**checked, **({"advice": advised} if advised else {})})
     else:
-        print(api.show_check(checked, loaded) + (f"\n\n{advice}" if advice else ""))
+        print(api.show_check(checked, loaded, terminal()) + (f"\n\n{advice}" if advice else ""))
 
 
 @app.command(short_help="predict step time, bubble, memory and bytes")
@@ -182,7 +183,8 @@ def predict(context: typer.Context, config: BareConfigPath = None, overrides: Ov
 
         exclude(context, "CONFIG", "schedule", "pp", "micro_batches", "times", "virtual_stages",
                  "activation_limit", "seconds")
-        _print(api.predict(_load(config, overrides), hardware, costs, tokens), show_report, as_json)
+        _print(api.predict(_load(config, overrides), hardware, costs, tokens),
+               partial(show_report, columns=terminal()), as_json)
         return
     from threed.prediction import bare
 
@@ -214,7 +216,7 @@ def search(config: ConfigPath, devices: Annotated[int, typer.Option(min=1, help=
     values = verb.search(config, devices, overrides, hardware, memory, _progress, rounding)
     if write is not None:
         verb.write_best(values, write)
-    _print(values, lambda found: verb.show(found, top), as_json)
+    _print(values, lambda found: verb.show(found, top, terminal()), as_json)
 
 
 @app.command(short_help="measure this machine, and write a file for predict --hardware")
@@ -355,7 +357,7 @@ def compare(run: RunPath, as_json: Json = False) -> None:
     from threed.monitor import compare as comparing
     from threed.monitor.run import Run
 
-    _print(Run(run).compare(), comparing.show, as_json)
+    _print(Run(run).compare(), partial(comparing.show, columns=terminal()), as_json)
 
 
 cli_foreign.register(app)

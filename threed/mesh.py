@@ -175,7 +175,7 @@ class Mesh:
         """The sizes as text: pp 2 x dp 2 x tp 1."""
         return " x ".join(f"{axis}{joined}{size}" for axis, size in self.sizes.items())
 
-    def draw(self, most: int = 64) -> str:
+    def draw(self, most: int = 24) -> str:
         """A table of ranks: a column for each coordinate on the last of AXES, a row for each coordinate on
         the others; no more than `most` rows."""
         cells = {str(self.coordinate(rank)): f"r{rank}" for rank in range(self.size)}

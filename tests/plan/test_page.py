@@ -50,6 +50,23 @@ def test_one_file(text):
     assert len(text) < 7_000_000
 
 
+def test_light_dark_and_narrow(text):
+    """Figures have no ground of their own, and text and lines have the colours of the page in the dark."""
+    own = text.replace("\n", " ")
+    assert "prefers-color-scheme: dark" in own and "color-scheme: light dark" in own
+    assert re.search(r'annotation-text\[style\*="rgb\(36, 41, 47\)"\]', own)  # INK, as the browser writes it
+    assert '"paper_bgcolor":"rgba(0,0,0,0)"' in own and '"plot_bgcolor":"#fff"' not in own
+    assert own.count('<div class="figure">') == 7 and ".figure { overflow-x: auto; }" in own
+
+
+def test_one_colour_a_kind(toy):
+    """A kind of bytes has the same name and colour in the bars of peaks and in the curves of memory."""
+    bars = {trace.name: trace.marker.color for trace in figures.peaks(toy).data}
+    curves = {trace.name: trace.fillcolor for trace in figures.memory(toy).data if trace.name != "peak"}
+    assert set(bars) <= set(curves) and "saved" in bars
+    assert {name: curves[name] for name in bars} == bars and len(set(bars.values())) == len(bars)
+
+
 def test_what_must_be_seen(text):
     """What `threed predict` prints, all sections, and no section of a run."""
     values = threed.predict(threed.load("configs/toy.yaml"))

@@ -42,6 +42,11 @@ def test_title_legend_and_axis():
     assert f"micro-batches, train, bubble {1 - computed / total:.1%}</text>" in text
     texts = re.findall(r">([^<>]+)</text>", text)
     assert {"FORWARD", "BACKWARD", "0 forwards of a stage", "5"} <= set(texts) and "RECOMPUTE" not in texts
+    drawn = ElementTree.fromstring(text)
+    width, height = drawn.attrib["width"], drawn.attrib["height"]
+    assert drawn.attrib["viewBox"] == f"0 0 {width} {height}"  # it shrinks to a narrow page
+    ground = drawn[0].attrib  # under all the rest: the page around it may be dark
+    assert (ground["width"], ground["height"], ground["fill"]) == (width, height, "#fff")
     measured = svg(plan.programs["train"], timeline(plan), "measured")
     assert "5.0 s</text>" in measured  # seconds, where nothing else is said
 

@@ -16,6 +16,7 @@ from threed.errors import InputError, ThreedError, check_type
 from threed.models.model import model_flops
 from threed.prediction.hardware import DEFAULT, OF_CPUS, Hardware
 from threed.quantity import parse_bytes, show_bytes, show_count, show_seconds
+from threed.texttable import wrapped
 
 _PLANNED = 20  # ideas about which the full plan decides
 _FULL = 0.95  # of the memory
@@ -132,8 +133,8 @@ def write_best(values: dict[str, Any], file: Path) -> None:
           f"{show_bytes(best['peak_bytes'])} on {values['hardware']}")
 
 
-def show(values: dict[str, Any], top: int = 10) -> str:
-    """The document as a table of its `top` layouts."""
+def show(values: dict[str, Any], top: int = 10, columns: int | None = None) -> str:
+    """The document as a table of its `top` layouts. `columns`: of a terminal, if it is to fit."""
     rows = values["layouts"][:top]
     fixed = ", ".join(f"{name}={value}" for name, value in values["fixed"].items())
     lines = [f"{values['config']} on {values['devices']} x {values['hardware']}, "
@@ -148,9 +149,13 @@ def show(values: dict[str, Any], top: int = 10) -> str:
         cells = (_show_step(row["step_s"]), show_count(row["tokens_per_s"]), f"{row['mfu']:.1%}",
                  show_bytes(row["peak_bytes"]), f"{row['bubble']:.1%}", show_seconds(row["exposed_s"]))
         help_ = ", ".join(f"{words} -{gain:.0%}" for words, gain in [*row["helps"].items()][:2])
-        lines += ["".join(cell.rjust(11) for cell in cells) + f"  {row['layout']}",
-                  " " * 68 + f"{row['bottleneck']}; {_full(row, values)}would help: "
-                             f"{help_ or 'nothing that is tried'}"]
+        numbers = "".join(cell.rjust(11) for cell in cells)
+        texts = (row["layout"], f"{row['bottleneck']}; {_full(row, values)}would help: "
+                                f"{help_ or 'nothing that is tried'}")
+        if columns is None or len(numbers) + 2 + max(map(len, texts)) <= columns:
+            lines += [f"{numbers}  {texts[0]}", f"{'':{len(numbers)}}  {texts[1]}"]
+        else:
+            lines += [numbers, *(wrapped(f"    {text}", columns, " " * 6) for text in texts)]
     return "\n".join(lines)
 
 

@@ -27,6 +27,7 @@ from threed.program.table import Plan
 from threed.program.trace import Trace, Wait
 from threed.program.walk import Walk
 from threed.quantity import show_seconds
+from threed.texttable import render
 
 MOST_STEPS = 10
 Row = dict[str, float]
@@ -213,8 +214,8 @@ HEADS = {"step": "step", "compute": "compute", "p2p_wait": "p2p wait", "dp_wait"
 MOST_RANKS = 64
 
 
-def show(compared: dict[str, Any]) -> str:
-    """What `compare` returned, as text."""
+def show(compared: dict[str, Any], columns: int | None = None) -> str:
+    """What `compare` returned, as text. `columns`: of a terminal, if tables are to fit."""
     step = compared["step"]
     error = step["predicted"] / step["measured"] - 1.0 if step["measured"] else 0.0
     lines = [f"{compared['run']}, plan {compared['digest']}, step{'s' if len(compared['steps']) > 1 else ''} "
@@ -223,25 +224,23 @@ def show(compared: dict[str, Any]) -> str:
              f"predicted, {abs(error):.1%} {'more' if error > 0 else 'less'}",
              "predicted is when instructions run and what waits; the times of compute and STEP are the "
              "measured ones,", "so they are equal below, and communication is free", "",
-             "where the time of a rank went, by stage".ljust(40) + _cells((*HEADS.values(), "bubble"))]
-    for position, row in enumerate(compared["stages"]):
-        lines += [f"{f'pp{position}' if kind == 'predicted' else '':6}{kind}".ljust(40)
-                  + _cells([*(show_seconds(row[kind][name]) for name in HEADS), f"{row[kind]['bubble']:.1%}"])
-                  for kind in ("predicted", "measured")]
-    lines += ["", "and by rank, measured".ljust(40) + _cells(HEADS.values())]
-    for row in compared["ranks"][:MOST_RANKS]:
-        place = f"rank {row['rank']} " + " ".join(f"{axis}{row[axis]}" for axis in AXES)
-        lines.append(place.ljust(40) + _cells(show_seconds(row[name]) for name in HEADS))
+             "where the time of a rank went, by stage",
+             render(("", *HEADS.values(), "bubble"),
+                    [(f"{f'pp{position}' if kind == 'predicted' else '':6}{kind}",
+                      *(show_seconds(row[kind][name]) for name in HEADS), f"{row[kind]['bubble']:.1%}")
+                     for position, row in enumerate(compared["stages"])
+                     for kind in ("predicted", "measured")],
+                    columns, fold=False),
+             "", "and by rank, measured",
+             render(("", *HEADS.values()), [
+                 (f"rank {row['rank']} " + " ".join(f"{axis}{row[axis]}" for axis in AXES),
+                  *(show_seconds(row[name]) for name in HEADS)) for row in compared["ranks"][:MOST_RANKS]],
+                 columns)]
     if len(compared["ranks"]) > MOST_RANKS:
         lines.append(f"... and {len(compared['ranks']) - MOST_RANKS} ranks more")
     for title, key in (("by op, mean of all ranks", "ops"), ("by lane, waiting for it included", "lanes"),
                        ("by unit, on a rank that holds it", "units")):
-        lines += ["", title.ljust(40) + _cells(("predicted", "measured"))]
-        lines += [f"{name:5} {row.get('name', '')}".ljust(40)
-                  + _cells(show_seconds(row[kind]) for kind in ("predicted", "measured"))
-                  for name, row in compared[key].items()]
+        lines += ["", render((title, "predicted", "measured"), [
+            (f"{name:5} {row.get('name', '')}", show_seconds(row["predicted"]), show_seconds(row["measured"]))
+            for name, row in compared[key].items()], columns, fold=False)]
     return "\n".join([*lines, *(f"note: {note}" for note in compared["notes"])])
-
-
-def _cells(texts: Iterable[str]) -> str:
-    return "".join(text.rjust(11) for text in texts)

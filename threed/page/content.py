@@ -21,6 +21,8 @@ from threed.monitor.timeline import Span, on_one_clock, spans
 from threed.monitor.traces import read_run
 from threed.planner import make_mesh
 from threed.prediction.beside import Priced
+from threed.prediction.cost import FILE as COSTS
+from threed.prediction.cost import device_of
 from threed.prediction.hardware import Hardware
 from threed.prediction.verb import document
 from threed.program.instruction import COMPUTE, Instruction
@@ -184,6 +186,14 @@ class Content:
     def last(self) -> list[dict[str, Any]]:
         """The last steps of the run, without its first."""
         return self.rows[1:][-LAST:] or self.rows
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether a run on CPUs is drawn, whose `memory/peak_bytes` hold Python and its libraries, too."""
+        if self.run is None:
+            return False
+        measured = device_of(self.run.path) if (self.run.path / COSTS).exists() else ""
+        return self.config.run.device == "cpu" or measured.startswith("CPU")
 
     def mean(self, name: str) -> float | None:
         """Of the last steps; None where they do not have it."""

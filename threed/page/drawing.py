@@ -9,6 +9,7 @@ from threed.errors import InputError
 
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 INK, FAINT, LINE = "#24292f", "#6e7781", "#e6e8eb"
+CLEAR = "rgba(0,0,0,0)"  # the page's ground shows through: it is light or dark, as the reader's system is
 PREDICTED, MEASURED = "#9aa5b1", "#4c78a8"
 # plotly's own bar of buttons has one that sends a figure to its cloud: a page keeps what it shows.
 CONFIG = {"displaylogo": False, "responsive": True, "scrollZoom": False, "showSendToCloud": False,
@@ -54,11 +55,11 @@ def plotly() -> tuple[Any, Any]:
 def finish(figure: Any, height: int, **layout: Any) -> Any:
     """The looks of all figures. `height` in pixels."""
     figure.update_layout(
-        height=height, paper_bgcolor="#fff", plot_bgcolor="#fff", hovermode="closest", bargap=0.25,
+        height=height, paper_bgcolor=CLEAR, plot_bgcolor=CLEAR, hovermode="closest", bargap=0.25,
         font={"family": FONT, "size": 12, "color": INK}, margin={"l": 64, "r": 24, "t": 48, "b": 48},
         hoverlabel={"bgcolor": "#fff", "bordercolor": LINE, "font": {"color": INK}},
         legend={"orientation": "h", "x": 0, "y": 1, "yref": "container", "yanchor": "top",
-                "bgcolor": "rgba(0,0,0,0)", "itemsizing": "constant",
+                "bgcolor": CLEAR, "itemsizing": "constant",
                 "traceorder": "normal"})
     axis = {"gridcolor": LINE, "zeroline": False, "linecolor": LINE, "title_standoff": 8,
             "tickfont": {"color": FAINT}}

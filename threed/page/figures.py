@@ -11,6 +11,7 @@ from threed.monitor.compare import HEADS
 from threed.page.content import Content, thin
 from threed.page.drawing import FAINT, INK, MEASURED, PREDICTED, byte_unit, finish, plotly, time_unit
 from threed.prediction.report import highest
+from threed.program.summary import activations
 from threed.program.units import compute_units
 from threed.quantity import show_bytes, show_count, show_seconds
 
@@ -20,8 +21,9 @@ CURVES = 8  # positions of which memory over time is drawn
 POINTS = 400  # of a curve of memory
 STEPS = 2_000  # points of a run's curves
 _UNITS_WIDTH, _LETTER = 490, 6.6  # pixels of the column of units, and of a letter in it
+IDLE_COLOR = "#dfe2e6"
 CAUSE_COLORS = {"compute": "#4c78a8", "p2p_wait": "#72b7b2", "dp_wait": "#e45756", "optimizer": "#b279a2",
-                "offload": "#9d755d", "idle": "#dfe2e6"}
+                "offload": "#9d755d", "idle": IDLE_COLOR}
 FIXED_COLORS = {"parameters": "#4c78a8", "gradients": "#e45756", "optimizer state": "#b279a2",
                 "buffers": "#bab0ac"}
 ACTIVATION_COLORS = ("#f2cf5b", "#f58518", "#54a24b", "#83bcb6", "#d6a5c9", "#9ecae9", "#ff9da6", "#9d755d")
@@ -161,11 +163,26 @@ def _curve(content: Content, position: int) -> tuple[list[float], list[tuple[str
     begun = list(accumulate(content.priced.step.walk.start[position], max))
     times = [begun[index] for index in chosen]
     kinds = [(name, FIXED_COLORS[name], [float(size)] * len(chosen)) for name, size in fixed.items() if size]
-    colors = dict(zip(moving, ACTIVATION_COLORS * len(moving)))
-    kinds += [(kind, colors[kind], [float(sizes[i]) for i in chosen]) for kind, sizes in moving.items()
-              if max(sizes)]
+    kinds += [(kind, _color(content, kind), [float(sizes[i]) for i in chosen])
+              for kind, sizes in moving.items() if max(sizes)]
     peak = max(range(len(chosen)), key=lambda at: total[chosen[at]]) if total else 0
     return times, kinds, peak
+
+
+def _color(content: Content, kind: str) -> str:
+    """The colour of a kind of bytes: the same in all figures and at all positions."""
+    if kind in FIXED_COLORS:
+        return FIXED_COLORS[kind]
+    place = activations(content.plan.table).index(kind)
+    return ACTIVATION_COLORS[place % len(ACTIVATION_COLORS)]
+
+
+def _at_the_peak(content: Content, position: int) -> dict[str, float]:
+    """Bytes by kind, when a rank of a position has most."""
+    fixed, moving = content.kinds(position)
+    total = [sum(column) for column in zip(*moving.values())]
+    at = max(range(len(total)), key=total.__getitem__) if total else 0
+    return {**fixed, **{kind: sizes[at] for kind, sizes in moving.items() if sizes}}
 
 
 def peaks(content: Content) -> Any:
@@ -173,14 +190,13 @@ def peaks(content: Content) -> Any:
     go, _ = plotly()
     rows = content.values["stages"]
     unit = byte_unit(max(row["peak_bytes"]["device"] for row in rows))
-    parts = {"parameters": "parameter_bytes", "gradients": "gradient_bytes",
-             "optimizer state": "optimizer_bytes", "buffers": "buffer_bytes",
-             "activations": "activation_peak_bytes"}
+    parts = [_at_the_peak(content, position) for position in range(len(rows))]
     figure = go.Figure([
-        go.Bar(name=name, x=[f"pp{p}" for p in range(len(rows))], y=unit.of([row[key] for row in rows]),
-               marker_color=FIXED_COLORS.get(name, ACTIVATION_COLORS[0]),
-               hovertemplate=f"{name} %{{y:.3g}} {unit.name}<extra>%{{x}}</extra>")
-        for name, key in parts.items() if any(row[key] for row in rows)])
+        go.Bar(name=kind, x=[f"pp{p}" for p in range(len(rows))],
+               y=unit.of([part.get(kind, 0.0) for part in parts]), marker_color=_color(content, kind),
+               hovertemplate=f"{kind} %{{y:.3g}} {unit.name}<extra>%{{x}}</extra>")
+        for kind in (*FIXED_COLORS, *activations(content.plan.table))
+        if any(part.get(kind) for part in parts)])
     figure.update_yaxes(ticksuffix=f" {unit.name}")
     return finish(figure, 280, barmode="stack", margin={"l": 80, "r": 24, "t": 44, "b": 36})
 

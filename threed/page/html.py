@@ -10,30 +10,63 @@ from threed import __version__
 from threed.monitor.charts import model_size
 from threed.page import figures, timelines
 from threed.page.content import LAST, Content
-from threed.page.drawing import CONFIG, FONT, INK, plotly
+from threed.page.drawing import CONFIG, FONT, INK, LINE, plotly
+from threed.page.figures import IDLE_COLOR
+from threed.page.timelines import WAIT_COLOR
 from threed.prediction.report import show as show_report
 from threed.quantity import show_bytes, show_count, show_seconds
+
+NARROWEST = 900  # pixels of a figure: on a narrow screen it is scrolled, so that its texts do not touch
+
+
+def _rgb(color: str) -> str:
+    """#dfe2e6 as the browser writes it."""
+    return f"rgb({', '.join(str(int(color[at:at + 2], 16)) for at in (1, 3, 5))})"
+
 
 # The browser itself refuses whatever would leave the page. WebGL, which plotly has and these figures do not
 # use, would need 'unsafe-eval'.
 POLICY = ("default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
           "img-src data: blob:; font-src data:")
+# In the dark, what a figure draws in the colours of light paper (text, grid, frames of boxes, waiting) takes
+# those of the page. Texts inside boxes stay as they are: the boxes keep their colours.
 STYLE = f"""
-body {{ margin: 0; background: #f6f8fa; color: {INK}; font: 15px/1.5 {FONT}; }}
+:root {{ color-scheme: light dark; --ground: #f6f8fa; --card: #fff; --edge: #e1e4e8; --ink: {INK};
+  --soft: #57606a; --link: #0550ae; --line: {LINE}; --wait: {WAIT_COLOR}; }}
+@media (prefers-color-scheme: dark) {{
+  :root {{ --ground: #0d1117; --card: #161b22; --edge: #30363d; --ink: #e6edf3; --soft: #9198a1;
+    --link: #58a6ff; --line: #2b3138; --wait: #363c44; }}
+  .js-plotly-plot :is([class*="tick"] text, .legendtext, text[class*="title"],
+                      .annotation-text[style*="{_rgb(INK)}"]) {{ fill: var(--soft) !important; }}
+  .js-plotly-plot :is(.gridlayer path, .crisp[class*="lines"]) {{ stroke: var(--line) !important; }}
+  .js-plotly-plot .bars .point path {{ stroke: var(--card) !important; }}
+  .js-plotly-plot :is(.point path, .legendbar, .legendundefined):is([style*="{_rgb(WAIT_COLOR)}"],
+    [style*="{_rgb(IDLE_COLOR)}"]) {{ fill: var(--wait) !important; }}
+}}
+body {{ margin: 0; background: var(--ground); color: var(--ink); font: 15px/1.5 {FONT}; }}
 main {{ max-width: 1240px; margin: 0 auto; padding: 24px 16px 64px; }}
 h1 {{ font-size: 24px; margin: 0 0 4px; }}
 h2 {{ font-size: 18px; margin: 0 0 2px; }}
-p {{ margin: 4px 0 8px; color: #57606a; max-width: 110ch; }}
-section, .tile, .note {{ background: #fff; border: 1px solid #e1e4e8; border-radius: 8px; }}
+p {{ margin: 4px 0 8px; color: var(--soft); max-width: 110ch; }}
+section, .tile, .note {{ background: var(--card); border: 1px solid var(--edge); border-radius: 8px; }}
 section {{ margin-top: 20px; padding: 16px 18px; }}
 .tiles {{ display: flex; flex-wrap: wrap; gap: 10px; margin: 16px 0; }}
 .tile {{ padding: 10px 16px; min-width: 130px; }}
 .tile b {{ display: block; font-size: 21px; font-weight: 600; }}
-.tile span {{ color: #57606a; font-size: 13px; }}
+.tile span {{ color: var(--soft); font-size: 13px; }}
 .note {{ padding: 8px 14px; margin: 8px 0; border-left: 4px solid #eeca3b; }}
-pre {{ overflow-x: auto; font-size: 12.5px; background: #f6f8fa; padding: 10px; border-radius: 6px; }}
-summary {{ cursor: pointer; color: #57606a; }}
-nav a {{ margin-right: 14px; color: #0550ae; text-decoration: none; }}
+pre {{ overflow-x: auto; font-size: 12.5px; background: var(--ground); padding: 10px; border-radius: 6px; }}
+summary {{ cursor: pointer; color: var(--soft); }}
+nav a {{ margin-right: 14px; color: var(--link); text-decoration: none; }}
+.figure {{ overflow-x: auto; }}
+.figure > div {{ min-width: {NARROWEST}px; }}
+@media (max-width: 600px) {{
+  main {{ padding: 12px 8px 32px; }}
+  section {{ padding: 12px 10px; }}
+  h1 {{ font-size: 19px; }}
+  .tiles {{ display: grid; grid-template-columns: 1fr 1fr; }}
+  .tile {{ padding: 8px 12px; min-width: 0; }}
+}}
 """
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
@@ -73,13 +106,14 @@ def _sections(content: Content) -> list[Section]:
          "A row a pipeline position. Ranks of one position run the same program; shades alternate with the "
          "replica. A unit is computed as one; shades alternate with the stage.", (figures.units,)),
         ("pipeline", "The pipeline",
-         f"What each position computes, and when: {both}. White is the bubble. Draw a frame to zoom, double "
-         "click to see all again; shades alternate with the micro-batch.", (timelines.compute_lanes,)),
+         f"What each position computes, and when: {both}. What is left blank is the bubble. Draw a frame to "
+         "zoom, double click to see all again; shades alternate with the micro-batch.",
+         (timelines.compute_lanes,)),
         ("lanes", "Every lane",
          "A lane is a queue of work of one rank: computing, collectives over dp, messages to one peer, "
          "copies to and from the host and the disk. Here is "
          f"{both}; lanes in which nothing takes time are left out"
-         f"{', and light grey is waiting' if measured else ''}.", (timelines.all_lanes,)),
+         f"{', and pale grey is waiting' if measured else ''}.", (timelines.all_lanes,)),
         ("time", "Where the time goes",
          "Of a step, on a rank of each position. Idle is waiting for the last rank before the optimizer's "
          "step, and the host between instructions."
@@ -103,7 +137,8 @@ def _section(content: Content, name: str, title: str, about: str,
              draw: tuple[Callable[[Content], Any], ...]) -> str:
     drawn = [each(content).to_html(full_html=False, include_plotlyjs=False, config=CONFIG,
                                    div_id=f"{name}-{number}") for number, each in enumerate(draw)]
-    return f'<section id="{name}"><h2>{escape(title)}</h2><p>{escape(about)}</p>{"".join(drawn)}</section>'
+    shown = "".join(f'<div class="figure">{each}</div>' for each in drawn)
+    return f'<section id="{name}"><h2>{escape(title)}</h2><p>{escape(about)}</p>{shown}</section>'
 
 
 def _title(content: Content) -> str:
@@ -123,11 +158,16 @@ def _head(content: Content) -> str:
              ("ranks: " + content.mesh.text(), f"{content.mesh.size:,}"),
              (f"micro-batches, {parallel.schedule}", f"{config.num_microbatches:,}"),
              ("parameters", show_count(model_size(config)))]
+    tiles += [(f"{counted} a second, predicted", show_count(values[f"{counted}_per_s"]))
+              for counted in ("tokens", "samples") if values.get(f"{counted}_per_s") is not None]
+    if values.get("mfu") is not None and not content.on_cpu:
+        tiles.append(("MFU, predicted", f"{values['mfu']:.1%}"))
     measured = (("perf/step_s", "step, measured", show_seconds),
                 ("pipeline/bubble_measured", "bubble, measured", lambda share: f"{share:.1%}"),
                 ("perf/tokens_per_s", "tokens a second, measured", show_count),
                 ("perf/samples_per_s", "samples a second, measured", show_count),
-                ("memory/peak_bytes", "peak of the largest rank, measured", show_bytes),
+                ("memory/peak_bytes", "peak of the largest rank, measured"
+                 + ": its process, with all libraries" * content.on_cpu, show_bytes),
                 ("train/loss", f"loss, mean of the last {min(LAST, len(content.last))} steps",
                  lambda loss: f"{loss:.4f}"))
     for name, label, text in measured if content.rows else ():

@@ -17,6 +17,7 @@ from threed.prediction.transient import Transient, communicators, peak_bytes
 from threed.program.summary import fixed_bytes, stages
 from threed.quantity import show_bytes, show_seconds
 from threed.schema import ActivationConfig, Config, OffloadConfig
+from threed.texttable import render, wrapped
 from threed.validate import validate
 
 Changes = dict[str, Any]  # dotted key -> value
@@ -124,22 +125,24 @@ def _spelled_out(config: Config) -> Config:
     return other
 
 
-def show(rows: list[dict[str, Any]], memory: int | None = None) -> str:
-    """The config's peak, then the rows as a table that compares each setting with the config."""
+def show(rows: list[dict[str, Any]], memory: int | None = None, columns: int | None = None) -> str:
+    """The config's peak, then the rows as a table, which where there is room compares each setting with the
+    config in words, too. `columns`: of a terminal, if it is to fit."""
     here = rows[0]
     beside = here["peak_bytes"] - here["planned_bytes"] - here["taken_bytes"]
     planned, taken = show_bytes(here["planned_bytes"]), show_bytes(here["taken_bytes"])
     peak = (f"peak as configured: {planned} in slots and buffers, {show_bytes(max(beside, 0))} of "
             f"temporaries, {taken} for CUDA and NCCL")
-    width = max(len(row["setting"]) for row in rows) + 2
-    head = ["peak", "sends dp", "step"] + ["fits"] * (memory is not None)
-    lines = [peak, "setting".ljust(width) + "".join(text.rjust(12) for text in head)]
-    for row in rows:
-        cells = [show_bytes(row["peak_bytes"]), show_bytes(row["dp_bytes"]), show_seconds(row["step_s"])]
-        cells += ["yes" if row["fits"] else "no"] * (memory is not None)
-        lines.append(row["setting"].ljust(width) + "".join(cell.rjust(12) for cell in cells)
-                     + ("" if row is here else f"  {_against(row, here)}"))
-    return "\n".join(lines)
+    limited = memory is not None
+    lines = render(("setting", "peak", "sends dp", "step", *["fits"] * limited), [
+        (row["setting"], show_bytes(row["peak_bytes"]), show_bytes(row["dp_bytes"]),
+         show_seconds(row["step_s"]), *["yes" if row["fits"] else "no"] * limited) for row in rows],
+        columns, fold=False).splitlines()
+    words = ["", "", *(_against(row, here) for row in rows[1:])]  # none for the head and the config itself
+    if len(lines) == len(words):
+        longer = [f"{line}  {text}".rstrip() for line, text in zip(lines, words, strict=True)]
+        lines = longer if columns is None or max(map(len, longer)) <= columns else lines
+    return "\n".join([wrapped(peak, columns), *lines])
 
 
 def _against(row: dict[str, Any], here: dict[str, Any]) -> str:

@@ -18,6 +18,7 @@ from threed.program.summary import activations, alive_bytes, fixed_bytes, stage
 from threed.program.table import SNAPSHOT, VERIFY, Plan
 from threed.program.walk import Cost, Mode, Walk, walk
 from threed.quantity import show_bytes, show_count, show_seconds
+from threed.texttable import render
 
 SAMPLES = 50  # points of memory over time
 
@@ -152,19 +153,19 @@ def _too_much(values: dict[str, Any]) -> Iterator[str]:
                "search for another mesh")
 
 
-def show(values: dict[str, Any]) -> str:
-    """The report as a table."""
+def show(values: dict[str, Any], columns: int | None = None) -> str:
+    """The report as a table. `columns`: of a terminal, if it is to fit."""
+    rows = []
+    for position, row in enumerate(values["stages"]):
+        peak, moving = row["peak_bytes"]["device"], row["activation_peak_bytes"]
+        rows.append((f"pp{position}", show_seconds(row["busy_s"]), f"{row['bubble']:.1%}", show_bytes(peak),
+                     show_bytes(peak - moving), show_bytes(moving),
+                     *(show_bytes(row["sent_bytes"][axis]) for axis in AXES)))
     lines = [f"costs: {values['costs']}",
              f"step {show_seconds(values['step_time'])}, {_idle(values)} {values['bubble']:.1%}"
              + "".join(f", {text}" for text in _speeds(values)),
-             "".join(text.rjust(12) for text in ("a rank of", "busy", "bubble", "peak", "fixed",
-                                                 "activations", *(f"sends {axis}" for axis in AXES)))]
-    for position, row in enumerate(values["stages"]):
-        peak = row["peak_bytes"]["device"]
-        cells = [f"pp{position}", show_seconds(row["busy_s"]), f"{row['bubble']:.1%}", show_bytes(peak),
-                 show_bytes(peak - row["activation_peak_bytes"]), show_bytes(row["activation_peak_bytes"]),
-                 *(show_bytes(row["sent_bytes"][axis]) for axis in AXES)]
-        lines.append("".join(cell.rjust(12) for cell in cells))
+             render(("a rank of", "busy", "bubble", "peak", "fixed", "activations",
+                     *(f"sends {axis}" for axis in AXES)), rows, columns)]
     lines += _too_much(values)
     for position, row in enumerate(values["stages"]):
         if row["moved_bytes"]:

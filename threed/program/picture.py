@@ -71,8 +71,11 @@ def svg(programs: Sequence[Sequence[Instruction]], when: Walk, title: str,
     total = when.total_s or 1.0
     scale = _scale(rows, total)
     width, bottom = _LEFT + math.ceil(total * scale) + 30, _TOP + _ROW * len(rows)
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{bottom + 24}" '
-             'font-family="sans-serif" font-size="10">',
+    height = bottom + 24
+    # A ground, since the page around it may be dark; a viewBox, so that the picture shrinks to a narrow page.
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+             f'viewBox="0 0 {width} {height}" style="max-width: 100%; height: auto" font-family="sans-serif" '
+             f'font-size="10">', f'<rect width="{width}" height="{height}" rx="6" fill="#fff"/>',
              f'<text x="8" y="16" font-size="12">{escape(f"{title}, bubble {_bubble(rows, total):.1%}")}'
              '</text>', *_legend(rows)]
     for position, row in enumerate(rows):

@@ -11,6 +11,7 @@ from threed.program.instruction import Op, Slot, Tier
 from threed.program.link import Memory, links_of, memory
 from threed.program.table import Plan, Table
 from threed.quantity import ring, show_bytes, show_count
+from threed.texttable import render
 
 
 def activations(table: Table) -> tuple[str, ...]:
@@ -127,14 +128,14 @@ HEAD = ("a rank of", "parameters", "param", "grad", "optimizer", "buffers", "act
 HELD = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "buffer_bytes", "activation_peak_bytes")
 
 
-def show(rows: list[dict[str, Any]]) -> str:
-    """The rows of `stages` as a table, then the bytes on other tiers."""
-    table: list[tuple[str, ...]] = [HEAD]
-    for position, row in enumerate(rows):
-        table.append((f"pp{position}", show_count(row["parameters"]), *(show_bytes(row[key]) for key in HELD),
-                      *(show_bytes(row["sent_bytes"][axis]) for axis in AXES),
-                      *(str(row[key]) for key in ("gathers", "reduces"))))
-    lines = ["".join(cell.rjust(12) for cell in cells) for cells in table]
+def show(rows: list[dict[str, Any]], columns: int | None = None) -> str:
+    """The rows of `stages` as a table, then the bytes on other tiers. `columns`: of a terminal, if it is to
+    fit."""
+    lines = [render(HEAD, [(f"pp{position}", show_count(row["parameters"]),
+                            *(show_bytes(row[key]) for key in HELD),
+                            *(show_bytes(row["sent_bytes"][axis]) for axis in AXES),
+                            *(str(row[key]) for key in ("gathers", "reduces")))
+                           for position, row in enumerate(rows)], columns)]
     for position, row in enumerate(rows):
         if row["moved_bytes"]:
             moves = sorted(row["moved_bytes"].items())

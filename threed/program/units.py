@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from threed.program.instruction import Slot
@@ -59,12 +61,34 @@ def _kind(table: Table, index: int) -> str:
     return "small" if small else "own"
 
 
-def show_compute_units(plan: Plan) -> str:
-    """The rows of `compute_units` as text."""
+def show_compute_units(plan: Plan, most: int | None = None) -> str:
+    """The rows of `compute_units` as text. Where there are more than `most`, neighbouring units of one stage
+    that have parameters of their own alone are one row."""
     rows = compute_units(plan)
-    width = max(20, *(len(row["name"]) + 2 for row in rows))
-    return "\n".join(row["unit"].ljust(5) + f"pp{row['position']}".ljust(6) + row["name"].ljust(width)
-                     + f"uses {' '.join(row['uses']) or 'no parameters'}" for row in rows)
+    groups = [[row] for row in rows] if most is None or len(rows) <= most else _neighbours(rows)
+    cells = [(_span([row["unit"] for row in group]), f"pp{group[0]['position']}",
+              _span([row["name"] for row in group]), _span([" ".join(row["uses"]) for row in group]))
+             for group in groups]
+    first, _, name, _ = (max(map(len, column)) + 2 for column in zip(*cells))
+    return "\n".join(unit.ljust(max(5, first)) + at.ljust(6) + text.ljust(max(20, name))
+                     + f"uses {uses or 'no parameters'}" for unit, at, text, uses in cells)
+
+
+def _neighbours(rows: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Runs of units of a stage, each of which has one parameter unit, its own. The first and the last unit,
+    which hold other layers, stand alone."""
+    users = Counter(used for row in rows for used in row["uses"])
+    ends = rows[0]["unit"], rows[-1]["unit"]
+
+    def run(row: dict[str, Any]) -> tuple[Any, ...]:
+        own = row["unit"] not in ends and [users[used] for used in row["uses"]] == [1]
+        return (row["stage"],) if own else (row["stage"], row["unit"])
+
+    return [list(group) for _, group in groupby(rows, run)]
+
+
+def _span(texts: Sequence[str]) -> str:
+    return texts[0] if len(texts) == 1 else f"{texts[0]} to {texts[-1]}"
 
 
 def show_parameter_units(rows: Sequence[Mapping[str, Any]]) -> str:

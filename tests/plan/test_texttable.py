@@ -1,0 +1,70 @@
+"""Tables as text: they fit a terminal, and alike rows are one."""
+
+from __future__ import annotations
+
+import pytest
+
+from threed import api
+from threed.config import load
+from threed.prediction import report
+from threed.texttable import render, wrapped
+
+HEAD = ("a rank of", "parameters", "sends pp")
+
+
+def test_columns_are_aligned():
+    assert render(HEAD, [("pp0", "1.5B", "1 MiB"), ("pp1", "12.5M", "10.5 MiB")]) == (
+        "a rank of  parameters  sends pp\n"
+        "pp0              1.5B     1 MiB\n"
+        "pp1             12.5M  10.5 MiB")
+
+
+@pytest.mark.parametrize(("values", "names"), [
+    ("aaa", ["p0 to p2"]), ("aab", ["p0", "p1", "p2"]), ("abbbba", ["p0", "p1 to p4", "p5"]), ("a", ["p0"])])
+def test_alike_rows_are_one(values, names):
+    rows = [(f"p{index}", value) for index, value in enumerate(values)]
+    assert [line.split("  ")[0].strip() for line in render(("", "x"), rows).splitlines()[1:]] == names
+    assert len(render(("", "x"), rows, fold=False).splitlines()) == len(rows) + 1
+
+
+@pytest.mark.parametrize("columns", [20, 31, 32, 60, 80, 200])
+def test_a_wide_table_is_cut_into_groups_of_columns(columns):
+    head = ("name", *(f"column {index}" for index in range(9)))
+    text = render(head, [("first", *"123456789"), ("second", *"987654321")], columns)
+    groups = text.split("\n\n")
+    assert all(len(line) <= columns for line in text.splitlines())
+    assert all(group.splitlines()[1].startswith("first") for group in groups)
+    assert " ".join(text.split()).count("column") == 9  # each once
+    assert (len(groups) == 1) == (columns == 200)
+
+
+def test_a_long_name_has_a_line_of_its_own():
+    name = "zero.stage=3 offload.optimizer=cpu"
+    text = render(("setting", "peak"), [(name, "3.8 GiB"), ("short", "1 GiB")], 30)
+    assert name in text.splitlines() and max(map(len, text.splitlines())) <= len(name)
+
+
+def test_wrapped():
+    text = "traffic over dp; would help: adapters twice as fast"
+    assert wrapped(text, None) == text
+    assert wrapped(text, 30).splitlines() == ["traffic over dp; would help:", "  adapters twice as fast"]
+
+
+def large(columns: int) -> list[str]:
+    config = load("configs/gpt3-175b.yaml", ["parallel.dp=2", "train.global_batch_size=192"])
+    return [api.show_check(api.check(config), config, columns), api.show(config, columns=columns),
+            report.show(api.predict(config), columns)]
+
+
+def test_what_commands_print_fits_a_terminal_of_80_columns():
+    """Lines of numbers; sentences wrap by themselves."""
+    for text in large(80):
+        rows = [line for line in text.splitlines() if line.startswith(("pp", "a rank of", "u"))]
+        assert len(rows) > 16 and all(len(line) <= 80 for line in rows)
+
+
+def test_many_units_are_folded():
+    text = large(80)[1]
+    assert "u1 to u6    pp0   blocks.0 to blocks.5    uses p1 to p6" in text
+    assert "u0          pp0   embedding               uses p0 p98" in text  # the tied embedding
+    assert "u97         pp15  head                    uses p97 p98" in text

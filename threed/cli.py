@@ -46,6 +46,7 @@ HELP_HARDWARE = ("a name of configs/hardware or a file, then single numbers: h10
                  "(default: a100-sxm, or cpu-core where run.device=cpu)")
 HELP_MEMORY = "of a device, such as 80GB (default: the hardware's)"
 HELP_TOKENS = "to train on, such as 15e12: print days, device-hours and dollars"
+WIDE = 160  # columns of what `show` draws into a file or a pipe
 HELP_ROUNDING = "compare gradients that are sent in 16 bits, too: it rounds their sums"
 HELP_SECONDS = ("search this much longer with --schedule auto, or until no order can be better; the result "
                 "then depends on the machine")
@@ -110,7 +111,7 @@ def show(context: typer.Context, config: ConfigPath, overrides: Overrides = None
         return
     document = json.dumps(api.show_document(plan, rank, program, units), indent=1) if as_json else None
     # Raises for bad input before a file is written.
-    text = document or api.show(plan, rank, program, units, terminal())
+    text = document or api.show(plan, rank, program, units, terminal() or WIDE)
     if svg is not None:
         write_file("--svg", svg, picture(plan, program))
     print(text)

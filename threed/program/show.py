@@ -12,7 +12,6 @@ from threed.program.walk import Mode, Walk, walk
 _LETTERS = {Op.FORWARD: "F", Op.RECOMPUTE: "R", Op.BACKWARD: "B", Op.BACKWARD_INPUT: "B",
             Op.BACKWARD_WEIGHT: "W"}
 _NAME = 6  # characters of a position's name
-WIDE = 160  # characters of a line in a file or a pipe
 
 
 def unit_cost(table: Table):
@@ -37,7 +36,7 @@ def timeline(plan: Plan, name: str = "train", cost=None) -> Walk:
 
 def grid(plan: Plan, name: str = "train", most: int = 160, columns: int | None = None) -> str:
     """One row a position, one cell a unit of time: what the position computes then (F3 is FORWARD of
-    micro-batch 3). Of `most` cells at most. `columns`: of a terminal; None: WIDE. Longer rows go on below."""
+    micro-batch 3). Of `most` cells at most; `columns`: of a terminal, below whose edge rows go on."""
     table, when = plan.table, timeline(plan, name)
     width = len(str(table.num_microbatches - 1)) + 2
     rows, longest = [], 0
@@ -52,7 +51,7 @@ def grid(plan: Plan, name: str = "train", most: int = 160, columns: int | None =
         length = max(drawn, default=0) + 1
         longest = max(longest, length)
         rows.append([drawn.get(cell, ".").ljust(width) for cell in range(min(most, length))])
-    fit = max(1, ((columns or WIDE) - _NAME) // width)
+    fit = most if columns is None else max(1, (columns - _NAME) // width)
     parts = ["\n".join(f"pp{position}".ljust(_NAME) + "".join(row[first:first + fit]).rstrip()
                        for position, row in enumerate(rows))
              for first in range(0, min(most, longest), fit)]

@@ -71,13 +71,13 @@ def deepspeed(path: Path, overrides: list[str], devices: int | None = None,
 
 def megatron(text: str, overrides: list[str], devices: int | None = None) -> Converted:
     """Options of Megatron-LM, or a file or a shell script that has them. InputError as in `deepspeed`."""
-    found, source, notes, unknown = options(text)
-    done = _convert(MEGATRON, found, source, overrides, devices)
-    done.notes += notes
+    given = options(text)
+    done = _convert(MEGATRON, given.found, given.source, overrides, devices)
+    done.notes += given.notes
     if "model.vocab" not in done.values:
         done.notes.append("the options do not say how large the vocabulary is: model.vocab is the default")
     done.refused |= {_shown(MEGATRON, name): f"its value, {value}, comes from outside the script"
-                     for name, value in unknown.items()}
+                     for name, value in given.unknown.items()}
     return done
 
 

@@ -17,8 +17,8 @@ ROWS = (
     # Mesh
     Row("tensor_model_parallel_size", "parallel.tp"),
     Row("pipeline_model_parallel_size", "parallel.pp"),
-    Row("nproc_per_node", "parallel.dp (auto: what the number of ranks leaves)", take.dp),
-    Row("nnodes", "parallel.dp (auto: what the number of ranks leaves)", take.dp),
+    *(Row(name, "parallel.dp (auto: what the number of ranks leaves)", take.dp)
+      for name in ("nproc_per_node", "nnodes", "num_gpus", "num_nodes", "num_processes")),
     Row("data_parallel_size", "parallel.dp (auto: what the number of ranks leaves)"),
     Row("num_layers_per_virtual_pipeline_stage",
         "parallel.virtual_stages with parallel.schedule=interleaved", take.layers_per_stage),

@@ -8,10 +8,11 @@ from threed.doors.table import Dropped, Given, Refused
 from threed.errors import InputError
 
 DOCUMENTS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+RANKS = (("nproc_per_node", "nnodes"), ("num_gpus", "num_nodes"), ("num_processes", ""))
 GPT2_VOCABULARY = 50257
 SHAPES = {"constant": "constant", "linear": "linear", "cosine": "cosine", "WSD": "wsd"}
 NORMS = {"LayerNorm": "layernorm", "layernorm": "layernorm", "RMSNorm": "rmsnorm", "rmsnorm": "rmsnorm"}
-POSITIONS = {"learned_absolute": "learned", "rope": "rotary"}
+POSITIONS = {"learned_absolute": "learned", "rope": "rotary", "rotary": "rotary"}
 BACKENDS = {"auto": "auto", "flash": "flash", "fused": "cudnn"}
 PIECES = {"core_attn": "attention", "layernorm": "norm"}
 SHARDED = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
@@ -36,11 +37,11 @@ def one_of(names: dict[str, Any], what: str):
 
 
 def dp(_: Any, given: Given) -> Any:
-    """From torchrun's options, unless --devices says it."""
+    """From a launcher's options, unless --devices says it."""
     if given["dp"] is not None:
         return {"parallel.dp": given["dp"]}
-    world = number(given, "nproc_per_node") * number(given, "nnodes") if "nnodes" in given else number(
-        given, "nproc_per_node")
+    each, machines = next((pair for pair in RANKS if pair[0] in given), RANKS[0])
+    world = number(given, each) * (number(given, machines) if machines in given else 1)
     others = given.get("tensor_model_parallel_size", 1) * given.get("pipeline_model_parallel_size", 1)
     if world % others:
         raise Dropped(f"{world} processes are not a multiple of tp x pp = {others}: parallel.dp stays auto; "
@@ -144,13 +145,13 @@ def qk_norm(value: Any, given: Given) -> Any:
 
 def rope_scaling(value: Any, given: Given) -> Any:
     """Megatron-LM's numbers are those of Llama 3.1, but the factor."""
-    if given["position_embedding_type"] != "rope":
+    if POSITIONS.get(given["position_embedding_type"]) != "rotary":
         raise Dropped("positions are not rotary")
     return [float(given.get("rope_scaling_factor", 8)), 1.0, 4.0, 8192.0]
 
 
 def of_rotary(value: Any, given: Given) -> Any:
-    if given["position_embedding_type"] != "rope":
+    if POSITIONS.get(given["position_embedding_type"]) != "rotary":
         raise Dropped("positions are not rotary")
     return float(value)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from threed.doors.table import NO_KEY, NOTHING, Dropped, Framework, Given, Refused, Row
 from threed.errors import InputError
+from threed.quantity import whole_number
 
 CLIPS_SINCE = (0, 19, 3)  # the version from which an absent gradient_clipping means 1.0 instead of 0
 _NAMES = {"adam": "adamw", "adamw": "adamw", "fusedadam": "adamw", "cpuadam": "adamw", "lion": "lion",
@@ -31,17 +32,25 @@ def _whole(value: Any, _: Given) -> Any:
     """1e5 is a whole number, too; what is none is left to the check of our key."""
     if value == math.inf:
         raise Dropped("never")
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    whole = whole_number(value)
+    return value if whole is None else whole
+
+
+def _count(name: str, value: Any) -> int | None:
+    """A batch size, which DeepSpeed does not take as a text."""
+    whole = whole_number(value)
+    if value is not None and isinstance(value, str) and whole is not None:
+        raise InputError(f"{name}: {value!r} is text; write {whole}")
+    if value is not None and (whole is None or whole < 1):
+        raise InputError(f"{name}={value}: must be a whole number above 0")
+    return whole
 
 
 def _batches(_: Any, given: Given) -> dict[str, Any]:
     """train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x dp: any two give the
     third."""
     names = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
-    batch, micro, steps = (given.get(name) for name in names)
-    for name, value in zip(names, (batch, micro, steps)):
-        if value is not None and not (isinstance(value, int) and not isinstance(value, bool) and value > 0):
-            raise InputError(f"{name}={value}: must be a whole number above 0")
+    batch, micro, steps = (_count(name, given.get(name)) for name in names)
     dp = given["dp"]  # None: not known
     if batch is None:
         return {"train.micro_batch_size": micro or 1, "parallel.dp": dp or 1,

@@ -1,7 +1,7 @@
 """Launchers: what starts a command that trains, and on how many ranks.
 
-`split` cuts a command into the launcher's words, the program and the program's words; `ranks` reads torchrun's,
-deepspeed's, accelerate's, mpirun's and srun's options for the number of ranks.
+`split` cuts a command into the launcher's words, the program and the program's words; `ranks` reads
+torchrun's, deepspeed's, accelerate's, mpirun's and srun's options for the number of ranks.
 """
 
 from __future__ import annotations

@@ -24,9 +24,11 @@ WITHOUT_VALUE = (
                    "no_check_*", "ddp_*", "gradient_accumulation_fusion", "tiktoken_*", "yaml_cfg",
                    "use_nccl_ub", "fsdp_*", "trust_remote_code", "init_model_with_meta_device",
                    "record_memory_history",
-                   "logging_level", "data_impl", "deepspeed", "deepspeed_config", "no_pipeline_parallel",
+                   "logging_level", "data_impl", "no_pipeline_parallel",
                    "apply_query_key_layer_scaling", "no_query_key_layer_scaling", "merge_attn_mask",
                    "use_flash_attn_*", "save_retain_interval", "use_persistent_ckpt_worker")),
+    Row("deepspeed", NO_KEY + "zero.stage, offload.* and precision.* say what its engine does"),
+    Row("deepspeed_config", NO_KEY + "its keys are converted, too"),
     # What threed has not
     *(Row(name, NOTHING + f"threed has no {what}")
       for name, what in (("num_experts", "experts"), ("moe_*", "experts"), ("fp8_*", "fp8"), ("fp4_*", "fp4"),

@@ -4,7 +4,7 @@ inference, vision and retrieval are left out.)"""
 from __future__ import annotations
 
 _NO_SWITCH = ("no_rope_freq", "no_weight_decay_cond_type")
-_SWITCHES = frozenset("""
+_SWITCHES = """
     account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
     accumulate_allreduce_grads_in_fp32 activation_func_fp8_input_store add_qkv_bias adlr_autoresume
     align_param_gather allow_ambiguous_pad_tokens apply_layernorm_1p apply_query_key_layer_scaling
@@ -88,21 +88,22 @@ _SWITCHES = frozenset("""
     use_tp_pp_dp_mapping use_transformer_engine_op_fuser use_tutel variable_seq_lengths verify_integrity
     yarn_correction_range_round_to_int zero_contigious_gradients zero_reduce_scatter
     deepspeed
-""".split())
-_SEVERAL = frozenset("""
+"""
+_SEVERAL = """
     cp_comm_type cuda_graph_modules cuda_graph_scope data_path hierarchical_context_parallel_sizes
     high_priority_stream_groups iterations_to_skip linear_attention_freq moe_aux_loss_coeff moe_layer_freq
     moe_router_load_balancing_type mrope_section no_rope_freq num_experts offload_modules profile_ranks
     rampup_batch_size recompute_modules spec special_tokens step_batch_size_schedule test_data_path
     train_data_path valid_data_path window_attn_skip_freq window_size
-""".split())
+"""
+_IS_SWITCH, _TAKES_SEVERAL = frozenset(_SWITCHES.split()), frozenset(_SEVERAL.split())
 
 
 def is_switch(name: str) -> bool:
     """Whether an option (with _ for -) takes no value."""
-    return name in _SWITCHES or (name.startswith(("no_", "disable_")) and name not in _NO_SWITCH)
+    return name in _IS_SWITCH or (name.startswith(("no_", "disable_")) and name not in _NO_SWITCH)
 
 
 def takes_several(name: str) -> bool:
     """Whether an option takes any number of values."""
-    return name in _SEVERAL
+    return name in _TAKES_SEVERAL

@@ -264,3 +264,18 @@ def instances(value: Any, given: Given) -> Any:
     if dp is None or dp % value:
         raise Refused("zero.shard_size is parallel.dp / it: give --devices")
     return dp // value
+
+
+def ends(found: dict[str, Any]) -> list[str]:
+    """Of --train-iters and --train-tokens, of which a run ends by what is reached first, leaves that one;
+    a note about it."""
+    iterations, tokens = found.get("train_iters"), found.get("train_tokens")
+    sizes = found.get("global_batch_size"), found.get("seq_length")
+    if not all(isinstance(each, (int, float)) and not isinstance(each, bool) and each > 0
+               for each in (iterations, tokens, *sizes)):
+        return []
+    steps = steps_of_tokens(tokens, found)
+    late = "train_iters" if steps <= iterations else "train_tokens"  # pyright: ignore[reportOperatorIssue]
+    del found[late]
+    return [f"--{late.replace('_', '-')} is not reached: --train-iters are {iterations} steps, and "
+            f"--train-tokens {steps}"]

@@ -21,16 +21,18 @@ from threed.doors.launchers import ranks, split
 from threed.doors.megatron import MEGATRON
 from threed.doors.megatron_switches import is_switch, takes_several
 from threed.doors.shell.opaque import hide, is_opaque, is_open, show
-from threed.doors.shell.walk import Command, Walk
+from threed.doors.shell.parts import Command
+from threed.doors.shell.walk import Walk
 from threed.doors.shell.words import elements
 from threed.errors import InputError
 
 TYPED = "the options given"
 _LONGEST = 4096  # characters of a path
-_PLACE = re.compile(r"(?<=[=\s\"'])<[A-Za-z](?:[\w ,./:-]*[\w.])?>(?=[\s\"'/]|$)")  # <Specify path>
+_PLACE = re.compile(r"(?<=[=\s\"'])<[A-Za-z](?:[\w ,./:()-]*[\w.)])?>(?=[\s\"'/_.]|$)")  # <Specify path>
 _FROM_YAML = re.compile(r"\$\{?\w+\}?")
 _TRAINS = re.compile(r"train|tune|megatron|gpt|llama|sft", re.IGNORECASE)
 _RANKS = ("nproc_per_node", "nnodes", "num_gpus", "num_nodes", "num_processes")
+_OUTSIDE = "its value, {}, comes from outside the script"
 _FEW, _MOST_NOTES = 3, 6
 
 
@@ -38,7 +40,7 @@ _FEW, _MOST_NOTES = 3, 6
 class Given:
     """`found`: options (with _ for -, and without the dashes) -> values: numbers where they look like some,
     True for an option without one, a list for those that take several. `source`: what the text is called.
-    `unknown`: options whose values cannot be known -> what stands for them. `read`: the text of a file that
+    `unknown`: options whose values cannot be known -> why. `read`: the text of a file that
     the script writes, or that lies beside it; None where there is none."""
 
     source: str
@@ -110,16 +112,23 @@ def _text_of(text: str) -> tuple[Given, str, Path | None]:
 
 
 def _of_yaml(text: str, source: str) -> list[str]:
-    """MODEL_ARGS of a YAML file, as words."""
+    """MODEL_ARGS of a YAML file, or options that are its keys, as words."""
     try:
         values = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise InputError(f"{source} is not YAML: {' '.join(str(error).split())}") from None
     given = values.get("MODEL_ARGS", values) if isinstance(values, dict) else {}
-    words = [] if not isinstance(given, dict) else [
-        [name] if value is True else [name, *(map(str, value) if isinstance(value, list) else [str(value)])]
-        for name, value in given.items() if str(name).startswith("--") and value is not False]
-    return [word for each in words for word in each]
+    words: list[str] = []
+    stack = list(given.items()) if isinstance(given, dict) else []
+    while stack:
+        name, value = str(stack[0][0]), stack.pop(0)[1]
+        is_option = name.startswith("--") or MEGATRON.row(name) is not None
+        if isinstance(value, dict):
+            stack = [*value.items(), *stack]
+        elif value is not None and value is not False and is_option:
+            words.append(f"--{name.lstrip('-')}")
+            words += [] if value is True else map(str, value if isinstance(value, list) else [value])
+    return words
 
 
 # ---------------------------------------------------------------- commands
@@ -150,7 +159,7 @@ def _of_script(given: Given, walk: Walk) -> None:
     known, unknown = ranks([*best.command.before, *best.launcher])
     _take(given, best.words)
     given.found |= {name: value for name, value in known.items() if name not in given.found}
-    given.unknown |= unknown
+    given.unknown |= {name: _OUTSIDE.format(value) for name, value in unknown.items()}
 
 
 def _of_variables(given: Given, walk: Walk) -> None:
@@ -166,9 +175,10 @@ def _lost(given: Given, walk: Walk, variables: dict[str, list[str]]) -> None:
     """Notes about options that look as if they were meant, and that bash does not give to the command."""
     for command in walk.commands:
         if command.words[0].startswith("--") and len(command.words[0]) > 2:
-            given.notes.append(f"line {command.line}: {show(' '.join(command.words[:2]))} begins a command of "
-                               "its own, since the line before does not go on (a comment, or no \\ at its "
-                               "end): bash does not pass its options on, and they are left out")
+            begin = show(" ".join(command.words[:2]))
+            given.notes.append(f"line {command.line}: {begin} begins a command of its own, since the line "
+                               "before does not go on (a comment, or no \\ at its end): bash does not pass "
+                               "its options on, and they are left out")
     for name, words in variables.items():
         lost = [show(word) for word in words if _has_key(word)]
         given.notes.append(f"no command uses ${name}: {', '.join(lost[:_MOST_NOTES])} in it are left out")
@@ -200,7 +210,9 @@ def _take(given: Given, words: list[str]) -> None:
     for name, values in groups:
         row = MEGATRON.row(name)
         if any(map(is_open, values)) and row is not None and (row.key is not None or is_file(name)):
-            given.unknown[name] = show(" ".join(values))
+            given.unknown[name] = _OUTSIDE.format(show(" ".join(values))) + (
+                ", and DeepSpeed shards, clips, scales and cuts batches by that file: threed convert FILE, "
+                "and take its keys over" if is_file(name) else "")
             continue
         value = _value(name, [show(each) for each in values])
         if name in given.found and given.found[name] != value:

@@ -96,8 +96,9 @@ def _sed(words: list[str], stdin: str | None, read: Read) -> str | None:
         else:
             files.append(word)
     text = _cat(files, stdin, read)
-    for edit in [each.strip() for edit in edits for each in re.split(r";\s*(?=s\W)", edit)]:
-        parts = re.split(rf"(?<!\\){re.escape(edit[1])}", edit[2:]) if len(edit) > 3 and edit[0] == "s" else []
+    for edit in [each.strip() for several in edits for each in re.split(r";\s*(?=s\W)", several)]:
+        is_plain = len(edit) > len("s//") and edit[0] == "s"
+        parts = re.split(rf"(?<!\\){re.escape(edit[1])}", edit[2:]) if is_plain else []
         if text is None or len(parts) != 3 or set(parts[2]) - set("gI"):
             return None
         new, count = parts[1].replace("\\" + edit[1], edit[1]), 0 if "g" in parts[2] else 1
@@ -159,14 +160,14 @@ def _tr(words: list[str], stdin: str | None, _: Read) -> str | None:
 
 _PROGRAMS: dict[str, Callable[[list[str], str | None, Read], str | None]] = {
     "echo": _echo, "printf": _printf, "cat": _cat, "tee": lambda words, stdin, read: stdin,
-    "envsubst": lambda words, stdin, read: stdin, "xargs": lambda words, stdin, read: None if words else stdin,
-    "expr": _expr, "bc": _bc, "sed": _sed, "basename": _basename, "dirname": _dirname, "realpath": _path,
-    "readlink": _path, "seq": _seq, "python": _python, "python3": _python, "tr": _tr}
+    "envsubst": lambda words, stdin, read: stdin, "expr": _expr, "bc": _bc, "sed": _sed, "tr": _tr,
+    "basename": _basename, "dirname": _dirname, "realpath": _path, "readlink": _path, "seq": _seq,
+    "pwd": lambda words, stdin, read: ".\n", "python": _python, "python3": _python}
 
 
 def is_pure(word: str) -> bool:
     """Whether a program computes or prints, and starts nothing."""
-    return os.path.basename(word) in _PROGRAMS and not os.path.basename(word).startswith(("python", "xargs"))
+    return os.path.basename(word) in _PROGRAMS and not os.path.basename(word).startswith("python")
 
 
 def cut(value: str, sign: str, pattern: str) -> str:

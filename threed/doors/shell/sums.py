@@ -126,8 +126,7 @@ class _Condition:
 
     def about(self, sign: str, word: str) -> bool | None:
         if sign in ("-z", "-n"):
-            return (True if sign == "-n" else False) if word and not is_open(word) else (
-                None if word else sign == "-z")
+            return None if is_open(word) else bool(word) == (sign == "-n")
         return None if is_open(word) else self.exists(word)
 
     def between(self, left: str, sign: str, right: str) -> bool | None:

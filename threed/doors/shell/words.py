@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 
 from tree_sitter import Node
 
-from threed.doors.shell.opaque import hide, is_open, is_opaque
+from threed.doors.shell.opaque import hide, is_opaque, is_open, show
 from threed.doors.shell.programs import cut
 from threed.doors.shell.sums import computed
 
@@ -58,7 +58,8 @@ class Words:
                 is_open(old) or does_append):
             return  # what a branch may set to something unknown keeps the value that is known
         taint = frozenset(self.branches) | self.seen
-        self.taint[name] = taint | self.taint.get(name, frozenset()) if does_append or self.branches else taint
+        does_keep = does_append or bool(self.branches)
+        self.taint[name] = taint | self.taint.get(name, frozenset()) if does_keep else taint
         if key is not None:
             table = dict(old) if isinstance(old, dict) else dict(enumerate_(old))
             table[key] = (table.get(key, "") if does_append else "") + str(value)
@@ -66,8 +67,8 @@ class Words:
         elif does_append and isinstance(value, list):
             value = [*elements(old), *value]
         elif does_append and isinstance(value, str):
-            value = [str(elements(old)[0]) + value, *elements(old)[1:]] if isinstance(old, list) and old else (
-                (old if isinstance(old, str) else "") + value)
+            first, *others = elements(old) or [""]
+            value = [first + value, *others] if isinstance(old, list) else first + value
         self.values[name] = value
 
     def assign(self, node: Node) -> None:
@@ -86,7 +87,9 @@ class Words:
         elif value.type == "array":
             self.set(name, self._array(value, self.values.get(name)), does_append)
         else:
-            self.set(name, self.text(value), does_append, key)
+            text = self.text(value)
+            is_named = is_opaque(text) and not re.fullmatch(r"\$[A-Za-z_]\w*", show(text))
+            self.set(name, hide(f"${name}") if is_named else text, does_append, key)
 
     def _array(self, node: Node, old: Value | None) -> Value:
         table: dict[str, str] = {}
@@ -117,6 +120,8 @@ class Words:
 
     def fragments(self, node: Node, is_quoted: bool = False) -> list[Fragment]:
         text = of_node(node)
+        if node.type in _EXPANDS:
+            text = text.lstrip()  # see _pieces
         match node.type:
             case "string" | "translated_string":
                 begin = text.index('"') + 1
@@ -138,9 +143,8 @@ class Words:
                 return [(LITERAL if is_quoted else SPLIT, hide(shown.replace(" ", "")) if output is None
                          else output.rstrip("\n"))]
             case "arithmetic_expansion":
-                value = self.computed(self.span(node, node.start_byte, node.end_byte).strip("$()[] \n\t")
-                                      if text.count("(") <= 2 else
-                                      self.span(node, node.start_byte, node.end_byte)[3:-2])
+                inner = self.span(node, node.start_byte, node.end_byte).strip()
+                value = self.computed(inner[3:-2] if inner.startswith("$((") else inner[2:-1])
                 return [(LITERAL, hide("".join(text.split())) if value is None else str(value))]
             case "process_substitution":
                 return [(LITERAL, hide("".join(text.split())))]
@@ -206,7 +210,7 @@ class Words:
 
     def _expansion(self, node: Node, is_quoted: bool) -> list[Fragment]:
         """${...}"""
-        text = of_node(node)
+        text = of_node(node).lstrip()
         kind = LITERAL if is_quoted else SPLIT
         head = _HEAD.match(text)
         unknown = [(kind, hide("".join(text.split())))]
@@ -232,7 +236,7 @@ class Words:
         sign = _SIGN.match(rest)
         if not rest or sign is None:
             return self._of_value(value, text, is_quoted, all_)
-        start = node.start_byte + len((text[:head.end()] + sign[0]).encode())
+        start = node.end_byte - len(text[head.end() + len(sign[0]):].encode())
         return self._modified(node, (name, value, all_), sign[0], start, is_quoted)
 
     def _element(self, value: Value | None, index: str) -> str | None:
@@ -259,7 +263,7 @@ class Words:
         """${NAME sign word}"""
         name, value, index = named
         kind = LITERAL if is_quoted else SPLIT
-        shown = of_node(node)
+        shown = of_node(node).strip()
         last = sign[-1]
         if last in "-=+?" and sign != "@":
             is_missing = value is None or (sign[0] == ":" and not "".join(elements(value)))
@@ -281,7 +285,8 @@ class Words:
         if sign == ":":
             return self._sliced(value, rest, is_quoted, index, shown)
         changed = [_changed(each, sign, rest) for each in elements(value)]
-        return self._of_value(changed if index in ("@", "*") else (changed or [""])[0], shown, is_quoted, index)
+        result = changed if index in ("@", "*") else (changed or [""])[0]
+        return self._of_value(result, shown, is_quoted, index)
 
     def _default(self, node: Node, start: int, is_quoted: bool) -> list[Fragment]:
         inner = self._within(node, start, node.end_byte - 1, is_quoted)
@@ -321,8 +326,9 @@ def _pieces(node: Node, start: int, end: int) -> list[str | Node]:
     for child in node.children:
         if child.start_byte < at or child.end_byte > end or child.end_byte <= child.start_byte:
             continue
-        if child.type in _EXPANDS:
-            out += [source[at - offset:child.start_byte - offset].decode(errors="replace"), child]
+        if child.type in _EXPANDS:  # in strings the parser gives the blanks before a $ to its node
+            begin = child.end_byte - len((child.text or b"").lstrip())
+            out += [source[at - offset:begin - offset].decode(errors="replace"), child]
             at = child.end_byte
         elif child.child_count and child.type not in ("string_content",):
             inner = _pieces(child, child.start_byte, child.end_byte)

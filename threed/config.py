@@ -289,8 +289,7 @@ def _whole(value: Any, hint: Any) -> Any:
     """The value of a key, as a whole number where the key takes one and it is written as 1e5 or 8.0."""
     if isinstance(value, list):
         lists = [each for each in (hint, *get_args(hint)) if get_origin(each) is list]
-        inner = get_args(lists[0])[0] if lists else None
-        return [_whole(each, inner) for each in value]
+        return [_whole(each, get_args(lists[0])[0]) for each in value] if lists else value
     number = whole_number(value)
     return value if number is None or _fits(value, hint) or not _fits(number, hint) else number
 

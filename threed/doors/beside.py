@@ -18,6 +18,8 @@ from threed.values import get
 
 OPTION = "deepspeed_config"
 _OF_THE_ENGINE = ("zero", "offload", "precision", "train", "parallel", "monitor")
+_OF_FP16 = tuple(f"precision.{key}" for key in ("loss_scale", "initial_loss_scale", "min_loss_scale",
+                                                "loss_scale_window", "hysteresis"))
 
 
 def beside(done: Converted, given: Given, overrides: list[str]) -> None:
@@ -29,9 +31,9 @@ def beside(done: Converted, given: Given, overrides: list[str]) -> None:
         return
     text = given.read(name)
     if text is None:
-        done.refused[option] = (f"{name} is neither beside the script nor written by it, and DeepSpeed shards,"
-                                " clips, scales and cuts batches by it: convert it, too (threed convert "
-                                f"{name}), and take its keys over")
+        done.refused[option] = (f"{name} is neither beside the script nor written by it, and DeepSpeed "
+                                "shards, clips, scales and cuts batches by it: convert it, too (threed "
+                                f"convert {name}), and take its keys over")
         return
     dp = done.values.get("parallel.dp")
     values = flat_of(text, name)
@@ -39,14 +41,19 @@ def beside(done: Converted, given: Given, overrides: list[str]) -> None:
     if "train_batch_size" not in values:  # what follows from the rest of the file
         file.values = {key: value for key, value in file.values.items()
                        if key not in ("train.global_batch_size", "parallel.dp")}
+    ours, theirs = (each.values.get("precision.dtype", "fp32") for each in (done, file))
+    if theirs == "fp32" and ours != "fp32":
+        done.notes.append(f"the options say {ours}, and {name} neither fp16 nor bf16, though DeepSpeed reads "
+                          "the file alone: precision.* is that of the options")
+        file.values = {key: value for key, value in file.values.items() if not key.startswith("precision.")}
+    elif theirs == "fp16":
+        file.values.setdefault("precision.loss_scale", "dynamic")
     fixed = {text.partition("=")[0] for text in overrides}
     for key, value in file.values.items():
         if key not in fixed:
             _take(done, file, key, value)
-    ours, theirs = (each.values.get("precision.dtype", "fp32") for each in (done, file))
-    if ours != theirs:
-        done.notes.append(f"the options say {ours}, and {name} {theirs}: precision.dtype is that of the "
-                          "options")
+    if done.values.get("precision.dtype") != "fp16":
+        done.values = {key: value for key, value in done.values.items() if key not in _OF_FP16}
     done.dropped[option] = "its keys are converted, too"
     done.dropped |= {f"{name}: {key}": why for key, why in file.dropped.items()}
     done.refused |= {f"{name}: {key}": why for key, why in file.refused.items()}
@@ -58,8 +65,8 @@ def _take(done: Converted, file: Converted, key: str, value: Any) -> None:
     has_default = "default" in file.why.get(key, "")
     was_given = key in done.values and "default" not in done.why.get(key, "")
     old = done.values.get(key, get(Config(), key))
-    if key == "precision.dtype" or (section == "activation" and "activation.policy" not in done.values):
-        return  # the first is compared for itself; the section of the file recomputes nothing by itself
+    if section == "activation" and "activation.policy" not in done.values:
+        return  # the section of the file recomputes nothing by itself
     if section in _OF_THE_ENGINE or key == "optimizer.clip_grad" or section == "activation":
         if was_given and old != value:
             done.notes.append(f"{key} is {old} by the options and {value} by {file.source}"
@@ -68,5 +75,5 @@ def _take(done: Converted, file: Converted, key: str, value: Any) -> None:
             done.values[key] = value
             done.why[key] = f"of {file.source}" + (f": {file.why[key]}" if has_default else "")
     elif was_given and old != value and not has_default:
-        done.notes.append(f"{key} is {old} by the options and {value} by {file.source}: the optimizer is that "
-                          "of the options, whose value counts")
+        done.notes.append(f"{key} is {old} by the options and {value} by {file.source}: the optimizer is "
+                          "that of the options, whose value counts")

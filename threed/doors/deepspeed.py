@@ -81,6 +81,12 @@ def _optimizer(value: Any, given: Given) -> str:
     return name
 
 
+def _corrected(value: Any, _: Given) -> Any:
+    if value is False:
+        raise Refused("adamw always corrects its bias")
+    raise Dropped("adamw always corrects its bias")
+
+
 def _decoupled(value: Any, _: Given) -> dict[str, Any]:
     if value is False:
         raise Refused("threed's weight decay is decoupled from Adam's moments")
@@ -230,7 +236,7 @@ ROWS = (
     Row("optimizer.params.adam_w_mode",
         "optimizer.name (adamw, whose weight decay is decoupled)", _decoupled),
     Row("optimizer.params.torch_adam", NO_KEY + "adamw is torch's fused kernel, or native.c on the host"),
-    Row("optimizer.params.bias_correction", NO_KEY + "adamw always corrects its bias"),
+    Row("optimizer.params.bias_correction", NO_KEY + "adamw always corrects its bias", _corrected),
     Row("optimizer.params.*", NOTHING + "threed's optimizers have no such number"),
     Row("scheduler.params.*", NOTHING + "threed's schedules have no such number"),
     Row("gradient_clipping", "optimizer.clip_grad"),
@@ -263,6 +269,7 @@ ROWS = (
     Row("immediate_grad_update", NO_KEY + "gradients are added up as they come"),
     Row("check_grad_overflow", "train.on_nonfinite=skip"),
     Row("communication_data_type", "precision.reduce_dtype", _narrow),
+    Row("fp32_allreduce", "precision.reduce_dtype=fp32"),
     Row("data_types.grad_accum_dtype", "precision.grad_dtype", _narrow),
     Row("grad_accum_dtype", "precision.grad_dtype", _narrow),
     Row("prescale_gradients",
@@ -342,11 +349,15 @@ ROWS = (
     *(Row(name, NO_KEY + "runs/.../metrics.jsonl and wandb have it; threed report RUN draws it")
       for name in ("tensorboard*", "csv_monitor*", "comet*", "wandb.*", "flops_profiler*", "comms_logger*",
                    "memory_breakdown", "dump_state")),
+    Row("dataloader_drop_last", NO_KEY + "a batch is always whole"),
+    Row("load_universal", NO_KEY + "any mesh loads any checkpoint"),
+    Row("wandb.team", NO_KEY + "set WANDB_ENTITY in the environment"),
+    Row("autotuning*", NOTHING + "threed check --advise compares settings, and threed train tries none"),
     *(Row(name, NO_KEY + "it has no counterpart, and changes no numbers")
       for name in ("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "nebula*",
-                   "tag_validation", "load_universal", "parallel_write*",
-                   "autotuning*", "log_trace_cache_warnings", "enable_sanity_checks", "disable_allgather",
-                   "fp32_allreduce", "use_node_local_storage", "dataloader_drop_last", "graph_harvesting",
+                   "tag_validation", "parallel_write*",
+                   "log_trace_cache_warnings", "enable_sanity_checks", "disable_allgather",
+                   "use_node_local_storage", "graph_harvesting",
                    "override_module_apply", "pipeline_loading_checkpoint", "legacy_stage1")),
     *(Row(name, NOTHING + f"threed has no {what}")
       for name, what in (("amp*", "apex"), ("torch_autocast*",

@@ -52,8 +52,8 @@ def _check_kind(path: Path, text: str) -> None:
     """InputError where a file is of another kind by its name and by what it holds."""
     if path.suffix == ".toml" or (text.lstrip()[:1] not in "{[" and _is_toml(text)):
         raise InputError(f"{path} is TOML, such as torchtitan's, which is not converted: {_FORMATS}. threed "
-                         f"check {path.with_suffix('.toml').name} names our key for each of torchtitan's; see "
-                         "also docs/coming-from.md#torchtitan")
+                         f"check {path if path.suffix == '.toml' else 'FILE.toml'} names our key for each of "
+                         "torchtitan's; see also docs/coming-from.md#torchtitan")
     begin = text.lstrip()[:1]
     if path.suffix in (".yaml", ".yml") or begin not in ("{", "#", "/"):
         raise InputError(f"{path} is not JSON: {_FORMATS}; for those write threed convert --megatron FILE")

@@ -15,6 +15,7 @@ NORMS = {"LayerNorm": "layernorm", "layernorm": "layernorm", "RMSNorm": "rmsnorm
 POSITIONS = {"learned_absolute": "learned", "rope": "rotary", "rotary": "rotary"}
 BACKENDS = {"auto": "auto", "flash": "flash", "fused": "cudnn"}
 PIECES = {"core_attn": "attention", "layernorm": "norm"}
+_YEAR = 365 * 24 * 60  # minutes
 SHARDED = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 
 
@@ -264,6 +265,54 @@ def instances(value: Any, given: Given) -> Any:
     if dp is None or dp % value:
         raise Refused("zero.shard_size is parallel.dp / it: give --devices")
     return dp // value
+
+
+def stop_after(minutes: Any, _: Given) -> str:
+    if not isinstance(minutes, (int, float)) or minutes <= 0:
+        raise InputError(f"--exit-duration-in-mins {minutes}: must be a number of minutes above 0")
+    if minutes >= _YEAR:
+        raise Dropped("so many minutes are for ever")
+    return f"{round(minutes)}m"
+
+
+def one_order(value: Any, _: Given) -> Any:
+    if value != "single":
+        raise Refused(f"threed has no order of samples like {value}: each source is shuffled by train.seed")
+    raise Dropped("each source is shuffled by train.seed")
+
+
+def of_experts(value: Any, given: Given) -> Any:
+    if given.get("num_experts") in (None, 1, [1]):
+        raise Dropped("without --num-experts there are none")
+    raise Refused("threed has no experts")
+
+
+def rotary_alone(value: Any, given: Given) -> Any:
+    if POSITIONS.get(given["position_embedding_type"]) != "rotary":
+        raise Refused("threed has no model without positions: model.position is rotary or learned")
+    raise Dropped("model.position=rotary has no table of positions")
+
+
+def older_recompute(value: Any, given: Given) -> dict[str, Any]:
+    """--activations-checkpoint-method, with the number of layers, before it was --recompute-method."""
+    return recompute("full", {**given, "recompute_method": value, "recompute_num_layers": given.get(
+        "activations_checkpoint_num_layers", 1)})
+
+
+def checkpointed(value: Any, given: Given) -> dict[str, Any]:
+    """--checkpoint-activations, with --checkpoint-num-layers."""
+    return recompute("full", {**given, "recompute_method": "uniform", "recompute_num_layers": given.get(
+        "checkpoint_num_layers", 1)})
+
+
+def on_ranks(key: str, value: Any):
+    """What is done to the kept input of a layer that is recomputed."""
+    def take(_: Any, given: Given) -> Any:
+        if not (given.get("checkpoint_activations") or given.get("deepspeed_activation_checkpointing")):
+            raise Dropped("nothing is recomputed")
+        return {key: value}
+
+    return take
 
 
 def ends(found: dict[str, Any]) -> list[str]:

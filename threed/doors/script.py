@@ -214,6 +214,9 @@ def _take(given: Given, words: list[str]) -> None:
                 ", and DeepSpeed shards, clips, scales and cuts batches by that file: threed convert FILE, "
                 "and take its keys over" if is_file(name) else "")
             continue
+        if not values and given.source != TYPED and _needs_value(name):
+            given.unknown[name] = "it has no value in the script"
+            continue
         value = _value(name, [show(each) for each in values])
         if name in given.found and given.found[name] != value:
             given.notes.append(f"--{name.replace('_', '-')} is given as {given.found[name]} and {value}: the "
@@ -270,12 +273,17 @@ def _value(name: str, words: list[str]) -> Any:
     row, shown = MEGATRON.row(name), f"--{name.replace('_', '-')}"
     if takes_several(name) and row is not None:
         return [_number(word) for word in words]
-    if row is not None and row.key is not None and not _switches(name) and not is_switch(name):
+    if _needs_value(name):
         if not words:
             raise InputError(f"{shown} needs a value")
         if len(words) > 1:
             raise InputError(f"{shown} has more than one value: {' '.join(words)}")
     return _number(" ".join(words)) if words else True
+
+
+def _needs_value(name: str) -> bool:
+    row = MEGATRON.row(name)
+    return row is not None and row.key is not None and not _switches(name) and not is_switch(name)
 
 
 def _number(word: str) -> Any:

@@ -82,11 +82,12 @@ _MISSING = (  # (what threed has not, the options that ask for it)
     ("way to go on without the optimizer's state", "no_load_optim"),
     ("choice of a step to go on from: train.resume takes the path of a checkpoint", "ckpt_step"),
     ("conversion of Megatron-LM's checkpoints", "ckpt_convert_*"),
-    ("end at each so many steps: train.steps ends a run, run.stop_after a job by its time", "exit_interval"),
     ("options in a second file: threed convert --megatron takes that file", "yaml_cfg"),
 )
 WITHOUT_VALUE = (
     Row("exit_duration_in_mins", "run.stop_after (such as 230m)", take.stop_after),
+    Row("exit_interval", NOTHING + "run.stop_after ends a job by its time, train.steps a run",
+        take.exit_interval),
     Row("dataloader_type", NO_KEY + "each source is shuffled by train.seed", take.one_order),
     Row("num_experts", NOTHING + "threed has no experts", None, (1, [1])),
     Row("moe_*", NOTHING + "threed has no experts", take.of_experts),

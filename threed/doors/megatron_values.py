@@ -275,6 +275,12 @@ def stop_after(minutes: Any, _: Given) -> str:
     return f"{round(minutes)}m"
 
 
+def exit_interval(steps: Any, given: Given) -> Any:
+    if isinstance(steps, int) and isinstance(given.get("train_iters"), int) and steps >= given["train_iters"]:
+        raise Dropped("the run ends before, or there")
+    raise Refused(f"a job ends at each multiple of {steps} steps: run.stop_after ends one by its time")
+
+
 def one_order(value: Any, _: Given) -> Any:
     if value != "single":
         raise Refused(f"threed has no order of samples like {value}: each source is shuffled by train.seed")

@@ -148,6 +148,8 @@ def _of_script(given: Given, walk: Walk) -> None:
             _has_key(word) for words in variables.values() for word in words)):
         _of_variables(given, walk)
         return
+    if best.rank[0]:  # the first of those that are like it: what pretrains comes before what tunes
+        best = next(each for each in trainers if each.rank[0] and 2 * each.known >= best.known)
     others = {each.shown: each for each in trainers if each.rank[0] == best.rank[0]
               and each.words != best.words and 2 * each.known >= best.known}
     if others:
@@ -155,7 +157,8 @@ def _of_script(given: Given, walk: Walk) -> None:
                            f"{', '.join(list(others)[:_MOST_NOTES])}; for another give its options alone")
     _lost(given, walk, variables)
     for line, condition in sorted(best.command.branches)[:_MOST_NOTES]:
-        given.notes.append(f"line {line}: whether {show(condition)} holds is not known: what it sets counts")
+        given.notes.append(f"line {line}: whether {show(condition)} holds is not known: what it sets or runs "
+                           "counts")
     known, unknown = ranks([*best.command.before, *best.launcher])
     _take(given, best.words)
     given.found |= {name: value for name, value in known.items() if name not in given.found}

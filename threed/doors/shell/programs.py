@@ -36,6 +36,7 @@ def _echo(words: list[str], _: str | None, __: Read) -> str:
 
 
 def _printf(words: list[str], _: str | None, __: Read) -> str | None:
+    words = words[2:] if words[:1] == ["-v"] else words
     if not words:
         return None
     form, values, out = _escaped(words[0]), words[1:], ""

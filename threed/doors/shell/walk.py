@@ -36,6 +36,8 @@ from threed.doors.shell.words import Words, fits, of_node
 _BASH = Language(tree_sitter_bash.language())
 _DEEPEST, _MOST_TURNS = 12, 16
 _ARGUMENTS = re.compile(r"\$\{?[#@*1-9]|getopts?")
+_REMARK = re.compile(r"`\s*#[^`\n]*`")  # `# a remark`, the way to put one between lines that go on
+_ASKS = re.compile(r"\[|(test|grep|egrep|command|which|type|hash|cmp|diff|pgrep|nvidia-smi)\b")
 _PREFIXES = ("time", "command", "exec", "builtin", "nohup")
 
 
@@ -70,6 +72,7 @@ class Walk:
     def text(self, text: str, line: int = 0) -> bool | None:
         """A text of commands, which begins after `line` lines of the script."""
         text = re.sub(r"\\\s*\Z", "\n", text.replace("\r\n", "\n"))  # a last line that goes on is no error
+        text = _REMARK.sub(lambda match: " " * len(match[0]), text)
         tree = Parser(_BASH).parse(text.encode())
         if tree.root_node.has_error:
             number = line + first_error(tree.root_node)
@@ -77,12 +80,10 @@ class Walk:
         return self._inside(lambda: self._block(tree.root_node), line)
 
     def _inside(self, walk: Callable[[], bool | None], line: int | None = None) -> bool | None:
-        if self._depth >= _DEEPEST:
-            return None
-        self._depth += 1
-        before, self._line = self._line, self._line if line is None else line
+        before = self._line
+        self._depth, self._line = self._depth + 1, before if line is None else line
         try:
-            return walk()
+            return walk() if self._depth < _DEEPEST else None
         finally:
             self._depth -= 1
             self._line = before
@@ -161,28 +162,28 @@ class Walk:
                 self.words.values.setdefault(of_node(child), {})
         return True
 
-    def _maybe(self, node: Node, condition: str, walk: Callable[[], bool | None]) -> bool | None:
+    def _maybe(self, node: Node, condition: str, walk: Callable[[], bool | None]) -> None:
         """What may or may not run."""
         branch = (self._line or node.start_point.row + 1, " ".join(condition.split()))
         before = self.words.branches
         self.words.branches = (*before, branch)
         try:
-            return walk()
+            walk()
         finally:
             self.words.branches = before
 
     def _list(self, node: Node) -> bool | None:
         left, sign, right = node.children[0], of_node(node.children[1]), node.children[-1]
-        first = self._statement(left)
-        if first is not None and first != (sign == "&&"):
-            return first
-        if first is not None:
-            return self._statement(right)
-        is_test = left.type in ("test_command", "list") or of_node(left).startswith("test ")
-        if not is_test and sign == "&&":  # cd x && torchrun ...: a program is taken to succeed
-            return self._statement(right)
-        self._maybe(left, of_node(left), lambda: self._statement(right))
-        return None
+        first = self._outcome(left)
+        if first is None:
+            return self._maybe(left, of_node(left), lambda: self._statement(right))
+        return self._outcome(right) if first == (sign == "&&") else first
+
+    def _outcome(self, node: Node) -> bool | None:
+        """Whether a statement succeeds: a program that is no question is taken to."""
+        result = self._statement(node)
+        asks = node.type not in ("command", "redirected_statement", "pipeline") or _ASKS.match(of_node(node))
+        return result if result is not None or asks else True
 
     def _all(self, nodes: list[Node]) -> bool | None:
         result: bool | None = True
@@ -238,7 +239,7 @@ class Walk:
         condition = node.named_children[0]
         if _ARGUMENTS.search(of_node(condition)) and self.words.positional is None:
             return None
-        if self._statement(condition) is not False:
+        if self._statement(condition) is not (node.children[0].type == "until"):
             self._block(body)
         return None
 
@@ -251,7 +252,6 @@ class Walk:
         return holds(tokens_of(node, self.words), self._exists, text.startswith("[["))
 
     def _sum(self, node: Node) -> bool | None:
-        """((...))"""
         value = self.words.computed(self.words.span(node, node.start_byte, node.end_byte)[2:-2])
         return None if value is None else bool(value)
 
@@ -262,7 +262,7 @@ class Walk:
 
     def _capture(self, node: Node) -> str | None:
         """What the commands of a node print."""
-        text = of_node(node).strip()
+        text = of_node(node)
         if re.fullmatch(r"\$\(\s*<\s*\S+\s*\)", text):
             return self.read(text[2:-1].strip(" <\"'"))
         return self._printed(lambda: self._block(node), self._stdin)
@@ -350,6 +350,9 @@ class Walk:
             return self._builtin(name, rest, line)
         if is_pure(name):
             text = output(fields, self._stdin, self.read)
+            if name == "printf" and rest[:1] == ["-v"]:
+                self.words.set(rest[1], hide(f"${rest[1]}") if text is None else text)
+                return None
             if name == "tee" and text is not None:
                 self.files.update(dict.fromkeys([word for word in rest if word[:1] != "-"], text))
             self._prints(text)

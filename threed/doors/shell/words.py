@@ -6,9 +6,9 @@ array. `fields` joins them as bash does.
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections.abc import Callable, Iterable
-from fnmatch import fnmatchcase
 
 from tree_sitter import Node
 
@@ -25,12 +25,16 @@ _SIGN = re.compile(r":?[-=+?](?!\d*\})|:[-=+?]|##?|%%?|//?|\^\^?|,,?|:|@")
 _ESCAPE = re.compile(r"\\(.)", re.DOTALL)
 _ESCAPE_IN_STRING = re.compile(r'\\([$`"\\\n])')
 _ANSI = {"n": "\n", "t": "\t", "r": "\r", "e": "\x1b", "a": "\a", "0": "\0"}
-_EXPANDS = ("simple_expansion", "expansion", "command_substitution", "arithmetic_expansion", "string",
-            "raw_string", "ansi_c_string", "translated_string", "concatenation", "process_substitution")
+_DOLLARS = ("simple_expansion", "expansion", "command_substitution", "arithmetic_expansion")
+_BEFORE = re.compile(r"^[\s\\]+(?=[$`])")
+_EXPANDS = (*_DOLLARS, "string", "raw_string", "ansi_c_string", "translated_string", "concatenation",
+            "process_substitution")
 
 
 def of_node(node: Node) -> str:
-    return (node.text or b"").decode(errors="replace")
+    """The text of a node. The parser gives the blanks and line ends before a $ in a string to its node."""
+    text = (node.text or b"").decode(errors="replace")
+    return _BEFORE.sub("", text) if node.type in _DOLLARS else text
 
 
 class Words:
@@ -120,8 +124,6 @@ class Words:
 
     def fragments(self, node: Node, is_quoted: bool = False) -> list[Fragment]:
         text = of_node(node)
-        if node.type in _EXPANDS:
-            text = text.lstrip()  # see _pieces
         match node.type:
             case "string" | "translated_string":
                 begin = text.index('"') + 1
@@ -138,16 +140,20 @@ class Words:
             case "expansion":
                 return self._expansion(node, is_quoted)
             case "command_substitution":
+                if text.startswith("$((") and text.endswith("))"):  # the parser's, in a here-document
+                    value = self.computed(self.span(node, node.end_byte - len(text.encode()) + 3,
+                                                    node.end_byte - 2))
+                    if value is not None:
+                        return [(LITERAL, str(value))]
                 output = self._capture(node)
-                shown = " ".join(text.split())
-                return [(LITERAL if is_quoted else SPLIT, hide(shown.replace(" ", "")) if output is None
+                return [(LITERAL if is_quoted else SPLIT, _opaque(text) if output is None
                          else output.rstrip("\n"))]
             case "arithmetic_expansion":
-                inner = self.span(node, node.start_byte, node.end_byte).strip()
+                inner = self.span(node, node.end_byte - len(text.encode()), node.end_byte)
                 value = self.computed(inner[3:-2] if inner.startswith("$((") else inner[2:-1])
-                return [(LITERAL, hide("".join(text.split())) if value is None else str(value))]
+                return [(LITERAL, _opaque(text) if value is None else str(value))]
             case "process_substitution":
-                return [(LITERAL, hide("".join(text.split())))]
+                return [(LITERAL, _opaque(text))]
         return [(LITERAL, text if is_quoted else _ESCAPE.sub(
             lambda match: "" if match[1] == "\n" else match[1], text))]
 
@@ -171,11 +177,13 @@ class Words:
             value = self.get(name)
             return value if isinstance(value, str) else None
 
+        if step := re.fullmatch(r"\s*(?:(\w+)\s*(\+\+|--)|(\+\+|--)\s*(\w+))\s*", text):
+            text = f"{step[1] or step[4]} {(step[2] or step[3])[0]}= 1"
         assigned = re.fullmatch(r"\s*(\w+)\s*([-+*/%]?)=(?!=)(.*)", text, re.DOTALL)
         if assigned and not assigned[1].isdigit():
             sum_ = f"{assigned[1]} {assigned[2]} ({assigned[3]})" if assigned[2] else assigned[3]
             value = computed(sum_, lookup)
-            self.set(assigned[1], hide(f"$(({text}))".replace(" ", "")) if value is None else str(value))
+            self.set(assigned[1], _opaque(f"$(({text}))") if value is None else str(value))
             return value
         return computed(text, lookup)
 
@@ -198,7 +206,7 @@ class Words:
         """Fragments of a variable; `index`: @ or * where all elements of an array are meant."""
         kind = LITERAL if is_quoted else SPLIT
         if value is None:
-            return [(kind, hide("".join(shown.split())))]
+            return [(kind, _opaque(shown))]
         if isinstance(value, str):
             return [(kind, value)]
         if index == "*" and is_quoted:
@@ -210,10 +218,10 @@ class Words:
 
     def _expansion(self, node: Node, is_quoted: bool) -> list[Fragment]:
         """${...}"""
-        text = of_node(node).lstrip()
+        text = of_node(node)
         kind = LITERAL if is_quoted else SPLIT
         head = _HEAD.match(text)
-        unknown = [(kind, hide("".join(text.split())))]
+        unknown = [(kind, _opaque(text))]
         if head is None:
             return unknown
         mark, name, index = head[1], head[2], (head[3] or "")[1:-1]
@@ -263,7 +271,7 @@ class Words:
         """${NAME sign word}"""
         name, value, index = named
         kind = LITERAL if is_quoted else SPLIT
-        shown = of_node(node).strip()
+        shown = of_node(node)
         last = sign[-1]
         if last in "-=+?" and sign != "@":
             is_missing = value is None or (sign[0] == ":" and not "".join(elements(value)))
@@ -271,7 +279,7 @@ class Words:
                 return self._of_value(value, f"${name}" if value is None else shown, is_quoted, index)
             if last == "+":
                 if value is None or is_opaque("".join(elements(value))):
-                    return [(kind, hide("".join(shown.split())))]
+                    return [(kind, _opaque(shown))]
                 return [] if is_missing else self._default(node, start, is_quoted)
             if not is_missing:
                 return self._of_value(value, shown, is_quoted, index)
@@ -281,7 +289,7 @@ class Words:
             return default
         rest = self.span(node, start, node.end_byte - 1)
         if value is None or any(map(is_open, elements(value))):
-            return [(kind, hide("".join(shown.split())))]
+            return [(kind, _opaque(shown))]
         if sign == ":":
             return self._sliced(value, rest, is_quoted, index, shown)
         changed = [_changed(each, sign, rest) for each in elements(value)]
@@ -298,7 +306,7 @@ class Words:
     def _sliced(self, value: Value, rest: str, is_quoted: bool, index: str, shown: str) -> list[Fragment]:
         numbers = [self.computed(part) for part in rest.split(":")]
         if not all(isinstance(number, int) for number in numbers):
-            return [(LITERAL if is_quoted else SPLIT, hide("".join(shown.split())))]
+            return [(LITERAL if is_quoted else SPLIT, _opaque(shown))]
         first, *count = [int(number or 0) for number in numbers]
         whole = elements(value) if index in ("@", "*") else elements(value)[0] if elements(value) else ""
         if index in ("@", "*") and value is self.positional:
@@ -326,8 +334,8 @@ def _pieces(node: Node, start: int, end: int) -> list[str | Node]:
     for child in node.children:
         if child.start_byte < at or child.end_byte > end or child.end_byte <= child.start_byte:
             continue
-        if child.type in _EXPANDS:  # in strings the parser gives the blanks before a $ to its node
-            begin = child.end_byte - len((child.text or b"").lstrip())
+        if child.type in _EXPANDS:
+            begin = child.end_byte - len(of_node(child).encode())
             out += [source[at - offset:begin - offset].decode(errors="replace"), child]
             at = child.end_byte
         elif child.child_count and child.type not in ("string_content",):
@@ -371,11 +379,15 @@ def _changed(value: str, sign: str, rest: str) -> str:
         return value.lower() if sign == ",," else value[:1].lower() + value[1:]
     if sign[0] == "/":
         pattern, _, new = rest.partition("/")
-        regex = re.escape(pattern).replace(r"\*", ".*").replace(r"\?", ".")
+        regex = fnmatch.translate(pattern).removeprefix("(?s:").removesuffix(r")\Z").removesuffix(r")\z")
         return re.sub(regex, lambda _: new, value, count=0 if sign == "//" else 1)
     return value
 
 
 def fits(value: str, pattern: str) -> bool:
     """Whether a value has the form of a pattern of case."""
-    return fnmatchcase(value, pattern)
+    return fnmatch.fnmatchcase(value, pattern)
+
+
+def _opaque(text: str) -> str:
+    return hide(" ".join(text.split()))

@@ -112,7 +112,8 @@ def check(done: subject.Converted, **others: object) -> None:
      f"$SLURM_GPUS_ON_NODE --nnodes $SLURM_NNODES pretrain_gpt.py {TINY}'", {"parallel__dp": 32}),
     (f"cat > job.sh <<EOF\ntorchrun --nproc_per_node 8 pretrain_gpt.py {TINY}\nEOF\nsbatch -p x job.sh",
      {"parallel__dp": 8}),
-    (f"go() {{ mpirun -np 6 --bind-to none python pretrain_gpt.py \"$@\"; }}\ngo {TINY}", {"parallel__dp": 6}),
+    (f"go() {{ mpirun -np 6 --bind-to none python pretrain_gpt.py \"$@\"; }}\ngo {TINY}",
+     {"parallel__dp": 6}),
     ("LR=1e-3\nwhile [[ $# -gt 0 ]]; do case $1 in --lr) LR=$2; shift 2;; esac; done\nif [ -n \"$1\" ]; then "
      f"LR=$1; fi\npython -m torch.distributed.run --nproc-per-node=2 t.py {TINY} --lr $LR",
      {"parallel__dp": 2}),
@@ -157,7 +158,8 @@ def test_what_is_not_found_is_said(tmp_path):
     """A config that looks whole, and trains by threed's rate for threed's steps."""
     done = convert(tmp_path, "python pretrain_gpt.py --num-layers 2 --lr $LR --seq-length 64")
     assert done.missing == ["optimizer.lr", "train.steps"]
-    assert "# NOT FOUND in it, so threed's default: optimizer.lr 0.0003, train.steps 100" in subject.show(done)
+    assert "# NOT FOUND in it, so threed's default: optimizer.lr 0.0003, train.steps 100" in (
+        subject.show(done))
     assert done.refused["--lr"] == "its value, $LR, comes from outside the script"
     assert subject.document(done)["not_found"] == done.missing
     assert "--lr" not in convert(tmp_path, "python pretrain_gpt.py --num-layers 2 --lr $LR --seq-length 64",

@@ -50,7 +50,7 @@ def flat_of(text: str, name: str) -> dict[str, Any]:
 
 def _check_kind(path: Path, text: str) -> None:
     """InputError where a file is of another kind by its name and by what it holds."""
-    if path.suffix == ".toml" or (text.lstrip()[:1] not in "{[" and _is_toml(text)):
+    if path.suffix == ".toml" or _is_toml(text):
         raise InputError(f"{path} is TOML, such as torchtitan's, which is not converted: {_FORMATS}. threed "
                          f"check {path if path.suffix == '.toml' else 'FILE.toml'} names our key for each of "
                          "torchtitan's; see also docs/coming-from.md#torchtitan")

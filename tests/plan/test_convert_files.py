@@ -106,6 +106,11 @@ def test_options_of_megatron_as_yaml(text, tmp_path):
         assert subject.megatron(str(path), []).values["model.layers"] == 3
 
 
+def test_a_json_is_no_script():
+    with pytest.raises(InputError, match=r"threed convert ds\.json says what becomes of it"):
+        subject.megatron("ds.json", [])
+
+
 def test_nested_options_of_megatron_as_yaml(tmp_path):
     """The form of --yaml-cfg."""
     (tmp_path / "m.yaml").write_text("language_model:\n  num_layers: 2\n  hidden_size: 64\nbf16: true\n"

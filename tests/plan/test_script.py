@@ -143,7 +143,10 @@ def test_the_command_that_trains(text, others, tmp_path):
     (f"if [ -n \"$X\" ]; then A=--bf16; fi\ntorchrun pretrain_gpt.py {TINY} $A", [
         'line 1: whether [ -n "$X" ] holds is not known']),
     (f"python pretrain_gpt.py {TINY}\npython pretrain_gpt.py {TINY} --finetune --lr 9", [
-        "line 1 (pretrain_gpt.py) is converted, and not line 2"]),
+        "2 commands train: line 1 (pretrain_gpt.py) is converted, and not line 2 (pretrain_gpt.py), which "
+        "differ in --lr, --finetune"]),
+    (f"for LR in 1e-3 5e-4; do\n sbatch --wrap \"srun python pretrain_gpt.py {TINY} --lr $LR\"\ndone", [
+        "2 commands train: line 2 (pretrain_gpt.py) is converted", "which differ in --lr;"]),
     (f"source nowhere.sh\npython pretrain_gpt.py {TINY}", ["line 1: nowhere.sh is not there"]),
     (f"C= (e.g., /a)\npython pretrain_gpt.py {TINY}", ["line 1 cannot be read as bash"]),
 ])

@@ -101,6 +101,10 @@ def options(text: str) -> Given:
 def _text_of(text: str) -> tuple[Given, str, Path | None]:
     if not text.lstrip().startswith("-") and len(text) < _LONGEST and "\n" not in text:
         path = Path(text)
+        if path.suffix in (".json", ".toml"):
+            raise InputError(f"--megatron {path}: that is a name of {path.suffix[1:].upper()}, and Megatron-LM's "
+                             f"options are a script, a list or a YAML; threed convert {path} says what becomes "
+                             "of it")
         if path.is_file() or " " not in text.strip():
             try:
                 return Given(str(path)), path.read_text(), path
@@ -150,11 +154,18 @@ def _of_script(given: Given, walk: Walk) -> None:
         return
     if best.rank[0]:  # the first of those that are like it: what pretrains comes before what tunes
         best = next(each for each in trainers if each.rank[0] and 2 * each.known >= best.known)
-    others = {each.shown: each for each in trainers if each.rank[0] == best.rank[0]
-              and each.words != best.words and 2 * each.known >= best.known}
+    others = [each for each in trainers if each.rank[0] == best.rank[0] and each.words != best.words
+              and 2 * each.known >= best.known]
     if others:
-        given.notes.append(f"the script trains by more than one command: {best.shown} is converted, and not "
-                           f"{', '.join(list(others)[:_MOST_NOTES])}; for another give its options alone")
+        mine = dict(_groups(best.words)[0])
+        theirs = [dict(_groups(each.words)[0]) for each in others]
+        names = [f"--{name.replace('_', '-')}" for name in dict.fromkeys([*mine, *(
+            name for each in theirs for name in each)]) if any(each.get(name) != mine.get(name)
+                                                               for each in theirs)]
+        lines = list(dict.fromkeys(each.shown for each in others))[:_MOST_NOTES]
+        given.notes.append(f"{1 + len(others)} commands train: {best.shown} is converted, and not "
+                           f"{', '.join(lines)}, which differ in {', '.join(names[:_MOST_NOTES])}; for "
+                           "another give its options alone")
     _lost(given, walk, variables)
     for line, condition in sorted(best.command.branches)[:_MOST_NOTES]:
         given.notes.append(f"line {line}: whether {show(condition)} holds is not known: what it sets or runs "

@@ -26,7 +26,9 @@ LEVELS = (
     (  # 0
         "errors models",
         "address doors.table early later native pipeline.orders quantity restart sampling texttable",
-        "doors.deepspeed doors.megatron_rest doors.megatron_values doors.peft doors.torchtitan",
+        "doors.deepspeed doors.megatron_switches doors.megatron_values doors.peft doors.shell. "
+        "doors.torchtitan",
+        "doors.deepspeed_file doors.launchers doors.megatron_rest",
         "doors.megatron",
         "doors.script synonyms",
         "progress requests",
@@ -41,6 +43,8 @@ LEVELS = (
         "unused values",
         "head validate",
         "config",
+        "doors.converted",
+        "doors.beside",
         "doors.convert doors.init",
     ),
     (  # 1

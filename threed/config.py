@@ -14,6 +14,7 @@ import copy
 import dataclasses
 import difflib
 import math
+import re
 import tomllib
 from collections.abc import Sequence
 from functools import lru_cache
@@ -28,6 +29,7 @@ from omegaconf.errors import OmegaConfBaseException
 from threed.errors import ConfigError, InputError, check_type
 from threed.mesh import AXES
 from threed.models.families.registry import FAMILIES, family_of, sizes
+from threed.quantity import whole_number
 from threed.schema import Config, ModelConfig
 from threed.validate import validate
 from threed.values import CHOICES, check_values, get
@@ -55,10 +57,18 @@ def load(path: str | Path | None, overrides: list[str] | None = None,
     try:
         return of_values({**values, **others}, str(path) if path is not None else "the config", world_size)
     except ConfigError as error:
-        if str(path).endswith(".json") and any("for DeepSpeed's" in problem for problem in error.problems):
-            raise ConfigError([*error.problems, f"threed convert {path} makes a config of it"],
-                              str(path)) from None
+        if (convert := _convert_instead(str(path), error.problems)) is not None:
+            raise ConfigError([*error.problems, f"{convert} makes a config of it"], str(path)) from None
         raise
+
+
+def _convert_instead(path: str, problems: list[str]) -> str | None:
+    """The command that converts a file which is another framework's; None where it is not."""
+    if path.endswith(".json") and any("for DeepSpeed's" in problem for problem in problems):
+        return f"threed convert {path}"
+    is_flag = any(re.match(r"[\w-]+: unknown key; (for Megatron-LM's|did you mean)", problem)
+                  for problem in problems)
+    return f"threed convert --megatron {path}" if is_flag and path.endswith((".yaml", ".yml")) else None
 
 
 def given(path: str | Path | None, overrides: list[str] | None = None) -> tuple[dict[str, Any],
@@ -241,6 +251,7 @@ def _build(given: dict[str, Any]) -> tuple[Config, list[str]]:
     model, size, problems = _family(given)
     defaults = Config(model=model)
     keys = known_keys(defaults)
+    hints = _hints(type(model))
     given = {**{f"model.{key}": value for key, value in size.items()}, **given}
     schema = copy.deepcopy(_schema(type(model)))
     schema.model.family = model.family
@@ -258,6 +269,7 @@ def _build(given: dict[str, Any]) -> tuple[Config, list[str]]:
             # OmegaConf would take any number for one
             problems.append(f"{key}={value}: must be true or false")
             continue
+        value = _whole(value, hints[key])
         try:
             OmegaConf.update(schema, key, value)
         except OmegaConfBaseException as error:
@@ -271,6 +283,23 @@ def _build(given: dict[str, Any]) -> tuple[Config, list[str]]:
     config = OmegaConf.to_object(schema)
     assert isinstance(config, Config)
     return config, problems
+
+
+def _whole(value: Any, hint: Any) -> Any:
+    """The value of a key, as a whole number where the key takes one and it is written as 1e5 or 8.0."""
+    if isinstance(value, list):
+        lists = [each for each in (hint, *get_args(hint)) if get_origin(each) is list]
+        return [_whole(each, get_args(lists[0])[0]) for each in value] if lists else value
+    number = whole_number(value)
+    return value if number is None or _fits(value, hint) or not _fits(number, hint) else number
+
+
+@lru_cache(8)
+def _hints(model: type[ModelConfig]) -> dict[str, Any]:
+    """The type of each dotted key."""
+    sections = {**get_type_hints(Config), "model": model}
+    return {f"{section}.{key}": hint for section, kind in sections.items()
+            for key, hint in get_type_hints(kind).items()}
 
 
 @lru_cache(8)  # 30 ms each; a copy takes 5
@@ -289,7 +318,7 @@ def _nearest(key: str, keys: list[str]) -> str:
 
     if (known := ours(key)) is not None:
         return f"; {known}"
-    section, _, tail = key.rpartition(".")
+    section, _, tail = key.replace("-", "_").rpartition(".")
     begun = [known for known in keys if known.startswith(key)]
     near = begun or _alike(tail, [known for known in keys if known.startswith(f"{section}.")])
     near = near or _alike(tail, keys, _NEARER)

@@ -46,6 +46,17 @@ def parse_count(text: str) -> float:
     return count
 
 
+def whole_number(value: object) -> int | None:
+    """1000.0, 1e3, '1e3' or '8' -> a whole number; None where the value is none."""
+    if isinstance(value, str):
+        if not re.fullmatch(r"\s*[-+]?(\d+\.?\d*|\.\d+)([eE]\+?\d{1,2})?\s*", value):
+            return None
+        value = int(value) if value.strip().lstrip("+-").isdigit() else float(value)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return int(value) if float(value).is_integer() else None
+
+
 def show_bytes(amount: float) -> str:
     """1536 -> '1.5 KiB'."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):

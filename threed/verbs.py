@@ -92,6 +92,8 @@ def convert(source: DsConfig = None, overrides: Overrides = None, megatron: Opti
     else:
         done = converting.deepspeed(source, words, devices, deepspeed_version)
     print(json.dumps(converting.document(done), indent=1) if as_json else converting.show(done))
+    if done.missing and not as_json:
+        print(f"threed: not found, so threed's default: {', '.join(done.missing)}", file=sys.stderr)
     if done.refused and not as_json:
         count = len(done.refused)
         print(f"threed: {count} key{'s' if count > 1 else ''} refused: threed cannot do what "

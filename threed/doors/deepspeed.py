@@ -11,6 +11,7 @@ from typing import Any
 
 from threed.doors.table import NO_KEY, NOTHING, Dropped, Framework, Given, Refused, Row
 from threed.errors import InputError
+from threed.quantity import whole_number
 
 CLIPS_SINCE = (0, 19, 3)  # the version from which an absent gradient_clipping means 1.0 instead of 0
 _NAMES = {"adam": "adamw", "adamw": "adamw", "fusedadam": "adamw", "cpuadam": "adamw", "lion": "lion",
@@ -31,17 +32,25 @@ def _whole(value: Any, _: Given) -> Any:
     """1e5 is a whole number, too; what is none is left to the check of our key."""
     if value == math.inf:
         raise Dropped("never")
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    whole = whole_number(value)
+    return value if whole is None else whole
+
+
+def _count(name: str, value: Any) -> int | None:
+    """A batch size, which DeepSpeed does not take as a text."""
+    whole = whole_number(value)
+    if value is not None and isinstance(value, str) and whole is not None:
+        raise InputError(f"{name}: {value!r} is text; write {whole}")
+    if value is not None and (whole is None or whole < 1):
+        raise InputError(f"{name}={value}: must be a whole number above 0")
+    return whole
 
 
 def _batches(_: Any, given: Given) -> dict[str, Any]:
     """train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x dp: any two give the
     third."""
     names = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
-    batch, micro, steps = (given.get(name) for name in names)
-    for name, value in zip(names, (batch, micro, steps)):
-        if value is not None and not (isinstance(value, int) and not isinstance(value, bool) and value > 0):
-            raise InputError(f"{name}={value}: must be a whole number above 0")
+    batch, micro, steps = (_count(name, given.get(name)) for name in names)
     dp = given["dp"]  # None: not known
     if batch is None:
         return {"train.micro_batch_size": micro or 1, "parallel.dp": dp or 1,
@@ -70,6 +79,12 @@ def _optimizer(value: Any, given: Given) -> str:
     if name is None:
         raise Refused(f"threed has adamw, lion and sgd, and no {value}")
     return name
+
+
+def _corrected(value: Any, _: Given) -> Any:
+    if value is False:
+        raise Refused("adamw always corrects its bias")
+    raise Dropped("adamw always corrects its bias")
 
 
 def _decoupled(value: Any, _: Given) -> dict[str, Any]:
@@ -221,7 +236,7 @@ ROWS = (
     Row("optimizer.params.adam_w_mode",
         "optimizer.name (adamw, whose weight decay is decoupled)", _decoupled),
     Row("optimizer.params.torch_adam", NO_KEY + "adamw is torch's fused kernel, or native.c on the host"),
-    Row("optimizer.params.bias_correction", NO_KEY + "adamw always corrects its bias"),
+    Row("optimizer.params.bias_correction", NO_KEY + "adamw always corrects its bias", _corrected),
     Row("optimizer.params.*", NOTHING + "threed's optimizers have no such number"),
     Row("scheduler.params.*", NOTHING + "threed's schedules have no such number"),
     Row("gradient_clipping", "optimizer.clip_grad"),
@@ -254,6 +269,7 @@ ROWS = (
     Row("immediate_grad_update", NO_KEY + "gradients are added up as they come"),
     Row("check_grad_overflow", "train.on_nonfinite=skip"),
     Row("communication_data_type", "precision.reduce_dtype", _narrow),
+    Row("fp32_allreduce", "precision.reduce_dtype=fp32"),
     Row("data_types.grad_accum_dtype", "precision.grad_dtype", _narrow),
     Row("grad_accum_dtype", "precision.grad_dtype", _narrow),
     Row("prescale_gradients",
@@ -333,11 +349,15 @@ ROWS = (
     *(Row(name, NO_KEY + "runs/.../metrics.jsonl and wandb have it; threed report RUN draws it")
       for name in ("tensorboard*", "csv_monitor*", "comet*", "wandb.*", "flops_profiler*", "comms_logger*",
                    "memory_breakdown", "dump_state")),
+    Row("dataloader_drop_last", NO_KEY + "a batch is always whole"),
+    Row("load_universal", NO_KEY + "any mesh loads any checkpoint"),
+    Row("wandb.team", NO_KEY + "set WANDB_ENTITY in the environment"),
+    Row("autotuning*", NOTHING + "threed check --advise compares settings, and threed train tries none"),
     *(Row(name, NO_KEY + "it has no counterpart, and changes no numbers")
       for name in ("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "nebula*",
-                   "tag_validation", "load_universal", "parallel_write*",
-                   "autotuning*", "log_trace_cache_warnings", "enable_sanity_checks", "disable_allgather",
-                   "fp32_allreduce", "use_node_local_storage", "dataloader_drop_last", "graph_harvesting",
+                   "tag_validation", "parallel_write*",
+                   "log_trace_cache_warnings", "enable_sanity_checks", "disable_allgather",
+                   "use_node_local_storage", "graph_harvesting",
                    "override_module_apply", "pipeline_loading_checkpoint", "legacy_stage1")),
     *(Row(name, NOTHING + f"threed has no {what}")
       for name, what in (("amp*", "apex"), ("torch_autocast*",

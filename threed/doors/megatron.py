@@ -17,13 +17,14 @@ ROWS = (
     # Mesh
     Row("tensor_model_parallel_size", "parallel.tp"),
     Row("pipeline_model_parallel_size", "parallel.pp"),
-    Row("nproc_per_node", "parallel.dp (auto: what the number of ranks leaves)", take.dp),
-    Row("nnodes", "parallel.dp (auto: what the number of ranks leaves)", take.dp),
+    *(Row(name, "parallel.dp (auto: what the number of ranks leaves)", take.dp)
+      for name in ("nproc_per_node", "nnodes", "num_gpus", "num_nodes", "num_processes")),
     Row("data_parallel_size", "parallel.dp (auto: what the number of ranks leaves)"),
     Row("num_layers_per_virtual_pipeline_stage",
         "parallel.virtual_stages with parallel.schedule=interleaved", take.layers_per_stage),
     Row("num_virtual_stages_per_pipeline_rank",
         "parallel.virtual_stages with parallel.schedule=interleaved", take.virtual),
+    Row("use_tp_pp_dp_mapping", "parallel.axis_order=dp-pp-tp"),
     Row("sequence_parallel", "parallel.sequence_parallel=true", take.sequence_parallel),
     Row("context_parallel_size", NOTHING + "threed does not cut the sequence of attention", None, _ONE),
     Row("expert_model_parallel_size", NOTHING + "threed has no experts", None, _ONE),
@@ -56,9 +57,11 @@ ROWS = (
     Row("apply_layernorm_1p", NO_KEY + "a norm's weight is stored as it is, not less 1"),
     Row("position_embedding_type", "model.position", take.one_of(take.POSITIONS, "positions")),
     Row("use_rotary_position_embeddings", "model.position=rotary"),
-    Row("rotary_base", "model.rope_theta", take.of_rotary),
+    *(Row(name, "model.rope_theta", take.of_rotary)
+      for name in ("rotary_base", "rotary_position_embeddings_theta")),
     Row("rotary_percent", NO_KEY + "all of a head is rotated", take.whole_share),
-    Row("no_position_embedding", NO_KEY + "model.position=rotary has no table of positions"),
+    Row("no_position_embedding", NO_KEY + "model.position=rotary has no table of positions",
+        take.rotary_alone),
     Row("disable_bias_linear", "model.bias=false"),
     Row("untie_embeddings_and_output_weights", "model.tie_embeddings=false"),
     Row("make_vocab_size_divisible_by",
@@ -148,13 +151,24 @@ ROWS = (
     # Megatron-DeepSpeed's
     Row("zero_stage", "zero.stage"),
     Row("num_key_value_heads", "model.kv_heads"),
-    Row("checkpoint_activations", "activation.policy=full"),
-    Row("deepspeed_activation_checkpointing", "activation.policy=full"),
+    *(Row(name, "activation.policy=full", take.checkpointed)
+      for name in ("checkpoint_activations", "deepspeed_activation_checkpointing")),
+    Row("checkpoint_num_layers", NO_KEY + "parallel.layers_per_unit, with activation.policy"),
+    Row("partition_activations", "activation.partition=true", take.on_ranks("activation.partition", True)),
+    Row("checkpoint_in_cpu", "activation.offload=cpu", take.on_ranks("activation.offload", "cpu")),
+    Row("contigious_checkpointing",
+        "activation.contiguous=true", take.on_ranks("activation.contiguous", True)),
     Row("cpu_optimizer", "offload.optimizer=cpu"),
     Row("enable_zbh1_pipeline", "parallel.schedule=zb-h1"),
     Row("train_tokens", "train.steps (tokens / a step's)", take.steps_of_tokens),
     Row("lr_decay_tokens", "optimizer.decay_steps (tokens / a step's)", take.steps_of_tokens),
     Row("lr_warmup_tokens", "optimizer.warmup_steps (tokens / a step's)", take.steps_of_tokens),
+    # Older names
+    Row("model_parallel_size", "parallel.tp"),
+    Row("batch_size", "train.micro_batch_size"),
+    Row("activations_checkpoint_method", "activation.policy", take.older_recompute),
+    Row("activations_checkpoint_granularity", "activation.policy", take.recompute),
+    Row("activations_checkpoint_num_layers", NO_KEY + "activation.every, or parallel.layers_per_unit"),
     *WITHOUT_VALUE,
 )
 

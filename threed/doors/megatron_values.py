@@ -8,12 +8,14 @@ from threed.doors.table import Dropped, Given, Refused
 from threed.errors import InputError
 
 DOCUMENTS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+RANKS = (("nproc_per_node", "nnodes"), ("num_gpus", "num_nodes"), ("num_processes", ""))
 GPT2_VOCABULARY = 50257
 SHAPES = {"constant": "constant", "linear": "linear", "cosine": "cosine", "WSD": "wsd"}
 NORMS = {"LayerNorm": "layernorm", "layernorm": "layernorm", "RMSNorm": "rmsnorm", "rmsnorm": "rmsnorm"}
-POSITIONS = {"learned_absolute": "learned", "rope": "rotary"}
+POSITIONS = {"learned_absolute": "learned", "rope": "rotary", "rotary": "rotary"}
 BACKENDS = {"auto": "auto", "flash": "flash", "fused": "cudnn"}
 PIECES = {"core_attn": "attention", "layernorm": "norm"}
+_YEAR = 365 * 24 * 60  # minutes
 SHARDED = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 
 
@@ -36,11 +38,11 @@ def one_of(names: dict[str, Any], what: str):
 
 
 def dp(_: Any, given: Given) -> Any:
-    """From torchrun's options, unless --devices says it."""
+    """From a launcher's options, unless --devices says it."""
     if given["dp"] is not None:
         return {"parallel.dp": given["dp"]}
-    world = number(given, "nproc_per_node") * number(given, "nnodes") if "nnodes" in given else number(
-        given, "nproc_per_node")
+    each, machines = next((pair for pair in RANKS if pair[0] in given), RANKS[0])
+    world = number(given, each) * (number(given, machines) if machines in given else 1)
     others = given.get("tensor_model_parallel_size", 1) * given.get("pipeline_model_parallel_size", 1)
     if world % others:
         raise Dropped(f"{world} processes are not a multiple of tp x pp = {others}: parallel.dp stays auto; "
@@ -144,13 +146,13 @@ def qk_norm(value: Any, given: Given) -> Any:
 
 def rope_scaling(value: Any, given: Given) -> Any:
     """Megatron-LM's numbers are those of Llama 3.1, but the factor."""
-    if given["position_embedding_type"] != "rope":
+    if POSITIONS.get(given["position_embedding_type"]) != "rotary":
         raise Dropped("positions are not rotary")
     return [float(given.get("rope_scaling_factor", 8)), 1.0, 4.0, 8192.0]
 
 
 def of_rotary(value: Any, given: Given) -> Any:
-    if given["position_embedding_type"] != "rope":
+    if POSITIONS.get(given["position_embedding_type"]) != "rotary":
         raise Dropped("positions are not rotary")
     return float(value)
 
@@ -263,3 +265,72 @@ def instances(value: Any, given: Given) -> Any:
     if dp is None or dp % value:
         raise Refused("zero.shard_size is parallel.dp / it: give --devices")
     return dp // value
+
+
+def stop_after(minutes: Any, _: Given) -> str:
+    if not isinstance(minutes, (int, float)) or minutes <= 0:
+        raise InputError(f"--exit-duration-in-mins {minutes}: must be a number of minutes above 0")
+    if minutes >= _YEAR:
+        raise Dropped("so many minutes are for ever")
+    return f"{round(minutes)}m"
+
+
+def exit_interval(steps: Any, given: Given) -> Any:
+    if isinstance(steps, int) and isinstance(given.get("train_iters"), int) and steps >= given["train_iters"]:
+        raise Dropped("the run ends before, or there")
+    raise Refused(f"a job ends at each multiple of {steps} steps: run.stop_after ends one by its time")
+
+
+def one_order(value: Any, _: Given) -> Any:
+    if value != "single":
+        raise Refused(f"threed has no order of samples like {value}: each source is shuffled by train.seed")
+    raise Dropped("each source is shuffled by train.seed")
+
+
+def of_experts(value: Any, given: Given) -> Any:
+    if given.get("num_experts") in (None, 1, [1]):
+        raise Dropped("without --num-experts there are none")
+    raise Refused("threed has no experts")
+
+
+def rotary_alone(value: Any, given: Given) -> Any:
+    if POSITIONS.get(given["position_embedding_type"]) != "rotary":
+        raise Refused("threed has no model without positions: model.position is rotary or learned")
+    raise Dropped("model.position=rotary has no table of positions")
+
+
+def older_recompute(value: Any, given: Given) -> dict[str, Any]:
+    """--activations-checkpoint-method, with the number of layers, before it was --recompute-method."""
+    return recompute("full", {**given, "recompute_method": value, "recompute_num_layers": given.get(
+        "activations_checkpoint_num_layers", 1)})
+
+
+def checkpointed(value: Any, given: Given) -> dict[str, Any]:
+    """--checkpoint-activations, with --checkpoint-num-layers."""
+    return recompute("full", {**given, "recompute_method": "uniform", "recompute_num_layers": given.get(
+        "checkpoint_num_layers", 1)})
+
+
+def on_ranks(key: str, value: Any):
+    """What is done to the kept input of a layer that is recomputed."""
+    def take(_: Any, given: Given) -> Any:
+        if not (given.get("checkpoint_activations") or given.get("deepspeed_activation_checkpointing")):
+            raise Dropped("nothing is recomputed")
+        return {key: value}
+
+    return take
+
+
+def ends(found: dict[str, Any]) -> list[str]:
+    """Of --train-iters and --train-tokens, of which a run ends by what is reached first, leaves that one;
+    a note about it."""
+    iterations, tokens = found.get("train_iters"), found.get("train_tokens")
+    sizes = found.get("global_batch_size"), found.get("seq_length")
+    if not all(isinstance(each, (int, float)) and not isinstance(each, bool) and each > 0
+               for each in (iterations, tokens, *sizes)):
+        return []
+    steps = steps_of_tokens(tokens, found)
+    late = "train_iters" if steps <= iterations else "train_tokens"  # pyright: ignore[reportOperatorIssue]
+    del found[late]
+    return [f"--{late.replace('_', '-')} is not reached: --train-iters are {iterations} steps, and "
+            f"--train-tokens {steps}"]

@@ -1,0 +1,179 @@
+"""Files that `threed convert` and `threed check` are given: DeepSpeed's JSON as hjson, other formats, numbers
+as people write them, and what options do elsewhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from threed.config import known_keys, load
+from threed.doors import convert as subject
+from threed.errors import ConfigError, InputError
+from threed.quantity import whole_number
+
+
+def deepspeed(tmp_path: Path, text: str, name: str = "ds.json", *overrides: str) -> subject.Converted:
+    (tmp_path / name).write_text(text)
+    return subject.deepspeed(tmp_path / name, list(overrides))
+
+
+@pytest.mark.parametrize("text", [
+    '{\n  # two per step\n  "train_batch_size": 2, "zero_optimization": {"stage": 2,},\n}',
+    '{"train_batch_size": 2, // so\n /* or\n so */ "zero_optimization": {"stage": 2}}',
+    '{\n  train_batch_size: 2\n  zero_optimization: {\n    stage: 2\n  }\n}',
+    'train_batch_size: 2\nzero_optimization: {\n stage: 2\n}',
+    '{"train_batch_size": 2e0, "zero_optimization": {"stage": 2}, "steps_per_print": Infinity}'])
+def test_deepspeeds_json_has_comments(text, tmp_path):
+    """DeepSpeed reads its file with hjson."""
+    done = deepspeed(tmp_path, text)
+    assert (done.values["train.global_batch_size"], done.values["zero.stage"]) == (2, 2)
+
+
+def test_a_key_twice_is_refused_among_comments(tmp_path):
+    with pytest.raises(InputError, match="stage is given twice in one section"):
+        deepspeed(tmp_path, '{"zero_optimization": {"stage": 1, # a\n"stage": 2}}')
+
+
+@pytest.mark.parametrize("value, expected", [
+    ("1e5", 100_000), ('"1e5"', 100_000), ("100000.0", 100_000), ("1E+5", 100_000), ('"7"', 7)])
+def test_whole_numbers_of_deepspeed(value, expected, tmp_path):
+    done = deepspeed(tmp_path, '{"train_batch_size": 1e1, "zero_optimization": {"stage": 3, '
+                               f'"stage3_param_persistence_threshold": {value}}}}}')
+    assert done.values["zero.persist_below"] == expected and done.values["train.global_batch_size"] == 10
+
+
+@pytest.mark.parametrize("text, words", [
+    ('{"train_batch_size": "8"}', "train_batch_size: '8' is text; write 8"),
+    ('{"train_batch_size": 8, "gradient_accumulation_steps": "2e0"}', "'2e0' is text; write 2"),
+    ('{"train_batch_size": 1.5}', "train_batch_size=1.5: must be a whole number above 0")])
+def test_texts_where_numbers_must_stand(text, words, tmp_path):
+    with pytest.raises(InputError) as caught:
+        deepspeed(tmp_path, text)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("override, key, expected", [
+    ("train.steps=1e3", ("train", "steps"), 1000), ("checkpoint.every=1e2", ("checkpoint", "every"), 100),
+    ("train.steps='1e3'", ("train", "steps"), 1000), ("parallel.dp=2e0", ("parallel", "dp"), 2),
+    ("model.vocab=5.12e2", ("model", "vocab"), 512), ("train.steps=8.0", ("train", "steps"), 8)])
+def test_whole_numbers_with_an_exponent(override, key, expected, tmp_path):
+    """1e3 is how people write a thousand, on the command line and in a file."""
+    value = getattr(getattr(load(None, [override]), key[0]), key[1])
+    assert value == expected and type(value) is int
+    name, _, text = override.partition("=")
+    (tmp_path / "c.yaml").write_text("{}: {{{}: {}}}".format(*name.split("."), text))
+    assert getattr(getattr(load(tmp_path / "c.yaml"), key[0]), key[1]) == expected
+
+
+@pytest.mark.parametrize("override", ["train.steps=1.5e0", "train.steps=0.5", "train.steps=1e-3",
+                                      "train.steps=1e", "train.steps=.nan", "model.layers=[1e1]"])
+def test_what_is_no_whole_number_stays_refused(override):
+    with pytest.raises(ConfigError, match=override.partition("=")[0]):
+        load(None, [override])
+
+
+def test_whole_number():
+    assert [whole_number(value) for value in (True, "", "abc", "1e400", float("inf"), None, "-3", 2**60)] == [
+        None, None, None, None, None, None, -3, 2**60]
+
+
+@pytest.mark.parametrize("name, text, words", [
+    ("t.toml", "[training]\nsteps = 3", ["torchtitan", "threed check", "docs/coming-from.md#torchtitan",
+                                         "--megatron"]),
+    ("job", "[training]\nsteps = 3", ["is TOML", "FILE.toml"]),
+    ("m.yaml", "num-layers: 3", ["is not JSON", "threed convert --megatron FILE"]),
+    ("run.sh", "torchrun pretrain_gpt.py --num-layers 3", ["is not JSON", "shell script"])])
+def test_other_formats_are_named(name, text, words, tmp_path):
+    with pytest.raises(InputError) as caught:
+        deepspeed(tmp_path, text, name)
+    assert all(word in str(caught.value) for word in words)
+
+
+@pytest.mark.parametrize("text", ["num-layers: 3\nmicro-batch-size: 2", "micro-batch-size: 2",
+                                  "--num-layers: 3", "num_layers: 3\nlr: 1e-3"])
+def test_options_of_megatron_as_yaml(text, tmp_path):
+    """A YAML with Megatron-LM's options gets our keys, and the command that converts it, which does."""
+    path = tmp_path / "m.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load(path)
+    assert f"threed convert --megatron {path} makes a config of it" in str(caught.value)
+    if "micro-batch" in text:
+        assert "micro-batch-size: unknown key; did you mean train.micro_batch_size?" in str(caught.value)
+        assert subject.megatron(str(path), []).values["train.micro_batch_size"] == 2
+    else:
+        assert subject.megatron(str(path), []).values["model.layers"] == 3
+
+
+def test_a_json_is_no_script():
+    with pytest.raises(InputError, match=r"threed convert ds\.json says what becomes of it"):
+        subject.megatron("ds.json", [])
+
+
+def test_nested_options_of_megatron_as_yaml(tmp_path):
+    """The form of --yaml-cfg."""
+    (tmp_path / "m.yaml").write_text("language_model:\n  num_layers: 2\n  hidden_size: 64\nbf16: true\n"
+                                     "lr: 1e-3\nmodel_parallel:\n  tensor_model_parallel_size: 2\n"
+                                     "fp16: false\n")
+    values = subject.megatron(str(tmp_path / "m.yaml"), []).values
+    assert (values["model.layers"], values["parallel.tp"], values["precision.dtype"]) == (2, 2, "bf16")
+    assert "--yaml-cfg" in subject.megatron("--yaml-cfg m.yaml", []).refused
+
+
+@pytest.mark.parametrize("text, refused", [
+    ("--exit-interval 5 --train-iters 10", "--exit-interval"), ("--no-load-optim", "--no-load-optim"),
+    ("--no-initialization", "--no-initialization"), ("--use-checkpoint-args", "--use-checkpoint-args"),
+    ("--use-checkpoint-opt_param-scheduler", "--use-checkpoint-opt-param-scheduler"),
+    ("--ckpt-step 7", "--ckpt-step"), ("--dataloader-type cyclic", "--dataloader-type"),
+    ("--no-position-embedding", "--no-position-embedding"), ("--fp32-residual-connection",
+                                                             "--fp32-residual-connection"),
+    ("--fp16-lm-cross-entropy", "--fp16-lm-cross-entropy"), ("--num-experts 4 --moe-router-topk 2",
+                                                             "--moe-router-topk")])
+def test_what_has_an_effect_elsewhere_is_refused(text, refused):
+    """An option that is said to change nothing, and does."""
+    done = subject.megatron(text, [])
+    assert refused in done.refused and refused not in done.dropped
+
+
+@pytest.mark.parametrize("text, dropped", [
+    ("--exit-interval 10 --train-iters 10", "--exit-interval"), ("--dataloader-type single",
+                                                                 "--dataloader-type"),
+    ("--moe-router-topk 2", "--moe-router-topk"), ("--no-position-embedding --position-embedding-type rope",
+                                                   "--no-position-embedding"),
+    ("--exit-duration-in-mins 30000000", "--exit-duration-in-mins")])
+def test_what_has_none_is_dropped(text, dropped):
+    done = subject.megatron(text, [])
+    assert dropped in done.dropped and not done.refused
+
+
+@pytest.mark.parametrize("text, values", [
+    ("--position-embedding-type rotary --rotary-position-embeddings-theta 5e5",
+     {"model.position": "rotary", "model.rope_theta": 5e5}),
+    ("--num-experts 1 --ds-sequence-parallel-size 1 --model-parallel-size 2", {"parallel.tp": 2}),
+    ("--batch-size 4", {"train.micro_batch_size": 4}),
+    ("--activations-checkpoint-method block --activations-checkpoint-num-layers 2 --num-layers 8",
+     {"activation.policy": "full", "activation.every": 4}),
+    ("--checkpoint-activations --checkpoint-num-layers 2 --num-layers 8 --partition-activations "
+     "--tensor-model-parallel-size 2",
+     {"activation.policy": "full", "parallel.layers_per_unit": 2, "activation.partition": True}),
+    ("--train-iters 100 --train-tokens 640 --global-batch-size 2 --seq-length 32", {"train.steps": 10}),
+    ("--train-iters 5 --train-tokens 640 --global-batch-size 2 --seq-length 32", {"train.steps": 5}),
+    ("--use-tp-pp-dp-mapping", {"parallel.axis_order": "dp-pp-tp"})])
+def test_older_names_and_those_of_megatron_deepspeed(text, values):
+    done = subject.megatron(text, [])
+    assert {key: done.values.get(key) for key in values} == values and not done.refused
+
+
+@pytest.mark.skipif("run.stop_after" not in known_keys(), reason="the key is not there")
+def test_a_duration_ends_a_job():
+    assert subject.megatron("--exit-duration-in-mins 230", []).values["run.stop_after"] == "230m"
+
+
+def test_effects_of_deepspeeds_keys(tmp_path):
+    done = deepspeed(tmp_path, '{"train_batch_size": 2, "fp32_allreduce": true, "bf16": {"enabled": true}, '
+                               '"autotuning": {"enabled": true}, "optimizer": {"type": "Adam", "params": '
+                               '{"lr": 1, "bias_correction": false}}, "wandb": {"enabled": true, '
+                               '"team": "x"}}')
+    assert {"autotuning", "optimizer.params.bias_correction"} <= set(done.refused)
+    assert done.values["precision.reduce_dtype"] == "fp32" and "WANDB_ENTITY" in done.dropped["wandb.team"]

@@ -1,0 +1,109 @@
+"""Megatron-LM's and Megatron-DeepSpeed's options that take no value, and those that take several. (Options of
+inference, vision and retrieval are left out.)"""
+
+from __future__ import annotations
+
+_NO_SWITCH = ("no_rope_freq", "no_weight_decay_cond_type")
+_SWITCHES = """
+    account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
+    accumulate_allreduce_grads_in_fp32 activation_func_fp8_input_store add_qkv_bias adlr_autoresume
+    align_param_gather allow_ambiguous_pad_tokens apply_layernorm_1p apply_query_key_layer_scaling
+    apply_residual_connection_post_layernorm apply_rope_fusion apply_wd_to_qk_layernorm
+    async_ckpt_use_cpu_shm async_save attention_output_gate attention_softmax_in_fp32
+    auto_detect_ckpt_format average_in_collective barrier_with_L1_time batch_invariant_mode bf16
+    bias_activation_fusion bias_dropout_fusion cache_mla_latents calc_ft_timeouts calculate_per_token_loss
+    check_for_large_grads check_for_nan_in_grad check_for_spiky_loss checkpoint_activations
+    checkpoint_in_cpu ckpt_assume_constant_structure ckpt_convert_update_legacy_dist_opt_format
+    ckpt_drop_redundant_extra_state ckpt_fully_parallel_load ckpt_fully_parallel_load_per_rank_objects
+    ckpt_fully_parallel_save ckpt_pg_tensors_cache_create contigious_checkpointing cpu_offloading
+    cpu_offloading_double_buffering cpu_offloading_retain_pinned_cpu_buffers cpu_offloading_weights
+    cpu_optimizer cpu_torch_adam create_all_gather_group create_moe_param_group cross_entropy_loss_fusion
+    cuda_graph_retain_backward_graph data_efficiency_curriculum_learning data_parallel_random_init
+    dataloader_defer_npy_index_mmap dataloader_fast_cache_load dataloader_inter_document_masking
+    ddp_average_in_collective ddp_pad_buckets_for_high_nccl_busbw
+    ddp_reduce_scatter_with_fp32_accumulation deallocate_pipeline_outputs decode_only_cuda_graphs
+    decrease_batch_size_if_needed deepspeed_activation_checkpointing defer_embedding_wgrad_compute
+    delay_offload_until_cuda_graph delay_wgrad_compute deterministic_mode
+    dist_ckpt_optim_fully_reshardable dist_ckpt_save_pre_mcore_014
+    distrib_optim_fully_reshardable_mem_efficient distribute_checkpointed_activations
+    distribute_saved_activations ds_fused_adam ds_sequence_parallel_fpdt
+    ds_sequence_parallel_fpdt_offloading embedding_weights_in_fp32 enable_autocast enable_chunked_prefill
+    enable_cuda_graph enable_experimental enable_expert_tensor_parallelism enable_ft_package
+    enable_full_sharding_in_hsdp enable_mhc_connections enable_msc enable_zbh1_exact_semantics
+    enable_zbh1_pipeline eod_mask_loss ep_overlap_early_attn_memory_release exit_on_missing_checkpoint
+    exit_signal_handler exit_signal_handler_for_dataloader exit_signal_handler_for_training
+    external_cuda_graph fake_process_group fim_data fine_grained_activation_offloading finetune
+    first_last_layers_bf16 flash_decode flight_recorder_include_stack_trace force_ds_sequence_parallel
+    fp16 fp16_lm_cross_entropy fp32_residual_connection fp4_param_gather fp8_dot_product_attention
+    fp8_e4m3 fp8_hybrid fp8_multi_head_attention fp8_output_proj fp8_param fp8_param_gather
+    freeze_all_layers fsdp_db_use_persist_buf_on_alloc_fail fsdp_double_buffer fsdp_manual_registration
+    full_validation fused_residual_rmsnorm fused_single_qkv_rope gated_linear_unit grad_reduce_in_bf16
+    grad_reduce_in_fp32 gradient_accumulation_fusion group_query_attention high_priority_a2a_comm_stream
+    init_method_xavier_uniform init_model_with_meta_device inprocess_empty_cuda_cache inprocess_restart
+    is_hybrid_model keep_fp8_transpose_cache lazy_mpu_init load_main_params_from_ckpt
+    log_batch_size_to_tensorboard log_device_memory_used log_energy log_l2_norm_grad_to_tensorboard
+    log_max_attention_logit log_memory_to_tensorboard log_num_zeros_in_grad
+    log_optimizer_states_to_tensorboard log_params_norm log_progress log_runtime_to_tensorboard
+    log_straggler log_throughput log_throughput_to_tensorboard log_timers_to_tensorboard
+    log_validation_ppl_to_tensorboard log_world_size_to_tensorboard logits_load_ignore_errors manual_gc
+    masked_softmax_fusion megatron_fsdp_cuda_graph_mode megatron_fsdp_enable_fine_grained_param_gather
+    megatron_fsdp_max_pool_double_buffer megatron_fsdp_use_decoupled_grad memory_centric_tiled_linear
+    memory_efficient_layer_norm mla_down_proj_fusion mmap_warmup mock_data moe_apply_probs_on_input
+    moe_enable_deepep moe_enable_routing_replay moe_grouped_gemm moe_hybridep_pad_uneven_dispatch_inputs
+    moe_layer_recompute moe_ncclep_zero_copy moe_pad_expert_input_to_capacity
+    moe_pad_experts_for_cuda_graph_inference moe_paged_stash moe_per_layer_logging moe_permute_fusion
+    moe_permute_fusion_into_hybridep moe_router_enable_expert_bias moe_router_force_load_balancing
+    moe_router_fusion moe_router_pre_softmax moe_routing_trace_capture_hidden_states
+    moe_routing_trace_capture_logits moe_routing_trace_dump_weights moe_shared_expert_gate
+    moe_shared_expert_overlap moe_single_grouped_bias moe_single_grouped_weight moe_token_dropping
+    moe_use_grouped_tensor moe_use_upcycling mos mtp_detach_heads mtp_hsm mtp_standalone
+    mtp_use_repeated_layer multi_latent_attention multiple_validation_sets nccl_all_reduce_for_prefill
+    nccl_ub nvtx_ranges one_logger_async openai_gelu optimizer_cpu_offload optimizer_cuda_graph
+    otel_enabled output_bert_embeddings overlap_cpu_optimizer_d2h_h2d
+    overlap_dispatch_backward_with_experts_wgrad overlap_grad_reduce overlap_moe_expert_parallel_comm
+    overlap_p2p_comm overlap_p2p_communication overlap_p2p_communication_warmup_flush overlap_param_gather
+    overlap_param_gather_with_optimizer_step override_opt_param_scheduler pad_buckets_for_high_nccl_busbw
+    partition_activations perform_rl_step persist_layer_norm profile profile_backward
+    pytorch_profiler_collect_callstack pytorch_profiler_collect_chakra pytorch_profiler_collect_shapes
+    qk_clip qk_l2_norm qk_layernorm quick_geglu random_ltd recompute_activations record_memory_history
+    record_shapes reduce_scatter_with_fp32_accumulation repeated_dataloader replication
+    reset_attention_mask reset_iteration reset_position_ids retriever_score_scaling return_data_index
+    return_log_probs reuse_grad_buf_for_mxfp8_param_ag rotary_interleaved run_workload_inspector_server
+    scattered_embeddings sequence_parallel set_level_for_all_loggers sft skip_prompt_log_probs skip_train
+    split_transformers squared_relu standalone_embedding_stage swiglu synchronize_each_layer
+    te_rng_tracker test_mode tokenizer_hf_no_include_special_tokens tokenizer_hf_no_use_fast
+    tokenizer_sentencepiece_legacy torch_fsdp2_no_reshard_after_forward tp_comm_atomic_ag
+    tp_comm_atomic_rs tp_comm_overlap tp_comm_overlap_disable_fc1 tp_comm_overlap_disable_qkv
+    tp_comm_overlap_rs_dgrad tp_only_amax_red trust_remote_code universal_checkpoint
+    untie_embeddings_and_output_weights use_checkpoint_args use_checkpoint_opt_param_scheduler
+    use_cpu_initialization use_custom_fsdp use_dist_ckpt use_distributed_optimizer use_flash_attn
+    use_flash_attn_builder use_flash_attn_triton use_flash_attn_v1 use_flash_attn_v2
+    use_flashinfer_fused_rope use_fused_weighted_squared_relu use_grouped_gemm_for_dense_mlp
+    use_grouped_gemm_for_shared_expert use_inference_optimized_layers use_kitchen use_kitchen_attention
+    use_layer_wise_distributed_optimizer use_legacy_static_engine use_mcore_models use_megatron_fsdp
+    use_mp_args_from_checkpoint_args use_mup use_nccl_ub use_one_sent_docs use_persistent_ckpt_worker
+    use_pin_memory use_precision_aware_optimizer use_pytorch_profiler use_ring_exchange_p2p
+    use_rope_scaling use_rotary_position_embeddings use_same_sampling_seed_across_dp_ranks use_sharp
+    use_te_activation_func use_te_rng_tracker use_torch_fsdp2 use_torch_optimizer_for_cpu_offload
+    use_tp_pp_dp_mapping use_transformer_engine_op_fuser use_tutel variable_seq_lengths verify_integrity
+    yarn_correction_range_round_to_int zero_contigious_gradients zero_reduce_scatter
+    deepspeed
+"""
+_SEVERAL = """
+    cp_comm_type cuda_graph_modules cuda_graph_scope data_path hierarchical_context_parallel_sizes
+    high_priority_stream_groups iterations_to_skip linear_attention_freq moe_aux_loss_coeff moe_layer_freq
+    moe_router_load_balancing_type mrope_section no_rope_freq num_experts offload_modules profile_ranks
+    rampup_batch_size recompute_modules spec special_tokens step_batch_size_schedule test_data_path
+    train_data_path valid_data_path window_attn_skip_freq window_size
+"""
+_IS_SWITCH, _TAKES_SEVERAL = frozenset(_SWITCHES.split()), frozenset(_SEVERAL.split())
+
+
+def is_switch(name: str) -> bool:
+    """Whether an option (with _ for -) takes no value."""
+    return name in _IS_SWITCH or (name.startswith(("no_", "disable_")) and name not in _NO_SWITCH)
+
+
+def takes_several(name: str) -> bool:
+    """Whether an option takes any number of values."""
+    return name in _TAKES_SEVERAL

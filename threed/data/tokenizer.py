@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -12,6 +14,9 @@ from threed.errors import InputError
 
 EOD = "<|endoftext|>"
 EOD_NAMES = (EOD, "</s>", "<|end_of_text|>", "<eos>")
+# Files beside a tokenizer.json that name the end-of-text token, the surest first -> the key that does.
+BESIDE = {"tokenizer_config.json": "eos_token", "special_tokens_map.json": "eos_token",
+          "generation_config.json": "eos_token_id", "config.json": "eos_token_id"}
 MIN_VOCAB = 257  # the 256 bytes and the end-of-text token
 SAMPLE_CHARS = 64 * 2**20
 PIECE_CHARS = 2**18
@@ -20,21 +25,36 @@ PIECE_CHARS = 2**18
 class Tokenizer:
     """A `tokenizers.Tokenizer` reduced to what threed needs.
 
-    `eod`: id of the end-of-text token, or None if it has none. `bos`: ids that the tokenizer itself puts
-    before a text, such as <s>. `vocab_size`: the largest id + 1.
+    `eod`: id of the end-of-text token, or None if it has none: the first of `ends`, texts or ids of tokens,
+    that it has, else the one with a usual name. `bos`: ids that the tokenizer itself puts before a text, such
+    as <s>. `vocab_size`: the largest id + 1.
     """
 
-    def __init__(self, inner: tokenizers.Tokenizer):
+    def __init__(self, inner: tokenizers.Tokenizer, ends: Iterable[str | int] = ()):
         # In a corpus nothing is padded or cut, whatever the file says, and "<|endoftext|>" in a text is text.
         inner.no_padding()
         inner.no_truncation()
         inner.encode_special_tokens = True
         self._inner = inner
         self.vocab_size = 1 + max(inner.get_vocab(with_added_tokens=True).values(), default=-1)
-        self.eod = next((id for name in EOD_NAMES if (id := inner.token_to_id(name)) is not None), None)
+        self.usual_eod = next((id for name in EOD_NAMES if (id := self._id(name)) is not None), None)
+        self.eod = next((id for each in ends if (id := self._id(each)) is not None), self.usual_eod)
         bare, whole = (inner.encode("a", add_special_tokens=added).ids for added in (False, True))
         self.bos: list[int] = whole[:next((at for at in range(len(whole)) if bare
                                            and whole[at:at + len(bare)] == bare), 0)]
+
+    def _id(self, token: str | int) -> int | None:
+        """The id of a token. Of a token that is given by its id, only if it is a special one: configs of
+        models have ids of other tokenizers."""
+        if isinstance(token, str):
+            return self._inner.token_to_id(token)
+        known = self._inner.get_added_tokens_decoder()
+        return token if token in known and known[token].special else None
+
+    @property
+    def end(self) -> str | None:
+        """The end-of-text token as it is written."""
+        return None if self.eod is None else self._inner.id_to_token(self.eod)
 
     def read_special_tokens(self) -> None:
         """From now on special tokens in a text are tokens: a chat template writes them so."""
@@ -61,7 +81,8 @@ class Tokenizer:
 
 
 def load(path: str | Path) -> Tokenizer:
-    """Read a tokenizer.json. Raises InputError if it is missing or is not one."""
+    """Read a tokenizer.json, whose end-of-text token the files beside it may name. Raises InputError if it is
+    missing or is not one."""
     path = Path(path).expanduser()
     try:
         text = path.read_text(encoding="utf-8")
@@ -70,10 +91,43 @@ def load(path: str | Path) -> Tokenizer:
         raise InputError(f"{path} cannot be read as a tokenizer: {reason}; give a tokenizer.json of the "
                          "Hugging Face tokenizers library on this machine, or data.tokenizer=bpe") from None
     try:
-        return Tokenizer(tokenizers.Tokenizer.from_str(text))
+        inner = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises plain Exception
         raise InputError(f"{path} is not a tokenizer.json of the Hugging Face tokenizers library: "
                          f"{error}") from None
+    return Tokenizer(inner, ends_beside(path))
+
+
+def ends_beside(path: Path) -> Iterator[str | int]:
+    """What the files beside a tokenizer.json say that a text ends with, texts and ids of tokens, the surest
+    first. InputError where such a file is not JSON."""
+    for name, key in BESIDE.items():
+        value = _object(path.with_name(name)).get(key)
+        for each in value if isinstance(value, list) else [value]:
+            each = each.get("content") if isinstance(each, dict) else each
+            if isinstance(each, str | int) and not isinstance(each, bool):
+                yield each
+
+
+def keep_end(source: Path, kept: Path) -> None:
+    """Let the end-of-text token of a copied tokenizer.json be that of its source, by the copy's own
+    tokenizer_config.json, if it is not already."""
+    end = load(source).end
+    if end is not None and load(kept).end != end:
+        file = kept.with_name("tokenizer_config.json")
+        file.write_text(json.dumps({**_object(file), "eos_token": end}, indent=2), encoding="utf-8")
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """A JSON object in a file; an empty one where there is no such file."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError:
+        return {}
+    except ValueError as error:
+        raise InputError(f"{path}, which may name the end-of-text token, is not JSON: {error}; mend it or "
+                         "take it away") from None
+    return value if isinstance(value, dict) else {}
 
 
 def train(documents: Iterable[str], vocab: int, path: str | Path) -> Tokenizer:

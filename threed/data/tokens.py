@@ -4,9 +4,9 @@ content.
     cache/<key>/tokens.bin, tokens.idx   the stream, in Megatron's format
                 tokens.mask              with data.loss_mask: a byte a token, 1 where it counts
                 tokens.crc32             CRC-32 of each BLOCK_BYTES of the stream
-                tokenizer.json
-                meta.json                the fields of Prepared, CRC-32 of tokens.idx, tokens.crc32 and
-                                         tokenizer.json, and CRC-32 of meta.json's own values
+                tokenizer.json           and tokenizer_config.json, where it names the end-of-text token
+                meta.json                the fields of Prepared, CRC-32 of the other files but the stream,
+                                         and CRC-32 of meta.json's own values
 
 <key> is a hash of the content, the tokenizer and the settings, so an existing folder is never out of date. A
 build writes to a folder `<key>.*.tmp` beside it, which is renamed when it is complete. A killed build leaves
@@ -54,7 +54,7 @@ _SCAN_TOKENS = 10**9  # Megatron data up to this long are checked in full
 _SCAN_CHUNK = 2**24
 _CHECK_BYTES = 2**31  # a prepared stream up to this long is read and checked at each start: about a second
 MASK = "tokens.mask"
-_CHECKED = ("tokens.idx", "tokens.crc32", "tokenizer.json", MASK)
+_CHECKED = ("tokens.idx", "tokens.crc32", "tokenizer.json", "tokenizer_config.json", MASK)
 _LONG_BYTES = 2**31  # a source that takes seconds to read
 _OLD_S = 3600.0  # age at which a folder `*.tmp` without a lock is removed: a younger one may get a lock yet
 
@@ -103,7 +103,7 @@ def prepare(data: DataConfig, model: ModelConfig,
                          "tokenizer that made those tokens in data.tokenizer")
     made: list[Prepared] = []
     for each in whole:
-        if made and made[0].tokenizer is not None:
+        if each.tokenizer == "bpe" and made and made[0].tokenizer is not None:
             each = replace(each, tokenizer=str(made[0].tokenizer))
         made.append(_prepare(each, whole if each.tokenizer == "bpe" else [each], model, content_of, progress))
     return replace(made[0], num_tokens=sum(each.num_tokens for each in made),
@@ -128,8 +128,10 @@ def _prepare(data: DataConfig, whole: Sequence[DataConfig], model: ModelConfig,
     if path is None and len(whole) > 1:
         name += "".join(f" {content_of(each.source, _becomes(each, template))}" for each in whole)
     if path is not None:
-        _check_ends(path, _load_tokenizer(path, model.vocab), data)
+        tokenizer = _load_tokenizer(path, model.vocab)
+        _check_ends(path, tokenizer, data)
         name = hashlib.blake2b(path.read_bytes()).hexdigest()
+        name += f" ends {tokenizer.eod}" * (tokenizer.eod != tokenizer.usual_eod)  # a file beside it says so
     what = _FORMAT, content, name, data.append_eod, *["bos"] * data.prepend_bos
     key = hashlib.blake2b(repr(what).encode(), digest_size=10).hexdigest()
     root = cache_root(data)
@@ -285,6 +287,7 @@ def _make_tokenizer(file: Path, making: _Making) -> Tokenizer:
     if making.tokenizer is not None:
         tokenizer = tokenizers.load(making.tokenizer)
         shutil.copyfile(making.tokenizer, file)
+        tokenizers.keep_end(making.tokenizer, file)
         return tokenizer
     model, progress = making.model, making.progress
     start_s = time.perf_counter()
@@ -400,11 +403,16 @@ def _load_tokenizer(path: Path, vocab: int) -> Tokenizer:
 
 def _check_ends(path: Path, tokenizer: Tokenizer, data: DataConfig) -> None:
     """InputError where a tokenizer lacks what documents begin or end with."""
-    from threed.data.tokenizer import EOD_NAMES
+    from threed.data.tokenizer import EOD_NAMES, ends_beside
 
     if data.append_eod and tokenizer.eod is None:
+        named = ", ".join(map(repr, ends_beside(path)))
+        beside = f"what is named beside it ({named}) is no special token of it" if named else \
+            "no tokenizer_config.json beside it names an eos_token"
         raise InputError(f"data.append_eod=true, but data.tokenizer={path} has none of the end-of-text "
-                         f"tokens {' '.join(EOD_NAMES)}; set data.append_eod=false or add one to it")
+                         f"tokens {' '.join(EOD_NAMES)}, and {beside}; write "
+                         f'{{"eos_token": "THE_TOKEN"}} into {path.with_name("tokenizer_config.json")}, or '
+                         "set data.append_eod=false")
     if data.prepend_bos and not tokenizer.bos:
         raise InputError(f"data.prepend_bos=true, but data.tokenizer={path} puts no token before a text; "
                          "leave it out")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -77,33 +76,6 @@ def test_a_file_that_pads_and_truncates(tmp_path):
 @pytest.mark.parametrize("name, eod", [(name, 1) for name in subject.EOD_NAMES] + [("<end>", None)])
 def test_end_of_text_is_found_by_name(tmp_path, name, eod):
     assert load(word_level(tmp_path / "t.json", "a", name)).eod == eod
-
-
-END = {"content": "<end>", "special": True}
-
-
-@pytest.mark.parametrize("beside, eod", [
-    ({"tokenizer_config": {"eos_token": "<end>"}}, 2), ({"tokenizer_config": {"eos_token": END}}, 2),
-    ({"special_tokens_map": {"eos_token": "<end>"}}, 2), ({"config": {"eos_token_id": 2}}, 2),
-    ({"generation_config": {"eos_token_id": [2, 3]}, "config": {"eos_token_id": 3}}, 2),
-    ({"tokenizer_config": {"eos_token": "<end>"}, "generation_config": {"eos_token_id": [3]}}, 2),
-    ({"tokenizer_config": {"eos_token": None}, "config": {"eos_token_id": [3]}}, 3),
-    ({"tokenizer_config": {"eos_token": "<not there>"}}, 1),  # by its usual name
-    ({"config": {"eos_token_id": 0}}, 1),  # a word: the id is of another tokenizer
-    ({"config": {"eos_token_id": 99}}, 1), ({"config": {"eos_token_id": True}}, 1), ({"config": [2]}, 1)])
-def test_end_of_text_is_named_beside(tmp_path, beside, eod):
-    inner = tokenizers.Tokenizer(models.WordLevel({"a": 0, "</s>": 1}, unk_token="a"))
-    inner.add_special_tokens(["<end>", "<turn>"])
-    inner.save(str(tmp_path / "t.json"))
-    for name, values in beside.items():
-        (tmp_path / f"{name}.json").write_text(json.dumps(values))
-    assert load(tmp_path / "t.json").eod == eod
-
-
-def test_what_lies_beside_is_not_json(tmp_path):
-    (tmp_path / "tokenizer_config.json").write_text("{eos_token: </s>}")
-    with pytest.raises(InputError, match=r"tokenizer_config\.json, which may name the end-of-text token, is not"):
-        load(word_level(tmp_path / "t.json", "a", "</s>"))
 
 
 def test_vocab_size_is_the_largest_id(tmp_path):

@@ -5,18 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from threed.data.place import CONFIG, named_ends, read_object, tokenizer_file
 from threed.errors import InputError
 
 EOD = "<|endoftext|>"
 EOD_NAMES = (EOD, "</s>", "<|end_of_text|>", "<eos>")
-# Files beside a tokenizer.json that name the end-of-text token, the surest first -> the key that does.
-BESIDE = {"tokenizer_config.json": "eos_token", "special_tokens_map.json": "eos_token",
-          "generation_config.json": "eos_token_id", "config.json": "eos_token_id"}
 MIN_VOCAB = 257  # the 256 bytes and the end-of-text token
 SAMPLE_CHARS = 64 * 2**20
 PIECE_CHARS = 2**18
@@ -25,31 +22,24 @@ PIECE_CHARS = 2**18
 class Tokenizer:
     """A `tokenizers.Tokenizer` reduced to what threed needs.
 
-    `eod`: id of the end-of-text token, or None if it has none: the first of `ends`, texts or ids of tokens,
-    that it has, else the one with a usual name. `bos`: ids that the tokenizer itself puts before a text, such
-    as <s>. `vocab_size`: the largest id + 1.
+    `eod`: id of the end-of-text token, or None if it has none; `ends_otherwise`: whether it is another than
+    the usual names say. `bos`: ids that the tokenizer itself puts before a text, such as <s>. `vocab_size`:
+    the largest id + 1.
     """
 
-    def __init__(self, inner: tokenizers.Tokenizer, ends: Iterable[str | int] = ()):
+    def __init__(self, inner: tokenizers.Tokenizer, folder: Path | None = None):
+        """`folder`: where the files beside it are."""
         # In a corpus nothing is padded or cut, whatever the file says, and "<|endoftext|>" in a text is text.
         inner.no_padding()
         inner.no_truncation()
         inner.encode_special_tokens = True
         self._inner = inner
         self.vocab_size = 1 + max(inner.get_vocab(with_added_tokens=True).values(), default=-1)
-        self.usual_eod = next((id for name in EOD_NAMES if (id := self._id(name)) is not None), None)
-        self.eod = next((id for each in ends if (id := self._id(each)) is not None), self.usual_eod)
+        self.eod = end_token(inner, folder)
+        self.ends_otherwise = folder is not None and self.eod != end_token(inner, None)
         bare, whole = (inner.encode("a", add_special_tokens=added).ids for added in (False, True))
         self.bos: list[int] = whole[:next((at for at in range(len(whole)) if bare
                                            and whole[at:at + len(bare)] == bare), 0)]
-
-    def _id(self, token: str | int) -> int | None:
-        """The id of a token. Of a token that is given by its id, only if it is a special one: configs of
-        models have ids of other tokenizers."""
-        if isinstance(token, str):
-            return self._inner.token_to_id(token)
-        known = self._inner.get_added_tokens_decoder()
-        return token if token in known and known[token].special else None
 
     @property
     def end(self) -> str | None:
@@ -80,10 +70,21 @@ class Tokenizer:
         return self._inner.decode(ids, skip_special_tokens=False)
 
 
-def load(path: str | Path) -> Tokenizer:
-    """Read a tokenizer.json, whose end-of-text token the files beside it may name. Raises InputError if it is
-    missing or is not one."""
-    path = Path(path).expanduser()
+def end_token(inner: tokenizers.Tokenizer, folder: Path | None) -> int | None:
+    """The id of the token that ends a document: what the files in `folder` name (`named_ends`), or one of
+    EOD_NAMES. An id in the config of a model counts only where the tokenizer knows it as special: a model
+    made from defaults has id 2 there, whatever its tokenizer."""
+    known = inner.get_added_tokens_decoder()
+    for named in named_ends(folder) if folder is not None else ():
+        id = inner.token_to_id(named) if isinstance(named, str) else named
+        if id is not None and (isinstance(named, str) or id in known and known[id].special):
+            return id
+    return next((id for name in EOD_NAMES if (id := inner.token_to_id(name)) is not None), None)
+
+
+def load(given: str | Path) -> Tokenizer:
+    """Read a tokenizer.json, or that of a folder. Raises InputError if it is missing or is not one."""
+    path = tokenizer_file(given)
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -91,43 +92,19 @@ def load(path: str | Path) -> Tokenizer:
         raise InputError(f"{path} cannot be read as a tokenizer: {reason}; give a tokenizer.json of the "
                          "Hugging Face tokenizers library on this machine, or data.tokenizer=bpe") from None
     try:
-        inner = tokenizers.Tokenizer.from_str(text)
+        return Tokenizer(tokenizers.Tokenizer.from_str(text), path.parent)
     except Exception as error:  # the library raises plain Exception
         raise InputError(f"{path} is not a tokenizer.json of the Hugging Face tokenizers library: "
                          f"{error}") from None
-    return Tokenizer(inner, ends_beside(path))
 
 
-def ends_beside(path: Path) -> Iterator[str | int]:
-    """What the files beside a tokenizer.json say that a text ends with, texts and ids of tokens, the surest
-    first. InputError where such a file is not JSON."""
-    for name, key in BESIDE.items():
-        value = _object(path.with_name(name)).get(key)
-        for each in value if isinstance(value, list) else [value]:
-            each = each.get("content") if isinstance(each, dict) else each
-            if isinstance(each, str | int) and not isinstance(each, bool):
-                yield each
-
-
-def keep_end(source: Path, kept: Path) -> None:
-    """Let the end-of-text token of a copied tokenizer.json be that of its source, by the copy's own
-    tokenizer_config.json, if it is not already."""
+def keep_end(source: str | Path, kept: Path) -> None:
+    """Let a copied tokenizer.json end documents as its source does: where the files beside the copy do not
+    say so, its tokenizer_config.json gets the token."""
     end = load(source).end
     if end is not None and load(kept).end != end:
-        file = kept.with_name("tokenizer_config.json")
-        file.write_text(json.dumps({**_object(file), "eos_token": end}, indent=2), encoding="utf-8")
-
-
-def _object(path: Path) -> dict[str, Any]:
-    """A JSON object in a file; an empty one where there is no such file."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError:
-        return {}
-    except ValueError as error:
-        raise InputError(f"{path}, which may name the end-of-text token, is not JSON: {error}; mend it or "
-                         "take it away") from None
-    return value if isinstance(value, dict) else {}
+        file = kept.with_name(CONFIG)
+        file.write_text(json.dumps({**read_object(file), "eos_token": end}, indent=2), encoding="utf-8")
 
 
 def train(documents: Iterable[str], vocab: int, path: str | Path) -> Tokenizer:

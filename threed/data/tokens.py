@@ -131,7 +131,7 @@ def _prepare(data: DataConfig, whole: Sequence[DataConfig], model: ModelConfig,
         tokenizer = _load_tokenizer(path, model.vocab)
         _check_ends(path, tokenizer, data)
         name = hashlib.blake2b(path.read_bytes()).hexdigest()
-        name += f" ends {tokenizer.eod}" * (tokenizer.eod != tokenizer.usual_eod)  # a file beside it says so
+        name += f" ends {tokenizer.eod}" * tokenizer.ends_otherwise  # the files beside it say so
     what = _FORMAT, content, name, data.append_eod, *["bos"] * data.prepend_bos
     key = hashlib.blake2b(repr(what).encode(), digest_size=10).hexdigest()
     root = cache_root(data)
@@ -403,10 +403,11 @@ def _load_tokenizer(path: Path, vocab: int) -> Tokenizer:
 
 def _check_ends(path: Path, tokenizer: Tokenizer, data: DataConfig) -> None:
     """InputError where a tokenizer lacks what documents begin or end with."""
-    from threed.data.tokenizer import EOD_NAMES, ends_beside
+    from threed.data.place import named_ends
+    from threed.data.tokenizer import EOD_NAMES
 
     if data.append_eod and tokenizer.eod is None:
-        named = ", ".join(map(repr, ends_beside(path)))
+        named = ", ".join(map(repr, named_ends(path.parent)))
         beside = f"what is named beside it ({named}) is no special token of it" if named else \
             "no tokenizer_config.json beside it names an eos_token"
         raise InputError(f"data.append_eod=true, but data.tokenizer={path} has none of the end-of-text "

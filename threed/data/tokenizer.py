@@ -77,7 +77,7 @@ def end_token(inner: tokenizers.Tokenizer, folder: Path | None) -> int | None:
     known = inner.get_added_tokens_decoder()
     for named in named_ends(folder) if folder is not None else ():
         id = inner.token_to_id(named) if isinstance(named, str) else named
-        if id is not None and (isinstance(named, str) or id in known and known[id].special):
+        if id is not None and (isinstance(named, str) or (id in known and known[id].special)):
             return id
     return next((id for name in EOD_NAMES if (id := inner.token_to_id(name)) is not None), None)
 

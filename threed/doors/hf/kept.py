@@ -12,12 +12,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from threed.doors.hf.tensors import INDEX, entries_of
+from threed.doors.hf.places import CONFIG, INDEX
+from threed.doors.hf.tensors import entries_of
 from threed.errors import InputError
 from threed.sampling import IMPORTED
 
 FOLDER, LAYOUT = IMPORTED, "layout.json"
-CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
+GENERATION, TOKENIZER = "generation_config.json", "tokenizer.json"
 _TOKENIZERS = (TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
                "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "chat_template.jinja",
                "chat_template.json")

@@ -229,7 +229,10 @@ def written(family: HFFamily, model: ModelConfig, kept: Mapping[str, Any] | None
                 family.longest: model.seq_len, "torch_dtype": dtype}
     before = model_of(values_of(family, kept, Path(CONFIG), {**vars(model), "seq_len": 1})[0])
     then, now = _keys_of(family, before), _keys_of(family, model)
-    changed = {key: value for key, value in now.items() if then[key] != value} | _answered(family, kept, now)
+    changed = {key: value for key, value in now.items() if then[key] != value}
+    changed |= _answered(family, kept, now)
+    if _scaling(kept) != "default" and before.rope_scaling is None:
+        changed["rope_scaling"] = now["rope_scaling"]  # kept has one that threed does not take
     if "rope_parameters" in kept and changed.keys() & {"rope_theta", "rope_scaling"}:
         changed["rope_parameters"] = {"rope_theta": model.rope_theta,
                                       **(changed.pop("rope_scaling", now["rope_scaling"])
@@ -253,8 +256,6 @@ def _answered(family: HFFamily, kept: Mapping[str, Any], now: Mapping[str, Any])
               if kept.get(key, allowed[0]) not in allowed}
     if "embd_pdrop" in now and kept.get("embd_pdrop", 0.1) != now["embd_pdrop"]:
         found["embd_pdrop"] = now["embd_pdrop"]
-    if "rope_scaling" in now and _scaling(kept) not in ("default", "llama3"):
-        found["rope_scaling"] = now["rope_scaling"]
     return found
 
 

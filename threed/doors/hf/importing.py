@@ -11,6 +11,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from threed.checkpoint.write import Item, write
 from threed.data.place import CONFIG
 from threed.data.tokenizer import load
 from threed.doors.hf import kept
+from threed.doors.hf.adapters import without
 from threed.doors.hf.config import family_of, values_of
 from threed.doors.hf.families import HFFamily, Row
 from threed.doors.hf.places import located, read, title_of, whole_file
@@ -63,6 +65,8 @@ def import_model(source: Path, output: Path, overrides: list[str] | None = None,
     write; None: config.yaml beside the checkpoints. Returns what was written. InputError where the model is
     not one that threed has, and `overrides` do not say what it is to be instead."""
     source, notes = located(source)
+    for note in notes:
+        say(note)
     described = read(source / kept.CONFIG)
     family = family_of(described, source / kept.CONFIG)
     given = configs.overrides_of(overrides)
@@ -73,13 +77,14 @@ def import_model(source: Path, output: Path, overrides: list[str] | None = None,
                              {key.removeprefix("model."): value for key, value in given.items()})
     beside = home / kept.FOLDER
     data, more = _tokenizer(source / kept.TOKENIZER, beside / kept.TOKENIZER)
-    notes += [*said, *more]
+    notes = [*said, *more]
     wide = described.get("dtype", described.get("torch_dtype"))
     values = {**{f"model.{key}": value for key, value in values.items() if value is not None}, **data,
               **({"precision.dtype": "bf16"} if wide == "bfloat16" else {}), "run.dir": str(home),
               "optimizer.lr": 2e-4 if given.get("model.lora_rank") else 1e-5, "optimizer.warmup_steps": 10,
               **given}
     config = configs.of_values(values, f"the config of {source}")
+    config = replace(config, model=without(config.model))  # adapters begin anew in the run
     found = locate(family, config.model, Files(source))
     if found.dropped:
         notes.append(f"dropped, since they are no weights: {', '.join(found.dropped[:3])}"
@@ -151,6 +156,10 @@ def locate(family: HFFamily, model: ModelConfig, files: Files) -> Source:
     rows = {row.ours: (row, tuple(map(actual, row.theirs))) for row in family.rows(model) if row.ours in ours}
     problems = []
     for name, parameter in ours.items():
+        if name not in rows:
+            problems.append(f"a {family.model_type} of transformers has no {name}: leave out the override "
+                            "that asks for it")
+            continue
         row, names = rows[name]
         shapes = [part.shape for part in row.view(torch.empty(parameter.stored, device="meta"), model)]
         for theirs, shape in zip(names, shapes, strict=True):

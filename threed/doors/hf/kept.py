@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from threed.doors.hf.places import CONFIG, INDEX
+from threed.doors.hf.places import CONFIG, INDEX, indexed
 from threed.doors.hf.tensors import entries_of
 from threed.errors import InputError
 from threed.sampling import IMPORTED
@@ -28,7 +28,8 @@ _OTHERS = (GENERATION, "LICENSE", "LICENSE.txt", "NOTICE")
 def keep(source: Path, into: Path, headers: dict[str, str] | None) -> None:
     """Copy what is kept. `headers`: of the safetensors files, where all their tensors are kept."""
     into.mkdir(parents=True)
-    for name in (CONFIG, *_TOKENIZERS, *_OTHERS, *([INDEX] if headers is not None else [])):
+    has_index = headers is not None and indexed(source) == sorted(headers)  # not one of other files
+    for name in (CONFIG, *_TOKENIZERS, *_OTHERS, *([INDEX] if has_index else [])):
         if (source / name).is_file():
             shutil.copyfile(source / name, into / name)
     if headers is not None:

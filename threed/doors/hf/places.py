@@ -57,8 +57,8 @@ def located(named: Path) -> tuple[Path, list[str]]:
         if match[1] != "models":
             raise InputError(f"{named} is {_KIND[match[1]]} in the hub's cache, not a model; {_GIVE}")
         if (folder := snapshot(root)) == root:
-            raise InputError(f"{named} is the hub's cache of {title_of(root)}, and has no snapshot: the download "
-                             f"did not end; {_again(root)}")
+            raise InputError(f"{named} is the hub's cache of {title_of(root)}, and has no snapshot: the "
+                             f"download did not end; {_again(root)}")
         notes = [f"{named} is the hub's cache of {title_of(root)}: its snapshot {folder.name} is used"]
     if not (folder / CONFIG).is_file():
         raise InputError(_no_model(folder))
@@ -78,7 +78,7 @@ def weight_files(folder: Path) -> list[str]:
     """The names of the safetensors files with a model's weights. InputError where some are missing, or are
     not what they are called."""
     here = {path.name for path in folder.glob("*.safetensors") if path.is_file()}
-    names, by = _indexed(folder), f"of {INDEX} "
+    names, by = indexed(folder), f"of {INDEX} "
     if names is None or (SINGLE in here and not set(names) <= here):
         names, by = ([SINGLE] if SINGLE in here else _shards(here)), ""
     names = names or sorted(here - {"adapter_model.safetensors"})
@@ -197,7 +197,7 @@ def _listed(folders: list[Path]) -> str:
     return "".join(f"\n  - {each}" for each in folders[:5]) + more
 
 
-def _indexed(folder: Path) -> list[str] | None:
+def indexed(folder: Path) -> list[str] | None:
     """The files that the index names; None where there is no index."""
     file = folder / INDEX
     if not file.is_file():

@@ -17,7 +17,7 @@ class ModelConfig:
     """Sizes of the model. A named size (`name`, threed/models/families) gives other defaults."""
 
     family: str = "gpt"  # gpt | llama, or one of your own: package.module:name or file.py:name
-    name: str = "custom"  # custom, or a size: gpt2-small ... llama3-70b; other keys of the section win over
+    name: str = "custom"  # custom, or a size: gpt2-small, llama3.1-8b ...; other keys of the section win over
     # it
     layers: int = 8  # transformer blocks
     hidden: int = 128  # width of the residual stream

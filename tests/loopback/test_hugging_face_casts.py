@@ -118,7 +118,8 @@ def test_the_index_is_that_of_the_files(base, tied, tmp_path, monkeypatch):
     assert sorted(path.name for path in (tmp_path / "same").glob("model*")) == ["model.safetensors"]
     export_model(tmp_path / "run", tmp_path / "out", "bf16")
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
-    places = {name: file.name for file in (tmp_path / "out").glob("*.safetensors") for name in load_file(file)}
+    files = (tmp_path / "out").glob("*.safetensors")
+    places = {name: file.name for file in files for name in load_file(file)}
     assert index["weight_map"] == places and ("lm_head.weight" in places) == (not tied)
     there = values(tmp_path / "out").values()
     assert index["metadata"] == {"total_size": sum(each.nbytes for each in there),

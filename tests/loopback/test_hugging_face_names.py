@@ -13,8 +13,7 @@ from threed.doors.hf.config import family_for, family_of, model_of, values_of, w
 from threed.models.families.registry import sizes
 from threed.models.model import parameters
 
-# Of config.json, as it was published: model_type, layers, hidden size, heads, key and value heads, intermediate
-# size, vocabulary, epsilon, whether embeddings are tied, base of rotary positions; longest sequence; the rest.
+# Of config.json, as it was published: the values of KEYS, and others.
 SCALED = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 8192}
 LLAMA31 = {"rope_scaling": {"factor": 8.0, **SCALED}, "attention_bias": False, "mlp_bias": False}
@@ -78,7 +77,7 @@ def test_a_named_size_is_the_import_of_the_published_config(name):
 
 @pytest.mark.parametrize("name", ["llama3.2-1b", "qwen2.5-7b", "qwen3-0.6b", "mistral-7b-v0.3", "gpt2-small"])
 def test_the_export_of_a_named_size_has_the_tensors_of_transformers(name):
-    """Their model, made from the config.json that an export writes, has as many numbers and the same names."""
+    """Their model, made from the config.json that an export writes, has the same tensors."""
     transformers = pytest.importorskip("transformers", reason="the peer: pip install -e '.[dev]'")
     model = load(None, [f"model.name={name}"]).model
     family = family_for(model, {"model_type": "mistral"} if name.startswith("mistral") else None)

@@ -8,6 +8,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from threed.data.place import named_ends, tokenizer_file
 from threed.errors import InputError
 
 EOD = "<|endoftext|>"
@@ -24,14 +25,15 @@ class Tokenizer:
     before a text, such as <s>. `vocab_size`: the largest id + 1.
     """
 
-    def __init__(self, inner: tokenizers.Tokenizer):
+    def __init__(self, inner: tokenizers.Tokenizer, folder: Path | None = None):
+        """`folder`: where the files beside it are."""
         # In a corpus nothing is padded or cut, whatever the file says, and "<|endoftext|>" in a text is text.
         inner.no_padding()
         inner.no_truncation()
         inner.encode_special_tokens = True
         self._inner = inner
         self.vocab_size = 1 + max(inner.get_vocab(with_added_tokens=True).values(), default=-1)
-        self.eod = next((id for name in EOD_NAMES if (id := inner.token_to_id(name)) is not None), None)
+        self.eod = end_token(inner, folder)
         bare, whole = (inner.encode("a", add_special_tokens=added).ids for added in (False, True))
         self.bos: list[int] = whole[:next((at for at in range(len(whole)) if bare
                                            and whole[at:at + len(bare)] == bare), 0)]
@@ -60,9 +62,21 @@ class Tokenizer:
         return self._inner.decode(ids, skip_special_tokens=False)
 
 
-def load(path: str | Path) -> Tokenizer:
-    """Read a tokenizer.json. Raises InputError if it is missing or is not one."""
-    path = Path(path).expanduser()
+def end_token(inner: tokenizers.Tokenizer, folder: Path | None) -> int | None:
+    """The id of the token that ends a document: what the files in `folder` name (`named_ends`), or one of
+    EOD_NAMES. An id in the config of a model counts only where the tokenizer knows it as special: a model
+    made from defaults has id 2 there, whatever its tokenizer."""
+    known = inner.get_added_tokens_decoder()
+    for named in named_ends(folder) if folder is not None else ():
+        id = inner.token_to_id(named) if isinstance(named, str) else named
+        if id is not None and (isinstance(named, str) or id in known and known[id].special):
+            return id
+    return next((id for name in EOD_NAMES if (id := inner.token_to_id(name)) is not None), None)
+
+
+def load(given: str | Path) -> Tokenizer:
+    """Read a tokenizer.json, or that of a folder. Raises InputError if it is missing or is not one."""
+    path = tokenizer_file(given)
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -70,7 +84,7 @@ def load(path: str | Path) -> Tokenizer:
         raise InputError(f"{path} cannot be read as a tokenizer: {reason}; give a tokenizer.json of the "
                          "Hugging Face tokenizers library on this machine, or data.tokenizer=bpe") from None
     try:
-        return Tokenizer(tokenizers.Tokenizer.from_str(text))
+        return Tokenizer(tokenizers.Tokenizer.from_str(text), path.parent)
     except Exception as error:  # the library raises plain Exception
         raise InputError(f"{path} is not a tokenizer.json of the Hugging Face tokenizers library: "
                          f"{error}") from None

@@ -23,6 +23,7 @@ _ENDS = ((CONFIG, "eos_token"), ("special_tokens_map.json", "eos_token"),
          ("generation_config.json", "eos_token_id"), ("config.json", "eos_token_id"))
 
 
+
 def snapshot(folder: Path) -> Path:
     """The folder that holds the files of a model in the hub's cache; any other folder is itself. InputError
     where there are several snapshots and none is `main`, or there is none."""
@@ -36,10 +37,10 @@ def snapshot(folder: Path) -> Path:
         return named
     if len(there) == 1:
         return there[0]
-    what = "its snapshots are " + ", ".join(map(str, there)) if there else "it has no snapshot: the download " \
-        "did not end"
-    raise InputError(f"{folder} is a model in the cache of Hugging Face's hub, and {what}; give the folder of "
-                     "one snapshot")
+    what = f"its snapshots are {', '.join(map(str, there))}" if there else \
+        "it has no snapshot: the download did not end"
+    raise InputError(f"{folder} is a model in the cache of Hugging Face's hub, and {what}; give the folder "
+                     "of one snapshot")
 
 
 def tokenizer_file(given: str | Path) -> Path:

@@ -56,7 +56,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-tied": ("Qwen3", {**LLAMA, "head_dim": 8, "tie_word_embeddings": True}),
 }
 RUN = [f"model.seq_len={SEQ}", "train.global_batch_size=2", "train.micro_batch_size=2", "train.eval_every=1",
-       "train.steps=10", "optimizer.lr=1e-2", "optimizer.schedule=constant", "optimizer.eps=1e-3"]
+       "train.steps=10", "optimizer.lr=1e-2", "optimizer.warmup_steps=0", "optimizer.schedule=constant",
+       "optimizer.eps=1e-3"]
 MESHES = {"alone": [], "tp2-pp2": ["parallel.tp=2", "parallel.pp=2"]}
 
 

@@ -216,8 +216,8 @@ def family_for(model: ModelConfig, kept: Mapping[str, Any] | None) -> HFFamily:
         if not reasons[family.model_type]:
             return family
     lines = "".join(f"\n  - {name} has no {', '.join(each)}" for name, each in reasons.items())
-    raise InputError(f"no model of transformers that threed knows can hold this one:{lines}\nA run of "
-                     "model.family=llama goes out, such as that of configs/llama-toy.yaml; so does a gpt with "
+    raise InputError(f"no model of transformers that threed knows can hold this one:{lines}\nTrain a model "
+                     "of model.family=llama, such as that of configs/llama-toy.yaml; or a gpt with "
                      "model.position=learned and the other defaults")
 
 

@@ -92,6 +92,16 @@ def test_numbers_that_are_not_finite_already(tmp_path, capsys):
     assert bool(values(tmp_path / "out")[GATE].isinf().all())
 
 
+def test_numbers_that_become_zero_are_said(tmp_path, capsys):
+    source = folder(tmp_path / "theirs", LLAMA)
+    change(source, **{NORM: torch.tensor([1e-9] * 4 + [1.0] * 4 + [0.0] * 8)})
+    import_model(source, tmp_path / "run")
+    app(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--dtype", "fp16"], standalone_mode=False)
+    assert "note: 50% of the numbers of model.norm.weight become 0 in float16" in capsys.readouterr().err
+    app(["export", str(tmp_path / "run"), str(tmp_path / "bf16"), "--dtype", "bf16"], standalone_mode=False)
+    assert "note" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("was", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dtype, word", [("fp32", "float32"), ("bf16", "bfloat16"), ("fp16", "float16")])
 @pytest.mark.parametrize("names", [("torch_dtype",), ("dtype",), ("dtype", "torch_dtype"), ()])

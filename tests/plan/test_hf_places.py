@@ -77,7 +77,8 @@ def test_the_cache_itself(tmp_path, monkeypatch):
     kept = cached(hub, "abc")
     refused(hub, "the cache of the hub, with 1 model; give one", str(kept))
     refused(tmp_path / "home", "the cache of the hub", str(hub / "models--me--tiny"))
-    refused(Path("me/tiny"), "there is no folder me/tiny", "hf download me/tiny --local-dir")
+    for name in ("me/tiny", "https://huggingface.co/me/tiny/tree/main", "hf.co/me/tiny", "hf://me/tiny@main"):
+        refused(Path(name), f"there is no folder {Path(name)}", "hf download me/tiny --local-dir")
     for key, value in (("HF_HOME", tmp_path / "home"), ("HF_HUB_CACHE", hub)):
         with monkeypatch.context() as patch:
             patch.setenv(key, str(value))
@@ -107,6 +108,7 @@ def test_copied_without_blobs(tmp_path):
     ({".metadata": "", "__0_0.distcp": ""}, ["a distributed checkpoint of torch"]),
     ({"manifest.json": "{}"}, ["a checkpoint of threed"]),
     ({"checkpoint-5/config.json": "{}"}, ["did you mean a folder in it", "/checkpoint-5"]),
+    ({"config.json": "<html>Sign in</html>"}, ["a page that a server sent"]),
     ({"config.json": POINTER}, ["a pointer of git-lfs"]), ({"config.json": ""}, ["config.json is empty"]),
     ({"README.md": ""}, ["has no config.json", "hf download NAME"])])
 def test_what_is_no_model(files, words, tmp_path):
@@ -152,7 +154,9 @@ def test_files_with_the_weights(tmp_path):
     ({"adapter_config.json": "{}", "adapter_model.safetensors": "x"}, ["an adapter of PEFT for another"]),
     ({"layout.json": "{}"}, ["what threed import keeps"]),
     ({".cache/huggingface/download/a.incomplete": ""}, ["its download was not ended"]),
-    ({}, ["has no safetensors file", "give the folder"])])
+    ({"model.safetensors": "<!DOCTYPE html><html>"}, ["a page that a server sent", "fetch it again"]),
+    ({"model.safetensors": "PK\x03\x04"}, ["what torch.save writes", "save_pretrained('NEW')"]),
+    ({}, ["has no safetensors file", "no weights at all", "hf download NAME"])])
 def test_what_is_there_instead(files, words, tmp_path):
     lacks(put(tmp_path / "theirs", {"config.json": "{}", **files}), *words)
 

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from threed.data.kinds import kind_of
 from threed.data.place import snapshot
 from threed.errors import InputError
 
@@ -23,6 +24,8 @@ ADAPTER = "adapter_config.json"
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _KIND = {"models": "a model", "datasets": "a data set", "spaces": "a space"}
 _HUB = re.compile(rf"({'|'.join(_KIND)})--(.+)")
+_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")  # of a model at the hub
+_ADDRESS = re.compile(r"^(https?:/+)?(www\.)?(huggingface\.co|hf\.co)/|^hf:/+|/tree/main/?$|@main$")
 _SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
 _GIVE = ("give the folder of a model of transformers, with config.json and *.safetensors (threed downloads "
          "nothing: hf download NAME --local-dir FOLDER fills one)")
@@ -110,6 +113,11 @@ def whole_file(path: Path) -> None:
                          f"git lfs pull in {path.parent}, or {_again(path.parent)}")
     if not begin:
         raise InputError(f"{path} is empty; {_again(path.parent)}")
+    if begin.startswith(b"PK\x03\x04"):
+        raise InputError(f"{path} is what torch.save writes, not a safetensors file: "
+                         f"{_converted(path.parent)}")
+    if (kind := kind_of(begin)) is not None:
+        raise InputError(f"{path} is {kind.what}; {_again(path.parent)}")
 
 
 def _no_folder(named: Path) -> str:
@@ -122,14 +130,14 @@ def _no_folder(named: Path) -> str:
         kind = "an archive: unpack it, and give" if named.suffix in (".zip", ".gz", ".tar", ".tgz") else \
             "a file: give"
         return f"{named} is {kind} the folder of the model, with config.json and *.safetensors"
-    name = str(named)
+    name = _ADDRESS.sub("", str(named))  # Path has made one slash of two
     caches = (os.environ.get("HF_HUB_CACHE"), Path(os.environ.get("HF_HOME", "~/.cache/huggingface")) / "hub")
     for cache in caches:
-        if cache and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
+        if cache and _NAME.fullmatch(name):
             kept = Path(cache).expanduser() / f"models--{name.replace('/', '--')}"
             if kept.is_dir():
                 return f"there is no folder {name}; a model of this name is in the hub's cache: give {kept}"
-    return f"there is no folder {name}; {_GIVE.replace('NAME', name) if name.count('/') == 1 else _GIVE}"
+    return f"there is no folder {named}; {_GIVE.replace('NAME', name) if _NAME.fullmatch(name) else _GIVE}"
 
 
 def _no_model(folder: Path) -> str:
@@ -166,11 +174,15 @@ def _instead(folder: Path) -> str:
         return f"its download was not ended; {_again(folder)}"
     if others := sorted(each.name for pattern in _OTHERS for each in folder.glob(pattern)):
         return (f"it has {others[0]}, which threed does not read (a pickle can run code when it is read): "
-                "load and save it with transformers: python -c "
-                '"from transformers import AutoModelForCausalLM as M; '
-                f"M.from_pretrained('{folder}').save_pretrained('NEW')\", and copy the files of the "
-                "tokenizer to NEW")
-    return "give the folder that has config.json and model.safetensors"
+                f"{_converted(folder)}")
+    return f"it has no weights at all; {_again(folder)}"
+
+
+def _converted(folder: Path) -> str:
+    return ('load and save it with transformers: python -c "'
+            "from transformers import AutoModelForCausalLM as M; "
+            f"M.from_pretrained('{folder}').save_pretrained('NEW')\", and copy the files of the tokenizer to "
+            "NEW")
 
 
 def _adapter(folder: Path) -> str:

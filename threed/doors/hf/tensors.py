@@ -24,6 +24,7 @@ NAMES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}  # ours -> theirs
 WORDS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # in config.json
 _TYPES = {dtype: name for name, dtype in DTYPES.items()}
 PIECE = 4 << 20  # bytes that are read or written at a time
+_LOST = 0.01  # share of a tensor's numbers that may become 0 without a word
 _MOST = 100 << 20  # bytes of a header: what the safetensors library allows
 
 
@@ -58,6 +59,7 @@ class Fit:
         self._asked = asked
         self._largest: dict[str, tuple[float, torch.dtype]] = {}  # what does not fit -> its largest value
         self._strange: dict[str, int] = {}  # tensor -> its numbers that are not finite
+        self._lost: dict[str, list[int]] = {}  # tensor -> its numbers that become 0, and all that were not 0
 
     def cast(self, name: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Values of a tensor, in another dtype."""
@@ -70,7 +72,13 @@ class Fit:
         if not largest.to(dtype).isfinite():
             before, _ = self._largest.get(name, (0.0, dtype))
             self._largest[name] = max(before, float(largest)), dtype
-        return values.to(dtype)
+        cast = values.to(dtype)
+        if dtype == torch.float16 and values.dtype != dtype:
+            before, after = int(values.count_nonzero()), int(cast.count_nonzero())
+            lost = self._lost.setdefault(name, [0, 0])
+            lost[0] += before - after
+            lost[1] += before
+        return cast
 
     def check(self) -> None:
         """InputError where values did not fit."""
@@ -85,13 +93,19 @@ class Fit:
         raise InputError(f"{self._asked}: values would become infinite; take {wider}:{lines}{more}")
 
     def notes(self) -> list[str]:
-        """What is not finite already."""
-        if not self._strange:
-            return []
-        name, count = next(iter(self._strange.items()))
-        more = f", and of {len(self._strange) - 1} more" if len(self._strange) > 1 else ""
-        return [f"{count} {'number' if count == 1 else 'numbers'} of {name}{more} are not finite (NaN or "
-                "infinite): they are written as they are"]
+        """Lines to say: what is not finite already, and what is lost below the least number of fp16."""
+        found = []
+        for name, count in list(self._strange.items())[:1]:
+            more = f", and of {len(self._strange) - 1} more" if len(self._strange) > 1 else ""
+            found.append(f"{count} {'number' if count == 1 else 'numbers'} of {name}{more} are not finite "
+                         "(NaN or infinite): they are written as they are")
+        lost = {name: share for name, (count, whole) in self._lost.items()
+                if whole and (share := count / whole) > _LOST}
+        for name in [max(lost, key=lost.__getitem__)] if lost else []:
+            more = f", and some of {len(lost) - 1} more" if len(lost) > 1 else ""
+            found.append(f"{lost[name]:.0%} of the numbers of {name}{more} become 0 in float16, which has "
+                         "nothing below 6e-8: bf16 and fp32 keep them")
+        return found
 
 
 class Files:

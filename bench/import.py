@@ -90,7 +90,7 @@ def generate(folder: Path, args: argparse.Namespace) -> None:
     headers = headers_of(shapes, {4: "F32", 2: "BF16"}[args.bytes], SHARD)
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    writer = Writer(folder, headers)
+    writer = Writer(folder, headers, "the bench")
     for name, shape in shapes.items():
         writer.write(name, Part(torch.randn(shape), shape))
     writer.close()

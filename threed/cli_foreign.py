@@ -32,7 +32,8 @@ def _stoppable() -> Iterator[None]:
 
 
 def import_(source: Annotated[Path, typer.Argument(metavar="HF_DIR", help="folder with config.json and "
-                                                                          "*.safetensors")],
+                                                                          "*.safetensors, or the model's in "
+                                                                          "the hub's cache")],
             overrides: Annotated[list[str] | None,
                                  typer.Argument(metavar="[KEY=VALUE]...",
                                                 help="for the YAML, such as model.seq_len=8192")] = None,
@@ -81,6 +82,8 @@ def export(run: Annotated[Path, typer.Argument(metavar="RUN|CHECKPOINT",
 
     with _stoppable():
         done = (export_adapters if adapters else export_model)(run, output, dtype, like, _say)
+    for note in done["notes"]:
+        _say(f"note: {note}")
     print(f"wrote {done['folder']}: a {done['family']} of step {done['step']}, {show_bytes(done['bytes'])}\n"
           + "\n".join(f"  {name}" for name in done["files"]))
 

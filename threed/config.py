@@ -28,7 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from threed.errors import ConfigError, InputError, check_type
 from threed.mesh import AXES
-from threed.models.families.registry import FAMILIES, family_of, sizes
+from threed.models.families.registry import FAMILIES, family_of, nearest_size, size_of, sizes
 from threed.quantity import whole_number
 from threed.schema import Config, ModelConfig
 from threed.validate import validate
@@ -228,7 +228,7 @@ def _family(given: dict[str, Any]) -> tuple[ModelConfig, dict[str, Any], list[st
     """The defaults of the model's family, values of the size that `model.name` names, and what is wrong with
     the two."""
     problems, known = [], sizes()
-    size, name = given.get("model.name", "custom"), str(given.get("model.family", ""))
+    size, name = str(given.get("model.name", "custom")), str(given.get("model.family", ""))
     try:
         family = family_of(name or known.get(size, "gpt"))
     except InputError as error:
@@ -240,14 +240,17 @@ def _family(given: dict[str, Any]) -> tuple[ModelConfig, dict[str, Any], list[st
         problems.append(f"model.name={size} is a size of model.family={known[size]}, not of {name}; leave "
                         "one of them out")
     elif size != "custom" and size not in known:
-        near = difflib.get_close_matches(str(size), [*family.sizes, *known], 1, 0.0)[0]
-        problems.append(f"model.name={size}: no such size; did you mean {near}? There are "
+        near, why = nearest_size(size)
+        because = f" ({why})" if why else ""
+        problems.append(f"model.name={size}: no such size{because}; did you mean {near}? There are "
                         f"{', '.join(known)}; leave it out to give the sizes yourself"
                         f"{', or take threed import for a model of Hugging Face' * ('/' in str(size))}")
     return family.config(family=name or "gpt"), {}, problems
 
 
 def _build(given: dict[str, Any]) -> tuple[Config, list[str]]:
+    named = size_of(str(given.get("model.name", "custom")))
+    given = {**given, **({"model.name": named} if named is not None else {})}
     model, size, problems = _family(given)
     defaults = Config(model=model)
     keys = known_keys(defaults)

@@ -107,7 +107,7 @@ def init(path: NewFile = Path("config.yaml"), model: Size = None, devices: Devic
     others.
     """
     from threed.doors import init as first
-    from threed.models.families.registry import sizes
+    from threed.models.families.registry import size_of
     from threed.quantity import parse_memory, show_count
 
     if path.exists():
@@ -120,7 +120,7 @@ def init(path: NewFile = Path("config.yaml"), model: Size = None, devices: Devic
     limit = parse_memory(_ask(memory, "Memory of a device", "80GiB", yes))
     data = _ask(data, "Data: text, a folder, *.jsonl or a Megatron prefix (python-stdlib: a sample)",
                 "python-stdlib", yes)
-    name = model if model in sizes() else first.TOY
+    name = size_of(str(model)) or first.TOY
     count = _parameters(name)
     values = first.choose(name, devices, limit, _fits, count)
     values |= {"data.source": data, "run.dir": f"runs/{path.stem}"}

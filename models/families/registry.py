@@ -7,9 +7,11 @@ A family is a file in this folder and a line below. Or it is a module or file of
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +26,11 @@ from threed.models.families.llama import LLAMA
 from threed.schema import ModelConfig
 
 FAMILIES: dict[str, Family] = {"gpt": GPT, "llama": LLAMA}
+_ALIASES = {"gpt2": "gpt2small"}
+_TUNED = ("meta", "hf", "base", "pt", "it", "instruct", "chat")  # words that say nothing of a size
+# What beginnings of names have that threed has not.
+_OTHERS = {"mistral7bv0.1": "v0.1 has a sliding window, which threed has not", "mixtral": "it has experts, "
+           "which threed has not"}
 _GIVEN: list[Family] = []  # by scripts
 GIVEN = "initialize:"  # before the number of one of these
 
@@ -39,6 +46,24 @@ def give(family: Family) -> str:
 def sizes() -> dict[str, str]:
     """Names that `model.name` may be -> the family whose size it is."""
     return {name: family for family, each in FAMILIES.items() for name in each.sizes}
+
+
+def size_of(name: str) -> str | None:
+    """The size that a name means, however people write it: Llama3-8B, meta-llama/Llama-3.1-8B,
+    Qwen2.5-7B-Instruct, gpt2. None where there is no such size."""
+    plain = _plain(name)
+    return next((size for size in sizes() if _plain(size) == _ALIASES.get(plain, plain)), None)
+
+
+def nearest_size(name: str) -> tuple[str, str]:
+    """(The size whose name is most like `name`, why `name` itself is none, if there is a reason.)"""
+    near = difflib.get_close_matches(name.lower().rpartition("/")[2], list(sizes()), 1, 0.0)[0]
+    return near, next((why for begin, why in _OTHERS.items() if _plain(name).startswith(begin)), "")
+
+
+def _plain(name: str) -> str:
+    words = re.split(r"[\s_:-]+", name.lower().rpartition("/")[2])
+    return "".join(word for word in words if word not in _TUNED)
 
 
 @cache

@@ -14,15 +14,19 @@ import pytest
 import torch
 
 from tests.harness import batches
+from tests.loopback.test_checkpoint import saved_after
 from threed.checkpoint.lineage import Lineage
 from threed.checkpoint.load import resume
 from threed.checkpoint.save import Saver
 from threed.comm import Comm
 from threed.config import load
+from threed.doors.hf import exporting
 from threed.doors.hf.exporting import export_model
 from threed.doors.hf.importing import import_model
+from threed.doors.hf.tensors import DTYPES, NAMES
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
+from threed.errors import InputError
 from threed.planner import make_mesh, make_plan
 from threed.schema import Config
 from threed.tensor.context import Batch, Context
@@ -52,7 +56,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-tied": ("Qwen3", {**LLAMA, "head_dim": 8, "tie_word_embeddings": True}),
 }
 RUN = [f"model.seq_len={SEQ}", "train.global_batch_size=2", "train.micro_batch_size=2", "train.eval_every=1",
-       "train.steps=10", "optimizer.lr=1e-2", "optimizer.schedule=constant", "optimizer.eps=1e-3"]
+       "train.steps=10", "optimizer.lr=1e-2", "optimizer.warmup_steps=0", "optimizer.schedule=constant",
+       "optimizer.eps=1e-3"]
 MESHES = {"alone": [], "tp2-pp2": ["parallel.tp=2", "parallel.pp=2"]}
 
 
@@ -165,3 +170,41 @@ def test_trained_on_two_meshes(made, tmp_path, monkeypatch):
     close(got, theirs(model))
     moved = (got - theirs(made.model)).abs().max()
     assert moved > 1e-2, "it was not trained"
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("name", ["gpt2", "llama3-tied", "qwen2", "qwen3-tied", "qwen3"])
+def test_an_export_loads_strictly(name, dtype, tmp_path, monkeypatch):
+    """In shards: no tensor is missing, left over or twice, ties hold, and the dtype asked is the one that
+    transformers finds."""
+    monkeypatch.setattr(exporting, "SHARD", 20_000)
+    made = make(name, tmp_path / "theirs")
+    import_model(made.folder, tmp_path / "run", RUN[:1])
+    done = export_model(tmp_path / "run", tmp_path / "back", dtype)
+    assert sum(each.endswith(".safetensors") for each in done["files"]) > 1
+    model, found = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "back", dtype="auto", output_loading_info=True)
+    assert not any(found.values()), found
+    tied = made.model.get_output_embeddings().weight is made.model.get_input_embeddings().weight
+    assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == tied
+    asked = DTYPES[NAMES[dtype]]
+    assert {each.dtype for each in model.parameters()} == {asked} and model.config.dtype == asked
+    for key, value in made.model.state_dict().items():
+        assert torch.equal(model.state_dict()[key], value.to(asked)), key
+
+
+def test_what_llama_toy_trains_goes_out(tmp_path, monkeypatch):
+    """transformers has the logits of a run of configs/llama-toy.yaml; the toy's refusal names that config."""
+    few = [f"run.dir={tmp_path / 'run'}", f"model.seq_len={SEQ}", "train.steps=3",
+           "train.global_batch_size=4", "train.micro_batch_size=2", "train.eval_every=1",
+           "data.source=/nowhere"]
+    config = load("configs/llama-toy.yaml", few)
+    saved_after(config, 2)
+    done = export_model(tmp_path / "run", tmp_path / "out")
+    assert done["family"] == "llama" and done["step"] == 2
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    alone = load("configs/llama-toy.yaml", [*few, "parallel.dp=1", "train.global_batch_size=2"])
+    close(ours(alone, monkeypatch), theirs(model)[..., :VOCAB])
+    saved_after(load("configs/toy.yaml", [f"run.dir={tmp_path / 'toy'}", *few[1:], "model.layers=2"]), 1)
+    with pytest.raises(InputError, match=r"such as that of configs/llama-toy\.yaml"):
+        export_model(tmp_path / "toy", tmp_path / "no")

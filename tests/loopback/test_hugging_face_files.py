@@ -108,7 +108,7 @@ def test_what_threed_has_not_is_refused_by_name(changes, words):
     config = {**LLAMA, **changes}
     asked = config.pop("asked", None)
     with pytest.raises(InputError, match=words.replace("[", r"\[")):
-        values_of(family_of(config, HERE), config, HERE, asked)
+        values_of(family_of(config, HERE), config, HERE, {"seq_len": asked} if asked else None)
 
 
 @pytest.mark.parametrize("changes, words", [
@@ -142,7 +142,7 @@ def test_keys_in_both_directions(kind):
     values, _ = values_of(family, config, HERE)
     model = model_of(values)
     assert not unfit(family, model)
-    again, _ = values_of(family, written(family, model, None, "float32"), HERE, model.seq_len)
+    again, _ = values_of(family, written(family, model, None, "float32"), HERE, {"seq_len": model.seq_len})
     resolved = {**values, "kv_heads": model.num_kv_heads, "ffn_hidden": model.num_ffn_hidden}
     if kind == "gpt2":
         resolved["kv_heads"] = None
@@ -240,7 +240,7 @@ def test_files_that_are_damaged_or_missing(tmp_path):
     refused(source, tmp_path / "run", "is not an index")
     (source / "config.json").write_text("[]")
     refused(source, tmp_path / "run", "must be a JSON object")
-    refused(tmp_path, tmp_path / "run", "config.json cannot be read")
+    refused(tmp_path, tmp_path / "run", "has no config.json; did you mean a folder in it", str(source))
 
 
 def test_no_folder_is_overwritten(tmp_path):

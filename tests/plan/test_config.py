@@ -382,7 +382,7 @@ def test_configs_share_nothing():
     ("", [], "is empty: threed init writes a first config"),
     ("optimizer: {lr: abc}", [], "optimizer.lr=abc: must be a number"),
     ("train: {steps: many}", [], "train.steps=many: must be a whole number"),
-    ("model: {name: meta-llama/Llama-3.1-8B}", [], "or take threed import for a model of Hugging Face")])
+    ("model: {name: google/gemma-7b}", [], "or take threed import for a model of Hugging Face")])
 def test_first_mistakes(text, overrides, says, tmp_path):
     """What a new user writes first."""
     (tmp_path / "my.yaml").write_text(text)

@@ -7,6 +7,7 @@ import math
 import pytest
 
 from threed.config import load
+from threed.errors import ConfigError
 from threed.models.families.registry import sizes
 from threed.models.model import layers, model_flops, parameters, tied_parameters
 
@@ -17,6 +18,14 @@ PUBLISHED = {
     "gpt2-xl": 1_557_611_200,
     "gpt3-175b": 174_604_259_328, "megatron-1t": 1_008_038_758_400, "llama2-7b": 6_738_415_616,
     "llama3-8b": 8_030_261_248, "llama3-70b": 70_553_706_496,
+    "llama3.1-8b": 8_030_261_248, "llama3.1-70b": 70_553_706_496, "llama3.1-405b": 405_853_388_800,
+    "llama3.2-1b": 1_235_814_400, "llama3.2-3b": 3_212_749_824,
+    "qwen2.5-0.5b": 494_032_768, "qwen2.5-1.5b": 1_543_714_304, "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-7b": 7_615_616_512, "qwen2.5-14b": 14_770_033_664, "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-72b": 72_706_203_648,
+    "qwen3-0.6b": 596_049_920, "qwen3-1.7b": 1_720_574_976, "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360, "qwen3-14b": 14_768_307_200, "qwen3-32b": 32_762_123_264,
+    "mistral-7b-v0.3": 7_248_023_552,
 }
 
 
@@ -35,6 +44,33 @@ def model_of(name: str, *overrides: str):
 def test_published_counts(name):
     """A named model that has not the size of that model."""
     assert parameter_count(model_of(name)) == PUBLISHED[name]
+
+
+def test_every_size_has_a_published_count():
+    assert {name for name in SIZES if not name.startswith("gpt3")} <= PUBLISHED.keys()
+
+
+@pytest.mark.parametrize("written, size", [
+    ("Llama3-8B", "llama3-8b"), ("llama3.1-8b", "llama3.1-8b"), ("meta-llama/Llama-3.1-8B", "llama3.1-8b"),
+    ("meta-llama/Meta-Llama-3-70B-Instruct", "llama3-70b"), ("llama3.2_1b", "llama3.2-1b"),
+    ("llama 3.2 3B", "llama3.2-3b"), ("meta-llama/Llama-2-7b-chat-hf", "llama2-7b"),
+    ("Qwen/Qwen2.5-7B", "qwen2.5-7b"), ("qwen2.5-7b-instruct", "qwen2.5-7b"),
+    ("qwen2.5:0.5b", "qwen2.5-0.5b"),
+    ("Qwen/Qwen3-0.6B-Base", "qwen3-0.6b"), ("QWEN3-32B", "qwen3-32b"), ("gpt2", "gpt2-small"),
+    ("mistralai/Mistral-7B-Instruct-v0.3", "mistral-7b-v0.3"), ("openai-community/gpt2-xl", "gpt2-xl")])
+def test_names_as_people_write_them(written, size):
+    model = load(None, [f"model.name={written}"]).model
+    assert model == model_of(size) and model.name == size
+
+
+@pytest.mark.parametrize("written, words", [
+    ("Qwen/Qwen2.5-8B", "did you mean qwen2.5-"), ("mistral-7b", "did you mean mistral-7b-v0.3"),
+    ("mistralai/Mistral-7B-v0.1", "v0.1 has a sliding window"), ("mixtral-8x7b", "it has experts"),
+    ("llama3.1-13b", "did you mean llama3."), ("Qwen3-4B-Instruct-2507", "did you mean qwen3-4b"),
+    ("llama", "did you mean llama"), ("/", "did you mean ")])
+def test_names_that_are_none(written, words):
+    with pytest.raises(ConfigError, match=words):
+        load(None, [f"model.name={written}"])
 
 
 @pytest.mark.parametrize("name", [name for name in SIZES if name.startswith(("gpt", "megatron"))])

@@ -59,7 +59,7 @@ def test_init_asks(tmp_path):
 
 
 @pytest.mark.parametrize("words, message", [
-    (("--model", "gpt5"), "there are toy, gpt2-small"),
+    (("--model", "gpt5"), "There are toy, gpt2-small"),
     (("--model", "gpt2-small", "--memory", "500MiB"), "does not fit on 1 devices of 500.0 MiB"),
     (("--memory", "lots"), "not an amount of bytes")])
 def test_bad_init(words, message, tmp_path):

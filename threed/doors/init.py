@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from threed.errors import InputError
-from threed.models.families.registry import FAMILIES, sizes
+from threed.models.families.registry import FAMILIES, nearest_size, size_of, sizes
 from threed.quantity import show_bytes
 from threed.schema import Config, ModelConfig
 
@@ -68,10 +68,12 @@ def choose(name: str, devices: int, limit_bytes: int, fits: Callable[[dict[str, 
 def model_of(name: str) -> ModelConfig:
     if name == TOY:
         return ModelConfig()
-    if name not in sizes():
-        raise InputError(f"--model {name}: there are {', '.join(names())}")
-    family = FAMILIES[sizes()[name]]
-    return family.config(**family.sizes[name])
+    size = size_of(name)
+    if size is None:
+        raise InputError(f"--model {name}: did you mean {nearest_size(name)[0]}? There are "
+                         f"{', '.join(names())}")
+    family = FAMILIES[sizes()[size]]
+    return family.config(**family.sizes[size])
 
 
 _WORDS = {

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from threed.doors.hf import kept
-from threed.doors.hf.config import family_for, read
+from threed.doors.hf.config import family_for
 from threed.doors.hf.families import HFFamily, Row
+from threed.doors.hf.places import ADAPTER, read
 from threed.doors.hf.tensors import NAMES, Writer, headers_of
 from threed.doors.hf.trained import Trained
 from threed.doors.hf.views import Part
@@ -25,7 +26,7 @@ from threed.models.model import adapters
 from threed.schema import ModelConfig
 from threed.tensor.adapters import part_of
 
-WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+WEIGHTS, CONFIG = "adapter_model.safetensors", ADAPTER
 
 
 def without(model: ModelConfig) -> ModelConfig:
@@ -63,14 +64,14 @@ def export_adapters(run: Path, output: Path, dtype: str | None = None, like: Pat
         base = str(like) if like is not None else (described or {}).get("_name_or_path")
         with trained.written(output) as aside:
             say(f"{trained.path} as adapters of a {family.model_type}: {WEIGHTS}")
-            writer = Writer(aside, {WEIGHTS: header})
+            writer = Writer(aside, {WEIGHTS: header}, f"--dtype {dtype or 'fp32'}")
             for adapter in adapters(model):
                 values = _values(family, adapter, rows[adapter.of], trained)
                 for name, each in zip(_names(modules[adapter.name]), values, strict=True):
                     writer.write(name, Part(each, tuple(each.shape)))
-            writer.close()
+            notes = writer.close()
             (aside / CONFIG).write_text(kept.text_of(_described(family, model, list(modules.values()), base)))
-        return trained.summary(family.model_type, output)
+        return {**trained.summary(family.model_type, output), "notes": notes}
 
 
 def _names(module: str) -> tuple[str, str]:

@@ -16,23 +16,17 @@ from typing import Any, NamedTuple
 import torch
 
 from threed.data.chat import BESIDE, CONFIG, templates
+from threed.data.place import tokenizer_file
 from threed.data.prompts import encode
 from threed.data.tokenizer import load
 from threed.data.tokens import prepare
 from threed.doors.hf import kept
 from threed.doors.hf.adapters import merge, without
-from threed.doors.hf.config import family_for, read, written
+from threed.doors.hf.config import family_for, written
 from threed.doors.hf.families import HFFamily
 from threed.doors.hf.importing import TIED
-from threed.doors.hf.tensors import (
-    INDEX,
-    NAMES,
-    WORDS,
-    Writer,
-    entries_of,
-    headers_of,
-    index_text,
-)
+from threed.doors.hf.places import INDEX, read
+from threed.doors.hf.tensors import NAMES, WORDS, Writer, entries_of, headers_of, index_text
 from threed.doors.hf.trained import Trained
 from threed.errors import InputError
 from threed.models.model import parameters
@@ -64,10 +58,12 @@ def export_model(run: Path, output: Path, dtype: str | None = None, like: Path |
         layout = _layout(family, model, kept.headers(beside), dtype, NAMES.get(usual, "F32"))
         with trained.written(output) as aside:
             say(f"{trained.path} as a {family.model_type}: {', '.join(layout.headers)}")
-            _write_weights(trained, family, model, Writer(aside, layout.headers), layout, say)
+            asked = f"--dtype {dtype}" if dtype is not None else "no --dtype is given, but the import, or " \
+                "precision.dtype, has 16 bits"
+            notes = _write_weights(trained, family, Writer(aside, layout.headers, asked), layout, say)
             _write_rest(aside, replace(trained.config, model=model), layout, family, beside,
                         trained.home)
-        return trained.summary(family.model_type, output)
+        return {**trained.summary(family.model_type, output), "notes": notes}
 
 
 class Layout(NamedTuple):
@@ -76,7 +72,8 @@ class Layout(NamedTuple):
     headers: dict[str, str]  # file -> header
     names: dict[str, tuple[str, ...]]  # our parameter -> their tensors in the files
     copies: tuple[str, ...]  # tensors that are tied to the word embedding, and are in the files all the same
-    dtype: str | None  # of all tensors, where it is not that of the import
+    fresh: bool  # whether it is another one than that of the import
+    word: str | None  # the dtype that config.json says; None: what that of the import says
 
 
 def _layout(family: HFFamily, model: ModelConfig, before: dict[str, str] | None, dtype: str | None,
@@ -93,6 +90,7 @@ def _layout(family: HFFamily, model: ModelConfig, before: dict[str, str] | None,
     entries = {name: entry for file, header in (before or {}).items()
                for name, entry in entries_of(file, header).items()}
     kinds = {entry.dtype for entry in entries.values()}
+    word = None if dtype is None else WORDS[NAMES[dtype]]
     if before is not None and (dtype is None or kinds == {NAMES[dtype]}):
         bare = not any(name.startswith(family.prefix) for name in entries)
         cut = family.prefix if bare else ""
@@ -100,13 +98,15 @@ def _layout(family: HFFamily, model: ModelConfig, before: dict[str, str] | None,
         had = {name: entry.shape for name, entry in entries.items() if name not in copies}
         if had == {name.removeprefix(cut): shape for name, shape in shapes.items()}:
             names = {name: tuple(each.removeprefix(cut) for each in theirs) for name, theirs in names.items()}
-            return Layout(before, names, copies, None)
+            return Layout(before, names, copies, False, word)
     chosen = NAMES[dtype] if dtype is not None else kinds.pop() if len(kinds) == 1 else usual
-    return Layout(headers_of(shapes, chosen, SHARD), names, (), chosen)
+    return Layout(headers_of(shapes, chosen, SHARD), names, (), True, WORDS[chosen])
 
 
-def _write_weights(trained: Trained, family: HFFamily, model: ModelConfig, writer: Writer, layout: Layout,
-                   say: Callable[[str], None]) -> None:
+def _write_weights(trained: Trained, family: HFFamily, writer: Writer, layout: Layout,
+                   say: Callable[[str], None]) -> list[str]:
+    """Write all parameters; lines to say."""
+    model = without(trained.config.model)
     everything = list(parameters(model))
     progress = Progress("exported", 4 * sum(math.prod(each.stored) for each in everything), show_bytes, say)
     views = {row.ours: row.view for row in family.rows(model)}
@@ -123,22 +123,21 @@ def _write_weights(trained: Trained, family: HFFamily, model: ModelConfig, write
     for parameter in everything:
         write(parameter)
         progress.add(4 * math.prod(parameter.stored))
-    writer.close()
+    return writer.close()
 
 
 def _write_rest(aside: Path, config: Config, layout: Layout, family: HFFamily, beside: Path | None,
                 home: Path) -> None:
     """Everything but the weights. `home`: the folder of the run."""
     described = read(beside / kept.CONFIG) if beside is not None else None
-    dtype = WORDS[layout.dtype] if layout.dtype is not None else None
-    values = written(family, config.model, described, dtype)
+    values = written(family, config.model, described, layout.word)
     if beside is not None:
         kept.give_back(beside, aside)
     if beside is not None and values == described:
         shutil.copyfile(beside / kept.CONFIG, aside / kept.CONFIG)
     else:
         (aside / kept.CONFIG).write_text(kept.text_of(values))
-    if layout.dtype is None and beside is not None and (beside / INDEX).is_file():
+    if not layout.fresh and beside is not None and (beside / INDEX).is_file():
         shutil.copyfile(beside / INDEX, aside / INDEX)
     elif len(layout.headers) > 1:
         (aside / INDEX).write_text(index_text(layout.headers))
@@ -155,7 +154,7 @@ def _tokenizer(aside: Path, config: Config, home: Path) -> list[int]:
     text ends, the end-of-text token first."""
     data = config.data
     try:
-        named = [] if data.tokenizer == "bpe" else [Path(data.tokenizer).expanduser()]
+        named = [] if data.tokenizer == "bpe" else [tokenizer_file(data.tokenizer)]
         file = next((each for each in (home / kept.TOKENIZER, *named) if each.is_file()), None)
         file = file or prepare(data, config.model).tokenizer
     except InputError:  # the data are not on this machine
@@ -164,16 +163,19 @@ def _tokenizer(aside: Path, config: Config, home: Path) -> list[int]:
         return []
     tokenizer = load(file)
     shutil.copyfile(file, aside / kept.TOKENIZER)
-    word = tokenizer.decode([tokenizer.eod]) if tokenizer.eod is not None else None
+    word = tokenizer.end
     words = {} if word is None else {"bos_token": word, "eos_token": word}
-    (aside / CONFIG).write_text(kept.text_of({"tokenizer_class": "PreTrainedTokenizerFast",
-                                              "model_max_length": config.model.seq_len, **words}))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": config.model.seq_len,
+                **words}
     known = replace(data, tokenizer=str(file))
     if file.parent == home and (home / BESIDE).is_file():
         known = replace(known, chat_template=None)
     for name, source in templates(known).items():
-        if source.is_file():
+        if source.is_file() and name != CONFIG:
             shutil.copyfile(source, aside / name)
+        elif source.is_file():
+            settings |= read(source)
+    (aside / CONFIG).write_text(kept.text_of(settings))
     try:
         return list(encode(tokenizer, [], known, config.model).ends)
     except InputError:  # its chat template is not on this machine

@@ -12,12 +12,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from threed.doors.hf.tensors import INDEX, entries_of
+from threed.doors.hf.places import CONFIG, INDEX, indexed
+from threed.doors.hf.tensors import entries_of
 from threed.errors import InputError
 from threed.sampling import IMPORTED
 
 FOLDER, LAYOUT = IMPORTED, "layout.json"
-CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
+GENERATION, TOKENIZER = "generation_config.json", "tokenizer.json"
 _TOKENIZERS = (TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
                "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "chat_template.jinja",
                "chat_template.json")
@@ -27,7 +28,8 @@ _OTHERS = (GENERATION, "LICENSE", "LICENSE.txt", "NOTICE")
 def keep(source: Path, into: Path, headers: dict[str, str] | None) -> None:
     """Copy what is kept. `headers`: of the safetensors files, where all their tensors are kept."""
     into.mkdir(parents=True)
-    for name in (CONFIG, *_TOKENIZERS, *_OTHERS, *([INDEX] if headers is not None else [])):
+    has_index = headers is not None and indexed(source) == sorted(headers)  # not one of other files
+    for name in (CONFIG, *_TOKENIZERS, *_OTHERS, *([INDEX] if has_index else [])):
         if (source / name).is_file():
             shutil.copyfile(source / name, into / name)
     if headers is not None:

@@ -15,14 +15,16 @@ from typing import NamedTuple
 
 import torch
 
+from threed.doors.hf.places import SINGLE, weight_files
 from threed.doors.hf.views import Part, blocks
 from threed.errors import InputError
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 NAMES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}  # ours -> theirs
 WORDS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # in config.json
+_TYPES = {dtype: name for name, dtype in DTYPES.items()}
 PIECE = 4 << 20  # bytes that are read or written at a time
+_LOST = 0.01  # share of a tensor's numbers that may become 0 without a word
 _MOST = 100 << 20  # bytes of a header: what the safetensors library allows
 
 
@@ -49,6 +51,63 @@ def entries_of(file: str, header: str) -> dict[str, Entry]:
     return entries
 
 
+class Fit:
+    """Whether values fit the dtype to which they are cast: no number becomes infinite without a word.
+    `asked`: the option or key that asks for the dtype."""
+
+    def __init__(self, asked: str):
+        self._asked = asked
+        self._largest: dict[str, tuple[float, torch.dtype]] = {}  # what does not fit -> its largest value
+        self._strange: dict[str, int] = {}  # tensor -> its numbers that are not finite
+        self._lost: dict[str, list[int]] = {}  # tensor -> its numbers that become 0, and all that were not 0
+
+    def cast(self, name: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Values of a tensor, in another dtype."""
+        low, high = values.aminmax() if values.numel() else (values.new_zeros(()),) * 2
+        if not (low.isfinite() and high.isfinite()):
+            finite = values.isfinite()
+            self._strange[name] = self._strange.get(name, 0) + int((~finite).sum())
+            low, high = torch.where(finite, values, 0.0).aminmax()
+        largest = max(-low, high)
+        if not largest.to(dtype).isfinite():
+            before, _ = self._largest.get(name, (0.0, dtype))
+            self._largest[name] = max(before, float(largest)), dtype
+        cast = values.to(dtype)
+        if dtype == torch.float16 and values.dtype != dtype:
+            before, after = int(values.count_nonzero()), int(cast.count_nonzero())
+            lost = self._lost.setdefault(name, [0, 0])
+            lost[0] += before - after
+            lost[1] += before
+        return cast
+
+    def check(self) -> None:
+        """InputError where values did not fit."""
+        if not self._largest:
+            return
+        shown = list(self._largest.items())[:5]
+        lines = "".join(f"\n  - {name}: up to {value:.4g}, and {WORDS[_TYPES[dtype]]} ends at "
+                        f"{torch.finfo(dtype).max:.4g}" for name, (value, dtype) in shown)
+        more = f"\n  and {len(self._largest) - 5} more" if len(self._largest) > 5 else ""
+        dtypes = {dtype for _, dtype in self._largest.values()}
+        wider = "bf16 or fp32" if dtypes == {torch.float16} else "fp32"
+        raise InputError(f"{self._asked}: values would become infinite; take {wider}:{lines}{more}")
+
+    def notes(self) -> list[str]:
+        """Lines to say: what is not finite already, and what is lost below the least number of fp16."""
+        found = []
+        for name, count in list(self._strange.items())[:1]:
+            more = f", and of {len(self._strange) - 1} more" if len(self._strange) > 1 else ""
+            found.append(f"{count} {'number' if count == 1 else 'numbers'} of {name}{more} are not finite "
+                         "(NaN or infinite): they are written as they are")
+        lost = {name: share for name, (count, whole) in self._lost.items()
+                if whole and (share := count / whole) > _LOST}
+        for name in [max(lost, key=lost.__getitem__)] if lost else []:
+            more = f", and some of {len(lost) - 1} more" if len(lost) > 1 else ""
+            found.append(f"{lost[name]:.0%} of the numbers of {name}{more} become 0 in float16, which has "
+                         "nothing below 6e-8: bf16 and fp32 keep them")
+        return found
+
+
 class Files:
     """The safetensors files of a model's folder, to read. `headers`: file -> the text of its header."""
 
@@ -56,7 +115,7 @@ class Files:
         self.folder = folder
         self.headers: dict[str, str] = {}
         self.entries: dict[str, Entry] = {}
-        for name in _files(folder):
+        for name in weight_files(folder):
             self.headers[name] = header = _header(folder / name)
             try:
                 found = entries_of(name, header)
@@ -73,10 +132,11 @@ class Files:
             raise InputError(f"{folder}: {strange[0]} is of type {self.entries[strange[0]].dtype}; threed "
                              f"reads {', '.join(DTYPES)}")
 
-    def read(self, name: str, part: Part) -> None:
-        """Fill a part of our parameter with a tensor."""
+    def read(self, name: str, part: Part, fit: Fit, dtype: torch.dtype) -> None:
+        """Fill a part of our parameter with a tensor, which is to fit `dtype`."""
         for piece, values in self.pieces(name, tuple(part.values.shape)):
             part.values[piece].copy_(values)
+            fit.cast(name, values, dtype)
 
     def differs(self, name: str, part: Part) -> bool:
         """Whether a tensor has other values than a part of our parameter."""
@@ -101,21 +161,6 @@ class Files:
                     yield _where(offset, size), torch.frombuffer(data, dtype=dtype).view(size)
 
 
-def _files(folder: Path) -> list[str]:
-    if (folder / INDEX).is_file():
-        try:
-            return sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise InputError(f"{folder / INDEX} is not an index of safetensors files: {error!r}") from None
-    names = sorted(path.name for path in folder.glob("*.safetensors"))
-    if not names:
-        others = sorted(path.name for path in [*folder.glob("*.bin"), *folder.glob("*.pt*")])
-        has = f"it has {others[0]}, which is no safetensors file: load and save it with transformers" \
-            if others else "give the folder that has config.json and model.safetensors"
-        raise InputError(f"{folder} has no safetensors file; {has}")
-    return [SINGLE] if SINGLE in names else names
-
-
 def _header(path: Path) -> str:
     try:
         with path.open("rb") as file:
@@ -135,10 +180,12 @@ def _where(offset: tuple[int, ...], size: tuple[int, ...]) -> tuple[slice, ...]:
 
 
 class Writer:
-    """Safetensors files with given headers, whose tensors are written in any order."""
+    """Safetensors files with given headers, whose tensors are written in any order. `asked`: the option or
+    key that asks for their dtype."""
 
-    def __init__(self, folder: Path, headers: dict[str, str]):
+    def __init__(self, folder: Path, headers: dict[str, str], asked: str):
         self._folder = folder
+        self._fit = Fit(asked)
         self.entries: dict[str, Entry] = {}
         self._missing: set[str] = set()
         for name, header in headers.items():
@@ -157,7 +204,7 @@ class Writer:
         dtype, at = DTYPES[entry.dtype], entry.start
         with (self._folder / entry.file).open("r+b", buffering=0) as file:
             for offset, size in blocks(tuple(part.values.shape), PIECE // dtype.itemsize):
-                values = part.values[_where(offset, size)].to(dtype).contiguous()
+                values = self._fit.cast(name, part.values[_where(offset, size)], dtype).contiguous()
                 data = values.view(-1).view(torch.uint8).numpy().data
                 done = 0
                 while done < len(data):
@@ -165,12 +212,14 @@ class Writer:
                 at += len(data)
         self._missing.discard(name)
 
-    def close(self) -> None:
-        """Sync the files to the disk."""
+    def close(self) -> list[str]:
+        """Sync the files to the disk. Lines to say; InputError where values did not fit."""
         assert not self._missing, f"never written: {sorted(self._missing)[:3]}"
+        self._fit.check()
         for name in {entry.file for entry in self.entries.values()}:
             with (self._folder / name).open("rb") as file:
                 os.fsync(file.fileno())
+        return self._fit.notes()
 
 
 def headers_of(shapes: dict[str, tuple[int, ...]], dtype: str, most: int) -> dict[str, str]:

@@ -18,6 +18,7 @@ from threed.checkpoint.lineage import read_latest
 from threed.checkpoint.proof import checksum
 from threed.checkpoint.read import Reader
 from threed.doors.hf import kept
+from threed.doors.hf.places import located
 from threed.doors.hf.tensors import PIECE
 from threed.doors.hf.views import blocks
 from threed.errors import InputError
@@ -109,8 +110,9 @@ def _known(model: dict[str, Any]) -> dict[str, Any]:
 def _kept(run: Path, path: Path, like: Path | None) -> Path | None:
     """The folder whose config.json and files are followed."""
     if like is not None:
-        if not (like / kept.CONFIG).is_file():
-            raise InputError(f"--like {like}: there is no {kept.CONFIG}")
-        return like
+        try:
+            return located(like)[0]
+        except InputError as error:
+            raise InputError(f"--like {like}: {error}") from None
     places = [run / kept.FOLDER, path.parent / kept.FOLDER, path.parent.parent / kept.FOLDER]
     return next((place for place in places if (place / kept.CONFIG).is_file()), None)

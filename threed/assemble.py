@@ -20,6 +20,7 @@ from threed.checkpoint.load import Resumed, resume
 from threed.checkpoint.save import tidy
 from threed.checkpoints import check_room
 from threed.comm import Comm, ProcessComm
+from threed.data.identity import identity
 from threed.data.mix import open_splits, report
 from threed.data.prompts import keep_tokenizer
 from threed.data.tokens import Prepared, prepare
@@ -75,11 +76,13 @@ def train(job: Job, local_rank: int, requests: Requests, watch: Watch, store: An
         with watch.phase("see that run.dir is shared", waits=False):
             shared.same_folder(comm, Path(config.run.dir), watch.hosts, config.run.timeout_s, looks)
         with watch.phase("load a checkpoint", waits=False):
-            resumed = resume(config, engine.zero, log.say if log else lambda line: None)
+            mine = identity(config, prepared) if log else None
+            resumed = resume(config, engine.zero, log.say if log else lambda line: None, mine)
         if log:
             for line in report(config, data[0]):
                 log.say(line)
-            for line in resumed.notes:
+            due = engine.zero.step_number < config.train.steps
+            for line in resumed.notes if due else ():
                 log.say(f"note: {line}")
             if resumed.path:
                 log.say(f"resumed from {resumed.path} after step {engine.zero.step_number}")

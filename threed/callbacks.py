@@ -64,7 +64,7 @@ class Saving(Callback):
 
     def _counters(self, trainer: Trainer) -> dict[str, object]:
         """The values that a checkpoint holds besides weights and optimizer state."""
-        return {"samples": trainer.samples, "skipped": trainer.skipped.total,
+        return {"samples": trainer.samples, "skipped": trainer.skipped.total, "data": trainer.identity,
                 "wandb_id": trainer.log.run_id if trainer.log else None}
 
 
@@ -230,8 +230,8 @@ def _why_nothing(done: int, config: Config) -> str:
     steps, folder = config.train.steps, config.run.dir
     if done < steps:
         return f"stopped on request before step {done + 1}; nothing in {folder} has changed"
-    return (f"nothing to do: {done} steps are done, and train.steps={steps}; nothing in {folder} has changed. "
-            f"To go on give more, such as train.steps={done + max(1, steps)}")
+    return (f"nothing to do: {done} steps are done, and train.steps={steps}; nothing in {folder} has "
+            f"changed. To go on give more, such as train.steps={done + max(1, steps)}")
 
 
 def _summary(first_loss: float, recent: Collection[Mapping[str, float | None]], config: Config) -> str:

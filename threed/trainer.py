@@ -62,6 +62,7 @@ class Trainer:
         self.skipped = Skipped(engine, self.checkpoints, self.say, resumed.manifest.get("skipped", 0))
         self.samples: int = resumed.manifest.get("samples", 0)  # of the training split, so far
         self.stopping = self.save_asked = False
+        self.identity = resumed.data  # of the data; known to rank 0
         self.begun = False  # whether this start changes anything: a step is due, and nothing has refused it
         self._callbacks: Sequence[Callback] = ()
 

@@ -23,6 +23,7 @@ CHOICES = {
     "optimizer.name": tuple(OPTIMIZERS),
     "optimizer.schedule": ("constant", "linear", "cosine", "wsd"),
     "data.loss_mask": ("none", "answers", "chat"),
+    "data.on_change": ("error", "accept"),
     "data.packing": ("stream", "best-fit"),
     "train.on_nonfinite": ("stop", "skip"),
     "monitor.wandb": ("auto", "offline", "online", "disabled"),

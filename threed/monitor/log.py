@@ -53,9 +53,9 @@ FAILED_S = 4.0  # and at the end of one that has failed: its ranks are killed af
 
 class Log:
     def __init__(self, config: Config):
-        """Lock run.dir for this run, and change nothing else in it: a start that is refused, or has nothing to
-        do, leaves the folder as it was (`close`). InputError where another run has it, or where it may not be
-        written; RunError where the disk fails."""
+        """Lock run.dir for this run, and change nothing else in it: a start that is refused, or has nothing
+        to do, leaves the folder as it was (`close`). InputError where another run has it, or where it may not
+        be written; RunError where the disk fails."""
         self.config = config
         self.console = Console(highlight=False)
         self.run_id: str | None = None
@@ -89,8 +89,8 @@ class Log:
             self._lock.flush()
 
     def _take_lock(self) -> None:
-        """Take the lock, at the second try where somebody only looks at it (`threed runs`), or where the start
-        that had made the file has just removed it (`_leave_as_found`)."""
+        """Take the lock, at the second try where somebody only looks at it (`threed runs`), or where the
+        start that had made the file has just removed it (`_leave_as_found`)."""
         path = self.path.parent / ".lock"
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -103,8 +103,8 @@ class Log:
 
     def start(self, step: int, run_id: str | None) -> None:
         """Go on after `step`, and from here on change what is in the folder: lines of later steps, which are
-        repeated, move to metrics.undone.jsonl. `run_id`: the wandb run that a checkpoint names. A run that is started again before its first
-        checkpoint goes on with the same wandb run, too."""
+        repeated, move to metrics.undone.jsonl. `run_id`: the wandb run that a checkpoint names. A run that is
+        started again before its first checkpoint goes on with the same wandb run, too."""
         try:
             cut(self.path, step, self.path.with_suffix(".undone.jsonl"))
             self._lines = StepLines(self.path)
@@ -153,8 +153,8 @@ class Log:
             charts.picture(self._wandb, step, svg)
 
     def over(self, how: str, step: int) -> None:
-        """Say in state.json how the run is over (`monitor.state`). Of one that never began there is nothing to
-        say: its folder may hold another start's word."""
+        """Say in state.json how the run is over (`monitor.state`). Of one that never began there is nothing
+        to say: its folder may hold another start's word."""
         if self._begun:
             state.note(self.path.parent, how, step)
 

@@ -17,6 +17,7 @@ from threed.checkpoint.format import MANIFEST, Unusable, checkpoints, folder, is
 from threed.checkpoint.lineage import read_latest
 from threed.checkpoint.proof import checksum
 from threed.checkpoint.read import Reader
+from threed.data.identity import kept_for
 from threed.doors.hf import kept
 from threed.doors.hf.tensors import PIECE
 from threed.doors.hf.views import blocks
@@ -31,8 +32,9 @@ class Trained:
 
     def __init__(self, run: Path, like: Path | None):
         self.path = newest(run)
-        self.home = run if self.path != run else run.parent.parent  # the folder of the run
         self.manifest = unseal(self.path)
+        # the folder of the run, or the one in it that has the tokenizer of this checkpoint
+        self.home = kept_for(run if self.path != run else run.parent.parent, self.manifest)
         self.config = configs.of_values({"model": _known(self.manifest["config"]["model"]),
                                          "data": self.manifest["config"].get("data", {})},
                                         f"the config of {self.path}")

@@ -76,6 +76,7 @@ LEVELS = (
         "monitor.state",
         "engine. monitor.",
         "checkpoint.",
+        "folders",
         "monitor.run monitor.runs",
         "page.",
         "checkpoints generation",

@@ -22,6 +22,7 @@ from threed.data.chat import templates
 from threed.data.identity import kept_for
 from threed.environment import place_of_environment
 from threed.errors import InputError, check_type
+from threed.folders import as_run
 from threed.sampling import IMPORTED, TOKENIZER, Sampling
 from threed.schema import Config, DataConfig, RunConfig
 from threed.values import get
@@ -121,9 +122,7 @@ def _opened(run: str | Path, checkpoint: int | str | Path | None) -> tuple[Path,
         config = of_values(unseal(path)["config"], f"{path / MANIFEST}")
         inside = is_name(path.name) and path.parent.name == "checkpoints"
         return path.resolve().parents[1] if inside else path, config, str(path)
-    if not path.is_dir():
-        raise InputError(f"{run}: there is no such run; give the folder that run.dir named")
-    config = _of_folder(path)
+    config = _of_folder(as_run(path))
     if config.model.own_layers:
         raise InputError(f"{run} has layers of somebody's own, which neither write text nor read it: see "
                          "val/loss (train.eval_every)")

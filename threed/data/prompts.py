@@ -83,8 +83,8 @@ def keep_tokenizer(file: Path | None, data: DataConfig, folder: Path) -> list[st
     files, said = {TOKENIZER: file, **templates(data)}, []
     try:
         if (home := home_of(file, folder)) != folder:
-            said = [] if home.is_dir() else [f"{folder / TOKENIZER} is of the run's older checkpoints, and stays; that of those from "
-                    f"here on is kept in {home}"]
+            said = [] if home.is_dir() else [f"{folder / TOKENIZER} is of the run's older checkpoints, and "
+                                             f"stays; that of those from here on is kept in {home}"]
             folder = home
         for name in (TOKENIZER, BESIDE, CONFIG):
             kept, source = folder / name, files.get(name)

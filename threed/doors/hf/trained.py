@@ -22,6 +22,7 @@ from threed.doors.hf import kept
 from threed.doors.hf.tensors import PIECE
 from threed.doors.hf.views import blocks
 from threed.errors import InputError
+from threed.folders import as_run
 from threed.models.spec import Parameter
 from threed.schema import Config, RunConfig
 
@@ -89,7 +90,7 @@ def newest(run: Path) -> Path:
     """The newest checkpoint of a run, by its file `latest`; or the folder itself, if it is a checkpoint."""
     if (run / MANIFEST).is_file():
         return run
-    config = Config(run=RunConfig(dir=str(run)))
+    config = Config(run=RunConfig(dir=str(as_run(run))))
     named, _ = read_latest(config)
     if is_name(named) and (folder(config) / named / MANIFEST).is_file():
         return folder(config) / named

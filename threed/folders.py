@@ -28,7 +28,7 @@ def to_train(given: str | Path, overrides: Sequence[str] | None) -> tuple[Path, 
     overrides_of(own)  # raises for bad ones
     file = next((path / name for name in (CONFIG, IMPORT) if (path / name).is_file()), None)
     if file is None or not _is_run(path):
-        raise no_run(path, "a YAML config, or the folder of a run")
+        raise no_run(path, "a YAML config, or the folder of a run", f", and train.resume={path}")
     return file, [f"run.dir={json.dumps(str(path))}", "train.resume=auto", *own]
 
 
@@ -41,14 +41,14 @@ def as_run(given: str | Path) -> Path:
     raise no_run(path, "the folder that run.dir named")
 
 
-def no_run(path: Path, give: str) -> InputError:
-    """The error for a path that is no run. `give`: what is wanted."""
+def no_run(path: Path, give: str, begins: str = "") -> InputError:
+    """The error for a path that is no run. `give`: what is wanted. `begins`: how to begin with the path, if
+    it is a checkpoint."""
     if path.is_dir():
         if (path / MANIFEST).is_file():
             inside = is_name(path.name) and path.parent.name == "checkpoints"
             run = path.parents[1] if inside else "RUN"
-            return InputError(f"{path} is a checkpoint; give {give}, such as {run} (train.resume={path} "
-                              "begins with this checkpoint)")
+            return InputError(f"{path} is a checkpoint; give {give}, such as {run}{begins}")
         if below := _below(path):
             return InputError(f"{path} holds runs, and is none itself; give {give}, such as {below[0]}; "
                               f"threed runs {path} lists them")

@@ -63,7 +63,7 @@ class Log:
         self._wandb: Any = None
         self._lines: StepLines | None = None
         self.path = Path(config.run.dir) / "metrics.jsonl"
-        folder, self._begun = self.path.parent, False  # whether the folder is this run's to change
+        folder, self._begun, self._failed = self.path.parent, False, False
         try:
             self._made = [path for path in (folder, *folder.parents) if not path.exists()]
             folder.mkdir(parents=True, exist_ok=True)
@@ -155,6 +155,7 @@ class Log:
     def over(self, how: str, step: int) -> None:
         """Say in state.json how the run is over (`monitor.state`). Of one that never began there is nothing
         to say: its folder may hold another start's word."""
+        self._failed = how == state.FAILED
         if self._begun:
             state.note(self.path.parent, how, step)
 
@@ -210,8 +211,8 @@ class Log:
                 self._lock.flush()
                 return
             (self.path.parent / ".lock").unlink()
-            for path in self._made:  # the innermost first; one that holds anything stays
-                path.rmdir()
+            for path in self._made if self._failed else ():  # the innermost first; one that holds
+                path.rmdir()  # anything stays
 
 
 def _line(step: int, steps: int, metrics: dict[str, float | None]) -> str:

@@ -22,10 +22,10 @@ def to_train(given: str | Path, overrides: Sequence[str] | None) -> tuple[Path, 
     """The config file to train by, and overrides. Where the folder of a run is given, the run goes on there
     (train.resume=auto) with the config of its last start, or, if it was imported and has not been trained,
     with that of the import. InputError where there is neither."""
+    overrides_of(overrides)  # raises for bad ones
     path, own = Path(given), list(overrides or [])
     if not path.is_dir():
         return configs.find_file(path), own
-    overrides_of(own)  # raises for bad ones
     file = next((path / name for name in (CONFIG, IMPORT) if (path / name).is_file()), None)
     if file is None or not _is_run(path):
         raise no_run(path, "a YAML config, or the folder of a run", f", and train.resume={path}")

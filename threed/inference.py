@@ -19,7 +19,7 @@ from threed.checkpoint.format import MANIFEST, checkpoints, folder, is_name, nam
 from threed.checkpoint.lineage import newest
 from threed.config import checked, of_values, overrides_of
 from threed.data.chat import templates
-from threed.data.identity import kept_for
+from threed.data.keeping import kept_for
 from threed.environment import place_of_environment
 from threed.errors import InputError, check_type
 from threed.folders import as_run

@@ -11,7 +11,7 @@ import torch
 from tests.harness import batches, tiny
 from tests.reference import Reference
 from threed.comm import Comm, initialized
-from threed.data.identity import kept_for, tokenizer_digest
+from threed.data.keeping import kept_for, tokenizer_digest
 from threed.data.prompts import added, encode, keep_tokenizer
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback

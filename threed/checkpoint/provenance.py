@@ -9,7 +9,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from threed.data.identity import tokenizer_of
+from threed.data.keeping import tokenizer_of
 from threed.errors import InputError
 from threed.schema import Config, DataConfig
 

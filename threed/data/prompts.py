@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from threed.data.chat import BESIDE, CONFIG, Template, templates
-from threed.data.identity import home_of
+from threed.data.keeping import home_of
 from threed.data.tokenizer import Tokenizer
 from threed.errors import InputError
 from threed.sampling import TOKENIZER

@@ -17,7 +17,7 @@ from threed.checkpoint.format import MANIFEST, Unusable, checkpoints, folder, is
 from threed.checkpoint.lineage import read_latest
 from threed.checkpoint.proof import checksum
 from threed.checkpoint.read import Reader
-from threed.data.identity import kept_for
+from threed.data.keeping import kept_for
 from threed.doors.hf import kept
 from threed.doors.hf.tensors import PIECE
 from threed.doors.hf.views import blocks

@@ -99,6 +99,9 @@ def test_another_tokenizer(at, tmp_path):
         check(STEP, manifest, now[1], now[0])
     (tmp_path / "run").mkdir()
     shutil.copy("tok.json", tmp_path / "run" / "tokenizer.json")
+    bpe = at("data.tokenizer=bpe")
+    with pytest.raises(InputError, match=r"with another tokenizer: data\.tokenizer=bpe is another "):
+        check(STEP, manifest, bpe[1], bpe[0])
     kept = re.escape(f"give data.tokenizer={tmp_path}/run/tokenizer.json; ")
     with pytest.raises(InputError, match=f"with another tokenizer: .*{kept}"):
         check(STEP, manifest, now[1], now[0])

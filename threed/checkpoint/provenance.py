@@ -24,10 +24,11 @@ def check(path: Path, manifest: dict[str, Any], data: dict[str, Any], config: Co
     found = changes(manifest, data, config.data)
     if not found or config.data.on_change == "accept":
         return
-    kept = tokenizer_of(Path(config.run.dir), manifest["data"].get("tokenizer"))
+    digest = manifest["data"]["tokenizer"]
+    kept = tokenizer_of(path.parent.parent, digest) or tokenizer_of(Path(config.run.dir), digest)
     same = f"data.tokenizer={kept}" if kept is not None else "the tokenizer.json that it was trained with"
-    other = manifest["data"].get("tokenizer") != data.get("tokenizer")
-    only = other and len(found) == 1 and config.data.tokenizer != "bpe"
+    other = digest != data["tokenizer"]
+    only = len(found) == 1 and found[0].startswith("data.tokenizer=")
     what = "with another tokenizer" if only else "on other data"
     give = f"give {same}" if only else "give the data that it was trained on"
     accept = f" (with {same}, tokens keep their meaning)" if other else ""

@@ -110,8 +110,6 @@ class Log:
             self._lines = StepLines(self.path)
         except OSError as error:
             raise _unusable(self.config, error) from None
-        self._begun = True
-        state.note(self.path.parent, state.RUNNING, step)
         note = self.path.parent / "wandb-run"
         if run_id is None and restarted():
             with contextlib.suppress(OSError):
@@ -121,6 +119,8 @@ class Log:
             self.run_id, self.wandb_dir = self._wandb.id, os.path.dirname(self._wandb.dir)
             with contextlib.suppress(OSError):
                 note.write_text(f"{self.run_id}\n")
+        self._begun = True
+        state.note(self.path.parent, state.RUNNING, step)
 
     def step(self, step: int, metrics: dict[str, float | None]) -> None:
         """Log one step's metrics: written at once, so that a killed run loses nothing."""

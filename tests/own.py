@@ -16,10 +16,10 @@ from threed.doors.layers.model import OwnLayer, drawing
 from threed.doors.layers.samples import Samples
 from threed.doors.layers.start import initialize
 from threed.models.model import layers
+from threed.optimizers.rate import learning_rate
 from threed.schema import Config
 from threed.tensor.context import Batch
 from threed.tensor.random import seed_of
-from threed.zero.optimizer import learning_rate
 
 USUAL: dict[str, Any] = {
     "parallel.dp": 1, "train.global_batch_size": 8, "train.micro_batch_size": 1, "train.steps": 5,

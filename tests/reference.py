@@ -20,11 +20,11 @@ from threed.mesh import GROUPS, Mesh
 from threed.models.layers.base import Out
 from threed.models.model import layers, parameters
 from threed.models.spec import NOT_COUNTED
+from threed.optimizers.rate import learning_rate
 from threed.schema import Config
 from threed.tensor.context import Batch, Context
 from threed.tensor.layers import WeightGrads
 from threed.tensor.random import initial_values
-from threed.zero.optimizer import learning_rate
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

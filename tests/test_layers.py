@@ -80,6 +80,7 @@ LEVELS = (
         "monitor.state",
         "engine. monitor.",
         "checkpoint.",
+        "folders",
         "monitor.run monitor.runs",
         "page.",
         "checkpoints generation",

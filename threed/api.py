@@ -18,6 +18,7 @@ from threed.config import checked
 from threed.early import STOPS
 from threed.environment import Place, place_of_environment
 from threed.errors import InputError, RunError, check_type
+from threed.folders import to_train
 from threed.planned import config_of, planned
 from threed.planner import layouts, make_mesh, make_pipeline, saved_by_piece
 from threed.planner.facts import undivided
@@ -172,10 +173,11 @@ def train(config: Config | str | Path, overrides: list[str] | None = None,
     Started with plain python it forks all ranks on this machine; under torchrun or srun this process is one
     rank; with NNODES in the environment it starts one node's. Call it on the main thread, before torch has
     computed anything or used a GPU in this process. `config`: a Config, or a YAML file with `overrides`,
-    which leaves `parallel.dp: auto` to the number of ranks. `callbacks` run on every rank, in the given
-    order. Returns the run, once it has ended or was asked to stop. Raises InputError where it cannot begin,
-    RunError with the run's exit `status` where it has failed: the rank that failed first has then said why on
-    stderr, and a process that is one rank ends with that status itself.
+    which leaves `parallel.dp: auto` to the number of ranks, or the folder of a run, which goes on.
+    `callbacks` run on every rank, in the given order. Returns the run, once it has ended or was asked to
+    stop. Raises InputError where it cannot begin, RunError with the run's exit `status` where it has failed:
+    the rank that failed first has then said why on stderr, and a process that is one rank ends with that
+    status itself.
 
     >>> run = threed.train("configs/toy.yaml", ["train.steps=20"], callbacks=[MyCallback()])
     >>> run.metrics[-1]["train/loss"]
@@ -203,10 +205,10 @@ def train(config: Config | str | Path, overrides: list[str] | None = None,
 
 def _loader(config: Config | str | Path, overrides: list[str] | None):
     """World size -> the config for it."""
-    check_type("config", config, (Config, str, Path), "a Config, or the path of a YAML file")
+    check_type("config", config, (Config, str, Path), "a Config, or the path of a YAML file or of a run")
     if not isinstance(config, Config):
-        path = configs.find_file(config)
-        return lambda world_size: configs.load(path, overrides, world_size)
+        path, words = to_train(config, overrides)
+        return lambda world_size: configs.load(path, words, world_size)
     if overrides:
         raise InputError("overrides belong to a YAML file: give them to threed.load, or give the path of the "
                          "file to threed.train")

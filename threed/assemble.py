@@ -16,10 +16,11 @@ from threed import __version__, native, validate
 from threed.callback import Callback
 from threed.callbacks import in_order
 from threed.checkpoint.choose import begin_lineage
-from threed.checkpoint.load import resume
+from threed.checkpoint.load import Resumed, resume
 from threed.checkpoint.save import tidy
 from threed.checkpoints import check_room
 from threed.comm import Comm, ProcessComm
+from threed.data.identity import identity
 from threed.data.mix import open_splits, report
 from threed.data.prompts import keep_tokenizer
 from threed.data.tokens import Prepared, prepare
@@ -72,24 +73,34 @@ def train(job: Job, local_rank: int, requests: Requests, watch: Watch, store: An
     check_room(plan, comm)
     with running(config, plan, comm, watch) as engine:
         log = _open_log(config, plan, comm, watch, closing) if watch.rank == 0 else None
-        if log:
-            for line in keep_tokenizer(prepared.tokenizer, config.data, Path(config.run.dir)):
-                log.say(f"warning: {line}")
         with watch.phase("see that run.dir is shared", waits=False):
             shared.same_folder(comm, Path(config.run.dir), watch.hosts, config.run.timeout_s, looks)
         with watch.phase("load a checkpoint", waits=False):
-            resumed = resume(config, engine.zero, log.say if log else lambda line: None)
+            mine = identity(config, prepared) if log else None
+            resumed = resume(config, engine.zero, log.say if log else lambda line: None, mine)
         if log:
-            begin_lineage(config, resumed.path, resumed.lineage)
-            log.start(engine.zero.step_number, resumed.manifest.get("wandb_id"))
             for line in report(config, *data):
                 log.say(line)
-            for line in resumed.notes:
+            due = engine.zero.step_number < config.train.steps
+            for line in resumed.notes if due else ():
                 log.say(f"note: {line}")
             if resumed.path:
                 log.say(f"resumed from {resumed.path} after step {engine.zero.step_number}")
         trainer = Trainer(engine, data, watch, log, requests, resumed, prepared.tokenizer)
-        trainer.run(in_order(job.callbacks))
+        trainer.run(in_order(job.callbacks), partial(_begin, prepared, resumed, log))
+
+
+def _begin(prepared: Prepared, resumed: Resumed, log: Log | None) -> None:
+    """Make the run's folder this start's, on rank 0. Whatever may refuse a start has been asked before: a
+    finished run is not touched by a start that is refused, or that has nothing to do."""
+    if log is None:
+        return
+    config = log.config
+    begin_lineage(config, resumed.path, resumed.lineage)
+    log.start(resumed.manifest.get("step", 0), resumed.manifest.get("wandb_id"))
+    for line in (*save_config(config),
+                 *keep_tokenizer(prepared.tokenizer, config.data, Path(config.run.dir))):
+        log.say(f"warning: {line}")
 
 
 @contextmanager
@@ -138,12 +149,12 @@ def _share_data(job: Job, watch: Watch, comm: Comm, requests: Requests, looks: b
 
 
 def _open_log(config: Config, plan: Plan, comm: Comm, watch: Watch, closing: ExitStack) -> Log:
-    """Rank 0's log, which takes the folder for this run, with the run's first lines."""
+    """Rank 0's log, which locks the folder for this run, with the run's first lines."""
     log = Log(config)
     closing.callback(_close_log, log, watch)
     tidy(config)
     lines = [*validate.warnings(config), *undivided(config, plan.programs["train"])]
-    for line in [*lines, *_without_compiler(config, comm.device), *save_config(config)]:
+    for line in [*lines, *_without_compiler(config, comm.device)]:
         log.say(f"warning: {line}")
     chosen = attention(config, comm.device)
     if chosen == "math" and comm.device.type == "cuda" and config.model.attention_dropout == 0:

@@ -48,9 +48,9 @@ class Saving(Callback):
 
     def on_end(self, trainer: Trainer) -> None:
         number = trainer.step_number
-        if number > self.saved:
+        if number > self.saved and trainer.begun:
             trainer.checkpoints.save_last(self._counters(trainer))
-        if number < trainer.config.train.steps:
+        if number < trainer.config.train.steps and trainer.begun:
             trainer.say(f"stopped on request after step {number}; train.resume=auto goes on from here")
         trainer.checkpoints.close(lambda: trainer.hurried)
 
@@ -64,7 +64,7 @@ class Saving(Callback):
 
     def _counters(self, trainer: Trainer) -> dict[str, object]:
         """The values that a checkpoint holds besides weights and optimizer state."""
-        return {"samples": trainer.samples, "skipped": trainer.skipped.total,
+        return {"samples": trainer.samples, "skipped": trainer.skipped.total, "data": trainer.identity,
                 "wandb_id": trainer.log.run_id if trainer.log else None}
 
 
@@ -185,12 +185,12 @@ class Logging(Callback):
         if trainer.log is None:
             return
         log, ended = trainer.log, trainer.step_number >= trainer.config.train.steps
+        if not trainer.begun:
+            log.say(_why_nothing(trainer.step_number, trainer.config))
+            return
         log.over(ENDED if ended else STOPPED, trainer.step_number)
         if self.recent:
             log.say("\n" + _summary(self.first_loss, self.recent, trainer.config))
-        else:
-            log.say(f"nothing to do: {trainer.step_number} steps are done, and "
-                    f"train.steps={trainer.config.train.steps}")
         saved = trainer.checkpoints.newest or "none was saved"
         log.say(f"checkpoint {saved}\nmetrics    {log.path}\nwandb      {log.wandb_dir or 'off'}")
 
@@ -223,6 +223,15 @@ class Reporting(Callback):
             return
         log.report(file)
         log.say(f"report     {file}")
+
+
+def _why_nothing(done: int, config: Config) -> str:
+    """Why a start has made no step. Nothing in run.dir has changed."""
+    steps, folder = config.train.steps, config.run.dir
+    if done < steps:
+        return f"stopped on request before step {done + 1}; nothing in {folder} has changed"
+    return (f"nothing to do: {done} steps are done, and train.steps={steps}; nothing in {folder} has "
+            f"changed. To go on give more, such as train.steps={done + max(1, steps)}")
 
 
 def _summary(first_loss: float, recent: Collection[Mapping[str, float | None]], config: Config) -> str:

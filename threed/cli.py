@@ -17,13 +17,14 @@ from threed import __version__, api, cli_data, cli_foreign, cli_learned
 from threed import config as configs
 from threed.early import begin
 from threed.errors import ConfigError, InputError, Reported, ThreedError
+from threed.folders import to_train
 from threed.program import explain as explaining
 from threed.program.picture import picture
 from threed.quantity import parse_count, parse_memory
 from threed.schema import Config
 from threed.start import start
 from threed.texttable import terminal
-from threed.verbs import EXAMPLES, RunPath, convert, exclude, init, keys, runs, trace, write_file
+from threed.verbs import EXAMPLES, MEANT, RunPath, convert, exclude, init, keys, runs, trace, write_file
 
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
@@ -33,6 +34,8 @@ app = typer.Typer(
 )
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG",
                                             help="YAML file, or one that ships: configs/toy.yaml")]
+TrainPath = Annotated[Path, typer.Argument(metavar="CONFIG|RUN",
+                                           help="YAML file, or one that ships; or the run.dir of a run")]
 Overrides = Annotated[list[str] | None,
                       typer.Argument(metavar="[KEY=VALUE]...", help="overrides, such as parallel.tp=4",
                                      autocompletion=keys)]
@@ -68,17 +71,17 @@ def _root(version: Annotated[bool, typer.Option("--version", callback=_version, 
 
 
 @app.command(short_help="train a model, or go on from its newest checkpoint")
-def train(config: ConfigPath, overrides: Overrides = None) -> None:
+def train(config: TrainPath, overrides: Overrides = None) -> None:
     """Train. The command starts all ranks on this machine; with NNODES, NODE_RANK and MASTER_ADDR in the
     environment, the ranks of one of several nodes (launch/torchrun.sh); under torchrun or srun it is one
     rank.
 
     SIGTERM and Ctrl-C save a checkpoint and end the run; SIGUSR1 saves one and the run goes on. A run that is
-    started again goes on from its newest complete checkpoint (train.resume).
+    started again goes on from its newest complete checkpoint (train.resume): threed train RUN.
     """
     parent = os.getppid()
-    path = configs.find_file(config)
-    status = start(lambda world_size: configs.load(path, overrides, world_size), parent=parent)
+    path, words = to_train(config, overrides)
+    status = start(lambda world_size: configs.load(path, words, world_size), parent=parent)
     from threed.rank import leave
 
     leave(status)
@@ -381,6 +384,8 @@ def main() -> None:
         if ended.code == InputError.status:  # of the command line itself: an unknown option, say
             from threed.synonyms import ours
 
+            if (meant := MEANT.get(sys.argv[1] if len(sys.argv) > 1 else "")) is not None:
+                print(f"threed: {meant}", file=sys.stderr)
             for word in sys.argv[2:]:
                 if word.startswith("--") and (known := ours(word.partition("=")[0])) is not None:
                     print(f"threed: {word}: {known}", file=sys.stderr)

@@ -167,7 +167,10 @@ def find_file(path: str | Path) -> Path:
     if path.is_file():
         return path
     if path.exists():
-        raise InputError(f"{path} is not a file; give a YAML config such as configs/toy.yaml")
+        inside = [path / name for name in ("config.json", "config.yaml") if (path / name).is_file()]
+        kind = "the folder of a run" if inside else "not a file"
+        raise InputError(f"{path} is {kind}; give a YAML config such as "
+                         f"{[*inside, 'configs/toy.yaml'][0]}")
     shipped = Path(__file__).parent / "configs"
     inside = Path(*path.parts[1:]) if path.parts[:1] == ("configs",) else path
     if not path.is_absolute() and (shipped / inside).is_file():

@@ -7,6 +7,7 @@ those of the run; the mesh is asked for by overrides.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,11 +16,14 @@ from typing import Any
 
 from threed.api import check_process, own_signals
 from threed.checkpoint.format import MANIFEST, checkpoints, folder, is_name, name_of, unseal
+from threed.checkpoint.lineage import newest
 from threed.config import checked, of_values, overrides_of
 from threed.data.chat import templates
+from threed.data.keeping import kept_for
 from threed.data.place import tokenizer_file
 from threed.environment import place_of_environment
 from threed.errors import InputError, check_type
+from threed.folders import as_run
 from threed.sampling import IMPORTED, TOKENIZER, Sampling
 from threed.schema import Config, DataConfig, RunConfig
 from threed.values import get
@@ -58,7 +62,7 @@ def generate(run: str | Path, prompts: Sequence[str] = (), sampling: Sampling | 
     if not prompts:
         raise InputError("no prompt: give --prompt TEXT, or more than one; the run has no "
                          "train.sample_prompts")
-    config.data = _prompted(path, config.data, tokenizer, chat)
+    config.data = _prompted(_kept(path, config, checkpoint), config.data, tokenizer, chat)
     own = forward_config(config, path, checkpoint, overrides)
     own.train.sample_prompts = prompts
     per_batch = own.train.micro_batch_size * own.dp
@@ -91,7 +95,7 @@ def evaluate(run: str | Path, data: str | None = None, limit: int | None = None,
         raise InputError(f"{run} has held no data out (data.validation_fraction=0): give --data SOURCE")
     if data is not None:
         config.data.source, config.data.mix = data, None
-        config.data.tokenizer = str(_tokenizers(path, config.data, tokenizer)[0])
+        config.data.tokenizer = str(_tokenizers(_kept(path, config, checkpoint), config.data, tokenizer)[0])
     elif tokenizer is not None:
         raise InputError("a tokenizer is for other data: give --data SOURCE, too")
     own = forward_config(config, path, checkpoint, overrides, (*MESH, "data"))
@@ -119,9 +123,7 @@ def _opened(run: str | Path, checkpoint: int | str | Path | None) -> tuple[Path,
         config = of_values(unseal(path)["config"], f"{path / MANIFEST}")
         inside = is_name(path.name) and path.parent.name == "checkpoints"
         return path.resolve().parents[1] if inside else path, config, str(path)
-    if not path.is_dir():
-        raise InputError(f"{run}: there is no such run; give the folder that run.dir named")
-    config = _of_folder(path)
+    config = _of_folder(as_run(path))
     if config.model.own_layers:
         raise InputError(f"{run} has layers of somebody's own, which neither write text nor read it: see "
                          "val/loss (train.eval_every)")
@@ -172,10 +174,19 @@ def forward_config(config: Config, run: Path, checkpoint: str, overrides: Sequen
         "checkpoint.background": False, **given}, "the overrides")
 
 
-def _tokenizers(run: Path, data: DataConfig, given: str | Path | None) -> list[Path]:
-    """Files of the tokenizer of a run's data, what is kept with the run first. InputError where there is
-    none."""
-    places = [run / TOKENIZER, run / IMPORTED / TOKENIZER]
+def _kept(run: Path, config: Config, checkpoint: str) -> list[Path]:
+    """Where the tokenizer of a checkpoint may be kept with its run."""
+    path = newest(config) if checkpoint == "auto" else Path(checkpoint)
+    home = run
+    with contextlib.suppress(InputError):  # whoever loads the checkpoint says what is wrong with it
+        home = kept_for(run, unseal(path)) if path is not None else run
+    return [home / TOKENIZER, run / IMPORTED / TOKENIZER]
+
+
+def _tokenizers(places: list[Path], data: DataConfig, given: str | Path | None) -> list[Path]:
+    """Files of the tokenizer of a run's data, what is kept with the run (`places`) first. InputError where
+    there is none."""
+    places = list(places)
     if data.tokenizer != "bpe":
         places.append(tokenizer_file(data.tokenizer))
     files = [tokenizer_file(given)] if given is not None else [place for place in places if place.is_file()]
@@ -186,9 +197,10 @@ def _tokenizers(run: Path, data: DataConfig, given: str | Path | None) -> list[P
     return files
 
 
-def _prompted(run: Path, data: DataConfig, tokenizer: str | Path | None, chat: bool | None) -> DataConfig:
-    """The data of a run, as its prompts are to be written."""
-    files = _tokenizers(run, data, tokenizer)
+def _prompted(places: list[Path], data: DataConfig, tokenizer: str | Path | None,
+              chat: bool | None) -> DataConfig:
+    """The data of a run, as its prompts are to be written. `places`: as of `_tokenizers`."""
+    files = _tokenizers(places, data, tokenizer)
     if chat is None or chat == (data.loss_mask == "chat"):
         chat, mine = data.loss_mask == "chat", data
     else:  # what is said of examples has no effect

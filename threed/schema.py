@@ -230,6 +230,8 @@ class DataConfig:
     packing: str = "stream"  # stream: windows follow each other and cut documents | best-fit: whole documents
     # are packed into windows, and little is padded
     validation_fraction: float = 0.02  # share of tokens held out, whole documents
+    on_change: str = "error"  # where a run goes on and data or tokenizer have another content than its
+    # checkpoint's: error | accept (and say so)
     cache: str | None = None  # where prepared data is kept; null: $XDG_CACHE_HOME/threed or ~/.cache/threed
 
 

@@ -62,6 +62,8 @@ class Trainer:
         self.skipped = Skipped(engine, self.checkpoints, self.say, resumed.manifest.get("skipped", 0))
         self.samples: int = resumed.manifest.get("samples", 0)  # of the training split, so far
         self.stopping = self.save_asked = False
+        self.identity = resumed.data  # of the data; known to rank 0
+        self.begun = False  # whether this start changes anything: a step is due, and nothing has refused it
         self._callbacks: Sequence[Callback] = ()
 
     @property
@@ -94,12 +96,19 @@ class Trainer:
         if self.log:
             self.log.say(text)
 
-    def run(self, callbacks: Sequence[Callback]) -> None:
-        """Run the steps that are left, with these callbacks in this order."""
+    def run(self, callbacks: Sequence[Callback], begin: Callable[[], None] = lambda: None) -> None:
+        """Run the steps that are left, with these callbacks in this order. `begin` makes the run's folder
+        this start's: it is called once all ranks are ready, if a step is due."""
         self._callbacks = callbacks
         for callback in callbacks:
             callback.on_start(self)
-        while not self.over:
+        if not self.over or self.checkpoints.newest is None:
+            with self.watch.phase("begin"):
+                self.stopping = bool(self.comm.numbers(float(self._requests.stop)).any())
+            self.begun = not self.stopping
+        if self.begun:
+            begin()
+        while self.begun and not self.over:
             for callback in callbacks:
                 callback.on_step_begin(self)
             step = self._step()

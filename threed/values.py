@@ -24,6 +24,7 @@ CHOICES = {
     "optimizer.schedule": ("constant", "linear", "cosine", "wsd"),
     "data.loss_mask": ("none", "answers", "chat"),
     "data.packing": ("stream", "best-fit"), "data.on_bad_row": ("error", "skip"),
+    "data.on_change": ("error", "accept"),
     "train.on_nonfinite": ("stop", "skip"),
     "monitor.wandb": ("auto", "offline", "online", "disabled"),
     "run.device": ("auto", "cpu", "cuda"),

@@ -34,6 +34,9 @@ EXAMPLES = {
     "generate": 'threed generate runs/toy --prompt "def main(" --temperature 0.8 --top-p 0.95',
     "eval": 'threed eval runs/toy --data "more/*.txt"',
 }
+# What others call a command.
+MEANT = dict.fromkeys(("resume", "continue", "restart"), "a run goes on by threed train RUN, from its newest "
+                      "checkpoint; RUN is its run.dir")
 
 
 def keys(args: list[str], incomplete: str) -> list[str]:

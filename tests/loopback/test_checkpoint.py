@@ -23,6 +23,7 @@ from tests.harness import batches, tiny
 from threed.checkpoint import format as formats
 from threed.checkpoint import load as loading
 from threed.checkpoint import save as saving
+from threed.checkpoint.choose import notes
 from threed.checkpoint.lineage import Lineage
 from threed.checkpoint.load import resume
 from threed.checkpoint.save import Saver, Stage
@@ -318,6 +319,14 @@ def take(config: Config) -> tuple[str | None, list[str]]:
     result = on_ranks(config, lambda engine, comm: resume(config, engine.zero))
     assert len({(each.path, each.lineage) for each in result}) == 1
     return (result[0].path.name if result[0].path else None), result[0].notes
+
+
+def test_weights_alone_begin_fresh(tmp_path):
+    """They come from no run, whose settings could be compared."""
+    config, path = at(tmp_path, *DP), tmp_path / "checkpoints" / "step-00000000"
+    values = {"weights_only": True, "step": 0, "config": {**config.to_dict(), "optimizer": {"lr": 7.0}}}
+    assert notes(path, values, {}, config) == ["step-00000000 has weights alone: the optimizer, its schedule "
+                                               "and the data begin fresh, at step 1"]
 
 
 def test_the_one_before_is_taken(tmp_path):

@@ -12,6 +12,7 @@ from tests.data.files import word_level
 from tests.harness import batches, tiny
 from tests.reference import Reference
 from threed.comm import Comm, initialized
+from threed.data.keeping import kept_for, tokenizer_digest
 from threed.data.prompts import added, encode, keep_tokenizer
 from threed.data.tokenizer import load
 from threed.engine.engine import Engine
@@ -250,8 +251,19 @@ def test_the_tokenizer_is_kept_with_the_run(tmp_path):
     assert keep_tokenizer(file, data, run) == []
     assert (run / "chat_template.jinja").read_text() == "{{ 1 }}"
     assert (run / "tokenizer_config.json").is_file()
-    assert keep_tokenizer(None, data, run) == []  # the data have none: an older one would be wrong
-    assert not any(run.iterdir())
+    assert keep_tokenizer(None, data, run) == []  # the data have none; older checkpoints have
+    assert (run / "tokenizer.json").read_bytes() == file.read_bytes()
+    kept = (run / "tokenizer.json").read_bytes()
+    file.write_text('{"model": {"vocab": {"a": 0}}}')
+    (said,) = keep_tokenizer(file, data, run)
+    (other,) = run.glob("tokenizer-*")
+    assert (run / "tokenizer.json").read_bytes() == kept and f"is kept in {other}" in said
+    assert {each.name for each in other.iterdir()} == {"tokenizer.json", "chat_template.jinja",
+                                                       "tokenizer_config.json"}
+    assert keep_tokenizer(file, data, run) == []  # it was said before
+    for text, home in (("é {}", run), ('{"model": {"vocab":   {"a":0}}, "padding": 1}', other)):
+        file.write_text(text)
+        assert kept_for(run, {"data": {"tokenizer": tokenizer_digest(file)}}) == home
     (warning,) = keep_tokenizer(tmp_path / "none.json", data, run)
     assert "was not written" in warning
 

@@ -142,3 +142,11 @@ def test_damaged_files(tmp_path):
     rows = {Path(row["run"]).name: row for row in runs.find(tmp_path)}
     assert rows["a"]["state"] == "ended" and [rows[name]["step"] for name in "abc"] == [3, 3, 0]
     assert runs.show(list(rows.values())).count("\n") == 3
+
+
+def test_a_start_that_was_killed_before_its_first_step(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / ".lock").write_text("on vm, process 7, since yesterday\n")
+    row = one(tmp_path / "a")
+    assert (row["state"], row["step"], row["remark"]) == ("unknown", 0,
+                                                          "no process has it, and it has made no step")

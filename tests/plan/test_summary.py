@@ -22,7 +22,7 @@ def test_numbers_are_of_the_same_steps():
 
     meter = SimpleNamespace(metrics=metrics, stragglers=SimpleNamespace(warnings=[]))
     checkpoints = SimpleNamespace(metrics=dict, newest="runs/x/checkpoints/step-00000012")
-    trainer: Any = SimpleNamespace(log=log, meter=meter, checkpoints=checkpoints, step_number=12,
+    trainer: Any = SimpleNamespace(log=log, meter=meter, checkpoints=checkpoints, step_number=12, begun=True,
                                    config=SimpleNamespace(tokens_per_step=600,
                                                           model=SimpleNamespace(counted="tokens"),
                                                           train=SimpleNamespace(steps=12)))

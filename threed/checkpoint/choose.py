@@ -11,11 +11,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from threed.address import is_store
+from threed.checkpoint import differences, provenance
 from threed.checkpoint.copy import fetch
 from threed.checkpoint.format import (
     INDEX,
@@ -107,9 +107,10 @@ def begin_lineage(config: Config, path: Path | None, lineage: Lineage) -> None:
                        f"saved") from None
 
 
-def read_manifest(path: Path, config: Config, trains: bool = True) -> dict[str, Any]:
+def read_manifest(path: Path, config: Config, trains: bool = True,
+                  data: dict[str, Any] | None = None) -> dict[str, Any]:
     """The manifest. Unusable where a file is missing; InputError where the config cannot go on from this
-    checkpoint. `trains`: False where only its weights are wanted."""
+    checkpoint. `trains`: False where only its weights are wanted. `data`: the identity of the run's data."""
     manifest = unseal(path)
     _check_files(path, manifest)
     base = is_base(manifest, config)
@@ -147,6 +148,8 @@ def read_manifest(path: Path, config: Config, trains: bool = True) -> dict[str, 
         raise InputError(f"checkpoint {path} was saved with optimizer.name={theirs}, and has no "
                          f"{' and '.join(missing)}, which {config.optimizer.name} needs: go on with "
                          f"{theirs}, or begin anew with train.resume=never")
+    if trains and not (base or weights_only(manifest)):
+        provenance.check(path, manifest, data or {}, config)
     return manifest
 
 
@@ -197,33 +200,13 @@ def begun(config: Config) -> list[str]:
         "begin with threed import, or name the base model's checkpoint with train.resume=PATH"]
 
 
-# Keys that decide which sample an index is.
-_DATA = ("data.source", "data.mix", "data.tokenizer", "data.append_eod", "data.prepend_bos", "data.loss_mask",
-         "data.document_mask", "data.packing", "data.validation_fraction")
-
-
-def notes(path: Path, manifest: dict[str, Any], config: Config) -> list[str]:
-    """A line for each setting in which the resumed run differs from the run that saved."""
-    lines = []
+def notes(path: Path, manifest: dict[str, Any], data: dict[str, Any], config: Config) -> list[str]:
+    """A line for each thing that the resumed run does otherwise than the run that saved. `data`: the identity
+    of its data."""
     if is_base(manifest, config):
-        lines.append(f"{path.name} has no adapters: they begin anew, at step 0, and its weights are frozen")
-    mine, theirs = config.to_dict(), manifest["config"]
+        return [f"{path.name} has no adapters: they begin anew, at step 0, with a fresh optimizer and "
+                "schedule, and its weights are frozen"]
     if weights_only(manifest):  # it comes from no run
-        return lines
-    for key in ("train.seed", "train.global_batch_size", *_DATA, "optimizer.name", "precision.dtype"):
-        section, name = key.split(".")
-        before = theirs.get(section, {}).get(name)
-        if before != mine[section][name]:
-            lines.append(f"{key} was {before} in {path.name} and is {mine[section][name]} from here on")
-    before, now = manifest["mesh"], config.axis_sizes
-    if any(before.get(axis, 1) != size for axis, size in now.items()):
-        lines.append(f"{path.name} was saved by {_mesh(before)}, and goes on on {_mesh(now)}; the global "
-                     f"batch is {config.train.global_batch_size} sequences")
-    return lines
-
-
-def _mesh(sizes: dict[str, Any]) -> str:
-    """`sizes`: as in a manifest, which may name axes that this version does not know."""
-    along = {axis: size for axis, size in sizes.items() if axis != "order"}
-    text = " x ".join(f"{axis} {size}" for axis, size in along.items())
-    return f"{prod(along.values())} ranks ({text})"
+        return [f"{path.name} has weights alone: the optimizer, its schedule and the data begin fresh, at "
+                f"step {manifest['step'] + 1}"]
+    return [*differences.notes(path, manifest, config), *provenance.notes(path, manifest, data, config)]

@@ -2,9 +2,10 @@
 
     run.dir/checkpoints/
         step-00000100/              written as step-00000100.ATTEMPT.tmp, then renamed
-            manifest.json           step, counters, mesh, config; for each file its size and the checksum of
-                                    its header; for each parameter the place of its line in the index and the
-                                    checksums of its whole tensors; the manifest's own checksum
+            manifest.json           step, counters, mesh, config, identity of the data; for each file its size
+                                    and the checksum of its header; for each parameter the place of its line
+                                    in the index and the checksums of its whole tensors; the manifest's own
+                                    checksum
             index.jsonl             one line per parameter: the file and first byte of each of its boxes
             rank-00000.safetensors  tensors 'param:NAME@ROW,COLUMN', the same for each buffer of the
                                     optimizer, all fp32
@@ -269,6 +270,7 @@ _KEYS: dict[str, Callable[[Any], bool]] = {
     "waiting": lambda value: value is None or (_WAITING(value) and len(value) == 5),
     "lineage": _lineage,
     "mesh": _mesh,
+    "data": lambda value: value is None or _object(value),  # older checkpoints do not know it
     "config": lambda value: _has(model=_object)(value) and _each(_object)(value),
     "parameters": _each(_has(at=_count, size=_count, crc=_count, sums=_object)),
     "files": _each(lambda value: isinstance(value, list) and len(value) == 3 and all(map(_count, value)),

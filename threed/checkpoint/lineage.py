@@ -82,6 +82,13 @@ def read_latest(config: Config) -> tuple[str, Lineage | None]:
         return "", None
 
 
+def newest(config: Config) -> Path | None:
+    """The newest checkpoint in the folder of a run: what `latest` names, else that of the highest step."""
+    named, _ = read_latest(config)
+    found = checkpoints(config)
+    return next((path for path in found if path.name == named), next(iter(found), None))
+
+
 def parse_latest(data: bytes) -> tuple[str, Lineage | None]:
     """`read_latest` of the file's content."""
     try:

@@ -48,20 +48,23 @@ class Resumed(NamedTuple):
     manifest: dict[str, Any]
     lineage: Lineage
     notes: list[str]  # for the run's output
+    data: dict[str, Any]  # the identity of what the run is trained on (data/identity), known to rank 0
 
 
-def resume(config: Config, zero: ZeroRun, say: Callable[[str], None] = lambda line: None) -> Resumed:
+def resume(config: Config, zero: ZeroRun, say: Callable[[str], None] = lambda line: None,
+           data: dict[str, Any] | None = None) -> Resumed:
     """Bring this rank to the state that `train.resume` asks for. All ranks call this together, and all resume
     from the same checkpoint.
 
-    `say` gets a line before work that may take long. InputError where the named checkpoint cannot be used, or
+    `say` gets a line before work that may take long. `data`: on rank 0, the identity of the run's data; None:
+    they are not compared with the checkpoint's. InputError where the named checkpoint cannot be used, or
     none of several.
     """
-    comm, said = zero.comm, []
+    comm, said, data = zero.comm, [], data or {}
     chosen = candidates(config, say) if comm.rank == 0 else iter(())
     while (choice := _on_first(comm, lambda: next(chosen, None))) is not None:
         path, lineage, may_fall_back = choice
-        manifest, problem = _read_manifest(path, config, zero)
+        manifest, problem = _read_manifest(path, config, zero, data)
         if problem is None:
             size = sum(size for size, *_ in manifest["files"].values())
             say(f"reading {path}: {show_bytes(size)}, all ranks together")
@@ -70,7 +73,7 @@ def resume(config: Config, zero: ZeroRun, say: Callable[[str], None] = lambda li
         if problem is None:
             if lineage is None or said:
                 lineage = comm.broadcast(Lineage.new(config, manifest))
-            return Resumed(path, manifest, lineage, said + notes(path, manifest, config))
+            return Resumed(path, manifest, lineage, said + notes(path, manifest, data, config), data)
         if not may_fall_back:
             raise InputError(f"checkpoint {path} {problem}; resume from another one with train.resume=PATH")
         said.append(f"checkpoint {path} {problem}: going on from the one before it")
@@ -79,7 +82,7 @@ def resume(config: Config, zero: ZeroRun, say: Callable[[str], None] = lambda li
         raise InputError(f"none of the checkpoints can be used:\n  {reasons}\nrepair one, name one with "
                          "train.resume=PATH, or begin anew in another run.dir, or here with "
                          "train.resume=never")
-    return Resumed(None, {}, comm.broadcast(Lineage.new(config)), begun(config))
+    return Resumed(None, {}, comm.broadcast(Lineage.new(config)), begun(config), data)
 
 
 def _together(comm: Comm, work: Callable[[], T], stop: threading.Event | None = None) -> T:
@@ -115,13 +118,14 @@ def _first(problems: list[str | None]) -> str | None:
     return next((each for each in problems if each is not None), None)
 
 
-def _read_manifest(path: Path, config: Config, zero: ZeroRun) -> tuple[dict[str, Any], str | None]:
+def _read_manifest(path: Path, config: Config, zero: ZeroRun,
+                   data: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
     """The manifest, read by rank 0 and then by all ranks; or why it cannot be used, the same on all ranks."""
     comm = zero.comm
 
     def choose() -> tuple[dict[str, Any], str | None]:
         try:
-            return (read_manifest(path, config, zero.table.trains) if comm.rank == 0 else {}), None
+            return (read_manifest(path, config, zero.table.trains, data) if comm.rank == 0 else {}), None
         except Unusable as error:
             return {}, error.what
         except InputError:  # no other checkpoint would do

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from threed.data.chat import BESIDE, CONFIG, Template, templates
+from threed.data.keeping import home_of
 from threed.data.tokenizer import Tokenizer, keep_end
 from threed.errors import InputError
 from threed.sampling import TOKENIZER
@@ -76,14 +77,20 @@ def added(tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int]) -> st
 
 def keep_tokenizer(file: Path | None, data: DataConfig, folder: Path) -> list[str]:
     """Copy the tokenizer of a run's data, and its chat template, to the folder of the run, which then can
-    write text wherever it is moved. Returns warnings."""
-    files = {TOKENIZER: file, **templates(data)} if file is not None else {}
+    write text wherever it is moved. Another tokenizer that is there stays. Returns warnings."""
+    if file is None:
+        return []
+    files, said = {TOKENIZER: file, **templates(data)}, []
     try:
+        if (home := home_of(file, folder)) != folder:
+            said = [] if home.is_dir() else [f"{folder / TOKENIZER} is of the run's older checkpoints, and "
+                                             f"stays; that of those from here on is kept in {home}"]
+            folder = home
         for name in (TOKENIZER, BESIDE, CONFIG):
             kept, source = folder / name, files.get(name)
             if source is None:
                 kept.unlink(missing_ok=True)
-            else:
+            elif name != TOKENIZER or not kept.exists():  # what is there is the same tokenizer
                 folder.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(source, kept.with_name(f"{name}.tmp"))
                 kept.with_name(f"{name}.tmp").replace(kept)  # no reader sees half of it
@@ -91,4 +98,4 @@ def keep_tokenizer(file: Path | None, data: DataConfig, folder: Path) -> list[st
             keep_end(Path(data.tokenizer).expanduser(), folder / TOKENIZER)
     except OSError as error:
         return [f"{folder / TOKENIZER} was not written: {error}; threed generate will need --tokenizer"]
-    return []
+    return said

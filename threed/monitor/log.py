@@ -53,8 +53,9 @@ FAILED_S = 4.0  # and at the end of one that has failed: its ranks are killed af
 
 class Log:
     def __init__(self, config: Config):
-        """Lock run.dir for this run. InputError where another run has it, or where it may not be written;
-        RunError where the disk fails."""
+        """Lock run.dir for this run, and change nothing else in it: a start that is refused, or has nothing
+        to do, leaves the folder as it was (`close`). InputError where another run has it, or where it may not
+        be written; RunError where the disk fails."""
         self.config = config
         self.console = Console(highlight=False)
         self.run_id: str | None = None
@@ -62,9 +63,11 @@ class Log:
         self._wandb: Any = None
         self._lines: StepLines | None = None
         self.path = Path(config.run.dir) / "metrics.jsonl"
+        folder, self._begun, self._failed = self.path.parent, False, False
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._lock = (self.path.parent / ".lock").open("a+")
+            self._made = [path for path in (folder, *folder.parents) if not path.exists()]
+            folder.mkdir(parents=True, exist_ok=True)
+            self._lock = (folder / ".lock").open("a+")
         except OSError as error:
             raise _unusable(config, error) from None
         try:
@@ -77,6 +80,8 @@ class Log:
                              "or give this one a folder of its own") from None
         except OSError:
             pass  # a file system without locks
+        self._lock.seek(0)
+        self._before = self._lock.read()  # "" in a folder that no run has had
         with contextlib.suppress(OSError):  # a full disk
             self._lock.truncate(0)
             self._lock.write(f"on {socket.gethostname()}, process {os.getpid()}, since "
@@ -84,23 +89,27 @@ class Log:
             self._lock.flush()
 
     def _take_lock(self) -> None:
-        """Take the lock, at the second try where somebody only looks at it (`threed runs`)."""
+        """Take the lock, at the second try where somebody only looks at it (`threed runs`), or where the
+        start that had made the file has just removed it (`_leave_as_found`)."""
+        path = self.path.parent / ".lock"
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if path.exists() and os.path.samestat(path.stat(), os.fstat(self._lock.fileno())):
+                return
+            self._lock = path.open("a+")
         except BlockingIOError:
             time.sleep(PROBE_S)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def start(self, step: int, run_id: str | None) -> None:
-        """Go on after `step`: lines of later steps, which are repeated, move to metrics.undone.jsonl.
-        `run_id`: the wandb run that a checkpoint names. A run that is started again before its first
-        checkpoint goes on with the same wandb run, too."""
+        """Go on after `step`, and from here on change what is in the folder: lines of later steps, which are
+        repeated, move to metrics.undone.jsonl. `run_id`: the wandb run that a checkpoint names. A run that is
+        started again before its first checkpoint goes on with the same wandb run, too."""
         try:
             cut(self.path, step, self.path.with_suffix(".undone.jsonl"))
             self._lines = StepLines(self.path)
         except OSError as error:
             raise _unusable(self.config, error) from None
-        state.note(self.path.parent, state.RUNNING, step)
         note = self.path.parent / "wandb-run"
         if run_id is None and restarted():
             with contextlib.suppress(OSError):
@@ -110,6 +119,8 @@ class Log:
             self.run_id, self.wandb_dir = self._wandb.id, os.path.dirname(self._wandb.dir)
             with contextlib.suppress(OSError):
                 note.write_text(f"{self.run_id}\n")
+        self._begun = True
+        state.note(self.path.parent, state.RUNNING, step)
 
     def step(self, step: int, metrics: dict[str, float | None]) -> None:
         """Log one step's metrics: written at once, so that a killed run loses nothing."""
@@ -142,8 +153,11 @@ class Log:
             charts.picture(self._wandb, step, svg)
 
     def over(self, how: str, step: int) -> None:
-        """Say in state.json how the run is over (`monitor.state`)."""
-        state.note(self.path.parent, how, step)
+        """Say in state.json how the run is over (`monitor.state`). Of one that never began there is nothing
+        to say: its folder may hold another start's word."""
+        self._failed = how == state.FAILED
+        if self._begun:
+            state.note(self.path.parent, how, step)
 
     def texts(self, step: int, rows: Sequence[tuple[str, str]]) -> None:
         """Print what the model has added to prompts, and send it to wandb. Call it before `step`, as
@@ -185,6 +199,20 @@ class Log:
             self._lines.close()
         if self._wandb:
             charts.finish(self._wandb)
+        if not self._begun:
+            self._leave_as_found()
+
+    def _leave_as_found(self) -> None:
+        """Undo what taking the lock has changed in the folder."""
+        with contextlib.suppress(OSError):
+            if self._before:
+                self._lock.truncate(0)
+                self._lock.write(self._before)
+                self._lock.flush()
+                return
+            (self.path.parent / ".lock").unlink()
+            for path in self._made if self._failed else ():  # the innermost first; one that holds
+                path.rmdir()  # anything stays
 
 
 def _line(step: int, steps: int, metrics: dict[str, float | None]) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from threed.errors import InputError, check_type
+from threed.folders import as_run
 from threed.monitor.compare import compare
 from threed.monitor.traces import RunTrace, read_run
 from threed.planned import load_config
@@ -25,9 +26,7 @@ class Run:
 
     def __init__(self, path: str | Path):
         check_type("path", path, (str, Path), "the folder that run.dir named")
-        self.path = Path(path)
-        if not self.path.is_dir():
-            raise InputError(f"{self.path}: there is no such run; give the folder that run.dir named")
+        self.path = as_run(path)
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r})"

@@ -11,7 +11,7 @@ from typing import Any, TypeGuard
 
 from threed.errors import InputError
 from threed.monitor.compare import CONFIG
-from threed.monitor.state import FILE, LOCK, is_locked, last_word, state_of
+from threed.monitor.state import FILE, LOCK, UNKNOWN, is_locked, last_word, state_of
 from threed.quantity import show_count
 
 DEPTH = 4  # folders below the given one
@@ -47,6 +47,8 @@ def _row(path: Path) -> dict[str, Any]:
     signs = list(filter(_is_number, (last.get("run/time"), word.get("time"), _changed(path))))
     age_s = max(0.0, time.time() - max(signs)) if signs else None
     state, remark = state_of(word, is_locked(path), age_s, bool(steps) and step >= (steps or 0))
+    if state == UNKNOWN and not word and not last:
+        remark = "no process has it, and it has made no step"
     return {"run": str(path), "state": state, "step": step, "steps": steps, "loss": last.get("train/loss"),
             "tokens_per_s": last.get("perf/tokens_per_s"),
             "samples_per_s": last.get("perf/samples_per_s"),

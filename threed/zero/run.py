@@ -13,6 +13,7 @@ from threed.lanes import Job
 from threed.mesh import GROUPS, axes_of
 from threed.models.tiling import share_of
 from threed.optimizers.base import Update, View
+from threed.optimizers.rate import learning_rate
 from threed.program.buffers import Buffers
 from threed.program.instruction import Instruction, Op, Slot, Tier
 from threed.program.table import Table
@@ -71,7 +72,7 @@ class ZeroRun:
 
     @property
     def lr(self) -> float:
-        return optimizer.learning_rate(self.config.optimizer, self.updates, self.config.train.steps)
+        return learning_rate(self.config.optimizer, self.updates, self.config.train.steps)
 
     def program(self) -> str:
         """The name of the next step's program."""

@@ -17,11 +17,13 @@ from threed.checkpoint.format import MANIFEST, Unusable, checkpoints, folder, is
 from threed.checkpoint.lineage import read_latest
 from threed.checkpoint.proof import checksum
 from threed.checkpoint.read import Reader
+from threed.data.keeping import kept_for
 from threed.doors.hf import kept
 from threed.doors.hf.places import located
 from threed.doors.hf.tensors import PIECE
 from threed.doors.hf.views import blocks
 from threed.errors import InputError
+from threed.folders import as_run
 from threed.models.spec import Parameter
 from threed.schema import Config, RunConfig
 
@@ -32,8 +34,9 @@ class Trained:
 
     def __init__(self, run: Path, like: Path | None):
         self.path = newest(run)
-        self.home = run if self.path != run else run.parent.parent  # the folder of the run
         self.manifest = unseal(self.path)
+        # the folder of the run, or the one in it that has the tokenizer of this checkpoint
+        self.home = kept_for(run if self.path != run else run.parent.parent, self.manifest)
         self.config = configs.of_values({"model": _known(self.manifest["config"]["model"]),
                                          "data": self.manifest["config"].get("data", {})},
                                         f"the config of {self.path}")
@@ -88,7 +91,7 @@ def newest(run: Path) -> Path:
     """The newest checkpoint of a run, by its file `latest`; or the folder itself, if it is a checkpoint."""
     if (run / MANIFEST).is_file():
         return run
-    config = Config(run=RunConfig(dir=str(run)))
+    config = Config(run=RunConfig(dir=str(as_run(run))))
     named, _ = read_latest(config)
     if is_name(named) and (folder(config) / named / MANIFEST).is_file():
         return folder(config) / named

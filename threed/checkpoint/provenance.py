@@ -1,0 +1,95 @@
+"""Provenance: whether a run that goes on from a checkpoint has the data and the tokenizer that it was trained
+on. A manifest keeps their identity (data/identity): paths may change, content may not, unless
+data.on_change=accept. Checkpoints of imports and of older versions do not know it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from threed.data.keeping import tokenizer_of
+from threed.errors import InputError
+from threed.schema import Config, DataConfig
+
+# Keys that say which tokens the same content becomes: a note says that they have changed, and tokens cannot
+# be compared then.
+MAKE_TOKENS = ("append_eod", "prepend_bos", "loss_mask", "chat_template")
+
+
+def check(path: Path, manifest: dict[str, Any], data: dict[str, Any], config: Config) -> None:
+    """InputError where `data`, the identity of what the run would be trained on, are not those of the
+    checkpoint, and data.on_change does not accept others."""
+    found = changes(manifest, data, config.data)
+    if not found or config.data.on_change == "accept":
+        return
+    digest = manifest["data"]["tokenizer"]
+    kept = tokenizer_of(path.parent.parent, digest) or tokenizer_of(Path(config.run.dir), digest)
+    same = f"data.tokenizer={kept}" if kept is not None else "the tokenizer.json that it was trained with"
+    other = digest != data["tokenizer"]
+    only = len(found) == 1 and found[0].startswith("data.tokenizer=")
+    what = "with another tokenizer" if only else "on other data"
+    give = f"give {same}" if only else "give the data that it was trained on"
+    accept = f" (with {same}, tokens keep their meaning)" if other else ""
+    raise InputError(f"checkpoint {path} was trained {what}: {'; '.join(found)}. To go on as it was, {give}; "
+                     f"to go on with what is given now, from step {manifest['step'] + 1} on, set "
+                     f"data.on_change=accept{accept}; or begin anew in another run.dir")
+
+
+def notes(path: Path, manifest: dict[str, Any], data: dict[str, Any], config: Config) -> list[str]:
+    """A line about data that are not those of the checkpoint, or of which that is not known."""
+    if data and not manifest.get("data"):
+        return [f"{path.name} does not say which data it was trained on: they are not compared"]
+    if not (found := changes(manifest, data, config.data)):
+        return []
+    return [f"data.on_change=accept: from step {manifest['step'] + 1} on the run has others than {path.name} "
+            f"was trained on: {'; '.join(found)}"]
+
+
+def changes(manifest: dict[str, Any], data: dict[str, Any], now: DataConfig) -> list[str]:
+    """What is other about the data and the tokenizer than a checkpoint's manifest says, a text each; [] where
+    nothing is, or one of them is not known."""
+    before = manifest.get("data") or {}
+    if not before or not data:
+        return []
+    theirs = {**dataclasses.asdict(DataConfig()), **manifest["config"].get("data", {})}
+    first, second = before["tokenizer"], data["tokenizer"]
+    retrained, found = theirs["tokenizer"] == now.tokenizer == "bpe", []
+    other = first is not None and second is not None and first != second
+    if other and not retrained:
+        found.append(f"data.tokenizer={now.tokenizer} is another tokenizer")
+    same_making = all(theirs[key] == getattr(now, key) for key in MAKE_TOKENS)
+    compared = same_making and (retrained or not other)
+    parts = _changes_of_sources(before["sources"], data["sources"], compared)
+    if other and retrained:
+        parts = parts or ["the content of data.source is another"]
+        parts[-1] += ", and so is the tokenizer (data.tokenizer=bpe), which is trained on the data"
+    return found + parts
+
+
+def _changes_of_sources(before: list[dict[str, Any]], now: list[dict[str, Any]], compared: bool) -> list[str]:
+    """What is other about the sources. `compared`: whether tokens tell of a source's content."""
+    found, left, order = [], list(now), []
+    pairs: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    rest = list(before)
+    for alike in (lambda old, new: old["tokens"] == new["tokens"],
+                  lambda old, new: old["source"] == new["source"],
+                  lambda old, new: len(before) == len(now) == 1):
+        for old in list(rest):
+            if (new := next((each for each in left if alike(old, each)), None)) is not None:
+                pairs.append((old, new))
+                rest.remove(old)
+                left.remove(new)
+    found += [f"{old['source']} is no longer a source" for old in rest]
+    found += [f"{new['source']} is a new source, with a share of {new['share']}" for new in left]
+    if not rest and not left:
+        found += [f"the share of {new['source']} was {old['share']} and is {new['share']}"
+                  for old, new in pairs if old["share"] != new["share"]]
+        order = [now.index(new) for _, new in sorted(pairs, key=lambda pair: before.index(pair[0]))]
+    changed = [new["source"] for old, new in pairs if compared and old["tokens"] != new["tokens"]]
+    if changed and not (rest or left):
+        found.append(f"the content of {', '.join(changed)} is another")
+    if not found and order != sorted(order):
+        found.append("data.mix has its sources in another order, and so the samples")
+    return found

@@ -24,8 +24,9 @@ ROOT = Path(__file__).parents[1]
 # its end is a folder; the longest name that fits a module counts.
 LEVELS = (
     (  # 0
-        "errors models",
-        "address doors.table early later native pipeline.orders quantity restart sampling",
+        "console errors models",
+        "address doors.table early later native pipeline.orders quantity sampling",
+        "paths restart",
         "doors.deepspeed doors.megatron_rest doors.megatron_values doors.peft doors.torchtitan",
         "doors.megatron",
         "doors.script synonyms",
@@ -80,7 +81,8 @@ LEVELS = (
         "page.",
         "checkpoints generation",
         "nonfinite",
-        "children doors. trainer",
+        "children deadline doors. stopped",
+        "trainer",
         "callbacks calibration.",
     ),
     (  # 6

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from threed import config as configs
 from threed.callback import Callback
 from threed.config import checked
-from threed.early import STOPS
+from threed.early import BEGAN, STOPS
 from threed.environment import Place, place_of_environment
 from threed.errors import InputError, RunError, check_type
 from threed.planned import config_of, planned
@@ -184,6 +185,7 @@ def train(config: Config | str | Path, overrides: list[str] | None = None,
     place = place_of_environment()
     check_process(forks=not isinstance(place, Place))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # threed says once what torch would in 40 lines
+    os.environ[BEGAN] = repr(time.time())
     with own_signals():
         status = start(load, callbacks)
     if status and isinstance(place, Place):

@@ -15,6 +15,7 @@ import typer
 
 from threed import __version__, api, cli_foreign, cli_learned
 from threed import config as configs
+from threed.console import say
 from threed.early import begin
 from threed.errors import ConfigError, InputError, Reported, ThreedError
 from threed.program import explain as explaining
@@ -22,7 +23,7 @@ from threed.program.picture import picture
 from threed.quantity import parse_count, parse_memory
 from threed.schema import Config
 from threed.start import start
-from threed.verbs import EXAMPLES, RunPath, convert, exclude, init, keys, runs, trace, write_file
+from threed.verbs import EXAMPLES, Quiet, RunPath, convert, exclude, init, keys, runs, trace, write_file
 
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
@@ -66,7 +67,7 @@ def _root(version: Annotated[bool, typer.Option("--version", callback=_version, 
 
 
 @app.command(short_help="train a model, or go on from its newest checkpoint")
-def train(config: ConfigPath, overrides: Overrides = None) -> None:
+def train(config: ConfigPath, overrides: Overrides = None, quiet: Quiet = False) -> None:
     """Train. The command starts all ranks on this machine; with NNODES, NODE_RANK and MASTER_ADDR in the
     environment, the ranks of one of several nodes (launch/torchrun.sh); under torchrun or srun it is one
     rank.
@@ -76,6 +77,7 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
     """
     parent = os.getppid()
     path = configs.find_file(config)
+    overrides = [*(overrides or []), *(["monitor.quiet=true"] if quiet else [])]
     status = start(lambda world_size: configs.load(path, overrides, world_size), parent=parent)
     from threed.rank import leave
 
@@ -394,7 +396,7 @@ def main() -> None:
         app()
     except ThreedError as error:
         if not isinstance(error, Reported):
-            print(f"threed: {error}", file=sys.stderr)
+            say(str(error))
         sys.exit(error.status)
     except SystemExit as ended:
         if ended.code == InputError.status:  # of the command line itself: an unknown option, say

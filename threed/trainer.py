@@ -14,6 +14,7 @@ from threed.checkpoint.load import Resumed
 from threed.checkpoints import Checkpoints
 from threed.data.mix import AnySplit, Mixture, Splits, Trees
 from threed.data.samples import Split, stacked
+from threed.deadline import Deadline
 from threed.engine.engine import Engine
 from threed.engine.verify import Verifier
 from threed.engine.watch import Watch
@@ -62,6 +63,10 @@ class Trainer:
         self.skipped = Skipped(engine, self.checkpoints, self.say, resumed.manifest.get("skipped", 0))
         self.samples: int = resumed.manifest.get("samples", 0)  # of the training split, so far
         self.stopping = self.save_asked = False
+        self.deadline: Deadline | None = None  # on rank 0, where run.stop_after sets one
+        if log and self.config.run.stop_after is not None:
+            self.deadline = Deadline(self.config, len(set(watch.hosts)), lambda: self.checkpoints.longest_s)
+            requests.late = self.deadline.late
         self._callbacks: Sequence[Callback] = ()
 
     @property
@@ -89,22 +94,28 @@ class Trainer:
         request."""
         self._requests.save = True
 
-    def say(self, text: str) -> None:
-        """A line on the run's console: rank 0's; the others say nothing."""
+    def say(self, text: str, always: bool = False) -> None:
+        """A line on the run's console: rank 0's; the others say nothing. `always`: as of `Log.say`."""
         if self.log:
-            self.log.say(text)
+            self.log.say(text, always)
 
     def run(self, callbacks: Sequence[Callback]) -> None:
         """Run the steps that are left, with these callbacks in this order."""
         self._callbacks = callbacks
         for callback in callbacks:
             callback.on_start(self)
+        if self.config.run.stop_after is not None:  # loading, or an attempt before this one, took time
+            with self.watch.phase("see whether run.stop_after is over"):
+                self.stopping = self.comm.broadcast(self.deadline is not None and self.deadline.late())
+        if self.log and not self.config.monitor.quiet:
+            self.watch.first = self.step_number + 1
         while not self.over:
             for callback in callbacks:
                 callback.on_step_begin(self)
             step = self._step()
             for callback in callbacks:
                 callback.on_step_end(self, step)
+        self.watch.pace.end()
         for callback in callbacks:
             callback.on_end(self)
 

@@ -51,6 +51,8 @@ def keys(args: list[str], incomplete: str) -> list[str]:
 
 
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="the run.dir of a run")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="on the console only warnings, errors and the "
+                                                           "summary (monitor.quiet)")]
 DsConfig = Annotated[Path | None, typer.Argument(metavar="DS_CONFIG",
                                                  help="DeepSpeed's JSON; leave it out with --megatron")]
 Overrides = Annotated[list[str] | None,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from threed import config as configs
 from threed.callback import Callback
 from threed.config import checked
-from threed.early import BEGAN, STOPS
+from threed.early import BEGAN, STOPS, calm
 from threed.environment import Place, place_of_environment
 from threed.errors import InputError, RunError, check_type
 from threed.planned import config_of, planned
@@ -186,6 +186,7 @@ def train(config: Config | str | Path, overrides: list[str] | None = None,
     check_process(forks=not isinstance(place, Place))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # threed says once what torch would in 40 lines
     os.environ[BEGAN] = repr(time.time())
+    calm()
     with own_signals():
         status = start(load, callbacks)
     if status and isinstance(place, Place):

@@ -18,6 +18,7 @@ from threed import config as configs
 from threed.console import say
 from threed.early import begin
 from threed.errors import ConfigError, InputError, Reported, ThreedError
+from threed.paths import arguments
 from threed.program import explain as explaining
 from threed.program.picture import picture
 from threed.quantity import parse_count, parse_memory
@@ -393,6 +394,7 @@ def _print_json(values: dict[str, Any]) -> None:
 def main() -> None:
     begin()
     try:
+        sys.argv[1:] = arguments(sys.argv[1:])
         app()
     except ThreedError as error:
         if not isinstance(error, Reported):

@@ -14,7 +14,7 @@ from typing import Any
 from threed import console
 
 BEGAN = "THREED_BEGAN"  # in the environment: when the run was started, in seconds since 1970
-RUNS = ("train", "eval", "generate")  # commands that compute
+RUNS = ("train", "eval", "generate", "calibrate")  # commands that compute
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 

@@ -17,6 +17,7 @@ from threed.api import check_process, own_signals
 from threed.checkpoint.format import MANIFEST, checkpoints, folder, is_name, name_of, unseal
 from threed.config import checked, of_values, overrides_of
 from threed.data.chat import templates
+from threed.early import calm
 from threed.environment import place_of_environment
 from threed.errors import InputError, check_type
 from threed.sampling import IMPORTED, TOKENIZER, Sampling
@@ -202,6 +203,7 @@ def _prompted(run: Path, data: DataConfig, tokenizer: str | Path | None, chat: b
 
 def _here_alone() -> None:
     """InputError where this process cannot start all ranks."""
+    calm()
     if place_of_environment() is not None:
         raise InputError("generate and eval start all their ranks on this machine themselves: run them "
                          "without torchrun, srun and NNODES")

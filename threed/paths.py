@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from threed.address import is_store
@@ -66,6 +65,11 @@ KEYS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+# options of commands that take a path; a command's first argument is one, too
+OPTIONS = ("-o", "--output", "--checkpoint", "--config", "--costs", "--data", "--folder", "--hardware",
+           "--like", "--svg", "--tokenizer", "--write")
+
+
 def expand(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Values by dotted key, with paths expanded; and a line for each that cannot be, which is left out."""
     found, problems = dict(values), []
@@ -81,14 +85,21 @@ def expand(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def argument(text: str) -> str:
-    """A path that an option has: `--output=~/x` comes as it stands, since the shell expands words that begin
-    with ~. InputError where it cannot be expanded."""
+    """A path that a command was given. InputError where it cannot be expanded."""
     try:
         return expanded(text)
     except ValueError as error:
         raise InputError(f"{text}: {error}") from None
 
 
-def path_argument(text: str | Path) -> Path:
-    """The same, as a Path."""
-    return Path(argument(str(text)))
+def arguments(words: Sequence[str]) -> list[str]:
+    """The words of a command line, with paths expanded: a shell does not expand `--output=~/x`, nor what is
+    in quotes. Overrides are left to the config."""
+    found = list(words)
+    for index, word in enumerate(words):
+        option, equals, value = word.partition("=")
+        if option in OPTIONS and equals:
+            found[index] = f"{option}={argument(value)}"
+        elif index and (words[index - 1] in OPTIONS or (index == 1 and not (word.startswith("-") or equals))):
+            found[index] = argument(word)
+    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from threed.checkpoint.format import folder
 from threed.checkpoint.lineage import read_latest
 from threed.monitor import state
 from threed.restart import Pace
@@ -12,9 +13,9 @@ from threed.schema import Config
 
 def stopped_now(config: Config, pace: Pace) -> str:
     """Leave a word of a run whose ranks have ended at a second request, and return what to say."""
-    folder = Path(config.run.dir)
-    if state.last_word(folder).get("state") == state.RUNNING:
-        state.note(folder, state.STOPPED, max(0, pace.step - (pace.since_s is not None)))
+    run = Path(config.run.dir)
+    if state.last_word(run).get("state") == state.RUNNING:
+        state.note(run, state.STOPPED, max(0, pace.step - (pace.since_s is not None)))
     newest = read_latest(config)[0]
-    return "stopped at once, as asked; " + (f"the newest checkpoint is {newest}" if newest
+    return "stopped at once, as asked; " + (f"the newest checkpoint is {folder(config) / newest}" if newest
                                             else "there is no checkpoint")

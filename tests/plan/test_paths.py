@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Annotated, get_args, get_origin, get_type_hints
 
 import pytest
 
@@ -111,6 +112,26 @@ def test_interpolation_of_keys(tmp_path):
 
 
 def test_arguments_of_commands():
-    assert paths.path_argument("~/x") == Path(HOME) / "x"
+    """Words in quotes, and behind `=`, which no shell expands; a prompt is a text."""
+    words = ["generate", "~/run", "--prompt=~/x", "--prompt", "~", "--tokenizer=~/t.json", "--checkpoint",
+             "$SCRATCH/c", "parallel.tp=2", "--data=s3://x/~"]
+    assert paths.arguments(words) == ["generate", f"{HOME}/run", "--prompt=~/x", "--prompt", "~",
+                                      f"--tokenizer={HOME}/t.json", "--checkpoint", "/scratch/me/c",
+                                      "parallel.tp=2", "--data=s3://x/~"]
+    assert paths.arguments(["train", "run.dir=~/x"]) == ["train", "run.dir=~/x"]
     with pytest.raises(InputError, match="the environment has no variable NOWHERE"):
-        paths.path_argument("$NOWHERE/x")
+        paths.arguments(["report", "$NOWHERE/x"])
+
+
+def test_every_option_that_takes_a_path():
+    from threed.cli import app
+
+    for command in app.registered_commands:
+        for name, hint in get_type_hints(command.callback, include_extras=True).items():
+            if get_origin(hint) is not Annotated or "Path" not in str(get_args(hint)[0]):
+                continue
+            info = get_args(hint)[1]
+            if type(info).__name__ == "OptionInfo":
+                given = info.param_decls or (info.default,) if info.default is not ... else info.param_decls
+                names = [word for word in given or () if isinstance(word, str)] or [f"--{name}"]
+                assert set(names) <= set(paths.OPTIONS), (command.name, names)

@@ -31,7 +31,7 @@ from threed.program.check import check as check_plan
 from threed.program.graphs import graphs
 from threed.program.table import Plan
 from threed.program.units import compute_units, parameter_units, show_compute_units, show_parameter_units
-from threed.quantity import show_bytes
+from threed.quantity import many, show_bytes
 from threed.schema import Config
 from threed.start import start
 from threed.validate import warnings
@@ -81,7 +81,7 @@ def check(what: Config | Plan) -> dict[str, Any]:
 
 def show_check(checked: dict[str, Any], config: Config) -> str:
     """What `check` has returned, as text."""
-    lines = [f"ok: {config.world_size} ranks ({make_mesh(config).text()}), {checked['instructions']} "
+    lines = [f"ok: {many(config.world_size, 'rank')} ({make_mesh(config).text()}), {checked['instructions']} "
              f"instructions, plan {checked['digest']}",
              *(f"warning: {line}" for line in checked["warnings"]), summary.show(checked["stages"])]
     if config.pieces:

@@ -69,7 +69,7 @@ def show_seconds(amount_s: float) -> str:
 def show_left_s(amount_s: float) -> str:
     """7500 -> '2h05m', for people who wait."""
     minutes = round(amount_s / 60)
-    if minutes < 2:
+    if amount_s < 120:
         return f"{amount_s:.0f}s"
     if minutes < 60:
         return f"{minutes}m"

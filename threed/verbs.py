@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from threed.errors import ConfigError, InputError, PlanError
+from threed.quantity import many
 
 # A call of each command, which its help ends with.
 EXAMPLES = {
@@ -168,8 +169,8 @@ def trace(run: RunPath,
         file = output or run / "trace.json"
         events = timeline.chrome(traced, chosen)
         write_file("-o", file, json.dumps(events, separators=(",", ":")))
-        print(f"wrote {file}: {len(traced.ranks)} ranks, {len(chosen)} steps, {len(events['traceEvents'])} "
-              "events")
+        print(f"wrote {file}: {many(len(traced.ranks), 'rank')}, {many(len(chosen), 'step')}, "
+              f"{len(events['traceEvents'])} events")
 
 
 def exclude(context: typer.Context, given: str, *others: str) -> None:

@@ -21,7 +21,8 @@ from threed.engine.engine import Engine
 
 ONE = ["train", "configs/toy.yaml", "model.layers=1", "model.hidden=16", "model.heads=2", "model.seq_len=16",
        "model.vocab=300", "train.global_batch_size=4", "train.micro_batch_size=1", "train.eval_every=0",
-       "parallel.dp=1", "parallel.tp=1", "parallel.pp=1", "monitor.wandb=disabled", "optimizer.warmup_steps=0",
+       "parallel.dp=1", "parallel.tp=1", "parallel.pp=1", "monitor.wandb=disabled",
+       "optimizer.warmup_steps=0",
        "run.timeout_s=60"]
 
 
@@ -142,7 +143,8 @@ class Terminal(Forked):
 @pytest.mark.parametrize("hangs_up", [False, True])
 def test_a_terminal_that_goes_away(hangs_up, cache, tmp_path):
     """Without a signal, as under nohup, the run goes on to its end; a hang-up saves and ends it."""
-    run = Terminal(tmp_path, [*ONE, *cache, "train.steps=60", "run.restarts=0", f"run.dir={tmp_path / 'run'}"])
+    run = Terminal(tmp_path, [*ONE, *cache, "train.steps=60", f"run.dir={tmp_path / 'run'}",
+                              "run.restarts=0"])
     run.close_after(b"step  5/60")
     if hangs_up:
         os.kill(run.process.pid, signal.SIGHUP)

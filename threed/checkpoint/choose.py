@@ -30,6 +30,7 @@ from threed.checkpoint.format import (
 from threed.checkpoint.lineage import Lineage, owner, read_latest, write_latest
 from threed.errors import InputError, RunError
 from threed.optimizers.registry import OPTIMIZERS
+from threed.quantity import many
 from threed.schema import Config, ModelConfig
 
 
@@ -226,4 +227,4 @@ def _mesh(sizes: dict[str, Any]) -> str:
     """`sizes`: as in a manifest, which may name axes that this version does not know."""
     along = {axis: size for axis, size in sizes.items() if axis != "order"}
     text = " x ".join(f"{axis} {size}" for axis, size in along.items())
-    return f"{prod(along.values())} ranks ({text})"
+    return f"{many(prod(along.values()), 'rank')} ({text})"

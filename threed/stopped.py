@@ -17,5 +17,5 @@ def stopped_now(config: Config, pace: Pace) -> str:
     if state.last_word(run).get("state") == state.RUNNING:
         state.note(run, state.STOPPED, max(0, pace.step - (pace.since_s is not None)))
     newest = read_latest(config)[0]
-    return "stopped at once, as asked; " + (f"the newest checkpoint is {folder(config) / newest}" if newest
-                                            else "there is no checkpoint")
+    there = f"the newest checkpoint is {folder(config) / newest}"
+    return f"stopped at once, as asked; {there if newest not in ('', 'none') else 'there is no checkpoint'}"

@@ -195,7 +195,7 @@ def train(config: Config | str | Path, overrides: list[str] | None = None,
         leave(status)
     if status:
         error = RunError(f"the run has failed, with exit status {status}; the rank that failed first has "
-                         "said why on stderr")
+                         f"said why on stderr, and in {folder}/log.txt")
         error.status = status
         raise error
     from threed.monitor.run import Run  # it reads what a run has measured; planning does not

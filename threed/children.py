@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+from threed import console
 from threed.console import flush, say, show
 from threed.data.tokens import Prepared, cache_root, prepare, remove_stale
 from threed.early import handle
@@ -162,3 +163,18 @@ class Preparation:
         files."""
         end_all([self._process])
         remove_stale(self._root)
+
+
+def prepare_apart(config: Config, say: Callable[[str], None]) -> Prepared:
+    """Prepare the data in a process of its own, which a request to stop ends at once. Errors as from
+    `Preparation.result`."""
+    preparing = Preparation(lambda: config, config, say)
+
+    def leave(number: int, _: Any) -> None:
+        preparing.kill()
+        console.say(f"stopped by {signal.Signals(number).name}; the data are not prepared")
+        os._exit(128 + number)
+
+    handle(SIGNALS[:3], leave)
+    preparing.start()
+    return preparing.result()

@@ -15,7 +15,7 @@ import typer
 
 from threed import __version__, api, cli_foreign, cli_learned
 from threed import config as configs
-from threed.console import say
+from threed.console import put_error, say
 from threed.early import begin
 from threed.errors import ConfigError, InputError, Reported, ThreedError
 from threed.paths import arguments
@@ -300,12 +300,12 @@ def data(config: ConfigPath, overrides: Overrides = None, as_json: Json = False)
     """Prepare a config's data ahead of a run: read the source, train or load the tokenizer, tokenize the text
     and cache the tokens."""
     loaded = configs.load(config, overrides)
+    from threed.children import prepare_apart
     from threed.data.mix import open_splits, report
-    from threed.data.tokens import prepare
 
     if loaded.model.own_layers:
         raise InputError(f"model.family={loaded.model.family}: data of your own layers are not prepared")
-    prepared = prepare(loaded.data, loaded.model, lambda line: print(line, file=sys.stderr, flush=True))
+    prepared = prepare_apart(loaded, put_error)
     training, validation = open_splits(loaded, prepared)
     for line in report(loaded, training):
         print(line, file=sys.stderr)

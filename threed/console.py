@@ -238,28 +238,30 @@ class Stream:
     def __init__(self, stream: TextIO, outlet: Outlet, keeps: bool):
         """`keeps`: whether lines go to the record, too."""
         self.stream, self.outlet, self.keeps = stream, outlet, keeps
-        self._line = ""
+        self._line = self._begun = ""  # what waits for its newline, and what of that line is written already
 
     def write(self, text: str) -> int:
         whole, newline, self._line = (self._line + text).rpartition("\n")
         if newline:
-            self.put(whole)
+            self.put(whole, f"{self._begun}{whole}")
+            self._begun = ""
         return len(text)
 
     def writelines(self, lines: Any) -> None:
         for line in lines:
             self.write(line)
 
-    def put(self, text: str, records: bool = True) -> None:
-        """Write whole lines."""
+    def put(self, text: str, record: str | None) -> None:
+        """Write whole lines. `record`: what the record gets, of a line that is drawn anew its last form."""
         self.outlet.write(_encoded(f"{text}\n", self.stream))
-        if self.keeps and records:
-            RECORD.add("\n".join(line.rpartition("\r")[2] for line in text.split("\n")))
+        if self.keeps and record is not None:
+            RECORD.add("\n".join(line.rpartition("\r")[2] for line in record.split("\n")))
 
     def flush(self) -> None:
-        if self._line:  # such as a bar that is drawn again and again
+        if self._line:  # such as a bar
             self.outlet.write(_encoded(self._line, self.stream))
-            self._line = self._line.rpartition("\r")[2] if "\r" in self._line else ""
+            self._begun = f"{self._begun}{self._line}".rpartition("\r")[2]
+            self._line = ""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
@@ -286,7 +288,10 @@ def put_error(text: str) -> None:
 
 
 def flush() -> None:
-    """Before a process ends."""
+    """Before a process ends, or forks."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
     OUT.flush()
     ERR.flush()
 
@@ -317,7 +322,7 @@ def steady(keeps: bool = True) -> None:
 
 def _put(stream: Any, outlet: Outlet, text: str, console: bool, record: str | None = None) -> None:
     if console and isinstance(stream, Stream):
-        stream.put(text, records=False)
+        stream.put(text, None)
     elif console and _number(stream) == outlet.number:
         with contextlib.suppress(Exception):
             stream.flush()

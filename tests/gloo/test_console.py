@@ -147,7 +147,7 @@ def test_a_terminal_that_goes_away(hangs_up, cache, tmp_path):
                               "run.restarts=0"])
     run.close_after(b"step  5/60")
     if hangs_up:
-        os.kill(run.process.pid, signal.SIGHUP)
+        os.kill(run.process.pid or 0, signal.SIGHUP)
     assert run.wait() == 0
     steps = [row["step"] for row in metrics(tmp_path / "run")]
     assert steps == list(range(1, len(steps) + 1)) and (len(steps) < 60) == hangs_up

@@ -145,6 +145,25 @@ def test_what_a_console_cannot_say(capfdbinary, monkeypatch):
     assert capfdbinary.readouterr().out == b"\\xe9 \\u2192 \\U0001f600\n"
 
 
+def test_a_line_in_pieces(capfdbinary, monkeypatch, tmp_path):
+    """print(..., end=""), and a bar that is drawn again and again: whole on the console, and in the log as it
+    was last."""
+    (tmp_path / "state.json").write_text("{}")
+    record = Record()
+    record.open(tmp_path)
+    monkeypatch.setattr(console, "RECORD", record)
+    stream = console.Stream(sys.__stdout__, Outlet(1), True)
+    print("a", "b", sep="", end="", file=stream)
+    print("c", file=stream)
+    for share in (10, 50, 100):
+        print(f"\r{share}%", end="", file=stream, flush=True)
+    print(" done", file=stream)
+    stream.writelines(["x\n", "y"])
+    stream.flush()
+    assert capfdbinary.readouterr().out == b"abc\n\r10%\r50%\r100% done\nx\ny"
+    assert stamped(tmp_path / "log.txt") == ["abc", "100% done", "x"]
+
+
 # ---------------------------------------------------------------- log.txt
 
 

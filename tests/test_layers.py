@@ -24,8 +24,9 @@ ROOT = Path(__file__).parents[1]
 # its end is a folder; the longest name that fits a module counts.
 LEVELS = (
     (  # 0
-        "errors models",
-        "address doors.table early later native pipeline.orders quantity restart sampling texttable",
+        "console errors models",
+        "address doors.table early later native pipeline.orders quantity sampling texttable",
+        "paths restart",
         "doors.deepspeed doors.megatron_switches doors.megatron_values doors.peft doors.shell. "
         "doors.torchtitan",
         "doors.deepspeed_file doors.launchers doors.megatron_rest",
@@ -85,7 +86,8 @@ LEVELS = (
         "page.",
         "checkpoints generation",
         "nonfinite",
-        "children doors. trainer",
+        "children deadline doors. stopped",
+        "trainer",
         "callbacks calibration.",
     ),
     (  # 6

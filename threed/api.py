@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from threed import config as configs
 from threed.callback import Callback
 from threed.config import checked
-from threed.early import STOPS
+from threed.early import BEGAN, STOPS, calm
 from threed.environment import Place, place_of_environment
 from threed.errors import InputError, RunError, check_type
 from threed.folders import to_train
@@ -31,7 +32,7 @@ from threed.program.check import check as check_plan
 from threed.program.graphs import graphs
 from threed.program.table import Plan
 from threed.program.units import compute_units, parameter_units, show_compute_units, show_parameter_units
-from threed.quantity import show_bytes
+from threed.quantity import many, show_bytes
 from threed.schema import Config
 from threed.start import start
 from threed.validate import warnings
@@ -82,7 +83,7 @@ def check(what: Config | Plan) -> dict[str, Any]:
 
 def show_check(checked: dict[str, Any], config: Config, columns: int | None = None) -> str:
     """What `check` has returned, as text. `columns`: of a terminal into which tables are to fit."""
-    lines = [f"ok: {config.world_size} ranks ({make_mesh(config).text()}), {checked['instructions']} "
+    lines = [f"ok: {many(config.world_size, 'rank')} ({make_mesh(config).text()}), {checked['instructions']} "
              f"instructions, plan {checked['digest']}",
              *(f"warning: {line}" for line in checked["warnings"]), summary.show(checked["stages"], columns)]
     if config.pieces:
@@ -187,6 +188,8 @@ def train(config: Config | str | Path, overrides: list[str] | None = None,
     place = place_of_environment()
     check_process(forks=not isinstance(place, Place))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # threed says once what torch would in 40 lines
+    os.environ[BEGAN] = repr(time.time())
+    calm()
     with own_signals():
         status = start(load, callbacks)
     if status and isinstance(place, Place):
@@ -195,7 +198,7 @@ def train(config: Config | str | Path, overrides: list[str] | None = None,
         leave(status)
     if status:
         error = RunError(f"the run has failed, with exit status {status}; the rank that failed first has "
-                         "said why on stderr")
+                         f"said why on stderr, and in {folder}/log.txt")
         error.status = status
         raise error
     from threed.monitor.run import Run  # it reads what a run has measured; planning does not

@@ -20,6 +20,7 @@ from threed.checkpoint.load import Resumed, resume
 from threed.checkpoint.save import tidy
 from threed.checkpoints import check_room
 from threed.comm import Comm, ProcessComm
+from threed.console import show
 from threed.data.identity import identity
 from threed.data.mix import open_splits, report
 from threed.data.prompts import keep_tokenizer
@@ -32,6 +33,7 @@ from threed.engine.loopback import channel_pairs
 from threed.engine.watch import Watch
 from threed.errors import InputError, Stopped
 from threed.monitor.log import CLOSE_S, FAILED_S, Log
+from threed.monitor.opening import LONG_S, predicted_s, size_line, step_line
 from threed.monitor.state import FAILED
 from threed.optimizers.registry import OPTIMIZERS
 from threed.planned import save_config
@@ -39,6 +41,7 @@ from threed.planner import Pipeline, make_mesh, make_pipeline, make_plan
 from threed.planner.facts import undivided
 from threed.program.table import Plan
 from threed.requests import Requests
+from threed.restart import Pace
 from threed.schema import Config
 from threed.trainer import Trainer
 
@@ -53,7 +56,7 @@ class Job:
     config: Config
     callbacks: Sequence[Callback] = ()  # of a script
     prepared: Prepared | None = None  # data; None: rank 0 prepares them
-    on_step: Callable[[int], None] | None = None  # called with the number of each step that begins
+    pace: Pace | None = None  # where the rank says at which step it is, for a launcher that answers signals
     task: Task | None = None  # what ranks do instead of training
 
 
@@ -139,7 +142,7 @@ def _share_data(job: Job, watch: Watch, comm: Comm, requests: Requests, looks: b
     """The data, which rank 0 prepares if no launcher has, and which all hosts then compare."""
     config, prepared = job.config, job.prepared
     if watch.rank == 0 and prepared is None:
-        prepared = prepare(config.data, config.model, partial(_progress, requests))
+        prepared = prepare(config.data, config.model, partial(_progress, requests, config.monitor.quiet))
     with watch.phase("prepare data"):
         prepared = comm.broadcast(prepared)
     assert prepared is not None
@@ -162,6 +165,11 @@ def _open_log(config: Config, plan: Plan, comm: Comm, watch: Watch, closing: Exi
                 "which the plan does not count; see run.attention_backend")
     log.say(f"{comm.mesh.draw()}\n{len(plan)} instructions, plan {plan.digest}, {comm.device.type}, "
             f"attention: {chosen}{', deterministic' if config.run.deterministic else ''}")
+    log.say(size_line(config))
+    if (found := predicted_s(config, plan, comm.device)) is not None:
+        watch.pace.expect(found[0])
+        if found[0] > LONG_S:
+            log.say(step_line(*found), always=True)
     return log
 
 
@@ -171,10 +179,10 @@ def _close_log(log: Log, watch: Watch) -> None:
     log.close(FAILED_S if watch.failed else CLOSE_S)
 
 
-def _progress(requests: Requests, line: str) -> None:
+def _progress(requests: Requests, quiet: bool, line: str) -> None:
     """Print a line while rank 0 prepares data, which takes long, and raise Stopped if the run was asked to
     stop."""
-    print(line, flush=True)
+    show(line, console=not quiet)
     if requests.stop:
         raise Stopped("stopped on request before the first step, while the data were being prepared")
 

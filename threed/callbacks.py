@@ -14,14 +14,16 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from threed.callback import Callback, Guarded, Step
+from threed.console import say
 from threed.data.prompts import added, encode
 from threed.errors import InputError, RunError
 from threed.generation import Writer
 from threed.models.families.registry import GIVEN
 from threed.monitor.state import ENDED, STOPPED
+from threed.monitor.stepline import waiting
 from threed.monitor.timeline import picture
 from threed.monitor.traces import TraceWriter
-from threed.quantity import show_bytes, show_count, show_seconds
+from threed.quantity import many, show_bytes, show_count, show_seconds
 from threed.sampling import Sampling
 from threed.schema import Config
 from threed.trainer import Trainer, mean_loss
@@ -51,7 +53,12 @@ class Saving(Callback):
         if number > self.saved and trainer.begun:
             trainer.checkpoints.save_last(self._counters(trainer))
         if number < trainer.config.train.steps and trainer.begun:
-            trainer.say(f"stopped on request after step {number}; train.resume=auto goes on from here")
+            if trainer.deadline is not None and trainer.deadline.reached:
+                limit = trainer.config.run.stop_after
+                why = f"stopped after step {number}, before run.stop_after={limit} is over"
+            else:
+                why = f"stopped on request after step {number}"
+            trainer.say(f"{why}; the same command goes on from here (train.resume=auto)", always=True)
         trainer.checkpoints.close(lambda: trainer.hurried)
 
     def _worthwhile(self, trainer: Trainer) -> bool:
@@ -82,7 +89,7 @@ class Tracing(Callback):
         last = trainer.config.train.steps - trainer.plan.table.update.delayed
         if every and (step.number == last or trainer.stopping or step.number % every == 0):
             if problem := self.writer.write(step.number, step.trace, step.measured.costs):
-                print(f"threed: warning: {problem}", file=sys.stderr, flush=True)
+                say(f"warning: {problem}")
 
     def on_end(self, trainer: Trainer) -> None:
         self.writer.close()
@@ -166,7 +173,8 @@ class Logging(Callback):
 
     def on_start(self, trainer: Trainer) -> None:
         self.begin_s = time.monotonic()
-        self.first_loss = math.nan
+        self.first_loss, self.first = math.nan, trainer.step_number + 1
+        self.first_ended_s = math.nan  # when the first step has ended, which takes longer than the others
         self.recent: deque[dict[str, float | None]] = deque(maxlen=10)  # the metrics of the last steps
 
     def on_step_end(self, trainer: Trainer, step: Step) -> None:
@@ -174,10 +182,14 @@ class Logging(Callback):
             return
         measured = trainer.meter.metrics(step.measured, time.monotonic() - self.begin_s)
         step.metrics |= measured | trainer.checkpoints.metrics()
+        now_s, left = time.monotonic(), trainer.config.train.steps - step.number
         if not self.recent:
-            self.first_loss = step.loss
+            self.first_loss, self.first_ended_s = step.loss, now_s
+            left_s = left * (measured["perf/step_s"] or 0.0)
+        else:  # with what is done between steps
+            left_s = left * (now_s - self.first_ended_s) / (step.number - self.first)
         self.recent.append(step.metrics)
-        trainer.log.step(step.number, step.metrics)
+        trainer.log.step(step.number, step.metrics, left_s)
         for line in trainer.meter.stragglers.warnings:
             trainer.log.say(line)
 
@@ -186,13 +198,16 @@ class Logging(Callback):
             return
         log, ended = trainer.log, trainer.step_number >= trainer.config.train.steps
         if not trainer.begun:
-            log.say(_why_nothing(trainer.step_number, trainer.config))
+            late = trainer.deadline is not None and trainer.deadline.reached
+            log.say(_why_nothing(trainer.step_number, trainer.config, late), always=True)
             return
         log.over(ENDED if ended else STOPPED, trainer.step_number)
         if self.recent:
-            log.say("\n" + _summary(self.first_loss, self.recent, trainer.config))
+            first = f"step {self.first} had {self.first_loss:.4f}"
+            log.say("\n" + _summary(first, self.recent, trainer.config), always=True)
         saved = trainer.checkpoints.newest or "none was saved"
-        log.say(f"checkpoint {saved}\nmetrics    {log.path}\nwandb      {log.wandb_dir or 'off'}")
+        log.say(f"checkpoint {saved}\nmetrics    {log.path}\nwandb      {log.wandb_dir or 'off'}",
+                always=True)
 
 
 class Reporting(Callback):
@@ -225,26 +240,27 @@ class Reporting(Callback):
         log.say(f"report     {file}")
 
 
-def _why_nothing(done: int, config: Config) -> str:
-    """Why a start has made no step. Nothing in run.dir has changed."""
+def _why_nothing(done: int, config: Config, late: bool) -> str:
+    """Why a start has made no step. Nothing in run.dir has changed. `late`: there is no time for a step."""
     steps, folder = config.train.steps, config.run.dir
     if done < steps:
-        return f"stopped on request before step {done + 1}; nothing in {folder} has changed"
+        why = f"run.stop_after={config.run.stop_after} leaves no time" if late else "stopped on request"
+        return f"{why} before step {done + 1}; nothing in {folder} has changed"
     return (f"nothing to do: {done} steps are done, and train.steps={steps}; nothing in {folder} has "
             f"changed. To go on give more, such as train.steps={done + max(1, steps)}")
 
 
-def _summary(first_loss: float, recent: Collection[Mapping[str, float | None]], config: Config) -> str:
-    """The numbers at the end of a run: means over its last steps."""
+def _summary(first: str, recent: Collection[Mapping[str, float | None]], config: Config) -> str:
+    """The numbers at the end of a run: means over its last steps. `first`: the loss at its start."""
     loss, step_s, measured, predicted = (
         sum(row[name] or 0.0 for row in recent) / len(recent)
         for name in ("train/loss", "perf/step_s", "pipeline/bubble_measured", "pipeline/bubble_predicted"))
     peak = max(row["memory/peak_bytes"] or 0.0 for row in recent)
-    return (f"mean of the last {len(recent)} steps:\n"
-            f"loss       {first_loss:.4f} (first step) -> {loss:.4f}\n"
+    return (f"mean of the last {many(len(recent), 'step')}:\n"
+            f"loss       {loss:.4f} ({first})\n"
             f"speed      {show_count(config.tokens_per_step / step_s)} {config.model.counted}/s, "
             f"{show_seconds(step_s)} a step\n"
-            f"bubble     {measured:.1%} measured, {predicted:.1%} predicted\n"
+            f"{waiting(config):10} {measured:.1%} measured, {predicted:.1%} predicted\n"
             f"memory     {show_bytes(peak)} at the peak of the largest rank")
 
 

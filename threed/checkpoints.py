@@ -61,6 +61,7 @@ class Checkpoints:
                             lambda: self._copier.being_copied if self._copier else None, self._say)
         self._zero, self._in_background = engine.zero, engine.plan.table.update.snapshots
         self._blocked_s = 0.0  # by the save under way
+        self.longest_s = 0.0  # of the saves so far, from the first copy to the last file
         self._metrics: dict[str, float | None] = {}
         if self.newest is not None and self.newest.parent == folder(config):
             self._copy(self.newest)  # the process before this one may have been killed before it was copied
@@ -157,6 +158,7 @@ class Checkpoints:
                       "Older checkpoints stand")
             return
         self.newest = outcome.path
+        self.longest_s = max(self.longest_s, outcome.written_s)
         self._metrics |= {"checkpoint/blocked_s": self._blocked_s, "checkpoint/written_s": outcome.written_s}
         self._say(f"saved {outcome.path} in {show_seconds(outcome.written_s)}, of which the run stood still "
                   f"for {show_seconds(self._blocked_s)}")

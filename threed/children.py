@@ -7,15 +7,16 @@ import ctypes
 import multiprocessing
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
+from threed import console
+from threed.console import flush, say, show
 from threed.data.cache import cache_root, remove_stale
 from threed.data.tokens import Prepared, prepare
 from threed.early import handle
-from threed.engine.watch import say
 from threed.errors import InputError, RunError
 from threed.schema import Config
 
@@ -39,7 +40,7 @@ def signals_wait() -> Iterator[None]:
 
 def start(processes: Sequence[Any]) -> None:
     """Fork processes. Call it within `signals_wait`; signals stay blocked in each child."""
-    sys.stdout.flush()
+    flush()
     for process in processes:
         process.start()
 
@@ -63,8 +64,7 @@ def be_rank(parent: int, body: Callable[[], int]) -> None:
     rank's `Requests` handle them."""
     be_child(parent)
     status = body()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush()
     os._exit(status)  # no destructor may wait for a peer that is gone
 
 
@@ -110,11 +110,16 @@ def end_all(ranks: Sequence[Any], limit_s: float = KILL_S, why: str = "") -> Non
         os._exit(1)
 
 
+def progress(config: Config) -> Callable[[str], None]:
+    """What says how far preparations are: on the console, unless the run is to be quiet."""
+    return partial(show, console=not config.monitor.quiet)
+
+
 class Preparation:
     """Prepares data in a process of its own: the process that forks ranks must not have started threads."""
 
     def __init__(self, load: Callable[[], Config], cache: Config,
-                 say: Callable[[str], None] = lambda line: print(line, flush=True)):
+                 say: Callable[[str], None] = show):
         """`load` gives the config in that process. `cache`: a config with the same data.cache. `say` gets
         lines about the progress."""
         self._say, self._root = say, cache_root(cache.data)
@@ -159,3 +164,18 @@ class Preparation:
         files."""
         end_all([self._process])
         remove_stale(self._root)
+
+
+def prepare_apart(config: Config, say: Callable[[str], None]) -> Prepared:
+    """Prepare the data in a process of its own, which a request to stop ends at once. Errors as from
+    `Preparation.result`."""
+    preparing = Preparation(lambda: config, config, say)
+
+    def leave(number: int, _: Any) -> None:
+        preparing.kill()
+        console.say(f"stopped by {signal.Signals(number).name}; the data are not prepared")
+        os._exit(128 + number)
+
+    handle(SIGNALS[:3], leave)
+    preparing.start()
+    return preparing.result()

@@ -15,16 +15,30 @@ import typer
 
 from threed import __version__, api, cli_data, cli_foreign, cli_learned
 from threed import config as configs
+from threed.console import say
 from threed.early import begin
 from threed.errors import ConfigError, InputError, Reported, ThreedError
 from threed.folders import to_train
+from threed.paths import arguments
 from threed.program import explain as explaining
 from threed.program.picture import picture
 from threed.quantity import parse_count, parse_memory
 from threed.schema import Config
 from threed.start import start
 from threed.texttable import terminal
-from threed.verbs import EXAMPLES, MEANT, RunPath, convert, exclude, init, keys, runs, trace, write_file
+from threed.verbs import (
+    EXAMPLES,
+    MEANT,
+    Quiet,
+    RunPath,
+    convert,
+    exclude,
+    init,
+    keys,
+    runs,
+    trace,
+    write_file,
+)
 
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
@@ -71,7 +85,7 @@ def _root(version: Annotated[bool, typer.Option("--version", callback=_version, 
 
 
 @app.command(short_help="train a model, or go on from its newest checkpoint")
-def train(config: TrainPath, overrides: Overrides = None) -> None:
+def train(config: TrainPath, overrides: Overrides = None, quiet: Quiet = False) -> None:
     """Train. The command starts all ranks on this machine; with NNODES, NODE_RANK and MASTER_ADDR in the
     environment, the ranks of one of several nodes (launch/torchrun.sh); under torchrun or srun it is one
     rank.
@@ -81,6 +95,7 @@ def train(config: TrainPath, overrides: Overrides = None) -> None:
     """
     parent = os.getppid()
     path, words = to_train(config, overrides)
+    words = [*words, *(["monitor.quiet=true"] if quiet else [])]
     status = start(lambda world_size: configs.load(path, words, world_size), parent=parent)
     from threed.rank import leave
 
@@ -375,10 +390,11 @@ def _print_json(values: dict[str, Any]) -> None:
 def main() -> None:
     begin()
     try:
+        sys.argv[1:] = arguments(sys.argv[1:])
         app()
     except ThreedError as error:
         if not isinstance(error, Reported):
-            print(f"threed: {error}", file=sys.stderr)
+            say(str(error))
         sys.exit(error.status)
     except SystemExit as ended:
         if ended.code == InputError.status:  # of the command line itself: an unknown option, say

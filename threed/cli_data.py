@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,9 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from threed import config as configs
+from threed.console import put_error
 from threed.data import cache
-from threed.early import STOPS, handle
-from threed.engine.watch import say
 from threed.errors import InputError
 from threed.schema import Config, DataConfig
 from threed.verbs import keys
@@ -53,31 +49,21 @@ def data(config: ConfigPath = None, overrides: Overrides = None, listed: Listed 
 
 
 def _prepare(config: Config) -> dict[str, Any]:
+    from threed.children import prepare_apart
     from threed.data.mix import open_splits, report
-    from threed.data.tokens import prepare
 
     if config.model.own_layers:
         raise InputError(f"model.family={config.model.family}: data of your own layers are not prepared")
-    handle(STOPS, _stop)
-    try:
-        prepared = prepare(config.data, config.model, lambda line: print(line, file=sys.stderr, flush=True))
-    except KeyboardInterrupt as stopped:
-        number = stopped.args[0] if stopped.args else signal.SIGINT
-        say(f"stopped by {signal.Signals(number).name}; nothing is left half-written")
-        os._exit(128 + number)  # a library's threads may still work
+    prepared = prepare_apart(config, put_error)
     training, validation = open_splits(config, prepared)
     for line in report(config, training, validation):
-        print(line, file=sys.stderr)
+        put_error(line)
     return {"prefix": str(prepared.prefix),
             "tokenizer": str(prepared.tokenizer) if prepared.tokenizer else None,
             "documents": prepared.num_documents, "tokens": prepared.num_tokens,
             "vocab": prepared.vocab_size, "cached": prepared.cached,
             "train_samples": training.num_windows, "validation_samples": validation.num_windows,
             "notes": list(prepared.notes)}
-
-
-def _stop(number: int, _: object) -> None:
-    raise KeyboardInterrupt(number)  # what is half-written is removed on the way out
 
 
 def _list(root: Path, as_json: bool) -> None:

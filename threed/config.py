@@ -26,6 +26,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from threed import paths
 from threed.errors import ConfigError, InputError, check_type
 from threed.mesh import AXES
 from threed.models.families.registry import FAMILIES, family_of, nearest_size, size_of, sizes
@@ -118,7 +119,12 @@ def checked(config: Config, world_size: int | None = None) -> Config:
     `parallel.dp`, and validated. Raises ConfigError, which lists every problem at once."""
     if problems := _wrong_types(config):
         raise ConfigError(problems)
-    return _resolved(copy.deepcopy(config), world_size, [], "the config")
+    own = copy.deepcopy(config)
+    found, problems = paths.expand({key: get(own, key) for key in paths.KEYS})
+    for key, value in found.items():
+        section, name = key.split(".")
+        setattr(getattr(own, section), name, value)
+    return _resolved(own, world_size, problems, "the config")
 
 
 def _resolved(config: Config, world_size: int | None, problems: list[str], where: str) -> Config:
@@ -185,7 +191,7 @@ def _read_yaml(path: str | Path) -> dict[str, Any]:
         if path.suffix == ".toml":  # torchtitan's, whose keys the errors know
             values = tomllib.loads(path.read_text())
         else:
-            values = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+            values = _resolve(OmegaConf.load(path))
     except (yaml.YAMLError, tomllib.TOMLDecodeError, OmegaConfBaseException, UnicodeDecodeError,
             OSError) as error:
         kind = "TOML" if path.suffix == ".toml" else "YAML"
@@ -196,13 +202,34 @@ def _read_yaml(path: str | Path) -> dict[str, Any]:
     return values  # pyright: ignore[reportReturnType]
 
 
+def _resolve(values: Any) -> Any:
+    """What a file or an override says, as plain values. In a path, ${NAME} is a variable of the environment,
+    which `paths` expands later; OmegaConf would look for it among the keys."""
+    raw = OmegaConf.to_container(values, resolve=False)
+    if not isinstance(raw, dict):
+        return raw
+
+    def kept(value: Any) -> Any:
+        if isinstance(value, list):
+            return [kept(each) for each in value]
+        return paths.VARIABLE.sub(lambda match: "\\" * (match[2] not in {None, *raw}) + match[0],
+                                  value) if isinstance(value, str) else value
+
+    for key in paths.KEYS:
+        section, name = key.split(".")
+        for holder, inside in ((raw, key), (raw.get(section), name)):
+            if isinstance(holder, dict) and inside in holder:
+                holder[inside] = kept(holder[inside])
+    return OmegaConf.to_container(OmegaConf.create(raw), resolve=True)
+
+
 @lru_cache(1000)  # a millisecond each; who loads many configs repeats most of their overrides
 def _read_override(text: str) -> dict[str, Any]:
     key, equals, _ = text.partition("=")
     if not equals or not key.strip():
         raise InputError(f"'{text}' is not an override; write section.key=value, for example train.steps=10")
     try:
-        return flat(OmegaConf.to_container(OmegaConf.from_dotlist([text]), resolve=True))  # pyright: ignore
+        return flat(_resolve(OmegaConf.from_dotlist([text])))
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise InputError(f"override '{text}' cannot be read: {' '.join(str(error).split())}") from None
 
@@ -252,9 +279,11 @@ def _family(given: dict[str, Any]) -> tuple[ModelConfig, dict[str, Any], list[st
 
 
 def _build(given: dict[str, Any]) -> tuple[Config, list[str]]:
+    given, unknown = paths.expand(given)
     named = size_of(str(given.get("model.name", "custom")))
     given = {**given, **({"model.name": named} if named is not None else {})}
     model, size, problems = _family(given)
+    problems = [*unknown, *problems]
     defaults = Config(model=model)
     keys = known_keys(defaults)
     hints = _hints(type(model))

@@ -6,10 +6,15 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterable
 from types import FrameType
 from typing import Any
 
+from threed import console
+
+BEGAN = "THREED_BEGAN"  # in the environment: when the run was started, in seconds since 1970
+RUNS = ("train", "eval", "generate", "calibrate")  # commands that compute
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -22,15 +27,26 @@ def handle(numbers: Iterable[int], handler: Any) -> None:
 
 def begin() -> None:
     """Install handlers for the seconds of importing: a request to stop ends the process with a word, a
-    request to save is ignored."""
+    request to save is ignored. Set what libraries read when they are imported."""
+    console.open_standard()
+    if sys.argv[1:2] and sys.argv[1] in RUNS:
+        calm()
     if sys.argv[1:2] == ["train"]:
+        console.steady()
+        os.environ[BEGAN] = repr(time.time())
         # For each try of a broken connection torch prints 40 lines of addresses; threed says it once.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         handle(STOPS, _leave)
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
+def calm() -> None:
+    """Have OpenMP's threads sleep while they wait for work. By default GNU's spin; on a machine with other
+    work, or with several ranks, spinning threads keep the processors from those that compute."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
 def _leave(number: int, _: FrameType | None) -> None:
     if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":  # one line a run
-        os.write(2, f"threed: stopped by {signal.Signals(number).name} before the first step\n".encode())
+        console.say(f"stopped by {signal.Signals(number).name} before the first step")
     os._exit(128 + number)

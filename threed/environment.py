@@ -14,13 +14,18 @@ not read.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
+from threed.early import BEGAN
 from threed.errors import InputError
 
 PORT = 29500
 RESTARTS = ("THREED_RESTARTS", "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")  # restarts so far
+
+
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,23 @@ def place_of_environment(env: Mapping[str, str] = os.environ) -> Place | Nodes |
 def restarted() -> bool:
     """Whether the launcher, torchrun or Slurm has started the run again after a failure."""
     return any(_number(os.environ, name, 0) > 0 for name in RESTARTS)
+
+
+def began_s() -> float:
+    """When this run was started, in seconds since 1970, restarts by its launcher or by torchrun included."""
+    if BEGAN in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
+        return float(os.environ[BEGAN])
+    agent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
+    return time.time() - _age_s(agent)
+
+
+def _age_s(process: int) -> float:
+    """How long a process has lived; 0 where the kernel does not say."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK"))
 
 
 def launch() -> str:

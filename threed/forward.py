@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -19,6 +18,7 @@ from typing import Any
 from threed.assemble import Job, Task, connect, running
 from threed.checkpoint.load import Resumed, resume
 from threed.config import checked
+from threed.console import put_error, say
 from threed.data.mix import AnySplit, Mixture, open_splits
 from threed.data.prompts import added, encode
 from threed.data.samples import Split, Tokens
@@ -95,6 +95,11 @@ def _ask(config: Config, task: Task, prepared: Prepared | None = None) -> dict[s
     """Start the ranks of a config on this machine; the answer of rank 0. Raises Reported."""
     launcher = LocalLauncher(config, task=task)
     failure = launcher.start(prepared, Steps(config.world_size))
+    if launcher.hurried:
+        say("stopped at once, as asked")
+        error = Reported("stopped at once, as asked")
+        error.status = 128 + launcher.hurried
+        raise error
     if failure is not None or launcher.answer is None:
         error = Reported(f"the ranks have failed and said why on stderr: {failure.text if failure else ''}")
         error.status = failure.status if failure else 1
@@ -164,7 +169,7 @@ def _answer(store: Any, resumed: Resumed, values: dict[str, Any]) -> None:
 
 
 def _to_stderr(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    put_error(line)
 
 
 def _silently(_: str) -> None:

@@ -82,6 +82,7 @@ class Head:
         self.seen: dict[int, str] = {}  # node -> host, of all nodes that ever connected
         self.attempt, self.launch = 0, ""
         self.store: Store | None = None
+        self.answered = False  # whether a request to stop has been answered
         self.failure: Failure | None = None  # the last failure
         self.looked: list[str] = []  # [the newest checkpoint after it], once it is known
         self.begin(State.GATHER)
@@ -196,6 +197,8 @@ class Head:
             first = self.attempt == 0 and self.state != State.CLEAR
             when = "before the first step" if first else "before it started again"
             self._end(f"stopped by {message['signal']} on {member.host} {when}", message["status"])
+        elif op == "asked":
+            self._answer(member, message["text"])
         elif op == "cleared":
             member.cleared, member.asked = True, message["asked"]
         elif op == "failed" and self.state in (State.PREPARE, State.RUN):
@@ -207,6 +210,15 @@ class Head:
             if all(other.done for other in self.running):
                 self._end("", 0)
 
+    def _answer(self, member: Member, text: str) -> None:
+        """Have node 0, and the first node that was asked to stop, say it: a scheduler asks all of them."""
+        if self.answered:
+            return
+        self.answered = True
+        member.line.send("wait", text=text)
+        if member.node and 0 in self.members:
+            self.members[0].line.send("wait", text=f"{text} (asked on {member.host})")
+
     def _judge(self, member: Member, message: dict[str, Any]) -> None:
         """Find which rank failed first and why, after a message that a rank, or a launcher before it started
         its ranks, has failed."""
@@ -215,7 +227,8 @@ class Head:
         if reason is not None and reason["rank"] is not None:
             first = next((other for other in self.running if reason["rank"] in other.ranks), member)
             text = f"rank {reason['rank']} on {first.host}: {reason['message']}"
-            failure = Failure(text.splitlines()[0], reason.get("cause"), reason.get("step"), reason["status"])
+            failure = Failure(text.splitlines()[0], reason.get("cause"), reason.get("step"), reason["status"],
+                              reason.get("own", False))
             self._fail(failure, first, reason["hang"], text)
         else:
             text = message["text"] if rank is None else f"rank {rank} on {member.host} {message['text']}"

@@ -21,6 +21,7 @@ from threed.config import checked, of_values, overrides_of
 from threed.data.chat import templates
 from threed.data.keeping import kept_for
 from threed.data.place import tokenizer_file
+from threed.early import calm
 from threed.environment import place_of_environment
 from threed.errors import InputError, check_type
 from threed.folders import as_run
@@ -215,6 +216,7 @@ def _prompted(places: list[Path], data: DataConfig, tokenizer: str | Path | None
 
 def _here_alone() -> None:
     """InputError where this process cannot start all ranks."""
+    calm()
     if place_of_environment() is not None:
         raise InputError("generate and eval start all their ranks on this machine themselves: run them "
                          "without torchrun, srun and NNODES")

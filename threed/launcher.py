@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,18 +34,22 @@ from threed.children import (
     ended_by,
     first_failure,
     pass_on,
+    progress,
     signals_wait,
     start,
 )
 from threed.comm import file_store
+from threed.console import RECORD, say
 from threed.data.tokens import Prepared
 from threed.early import handle
-from threed.engine.watch import say, tell
+from threed.engine.watch import tell
 from threed.environment import RESTARTS, Place
 from threed.errors import InputError
 from threed.rank import run_rank
+from threed.requests import Asked
 from threed.restart import Failure, Restarts, Steps
 from threed.schema import Config
+from threed.stopped import stopped_now
 
 POLL_S = 0.25
 ANSWER = "threed/answer"  # key of the store of ranks that do a task
@@ -59,31 +64,41 @@ class LocalLauncher:
         self.answer: bytes | None = None  # what a task has left in the store under ANSWER
         self.ranks: list[Any] = []
         self.preparing: Preparation | None = None
-        self.asked = 0
+        self.asked, self.steps = Asked(), Steps(config.world_size)
+        self.hurried = 0  # the signal of a second request to stop
         self.when = "before the first step"  # for the message of a stop while no rank runs
         handle(SIGNALS, self.forward)
 
     def forward(self, number: int, _: Any) -> None:
-        self.asked += number != signal.SIGUSR1
-        if not self.ranks and number != signal.SIGUSR1:
-            if self.preparing is not None:
-                self.preparing.kill()
-            say(f"stopped by {signal.Signals(number).name} {self.when}")
-            os._exit(128 + number)
-        # The second request does not wait for a checkpoint.
-        pass_on(self.ranks, signal.SIGKILL if self.asked > 1 else number)
+        if number != signal.SIGUSR1:
+            if not self.ranks:
+                if self.preparing is not None:
+                    self.preparing.kill()
+                say(f"stopped by {signal.Signals(number).name} {self.when}")
+                os._exit(128 + number)
+            if not self.asked.again():
+                return
+            if self.asked.times == 1:
+                say(self.steps.of(0).answer() if self.task is None else "stopping; once more to stop now")
+            else:  # does not wait for a checkpoint
+                self.hurried, number = number, signal.SIGKILL
+        pass_on(self.ranks, number)
 
     def run(self) -> int:
         """Start the ranks, and again after a failure as long as `Restarts` allows it. Returns the exit status
         of the run."""
+        RECORD.open(Path(self.config.run.dir))
         prepared = self.prepare()
         restarts = Restarts(self.config.run.restarts, self.config.run.restart_wait_s)
         os.environ["THREED_LAUNCH"] = uuid.uuid4().hex
         while True:
             os.environ[RESTARTS[0]] = str(restarts.total)
-            steps = Steps(self.config.world_size)
-            failure = self.start(prepared, steps)
-            if failure is None or self.asked:
+            self.steps = Steps(self.config.world_size)
+            failure = self.start(prepared, self.steps)
+            if self.hurried:
+                say(stopped_now(self.config, self.steps.of(0)))
+                return 128 + self.hurried
+            if failure is None or self.asked.times:
                 return failure.status if failure is not None else 0
             wait_s, text = restarts.after(failure, read_latest(self.config)[0])
             if text:
@@ -92,12 +107,12 @@ class LocalLauncher:
                 return failure.status
             time.sleep(wait_s)
 
-    def prepare(self, say: Callable[[str], None] = lambda line: print(line, flush=True)) -> Prepared:
-        """Prepare the data; `say` gets lines about the progress. Errors as from `Preparation.result`, and
-        InputError at once where the ranks will miss their GPU."""
+    def prepare(self, say: Callable[[str], None] | None = None) -> Prepared:
+        """Prepare the data; `say` gets lines about the progress (None: the console). Errors as from
+        `Preparation.result`, and InputError at once where the ranks will miss their GPU."""
         if self.config.run.device == "cuda" and local_world_size("cuda") is None:
             raise InputError("run.device=cuda, but torch sees no GPU here; use run.device=auto or cpu")
-        self.preparing = Preparation(lambda: self.config, self.config, say)
+        self.preparing = Preparation(lambda: self.config, self.config, say or progress(self.config))
         self.preparing.start()
         prepared = self.preparing.result()
         self.preparing = None
@@ -112,7 +127,7 @@ class LocalLauncher:
         path = f"/proc/self/fd/{meeting}"
 
         def body(rank: int) -> int:
-            job = Job(self.config, self.callbacks, prepared, partial(steps.note, rank), self.task)
+            job = Job(self.config, self.callbacks, prepared, steps.of(rank), self.task)
             return run_rank(job, Place(rank, rank, size, size), file_store(path, size))
 
         try:
@@ -124,7 +139,7 @@ class LocalLauncher:
                 gc.freeze()
                 start(self.ranks)
             store = file_store(path, size)
-            failure = _attend(self.ranks, store, steps)
+            failure = self._attend(store, steps)
             self.answer = store.get(ANSWER) if self.task and failure is None else None
             return failure
         finally:
@@ -132,31 +147,31 @@ class LocalLauncher:
             self.ranks, self.when = [], "before it started again"
             os.close(meeting)
 
+    def _attend(self, store: Any, steps: Steps) -> Failure | None:
+        """Wait for all ranks; once one has failed, only a little longer for the others. Returns why the first
+        one failed; None if none has."""
+        ranks, failure, deadline = self.ranks, None, math.inf
+        while True:
+            codes = [process.exitcode for process in ranks]
+            if failure is None and any(codes):
+                failure, grace_s = _why(codes, store, steps, bool(self.hurried))
+                deadline = time.monotonic() + grace_s
+            if all(code is not None for code in codes):
+                return failure
+            if time.monotonic() > deadline:
+                end_all(ranks)
+            wait([process.sentinel for process, code in zip(ranks, codes, strict=True) if code is None],
+                 POLL_S)
+
 
 def run_local(config: Config, callbacks: Sequence[Callback] = ()) -> int:
     """Start all ranks of a config here, pass signals on to them, and return the exit status of the run."""
     return LocalLauncher(config, callbacks).run()
 
 
-def _attend(ranks: list[Any], store: Any, steps: Steps) -> Failure | None:
-    """Wait for all ranks; once one has failed, only a little longer for the others. Returns why the first one
-    failed; None if none has."""
-    failure, deadline = None, math.inf
-    while True:
-        codes = [process.exitcode for process in ranks]
-        if failure is None and any(codes):
-            failure, grace_s = _why(codes, store, steps)
-            deadline = time.monotonic() + grace_s
-        if all(code is not None for code in codes):
-            return failure
-        if time.monotonic() > deadline:
-            end_all(ranks)
-        wait([process.sentinel for process, code in zip(ranks, codes, strict=True) if code is None], POLL_S)
-
-
-def _why(codes: list[int | None], store: Any, steps: Steps) -> tuple[Failure, float]:
+def _why(codes: list[int | None], store: Any, steps: Steps, asked: bool) -> tuple[Failure, float]:
     """Why the first rank has failed, and how long to wait for the others. If the rank was killed and could
-    not tell the others, this function tells them."""
+    not tell the others, this function tells them. `asked`: whether it was killed as asked."""
     failed = first_failure(codes)
     assert failed is not None
     rank, code = failed
@@ -164,13 +179,13 @@ def _why(codes: list[int | None], store: Any, steps: Steps) -> tuple[Failure, fl
     text = f"rank {rank} {what}"
     note = tell(store, {"rank": None, "message": text, "status": status, "hang": False,
                         "step": steps.at(rank), "cause": cause})
-    if code < 0 or note["rank"] is None:
+    if (code < 0 or note["rank"] is None) and not asked:
         say(text)
     if code < 0:
         return Failure(text, cause, steps.at(rank), status), GRACE_S
     first = note["message"].splitlines()[0]
-    return Failure(first, note["cause"], note["step"],
-                   note["status"]), HANG_GRACE_S if note["hang"] else GRACE_S
+    return Failure(first, note["cause"], note["step"], note["status"],
+                   note.get("own", False)), HANG_GRACE_S if note["hang"] else GRACE_S
 
 
 def local_world_size(config_device: str) -> int | None:

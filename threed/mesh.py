@@ -16,6 +16,8 @@ from itertools import product
 from math import prod
 from typing import NamedTuple
 
+from threed.quantity import many
+
 # Axis -> what ranks along it divide among them: stages of the model, samples of the batch, or parameters of a
 # layer. The order is that of text, from the outermost axis.
 AXES: dict[str, str] = {"pp": "stages", "dp": "samples", "tp": "parameters"}
@@ -182,7 +184,7 @@ class Mesh:
         *others, last = AXES
         heads = [f"{last}{at}" for at in range(self.sizes[last])]
         width = max(map(len, (*cells.values(), *heads)))
-        lines = [f"{self.size} ranks = {self.text()}, order {'-'.join(self.order)}",
+        lines = [f"{many(self.size, 'rank')} = {self.text()}, order {'-'.join(self.order)}",
                  " " * 12 + "  ".join(head.ljust(width) for head in heads)]
         rows = [" ".join(f"{axis}{at}" for axis, at in zip(others, row, strict=True))
                 for row in product(*(range(self.sizes[axis]) for axis in others))]

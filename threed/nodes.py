@@ -19,6 +19,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from threed import __version__
@@ -37,19 +38,23 @@ from threed.children import (
     ended_by,
     first_failure,
     pass_on,
+    progress,
     signals_wait,
     start,
 )
+from threed.console import RECORD, say
 from threed.data.tokens import Prepared
 from threed.early import handle
-from threed.engine.watch import KEY, say, tell
+from threed.engine.watch import KEY, tell
 from threed.environment import RESTARTS, Nodes, Place
 from threed.errors import InputError, RunError, ThreedError
 from threed.head import Head
 from threed.rank import run_rank
 from threed.rendezvous import Line, connect, interface, interface_variables, is_here, listen, plain, readable
+from threed.requests import Asked
 from threed.restart import Restarts, Steps
 from threed.schema import Config
+from threed.stopped import stopped_now
 from threed.store import serve_store, tcp_store
 
 UNREACHED = 75  # exit status of a rank that cannot reach the store, and so cannot say why it fails
@@ -99,7 +104,7 @@ class NodeLauncher:
         self.preparing: Preparation | None = None
         self.prepared: Prepared | None = None
         self.head: Any = None
-        self.asked = 0
+        self.asked, self.answered = Asked(), 0  # requests to stop, and how many of them the head knows
         self.signal = 0  # the last signal to stop that came while no rank could answer it
         self.last = 0  # the last signal to stop
         self.id = uuid.uuid4().hex
@@ -113,16 +118,19 @@ class NodeLauncher:
 
     def forward(self, number: int, _: Any) -> None:
         if number != signal.SIGUSR1:
-            self.asked, self.last = self.asked + 1, number
+            if not self.asked.again():
+                return
+            self.last = number
             if not self.ranks or self.deadline is not None or self.reported is not None:
                 self.signal = number
         # The second request does not wait for a checkpoint.
-        pass_on(self.ranks, signal.SIGKILL if self.asked > 1 else number)
+        pass_on(self.ranks, signal.SIGKILL if self.asked.times > 1 and number != signal.SIGUSR1 else number)
 
     def run(self) -> int:
         """Take part in the run until it ends. Returns the exit status."""
         here = self.nodes.node == 0 or (self.nodes.node is None and is_here(self.nodes.address))
         if here:
+            RECORD.open(Path(self.config.run.dir))
             self._start_head()
         losses = 0
         try:
@@ -137,7 +145,7 @@ class NodeLauncher:
                     if here or losses > self.config.run.restarts:
                         raise RunError(f"{text}. The run ends here; started again on all nodes, it goes on "
                                        "from its newest checkpoint") from None
-                    if self.asked:
+                    if self.asked.times:
                         self.signal = self.last
                         raise _Stopped from None
                     say(f"{text}. Waiting for it to be started again")
@@ -212,6 +220,9 @@ class NodeLauncher:
             if self.preparing is not None and self.preparing.is_over():
                 self._see_prepared(line, self.preparing)
             self._see_ranks(line)
+            if self.asked.times and not self.answered and self.ranks:
+                self.answered = 1
+                line.send("asked", text=self.steps.of(0).answer())
 
     def _wait(self, _: Line, message: dict[str, Any]) -> None:
         say(message["text"])
@@ -221,7 +232,8 @@ class NodeLauncher:
 
     def _prepare(self, line: Line, message: dict[str, Any]) -> None:
         """Prepare the data for all nodes. The config may not fit the number of nodes that came."""
-        self.preparing = Preparation(lambda: self.load(message["world"]), self.config)
+        self.preparing = Preparation(lambda: self.load(message["world"]), self.config,
+                                     progress(self.config))
         self.preparing.start()
 
     def _see_prepared(self, line: Line, preparing: Preparation) -> None:
@@ -272,7 +284,7 @@ class NodeLauncher:
             return UNREACHED
         place = Place(self.first + local, local, self.size, config.world_size)
         prepared = self.prepared if place.rank == 0 else None
-        return run_rank(Job(config, self.callbacks, prepared, partial(self.steps.note, local)), place, store)
+        return run_rank(Job(config, self.callbacks, prepared, self.steps.of(local)), place, store)
 
     def _see_ranks(self, line: Line) -> None:
         """Tell the head when ranks have ended."""
@@ -280,13 +292,18 @@ class NodeLauncher:
         over = all(code is not None for code in codes)
         if self.deadline is not None:
             if over:
-                line.send("cleared", asked=self.asked > 0)
+                line.send("cleared", asked=self.asked.times > 0)
                 self.ranks, self.deadline, self.reported = [], None, "cleared"
             elif time.monotonic() > self.deadline:
                 for process in self.ranks:
                     process.kill()
         elif self.reported is None and self.ranks:
-            if (failed := first_failure(codes)) is not None:
+            if self.asked.times > 1 and any(codes):
+                text = stopped_now(self.config, self.steps.of(0))
+                say(text)
+                self._report_mistake(line, f"{text} (on {self.host})", 128 + self.last)
+                self.reported = "failed"
+            elif (failed := first_failure(codes)) is not None:
                 self._report_failure(line, *failed)
                 self.reported = "failed"
             elif over:

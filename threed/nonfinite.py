@@ -9,6 +9,7 @@ from threed.checkpoints import Checkpoints
 from threed.engine.diagnose import find_nonfinite
 from threed.engine.engine import Engine
 from threed.errors import RunError
+from threed.quantity import many
 from threed.tensor.context import Batch
 from threed.zero.run import Clipped
 
@@ -51,6 +52,7 @@ class Skipped:
         self._say(f"{what}: the step is skipped, {self.total} so far")
         if self.in_a_row >= self._config.train.max_skipped > 0:
             self._checkpoints.finish_before_failing()
-            raise RunError(f"{what}: {self.in_a_row} steps in a row were left out (train.max_skipped): the "
+            in_a_row = many(self.in_a_row, "step")
+            raise RunError(f"{what}: {in_a_row} in a row were left out (train.max_skipped): the "
                            "run learns nothing any more. Lower optimizer.lr, and go on from a checkpoint "
                            "before them")

@@ -77,6 +77,33 @@ def show_seconds(amount_s: float) -> str:
     return f"{amount_s / 60:.1f} min"
 
 
+def show_left_s(amount_s: float) -> str:
+    """7500 -> '2h05m', for people who wait."""
+    minutes = round(amount_s / 60)
+    if amount_s < 120:
+        return f"{amount_s:.0f}s"
+    if minutes < 60:
+        return f"{minutes}m"
+    if minutes < 48 * 60:
+        return f"{minutes // 60}h{minutes % 60:02}m"
+    return f"{minutes // 1440}d{minutes % 1440 // 60:02}h"
+
+
+def parse_seconds(text: str) -> float:
+    """'3h50m', '90m', '2d', '1d12h' or '13800' -> seconds; InputError where it is none of them."""
+    if re.fullmatch(r"[0-9]*\.?[0-9]+", text.strip()):
+        return float(text)
+    parts = re.findall(r"([0-9]*\.?[0-9]+)\s*([dhms])", text.lower())
+    if not parts or re.sub(r"([0-9]*\.?[0-9]+)\s*([dhms])\s*", "", text.lower()).strip():
+        raise InputError(f"'{text}' is not a duration; write for example 90m, 3h50m, 2d, or seconds: 13800")
+    return sum(float(number) * {"d": 86400, "h": 3600, "m": 60, "s": 1}[unit] for number, unit in parts)
+
+
+def many(count: int, what: str) -> str:
+    """1, 'rank' -> '1 rank'; 2, 'rank' -> '2 ranks'."""
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
 def show_left(done: float, total: float, elapsed_s: float) -> str:
     """', 25% done, at most 3.0 s left', at the pace so far; '' where nothing is done or `total` is passed.
     `total`: at least as much as there is to do."""

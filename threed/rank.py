@@ -4,30 +4,42 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
+import threading
 import time
 import traceback
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
 from threed.assemble import Job, train
 from threed.children import die_with_parent
-from threed.engine.watch import POLLS, Watch, lost_peer, say, tell
+from threed.console import RECORD, flush, put_error, say, steady
+from threed.engine.watch import POLLS, Watch, lost_peer, tell
 from threed.environment import Place
 from threed.errors import RunError, ThreedError
 from threed.rendezvous import meet
 from threed.requests import Requests
+from threed.restart import Pace, Steps
+from threed.schema import Config
+from threed.stopped import stopped_now
 from threed.store import environment_store
 
+# errors of code, which a new start would meet again
+OWN = (TypeError, AttributeError, NameError, LookupError, ValueError, ArithmeticError, AssertionError,
+       ImportError, NotImplementedError, RecursionError)
 ECHO_S = 3.0  # how long a rank whose connections break waits for another rank to say why
+TOLD_S = 0.5  # the same before a rank ends at once, as asked
 LINGER_S = 2.0  # how long rank 0 lives on after a failure: twice as long as a rank takes to see it and end;
 # more where ranks look less often
 
 
 def run_rank(job: Job, place: Place, store: Any) -> int:
     """Be one rank. Returns the exit status; the rank that failed first says why, the others end quietly."""
-    requests = Requests()
+    steady(keeps=place.rank == 0)
+    pace = job.pace or Steps(1).of(0)
+    answer = None if job.pace is not None else _Answer(job.config, place, pace)  # nobody else would
+    requests = Requests(answer)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // place.local_size))
     watch = None
@@ -35,7 +47,9 @@ def run_rank(job: Job, place: Place, store: Any) -> int:
     with contextlib.ExitStack() as closing:
         try:
             watch = Watch(place.rank, store, job.config.run.timeout_s, place.world_size)
-            watch.on_step = job.on_step
+            watch.pace = pace
+            if answer is not None:
+                answer.watch = watch
             (job.task or train)(job, place.local_rank, requests, watch, store, closing)
             return 0
         except BaseException as error:  # SystemExit too: a rank that exits says so
@@ -47,6 +61,7 @@ def run_rank(job: Job, place: Place, store: Any) -> int:
 def run_place(job: Job, place: Place, parent: int) -> int:
     """Be the rank that torchrun or srun has started as a process of its own, and return its exit status.
     `parent`: the id of its parent process at its start."""
+    RECORD.open(Path(job.config.run.dir))
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent(parent)
     store = environment_store(job.config.run.connect_timeout_s)
@@ -69,9 +84,31 @@ def run_place(job: Job, place: Place, parent: int) -> int:
 def leave(status: int) -> NoReturn:
     """End this process at once: no destructor may wait for a peer that is gone, and the interpreter's own
     shutdown takes seconds."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush()
     os._exit(status)
+
+
+class _Answer:
+    """Answers requests to stop on a rank without a launcher of threed's. Rank 0 speaks for all."""
+
+    def __init__(self, config: Config, place: Place, pace: Pace):
+        self.config, self.place, self.pace = config, place, pace
+        self.watch: Watch | None = None
+
+    def __call__(self, number: int, times: int) -> None:
+        if times == 1:
+            if self.place.rank == 0:
+                say(self.pace.answer())
+            return
+        status = 128 + number
+        if self.place.rank == 0:
+            say(stopped_now(self.config, self.pace))
+        if self.watch is not None:
+            # The others end with it, and say nothing. The store may not answer.
+            threading.Thread(target=self.watch.fail, args=("stopped at once, as asked", status),
+                             daemon=True).start()
+            time.sleep(TOLD_S)
+        leave(status)
 
 
 def _explain(error: BaseException, rank: int, watch: Watch | None) -> int:
@@ -94,14 +131,16 @@ def _explain(error: BaseException, rank: int, watch: Watch | None) -> int:
     wait_s = ECHO_S if lost else 1.0 if not ours or isinstance(error, RunError) else 0.0
     try:
         reason = watch.reason(wait_s) if watch else None
-        first = watch is None or (reason is None and watch.fail(text, status, cause=cause))
+        first = watch is None or (reason is None and watch.fail(text, status, cause=cause,
+                                                                own=isinstance(error, OWN)))
     except Exception:  # the store has gone with its rank
         reason, first = None, True
     if first or (reason is not None and reason["rank"] == rank):
         say(watch.with_hosts(text) if watch is not None else text)
         if not ours and not lost and not (watch is not None and watch.comm is not None
                                           and watch.comm.waiting_since is not None):
-            traceback.print_exception(error)  # neither a person's mistake nor a peer that has gone: a bug
+            # neither a person's mistake nor a peer that has gone: a bug
+            put_error("".join(traceback.format_exception(error)).rstrip())
     elif reason is not None and reason["hang"] and watch is not None:
         watch.end(f"rank {reason['rank']} got no answer; {text}")
     return reason["status"] if reason is not None else status

@@ -8,24 +8,79 @@ the same reason; then the run ends. After a mistake in the config or in a callba
 from __future__ import annotations
 
 import mmap
+import time
 from dataclasses import dataclass
+from typing import Any
 
 from threed.errors import InputError, WrongResult
+from threed.quantity import show_seconds
 
 LONGEST_WAIT_S = 300.0
 
 
 class Steps:
-    """The step that each rank is at, in memory that outlives the rank. 0: none yet."""
+    """The step that each rank is at, in memory that outlives the rank."""
 
     def __init__(self, world_size: int):
-        self._steps = memoryview(mmap.mmap(-1, 8 * world_size)).cast("q")
+        # of a rank: its step (0: none yet), since when [s], and how long a step takes [s] (0: not known);
+        # the clock is that of the machine, for all of its processes
+        self._numbers: Any = memoryview(mmap.mmap(-1, 3 * 8 * world_size)).cast("d")
 
-    def note(self, rank: int, step: int) -> None:
-        self._steps[rank] = step
+    def of(self, rank: int) -> Pace:
+        return Pace(self._numbers[3 * rank:3 * rank + 3])
 
     def at(self, rank: int) -> int:
-        return self._steps[rank]
+        return self.of(rank).step
+
+
+class Pace:
+    """The step that one rank is at, and how long steps take."""
+
+    def __init__(self, numbers: Any):
+        """`numbers`: three floats of `Steps`, the rank's own."""
+        self._numbers = numbers
+
+    @property
+    def step(self) -> int:
+        """0: none yet."""
+        return int(self._numbers[0])
+
+    @property
+    def since_s(self) -> float | None:
+        """How long the step has run; None where none is under way."""
+        return time.monotonic() - self._numbers[1] if self._numbers[1] else None
+
+    @property
+    def step_s(self) -> float:
+        """Of the last step, or as predicted before the first has ended; 0: not known."""
+        return self._numbers[2]
+
+    def expect(self, step_s: float) -> None:
+        """Say what the prediction is."""
+        self._numbers[2] = step_s
+
+    def begin(self, step: int) -> None:
+        since_s = self.since_s
+        if since_s is not None:
+            self._numbers[2] = since_s
+        self._numbers[0], self._numbers[1] = step, time.monotonic()
+
+    def end(self) -> None:
+        """The last step is done."""
+        self._numbers[1] = 0.0
+
+    def answer(self) -> str:
+        """To a request to stop."""
+        if self.since_s is None and self.step:
+            return (f"the run ends after step {self.step}, and saves its last checkpoint; once more to stop "
+                    "now, without it")
+        if self.since_s is None:
+            return ("stopping after the first step, which has not begun; once more to stop now, without a "
+                    "checkpoint")
+        takes = f"; a step takes about {show_seconds(self.step_s)}" if self.step_s else ""
+        since = show_seconds(time.monotonic() - self._numbers[1])
+        return (f"stopping after step {self.step} (started {since} ago{takes}); once more to stop now, "
+                "without a checkpoint")
 
 
 @dataclass(frozen=True)
@@ -37,6 +92,7 @@ class Failure:
     cause: str | None
     step: int | None  # 0: before the first; None: not known
     status: int
+    own: bool = False  # whether it is an error of the code of the run, such as a TypeError
 
 
 class Restarts:
@@ -56,6 +112,8 @@ class Restarts:
             return None, ""
         if failure.status == WrongResult.status:
             return None, "not started again: the newest checkpoint may hold wrong results of a machine"
+        if failure.own and failure.step == 0:
+            return None, "not started again: it is an error of the code, which a new start would repeat"
         if newest != self.newest:
             self.newest, self._count = newest, 0
             # The run has made progress: forget failures before the first step, or at an unknown step.

@@ -279,6 +279,7 @@ class MonitorConfig:
     trace_every: int = 10  # steps between traced steps, in run.dir/trace; 0: none (otherwise the last step
     # too)
     timeline_every: int = 0  # steps between pictures of the measured timeline in wandb; 0: never
+    quiet: bool = False  # on the console only warnings, errors and the summary; run.dir/log.txt has all lines
     report: bool = True  # whether wandb gets the page of `threed report` at the end of the run
 
 
@@ -297,6 +298,8 @@ class RunConfig:
     # computes wrongly; 0: never
     restarts: int = 3  # most starts after failures from one checkpoint; the count begins anew at a newer one
     restart_wait_s: float = 5.0  # before the first of them; doubled each time, up to 300
+    stop_after: str | None = None  # such as 3h50m, 90m, 2d or seconds: the run saves and ends before so much
+    # time has passed since its start, restarts included; null: it does not
 
 
 @dataclass

@@ -14,6 +14,7 @@ from threed.checkpoint.load import Resumed
 from threed.checkpoints import Checkpoints
 from threed.data.mix import AnySplit, Mixture, Splits, Trees
 from threed.data.samples import Split, stacked
+from threed.deadline import Deadline
 from threed.engine.engine import Engine
 from threed.engine.verify import Verifier
 from threed.engine.watch import Watch
@@ -64,6 +65,10 @@ class Trainer:
         self.stopping = self.save_asked = False
         self.identity = resumed.data  # of the data; known to rank 0
         self.begun = False  # whether this start changes anything: a step is due, and nothing has refused it
+        self.deadline: Deadline | None = None  # on rank 0, where run.stop_after sets one
+        if log and self.config.run.stop_after is not None:
+            self.deadline = Deadline(self.config, len(set(watch.hosts)), lambda: self.checkpoints.longest_s)
+            requests.late = self.deadline.late
         self._callbacks: Sequence[Callback] = ()
 
     @property
@@ -91,10 +96,10 @@ class Trainer:
         request."""
         self._requests.save = True
 
-    def say(self, text: str) -> None:
-        """A line on the run's console: rank 0's; the others say nothing."""
+    def say(self, text: str, always: bool = False) -> None:
+        """A line on the run's console: rank 0's; the others say nothing. `always`: as of `Log.say`."""
         if self.log:
-            self.log.say(text)
+            self.log.say(text, always)
 
     def run(self, callbacks: Sequence[Callback], begin: Callable[[], None] = lambda: None) -> None:
         """Run the steps that are left, with these callbacks in this order. `begin` makes the run's folder
@@ -103,17 +108,21 @@ class Trainer:
         for callback in callbacks:
             callback.on_start(self)
         if not self.over or self.checkpoints.newest is None:
-            with self.watch.phase("begin"):
-                self.stopping = bool(self.comm.numbers(float(self._requests.stop)).any())
+            with self.watch.phase("begin"):  # loading, or an attempt before this one, took time
+                late = self.deadline is not None and self.deadline.late()
+                self.stopping = bool(self.comm.numbers(float(self._requests.stop or late)).any())
             self.begun = not self.stopping
         if self.begun:
             begin()
+        if self.log and not self.config.monitor.quiet:
+            self.watch.first = self.step_number + 1
         while self.begun and not self.over:
             for callback in callbacks:
                 callback.on_step_begin(self)
             step = self._step()
             for callback in callbacks:
                 callback.on_step_end(self, step)
+        self.watch.pace.end()
         for callback in callbacks:
             callback.on_end(self)
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from threed.errors import InputError
 from threed.mesh import AXES
 from threed.optimizers.registry import OPTIMIZERS
 from threed.pipeline.orders import SCHEDULES
+from threed.quantity import parse_seconds
 from threed.schema import Config
 
 CHOICES = {
@@ -98,6 +100,12 @@ def check_values(config: Config) -> list[str]:
             problems.append(f"{key}={get(config, key)}: must be less than 1")
     if not config.run.dir.strip():
         problems.append("run.dir is empty: give a folder for checkpoints and metrics")
+    if config.run.stop_after is not None:
+        try:
+            if not parse_seconds(config.run.stop_after) > 0:
+                problems.append(f"run.stop_after={config.run.stop_after}: must be more than 0")
+        except InputError as error:
+            problems.append(f"run.stop_after={error}")
     if sorted(config.parallel.axis_order.split("-")) != sorted(AXES):
         problems.append(f"parallel.axis_order={config.parallel.axis_order}: must name each axis once, "
                         f"outermost first, for example {'-'.join(AXES)}")

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from threed.errors import ConfigError, InputError, PlanError
+from threed.quantity import many
 
 # A call of each command, which its help ends with.
 EXAMPLES = {
@@ -54,6 +55,8 @@ def keys(args: list[str], incomplete: str) -> list[str]:
 
 
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="the run.dir of a run")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="on the console only warnings, errors and the "
+                                                           "summary (monitor.quiet)")]
 DsConfig = Annotated[Path | None, typer.Argument(metavar="DS_CONFIG",
                                                  help="DeepSpeed's JSON; leave it out with --megatron")]
 Overrides = Annotated[list[str] | None,
@@ -171,8 +174,8 @@ def trace(run: RunPath,
         file = output or run / "trace.json"
         events = timeline.chrome(traced, chosen)
         write_file("-o", file, json.dumps(events, separators=(",", ":")))
-        print(f"wrote {file}: {len(traced.ranks)} ranks, {len(chosen)} steps, {len(events['traceEvents'])} "
-              "events")
+        print(f"wrote {file}: {many(len(traced.ranks), 'rank')}, {many(len(chosen), 'step')}, "
+              f"{len(events['traceEvents'])} events")
 
 
 def exclude(context: typer.Context, given: str, *others: str) -> None:

@@ -334,7 +334,7 @@ def test_fewer_nodes(two, alone, measured):
     two.hosts[1].off()
     assert two.end(first) == [0], two.output
     assert "going on with 1 of 2 nodes: node 0 (host1)" in first.output, two.output
-    assert "was saved by 2 ranks (pp 1 x dp 2 x tp 1), and goes on on 1 ranks" in first.output, two.output
+    assert "was saved by 2 ranks (pp 1 x dp 2 x tp 1), and goes on on 1 rank" in first.output, two.output
     for step, (loss, _) in losses_of_last(two.folder / "run").items():
         assert loss == pytest.approx(alone[2][step][0], rel=1e-5)
     measured("NNODES=1:2, host 2 off", "host 1 goes on alone to the end, dp 2 -> 1, equal losses",

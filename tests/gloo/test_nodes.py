@@ -3,8 +3,10 @@ at length."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import time
 
 import pytest
 
@@ -42,6 +44,11 @@ def test_a_stop_and_a_kill(node, tmp_path):
     os.kill(second.process.pid, signal.SIGTERM)
     assert (first.wait(20), second.wait(20)) == (0, 0), first.output + second.output
     assert "stopped on request" in first.output and (tmp_path / "run" / "checkpoints").exists()
+    answers = [run.output.count("once more to stop now, without a checkpoint") for run in (first, second)]
+    assert answers == [1, 1], "the node that was asked, and node 0, which says on which node"
+    assert "without a checkpoint (asked on " in first.output
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert "once more to stop now" in log and "stopped on request" in log
     first, second = node(0, "train.steps=100000"), node(1, "train.steps=100000")
     first.wait_for("resumed from")
     first.wait_for("step ")
@@ -49,6 +56,22 @@ def test_a_stop_and_a_kill(node, tmp_path):
     assert (first.wait(20), second.wait(20)) == (137, 137), first.output + second.output
     assert "was killed by SIGKILL" in first.output and "was killed by SIGKILL" in second.output
     assert "Traceback" not in first.output + second.output
+
+
+def test_a_second_request_to_one_node(node, tmp_path):
+    """Both nodes end at once, and say that it was asked for."""
+    first, second = node(0, "train.steps=100000"), node(1, "train.steps=100000")
+    first.wait_for("step      3/100000")
+    for run in (first, second):  # no step ends any more, and no rank answers
+        run.ranks()[-1].suspend()
+    os.kill(second.process.pid, signal.SIGTERM)
+    second.wait_for("once more to stop now")
+    time.sleep(1.1)
+    os.kill(second.process.pid, signal.SIGTERM)
+    assert (first.wait(20), second.wait(20)) == (143, 143), first.output + second.output
+    assert "stopped at once, as asked; there is no checkpoint" in second.output
+    assert "stopped at once, as asked" in first.output and "SIGKILL" not in first.output + second.output
+    assert json.loads((tmp_path / "run" / "state.json").read_text())["state"] == "stopped"
 
 
 def test_a_node_that_does_not_fit(node):

@@ -159,6 +159,21 @@ def test_a_mistake_is_not_repeated(start, fail_at):
     assert run.wait() == 2 and said(run) == ["threed: this cannot be honoured"], run.output
 
 
+def test_an_error_of_the_code_before_the_first_step(start, monkeypatch):
+    """A new start would meet it again: there is none."""
+    from threed.trainer import Trainer
+
+    def fail(*_: object) -> None:
+        raise AttributeError("'NoneType' object has no attribute 'flush'")
+
+    monkeypatch.setattr(Trainer, "run", fail)
+    run = start("train.steps=6", *AGAIN)
+    assert run.wait() == 1 and "restart 1" not in run.output, run.output
+    assert "has no attribute 'flush'" in run.output
+    end = "not started again: it is an error of the code, which a new start would repeat"
+    assert said(run)[-1] == f"threed: {end}"
+
+
 def test_it_gives_up(start, fail_at):
     """No more than run.restarts starts from one checkpoint; longer waits from one to the next."""
     fail_at(3, 0, lambda restarts: os.kill(os.getpid(), signal.SIGKILL))
@@ -201,7 +216,10 @@ def test_no_restart_after_a_request(start, fail_at):
 
     fail_at(3, 1, stop_and_fail)
     run = start("train.steps=6", *AGAIN)
-    assert run.wait() == 128 + 9 and said(run) == ["threed: rank 1 was killed by SIGKILL"], run.output
+    assert run.wait() == 128 + 9, run.output
+    answer, *others = said(run)
+    assert answer.startswith("threed: stopping after step ") and others == [
+        "threed: rank 1 was killed by SIGKILL"]
 
 
 def test_wandb_goes_on(start, fail_at, tmp_path):

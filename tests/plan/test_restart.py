@@ -51,6 +51,36 @@ def test_never():
 
 def test_steps():
     steps = Steps(3)
-    steps.note(2, 7)
-    steps.note(2, 8)
+    steps.of(2).begin(7)
+    steps.of(2).begin(8)
     assert [steps.at(rank) for rank in range(3)] == [0, 0, 8]
+
+
+def test_an_answer_to_a_request_to_stop(monkeypatch):
+    """It says which step is under way, since when, and how long one takes: as predicted, then as measured."""
+    now = 100.0
+    monkeypatch.setattr("threed.restart.time.monotonic", lambda: now)
+    pace = Steps(1).of(0)
+    once_more = "; once more to stop now, without "
+    assert pace.answer() == f"stopping after the first step, which has not begun{once_more}a checkpoint"
+    pace.begin(1)
+    now += 30.0
+    assert pace.answer() == f"stopping after step 1 (started 30.0 s ago){once_more}a checkpoint"
+    pace.expect(4542.0)
+    assert "(started 30.0 s ago; a step takes about 75.7 min)" in pace.answer()
+    pace.begin(2)
+    now += 5.0
+    assert "after step 2 (started 5.0 s ago; a step takes about 30.0 s)" in pace.answer()
+    pace.end()
+    assert pace.answer() == f"the run ends after step 2, and saves its last checkpoint{once_more}it"
+
+
+def test_an_error_of_the_code_before_the_first_step():
+    """It comes again: at once, and not after a wait. Later, or from outside, a failure is started again."""
+    def own(step: int | None) -> Failure:
+        return Failure("AttributeError: flush", "AttributeError: flush", step, 1, own=True)
+
+    wait_s, text = Restarts(3, 1.0).after(own(0), "")
+    assert wait_s is None and text.startswith("not started again: it is an error of the code")
+    assert Restarts(3, 1.0).after(own(7), "")[0] == 1.0 and Restarts(3, 1.0).after(own(None), "")[0] == 1.0
+    assert Restarts(3, 1.0).after(fails(0), "")[0] == 1.0

@@ -34,7 +34,7 @@ def test_numbers_are_of_the_same_steps():
         logging.on_step_end(trainer, step)
     logging.on_end(trainer)
     assert said[0].splitlines() == [
-        "", "mean of the last 10 steps:", "loss       12.0000 (first step) -> 5.5000",
+        "", "mean of the last 10 steps:", "loss       5.5000 (step 1 had 12.0000)",
         "speed      500 tokens/s, 1.2 s a step", "bubble     14.0% measured, 10.0% predicted",
         "memory     1.0 MiB at the peak of the largest rank"]
     assert said[1].splitlines()[0] == "checkpoint runs/x/checkpoints/step-00000012"

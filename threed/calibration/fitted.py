@@ -14,6 +14,7 @@ from statistics import fmean
 from threed.calibration.points import UNITS, Computed, Measured, Point, errors, fit
 from threed.models.kernels import Moved
 from threed.prediction.hardware import OF_CPUS, Hardware, load, names
+from threed.quantity import many
 
 NARROW = "products in 16 bits"
 LEAST = 1e-6  # a number of a fit below this is 0
@@ -138,7 +139,7 @@ def _rounded(hardware: Hardware) -> Hardware:
 
 def text(hardware: Hardware, points: Sequence[Point], machine: Machine) -> str:
     """A hardware file, which begins with the errors of the fit."""
-    lines = [f"Measured by threed calibrate on {time.strftime('%Y-%m-%d')}: {machine.ranks} ranks on "
+    lines = [f"Measured by threed calibrate on {time.strftime('%Y-%m-%d')}: {many(machine.ranks, 'rank')} on "
              f"{'GPUs' if machine.cuda else 'CPUs'}, at the same time.",
              "How far the prices are from what they were fitted to:",
              *(f"  {line}" for line in table(points, hardware).splitlines()),

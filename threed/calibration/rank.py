@@ -18,6 +18,7 @@ from threed.calibration.points import Measured
 from threed.comm import ProcessComm, file_store
 from threed.errors import ThreedError
 from threed.mesh import Mesh
+from threed.quantity import many
 
 TIMEOUT_S = 120.0
 WIDE, NARROW = torch.float32, torch.bfloat16
@@ -85,7 +86,7 @@ def _measure(comm: ProcessComm, task: Task, pipe: Any) -> Measured:
             part()
         comm.exchange(None)  # all measure the same at the same time
     if comm.mesh.size > 1:
-        _say(comm, pipe, f"collectives and messages of {comm.mesh.size} ranks")
+        _say(comm, pipe, f"collectives and messages of {many(comm.mesh.size, 'rank')}")
         if comm.mesh.positions > 1:
             comm.open_channels(CHANNELS)
         links = Links(task.grid, comm)

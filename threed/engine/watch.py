@@ -10,30 +10,28 @@ collective.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from threed.comm import Comm
+from threed.console import flush, say
 from threed.engine.engine import Engine
+from threed.quantity import show_seconds
+from threed.restart import Steps
 
 KEY = "threed/failure"
 LIMIT = 0.8  # share of run.timeout_s; the rest is for telling the others, so that all end within it
 POLL_S = 0.25
 POLLS = 2000  # of the store in a second, by all ranks together
+SIGN_S = 60.0  # a first step that takes longer gives signs of life: at twice the time, or after LONG_S
+LONG_S = 600.0
 STORE_S = 20.0  # the run ends if the store does not answer for so long: it carries the news of failures
-
-
-def say(message: str) -> None:
-    """Print a line on stderr in one write: ranks share stderr, and a signal handler may interrupt a print."""
-    with contextlib.suppress(OSError):
-        os.write(2, f"threed: {message}\n".encode(errors="replace"))
 
 
 LOST = ("closed by peer", "reset by peer", "broken pipe", "connection refused", "connection was",
@@ -60,6 +58,12 @@ def tell(store: Any, note: dict[str, Any]) -> dict[str, Any]:
     return json.loads(store.compare_set(KEY, "", json.dumps(note)))
 
 
+def _leave(status: int) -> None:
+    """End this process at once: the main thread hangs."""
+    flush()
+    os._exit(status)
+
+
 class Watch:
     def __init__(self, rank: int, store: Any, timeout_s: float, ranks: int = 1):
         """`store`: where the `ranks` ranks of the run meet."""
@@ -67,7 +71,9 @@ class Watch:
         self._least_s = ranks / POLLS
         self.poll_s = max(POLL_S, self._least_s)
         self.step = 0  # the step under way; 0: none yet
-        self.on_step: Callable[[int], None] | None = None  # called when a step begins
+        self.pace = Steps(1).of(0)
+        self.first: int | None = None  # the first step, on the rank that gives signs of life while it runs
+        self._sign_s = SIGN_S
         self.engine: Engine | None = None
         self.comm: Comm | None = None
         self.hosts: list[str] = []  # of each rank, once that is known
@@ -96,15 +102,15 @@ class Watch:
     def at(self, step: int) -> None:
         """Called when a step begins."""
         self.step = step
-        if self.on_step is not None:
-            self.on_step(step)
+        self.pace.begin(step)
 
-    def fail(self, message: str, status: int = 1, hang: bool = False, cause: str | None = None) -> bool:
+    def fail(self, message: str, status: int = 1, hang: bool = False, cause: str | None = None,
+             own: bool = False) -> bool:
         """Tell all ranks that this one failed. False if another rank failed first: then the reason is that
         rank's. `cause`: text that would be the same if the run failed again for this reason; None: the reason
-        came from outside."""
+        came from outside. `own`: as of `restart.Failure`."""
         note = {"rank": self.rank, "message": message, "status": status, "hang": hang, "step": self.step,
-                "cause": cause}
+                "cause": cause, "own": own}
         return tell(self._store, note)["rank"] == self.rank
 
     def reason(self, wait_s: float = 0.0) -> dict[str, Any] | None:
@@ -138,6 +144,7 @@ class Watch:
 
     def _watch_clock(self) -> None:
         while not self._closed.wait(POLL_S):
+            self._give_sign()
             since = self._since()
             if since is not None and time.monotonic() - since > LIMIT * self._timeout_s:
                 message = f"no answer within run.timeout_s={self._timeout_s:g}: {self.where()}"
@@ -145,7 +152,19 @@ class Watch:
                 # The store may hang with the rank that hosts it: tell the others if it answers; end anyway.
                 threading.Thread(target=self.fail, args=(message, 1, True, "a hang"), daemon=True).start()
                 time.sleep(3 * POLL_S)
-                os._exit(1)
+                _leave(1)
+
+    def _give_sign(self) -> None:
+        step, since_s, current = self.pace.step, self.pace.since_s, self.engine and self.engine.current
+        if step != self.first or since_s is None or since_s < self._sign_s:
+            return
+        self._sign_s = since_s + min(since_s, LONG_S)
+        takes = f" of about {show_seconds(self.pace.step_s)}" if self.pace.step_s else ""
+        at = ""
+        if current and self.engine is not None:
+            length = len(self.engine.orders[current[0]].effects)
+            at = f": instruction {current[1] + 1} of {length} on this rank"
+        say(f"step {step} has run for {show_seconds(since_s)}{takes}{at}")
 
     def _watch_store(self) -> None:
         answered = time.monotonic()
@@ -157,7 +176,7 @@ class Watch:
                 if time.monotonic() - answered > STORE_S:
                     self.end(f"rank {self.rank}: rank 0's host, or the launcher there, has gone: the store "
                              f"of the run has not answered for {STORE_S:g} s")
-                    os._exit(1)
+                    _leave(1)
                 continue
             if reason is None or reason["rank"] == self.rank:
                 continue
@@ -166,7 +185,7 @@ class Watch:
             # rank 0 may host the store: it ends last
             if self._closed.wait(4 * POLL_S if self.rank else 8 * POLL_S + 2 * self._least_s):
                 return  # the main thread has seen the failure too, and ends by itself
-            os._exit(reason["status"])
+            _leave(reason["status"])
 
     def end(self, message: str) -> None:
         """Print why this rank ends. Only the first call prints, from whichever thread."""

@@ -26,7 +26,7 @@ from threed.program.order import run_links
 from threed.program.table import Plan
 from threed.program.trace import Trace, Wait
 from threed.program.walk import Walk
-from threed.quantity import show_seconds
+from threed.quantity import many, show_seconds
 from threed.texttable import render
 
 MOST_STEPS = 10
@@ -237,7 +237,7 @@ def show(compared: dict[str, Any], columns: int | None = None) -> str:
                   *(show_seconds(row[name]) for name in HEADS)) for row in compared["ranks"][:MOST_RANKS]],
                  columns)]
     if len(compared["ranks"]) > MOST_RANKS:
-        lines.append(f"... and {len(compared['ranks']) - MOST_RANKS} ranks more")
+        lines.append(f"... and {many(len(compared['ranks']) - MOST_RANKS, 'rank')} more")
     for title, key in (("by op, mean of all ranks", "ops"), ("by lane, waiting for it included", "lanes"),
                        ("by unit, on a rank that holds it", "units")):
         lines += ["", render((title, "predicted", "measured"), [

@@ -37,13 +37,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
+from threed.console import RECORD, show
 from threed.environment import restarted
 from threed.errors import InputError, ThreedError, of_folder
 from threed.monitor import charts, state
 from threed.monitor.lines import StepLines, cut
-from threed.quantity import show_bytes, show_count
+from threed.monitor.stepline import Parts, waiting, width
 from threed.schema import Config
 
 CLOSE_S = 60.0  # how long a disk or a server may take at the end of a run
@@ -57,7 +56,6 @@ class Log:
         to do, leaves the folder as it was (`close`). InputError where another run has it, or where it may not
         be written; RunError where the disk fails."""
         self.config = config
-        self.console = Console(highlight=False)
         self.run_id: str | None = None
         self.wandb_dir: str | None = None
         self._wandb: Any = None
@@ -110,6 +108,7 @@ class Log:
             self._lines = StepLines(self.path)
         except OSError as error:
             raise _unusable(self.config, error) from None
+        RECORD.begin()
         note = self.path.parent / "wandb-run"
         if run_id is None and restarted():
             with contextlib.suppress(OSError):
@@ -122,18 +121,20 @@ class Log:
         self._begun = True
         state.note(self.path.parent, state.RUNNING, step)
 
-    def step(self, step: int, metrics: dict[str, float | None]) -> None:
-        """Log one step's metrics: written at once, so that a killed run loses nothing."""
+    def step(self, step: int, metrics: dict[str, float | None], left_s: float | None = None) -> None:
+        """Log one step's metrics: written at once, so that a killed run loses nothing. `left_s`: seconds
+        until the run's last step, where they are known."""
         plain = {name: value if value is None or math.isfinite(value) else str(value)
                  for name, value in metrics.items()}
         assert self._lines is not None, "start() comes first"
         if news := self._lines.add(step, json.dumps({"step": step, **plain}) + "\n"):
-            self.say(news)
+            self.say(news, always=True)
         if self._wandb:
             self._wandb.log({name: value for name, value in metrics.items() if value is not None}, step=step)
         steps = self.config.train.steps
         if step % self.config.monitor.console_every == 0 or step == steps or "val/loss" in metrics:
-            self.say(_line(step, steps, metrics))
+            parts = Parts(step, steps, metrics, left_s, waiting(self.config))
+            show(parts.fit(width()), console=not self.config.monitor.quiet, record=parts.fit(None))
 
     def sync(self) -> None:
         """Wait until the lines of all steps are on the disk, as a checkpoint needs them. OSError where the
@@ -172,8 +173,9 @@ class Log:
         if self._wandb:
             charts.report(self._wandb, file)
 
-    def say(self, text: str) -> None:
-        self.console.print(text, soft_wrap=True, markup=False)
+    def say(self, text: str, always: bool = False) -> None:
+        """Lines on the console; with monitor.quiet, only warnings and what is said `always`."""
+        show(text, console=always or not self.config.monitor.quiet or text.startswith("warning"))
 
     def close(self, limit_s: float = CLOSE_S) -> None:
         """Write what is left. Returns after `limit_s` if a disk or a wandb server does not answer."""
@@ -213,29 +215,6 @@ class Log:
             (self.path.parent / ".lock").unlink()
             for path in self._made if self._failed else ():  # the innermost first; one that holds
                 path.rmdir()  # anything stays
-
-
-def _line(step: int, steps: int, metrics: dict[str, float | None]) -> str:
-    def number(name: str) -> float:
-        value = metrics.get(name)
-        return math.nan if value is None else value
-
-    parts = [f"step {step:>{len(str(steps))}}/{steps}", f"loss {number('train/loss'):.4f}"]
-    if "val/loss" in metrics:
-        parts.append(f"val {number('val/loss'):.4f}")
-    parts += [f"norm {number('train/grad_norm'):.2f}", f"lr {number('train/lr'):.2e}",
-              f"{number('perf/step_s'):.2f} s", _speed(metrics),
-              f"bubble {number('pipeline/bubble_measured'):.0%} (predicted "
-              f"{number('pipeline/bubble_predicted'):.0%})",
-              f"peak {show_bytes(number('memory/peak_bytes'))}"]
-    return "  ".join(parts)
-
-
-def _speed(metrics: dict[str, float | None]) -> str:
-    name, unit = next((pair for pair in (("perf/tokens_per_s", "tok/s"), ("perf/samples_per_s", "samples/s"))
-                       if pair[0] in metrics), ("", "tok/s"))
-    value = metrics.get(name)
-    return f"{show_count(math.nan if value is None else value)} {unit}"
 
 
 def _unusable(config: Config, error: OSError) -> ThreedError:

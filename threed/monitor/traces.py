@@ -27,6 +27,7 @@ from threed.program.effects import effects
 from threed.program.instruction import Instruction, Op, Tier
 from threed.program.table import Plan
 from threed.program.trace import Trace, Wait
+from threed.quantity import many
 
 if TYPE_CHECKING:
     from threed.comm import Comm
@@ -168,7 +169,7 @@ def read_run(run: Path, only: Sequence[int] | None = None) -> RunTrace:
     for rank in range(world_size) if only is None else only:
         file = rank_file(run, rank)
         if not file.exists():
-            raise InputError(f"{file} is missing: the run had {world_size} ranks")
+            raise InputError(f"{file} is missing: the run had {many(world_size, 'rank')}")
         ranks.append(_read_rank(file, rank, digest, notes))
     steps = sorted(set.intersection(*(set(rank.lines) for rank in ranks)))
     if not steps:

@@ -1,0 +1,56 @@
+"""Opening: what a run says before its first step: how large the model is, and how long a step will take."""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+
+from threed.errors import ThreedError
+from threed.models.model import model_flops
+from threed.monitor import charts
+from threed.planner.facts import unit_parameters
+from threed.prediction.hardware import DEFAULT, OF_CPUS, Hardware
+from threed.prediction.verb import document, priced
+from threed.program.table import Plan
+from threed.quantity import show_count, show_seconds
+from threed.schema import Config
+
+LONG_S = 60.0  # a step that takes longer is said before it begins
+IDEAL_S = 2.0  # a step that takes less at the peak of its devices is not predicted: that would take a while
+BOARDS = {"H100": "h100-sxm", "H200": "h200-sxm", "B200": "b200-sxm", "A100": "a100-sxm"}
+
+
+def size_line(config: Config) -> str:
+    """How many parameters the model has, and how many of them train."""
+    size = charts.model_size(config)
+    frozen = sum(prod(parameter.shape) for unit in unit_parameters(config).values() for parameter in unit
+                 if not parameter.trains)
+    trains = f", of which {show_count(size - frozen)} train" if frozen else ""
+    return (f"{show_count(size)} parameters{trains}; steps of {show_count(config.tokens_per_step)} "
+            f"{config.model.counted}")
+
+
+def predicted_s(config: Config, plan: Plan, device: torch.device) -> tuple[float, str] | None:
+    """Seconds of a step on the hardware that a device is most like, as `threed predict` has it, and the
+    hardware's name. None where a step is surely short, or cannot be predicted."""
+    name = OF_CPUS
+    if device.type == "cuda":
+        found = torch.cuda.get_device_name(device)
+        name = next((board for part, board in BOARDS.items() if part in found), DEFAULT)
+    try:
+        machine = Hardware.parse(name)
+        train = config.train
+        flops = model_flops(config.model, train.global_batch_size, train.micro_batch_size)
+        if flops / config.world_size / machine.peak(4 if config.precision.dtype == "fp32" else 2) < IDEAL_S:
+            return None
+        machine, step = priced(plan, name, None)
+        return document(step, machine)["step_time"], name
+    except ThreedError:  # such as layers of somebody's own, which have no price
+        return None
+
+
+def step_line(step_s: float, name: str) -> str:
+    """What to say of a step that takes long."""
+    return (f"note: a step will take about {show_seconds(step_s)}, as predicted for {name} (threed predict); "
+            "a request to stop is honoured after the step under way")

@@ -25,11 +25,12 @@ ROOT = Path(__file__).parents[1]
 LEVELS = (
     (  # 0
         "errors models",
-        "address doors.table early later native pipeline.orders quantity restart sampling",
+        "address doors.table later marks native pipeline.orders quantity restart sampling",
         "doors.deepspeed doors.megatron_rest doors.megatron_values doors.peft doors.torchtitan",
         "doors.megatron",
         "doors.script synonyms",
-        "progress requests",
+        "early progress",
+        "requests",
         "callback mesh",
         "environment schema",
         "contract models.kernels optimizers. rendezvous",
@@ -73,7 +74,9 @@ LEVELS = (
         "choosing.",
     ),
     (  # 5
-        "monitor.state",
+        "monitor.attribute monitor.state",
+        "monitor.goodput monitor.loggers.logger",
+        "monitor.loggers. monitor.loggers.beside",
         "engine. monitor.",
         "checkpoint.",
         "monitor.run monitor.runs",

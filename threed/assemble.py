@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from threed import __version__, native, validate
+from threed import __version__, marks, native, validate
 from threed.callback import Callback
 from threed.callbacks import in_order
 from threed.checkpoint.choose import begin_lineage
@@ -77,8 +77,10 @@ def train(job: Job, local_rank: int, requests: Requests, watch: Watch, store: An
                 log.say(f"warning: {line}")
         with watch.phase("see that run.dir is shared", waits=False):
             shared.same_folder(comm, Path(config.run.dir), watch.hosts, config.run.timeout_s, looks)
+        marks.mark("load")
         with watch.phase("load a checkpoint", waits=False):
             resumed = resume(config, engine.zero, log.say if log else lambda line: None)
+        marks.mark("start")
         if log:
             begin_lineage(config, resumed.path, resumed.lineage)
             log.start(engine.zero.step_number, resumed.manifest.get("wandb_id"))

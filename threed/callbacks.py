@@ -48,6 +48,8 @@ class Saving(Callback):
 
     def on_end(self, trainer: Trainer) -> None:
         number = trainer.step_number
+        if trainer.log:
+            trainer.log.doing("save")
         if number > self.saved:
             trainer.checkpoints.save_last(self._counters(trainer))
         if number < trainer.config.train.steps:
@@ -89,11 +91,11 @@ class Tracing(Callback):
 
 
 class Timeline(Callback):
-    """Sends a picture of every `monitor.timeline_every`th step, as measured, to wandb."""
+    """Sends a picture of every `monitor.timeline_every`th step, as measured, to the loggers."""
 
     def on_step_end(self, trainer: Trainer, step: Step) -> None:
         monitor, here, number = trainer.config.monitor, trainer.here, step.number
-        if monitor.wandb == "disabled" or not monitor.timeline_every or number % monitor.timeline_every:
+        if not monitor.draws or not monitor.timeline_every or number % monitor.timeline_every:
             return
         if step.trace.name != "train":
             return
@@ -126,7 +128,8 @@ class Evaluation(Callback):
 
 
 class Writing(Callback):
-    """Continues `train.sample_prompts` every `train.sample_every` steps, for the console and wandb."""
+    """Continues `train.sample_prompts` every `train.sample_every` steps, for the console and the
+    loggers."""
 
     def on_start(self, trainer: Trainer) -> None:
         train, model = trainer.config.train, trainer.config.model
@@ -161,19 +164,22 @@ class Writing(Callback):
 
 
 class Logging(Callback):
-    """On rank 0: writes the metrics of each step to metrics.jsonl, wandb and the console, and a summary at
-    the end."""
+    """On rank 0: writes the metrics of each step to metrics.jsonl, the loggers and the console, and a summary
+    at the end."""
 
     def on_start(self, trainer: Trainer) -> None:
         self.begin_s = time.monotonic()
         self.first_loss = math.nan
         self.recent: deque[dict[str, float | None]] = deque(maxlen=10)  # the metrics of the last steps
+        if trainer.log:
+            trainer.log.doing("steps")
 
     def on_step_end(self, trainer: Trainer, step: Step) -> None:
         if trainer.log is None:
             return
         measured = trainer.meter.metrics(step.measured, time.monotonic() - self.begin_s)
         step.metrics |= measured | trainer.checkpoints.metrics()
+        step.metrics |= trainer.log.ledger.step(step.metrics)
         if not self.recent:
             self.first_loss = step.loss
         self.recent.append(step.metrics)
@@ -185,14 +191,18 @@ class Logging(Callback):
         if trainer.log is None:
             return
         log, ended = trainer.log, trainer.step_number >= trainer.config.train.steps
+        log.doing("end")
         log.over(ENDED if ended else STOPPED, trainer.step_number)
         if self.recent:
             log.say("\n" + _summary(self.first_loss, self.recent, trainer.config))
+            log.say(f"goodput    {log.ledger.spent().text()}")
         else:
             log.say(f"nothing to do: {trainer.step_number} steps are done, and "
                     f"train.steps={trainer.config.train.steps}")
         saved = trainer.checkpoints.newest or "none was saved"
-        log.say(f"checkpoint {saved}\nmetrics    {log.path}\nwandb      {log.wandb_dir or 'off'}")
+        places = log.places() or [("loggers", "none")]
+        log.say("\n".join(f"{what:<10} {where}" for what, where in
+                          [("checkpoint", saved), ("metrics", log.path), *places]))
 
 
 class Reporting(Callback):
@@ -207,7 +217,7 @@ class Reporting(Callback):
             log.say("no report for wandb: threed.report draws it in the script that has the layers")
             return
         if find_spec("plotly") is None:
-            log.say("no report for wandb: it is drawn with plotly (pip install 'threed[report]')")
+            log.say("no report for wandb: it is drawn with plotly (pip install plotly)")
             return
         file = folder / "report.html"
         argv = [sys.executable, "-m", "threed", "report", str(folder), "-o", str(file)]

@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from types import FrameType
 from typing import Any
 
+from threed import marks
+
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -24,6 +26,7 @@ def begin() -> None:
     """Install handlers for the seconds of importing: a request to stop ends the process with a word, a
     request to save is ignored."""
     if sys.argv[1:2] == ["train"]:
+        marks.begin("start")
         # For each try of a broken connection torch prints 40 lines of addresses; threed says it once.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         handle(STOPS, _leave)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from threed import __version__
+from threed import __version__, marks
 from threed.assemble import Job
 from threed.callback import Callback
 from threed.checkpoint.lineage import read_latest
@@ -214,6 +214,7 @@ class NodeLauncher:
             self._see_ranks(line)
 
     def _wait(self, _: Line, message: dict[str, Any]) -> None:
+        marks.mark("waiting")
         say(message["text"])
 
     def _end(self, _: Line, message: dict[str, Any]) -> None:
@@ -221,6 +222,7 @@ class NodeLauncher:
 
     def _prepare(self, line: Line, message: dict[str, Any]) -> None:
         """Prepare the data for all nodes. The config may not fit the number of nodes that came."""
+        marks.mark("data")
         self.preparing = Preparation(lambda: self.load(message["world"]), self.config)
         self.preparing.start()
 
@@ -238,6 +240,7 @@ class NodeLauncher:
         line.send("failed", rank=None, text=text, cause=text, step=None, status=status, certain=True)
 
     def _start(self, line: Line, message: dict[str, Any]) -> None:
+        marks.mark("start")
         self.reported, self.deadline = None, None
         self.attempt, self.first = message["attempt"], message["first"]
         self.launch, self.started = message["launch"], True
@@ -305,6 +308,7 @@ class NodeLauncher:
 
     def _clear(self, _: Line, message: dict[str, Any]) -> None:
         """End this node's ranks after a failure: those that do not end by themselves are killed."""
+        marks.begin("down")
         if message["text"]:
             say(message["text"])
         if self.preparing is not None:

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from threed import marks
 from threed.assemble import Job, train
 from threed.children import die_with_parent
 from threed.engine.watch import POLLS, Watch, lost_peer, say, tell
@@ -49,9 +50,11 @@ def run_place(job: Job, place: Place, parent: int) -> int:
     `parent`: the id of its parent process at its start."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent(parent)
+    marks.mark("waiting")
     store = environment_store(job.config.run.connect_timeout_s)
     try:
         meet(store, place.rank, place.world_size, (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
+        marks.mark("start")
         status = run_rank(job, place, store)
     except ThreedError as error:  # of `meet`: no watch exists yet that would tell the others
         note = {"rank": place.rank, "message": str(error), "status": error.status, "hang": False, "step": 0,

@@ -78,4 +78,4 @@ def test_without_plotly(trainer, monkeypatch):
     started = ends(monkeypatch)
     monkeypatch.setattr(callbacks, "find_spec", lambda name: None)
     Reporting().on_end(trainer)
-    assert not started and "pip install 'threed[report]'" in trainer.log.said[0]
+    assert not started and "pip install plotly" in trainer.log.said[0]

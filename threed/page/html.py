@@ -7,7 +7,7 @@ from html import escape
 from typing import Any
 
 from threed import __version__
-from threed.monitor.charts import model_size
+from threed.monitor.loggers.logger import model_size
 from threed.page import figures, timelines
 from threed.page.content import LAST, Content
 from threed.page.drawing import CONFIG, FONT, INK, plotly

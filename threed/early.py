@@ -26,7 +26,7 @@ def begin() -> None:
     """Install handlers for the seconds of importing: a request to stop ends the process with a word, a
     request to save is ignored."""
     if sys.argv[1:2] == ["train"]:
-        marks.begin("start")
+        marks.begin("start", marks.age_s())
         # For each try of a broken connection torch prints 40 lines of addresses; threed says it once.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         handle(STOPS, _leave)

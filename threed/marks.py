@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 
 _NAME = "THREED_MARKS"
+_MOST_AGE_S = 60.0  # an older process has run something else, which called `exec`
 
 
-def begin(doing: str) -> None:
+def begin(doing: str, ago_s: float = 0.0) -> None:
     """Forget all marks, and set one."""
-    os.environ[_NAME] = ""
-    mark(doing)
+    os.environ[_NAME] = f"{doing}:{time.time() - ago_s:.3f}"
 
 
 def begin_once(doing: str) -> None:
@@ -29,6 +30,17 @@ def begin_once(doing: str) -> None:
 def mark(doing: str) -> None:
     """From now on the run does this."""
     os.environ[_NAME] = f"{os.environ.get(_NAME, '')} {doing}:{time.time():.3f}".strip()
+
+
+def age_s() -> float:
+    """How long this process has lived: the interpreter takes a second to come here from a slow disk. 0 where
+    that is not known, or the process did something else before."""
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return 0.0
+    return age_s if 0 < age_s < _MOST_AGE_S else 0.0
 
 
 def take() -> list[tuple[str, float]]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
 
 import pytest
 from hypothesis import given
@@ -141,3 +144,11 @@ def test_marks(monkeypatch):
     marks.mark("data")
     marks.begin("down")
     assert [doing for doing, _ in marks.take()] == ["down"]
+
+
+def test_the_age_of_a_process():
+    """From its start, in which Python reads its files."""
+    code = "import time; time.sleep(0.2)\nfrom threed.marks import age_s\nprint(age_s())"
+    begin = time.monotonic()
+    age_s = float(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
+    assert 0.2 <= age_s <= time.monotonic() - begin + 0.02  # the kernel counts in hundredths

@@ -20,8 +20,8 @@ _TAIL_BYTES = 1 << 16  # more than a line of metrics.jsonl
 
 
 def find(folder: Path, with_goodput: bool = False) -> list[dict[str, Any]]:
-    """A row a run in `folder` or below, the one with the newest sign first. `with_goodput`: reads the steps of
-    all runs. InputError where there is no such folder."""
+    """A row a run in `folder` or below, the one with the newest sign first. `with_goodput`: reads all
+    steps of all runs. InputError where there is no such folder."""
     if not folder.is_dir():
         raise InputError(f"{folder}: there is no such folder; give one that holds runs (run.dir)")
     rows = [_row(path) for path in _folders(folder, DEPTH)]

@@ -145,8 +145,8 @@ def _head(content: Content) -> str:
 def _numbers(content: Content) -> str:
     """The same as text."""
     return ('<section id="numbers"><h2>Numbers</h2><p>What `threed predict` prints for this plan, and its '
-            f"mesh.</p><pre>{escape(show_report(content.values))}</pre>{_spent(content)}<details><summary>the mesh</summary>"
-            f"<pre>{escape(content.mesh.draw())}</pre></details></section>")
+            f"mesh.</p><pre>{escape(show_report(content.values))}</pre>{_spent(content)}<details><summary>"
+            f"the mesh</summary><pre>{escape(content.mesh.draw())}</pre></details></section>")
 
 
 def _spent(content: Content) -> str:

@@ -25,14 +25,15 @@ ROOT = Path(__file__).parents[1]
 LEVELS = (
     (  # 0
         "console errors models",
-        "address doors.table early later native pipeline.orders quantity sampling texttable",
+        "address doors.table later marks native pipeline.orders quantity sampling texttable",
         "paths restart",
         "doors.deepspeed doors.megatron_switches doors.megatron_values doors.peft doors.shell. "
         "doors.torchtitan",
         "doors.deepspeed_file doors.launchers doors.megatron_rest",
         "doors.megatron",
         "doors.script synonyms",
-        "progress requests",
+        "early progress",
+        "requests",
         "callback mesh",
         "environment schema",
         "contract models.kernels optimizers. rendezvous",
@@ -78,7 +79,9 @@ LEVELS = (
         "choosing.",
     ),
     (  # 5
-        "monitor.state",
+        "monitor.attribute monitor.state",
+        "monitor.goodput monitor.loggers.logger",
+        "monitor.loggers. monitor.loggers.beside",
         "engine. monitor.",
         "checkpoint.",
         "folders",

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from threed import __version__, native, validate
+from threed import __version__, marks, native, validate
 from threed.callback import Callback
 from threed.callbacks import in_order
 from threed.checkpoint.choose import begin_lineage
@@ -78,9 +78,11 @@ def train(job: Job, local_rank: int, requests: Requests, watch: Watch, store: An
         log = _open_log(config, plan, comm, watch, closing) if watch.rank == 0 else None
         with watch.phase("see that run.dir is shared", waits=False):
             shared.same_folder(comm, Path(config.run.dir), watch.hosts, config.run.timeout_s, looks)
+        marks.mark("load")
         with watch.phase("load a checkpoint", waits=False):
             mine = identity(config, prepared) if log else None
             resumed = resume(config, engine.zero, log.say if log else lambda line: None, mine)
+        marks.mark("start")
         if log:
             for line in report(config, *data):
                 log.say(line)
@@ -99,8 +101,8 @@ def _begin(prepared: Prepared, resumed: Resumed, log: Log | None) -> None:
     if log is None:
         return
     config = log.config
+    log.start(resumed.manifest.get("step", 0), resumed.manifest.get("wandb_id"))  # a logger may refuse
     begin_lineage(config, resumed.path, resumed.lineage)
-    log.start(resumed.manifest.get("step", 0), resumed.manifest.get("wandb_id"))
     for line in (*save_config(config),
                  *keep_tokenizer(prepared.tokenizer, config.data, Path(config.run.dir))):
         log.say(f"warning: {line}")

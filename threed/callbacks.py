@@ -50,6 +50,8 @@ class Saving(Callback):
 
     def on_end(self, trainer: Trainer) -> None:
         number = trainer.step_number
+        if trainer.log and trainer.begun:
+            trainer.log.doing("save")
         if number > self.saved and trainer.begun:
             trainer.checkpoints.save_last(self._counters(trainer))
         if number < trainer.config.train.steps and trainer.begun:
@@ -96,11 +98,11 @@ class Tracing(Callback):
 
 
 class Timeline(Callback):
-    """Sends a picture of every `monitor.timeline_every`th step, as measured, to wandb."""
+    """Sends a picture of every `monitor.timeline_every`th step, as measured, to the loggers."""
 
     def on_step_end(self, trainer: Trainer, step: Step) -> None:
         monitor, here, number = trainer.config.monitor, trainer.here, step.number
-        if monitor.wandb == "disabled" or not monitor.timeline_every or number % monitor.timeline_every:
+        if not monitor.draws or not monitor.timeline_every or number % monitor.timeline_every:
             return
         if step.trace.name != "train":
             return
@@ -133,7 +135,8 @@ class Evaluation(Callback):
 
 
 class Writing(Callback):
-    """Continues `train.sample_prompts` every `train.sample_every` steps, for the console and wandb."""
+    """Continues `train.sample_prompts` every `train.sample_every` steps, for the console and the
+    loggers."""
 
     def on_start(self, trainer: Trainer) -> None:
         train, model = trainer.config.train, trainer.config.model
@@ -168,8 +171,8 @@ class Writing(Callback):
 
 
 class Logging(Callback):
-    """On rank 0: writes the metrics of each step to metrics.jsonl, wandb and the console, and a summary at
-    the end."""
+    """On rank 0: writes the metrics of each step to metrics.jsonl, the loggers and the console, and a summary
+    at the end."""
 
     def on_start(self, trainer: Trainer) -> None:
         self.begin_s = time.monotonic()
@@ -183,6 +186,7 @@ class Logging(Callback):
         measured = trainer.meter.metrics(step.measured, time.monotonic() - self.begin_s)
         step.metrics |= measured | trainer.checkpoints.metrics()
         now_s, left = time.monotonic(), trainer.config.train.steps - step.number
+        step.metrics |= trainer.log.ledger.step(step.metrics)
         if not self.recent:
             self.first_loss, self.first_ended_s = step.loss, now_s
             left_s = left * (measured["perf/step_s"] or 0.0)
@@ -201,13 +205,16 @@ class Logging(Callback):
             late = trainer.deadline is not None and trainer.deadline.reached
             log.say(_why_nothing(trainer.step_number, trainer.config, late), always=True)
             return
+        log.doing("end")
         log.over(ENDED if ended else STOPPED, trainer.step_number)
         if self.recent:
             first = f"step {self.first} had {self.first_loss:.4f}"
             log.say("\n" + _summary(first, self.recent, trainer.config), always=True)
+            log.say(f"goodput    {log.ledger.spent().text()}", always=True)
         saved = trainer.checkpoints.newest or "none was saved"
-        log.say(f"checkpoint {saved}\nmetrics    {log.path}\nwandb      {log.wandb_dir or 'off'}",
-                always=True)
+        places = log.places() or [("loggers", "none")]
+        log.say("\n".join(f"{what:<10} {where}" for what, where in
+                          [("checkpoint", saved), ("metrics", log.path), *places]), always=True)
 
 
 class Reporting(Callback):

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from types import FrameType
 from typing import Any
 
-from threed import console
+from threed import console, marks
 
 BEGAN = "THREED_BEGAN"  # in the environment: when the run was started, in seconds since 1970
 RUNS = ("train", "eval", "generate", "calibrate")  # commands that compute
@@ -34,6 +34,7 @@ def begin() -> None:
     if sys.argv[1:2] == ["train"]:
         console.steady()
         os.environ[BEGAN] = repr(time.time())
+        marks.begin("start", marks.age_s())
         # For each try of a broken connection torch prints 40 lines of addresses; threed says it once.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         handle(STOPS, _leave)

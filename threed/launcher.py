@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from threed import marks
 from threed.assemble import Job, Task
 from threed.callback import Callback
 from threed.checkpoint.lineage import read_latest
@@ -88,7 +89,9 @@ class LocalLauncher:
         """Start the ranks, and again after a failure as long as `Restarts` allows it. Returns the exit status
         of the run."""
         RECORD.open(Path(self.config.run.dir))
+        marks.mark("data")
         prepared = self.prepare()
+        marks.mark("start")
         restarts = Restarts(self.config.run.restarts, self.config.run.restart_wait_s)
         os.environ["THREED_LAUNCH"] = uuid.uuid4().hex
         while True:
@@ -100,12 +103,14 @@ class LocalLauncher:
                 return 128 + self.hurried
             if failure is None or self.asked.times:
                 return failure.status if failure is not None else 0
+            marks.begin("down")
             wait_s, text = restarts.after(failure, read_latest(self.config)[0])
             if text:
                 say(text)
             if wait_s is None:
                 return failure.status
             time.sleep(wait_s)
+            marks.mark("start")
 
     def prepare(self, say: Callable[[str], None] | None = None) -> Prepared:
         """Prepare the data; `say` gets lines about the progress (None: the console). Errors as from

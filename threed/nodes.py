@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from threed import __version__
+from threed import __version__, marks
 from threed.assemble import Job
 from threed.callback import Callback
 from threed.checkpoint.lineage import read_latest
@@ -225,6 +225,7 @@ class NodeLauncher:
                 line.send("asked", text=self.steps.of(0).answer())
 
     def _wait(self, _: Line, message: dict[str, Any]) -> None:
+        marks.mark("waiting")
         say(message["text"])
 
     def _end(self, _: Line, message: dict[str, Any]) -> None:
@@ -232,6 +233,7 @@ class NodeLauncher:
 
     def _prepare(self, line: Line, message: dict[str, Any]) -> None:
         """Prepare the data for all nodes. The config may not fit the number of nodes that came."""
+        marks.mark("data")
         self.preparing = Preparation(lambda: self.load(message["world"]), self.config,
                                      progress(self.config))
         self.preparing.start()
@@ -250,6 +252,7 @@ class NodeLauncher:
         line.send("failed", rank=None, text=text, cause=text, step=None, status=status, certain=True)
 
     def _start(self, line: Line, message: dict[str, Any]) -> None:
+        marks.mark("start")
         self.reported, self.deadline = None, None
         self.attempt, self.first = message["attempt"], message["first"]
         self.launch, self.started = message["launch"], True
@@ -322,6 +325,7 @@ class NodeLauncher:
 
     def _clear(self, _: Line, message: dict[str, Any]) -> None:
         """End this node's ranks after a failure: those that do not end by themselves are killed."""
+        marks.begin("down")
         if message["text"]:
             say(message["text"])
         if self.preparing is not None:

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from threed import marks
 from threed.assemble import Job, train
 from threed.children import die_with_parent
 from threed.console import RECORD, flush, put_error, say, steady
@@ -64,9 +65,11 @@ def run_place(job: Job, place: Place, parent: int) -> int:
     RECORD.open(Path(job.config.run.dir))
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent(parent)
+    marks.mark("waiting")
     store = environment_store(job.config.run.connect_timeout_s)
     try:
         meet(store, place.rank, place.world_size, (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
+        marks.mark("start")
         status = run_rank(job, place, store)
     except ThreedError as error:  # of `meet`: no watch exists yet that would tell the others
         note = {"rank": place.rank, "message": str(error), "status": error.status, "hang": False, "step": 0,

@@ -267,6 +267,8 @@ class CheckpointConfig:
 
 @dataclass
 class MonitorConfig:
+    loggers: list[str] = field(default_factory=lambda: ["wandb"])  # what gets the metrics, besides
+    # metrics.jsonl: wandb, tensorboard, mlflow, trackio, prometheus; []: nothing
     wandb: str = "auto"  # auto: online if WANDB_MODE or WANDB_API_KEY says so, else offline | offline |
     # online | disabled
     project: str = "threed"  # project in wandb
@@ -278,9 +280,18 @@ class MonitorConfig:
     console_every: int = 1  # steps between console lines
     trace_every: int = 10  # steps between traced steps, in run.dir/trace; 0: none (otherwise the last step
     # too)
-    timeline_every: int = 0  # steps between pictures of the measured timeline in wandb; 0: never
+    timeline_every: int = 0  # steps between pictures of the measured timeline in wandb and mlflow; 0: never
     quiet: bool = False  # on the console only warnings, errors and the summary; run.dir/log.txt has all lines
+    prometheus_port: int | None = None  # where prometheus reads the metrics; 0: a free one, which the console
+    # names
+    prometheus_file: str | None = None  # the same as a file, NAME.prom, for the textfile collector of
+    # node_exporter
     report: bool = True  # whether wandb gets the page of `threed report` at the end of the run
+
+    @property
+    def draws(self) -> bool:
+        """Whether a logger may take pictures."""
+        return "mlflow" in self.loggers or ("wandb" in self.loggers and self.wandb != "disabled")
 
 
 @dataclass

@@ -6,9 +6,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 
+from threed import marks
 from threed.callback import Callback, check_callbacks
 from threed.environment import Nodes, Place, place_of_environment
 from threed.errors import InputError
+from threed.monitor.loggers.logger import check_installed
 from threed.schema import Config
 
 Load = Callable[[int | None], Config]  # world size, if it is known -> the config for it
@@ -18,11 +20,21 @@ def start(load: Load, callbacks: Sequence[Callback] = (), parent: int | None = N
     """Train, and return the exit status of the run, of this node's part, or of this rank. `parent`: the id of
     this process's parent at its start."""
     parent = parent or os.getppid()
+    marks.begin_once("start")
+    try:
+        return _start(load, callbacks, parent)
+    finally:
+        marks.take()  # a script may train again
+
+
+def _start(load: Load, callbacks: Sequence[Callback], parent: int) -> int:
     check_callbacks(callbacks)
     first = load(None)  # raises for bad input before torch is imported, which takes seconds
+    place = place_of_environment()
+    if not isinstance(place, Place) or place.rank == 0:
+        check_installed(first)
     from threed import launcher, rank
 
-    place = place_of_environment()
     if isinstance(place, Place):
         return rank.run_place(rank.Job(load(place.world_size), callbacks), place, parent)
     if place is not None:

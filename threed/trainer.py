@@ -137,8 +137,10 @@ class Trainer:
         self.watch.at(number)
         batch, every = self.batches(self.train_split, self.samples), config.run.verify_every
         verify = bool(every) and number % every == 0
-        with self.meter.apart():
-            rehearsal = self.verifier.rehearse(batch) if verify else None
+        rehearsal = None
+        if verify:
+            with self.meter.apart():
+                rehearsal = self.verifier.rehearse(batch)
         self.meter.begin()
         clipped, trace = (self.verifier.step if verify else self.engine.train_step)(batch)
         self.skipped.look(number, clipped, hopeless, batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from typing import Any
 
@@ -10,7 +11,7 @@ from threed.mesh import AXES
 from threed.optimizers.registry import OPTIMIZERS
 from threed.pipeline.orders import SCHEDULES
 from threed.quantity import parse_seconds
-from threed.schema import Config
+from threed.schema import Config, MonitorConfig
 
 CHOICES = {
     "model.position": ("rotary", "learned"),
@@ -37,6 +38,7 @@ CHOICES = {
     "offload.optimizer": ("none", "cpu", "nvme"),
     "offload.parameters": ("none", "cpu", "nvme"),
 }
+LOGGERS = ("wandb", "tensorboard", "mlflow", "trackio", "prometheus")
 AT_LEAST = {  # key: least value
     "model.layers": 1, "model.hidden": 1, "model.heads": 1, "model.kv_heads": 1, "model.head_dim": 1,
     "model.ffn_hidden": 1,
@@ -109,7 +111,29 @@ def check_values(config: Config) -> list[str]:
     if sorted(config.parallel.axis_order.split("-")) != sorted(AXES):
         problems.append(f"parallel.axis_order={config.parallel.axis_order}: must name each axis once, "
                         f"outermost first, for example {'-'.join(AXES)}")
+    problems += _check_loggers(config.monitor)
     betas = config.optimizer.betas
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         problems.append(f"optimizer.betas={betas}: must be two numbers in [0, 1)")
     return problems
+
+
+def _check_loggers(monitor: MonitorConfig) -> list[str]:
+    problems, given = [], f"monitor.loggers=[{','.join(map(str, monitor.loggers))}]"
+    for name in monitor.loggers:
+        if name not in LOGGERS:
+            near = difflib.get_close_matches(str(name).lower(), LOGGERS, 1)
+            hint = f"; did you mean {near[0]}?" if near else ", or a callback of your own"
+            problems.append(f"{given}: {name} is none of {', '.join(LOGGERS)}{hint}")
+        elif monitor.loggers.count(name) > 1:
+            problems.append(f"{given}: {name} is named twice")
+    port, file = monitor.prometheus_port, monitor.prometheus_file
+    if "prometheus" in monitor.loggers and port is None and not file:
+        problems.append(f"{given}: give monitor.prometheus_port (such as 9400), where prometheus reads the "
+                        "metrics, or monitor.prometheus_file, for node_exporter's textfile collector")
+    if "prometheus" not in monitor.loggers and (port is not None or file):
+        key = "monitor.prometheus_file" if port is None else "monitor.prometheus_port"
+        problems.append(f"{key}={file if port is None else port} has no effect: {given} lacks prometheus")
+    if port is not None and not 0 <= port < 65536:
+        problems.append(f"monitor.prometheus_port={port}: must be between 0 and 65535")
+    return list(dict.fromkeys(problems))

@@ -147,7 +147,7 @@ def runs(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="that hol
     """
     from threed.monitor import runs as listing
 
-    rows = listing.find(folder)
+    rows = listing.find(folder, with_goodput=as_json)
     print(json.dumps({"runs": rows}, indent=1) if as_json else listing.show(rows))
 
 

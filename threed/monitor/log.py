@@ -1,11 +1,17 @@
-"""Log: writes the same metrics to metrics.jsonl, to wandb and to the console. Rank 0 only.
+"""Log: writes the same metrics to metrics.jsonl, to the loggers (monitor.loggers) and to the console. Rank 0
+only.
 
 train/loss train/lr train/grad_norm train/skipped_steps    of the step
 run/tokens run/time                                        so far, of this run; seconds since 1970
+run/goodput                                                share of the time since the run began that went
+                                                           into steps that count: see monitor/goodput
+spent/steps spent/repeated spent/start ...                 what that time went into [s]
 train/loss_scale                                           that it was made with, where it is dynamic
 val/loss                                                   where evaluated
 perf/step_s perf/tokens_per_s perf/tokens_per_s_per_device perf/model_tflops_per_device    (layers of
                                   somebody's own: samples in place of tokens, here and in run/tokens)
+perf/apart_s                      what perf/step_s leaves out: evaluation, texts, a verified step's first
+                                  computation
 perf/mfu                          null where the device's peak is not known
 pipeline/bubble_measured          1 - (time in compute instructions / step time), mean; per stage as .../0,
                                   .../1
@@ -40,8 +46,11 @@ from typing import Any
 from threed.console import RECORD, show
 from threed.environment import restarted
 from threed.errors import InputError, ThreedError, of_folder
-from threed.monitor import charts, state
+from threed.monitor import goodput, state
 from threed.monitor.lines import StepLines, cut
+from threed.monitor.loggers.beside import Beside
+from threed.monitor.loggers.logger import About, make
+from threed.monitor.loggers.wandb import is_off
 from threed.monitor.stepline import Parts, waiting, width
 from threed.schema import Config
 
@@ -56,9 +65,10 @@ class Log:
         to do, leaves the folder as it was (`close`). InputError where another run has it, or where it may not
         be written; RunError where the disk fails."""
         self.config = config
-        self.run_id: str | None = None
-        self.wandb_dir: str | None = None
-        self._wandb: Any = None
+        self.run_id: str | None = None  # wandb's
+        self.loggers: list[Beside] = []
+        self.ledger = goodput.Ledger()
+        self._how = state.FAILED  # how the run ends, unless `over` says otherwise
         self._lines: StepLines | None = None
         self.path = Path(config.run.dir) / "metrics.jsonl"
         folder, self._begun, self._failed = self.path.parent, False, False
@@ -103,23 +113,38 @@ class Log:
         """Go on after `step`, and from here on change what is in the folder: lines of later steps, which are
         repeated, move to metrics.undone.jsonl. `run_id`: the wandb run that a checkpoint names. A run that is
         started again before its first checkpoint goes on with the same wandb run, too."""
+        self._start_loggers(step, run_id)  # which may refuse the start
         try:
             cut(self.path, step, self.path.with_suffix(".undone.jsonl"))
             self._lines = StepLines(self.path)
         except OSError as error:
             raise _unusable(self.config, error) from None
         RECORD.begin()
-        note = self.path.parent / "wandb-run"
-        if run_id is None and restarted():
-            with contextlib.suppress(OSError):
-                run_id = note.read_text().strip() or None
-        self._wandb = charts.start(self.config, run_id)
-        if self._wandb:
-            self.run_id, self.wandb_dir = self._wandb.id, os.path.dirname(self._wandb.dir)
-            with contextlib.suppress(OSError):
-                note.write_text(f"{self.run_id}\n")
         self._begun = True
         state.note(self.path.parent, state.RUNNING, step)
+        self.ledger = goodput.Ledger.of(self.path.parent)
+        self.doing("steps")
+
+    def _start_loggers(self, step: int, run_id: str | None) -> None:
+        again = restarted()
+        about = About(self.config, step, step > 0 or again, self.say)
+        for name in self.config.monitor.loggers:
+            if name == "wandb" and is_off(self.config):
+                continue
+            logger, note = Beside(name, make(name), self.say), self.path.parent / f"{name}-run"
+            known = run_id if name == "wandb" else None
+            if known is None and (again if name == "wandb" else about.goes_on):
+                with contextlib.suppress(OSError):
+                    known = note.read_text().strip() or None
+            self.loggers.append(logger)
+            if (known := logger.start(about, known)) is not None:
+                self.run_id = known if name == "wandb" else self.run_id
+                with contextlib.suppress(OSError):
+                    note.write_text(f"{known}\n")
+
+    def doing(self, what: str) -> None:
+        """Note what the run does from now on (`monitor.goodput`)."""
+        self.ledger.mark(what)
 
     def step(self, step: int, metrics: dict[str, float | None], left_s: float | None = None) -> None:
         """Log one step's metrics: written at once, so that a killed run loses nothing. `left_s`: seconds
@@ -129,8 +154,7 @@ class Log:
         assert self._lines is not None, "start() comes first"
         if news := self._lines.add(step, json.dumps({"step": step, **plain}) + "\n"):
             self.say(news, always=True)
-        if self._wandb:
-            self._wandb.log({name: value for name, value in metrics.items() if value is not None}, step=step)
+        self._tell("metrics", step, dict(metrics))
         steps = self.config.train.steps
         if step % self.config.monitor.console_every == 0 or step == steps or "val/loss" in metrics:
             parts = Parts(step, steps, metrics, left_s, waiting(self.config))
@@ -148,59 +172,62 @@ class Log:
                     raise
 
     def picture(self, step: int, svg: str) -> None:
-        """Send a measured timeline to wandb. Call it before `step`: wandb takes nothing more for a step after
-        its metrics."""
-        if self._wandb:
-            charts.picture(self._wandb, step, svg)
+        """Send a measured timeline to the loggers. Call it before `step`: wandb takes nothing more for a step
+        after its metrics."""
+        self._tell("picture", step, svg)
 
     def over(self, how: str, step: int) -> None:
         """Say in state.json how the run is over (`monitor.state`). Of one that never began there is nothing
         to say: its folder may hold another start's word."""
-        self._failed = how == state.FAILED
+        self._how, self._failed = how, how == state.FAILED
         if self._begun:
             state.note(self.path.parent, how, step)
 
     def texts(self, step: int, rows: Sequence[tuple[str, str]]) -> None:
-        """Print what the model has added to prompts, and send it to wandb. Call it before `step`, as
+        """Print what the model has added to prompts, and send it to the loggers. Call it before `step`, as
         `picture`."""
         for prompt, text in rows:
             self.say(f"text after step {step}: {(prompt + text)!r}")
-        if self._wandb:
-            charts.texts(self._wandb, step, rows)
+        self._tell("texts", step, rows)
 
     def report(self, file: Path) -> None:
-        """Send the page of the run to wandb, after its last step."""
-        if self._wandb:
-            charts.report(self._wandb, file)
+        """Send the page of the run to the loggers, after its last step."""
+        self._tell("report", file)
+
+    def places(self) -> list[tuple[str, str]]:
+        """Each logger's name, and where its files are."""
+        return [(logger.name, "off" if logger.is_off else logger.logger.place) for logger in self.loggers]
+
+    def _tell(self, method: str, *arguments: Any) -> None:
+        for logger in self.loggers:
+            logger.call(method, *arguments)
 
     def say(self, text: str, always: bool = False) -> None:
         """Lines on the console; with monitor.quiet, only warnings and what is said `always`."""
         show(text, console=always or not self.config.monitor.quiet or text.startswith("warning"))
 
     def close(self, limit_s: float = CLOSE_S) -> None:
-        """Write what is left. Returns after `limit_s` if a disk or a wandb server does not answer."""
-        over = threading.Event()
+        """Write what is left. Returns after `limit_s` if a disk or a server does not answer."""
+        until, over = time.monotonic() + limit_s, threading.Event()
+        for logger in self.loggers:
+            logger.finish(self._how)
 
         def body() -> None:
-            try:
-                self._close()
-            except Exception as error:
-                self.say(f"warning: the log was not closed as it should be: {type(error).__name__}: {error}")
+            with contextlib.suppress(OSError):
+                self.sync()
+            if self._lines is not None:
+                self._lines.close()
             over.set()
 
         threading.Thread(target=body, daemon=True, name="close the log").start()
         if not over.wait(limit_s):
-            self.say(f"warning: {self.path} or wandb does not answer for {limit_s:g} s; what they miss of "
-                     "the run's last steps is lost to them. An offline copy for `wandb sync`: "
-                     f"{self.wandb_dir or 'none'}")
-
-    def _close(self) -> None:
-        with contextlib.suppress(OSError):
-            self.sync()
-        if self._lines is not None:
-            self._lines.close()
-        if self._wandb:
-            charts.finish(self._wandb)
+            self.say(f"warning: the disk of {self.path} does not answer for {limit_s:g} s; what it misses of "
+                     "the run's last steps is lost")
+        for logger in self.loggers:
+            if not logger.wait(max(0.0, until - time.monotonic())):
+                self.say(f"warning: {logger.name} has not answered for {limit_s:g} s at the end of the run; "
+                         f"it may miss its last steps{logger.logger.kept}")
+        self.doing(goodput.OVER)
         if not self._begun:
             self._leave_as_found()
 

@@ -11,6 +11,7 @@ from typing import Any, TypeGuard
 
 from threed.errors import InputError
 from threed.monitor.compare import CONFIG
+from threed.monitor.goodput import spent
 from threed.monitor.state import FILE, LOCK, UNKNOWN, is_locked, last_word, state_of
 from threed.quantity import show_count
 
@@ -18,12 +19,15 @@ DEPTH = 4  # folders below the given one
 _TAIL_BYTES = 1 << 16  # more than a line of metrics.jsonl
 
 
-def find(folder: Path) -> list[dict[str, Any]]:
-    """A row a run in `folder` or below, the one with the newest sign first. InputError where there is no such
-    folder."""
+def find(folder: Path, with_goodput: bool = False) -> list[dict[str, Any]]:
+    """A row a run in `folder` or below, the one with the newest sign first. `with_goodput`: reads all
+    steps of all runs. InputError where there is no such folder."""
     if not folder.is_dir():
         raise InputError(f"{folder}: there is no such folder; give one that holds runs (run.dir)")
     rows = [_row(path) for path in _folders(folder, DEPTH)]
+    for row in rows if with_goodput else ():
+        found = spent(Path(row["run"]))
+        row["goodput"] = found.document() if found else None
     return sorted(rows, key=lambda row: (row["age_s"] is None, row["age_s"] or 0.0, row["run"]))
 
 

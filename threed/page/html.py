@@ -7,7 +7,8 @@ from html import escape
 from typing import Any
 
 from threed import __version__
-from threed.monitor.charts import model_size
+from threed.monitor.goodput import spent
+from threed.monitor.loggers.logger import model_size
 from threed.page import figures, timelines
 from threed.page.content import LAST, Content
 from threed.page.drawing import CONFIG, FONT, INK, LINE, plotly
@@ -173,6 +174,8 @@ def _head(content: Content) -> str:
     for name, label, text in measured if content.rows else ():
         if (value := content.mean(name)) is not None:
             tiles.append((label, text(value)))
+    if content.run and (time := spent(content.run.path)) is not None:
+        tiles.append(("goodput: steps that count, of the time since the run began", f"{time.goodput:.1%}"))
     return (f"<h1>{escape(_title(content))}</h1><p>{escape(show_report(values).splitlines()[0])}; plan "
             f"{values['digest']}, threed {__version__}</p>"
             '<div class="tiles">' + "".join(f'<div class="tile"><b>{escape(text)}</b><span>{escape(label)}'
@@ -182,5 +185,14 @@ def _head(content: Content) -> str:
 def _numbers(content: Content) -> str:
     """The same as text."""
     return ('<section id="numbers"><h2>Numbers</h2><p>What `threed predict` prints for this plan, and its '
-            f"mesh.</p><pre>{escape(show_report(content.values))}</pre><details><summary>the mesh</summary>"
-            f"<pre>{escape(content.mesh.draw())}</pre></details></section>")
+            f"mesh.</p><pre>{escape(show_report(content.values))}</pre>{_spent(content)}<details><summary>"
+            f"the mesh</summary><pre>{escape(content.mesh.draw())}</pre></details></section>")
+
+
+def _spent(content: Content) -> str:
+    """What the time of the run went into."""
+    found = spent(content.run.path) if content.run else None
+    if found is None:
+        return ""
+    return ("<p>What the time since the run began went into, over all of its starts: "
+            f"{escape(found.text())}.</p>")

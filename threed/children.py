@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from threed.data.tokens import Prepared, cache_root, prepare, remove_stale
+from threed.data.cache import cache_root, remove_stale
+from threed.data.tokens import Prepared, prepare
 from threed.early import handle
 from threed.engine.watch import say
 from threed.errors import InputError, RunError

@@ -17,6 +17,7 @@ from threed.api import check_process, own_signals
 from threed.checkpoint.format import MANIFEST, checkpoints, folder, is_name, name_of, unseal
 from threed.config import checked, of_values, overrides_of
 from threed.data.chat import templates
+from threed.data.place import tokenizer_file
 from threed.environment import place_of_environment
 from threed.errors import InputError, check_type
 from threed.sampling import IMPORTED, TOKENIZER, Sampling
@@ -176,8 +177,8 @@ def _tokenizers(run: Path, data: DataConfig, given: str | Path | None) -> list[P
     none."""
     places = [run / TOKENIZER, run / IMPORTED / TOKENIZER]
     if data.tokenizer != "bpe":
-        places.append(Path(data.tokenizer).expanduser())
-    files = [Path(given)] if given is not None else [place for place in places if place.is_file()]
+        places.append(tokenizer_file(data.tokenizer))
+    files = [tokenizer_file(given)] if given is not None else [place for place in places if place.is_file()]
     if not files or not files[0].is_file():
         why = "" if files else ": the run's data have no tokenizer, or an older version ran it"
         raise InputError(f"{[*files, *places][0]}: there is no tokenizer{why}; give --tokenizer FILE, a "

@@ -207,11 +207,15 @@ class OptimizerConfig:
 
 @dataclass
 class DataConfig:
-    source: str = "python-stdlib"  # or a folder, a glob of text, *.jsonl (.gz, .zst), *.parquet, or a
-    # Megatron .bin/.idx prefix
+    source: str = "python-stdlib"  # or a folder, a glob of text, *.jsonl, *.json (.gz, .xz, .bz2, .zst),
+    # *.parquet, or a Megatron .bin/.idx prefix
     mix: list[str] | None = None  # several sources instead, each "WEIGHT SOURCE": weights are shares of
     # samples
-    tokenizer: str = "bpe"  # bpe: byte-level BPE trained on the source; or a tokenizer.json
+    tokenizer: str = "bpe"  # bpe: byte-level BPE trained on the source; or a tokenizer.json, or the folder
+    # of a model that has one
+    on_bad_row: str = "error"  # error | skip: of a line, item or row that cannot be used (not JSON, no text in
+    # the field); what is skipped is counted
+    bad_rows_limit: int = 100  # skip: of a source; more end the preparation
     text_key: str = "text"  # the field of a line or row that holds the text
     append_eod: bool = True  # an end-of-document token after each document
     prepend_bos: bool = False  # what the tokenizer.json itself puts before a text, such as <s>, before each

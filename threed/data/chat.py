@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from threed.data.corpus import Segment, Segments
+from threed.data.place import CONFIG, read_object, tokenizer_file
+from threed.data.rows import BadRow
 from threed.errors import InputError
 from threed.schema import DataConfig
 
 BESIDE = "chat_template.jinja"  # beside tokenizer.json, or in the field chat_template of:
-CONFIG = "tokenizer_config.json"
 _ANSWER = "threed"  # that no template writes by itself
 
 
@@ -27,8 +28,8 @@ class Template:
 
     def __init__(self, data: DataConfig):
         """InputError where there is no template, or it is not one."""
-        folder = None if data.tokenizer == "bpe" else Path(data.tokenizer).expanduser().parent
-        config = _config(folder / CONFIG) if folder is not None else {}
+        folder = None if data.tokenizer == "bpe" else tokenizer_file(data.tokenizer).parent
+        config = read_object(folder / CONFIG) if folder is not None else {}
         self.path, self.text = _found(data, folder, config)
         # The tokens that templates name: a text, or an object with the text as its content.
         named = {name: config.get(name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
@@ -73,9 +74,9 @@ class Template:
             prompt = self._text(messages[:number], where, tools, add_generation_prompt=True)
             answered = self._text(messages[:number + 1], where, tools)
             if not (prompt.startswith(done) and answered.startswith(prompt)):
-                raise InputError(f"{where}: {self.path} writes the messages before message {number} "
-                                 "otherwise once the answer follows, so what the assistant says cannot be "
-                                 "told; give another data.chat_template, or one turn a conversation")
+                raise BadRow(where, f"{self.path} writes the messages before an answer otherwise once it "
+                             "follows", f", here before message {number}, so what the assistant says cannot "
+                             "be told; give another data.chat_template, or one turn a conversation")
             answer = answered[len(prompt):]
             said = answer.rstrip()
             segments += [Segment(prompt[len(done):], False), Segment(said, True),
@@ -104,14 +105,14 @@ class Template:
             return self._compiled.render(messages=messages, tools=tools, documents=None, **self.tokens,
                                          **options)
         except (jinja2.TemplateError, TypeError, KeyError) as error:
-            raise InputError(f"{where}: {self.path} refuses these messages: {error}") from None
+            raise BadRow(where, f"{self.path} refuses the messages", f": {error}") from None
 
 
 def templates(data: DataConfig) -> dict[str, Path]:
     """The files of a chat template: the name that each has beside a tokenizer.json -> where it is."""
     found = {}
     if data.tokenizer != "bpe":
-        home = Path(data.tokenizer).expanduser().parent
+        home = tokenizer_file(data.tokenizer).parent
         found = {name: home / name for name in (BESIDE, CONFIG) if (home / name).is_file()}
     if data.chat_template is not None:
         found[BESIDE] = Path(data.chat_template).expanduser()
@@ -133,16 +134,6 @@ def _found(data: DataConfig, folder: Path | None, config: dict[str, Any]) -> tup
         else "data.tokenizer=bpe brings none"
     raise InputError(f"data.loss_mask=chat needs a chat template, and {places}; give the tokenizer.json of a "
                      "chat model, or a Jinja file in data.chat_template")
-
-
-def _config(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(_read(path))
-    except ValueError as error:
-        raise InputError(f"{path} is not JSON: {error}") from None
-    return value if isinstance(value, dict) else {}
 
 
 def _read(path: Path) -> str:

@@ -1,5 +1,5 @@
-"""Corpus: read documents from `data.source`: the standard library, a folder, a glob, files of text, JSONL or
-Parquet.
+"""Corpus: read documents from `data.source`: the standard library, a folder, a glob, files of text, JSON lines,
+JSON or Parquet.
 
 A document is a list of segments, texts that count in the loss or do not (data.loss_mask): all of a plain text
 counts, of a prompt and its answer the second.
@@ -7,25 +7,21 @@ counts, of a prompt and its answer the second.
 
 from __future__ import annotations
 
-import glob
 import hashlib
-import os
-import sysconfig
-import warnings
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from threed.data.rows import SUFFIXES, checked_text, holds_rows, rows, text_of
+from threed.data.files import STDLIB, LeftOut, list_files
+from threed.data.kinds import HEAD_BYTES, kind_of
+from threed.data.packed import opened
+from threed.data.rows import BadRow, NotRows, Row, checked_text, holds_rows, name_of, rows, text_of
 from threed.errors import InputError
 from threed.schema import DataConfig
 
-STDLIB = "python-stdlib"
 TOOLS = "tools"  # the field beside the messages of a chat that describes the tools
-TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".tex", ".html", ".xml", ".csv", ".tsv", ".yaml", ".yml",
-                 ".toml", ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".rs", ".go", ".java",
-                 ".js", ".ts", ".sh")
-_NOT_STDLIB = ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test")
+_LOOK_ROWS = 100_000  # after a bad row, for how many are like it
 
 
 class Segment(NamedTuple):
@@ -39,16 +35,17 @@ Render = Callable[[list[dict[str, Any]], list[Any] | None, str], Segments]
 
 
 class Reader(NamedTuple):
-    """How an object of JSONL or Parquet becomes a document."""
+    """How a row becomes a document."""
 
     fields: tuple[str, ...]  # that it reads
-    parse: Callable[[dict[str, Any], str], Segments]  # object, where it is -> segments
+    parse: Callable[[Row, str], Segments]  # object, where it is -> segments; BadRow
     plain: bool  # whether a file of text is a document
     optional: tuple[str, ...] = ()  # fields that it reads where there are some
+    skips: int | None = None  # how many bad rows are left out, at most; None: none is
 
 
 def text_reader(text_key: str) -> Reader:
-    def parse(value: dict[str, Any], where: str) -> Segments:
+    def parse(value: Row, where: str) -> Segments:
         return [Segment(text_of(value, text_key, "data.text_key", where))]
 
     return Reader((text_key,), parse, True)
@@ -56,35 +53,52 @@ def text_reader(text_key: str) -> Reader:
 
 def reader_of(data: DataConfig, render: Render | None = None) -> Reader:
     """`render`: with data.loss_mask=chat."""
-    if data.loss_mask == "none":
-        return text_reader(data.text_key)
+    reader = text_reader(data.text_key)
+    if data.loss_mask == "answers":
+        reader = Reader((data.prompt_key, data.answer_key), _answers(data), False)
+    elif data.loss_mask == "chat":
+        assert render is not None
+        reader = Reader((data.messages_key,), _chat(data, render), False, (TOOLS,))
+    return reader._replace(skips=data.bad_rows_limit if data.on_bad_row == "skip" else None)
 
-    def answers(value: dict[str, Any], where: str) -> Segments:
+
+def _answers(data: DataConfig) -> Callable[[Row, str], Segments]:
+    def parse(value: Row, where: str) -> Segments:
         return [Segment(text_of(value, data.prompt_key, "data.prompt_key", where), False),
                 Segment(text_of(value, data.answer_key, "data.answer_key", where))]
 
-    def chat(value: dict[str, Any], where: str) -> Segments:
+    return parse
+
+
+def _chat(data: DataConfig, render: Render) -> Callable[[Row, str], Segments]:
+    key, field = "data.messages_key", f"field '{data.messages_key}'"
+
+    def parse(value: Row, where: str) -> Segments:
         messages = value.get(data.messages_key)
-        if not isinstance(messages, list) or not messages:
-            fields = ", ".join(value) or "none"
-            raise InputError(f"{where}: no list of messages in field '{data.messages_key}' (the fields are: "
-                             f"{fields}); set data.messages_key to the one that holds it")
+        lists = [name for name, other in value.items() if other and isinstance(other, list)
+                 and isinstance(other[0], dict) and name != TOOLS]
+        if data.messages_key not in value:
+            raise BadRow(where, f"no {field}", f" (the fields are: {', '.join(value) or 'none'})", key, lists)
+        if not isinstance(messages, list):
+            raise BadRow(where, f"{field} is {name_of(messages)}, not a list of messages", "", key, lists)
+        if not messages:
+            raise BadRow(where, f"{field} is a list without messages")
         for number, message in enumerate(messages):
-            what = f"message {number} of field '{data.messages_key}'"
             if not isinstance(message, dict) or "role" not in message:
-                raise InputError(f"{where}: {what} must be an object with role and content")
+                given = f"the fields are: {', '.join(message)}" if isinstance(message, dict) \
+                    else f"it is {name_of(message)}"
+                raise BadRow(where, f"a message of {field} must be an object with role and content",
+                             f": message {number} is not ({given})")
             if message.get("content") is None and message.get("tool_calls"):
                 message["content"] = ""  # it calls instead
             for name in ("role", "content"):
-                if not isinstance(text := message.get(name), str):
-                    raise InputError(f"{where}: {name} of {what} is a {type(text).__name__}, not a text")
-                checked_text(text, f"{name} of {what}", "data.messages_key", where)
-        assert render is not None
+                try:
+                    checked_text(message.get(name), f"{name} of a message of {field}", where)
+                except BadRow as error:
+                    raise BadRow(where, error.reason, f": message {number}") from None
         return render(messages, value.get(TOOLS), where)
 
-    if data.loss_mask == "answers":
-        return Reader((data.prompt_key, data.answer_key), answers, False)
-    return Reader((data.messages_key,), chat, False, (TOOLS,))
+    return parse
 
 
 def documents(source: str, text_key: str) -> Iterator[str]:
@@ -92,62 +106,163 @@ def documents(source: str, text_key: str) -> Iterator[str]:
 
     * `python-stdlib`: the .py files of the running Python's standard library, without installed packages,
       folders named test, tests or idle_test, and files that are not UTF-8: about 12 MB.
-    * a folder: every file below it with a suffix in TEXT_SUFFIXES, one document each, and every JSONL and
-      Parquet file; names that start with a dot are passed over.
-    * a glob or a file: as in a folder, whatever the suffix (only .json is refused: it may be JSON lines or
-      one text).
-    * JSONL (.jsonl, .ndjson, also .gz and .zst) and Parquet: a document a line or row, in the field
-      `text_key`.
+    * a folder: every file below it with a suffix in TEXT_SUFFIXES, one document each, and every file of rows;
+      names that start with a dot are passed over.
+    * a glob or a file: as in a folder, whatever the suffix.
+    * JSON lines (.jsonl, .ndjson), .json (such lines, or a list of objects) and Parquet: a document a line,
+      item or row, in the field `text_key`.
 
-    A text file that is not UTF-8 is skipped, and a warning counts them. Raises InputError for a source that
-    is missing or holds no text, and for a bad line.
+    All but Parquet may be packed (.gz, .xz, .bz2, .zst). A text file that is not UTF-8 is skipped. Raises
+    InputError for a source that is missing or holds no text, and for a bad row.
     """
     for segments in read(source, text_reader(text_key)):
         yield segments[0].text
 
 
-def read(source: str, reader: Reader) -> Iterator[Segments]:
-    """The documents of a source, as `documents`. Those of which nothing counts are left out, too."""
-    count = skipped = empty = 0
-    for path in _files(source):
+def read(source: str, reader: Reader, say: Callable[[str], None] = lambda line: None) -> Iterator[Segments]:
+    """The documents of a source, as `documents`. Those of which nothing counts are left out, too. `say` gets
+    a line about all that was left out, at the end."""
+    listing = list_files(source)
+    bad, skipped, empty, count = LeftOut(), LeftOut(), LeftOut(), 0
+    for path in listing.files:
         if not reader.plain and not holds_rows(path):
             raise InputError(f"{path} of data.source={source} holds plain text, of which nothing says what "
                              "counts in the loss; give JSONL or Parquet, or set data.loss_mask=none")
         try:
-            for segments in _of_file(path, reader):
+            for segments, where in _of_file(path, reader, bad, skipped, count):
                 if any(segment.counts and segment.text.strip() for segment in segments):
                     count += 1
                     yield segments
                 else:
-                    empty += 1
-        except UnicodeDecodeError:
-            skipped += 1
+                    empty.add("of white space alone" if reader.plain else "in which nothing counts", where)
+        except NotRows as error:
+            if listing.named:
+                raise
+            skipped.add("that hold one object, and no rows", error.args[0].partition(" ")[0])
         except OSError as error:
             raise _unreadable(path, error) from None
-    not_utf8 = f"{skipped} {'file' if skipped == 1 else 'files'} of data.source={source} not UTF-8"
     if not count:
-        why = f" ({not_utf8})" if skipped else ""
+        rest = ", ".join(str(each) for each in (skipped, bad, empty, listing.left_out) if each.total)
+        why = f" ({rest})" if rest else ""
         what = "text" if reader.plain else "example of which something counts"
         give = "files that hold UTF-8 text" if reader.plain else "some in which there is an answer"
         raise InputError(f"data.source={source} holds no {what}{why}; give {give}")
-    if skipped and source != STDLIB:
-        warnings.warn(f"{not_utf8}: skipped; convert to UTF-8 to use them", stacklevel=2)
-    if empty and not reader.plain:
-        warnings.warn(f"{empty} {'example' if empty == 1 else 'examples'} of data.source={source} in which "
-                      "nothing counts: skipped", stacklevel=2)
-
-
-def _of_file(path: Path, reader: Reader) -> Iterator[Segments]:
-    if not holds_rows(path):
-        yield [Segment(path.read_bytes().decode("utf-8-sig"))]  # not read_text, which would change line ends
+    if source == STDLIB:
         return
-    for value, where in rows(path, reader.fields, reader.optional):
-        yield reader.parse(value, where)
+    if skipped.total:
+        say(f"data.source={source}: files are skipped: {skipped}; mend them to use them")
+    if bad.total:
+        say(f"data.source={source}: {bad.total:,} of {count + bad.total + empty.total:,} documents are skipped "
+            f"(data.on_bad_row=skip): {bad}")
+    if empty.total:
+        say(f"data.source={source}: documents are left out: {empty}")
+
+
+def _of_file(path: Path, reader: Reader, bad: LeftOut, skipped: LeftOut,
+             good: int) -> Iterator[tuple[Segments, str]]:
+    """(document, where it is) of a file. `good`: how many documents were read before it. Adds to `bad` and
+    `skipped` what is left out."""
+    if not holds_rows(path):
+        text = _text(path, skipped)
+        if text is not None:
+            yield [Segment(text)], str(path)
+        return
+    stream = rows(path, reader.fields, reader.optional)
+    for number, (value, where) in enumerate(stream):
+        parsed = _parsed(reader, value, where)
+        if not isinstance(parsed, BadRow):
+            yield parsed, where
+        elif reader.skips is None:
+            raise _explained(parsed, path, reader, stream, number, good + number)
+        else:
+            bad.add(parsed.reason, where)
+            if bad.total > reader.skips:
+                raise InputError(f"{parsed}; {bad.total:,} rows cannot be used: {bad}; that is more than "
+                                 f"data.bad_rows_limit={reader.skips}; repair them, or raise it"
+                                 f"{'' if good + number >= bad.total else _advice(parsed)}")
+
+
+def _parsed(reader: Reader, value: Row | BadRow, where: str) -> Segments | BadRow:
+    if isinstance(value, BadRow):
+        return value
+    try:
+        return reader.parse(value, where)
+    except BadRow as error:
+        return error
+
+
+def _explained(first: BadRow, path: Path, reader: Reader, rest: Iterator[tuple[Row | BadRow, str]],
+               before: int, good: int) -> InputError:
+    """The error of a bad row: with how many rows of its file are like it, and what to do. `before`: good rows
+    of the file; `good`: of the source."""
+    found = LeftOut()
+    found.add(first.reason, first.where)
+    looked = before + 1
+    try:
+        for value, where in itertools.islice(rest, _LOOK_ROWS):
+            looked += 1
+            if isinstance(parsed := _parsed(reader, value, where), BadRow):
+                found.add(parsed.reason, where)
+            else:
+                good += 1
+    except (InputError, OSError):  # the rest of the file cannot be read: it is a second fault
+        pass
+    alike, of = found.counts[first.reason], f"{looked:,} row{'' if looked == 1 else 's'}"
+    others = f", {found.total - alike:,} more {'is' if found.total - alike == 1 else 'are'} bad otherwise" \
+        if found.total > alike else ""
+    if not good and first.key and not others:
+        return InputError(f"{first}, in none of {of}{_advice(first)}" if looked > 1 else
+                          f"{first}{_advice(first)}")
+    other = f" (here field '{first.fitting[0]}' would fit)" if first.fitting and first.reason[:3] == "no " else ""
+    return InputError(f"{first}{other}; of {of} of {path.name} {alike:,} {'is' if alike == 1 else 'are'} "
+                      f"so{others}; repair {'it' if found.total == 1 else 'them'}, or set "
+                      "data.on_bad_row=skip, which leaves such rows out and counts them")
+
+
+def _advice(row: BadRow) -> str:
+    """What to do where no row has what is looked for."""
+    if row.key is None:
+        return ""
+    fitting = f", such as '{row.fitting[0]}'" if row.fitting else ""
+    return f"; set {row.key} to the one that holds it{fitting}"
+
+
+def _text(path: Path, skipped: LeftOut) -> str | None:
+    """The text of a file; None where it holds none."""
+    with opened(path) as file:
+        content = file.read()
+    kind = kind_of(content[:HEAD_BYTES])
+    if kind is not None and not kind.page:
+        skipped.add(f"{kind.what} ({kind.advice})", path)
+    elif b"\0" in content:
+        skipped.add("with NUL bytes: no text, or damaged by a crash", path)
+    else:
+        try:
+            return content.decode("utf-8-sig")  # not read_text, which would change line ends
+        except UnicodeDecodeError:
+            skipped.add("not UTF-8", path)
+    return None
 
 
 def source_bytes(source: str) -> int:
-    """Bytes of a source's files: as many as their characters, or more."""
-    return sum(path.stat().st_size for path in _files(source))
+    """Bytes of a source's files: as many as their characters, or more, where none is packed."""
+    return sum(path.stat().st_size for path in list_files(source).files)
+
+
+def not_read(source: str) -> list[str]:
+    """Lines about the files of a source that are not read, and about those that a person may not mean."""
+    listing = list_files(source)
+    if source == STDLIB:
+        return []
+    lines = []
+    if listing.left_out.total:
+        lines.append(f"data.source={source}: not read: {listing.left_out}")
+    plain = [path for path in listing.files if not holds_rows(path)]
+    if not listing.named and 0 < len(plain) < len(listing.files):
+        lines.append(f"data.source={source}: beside files of rows, {len(plain):,} of text "
+                     f"{'is a document' if len(plain) == 1 else 'are a document each'} ({plain[0]}); a glob "
+                     "leaves them out")
+    return lines
 
 
 def fingerprint(source: str, text_key: str) -> str:
@@ -157,7 +272,7 @@ def fingerprint(source: str, text_key: str) -> str:
     they are read. `text_key`: the field that is read, or whatever else says what a line becomes.
     """
     total = hashlib.blake2b(digest_size=16)
-    for path in _files(source):
+    for path in list_files(source).files:
         # Text and JSONL of the same bytes are different documents; so are two fields of the same JSONL.
         kind = f"jsonl {text_key}" if holds_rows(path) else "text"
         try:
@@ -166,49 +281,6 @@ def fingerprint(source: str, text_key: str) -> str:
         except OSError as error:
             raise _unreadable(path, error) from None
     return total.hexdigest()
-
-
-def _files(source: str) -> list[Path]:
-    """The files of a source, sorted; at least one."""
-    if source == STDLIB:
-        root = Path(sysconfig.get_path("stdlib"))
-        files = _walk(root, lambda name: name not in _NOT_STDLIB, lambda path: path.suffix == ".py")
-        advice = f"this Python has no standard library in {root}; give a folder of text instead"
-    elif os.path.isdir(path := os.path.expanduser(source)):
-        files = _walk(Path(path), lambda name: not name.startswith("."),
-                      lambda path: path.suffix.lower() in TEXT_SUFFIXES or holds_rows(path))
-        advice = ("the folder has no file with one of the suffixes "
-                  f"{' '.join(TEXT_SUFFIXES + SUFFIXES)}; for other names give a glob, as in "
-                  f"'{source}/*', and for Megatron's .bin/.idx their prefix")
-    elif os.path.exists(path):
-        files, advice = [_refuse_json(Path(path))], ""
-    elif glob.has_magic(path):
-        files = [_refuse_json(Path(name)) for name in sorted(glob.glob(path, recursive=True))
-                 if os.path.isfile(name)]
-        advice = "the glob matches no file; ** goes through folders"
-    else:
-        fetch = "; threed downloads nothing: fetch the data first" if "://" in source else ""
-        raise InputError(f"data.source={source} does not exist; give {STDLIB}, or a folder, a glob, a text "
-                         f"file, a .jsonl file or the prefix of a Megatron .bin/.idx pair{fetch}")
-    if not files:
-        raise InputError(f"data.source={source} holds no text: {advice}")
-    return files
-
-
-def _walk(root: Path, keep_name, keep_file) -> list[Path]:
-    files = []
-    for folder, folders, names in os.walk(root):
-        folders[:] = filter(keep_name, folders)
-        files += [Path(folder, name) for name in names if keep_name(name) and keep_file(Path(name))]
-    # Sorted by the path's parts below the root: the order depends neither on the system nor on the root.
-    return sorted((path for path in files if path.is_file()), key=lambda path: path.relative_to(root).parts)
-
-
-def _refuse_json(path: Path) -> Path:
-    if path.suffix.lower() == ".json":
-        raise InputError(f"{path}: a .json file is not read; name it .jsonl if each line is a JSON object, "
-                         "or .txt to train on it as it stands")
-    return path
 
 
 def _unreadable(path: Path, error: OSError) -> InputError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from threed.data.chat import Template
 from threed.data.corpus import Segments, read, reader_of, source_bytes
+from threed.data.files import STDLIB
 from threed.quantity import show_count, show_left, show_seconds
 from threed.schema import DataConfig
 
@@ -19,26 +21,28 @@ if TYPE_CHECKING:
 BATCH_CHARS = 2**22
 
 
-def documents_of(data: DataConfig) -> Iterator[Segments]:
-    """The documents of `data.source`."""
+def documents_of(data: DataConfig, say: Callable[[str], None] = lambda line: None) -> Iterator[Segments]:
+    """The documents of `data.source`. `say` gets lines about what was left out."""
     template = Template(data) if data.loss_mask == "chat" else None
-    return read(data.source, reader_of(data, template.render if template is not None else None))
+    return read(data.source, reader_of(data, template.render if template is not None else None), say)
 
 
 def encode(out: BinaryIO, mask: BinaryIO | None, tokenizer: Tokenizer, data: DataConfig, dtype: np.dtype,
-           progress: Callable[[str], None]) -> list[int]:
+           progress: Callable[[str], None]) -> tuple[list[int], list[str]]:
     """Write the tokens of all documents to `out`, in the order of the source, and to `mask` which of them
     count. Segments are encoded one by one: a token belongs to one of them. Returns the number of tokens of
-    each document."""
+    each document, and lines about what was left out or is there more than once."""
     from threed.data import tokenizer as tokenizers
 
     end = [tokenizer.eod] if data.append_eod else []
     lengths: list[int] = []
+    notes: list[str] = []
+    content = array("q")  # a hash of each document
     num_chars, size, start_s = 0, source_bytes(data.source), time.perf_counter()
     next_s = start_s + 1
     if data.loss_mask == "chat":
         tokenizer.read_special_tokens()
-    for batch in _batches(documents_of(data), tokenizers.pieces):
+    for batch in _batches(documents_of(data, notes.append), tokenizers.pieces):
         if time.perf_counter() >= next_s:
             elapsed_s = time.perf_counter() - start_s
             progress(_encoded(lengths, num_chars, elapsed_s) + show_left(num_chars, size, elapsed_s))
@@ -56,9 +60,15 @@ def encode(out: BinaryIO, mask: BinaryIO | None, tokenizer: Tokenizer, data: Dat
             num_chars += len(piece.text)
             if piece.first:
                 lengths.append(0)
+                content.append(0)
+            content[-1] = hash((content[-1], tokens.tobytes()))
             lengths[-1] += len(tokens)
     progress(_encoded(lengths, num_chars, time.perf_counter() - start_s))
-    return lengths
+    copies = len(content) - len(np.unique(np.frombuffer(content, np.int64))) if content else 0
+    if copies and data.source != STDLIB:
+        notes.append(f"data.source={data.source}: {copies:,} of {len(lengths):,} documents repeat another word for "
+                     "word; they are kept")
+    return lengths, notes
 
 
 class _Piece(NamedTuple):

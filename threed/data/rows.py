@@ -1,106 +1,218 @@
-"""Rows: files whose lines or rows are objects: JSONL, plain or compressed, and Parquet."""
+"""Rows: files whose lines, items or rows are objects: JSON lines, a JSON list of objects, and Parquet.
+
+A row that cannot be used is a BadRow, with its reason; a file that cannot be read is an InputError. So a
+reader can go on after the first and not after the second.
+"""
 
 from __future__ import annotations
 
-import gzip
+import codecs
+import datetime
 import json
-import zlib
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterator, Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+from threed.data.kinds import HEAD_BYTES, PACKED, PARQUET, check_kind
+from threed.data.packed import opened
 from threed.errors import InputError
 
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
-PACKED_SUFFIXES = (".gz", ".zst")
+JSON_SUFFIX = ".json"
 PARQUET_SUFFIX = ".parquet"
-SUFFIXES = (*JSONL_SUFFIXES, *(plain + packed for plain in JSONL_SUFFIXES for packed in PACKED_SUFFIXES),
-            PARQUET_SUFFIX)
+SUFFIXES = (*JSONL_SUFFIXES, JSON_SUFFIX, PARQUET_SUFFIX)
 _BATCH_ROWS = 1024
 _READ_BYTES = 2**17
+_LIST = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*(\{|$)")
+_SPACE = re.compile(r"[ \t\r\n]*")
+_NAMES: dict[type, str] = {type(None): "null", int: "a number", float: "a number", Decimal: "a number",
+                           list: "a list", dict: "an object", str: "a text", bytes: "binary",
+                           datetime.date: "a date", datetime.datetime: "a date", datetime.time: "a time"}
+
+Row = dict[str, Any]
+
+
+class BadRow(InputError):
+    """A row that is no document. `reason`: what is wrong, in words that all such rows share. `key`: the key
+    of the config that names the field that is looked for. `fitting`: other fields, which could be it."""
+
+    def __init__(self, where: str, reason: str, detail: str = "", key: str | None = None,
+                 fitting: Sequence[str] = ()):
+        super().__init__(f"{where}: {reason}{detail}")
+        self.where, self.reason, self.key, self.fitting = where, reason, key, list(fitting)
+
+
+class NotRows(InputError):
+    """A .json file that holds one object, which is no row."""
+
+
+def plain_suffix(path: Path) -> str:
+    """'.json' of a.json, and of a.json.gz."""
+    suffix = path.suffix.lower()
+    return Path(path.stem).suffix.lower() if suffix in PACKED else suffix
 
 
 def holds_rows(path: Path) -> bool:
-    return path.name.lower().endswith(SUFFIXES)
+    suffix = plain_suffix(path)
+    return suffix in SUFFIXES if suffix != PARQUET_SUFFIX else path.suffix.lower() == PARQUET_SUFFIX
 
 
-def rows(path: Path, fields: Sequence[str],
-         optional: Sequence[str] = ()) -> Iterator[tuple[dict[str, Any], str]]:
-    """(object, where it is) of each line or row that is not empty. InputError for a file that is damaged, or
-    needs a library that is not installed. `fields`: all that is read of a Parquet file, with those of
-    `optional` that it has."""
-    if path.name.lower().endswith(PARQUET_SUFFIX):
+def name_of(value: Any) -> str:
+    """What a value of JSON is, in JSON's words."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return _NAMES.get(type(value), "no text")
+
+
+def rows(path: Path, fields: Sequence[str], optional: Sequence[str] = ()) -> Iterator[tuple[Row | BadRow,
+                                                                                           str]]:
+    """(object, or what is wrong with it; where it is) of each line, item or row that is not empty. InputError
+    for a file that is damaged or of another kind, or needs a library that is not installed; NotRows.
+    `fields`: all that is read of a Parquet file, with those of `optional` that it has."""
+    if path.suffix.lower() == PARQUET_SUFFIX:
         yield from _parquet(path, fields, optional)
         return
-    for number, line in enumerate(_lines(path), 1):
+    with opened(path) as file:
+        head = file.peek(HEAD_BYTES)[:HEAD_BYTES]
+        check_kind(path, head, "JSON")
+        if plain_suffix(path) == JSON_SUFFIX:
+            yield from _json(path, file, head, fields)
+        elif _LIST.match(head):
+            raise InputError(f"{path} is one JSON list, not lines of JSON; give it a name that ends in .json, "
+                             "and it is read as that")
+        else:
+            yield from _lines(path, enumerate(file, 1))
+
+
+def _lines(path: Path, lines: Iterator[tuple[int, bytes]]) -> Iterator[tuple[Row | BadRow, str]]:
+    for number, line in lines:
         if line.strip():
             where = f"{path}:{number}"
             yield _object(line, where), where
 
 
-def _lines(path: Path) -> Iterator[bytes]:
-    """The lines of a file, unpacked."""
-    suffix = path.suffix.lower()
-    if suffix not in PACKED_SUFFIXES:
-        with path.open("rb") as file:
-            yield from file
+def _json(path: Path, file: Any, head: bytes,
+          fields: Sequence[str]) -> Iterator[tuple[Row | BadRow, str]]:
+    """The rows of a .json file: its lines, the items of its list, or its only object."""
+    if head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+        yield from _items(path, file)
         return
-    damaged: tuple[type[Exception], ...] = (EOFError, zlib.error, gzip.BadGzipFile)
-    library = _zstandard(path) if suffix == ".zst" else None
-    if library is not None:
-        damaged = EOFError, library.ZstdError
+    lines = ((number, line) for number, line in enumerate(file, 1) if line.strip())
+    first, second = next(lines, None), None
+    if first is None:
+        return
+    if _is_whole(first[1]) and (second := next(lines, None)) is not None:
+        yield from _lines(path, iter((first, second)))
+        yield from _lines(path, lines)
+        return
     try:
-        with path.open("rb") if library is not None else gzip.open(path) as file:
-            yield from file if library is None else _split(_unpacked(file, library))
-    except damaged as error:
-        raise InputError(f"{path} cannot be unpacked: {error}; it is damaged or cut short") from None
+        value = json.loads((first[1] + b"".join(line for _, line in lines)).decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path} is neither lines of JSON, nor one list of objects: {error}; repair "
+                         "it") from None
+    if isinstance(value, dict) and all(field in value for field in fields):
+        yield value, f"{path}"
+        return
+    lists = [name for name, each in value.items() if isinstance(each, list)] if isinstance(value, dict) else []
+    how = f", as jq -c '.{lists[0]}[]' {path.name} writes its list '{lists[0]}'" if lists else ""
+    raise NotRows(f"{path} holds one object, and no field '{fields[0]}' in it; give JSON lines or a list of "
+                  f"objects{how}")
 
 
-def _unpacked(file: Any, zstandard: Any) -> Iterator[bytes]:
-    """The content of a file of zstandard's frames. (Its own reader ends without a word where one is cut
-    short.)"""
-    frame = None
-    while data := file.read(_READ_BYTES):
-        while data:
-            frame = frame or zstandard.ZstdDecompressor().decompressobj()
-            yield frame.decompress(data)
-            data, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
-    if frame is not None:
-        raise EOFError("its last frame is not whole")
-
-
-def _split(parts: Iterable[bytes]) -> Iterator[bytes]:
-    rest = b""
-    for part in parts:
-        *lines, rest = (rest + part).split(b"\n")
-        yield from lines
-    yield rest
-
-
-def _zstandard(path: Path) -> Any:
+def _is_whole(line: bytes) -> bool:
+    """Whether a line of JSON ends where it does, right or wrong, and is not the first of several."""
+    text = line.decode("utf-8-sig", errors="replace").rstrip()
     try:
-        import zstandard
-    except ImportError:
-        raise InputError(f"{path} needs the package zstandard: pip install 'threed[data]', or unpack the "
-                         "file") from None
-    return zstandard
+        json.loads(text)
+    except json.JSONDecodeError as error:
+        return error.pos < len(text)
+    except (ValueError, RecursionError):
+        return True
+    return True
+
+
+class _Text:
+    """A file of JSON, of which a part is in memory at a time."""
+
+    def __init__(self, file: Any):
+        self._file, self._decode = file, codecs.getincrementaldecoder("utf-8-sig")()
+        self._take, self._text, self._at = json.JSONDecoder().raw_decode, "", 0
+
+    def char(self) -> str:
+        """The next character that is no white space, which is not taken; "" at the end."""
+        while True:
+            space = _SPACE.match(self._text, self._at)
+            self._at = space.end() if space else self._at
+            if self._at < len(self._text) or not self._more():
+                return self._text[self._at:self._at + 1]
+
+    def take(self, wanted: str) -> None:
+        """Take a character. ValueError where there is another."""
+        if (found := self.char()) != wanted:
+            raise ValueError(f"{wanted} is missing" + (f" before {found}" if found else ""))
+        self._at += 1
+
+    def value(self) -> Any:
+        """Take a value. ValueError where there is none."""
+        while True:
+            try:
+                value, end = self._take(self._text, self._at)
+            except json.JSONDecodeError as error:
+                cut = error.pos > len(self._text) - 16 or error.msg.startswith("Unterminated")
+                if cut and self._more():
+                    continue
+                raise ValueError(error.msg) from None
+            if end < len(self._text) or not self._more():  # of a number there may be more
+                self._at = end
+                return value
+
+    def _more(self) -> bool:
+        """Read as much as is held already, or more: a long value is not looked at over and over."""
+        block = self._file.read(max(_READ_BYTES, len(self._text) - self._at))
+        self._text, self._at = self._text[self._at:] + self._decode.decode(block, not block), 0
+        return bool(block)
+
+
+def _items(path: Path, file: Any) -> Iterator[tuple[Row | BadRow, str]]:
+    """The items of a list of JSON."""
+    text, number = _Text(file), 0
+    try:
+        text.take("[")
+        while text.char() != "]" or number:
+            value, where = text.value(), f"{path}, item {number}"
+            yield value if isinstance(value, dict) else _no_object(where, value), where
+            number += 1
+            if text.char() != ",":
+                break
+            text.take(",")
+        text.take("]")
+        if text.char():
+            raise ValueError("the file goes on after its list")
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: not JSON at item {number} of its list: {error}; the file is damaged or cut "
+                         "short") from None
 
 
 def _parquet(path: Path, fields: Sequence[str],
-             optional: Sequence[str]) -> Iterator[tuple[dict[str, Any], str]]:
+             optional: Sequence[str]) -> Iterator[tuple[Row | BadRow, str]]:
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
         raise InputError(f"{path} needs the package pyarrow: pip install 'threed[data]', or convert the file "
                          "to JSONL") from None
+    with path.open("rb") as file:
+        head = file.read(HEAD_BYTES)
+    if not head.startswith(PARQUET):
+        check_kind(path, head, "Parquet")
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            wanted = [name for name in fields if name in file.schema_arrow.names]
-            if len(wanted) < len(fields):
-                # As a line of JSONL without the field.
-                yield dict.fromkeys(file.schema_arrow.names), f"{path}, row 0"
-            wanted += [name for name in optional if name in file.schema_arrow.names]
+            names = file.schema_arrow.names
+            # Without a field, what the others hold is looked at for advice.
+            wanted = [name for name in (*fields, *optional) if name in names] \
+                if all(name in names for name in fields) else names
             number = 0
             for batch in file.iter_batches(_BATCH_ROWS, columns=wanted):
                 for value in batch.to_pylist():
@@ -111,32 +223,37 @@ def _parquet(path: Path, fields: Sequence[str],
                          "format") from None
 
 
-def _object(line: bytes, where: str) -> dict[str, Any]:
+def _object(line: bytes, where: str) -> Row | BadRow:
     try:
         value = json.loads(line.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:  # ValueError: not UTF-8, or not JSON
-        raise InputError(f"{where}: not a line of JSON: {error}; each line must be one object") from None
-    if not isinstance(value, dict):
-        raise InputError(f"{where}: the line holds a {type(value).__name__}; each line must be one JSON "
-                         "object")
-    return value
+    except UnicodeDecodeError as error:
+        return BadRow(where, "not a line of JSON in UTF-8", f": {error.reason} at byte {error.start}")
+    except (ValueError, RecursionError) as error:
+        if b"\0" in line:
+            return BadRow(where, "NUL bytes", ", no line of JSON: the file was damaged, as by a crash")
+        return BadRow(where, "not a line of JSON", f": {error}")
+    return value if isinstance(value, dict) else _no_object(where, value)
 
 
-def text_of(value: dict[str, Any], field: str, key: str, where: str) -> str:
+def _no_object(where: str, value: Any) -> BadRow:
+    return BadRow(where, f"{name_of(value)}, not an object", " with fields")
+
+
+def text_of(value: Row, field: str, key: str, where: str) -> str:
     """The text in a field, which the key `key` of the config names."""
+    others = [name for name, text in value.items() if name != field and isinstance(text, str) and text.strip()]
     if field not in value:
         fields = ", ".join(value) or "none"
-        raise InputError(f"{where}: no field '{field}' (the fields are: {fields}); set {key} to the one that "
-                         "holds the text")
-    return checked_text(value[field], f"field '{field}'", key, where)
+        raise BadRow(where, f"no field '{field}'", f" (the fields are: {fields})", key, others)
+    return checked_text(value[field], f"field '{field}'", where, key, others)
 
 
-def checked_text(text: Any, what: str, key: str, where: str) -> str:
+def checked_text(text: Any, what: str, where: str, key: str | None = None,
+                 fitting: Sequence[str] = ()) -> str:
     if not isinstance(text, str):
-        raise InputError(f"{where}: {what} is a {type(text).__name__}, not a string; set {key} to the one "
-                         "that holds the text")
+        raise BadRow(where, f"{what} is {name_of(text)}, not a text", "", key, fitting)
     try:
         text.encode()
     except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair, which no encoding can hold
-        raise InputError(f"{where}: {what} is not valid Unicode: {error.reason}; repair the line") from None
+        raise BadRow(where, f"{what} is not valid Unicode", f": {error.reason}") from None
     return text

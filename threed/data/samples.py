@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from threed.data.cache import use
 from threed.data.packing import BestFit, Runs, Stream, cut
 from threed.errors import InputError
 from threed.models.spec import NOT_COUNTED
@@ -58,11 +59,14 @@ class Tokens:
             want_bytes, have_bytes = num_tokens * dtype.itemsize, bin_.stat().st_size
             if want_bytes != have_bytes:
                 how = "cut short" if have_bytes < want_bytes else "too long for its .idx"
+                if num_tokens and have_bytes % num_tokens == 0 and have_bytes // num_tokens in (1, 2, 4, 8):
+                    how = f"of another type, with {have_bytes // num_tokens} bytes a token"
                 raise InputError(f"{bin_} is {how}: {idx} tells of {num_tokens} tokens of {dtype}, "
                                  f"{want_bytes} bytes, and the file has {have_bytes}; prepare the data again")
             if not num_tokens:
                 raise InputError(f"{bin_} holds no tokens; give other data")
             self.path, self.stream = bin_, np.memmap(bin_, dtype=dtype, mode="r")
+            self._use = use(prefix)
             self.mask = _read_mask(Path(f"{prefix}.mask"), num_tokens)
             self._checksums = _read_checksums(Path(f"{prefix}.crc32"), want_bytes)
             self._checked = np.zeros(0 if self._checksums is None else len(self._checksums), bool)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from threed.data.place import named_ends, tokenizer_file
+from threed.data.place import CONFIG, GUIDE, missing, named_ends, other_kind, tokenizer_file
 from threed.errors import InputError
+from threed.schema import DataConfig
 
 EOD = "<|endoftext|>"
 EOD_NAMES = (EOD, "</s>", "<|end_of_text|>", "<eos>")
@@ -77,17 +79,39 @@ def end_token(inner: tokenizers.Tokenizer, folder: Path | None) -> int | None:
 def load(given: str | Path) -> Tokenizer:
     """Read a tokenizer.json, or that of a folder. Raises InputError if it is missing or is not one."""
     path = tokenizer_file(given)
+    if not path.is_file():
+        raise InputError(f"data.tokenizer={given}: {missing(path)}")
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise InputError(f"{path} cannot be read as a tokenizer: {reason}; give a tokenizer.json of the "
-                         "Hugging Face tokenizers library on this machine, or data.tokenizer=bpe") from None
+        content = path.read_bytes()
+    except OSError as error:
+        raise InputError(f"{path} cannot be read as a tokenizer: {error.strerror or error}") from None
     try:
-        return Tokenizer(tokenizers.Tokenizer.from_str(text), path.parent)
+        return Tokenizer(tokenizers.Tokenizer.from_str(content.decode("utf-8-sig")), path.parent)
+    except InputError:
+        raise
     except Exception as error:  # the library raises plain Exception
-        raise InputError(f"{path} is not a tokenizer.json of the Hugging Face tokenizers library: "
-                         f"{error}") from None
+        raise InputError(other_kind(path, content) or f"{path} is not a tokenizer.json of the Hugging Face "
+                         f"tokenizers library: {error}; {GUIDE}") from None
+
+
+def load_below(path: Path, vocab: int) -> Tokenizer:
+    """As `load`. InputError where there are more tokens than `vocab`."""
+    tokenizer = load(path)
+    if tokenizer.vocab_size > vocab:
+        raise InputError(f"data.tokenizer={path} has {tokenizer.vocab_size} tokens, more than "
+                         f"model.vocab={vocab}; set model.vocab={tokenizer.vocab_size}")
+    return tokenizer
+
+
+def check_ends(tokenizer: Tokenizer, path: Path, data: DataConfig) -> None:
+    """InputError where a tokenizer lacks what documents begin or end with."""
+    if data.append_eod and tokenizer.eod is None:
+        raise InputError(f"data.append_eod=true, but data.tokenizer={path} has none of the end-of-text "
+                         f"tokens {' '.join(EOD_NAMES)}, and no file beside it names another (eos_token in "
+                         f"{CONFIG}); write that file, or set data.append_eod=false")
+    if data.prepend_bos and not tokenizer.bos:
+        raise InputError(f"data.prepend_bos=true, but data.tokenizer={path} puts no token before a text; "
+                         "leave it out")
 
 
 def train(documents: Iterable[str], vocab: int, path: str | Path) -> Tokenizer:
@@ -105,9 +129,26 @@ def train(documents: Iterable[str], vocab: int, path: str | Path) -> Tokenizer:
     inner.decoder = decoders.ByteLevel()  # pyright: ignore
     trainer = trainers.BpeTrainer(vocab_size=vocab, special_tokens=[EOD], show_progress=False,
                                   initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
-    inner.train_from_iterator(_sample(documents, SAMPLE_CHARS), trainer)
+    _answering(lambda: inner.train_from_iterator(_sample(documents, SAMPLE_CHARS), trainer))
     Path(path).write_text(inner.to_str(pretty=True), encoding="utf-8")
     return Tokenizer(inner)
+
+
+def _answering(work: Callable[[], None]) -> None:
+    """Do long work of a library on a thread beside this one, which so answers Ctrl-C at once."""
+    errors: list[BaseException] = []
+
+    def body() -> None:
+        try:
+            work()
+        except BaseException as error:  # of the documents, too
+            errors.append(error)
+
+    thread = threading.Thread(target=body, daemon=True)  # the process does not wait for it at its end
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
 
 
 def pieces(text: str) -> Iterator[str]:

@@ -5,6 +5,7 @@ content.
                 tokens.mask              with data.loss_mask: a byte a token, 1 where it counts
                 tokens.crc32             CRC-32 of each BLOCK_BYTES of the stream
                 tokenizer.json
+                tokenizer_config.json    its end-of-text token, where tokenizer.json alone does not tell
                 meta.json                the fields of Prepared, CRC-32 of tokens.idx, tokens.crc32 and
                                          tokenizer.json, and CRC-32 of meta.json's own values
 
@@ -20,27 +21,27 @@ it is first read.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
-import os
 import shutil
 import time
-import uuid
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from threed.data.cache import cache_root, open_scratch, remove_stale
 from threed.data.chat import Template
-from threed.data.corpus import STDLIB, fingerprint, source_bytes
+from threed.data.corpus import fingerprint, not_read, source_bytes
 from threed.data.encode import documents_of, encode
+from threed.data.in_place import look_at, megatron_prefix
 from threed.data.mix import sources
+from threed.data.place import CONFIG, tokenizer_file
 from threed.data.samples import BLOCK_BYTES, Tokens, mix
 from threed.errors import InputError
 from threed.quantity import show_bytes, show_count, show_seconds
@@ -50,13 +51,10 @@ if TYPE_CHECKING:
     from threed.data.tokenizer import Tokenizer
 
 _FORMAT = 2  # of the cache: raise it when the same content would give other files
-_SCAN_TOKENS = 10**9  # Megatron data up to this long are checked in full
-_SCAN_CHUNK = 2**24
 _CHECK_BYTES = 2**31  # a prepared stream up to this long is read and checked at each start: about a second
 MASK = "tokens.mask"
-_CHECKED = ("tokens.idx", "tokens.crc32", "tokenizer.json", MASK)
+_CHECKED = ("tokens.idx", "tokens.crc32", "tokenizer.json", CONFIG, MASK)
 _LONG_BYTES = 2**31  # a source that takes seconds to read
-_OLD_S = 3600.0  # age at which a folder `*.tmp` without a lock is removed: a younger one may get a lock yet
 
 
 @dataclass(frozen=True)
@@ -75,6 +73,7 @@ class Prepared:
     eod: int | None
     cached: bool
     mixed: tuple[Prepared, ...] = ()  # with data.mix: each source
+    notes: tuple[str, ...] = ()  # what was left out of the source, or is there more than once
 
     @property
     def parts(self) -> tuple[Prepared, ...]:
@@ -97,40 +96,42 @@ def prepare(data: DataConfig, model: ModelConfig,
     content_of = cache(fingerprint)  # which reads every byte of a source
     if data.mix is None:
         return _prepare(data, whole, model, content_of, progress)
-    ready = [each for each in whole if _megatron_prefix(each.source) is not None]
+    ready = [each for each in whole if megatron_prefix(each.source) is not None]
     if data.tokenizer == "bpe" and 0 < len(ready) < len(whole):
         raise InputError(f"data.mix has {ready[0].source}, which holds tokens, and sources of text: give the "
                          "tokenizer that made those tokens in data.tokenizer")
     made: list[Prepared] = []
     for each in whole:
-        if made and made[0].tokenizer is not None:
+        if data.tokenizer == "bpe" and made and made[0].tokenizer is not None:
             each = replace(each, tokenizer=str(made[0].tokenizer))
         made.append(_prepare(each, whole if each.tokenizer == "bpe" else [each], model, content_of, progress))
     return replace(made[0], num_tokens=sum(each.num_tokens for each in made),
                    num_documents=sum(each.num_documents for each in made),
                    vocab_size=max(each.vocab_size for each in made), cached=all(each.cached for each in made),
-                   mixed=tuple(made))
+                   mixed=tuple(made), notes=tuple(line for each in made for line in each.notes))
 
 
 def _prepare(data: DataConfig, whole: Sequence[DataConfig], model: ModelConfig,
              content_of: Callable[[str, str], str], progress: Callable[[str], None]) -> Prepared:
     """Prepare one source. `whole`: all of which a tokenizer is trained on. `content_of`: as `fingerprint`."""
-    prefix = _megatron_prefix(data.source)
+    prefix = megatron_prefix(data.source)
     if prefix is not None:
-        return _use_in_place(prefix, data, model, progress)
+        tokens, path, vocab, eod = look_at(prefix, data, model, progress)
+        return Prepared(prefix, path, tokens.num_tokens, tokens.num_documents, vocab, eod, cached=True)
     start_s = time.perf_counter()
+    for line in not_read(data.source):
+        progress(f"threed: warning: {line}")
     if (size := source_bytes(data.source)) > _LONG_BYTES:
         progress(f"reading {show_bytes(size)} of {data.source}, to see whether they are prepared")
     template = Template(data) if data.loss_mask == "chat" else None
     content = content_of(data.source, _becomes(data, template))
-    path = None if data.tokenizer == "bpe" else Path(data.tokenizer).expanduser()
+    path = None if data.tokenizer == "bpe" else tokenizer_file(data.tokenizer)
     name = f"bpe {model.vocab}"
     if path is None and len(whole) > 1:
         name += "".join(f" {content_of(each.source, _becomes(each, template))}" for each in whole)
     if path is not None:
-        _check_ends(path, _load_tokenizer(path, model.vocab), data)
-        name = hashlib.blake2b(path.read_bytes()).hexdigest()
-    what = _FORMAT, content, name, data.append_eod, *["bos"] * data.prepend_bos
+        name = _tokenizer_name(path, data, model)
+    what = _FORMAT, content, name, data.append_eod, *["bos"] * data.prepend_bos, *_skipping(data)
     key = hashlib.blake2b(repr(what).encode(), digest_size=10).hexdigest()
     root = cache_root(data)
     folder = root / key
@@ -143,10 +144,26 @@ def _prepare(data: DataConfig, whole: Sequence[DataConfig], model: ModelConfig,
         raise InputError(f"prepared data cannot be kept in {root}: {error.strerror or error}; make room "
                          "there or set data.cache to another folder") from None
     prepared = _open(folder, cached)
+    for line in prepared.notes:
+        progress(f"threed: warning: {line}")
     elapsed = show_seconds(time.perf_counter() - start_s)
     progress(f"{'found' if cached else 'prepared'} {show_count(prepared.num_tokens)} tokens of "
              f"{show_count(prepared.num_documents)} documents in {elapsed}: {folder}")
     return prepared
+
+
+def _tokenizer_name(path: Path, data: DataConfig, model: ModelConfig) -> str:
+    """All that a tokenizer does to data. InputError where it lacks what documents begin or end with."""
+    from threed.data.tokenizer import check_ends, load_below
+
+    tokenizer = load_below(path, model.vocab)
+    check_ends(tokenizer, path, data)
+    name = hashlib.blake2b(path.read_bytes()).hexdigest()
+    return f"{name} {tokenizer.eod}" if tokenizer.end_beside is not None and data.append_eod else name
+
+
+def _skipping(data: DataConfig) -> tuple[object, ...]:
+    return ("skip", data.bad_rows_limit) if data.on_bad_row == "skip" else ()
 
 
 def _becomes(data: DataConfig, template: Template | None) -> str:
@@ -156,11 +173,6 @@ def _becomes(data: DataConfig, template: Template | None) -> str:
     if data.loss_mask == "answers":
         return repr(("answers", data.prompt_key, data.answer_key))
     return repr(("chat", 2, data.messages_key, template.identity if template is not None else ""))
-
-
-def cache_root(data: DataConfig) -> Path:
-    """Where prepared data are kept."""
-    return Path(data.cache or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "threed")).expanduser()
 
 
 def _open(folder: Path, cached: bool) -> Prepared:
@@ -178,7 +190,7 @@ def _open(folder: Path, cached: bool) -> Prepared:
         if tokens.stream.nbytes <= _CHECK_BYTES:
             tokens.check(0, tokens.num_tokens)
         return Prepared(prefix, folder / "tokenizer.json", tokens.num_tokens, tokens.num_documents,
-                        meta["vocab_size"], meta["eod"], cached)
+                        meta["vocab_size"], meta["eod"], cached, notes=tuple(meta.get("notes", ())))
     # an InputError is a ValueError
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"prepared data is damaged: {error}\ndelete the folder {folder} and start "
@@ -204,7 +216,7 @@ class _Making(NamedTuple):
 
 
 def _build(folder: Path, content: str, making: _Making) -> None:
-    scratch, lock = _scratch(folder)
+    scratch, lock = open_scratch(folder)
     try:
         _fill(scratch, content, making)
         (scratch / "lock").unlink(missing_ok=True)
@@ -216,34 +228,6 @@ def _build(folder: Path, content: str, making: _Making) -> None:
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
         lock.close()
-
-
-def _scratch(folder: Path) -> tuple[Path, TextIO]:
-    """A folder to build in, and its lock."""
-    while True:
-        scratch = folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:12]}.tmp")
-        scratch.mkdir(parents=True)
-        lock = (scratch / "lock").open("w")
-        with contextlib.suppress(OSError):  # on a file system without locks `remove_stale` removes nothing
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        if (scratch / "lock").exists():  # another process may have removed it as stale before it was locked
-            return scratch, lock
-        lock.close()
-
-
-def remove_stale(root: Path) -> None:
-    """Remove the folders of killed builds: those whose lock no process holds."""
-    for scratch in root.glob("*.tmp"):
-        try:
-            with (scratch / "lock").open("r+") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(scratch, ignore_errors=True)
-        except FileNotFoundError:  # no lock yet: the build was killed, or began a moment ago
-            with contextlib.suppress(OSError):
-                if time.time() - scratch.stat().st_mtime > _OLD_S:
-                    shutil.rmtree(scratch, ignore_errors=True)
-        except OSError:
-            continue  # a process holds the lock, or the file system has no locks
 
 
 def _fill(folder: Path, content: str, making: _Making) -> None:
@@ -259,7 +243,7 @@ def _fill(folder: Path, content: str, making: _Making) -> None:
         out = files.enter_context(unordered.open("wb"))
         mask = files.enter_context(unmasked.open("wb")) if data.loss_mask != "none" else None
         dtype = np.dtype(_indexed_dataset().DType.optimal_dtype(tokenizer.vocab_size))
-        lengths = encode(out, mask, tokenizer, data, dtype, progress)
+        lengths, notes = encode(out, mask, tokenizer, data, dtype, progress)
     if not sum(lengths):
         raise InputError(f"data.tokenizer={making.tokenizer} makes no token of the text in "
                          f"data.source={data.source}; give a tokenizer for this kind of text")
@@ -271,7 +255,7 @@ def _fill(folder: Path, content: str, making: _Making) -> None:
     np.array(checksums, "<u4").tofile(folder / "tokens.crc32")
     meta = {"format": _FORMAT, "source": data.source, "content": content, "tokenizer": data.tokenizer,
             "num_documents": len(lengths), "num_tokens": sum(lengths), "vocab_size": tokenizer.vocab_size,
-            "eod": tokenizer.eod, "crc32": {name: _checksum(folder / name) for name in _CHECKED
+            "eod": tokenizer.eod, "notes": notes, "crc32": {name: _checksum(folder / name) for name in _CHECKED
                                              if (folder / name).exists()}}
     (folder / "meta.json").write_text(json.dumps({**meta, "check": _check(meta)}, indent=1))
     written = (folder / "tokens.bin").stat().st_size
@@ -285,6 +269,8 @@ def _make_tokenizer(file: Path, making: _Making) -> Tokenizer:
     if making.tokenizer is not None:
         tokenizer = tokenizers.load(making.tokenizer)
         shutil.copyfile(making.tokenizer, file)
+        if tokenizer.end_beside is not None:
+            file.with_name(CONFIG).write_text(json.dumps({"eos_token": tokenizer.end_beside}))
         return tokenizer
     model, progress = making.model, making.progress
     start_s = time.perf_counter()
@@ -335,76 +321,3 @@ def _blocks(path: Path) -> Iterator[bytes]:
     with path.open("rb") as file:
         while block := file.read(BLOCK_BYTES):
             yield block
-
-
-# ---------------------------------------------------------------- Megatron data, and checks
-
-
-def _megatron_prefix(source: str) -> Path | None:
-    """The prefix that a source names, by itself or by its .bin or .idx file; None when the source is text."""
-    path = Path(source).expanduser()
-    if path.suffix in (".bin", ".idx"):
-        path = path.with_suffix("")
-    elif source == STDLIB or os.path.exists(path):
-        return None
-    return path if any(os.path.isfile(f"{path}{suffix}") for suffix in (".bin", ".idx")) else None
-
-
-def _use_in_place(prefix: Path, data: DataConfig, model: ModelConfig,
-                  progress: Callable[[str], None]) -> Prepared:
-    """Check Megatron data, which need no preparation: data.append_eod, data.prepend_bos and data.text_key
-    have no effect."""
-    if data.loss_mask != "none":
-        raise InputError(f"data.loss_mask={data.loss_mask}, but {prefix} is Megatron data, which do not say "
-                         "what counts in the loss; give JSONL or Parquet, or set data.loss_mask=none")
-    start_s = time.perf_counter()
-    tokens = Tokens(prefix)
-    path = None if data.tokenizer == "bpe" else Path(data.tokenizer).expanduser()
-    tokenizer = None if path is None else _load_tokenizer(path, model.vocab)
-    low, high, checked = _range(tokens.stream)
-    vocab = tokenizer.vocab_size if tokenizer is not None else high + 1
-    if high >= model.vocab or low < 0:
-        raise InputError(f"{prefix}.bin holds token {high if low >= 0 else low}, but "
-                         f"model.vocab={model.vocab} allows 0 to {model.vocab - 1}; set model.vocab to what "
-                         f"its tokenizer has, at least {high + 1}")
-    if high >= vocab:
-        raise InputError(f"{prefix}.bin holds token {high}, but data.tokenizer={path} has only {vocab} "
-                         "tokens; give the one that made the data")
-    progress(f"checked {show_count(checked)} of {show_count(tokens.num_tokens)} tokens of {prefix}.bin in "
-             f"{show_seconds(time.perf_counter() - start_s)}")
-    eod = None if tokenizer is None else tokenizer.eod
-    return Prepared(prefix, path, tokens.num_tokens, tokens.num_documents, vocab, eod, cached=True)
-
-
-def _range(stream: np.ndarray) -> tuple[int, int, int]:
-    """The least and the largest token, and how many tokens were read: all, or about _SCAN_TOKENS in chunks
-    that are spread over a longer stream."""
-    num_chunks = -(-min(len(stream), _SCAN_TOKENS) // _SCAN_CHUNK)
-    starts = np.linspace(0, max(0, len(stream) - _SCAN_CHUNK), num_chunks, dtype=np.int64)
-    low, high, checked = 0, 0, 0
-    for start in starts:
-        chunk = stream[start:start + _SCAN_CHUNK]
-        low, high, checked = min(low, int(chunk.min())), max(high, int(chunk.max())), checked + len(chunk)
-    return low, high, min(checked, len(stream))
-
-
-def _load_tokenizer(path: Path, vocab: int) -> Tokenizer:
-    from threed.data import tokenizer as tokenizers
-
-    tokenizer = tokenizers.load(path)
-    if tokenizer.vocab_size > vocab:
-        raise InputError(f"data.tokenizer={path} has {tokenizer.vocab_size} tokens, more than "
-                         f"model.vocab={vocab}; set model.vocab={tokenizer.vocab_size}")
-    return tokenizer
-
-
-def _check_ends(path: Path, tokenizer: Tokenizer, data: DataConfig) -> None:
-    """InputError where a tokenizer lacks what documents begin or end with."""
-    from threed.data.tokenizer import EOD_NAMES
-
-    if data.append_eod and tokenizer.eod is None:
-        raise InputError(f"data.append_eod=true, but data.tokenizer={path} has none of the end-of-text "
-                         f"tokens {' '.join(EOD_NAMES)}; set data.append_eod=false or add one to it")
-    if data.prepend_bos and not tokenizer.bos:
-        raise InputError(f"data.prepend_bos=true, but data.tokenizer={path} puts no token before a text; "
-                         "leave it out")

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from threed.data.chat import BESIDE, CONFIG, templates
+from threed.data.place import tokenizer_file
 from threed.data.prompts import encode
 from threed.data.tokenizer import load
 from threed.data.tokens import prepare
@@ -155,7 +156,7 @@ def _tokenizer(aside: Path, config: Config, home: Path) -> list[int]:
     text ends, the end-of-text token first."""
     data = config.data
     try:
-        named = [] if data.tokenizer == "bpe" else [Path(data.tokenizer).expanduser()]
+        named = [] if data.tokenizer == "bpe" else [tokenizer_file(data.tokenizer)]
         file = next((each for each in (home / kept.TOKENIZER, *named) if each.is_file()), None)
         file = file or prepare(data, config.model).tokenizer
     except InputError:  # the data are not on this machine

@@ -1,0 +1,88 @@
+"""Packed files: open one of gzip, xz, bzip2 or zstandard as what it holds."""
+
+from __future__ import annotations
+
+import bz2
+import contextlib
+import gzip
+import io
+import lzma
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from threed.data.kinds import HEAD_BYTES, PACKED, check_kind
+from threed.errors import InputError
+
+_READ_BYTES = 2**17
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """A file's content, unpacked where its name says that it is packed: a buffered reader. InputError where it
+    is not what its name says, is damaged, or needs a library that is not installed."""
+    suffix = path.suffix.lower()
+    with path.open("rb") as file:
+        if suffix not in PACKED:
+            yield file
+            return
+        magic, packer = PACKED[suffix]
+        unpack = {".gz": gzip.GzipFile, ".xz": lzma.LZMAFile, ".bz2": bz2.BZ2File}.get(suffix)
+        library = _zstandard(path) if unpack is None else None
+        head = file.peek(HEAD_BYTES)[:HEAD_BYTES]
+        if head and not head.startswith(magic):
+            check_kind(path, head, f"packed by {packer}")
+            raise InputError(f"{path} is not packed by {packer}: it begins with {head[:12]!r}; if it is plain "
+                             f"text, leave {suffix} out of its name")
+        try:
+            if unpack is not None:
+                yield unpack(fileobj=file) if suffix == ".gz" else unpack(file)  # pyright: ignore
+            else:
+                yield io.BufferedReader(_Parts(_frames(file, library)), _READ_BYTES)
+        except (EOFError, zlib.error, lzma.LZMAError, OSError, *([library.ZstdError] if library else [])) as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise  # of the disk
+            raise InputError(f"{path} cannot be unpacked: {error}; it is damaged or cut short") from None
+
+
+class _Parts(io.RawIOBase):
+    """Parts of a content as a file."""
+
+    def __init__(self, parts: Iterator[bytes]):
+        self._parts, self._rest = parts, b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._rest:
+            try:
+                self._rest = next(self._parts)
+            except StopIteration:
+                return 0
+        part, self._rest = self._rest[:len(buffer)], self._rest[len(buffer):]
+        buffer[:len(part)] = part
+        return len(part)
+
+
+def _frames(file: Any, zstandard: Any) -> Iterator[bytes]:
+    """The content of a file of zstandard's frames. (Its own reader ends without a word where one is cut
+    short.)"""
+    frame = None
+    while data := file.read(_READ_BYTES):
+        while data:
+            frame = frame or zstandard.ZstdDecompressor().decompressobj()
+            yield frame.decompress(data)
+            data, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
+    if frame is not None:
+        raise EOFError("its last frame is not whole")
+
+
+def _zstandard(path: Path) -> Any:
+    try:
+        import zstandard
+    except ImportError:
+        raise InputError(f"{path} needs the package zstandard: pip install 'threed[data]', or unpack the "
+                         "file") from None
+    return zstandard

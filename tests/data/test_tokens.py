@@ -311,6 +311,23 @@ def test_bad_source_and_tokenizer(source, tmp_path):
     assert prepared.eod is None and prepared.vocab_size == 3
 
 
+def test_another_end_makes_other_data(source, tmp_path):
+    """The end-of-text token is named beside the tokenizer, for every source of a mix; the cache knows."""
+    file, beside = word_level(tmp_path / "t.json", "a", "</s>", "<end>"), tmp_path / "tokenizer_config.json"
+    both = DataConfig(mix=[f"1 {source}", f"1 {source}"], cache=str(tmp_path / "cache"), tokenizer=str(file))
+    first = prepare(both, MODEL)
+    beside.write_text('{"eos_token": "<end>"}')
+    second = prepare(both, MODEL)
+    assert (first.eod, second.eod, second.cached, len(folders(tmp_path))) == (1, 2, False, 2)
+    for prepared, end in ((first, 1), (second, 2)):
+        assert prepared.tokenizer is not None and load(prepared.tokenizer).eod == end
+        for part in prepared.parts:
+            tokens = Tokens(part.prefix)
+            assert part.eod == end and set(tokens.stream[tokens.document_ends - 1].tolist()) == {end}
+    beside.write_text('{"eos_token": "</s>"}')
+    assert prepare(both, MODEL).cached
+
+
 @pytest.mark.parametrize("suffix", ["", ".bin", ".idx"])
 def test_megatron_prefix_is_used_in_place(tmp_path, suffix):
     prefix = write(tmp_path / "data.v1_text_document", [[1, 2, 3], [4, 5]])

@@ -8,10 +8,12 @@ from collections import Counter
 import pytest
 import torch
 
+from tests.data.files import word_level
 from tests.harness import batches, tiny
 from tests.reference import Reference
 from threed.comm import Comm, initialized
 from threed.data.prompts import added, encode, keep_tokenizer
+from threed.data.tokenizer import load
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
 from threed.errors import InputError, RunError
@@ -237,8 +239,7 @@ def test_prompts():
 
 
 def test_the_tokenizer_is_kept_with_the_run(tmp_path):
-    file = tmp_path / "given.json"
-    file.write_text("é {}")
+    file = word_level(tmp_path / "given.json", "é", "</s>")
     data, run = DataConfig(tokenizer=str(file)), tmp_path / "run"
     assert keep_tokenizer(file, data, run) == []
     assert [each.name for each in run.iterdir()] == ["tokenizer.json"]
@@ -253,3 +254,12 @@ def test_the_tokenizer_is_kept_with_the_run(tmp_path):
     assert not any(run.iterdir())
     (warning,) = keep_tokenizer(tmp_path / "none.json", data, run)
     assert "was not written" in warning
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
+def test_the_end_of_text_token_is_kept_with_the_run(name, tmp_path):
+    """Whether or not the file that names it is one that a run keeps."""
+    file, run = word_level(tmp_path / "given.json", "a", "</s>", "<end>"), tmp_path / "run"
+    (tmp_path / name).write_text('{"eos_token": "<end>"}')
+    assert keep_tokenizer(file, DataConfig(tokenizer=str(file)), run) == []
+    assert load(run / "tokenizer.json").eod == 2

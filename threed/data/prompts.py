@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from threed.data.chat import BESIDE, CONFIG, Template, templates
-from threed.data.tokenizer import Tokenizer
+from threed.data.tokenizer import Tokenizer, keep_end
 from threed.errors import InputError
 from threed.sampling import TOKENIZER
 from threed.schema import DataConfig, ModelConfig
@@ -87,6 +87,8 @@ def keep_tokenizer(file: Path | None, data: DataConfig, folder: Path) -> list[st
                 folder.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(source, kept.with_name(f"{name}.tmp"))
                 kept.with_name(f"{name}.tmp").replace(kept)  # no reader sees half of it
+        if file is not None and data.tokenizer != "bpe":
+            keep_end(Path(data.tokenizer).expanduser(), folder / TOKENIZER)
     except OSError as error:
         return [f"{folder / TOKENIZER} was not written: {error}; threed generate will need --tokenizer"]
     return []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -9,7 +10,8 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from threed.data.place import CONFIG, GUIDE, missing, named_ends, other_kind, tokenizer_file
+from threed.data.instead import GUIDE, missing, other_kind
+from threed.data.place import CONFIG, named_ends, read_object, tokenizer_file
 from threed.errors import InputError
 from threed.schema import DataConfig
 
@@ -36,9 +38,15 @@ class Tokenizer:
         self._inner = inner
         self.vocab_size = 1 + max(inner.get_vocab(with_added_tokens=True).values(), default=-1)
         self.eod = end_token(inner, folder)
+        self.ends_otherwise = folder is not None and self.eod != end_token(inner, None)
         bare, whole = (inner.encode("a", add_special_tokens=added).ids for added in (False, True))
         self.bos: list[int] = whole[:next((at for at in range(len(whole)) if bare
                                            and whole[at:at + len(bare)] == bare), 0)]
+
+    @property
+    def end(self) -> str | None:
+        """The end-of-text token as it is written."""
+        return None if self.eod is None else self._inner.id_to_token(self.eod)
 
     def read_special_tokens(self) -> None:
         """From now on special tokens in a text are tokens: a chat template writes them so."""
@@ -106,12 +114,25 @@ def load_below(path: Path, vocab: int) -> Tokenizer:
 def check_ends(tokenizer: Tokenizer, path: Path, data: DataConfig) -> None:
     """InputError where a tokenizer lacks what documents begin or end with."""
     if data.append_eod and tokenizer.eod is None:
+        named = ", ".join(map(repr, named_ends(path.parent)))
+        beside = f"what is named beside it ({named}) is no special token of it" if named else \
+            "no tokenizer_config.json beside it names an eos_token"
         raise InputError(f"data.append_eod=true, but data.tokenizer={path} has none of the end-of-text "
-                         f"tokens {' '.join(EOD_NAMES)}, and no file beside it names another (eos_token in "
-                         f"{CONFIG}); write that file, or set data.append_eod=false")
+                         f"tokens {' '.join(EOD_NAMES)}, and {beside}; write "
+                         f'{{"eos_token": "THE_TOKEN"}} into {path.with_name(CONFIG)}, or '
+                         "set data.append_eod=false")
     if data.prepend_bos and not tokenizer.bos:
         raise InputError(f"data.prepend_bos=true, but data.tokenizer={path} puts no token before a text; "
                          "leave it out")
+
+
+def keep_end(source: str | Path, kept: Path) -> None:
+    """Let a copied tokenizer.json end documents as its source does: where the files beside the copy do not
+    say so, its tokenizer_config.json gets the token."""
+    end = load(source).end
+    if end is not None and load(kept).end != end:
+        file = kept.with_name(CONFIG)
+        file.write_text(json.dumps({**read_object(file), "eos_token": end}, indent=2), encoding="utf-8")
 
 
 def train(documents: Iterable[str], vocab: int, path: str | Path) -> Tokenizer:

@@ -4,10 +4,9 @@ content.
     cache/<key>/tokens.bin, tokens.idx   the stream, in Megatron's format
                 tokens.mask              with data.loss_mask: a byte a token, 1 where it counts
                 tokens.crc32             CRC-32 of each BLOCK_BYTES of the stream
-                tokenizer.json
-                tokenizer_config.json    its end-of-text token, where tokenizer.json alone does not tell
-                meta.json                the fields of Prepared, CRC-32 of tokens.idx, tokens.crc32 and
-                                         tokenizer.json, and CRC-32 of meta.json's own values
+                tokenizer.json           and tokenizer_config.json, where it names the end-of-text token
+                meta.json                the fields of Prepared, CRC-32 of the other files but the stream,
+                                         and CRC-32 of meta.json's own values
 
 <key> is a hash of the content, the tokenizer and the settings, so an existing folder is never out of date. A
 build writes to a folder `<key>.*.tmp` beside it, which is renamed when it is complete. A killed build leaves
@@ -158,8 +157,8 @@ def _tokenizer_name(path: Path, data: DataConfig, model: ModelConfig) -> str:
 
     tokenizer = load_below(path, model.vocab)
     check_ends(tokenizer, path, data)
-    name = hashlib.blake2b(path.read_bytes()).hexdigest()
-    return f"{name} {tokenizer.eod}" if tokenizer.end_beside is not None and data.append_eod else name
+    ends = f" ends {tokenizer.eod}" if tokenizer.ends_otherwise else ""  # the files beside it say so
+    return hashlib.blake2b(path.read_bytes()).hexdigest() + ends
 
 
 def _skipping(data: DataConfig) -> tuple[object, ...]:
@@ -269,8 +268,7 @@ def _make_tokenizer(file: Path, making: _Making) -> Tokenizer:
     if making.tokenizer is not None:
         tokenizer = tokenizers.load(making.tokenizer)
         shutil.copyfile(making.tokenizer, file)
-        if tokenizer.end_beside is not None:
-            file.with_name(CONFIG).write_text(json.dumps({"eos_token": tokenizer.end_beside}))
+        tokenizers.keep_end(making.tokenizer, file)
         return tokenizer
     model, progress = making.model, making.progress
     start_s = time.perf_counter()

@@ -165,16 +165,19 @@ def _tokenizer(aside: Path, config: Config, home: Path) -> list[int]:
         return []
     tokenizer = load(file)
     shutil.copyfile(file, aside / kept.TOKENIZER)
-    word = tokenizer.decode([tokenizer.eod]) if tokenizer.eod is not None else None
+    word = tokenizer.end
     words = {} if word is None else {"bos_token": word, "eos_token": word}
-    (aside / CONFIG).write_text(kept.text_of({"tokenizer_class": "PreTrainedTokenizerFast",
-                                              "model_max_length": config.model.seq_len, **words}))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": config.model.seq_len,
+                **words}
     known = replace(data, tokenizer=str(file))
     if file.parent == home and (home / BESIDE).is_file():
         known = replace(known, chat_template=None)
     for name, source in templates(known).items():
-        if source.is_file():
+        if source.is_file() and name != CONFIG:
             shutil.copyfile(source, aside / name)
+        elif source.is_file():
+            settings |= read(source)
+    (aside / CONFIG).write_text(kept.text_of(settings))
     try:
         return list(encode(tokenizer, [], known, config.model).ends)
     except InputError:  # its chat template is not on this machine

@@ -82,7 +82,7 @@ def train(job: Job, local_rank: int, requests: Requests, watch: Watch, store: An
         if log:
             begin_lineage(config, resumed.path, resumed.lineage)
             log.start(engine.zero.step_number, resumed.manifest.get("wandb_id"))
-            for line in report(config, data[0]):
+            for line in report(config, *data):
                 log.say(line)
             for line in resumed.notes:
                 log.say(f"note: {line}")

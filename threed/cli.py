@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from threed import __version__, api, cli_foreign, cli_learned
+from threed import __version__, api, cli_data, cli_foreign, cli_learned
 from threed import config as configs
 from threed.early import begin
 from threed.errors import ConfigError, InputError, Reported, ThreedError
@@ -292,29 +292,7 @@ def matrix(as_json: Json = False,
         print(contract.show(refused))
 
 
-@app.command(short_help="prepare the data ahead of a run")
-def data(config: ConfigPath, overrides: Overrides = None, as_json: Json = False) -> None:
-    """Prepare a config's data ahead of a run: read the source, train or load the tokenizer, tokenize the text
-    and cache the tokens."""
-    loaded = configs.load(config, overrides)
-    from threed.data.mix import open_splits, report
-    from threed.data.tokens import prepare
-
-    if loaded.model.own_layers:
-        raise InputError(f"model.family={loaded.model.family}: data of your own layers are not prepared")
-    prepared = prepare(loaded.data, loaded.model, lambda line: print(line, file=sys.stderr, flush=True))
-    training, validation = open_splits(loaded, prepared)
-    for line in report(loaded, training):
-        print(line, file=sys.stderr)
-    values = {"prefix": str(prepared.prefix),
-              "tokenizer": str(prepared.tokenizer) if prepared.tokenizer else None,
-              "documents": prepared.num_documents, "tokens": prepared.num_tokens,
-              "vocab": prepared.vocab_size, "cached": prepared.cached,
-              "train_samples": training.num_windows, "validation_samples": validation.num_windows}
-    if as_json:
-        _print_json(values)
-    else:
-        print("\n".join(f"{name:20}{value}" for name, value in values.items()))
+app.command(short_help="prepare the data ahead of a run, list or clean what is prepared")(cli_data.data)
 
 
 app.command(short_help="merge a run's traces for Perfetto, or draw them")(trace)

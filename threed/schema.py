@@ -213,9 +213,9 @@ class DataConfig:
     # samples
     tokenizer: str = "bpe"  # bpe: byte-level BPE trained on the source; or a tokenizer.json, or the folder
     # of a model that has one
-    on_bad_row: str = "error"  # error | skip: of a line, item or row that cannot be used (not JSON, no text in
-    # the field); what is skipped is counted
-    bad_rows_limit: int = 100  # skip: of a source; more end the preparation
+    on_bad_row: str = "error"  # a line or row that cannot be used (not JSON, no text in the field): error |
+    # skip (such rows are left out and counted)
+    bad_rows_limit: int = 100  # skip: most of them in a source; more end the preparation
     text_key: str = "text"  # the field of a line or row that holds the text
     append_eod: bool = True  # an end-of-document token after each document
     prepend_bos: bool = False  # what the tokenizer.json itself puts before a text, such as <s>, before each

@@ -14,8 +14,9 @@ from threed.models.families.registry import calling, family_of
 from threed.models.sound import unsound
 from threed.models.tiling import cut_layers, layers_of, share_of, together, unit_layers
 from threed.pipeline.orders import SCHEDULES
-from threed.quantity import parse_bytes, parse_weighted
-from threed.schema import CheckpointConfig, Config, DataConfig, ModelConfig, PrecisionConfig
+from threed.quantity import parse_bytes
+from threed.schema import CheckpointConfig, Config, ModelConfig, PrecisionConfig
+from threed.suits import check_data
 from threed.unused import unused
 from threed.values import check_values
 
@@ -33,7 +34,7 @@ def validate(config: Config, world_size: int | None = None) -> list[str]:
         problems += _check_stages(config) if not of_layers and not (
             of_model and config.model.tile_linears is not None) else []
     problems += _check_batch(config) if not wrong & {"train", "parallel", "data"} else []
-    problems += _check_data(config) if not wrong & {"data", "run"} else []
+    problems += check_data(config) if not wrong & {"data", "run"} else []
     problems += _check_schedule(config) if not wrong & {"train", "optimizer"} else []
     problems += _check_zero(config) if not wrong & {"zero", "parallel", "train"} else []
     problems += _check_activation(config) if "activation" not in wrong else []
@@ -61,7 +62,9 @@ def _check_model(config: Config) -> list[str]:
              "model.ffn_hidden": model.num_ffn_hidden, "the padded vocabulary": model.padded_vocab}
     for name, size in sizes.items():
         if size % tp and not (name == "model.kv_heads" and model.kv_heads is None):
-            problems.append(f"{name}={size} is not divisible by parallel.tp={tp}")
+            fits = math.lcm(model.vocab_multiple, tp)
+            hint = f"; set model.vocab_multiple={fits}" if name == "the padded vocabulary" else ""
+            problems.append(f"{name}={size} is not divisible by parallel.tp={tp}{hint}")
     if config.parallel.sequence_parallel:
         if tp == 1:
             problems.append("parallel.sequence_parallel=true needs parallel.tp > 1: tp splits the sequence")
@@ -335,34 +338,6 @@ def _check_batch(config: Config) -> list[str]:
     if train.sample_every and not train.sample_prompts:
         problems.append(f"train.sample_every={train.sample_every} needs train.sample_prompts, the beginnings "
                         "of the texts that the model writes")
-    return problems
-
-
-def _check_data(config: Config) -> list[str]:
-    """Keys of the data that have no effect, or do not go together."""
-    data, problems = config.data, []
-    for key, wanted in (("prompt_key", "answers"), ("answer_key", "answers"), ("messages_key", "chat"),
-                        ("chat_template", "chat")):
-        value = getattr(data, key)
-        if value != getattr(DataConfig(), key) and data.loss_mask != wanted:
-            problems.append(f"data.{key}={value} needs data.loss_mask={wanted}, and it is {data.loss_mask}; "
-                            "leave it out")
-    for index, entry in enumerate(data.mix or []):
-        try:
-            parse_weighted(entry)
-        except InputError as error:
-            problems.append(f"data.mix[{index}]: {error}")
-    if data.mix is not None and (not data.mix or data.source != DataConfig().source):
-        problems.append(f"data.mix={list(data.mix)}, data.source={data.source}: one of them names the data")
-    if data.prepend_bos and data.tokenizer == "bpe":
-        problems.append("data.prepend_bos=true needs a tokenizer.json in data.tokenizer: bpe has no <s>")
-    if data.loss_mask != "none" and data.text_key != DataConfig().text_key:
-        where = "data.messages_key" if data.loss_mask == "chat" else "data.prompt_key and data.answer_key"
-        problems.append(f"data.text_key={data.text_key} with data.loss_mask={data.loss_mask}: its texts are "
-                        f"in {where}; leave it out")
-    if config.run.cuda_graphs and data.document_mask:
-        problems.append("run.cuda_graphs=true with data.document_mask=true: attention has the shapes of the "
-                        "documents, and a CUDA graph has fixed ones; set one of the two to false")
     return problems
 
 

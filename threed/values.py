@@ -23,7 +23,7 @@ CHOICES = {
     "optimizer.name": tuple(OPTIMIZERS),
     "optimizer.schedule": ("constant", "linear", "cosine", "wsd"),
     "data.loss_mask": ("none", "answers", "chat"),
-    "data.packing": ("stream", "best-fit"),
+    "data.packing": ("stream", "best-fit"), "data.on_bad_row": ("error", "skip"),
     "train.on_nonfinite": ("stop", "skip"),
     "monitor.wandb": ("auto", "offline", "online", "disabled"),
     "run.device": ("auto", "cpu", "cuda"),
@@ -49,7 +49,8 @@ AT_LEAST = {  # key: least value
     "monitor.console_every": 1, "monitor.trace_every": 0, "monitor.timeline_every": 0,
     "run.timeout_s": 1, "run.connect_timeout_s": 1, "run.verify_every": 0, "run.restarts": 0,
     "run.restart_wait_s": 0,
-    "data.validation_fraction": 0, "zero.shard_size": 1, "zero.prefetch": 0, "zero.persist_below": 0,
+    "data.validation_fraction": 0, "data.bad_rows_limit": 1, "zero.shard_size": 1, "zero.prefetch": 0,
+    "zero.persist_below": 0,
     "precision.loss_scale_window": 1, "precision.hysteresis": 1,
     **{f"parallel.{axis}": 1 for axis in AXES if axis != "dp"},  # which may be auto
 }

@@ -16,8 +16,9 @@ import re
 import shutil
 import time
 import uuid
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, TextIO
 
 from threed.errors import InputError
 from threed.quantity import show_bytes, show_count
@@ -75,7 +76,8 @@ def use(prefix: str | Path) -> TextIO | None:
     return None
 
 
-class Entry(NamedTuple):
+@dataclass(frozen=True)
+class Entry:
     """A set of prepared data."""
 
     folder: Path
@@ -151,7 +153,15 @@ def show(root: Path, found: list[Entry]) -> str:
     lines = [f"{'size':>10}  {'tokens':>8}  {'unused for':>10}  source (tokenizer), folder in {root}"]
     for entry in found:
         age = "in use" if entry.in_use else _show_age(entry.age_s)
-        lines.append(f"{show_bytes(entry.size):>10}  {show_count(entry.num_tokens):>8}  {age:>10}  {entry.source} "
-                     f"({entry.tokenizer}), {entry.folder.name}")
+        lines.append(f"{show_bytes(entry.size):>10}  {show_count(entry.num_tokens):>8}  {age:>10}  "
+                     f"{entry.source} ({entry.tokenizer}), {entry.folder.name}")
     total = show_bytes(sum(entry.size for entry in found))
     return "\n".join([*lines, f"{total:>10}  in all"]) if found else f"{root} holds no prepared data"
+
+
+def show_cleaned(root: Path, removed: list[Entry], kept: list[Entry]) -> str:
+    """What `clean` has done."""
+    lines = [f"removed {entry.folder} ({entry.source}), {show_bytes(entry.size)}" for entry in removed]
+    lines += [f"kept {entry.folder} ({entry.source}): in use" for entry in kept]
+    total = show_bytes(sum(entry.size for entry in removed))
+    return "\n".join([*lines, f"{total} freed"]) if lines else f"{root} holds nothing that old"

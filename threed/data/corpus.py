@@ -1,5 +1,5 @@
-"""Corpus: read documents from `data.source`: the standard library, a folder, a glob, files of text, JSON lines,
-JSON or Parquet.
+"""Corpus: read documents from `data.source`: the standard library, a folder, a glob, files of text, JSON
+lines, JSON or Parquet.
 
 A document is a list of segments, texts that count in the loss or do not (data.loss_mask): all of a plain text
 counts, of a prompt and its answer the second.
@@ -152,8 +152,8 @@ def read(source: str, reader: Reader, say: Callable[[str], None] = lambda line: 
     if skipped.total:
         say(f"data.source={source}: files are skipped: {skipped}; mend them to use them")
     if bad.total:
-        say(f"data.source={source}: {bad.total:,} of {count + bad.total + empty.total:,} documents are skipped "
-            f"(data.on_bad_row=skip): {bad}")
+        say(f"data.source={source}: {bad.total:,} of {count + bad.total + empty.total:,} documents are "
+            f"skipped (data.on_bad_row=skip): {bad}")
     if empty.total:
         say(f"data.source={source}: documents are left out: {empty}")
 
@@ -167,19 +167,23 @@ def _of_file(path: Path, reader: Reader, bad: LeftOut, skipped: LeftOut,
         if text is not None:
             yield [Segment(text)], str(path)
         return
+    if not path.stat().st_size:
+        return
     stream = rows(path, reader.fields, reader.optional)
-    for number, (value, where) in enumerate(stream):
+    fine = 0
+    for value, where in stream:
         parsed = _parsed(reader, value, where)
         if not isinstance(parsed, BadRow):
+            fine += 1
             yield parsed, where
         elif reader.skips is None:
-            raise _explained(parsed, path, reader, stream, number, good + number)
+            raise _explained(parsed, path, reader, stream, fine, good + fine)
         else:
             bad.add(parsed.reason, where)
             if bad.total > reader.skips:
                 raise InputError(f"{parsed}; {bad.total:,} rows cannot be used: {bad}; that is more than "
                                  f"data.bad_rows_limit={reader.skips}; repair them, or raise it"
-                                 f"{'' if good + number >= bad.total else _advice(parsed)}")
+                                 f"{'' if good + fine else _advice(parsed)}")
 
 
 def _parsed(reader: Reader, value: Row | BadRow, where: str) -> Segments | BadRow:
@@ -213,10 +217,12 @@ def _explained(first: BadRow, path: Path, reader: Reader, rest: Iterator[tuple[R
     if not good and first.key and not others:
         return InputError(f"{first}, in none of {of}{_advice(first)}" if looked > 1 else
                           f"{first}{_advice(first)}")
-    other = f" (here field '{first.fitting[0]}' would fit)" if first.fitting and first.reason[:3] == "no " else ""
+    fits = first.fitting and first.reason.startswith("no ")
+    other = f" (here field '{first.fitting[0]}' would fit)" if fits else ""
+    skip = ", or set data.on_bad_row=skip, which leaves such rows out and counts them"
     return InputError(f"{first}{other}; of {of} of {path.name} {alike:,} {'is' if alike == 1 else 'are'} "
-                      f"so{others}; repair {'it' if found.total == 1 else 'them'}, or set "
-                      "data.on_bad_row=skip, which leaves such rows out and counts them")
+                      f"so{others}; repair {'it' if found.total == 1 else 'them'}"
+                      f"{skip if found.total < looked else ''}")
 
 
 def _advice(row: BadRow) -> str:
@@ -233,7 +239,7 @@ def _text(path: Path, skipped: LeftOut) -> str | None:
         content = file.read()
     kind = kind_of(content[:HEAD_BYTES])
     if kind is not None and not kind.page:
-        skipped.add(f"{kind.what} ({kind.advice})", path)
+        skipped.add(f"of another kind, {kind.what}: {kind.advice}", path)
     elif b"\0" in content:
         skipped.add("with NUL bytes: no text, or damaged by a crash", path)
     else:

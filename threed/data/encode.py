@@ -38,6 +38,7 @@ def encode(out: BinaryIO, mask: BinaryIO | None, tokenizer: Tokenizer, data: Dat
     lengths: list[int] = []
     notes: list[str] = []
     content = array("q")  # a hash of each document
+    unknown = 0
     num_chars, size, start_s = 0, source_bytes(data.source), time.perf_counter()
     next_s = start_s + 1
     if data.loss_mask == "chat":
@@ -54,6 +55,7 @@ def encode(out: BinaryIO, mask: BinaryIO | None, tokenizer: Tokenizer, data: Dat
             last = end if piece.last and ids[-1:] != end else []  # a template may write it, too
             tokens = np.array([*begin, *ids, *last], dtype)
             out.write(tokens.tobytes())
+            unknown += 0 if tokenizer.unknown is None else int(np.count_nonzero(tokens == tokenizer.unknown))
             if mask is not None:
                 counts = [False] * len(begin) + [piece.counts] * len(ids) + [piece.end_counts] * len(last)
                 mask.write(bytes(counts))
@@ -66,8 +68,11 @@ def encode(out: BinaryIO, mask: BinaryIO | None, tokenizer: Tokenizer, data: Dat
     progress(_encoded(lengths, num_chars, time.perf_counter() - start_s))
     copies = len(content) - len(np.unique(np.frombuffer(content, np.int64))) if content else 0
     if copies and data.source != STDLIB:
-        notes.append(f"data.source={data.source}: {copies:,} of {len(lengths):,} documents repeat another word for "
-                     "word; they are kept")
+        notes.append(f"data.source={data.source}: {copies:,} of {len(lengths):,} documents repeat another "
+                     "word for word; they are kept")
+    if unknown:
+        notes.append(f"data.source={data.source}: {unknown / sum(lengths):.2%} of its tokens are the unknown "
+                     f"one, {tokenizer.unknown}: data.tokenizer={data.tokenizer} is not made for this text")
     return lengths, notes
 
 

@@ -63,6 +63,9 @@ def list_files(source: str) -> Listing:
                   f"{' '.join(TEXT_SUFFIXES + SUFFIXES)}; for other names give a glob, as in "
                   f"'{source}/*', and for Megatron's .bin/.idx their prefix")
     elif os.path.exists(path):
+        if (why := _unusable(Path(path))) is not None:
+            raise InputError(f"data.source={source} holds no text: it is {why}; copy or download it again, "
+                             "or give another")
         return Listing([Path(path)], LeftOut(), True)
     elif os.path.islink(path):
         raise InputError(f"data.source={source} is a link to {os.readlink(path)}, which does not exist")
@@ -110,7 +113,7 @@ def _folder(root: Path) -> Listing:
         for path in (Path(folder, name) for name in sorted(names)):
             if (why := _why_not(path)) is not None:
                 left_out.add(why, path)
-            if why is None or why == EMPTY and _is_read(path):
+            if why is None or (why == EMPTY and _is_read(path)):
                 found.append(path)
     return Listing(_sorted(found, root), left_out, False)
 

@@ -64,33 +64,34 @@ def look_at(prefix: Path, data: DataConfig, model: ModelConfig, progress: Callab
                          "tokens; give the one that made the data")
     zeros = tokens.stream[-_ZEROS:]
     if len(zeros) == _ZEROS and not zeros.any():
-        progress(f"threed: warning: {prefix}.bin ends with {_ZEROS:,} or more tokens 0: most often a copy that "
-                 "did not end; compare it with the original")
-    progress(f"checked {show_count(seen.checked)} of {show_count(tokens.num_tokens)} tokens of {prefix}.bin in "
-             f"{show_seconds(time.perf_counter() - start_s)}")
+        progress(f"threed: warning: {prefix}.bin ends with {_ZEROS:,} or more tokens 0: most often a copy "
+                 "that did not end; compare it with the original")
+    progress(f"checked {show_count(seen.checked)} of {show_count(tokens.num_tokens)} tokens of {prefix}.bin "
+             f"in {show_seconds(time.perf_counter() - start_s)}")
     return InPlace(tokens, path, vocab, None if tokenizer is None else tokenizer.eod)
 
 
 def _check_tokens(tokens: Tokens, seen: _Scan, vocab: int) -> None:
     """InputError where what a .bin holds cannot be tokens, or not of this model."""
     dtype = tokens.stream.dtype
-    damaged = (f"the data are damaged, or of another type than the {dtype} that {tokens.path.with_suffix('.idx')}"
-               " names; copy or prepare them again")
+    damaged = (f"the data are damaged, or of another type than the {dtype} that "
+               f"{tokens.path.with_suffix('.idx')} names; copy or prepare them again")
     outside = f"({seen.outside:,} of {seen.checked:,} tokens are outside the vocabulary)"
     if seen.low < 0:
         raise InputError(f"{tokens.path} holds {seen.low}, and no token is negative {outside}, the first at "
                          f"position {seen.first}: {damaged}")
     if seen.high == 0 and seen.checked > 1:
-        raise InputError(f"{tokens.path} holds nothing but token 0: it is filled with NUL bytes, as by a crash or "
-                         "a copy that did not end; copy or prepare it again")
+        raise InputError(f"{tokens.path} holds nothing but token 0: it is filled with NUL bytes, as by a "
+                         "crash or a copy that did not end; copy or prepare it again")
     if seen.high < vocab:
         return
     lone = seen.outside <= max(1, seen.checked // 1000) and seen.high >= 2 * vocab
     if lone or seen.high >= _LARGEST_VOCAB:
-        raise InputError(f"{tokens.path} holds token {seen.high}, far above model.vocab={vocab} {outside}, the "
-                         f"first at position {seen.first}: {damaged}")
-    raise InputError(f"{tokens.path} holds token {seen.high}, but model.vocab={vocab} allows 0 to {vocab - 1} "
-                     f"{outside}; set model.vocab to what its tokenizer has, at least {seen.high + 1}")
+        raise InputError(f"{tokens.path} holds token {seen.high}, far above model.vocab={vocab} {outside}, "
+                         f"the first at position {seen.first}: {damaged}")
+    raise InputError(f"{tokens.path} holds token {seen.high}, but model.vocab={vocab} allows 0 to "
+                     f"{vocab - 1} {outside}; set model.vocab to what its tokenizer has, at least "
+                     f"{seen.high + 1}")
 
 
 class _Scan(NamedTuple):

@@ -29,11 +29,12 @@ def missing(path: Path) -> str:
         return f"it is a link to {os.readlink(path)}, which does not exist"
     name = str(path)
     if not _NAME.fullmatch(name):
-        return f"{path} cannot be read as a tokenizer: No such file or directory; give a {TOKENIZER} on this " \
-            "machine, the folder of a model that has one, or data.tokenizer=bpe"
+        return (f"{path} cannot be read as a tokenizer: No such file or directory; give a {TOKENIZER} on "
+                "this machine, the folder of a model that has one, or data.tokenizer=bpe")
     cached = _cache_of_the_hub() / f"models--{name.replace('/', '--')}"
     if cached.is_dir():
-        return f"there is no such file, but a model of that name in the hub's cache: set data.tokenizer={cached}"
+        return ("there is no such file, but a model of that name in the hub's cache: set "
+                f"data.tokenizer={cached}")
     return (f"there is no such file. If it is the name of a model on Hugging Face, fetch its tokenizer first "
             f"(threed downloads nothing): hf download {name} {TOKENIZER} {CONFIG} --local-dir {name}; then "
             f"data.tokenizer={name} is that folder ({PAGE})")
@@ -66,7 +67,7 @@ def other_kind(path: Path, content: bytes) -> str | None:
         if path.name == "vocab.txt":
             return f"{path} is a word list of BERT, not a tokenizer.json; {_convert(path.parent)}"
         return f"{path} is not JSON ({error}), so no tokenizer.json: it is damaged or cut short; {GUIDE}"
-    if not isinstance(value, dict) or "model" in value and "added_tokens" in value:
+    if not isinstance(value, dict) or ("model" in value and "added_tokens" in value):
         return None
     if value and all(isinstance(number, int) for number in value.values()):
         what = "a vocabulary alone, whose merges are in another file"

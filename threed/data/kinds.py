@@ -35,7 +35,7 @@ _REFUSAL = re.compile(rb"\s*(<\?xml[^>]*\?>\s*)?<Error>", re.IGNORECASE)  # of a
 
 
 class Kind(NamedTuple):
-    what: str  # "a Git LFS pointer, ...", after "is"
+    what: str  # "a Git LFS pointer", after "is"
     advice: str
     page: bool = False  # of HTML or XML: of a file that may hold such text it says nothing
 
@@ -52,7 +52,7 @@ def kind_of(head: bytes) -> Kind | None:
     if head[257:262] == b"ustar":
         return Kind("a tar archive", "unpack it")
     if head.startswith(_POINTER):
-        return Kind("a Git LFS pointer, not the file that it stands for", "fetch that with git lfs pull")
+        return Kind("a Git LFS pointer in place of the file", "fetch that with git lfs pull")
     if _PAGE.match(head) or _REFUSAL.match(head):
         return Kind("a page that a server sent in place of the file", "download the file again and look at "
                     "the address: most often it needs a login, or names a page about the file", True)

@@ -127,24 +127,51 @@ def open_splits(config: Config, prepared: Prepared) -> Splits:
     return training, validation
 
 
-def report(config: Config, split: AnySplit | Trees) -> list[str]:
-    """What a person should know of a training split: what is padded or cut, and how often it is seen."""
+def report(config: Config, split: AnySplit | Trees, held_out: AnySplit | Trees | None = None) -> list[str]:
+    """What a person should know of a training split, and of the one to validate with: what is padded, cut or
+    left out, and how often it is seen."""
     if not isinstance(split, Split | Mixture):
         return []
     parts = split.parts if isinstance(split, Mixture) else [split]
-    lines = []
+    samples, lines = config.train.steps * config.train.global_batch_size, []
     if isinstance(split, Mixture):
-        samples, block = config.train.steps * config.train.global_batch_size, sum(split.shares)
+        block = sum(split.shares)
         for part, share, (_, data) in zip(parts, split.shares, sources(config.data), strict=True):
-            epochs = samples * share / block / part.num_windows
             lines.append(f"data.mix: {share / block:.2%} of samples from {data.source}, "
-                         f"{show_count(part.num_windows)} windows, {epochs:.2f} epochs in train.steps")
+                         f"{_seen(part.num_windows, samples * share / block)} in train.steps")
+    else:
+        lines.append(f"data.source: {config.data.source}, {_seen(split.num_windows, samples)} in train.steps")
+    if isinstance(held_out, Split | Mixture) and held_out.num_windows:
+        lines.append(_held_out(config, split, held_out))
+    if config.data.packing == "stream":
+        rest = sum(part.num_tokens - part.num_windows * config.model.seq_len - 1 for part in parts)
+        if rest * 100 > split.num_tokens:
+            lines.append(f"warning: {show_count(rest)} of {show_count(split.num_tokens)} tokens are left "
+                         f"over at the end: a window needs model.seq_len + 1 = {config.model.seq_len + 1}")
     if config.data.packing == "best-fit":
         lines.append(f"packed into {show_count(split.num_windows)} windows of {config.model.seq_len}: "
                      f"{efficiency([part.layout for part in parts]):.2%} of them is data, the rest padding")
     for what, number in (("cut off at the end of their window", sum(part.cut_off for part in parts)),
-                         ("left out: their answers are beyond it", sum(part.dropped for part in parts))):
+                         ("left out: their answers are beyond it", sum(part.dropped for part in parts)),
+                         ("cut into several windows", sum(part.parted for part in parts))):
         if number:
-            lines.append(f"warning: {show_count(number)} examples of more than model.seq_len + 1 = "
+            what_is = "documents" if config.data.loss_mask == "none" else "examples"
+            lines.append(f"warning: {show_count(number)} {what_is} of more than model.seq_len + 1 = "
                          f"{config.model.seq_len + 1} tokens are {what}; raise model.seq_len to keep them")
     return lines
+
+
+def _seen(windows: int, samples: float) -> str:
+    """How often some windows are seen by a number of samples of them."""
+    epochs = samples / windows
+    return f"{show_count(windows)} windows, {epochs:.2f} epochs" if epochs >= 0.01 or not epochs else \
+        f"{show_count(windows)} windows, {epochs:.1e} epochs"
+
+
+def _held_out(config: Config, split: AnySplit, held_out: AnySplit) -> str:
+    """How much is held out, and what of it an evaluation sees."""
+    whole, train = split.num_tokens + held_out.num_tokens, config.train
+    line = (f"held out for validation: {held_out.num_tokens / whole:.2%} of tokens, "
+            f"{show_count(held_out.num_windows)} windows")
+    seen = train.eval_batches * train.global_batch_size / held_out.num_windows
+    return f"{line}, of which an evaluation sees {seen:.2f} epochs" if train.eval_every else line

@@ -20,8 +20,8 @@ _READ_BYTES = 2**17
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[Any]:
-    """A file's content, unpacked where its name says that it is packed: a buffered reader. InputError where it
-    is not what its name says, is damaged, or needs a library that is not installed."""
+    """A file's content, unpacked where its name says that it is packed: a buffered reader. InputError where
+    it is not what its name says, is damaged, or needs a library that is not installed."""
     suffix = path.suffix.lower()
     with path.open("rb") as file:
         if suffix not in PACKED:
@@ -30,17 +30,18 @@ def opened(path: Path) -> Iterator[Any]:
         magic, packer = PACKED[suffix]
         unpack = {".gz": gzip.GzipFile, ".xz": lzma.LZMAFile, ".bz2": bz2.BZ2File}.get(suffix)
         library = _zstandard(path) if unpack is None else None
+        damaged = EOFError, zlib.error, lzma.LZMAError, OSError, library.ZstdError if library else EOFError
         head = file.peek(HEAD_BYTES)[:HEAD_BYTES]
         if head and not head.startswith(magic):
             check_kind(path, head, f"packed by {packer}")
-            raise InputError(f"{path} is not packed by {packer}: it begins with {head[:12]!r}; if it is plain "
-                             f"text, leave {suffix} out of its name")
+            raise InputError(f"{path} cannot be unpacked: it is not packed by {packer}, but begins with "
+                             f"{head[:12]!r}; if it is plain text, leave {suffix} out of its name")
         try:
             if unpack is not None:
                 yield unpack(fileobj=file) if suffix == ".gz" else unpack(file)  # pyright: ignore
             else:
                 yield io.BufferedReader(_Parts(_frames(file, library)), _READ_BYTES)
-        except (EOFError, zlib.error, lzma.LZMAError, OSError, *([library.ZstdError] if library else [])) as error:
+        except damaged as error:
             if isinstance(error, OSError) and error.errno is not None:
                 raise  # of the disk
             raise InputError(f"{path} cannot be unpacked: {error}; it is damaged or cut short") from None

@@ -37,10 +37,10 @@ def snapshot(folder: Path) -> Path:
         return named
     if len(there) == 1:
         return there[0]
-    what = "its snapshots are " + ", ".join(map(str, there)) if there else "it has no snapshot: the download " \
-        "did not end"
-    raise InputError(f"{folder} is a model in the cache of Hugging Face's hub, and {what}; give the folder of "
-                     "one snapshot")
+    what = f"its snapshots are {', '.join(map(str, there))}" if there else \
+        "it has no snapshot: the download did not end"
+    raise InputError(f"{folder} is a model in the cache of Hugging Face's hub, and {what}; give the folder "
+                     "of one snapshot")
 
 
 def tokenizer_file(given: str | Path) -> Path:

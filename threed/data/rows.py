@@ -80,8 +80,8 @@ def rows(path: Path, fields: Sequence[str], optional: Sequence[str] = ()) -> Ite
         if plain_suffix(path) == JSON_SUFFIX:
             yield from _json(path, file, head, fields)
         elif _LIST.match(head):
-            raise InputError(f"{path} is one JSON list, not lines of JSON; give it a name that ends in .json, "
-                             "and it is read as that")
+            raise InputError(f"{path} is one JSON list, not lines of JSON; give it a name that ends in "
+                             ".json, and it is read as one")
         else:
             yield from _lines(path, enumerate(file, 1))
 
@@ -108,17 +108,35 @@ def _json(path: Path, file: Any, head: bytes,
         yield from _lines(path, lines)
         return
     try:
-        value = json.loads((first[1] + b"".join(line for _, line in lines)).decode("utf-8-sig"))
+        values = _values((first[1] + b"".join(line for _, line in lines)).decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{path} is neither lines of JSON, nor one list of objects: {error}; repair "
-                         "it") from None
+        raise InputError(f"{path} holds neither lines of JSON nor objects one after the other: {error}; it "
+                         "is damaged or cut short") from None
+    value = values[0]
+    if len(values) > 1:
+        for number, value in enumerate(values):
+            where = f"{path}, object {number}"
+            yield value if isinstance(value, dict) else _no_object(where, value), where
+        return
     if isinstance(value, dict) and all(field in value for field in fields):
         yield value, f"{path}"
         return
-    lists = [name for name, each in value.items() if isinstance(each, list)] if isinstance(value, dict) else []
+    items = value.items() if isinstance(value, dict) else ()
+    lists = [name for name, each in items if isinstance(each, list)]
     how = f", as jq -c '.{lists[0]}[]' {path.name} writes its list '{lists[0]}'" if lists else ""
     raise NotRows(f"{path} holds one object, and no field '{fields[0]}' in it; give JSON lines or a list of "
                   f"objects{how}")
+
+
+def _values(text: str) -> list[Any]:
+    """Values of JSON, one after the other."""
+    values, take, at, text = [], json.JSONDecoder().raw_decode, 0, text.strip()
+    while at < len(text):
+        value, at = take(text, at)
+        values.append(value)
+        while text[at:at + 1].isspace():
+            at += 1
+    return values
 
 
 def _is_whole(line: bytes) -> bool:
@@ -191,8 +209,8 @@ def _items(path: Path, file: Any) -> Iterator[tuple[Row | BadRow, str]]:
         if text.char():
             raise ValueError("the file goes on after its list")
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: not JSON at item {number} of its list: {error}; the file is damaged or cut "
-                         "short") from None
+        raise InputError(f"{path}: not JSON at item {number} of its list: {error}; the file is damaged or "
+                         "cut short") from None
 
 
 def _parquet(path: Path, fields: Sequence[str],
@@ -241,7 +259,8 @@ def _no_object(where: str, value: Any) -> BadRow:
 
 def text_of(value: Row, field: str, key: str, where: str) -> str:
     """The text in a field, which the key `key` of the config names."""
-    others = [name for name, text in value.items() if name != field and isinstance(text, str) and text.strip()]
+    others = [name for name, text in value.items()
+              if name != field and isinstance(text, str) and text.strip()]
     if field not in value:
         fields = ", ".join(value) or "none"
         raise BadRow(where, f"no field '{field}'", f" (the fields are: {fields})", key, others)

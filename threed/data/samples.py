@@ -175,6 +175,7 @@ class Split:
         self._apart = data.document_mask and data.packing == "stream"  # whether documents are cut here
         self._mask = tokens.mask if data.loss_mask != "none" else None
         self.cut_off = self.dropped = 0  # answers of which a part, or all, is beyond their window
+        self.parted = 0  # documents of best-fit that are cut into windows
         self.layout = Stream(start, stop, seq_len) if data.packing == "stream" else self._packed(start, stop)
         self.num_windows = self.layout.num_windows
 
@@ -193,6 +194,8 @@ class Split:
             self.cut_off = len(np.setdiff1d(example[~keep & (counts > 0)], dropped))
             self.dropped = len(dropped)
             keep &= counts > 0
+        else:
+            self.parted = int(np.count_nonzero(bounds[:, 1] - bounds[:, 0] - 1 > self._seq_len))
         return BestFit(bounds, self._seq_len, keep)
 
     def window(self, index: int) -> np.ndarray:

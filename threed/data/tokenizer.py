@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -15,6 +16,7 @@ from threed.data.place import CONFIG, named_ends, read_object, tokenizer_file
 from threed.errors import InputError
 from threed.schema import DataConfig
 
+T = TypeVar("T")
 EOD = "<|endoftext|>"
 EOD_NAMES = (EOD, "</s>", "<|end_of_text|>", "<eos>")
 MIN_VOCAB = 257  # the 256 bytes and the end-of-text token
@@ -25,8 +27,9 @@ PIECE_CHARS = 2**18
 class Tokenizer:
     """A `tokenizers.Tokenizer` reduced to what threed needs.
 
-    `eod`: id of the end-of-text token, or None if it has none. `bos`: ids that the tokenizer itself puts
-    before a text, such as <s>. `vocab_size`: the largest id + 1.
+    `eod`: id of the end-of-text token, or None if it has none; `ends_otherwise`: whether it is another than
+    the usual names say. `unknown`: id of the token for text that it has no token for. `bos`: ids that the
+    tokenizer itself puts before a text, such as <s>. `vocab_size`: the largest id + 1.
     """
 
     def __init__(self, inner: tokenizers.Tokenizer, folder: Path | None = None):
@@ -39,6 +42,8 @@ class Tokenizer:
         self.vocab_size = 1 + max(inner.get_vocab(with_added_tokens=True).values(), default=-1)
         self.eod = end_token(inner, folder)
         self.ends_otherwise = folder is not None and self.eod != end_token(inner, None)
+        unknown = getattr(inner.model, "unk_token", None)
+        self.unknown = None if unknown is None else inner.token_to_id(unknown)
         bare, whole = (inner.encode("a", add_special_tokens=added).ids for added in (False, True))
         self.bos: list[int] = whole[:next((at for at in range(len(whole)) if bare
                                            and whole[at:at + len(bare)] == bare), 0)]
@@ -65,7 +70,8 @@ class Tokenizer:
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """Token ids of each text, with no special token added. Runs on all cores."""
-        return [encoding.ids for encoding in self._inner.encode_batch_fast(texts, add_special_tokens=False)]
+        encoded = answering(lambda: self._inner.encode_batch_fast(texts, add_special_tokens=False))
+        return [encoding.ids for encoding in encoded]
 
     def decode(self, ids: list[int]) -> str:
         """The text of token ids, special tokens included."""
@@ -79,7 +85,7 @@ def end_token(inner: tokenizers.Tokenizer, folder: Path | None) -> int | None:
     known = inner.get_added_tokens_decoder()
     for named in named_ends(folder) if folder is not None else ():
         id = inner.token_to_id(named) if isinstance(named, str) else named
-        if id is not None and (isinstance(named, str) or id in known and known[id].special):
+        if id is not None and (isinstance(named, str) or (id in known and known[id].special)):
             return id
     return next((id for name in EOD_NAMES if (id := inner.token_to_id(name)) is not None), None)
 
@@ -150,18 +156,20 @@ def train(documents: Iterable[str], vocab: int, path: str | Path) -> Tokenizer:
     inner.decoder = decoders.ByteLevel()  # pyright: ignore
     trainer = trainers.BpeTrainer(vocab_size=vocab, special_tokens=[EOD], show_progress=False,
                                   initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
-    _answering(lambda: inner.train_from_iterator(_sample(documents, SAMPLE_CHARS), trainer))
+    answering(lambda: inner.train_from_iterator(_sample(documents, SAMPLE_CHARS), trainer))
     Path(path).write_text(inner.to_str(pretty=True), encoding="utf-8")
     return Tokenizer(inner)
 
 
-def _answering(work: Callable[[], None]) -> None:
-    """Do long work of a library on a thread beside this one, which so answers Ctrl-C at once."""
+def answering(work: Callable[[], T]) -> T:
+    """The result of long work of a library, done on a thread beside this one, which so answers Ctrl-C at
+    once."""
+    results: list[T] = []
     errors: list[BaseException] = []
 
     def body() -> None:
         try:
-            work()
+            results.append(work())
         except BaseException as error:  # of the documents, too
             errors.append(error)
 
@@ -170,6 +178,7 @@ def _answering(work: Callable[[], None]) -> None:
     thread.join()
     if errors:
         raise errors[0]
+    return results[0]
 
 
 def pieces(text: str) -> Iterator[str]:

@@ -104,6 +104,11 @@ def prepare(data: DataConfig, model: ModelConfig,
         if data.tokenizer == "bpe" and made and made[0].tokenizer is not None:
             each = replace(each, tokenizer=str(made[0].tokenizer))
         made.append(_prepare(each, whole if each.tokenizer == "bpe" else [each], model, content_of, progress))
+    for number, each in enumerate(made):
+        other = next((at for at in range(number) if made[at].prefix == each.prefix), None)
+        if other is not None:
+            progress(f"threed: warning: data.mix: {whole[number].source} holds the same as "
+                     f"{whole[other].source}: its samples are seen by both weights")
     return replace(made[0], num_tokens=sum(each.num_tokens for each in made),
                    num_documents=sum(each.num_documents for each in made),
                    vocab_size=max(each.vocab_size for each in made), cached=all(each.cached for each in made),
@@ -254,8 +259,8 @@ def _fill(folder: Path, content: str, making: _Making) -> None:
     np.array(checksums, "<u4").tofile(folder / "tokens.crc32")
     meta = {"format": _FORMAT, "source": data.source, "content": content, "tokenizer": data.tokenizer,
             "num_documents": len(lengths), "num_tokens": sum(lengths), "vocab_size": tokenizer.vocab_size,
-            "eod": tokenizer.eod, "notes": notes, "crc32": {name: _checksum(folder / name) for name in _CHECKED
-                                             if (folder / name).exists()}}
+            "eod": tokenizer.eod, "notes": notes,
+            "crc32": {name: _checksum(folder / name) for name in _CHECKED if (folder / name).exists()}}
     (folder / "meta.json").write_text(json.dumps({**meta, "check": _check(meta)}, indent=1))
     written = (folder / "tokens.bin").stat().st_size
     progress(f"shuffled and wrote {show_bytes(written)} in {show_seconds(time.perf_counter() - start_s)}")

@@ -9,7 +9,8 @@ import warnings
 import pytest
 
 from threed.data import corpus
-from threed.data.corpus import documents, fingerprint
+from threed.data import files as listed
+from threed.data.corpus import documents, fingerprint, text_reader
 from threed.errors import InputError
 
 
@@ -24,7 +25,7 @@ def test_stdlib_filter(tmp_path, monkeypatch):
         (tmp_path / name).write_text(name)
     (tmp_path / "latin.py").write_bytes(b"# \xe9\xff")
     (tmp_path / "empty.py").write_text("\n")
-    monkeypatch.setattr(corpus.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(listed.sysconfig, "get_path", lambda name: str(tmp_path))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert read("python-stdlib") == ["a/x.py", "b.py"]
@@ -32,13 +33,13 @@ def test_stdlib_filter(tmp_path, monkeypatch):
 
 
 def test_stdlib_is_about_12_mb():
-    files = corpus._files("python-stdlib")
+    files = listed.list_files("python-stdlib").files
     assert len(files) > 400 and 8e6 < sum(path.stat().st_size for path in files) < 25e6
     assert not any("site-packages" in path.parts or "test" in path.parts for path in files)
 
 
 def test_no_stdlib(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus.sysconfig, "get_path", lambda name: str(tmp_path / "none"))
+    monkeypatch.setattr(listed.sysconfig, "get_path", lambda name: str(tmp_path / "none"))
     with pytest.raises(InputError, match="no standard library"):
         read("python-stdlib")
 
@@ -85,8 +86,8 @@ def test_fingerprint_of_jsonl_depends_on_the_field(tmp_path):
     ("missing", "does not exist"), ("missing.txt", "does not exist"), ("missing.bin", "does not exist"),
     ("*.txt", "matches no file"), ("empty", "no file with one of the suffixes"),
     ("odd", "no file with one of"),
-    ("blank.md", "holds no text; give"), ("latin.md", "1 file of .* not UTF-8"),
-    ("data.json", "name it .jsonl"),
+    ("blank.md", r"holds no text \(1 of white space alone .*; give"), ("latin.md", "1 not UTF-8"),
+    ("data.json", "data.json holds one object, and no field 'text' in it"),
 ])
 def test_no_text(tmp_path, name, says):
     (tmp_path / "empty").mkdir()
@@ -104,16 +105,21 @@ def test_not_utf8_is_counted(tmp_path):
     (tmp_path / "a.txt").write_text("fine")
     (tmp_path / "b.txt").write_bytes(b"caf\xe9")
     (tmp_path / "c.txt").write_bytes(b"\xff\xfe")
-    with pytest.warns(UserWarning, match="2 files of data.source=.* not UTF-8: skipped"):
-        assert read(tmp_path) == ["fine"]
+    said = []
+    found = list(corpus.read(str(tmp_path), text_reader("text"), said.append))
+    assert [segments[0].text for segments in found] == ["fine"]
+    assert said == [f"data.source={tmp_path}: files are skipped: 1 not UTF-8 ({tmp_path / 'b.txt'}), 1 of "
+                    "another kind, text in UTF-16: convert it: iconv -f UTF-16 -t UTF-8 "
+                    f"({tmp_path / 'c.txt'}); mend them to use them"]
 
 
 @pytest.mark.parametrize("line, says", [
     (b'{"text": ', "not a line of JSON"), (b'{"text": "caf\xe9"}', "not a line of JSON"),
-    (b'["text"]', "holds a list"),
+    (b'["text"]', "a list, not an object"),
     (b"[" * 100_000, "not a line of JSON"),
-    (b'{"body": "b", "id": 2}', "no field 'text'.*body, id.*data.text_key"),
-    (b"{}", "none"), (b'{"text": 3}', "is a int, not a string"),
+    (b'{"body": "b", "id": 2}', r"no field 'text' \(the fields are: body, id\) \(here field 'body' would fi"),
+    (b"{}", "none"), (b'{"text": 3}', "is a number, not a text; of 2 rows of a.jsonl 1 is so"),
+    (b'{"text": null}', "'text' is null, not a text; .* 1 is so; repair it, or set data.on_bad"),
     (b'{"text": "\\ud800"}', "not valid Unicode"),
 ])
 def test_bad_jsonl_names_file_and_line(tmp_path, line, says):

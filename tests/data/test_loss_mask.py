@@ -119,8 +119,8 @@ def test_too_long_examples_are_cut_and_counted(tmp_path):
 
 
 @pytest.mark.parametrize("line, says", [
-    ('{"prompt": "a"}', "no field 'answer' .*prompt.*data.answer_key"),
-    ('{"prompt": "a", "answer": 3}', "is a int.*data.answer_key"),
+    ('{"prompt": "a"}', "no field 'answer' .*prompt.*of 21 rows of a.jsonl 1 is so"),
+    ('{"prompt": "a", "answer": 3}', "is a number, not a text"),
     ('{"answer": "a"}', "no field 'prompt'"),
 ])
 def test_bad_examples(tmp_path, line, says):
@@ -132,13 +132,13 @@ def test_bad_examples(tmp_path, line, says):
 
 
 @pytest.mark.parametrize("talk, says", [
-    ([], "no list of messages"), ("hello", "no list of messages"),
-    (["hello"], "message 0 .*role and content"),
-    ([{"role": "user", "content": 3}], "content of message 0 .*is a int, not a text"),
-    ([{"role": "user"}], "content of message 0 .*is a NoneType"),
-    ([{"content": "x"}], "message 0 .*role and content"),
+    ([], "is a list without messages"), ("hello", "is a text, not a list of messages"),
+    (["hello"], "role and content: message 0 is not"),
+    ([{"role": "user", "content": 3}], "content of a message .*is a number, not a text"),
+    ([{"role": "user"}], "content of a message .*is null, not a text: message 0"),
+    ([{"content": "x"}], "role and content: message 0 is not"),
     ([{"role": "user", "content": [{"type": "text", "text": "x"}]}], "is a list, not a text"),
-    ([*TALK[1:3], {"role": "judge", "content": "x"}, *TALK[1:3]], "refuses these messages: no judges"),
+    ([*TALK[1:3], {"role": "judge", "content": "x"}, *TALK[1:3]], "refuses the messages: no judges"),
 ])
 def test_bad_conversations(tmp_path, talk, says):
     refuses = ("{% for m in messages %}{% if m['role'] == 'judge' %}{{ raise_exception('no judges') }}"
@@ -229,7 +229,7 @@ def test_tools(tmp_path):
 
 
 def test_nobody_answers(tmp_path):
-    with pytest.raises(InputError, match="of which something counts; give some in which there is an answer"):
+    with pytest.raises(InputError, match=r"counts \(1 in which nothing counts .*; give some in which there is an"):
         prepare(chat(tmp_path, [TALK[:2]]), MODEL)
 
 
@@ -244,7 +244,8 @@ def test_an_example_is_counted_once_however_many_windows_it_spans(tmp_path):
 
 def test_a_template_that_rewrites_messages_is_refused(tmp_path):
     template = "{% for m in messages %}{{ m['content'] if loop.last else '-' }};{% endfor %}"
-    with pytest.raises(InputError, match=r"chat.jsonl:1: .*writes the messages before message 2 otherwise"):
+    says = r"chat.jsonl:1: .*writes the messages before an answer otherwise .* before message 2"
+    with pytest.raises(InputError, match=says):
         prepare(chat(tmp_path, template=template), MODEL)
 
 
@@ -278,8 +279,12 @@ def test_sources_that_do_not_say_what_counts(tmp_path):
 
 def test_examples_of_which_nothing_counts_are_left_out(tmp_path):
     talks = [TALK, TALK[:2]]
-    with pytest.warns(UserWarning, match=r"1 example of .* nothing counts: skipped"):
-        assert prepare(chat(tmp_path, talks), MODEL).num_documents == 1
+    data = chat(tmp_path, talks)
+    prepared = prepare(data, MODEL)
+    note = f"data.source={data.source}: documents are left out: 1 in which nothing counts ({data.source}:2)"
+    assert prepared.num_documents == 1 and prepared.notes == (note,)
+    said = []
+    assert prepare(data, MODEL, said.append).cached and f"threed: warning: {note}" in said
     with pytest.raises(InputError, match=r"holds no example of which something counts"):
         prepare(chat(tmp_path, [TALK[:2]]), MODEL)
 

@@ -34,7 +34,7 @@ def test_end_token_is_the_one_beside_it(tmp_path):
     put(tmp_path, tokenizer_config={"eos_token": "a"})
     assert load(tmp_path / "tokenizer.json").eod == 1
     (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(InputError, match="tokenizer_config.json is not JSON"):
+    with pytest.raises(InputError, match=r"tokenizer_config.json is not JSON"):
         load(tmp_path)
 
 
@@ -45,7 +45,7 @@ def test_a_model_in_the_cache_of_the_hub(tmp_path):
         snapshot(root)
     for name in ("abc", "def"):
         (root / "snapshots" / name).mkdir()
-    with pytest.raises(InputError, match="its snapshots are .*abc, .*def; give the folder of one"):
+    with pytest.raises(InputError, match=r"its snapshots are .*abc, .*def; give the folder of one"):
         tokenizer_file(root)
     (root / "refs").mkdir()
     (root / "refs" / "main").write_text("def\n")

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tests.data.files import word_level, write
-from threed.data import encode
+from threed.data import encode, in_place
 from threed.data import tokens as subject
 from threed.data.samples import Tokens
 from threed.data.tokenizer import PIECE_CHARS, load
@@ -344,7 +344,16 @@ def test_bad_megatron_prefix(tmp_path):
 
     says("m.bin holds token 300, but model.vocab=300 allows 0 to 299.* at least 301",
          write(tmp_path / "m", [[300, 1]]))
-    says("holds token -1", write(tmp_path / "n", [[-1, 400]], np.int32))
+    says("holds -1, and no token is negative .1 of 2 tokens.* position 0: the data are damaged, or of "
+         "another type than the int32", write(tmp_path / "n", [[-1, 40]], np.int32))
+    says("token 9000, far above model.vocab=300 .1 of 3 .* position 1: the data are damaged",
+         write(tmp_path / "f", [[1, 9000, 2]]))
+    says("token 7000000, far above .*2 of 2 tokens",
+         write(tmp_path / "g", [[7_000_000, 4_000_000]], np.int32))
+    says("nothing but token 0: it is filled with NUL bytes", write(tmp_path / "z", [[0, 0, 0]]))
+    write(tmp_path / "w", [[1, 2, 3]])
+    np.array([1, 2, 3], np.int32).tofile(tmp_path / "w.bin")
+    says("w.bin is of another type, with 4 bytes a token: .* 3 tokens of uint16", tmp_path / "w")
     words = str(word_level(tmp_path / "t.json", "a", "b", "c"))
     says("holds token 3, but data.tokenizer=.* has only 3 tokens", write(tmp_path / "o", [[3, 1]]),
          tokenizer=words)
@@ -358,10 +367,11 @@ def test_bad_megatron_prefix(tmp_path):
 
 @pytest.mark.parametrize("length, scan, chunk", [(10, 100, 4), (12, 12, 4), (10, 100, 100), (1000, 100, 10)])
 def test_vocabulary_scan(monkeypatch, length, scan, chunk):
-    monkeypatch.setattr(subject, "_SCAN_TOKENS", scan)
-    monkeypatch.setattr(subject, "_SCAN_CHUNK", chunk)
+    monkeypatch.setattr(in_place, "_SCAN_TOKENS", scan)
+    monkeypatch.setattr(in_place, "_SCAN_CHUNK", chunk)
     stream = np.arange(length)
-    assert subject._range(stream) == (0, length - 1, min(length, scan))
+    assert in_place._scan(stream, length)[:3] == (0, length - 1, min(length, scan))
     if length <= scan:
         for place in range(length):  # no token is passed over
-            assert subject._range(np.eye(1, length, place, dtype=np.int64)[0])[1] == 1
+            seen = in_place._scan(np.eye(1, length, place, dtype=np.int64)[0], 1)
+            assert (seen.high, seen.outside, seen.first) == (1, 1, place)

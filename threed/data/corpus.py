@@ -64,8 +64,9 @@ def reader_of(data: DataConfig, render: Render | None = None) -> Reader:
 
 def _answers(data: DataConfig) -> Callable[[Row, str], Segments]:
     def parse(value: Row, where: str) -> Segments:
-        return [Segment(text_of(value, data.prompt_key, "data.prompt_key", where), False),
-                Segment(text_of(value, data.answer_key, "data.answer_key", where))]
+        keys = data.prompt_key, data.answer_key
+        return [Segment(text_of(value, keys[0], "data.prompt_key", where, keys), False),
+                Segment(text_of(value, keys[1], "data.answer_key", where, keys))]
 
     return parse
 

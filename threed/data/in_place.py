@@ -109,8 +109,10 @@ def _scan(stream: np.ndarray, vocab: int) -> _Scan:
     num_chunks = -(-min(len(stream), _SCAN_TOKENS) // _SCAN_CHUNK)
     starts = np.linspace(0, max(0, len(stream) - _SCAN_CHUNK), num_chunks, dtype=np.int64)
     low, high, checked, outside, first = 0, 0, 0, 0, None
+    stop = 0
     for start in starts.tolist():
-        chunk = stream[start:start + _SCAN_CHUNK]
+        start, stop = max(start, stop), start + _SCAN_CHUNK
+        chunk = stream[start:stop]
         least, most = int(chunk.min()), int(chunk.max())
         if least < 0 or most >= vocab:
             wrong = np.flatnonzero((chunk < 0) | (chunk >= vocab))

@@ -257,10 +257,10 @@ def _no_object(where: str, value: Any) -> BadRow:
     return BadRow(where, f"{name_of(value)}, not an object", " with fields")
 
 
-def text_of(value: Row, field: str, key: str, where: str) -> str:
-    """The text in a field, which the key `key` of the config names."""
+def text_of(value: Row, field: str, key: str, where: str, taken: Sequence[str] = ()) -> str:
+    """The text in a field, which the key `key` of the config names. `taken`: fields that are read already."""
     others = [name for name, text in value.items()
-              if name != field and isinstance(text, str) and text.strip()]
+              if name not in (field, *taken) and isinstance(text, str) and text.strip()]
     if field not in value:
         fields = ", ".join(value) or "none"
         raise BadRow(where, f"no field '{field}'", f" (the fields are: {fields})", key, others)

@@ -1,0 +1,133 @@
+"""Files of a source: each is used, said or refused, and named for what it is."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import lzma
+
+import pytest
+
+from threed.data import files as subject
+from threed.data.corpus import documents, not_read
+from threed.errors import InputError
+
+ROWS = [{"text": f"document {number}"} for number in range(9)]
+TEXTS = [row["text"] for row in ROWS]
+LINES = "\n".join(map(json.dumps, ROWS)).encode()
+LIST = json.dumps(ROWS).encode()
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+
+
+def read(source):
+    return list(documents(str(source), "text"))
+
+
+def test_each_file_of_a_folder_is_read_or_said(tmp_path):
+    root = tmp_path / "d"
+    (root / "sub" / ".git").mkdir(parents=True)
+    for name in ("a.jsonl", "sub/b.jsonl"):
+        (root / name).write_bytes(LINES)
+    (root / "z.gz").write_bytes(gzip.compress(b"x"))
+    for name in ("p.png", "sub/q.png", "noname", "m.bin", "m.idx", "r.tar.gz"):
+        (root / name).write_bytes(b"x")
+    (root / "e.jsonl").write_bytes(b"")
+    (root / ".hidden.txt").write_text("x")
+    (root / "gone.txt").symlink_to("nowhere")
+    (root / "info.json").write_text(json.dumps({"splits": 3}))
+    (root / "README.md").write_text("about")
+    (tmp_path / "else").mkdir()
+    (tmp_path / "else" / "c.json").write_bytes(LIST)
+    (root / "linked").symlink_to(tmp_path / "else")
+    (root / "sub" / "loop").symlink_to(root)
+    assert read(root) == ["about", *TEXTS, *TEXTS, *TEXTS]
+    said, beside = not_read(str(root))
+    for part in ("2 .png (", "1 .tar.gz (", "1 .gz (", "1 without a suffix (", "2 of Megatron's .bin/.idx",
+                 "1 empty (", "2 hidden (", "1 dead link (", "1 link to a folder that is read already ("):
+        assert part in said
+    assert f"beside files of rows, 1 of text is a document ({root}/README.md)" in beside
+
+
+def test_a_glob_says_what_it_leaves_out(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "a.jsonl").write_bytes(LINES)
+    (tmp_path / "b.jsonl").write_bytes(b"")
+    (tmp_path / ".c.jsonl").write_bytes(LINES)
+    (tmp_path / "d").symlink_to("nowhere")
+    assert read(tmp_path / "*") == TEXTS
+    (said,) = not_read(str(tmp_path / "*"))
+    for part in ("1 folder (", "1 empty (", "1 hidden (", "1 dead link ("):
+        assert part in said
+    with pytest.raises(InputError, match=r"the glob matches no file; .*there are: 1 folder \("):
+        read(tmp_path / "su*")
+    with pytest.raises(InputError, match=r"is a link to nowhere, which does not exist"):
+        read(tmp_path / "d")
+
+
+def test_a_folder_that_may_not_be_read_is_refused(tmp_path, monkeypatch):
+    def walk(root, onerror, **_):
+        onerror(PermissionError(13, "Permission denied", f"{root}/closed"))
+        return iter(())
+
+    monkeypatch.setattr(subject.os, "walk", walk)
+    with pytest.raises(InputError, match=r"closed cannot be read: Permission denied; check its permissions"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize("name, content", [
+    ("a.json", LINES), ("a.json", LIST), ("a.json", json.dumps(ROWS, indent=2).encode()),
+    ("a.json", b"\xef\xbb\xbf  " + LIST), ("a.json", b"\n\n" + LINES),
+    ("a.json", "\n".join(json.dumps(row, indent=1) for row in ROWS).encode()),
+    ("a.jsonl", b"\xef\xbb\xbf" + LINES), ("a.jsonl.xz", lzma.compress(LINES)),
+    ("a.JSON.bz2", bz2.compress(LIST)), ("a.ndjson.gz", gzip.compress(LINES)),
+])
+def test_json_and_packed_files(tmp_path, monkeypatch, name, content):
+    (tmp_path / name).write_bytes(content)
+    assert read(tmp_path) == read(tmp_path / name) == TEXTS
+    monkeypatch.setattr("threed.data.rows._READ_BYTES", 5)
+    assert read(tmp_path) == TEXTS
+
+
+def test_a_packed_text_and_an_only_object(tmp_path):
+    (tmp_path / "a.txt.xz").write_bytes(lzma.compress(b"one\r\ntwo"))
+    (tmp_path / "b.json").write_text('{\n "text": "only"\n}')
+    assert read(tmp_path) == ["one\r\ntwo", "only"]
+
+
+@pytest.mark.parametrize("name, content, says", [
+    ("a.jsonl", gzip.compress(LINES), "is packed by gzip, not JSON; give it a name that ends in .gz"),
+    ("a.jsonl", lzma.compress(LINES), "is packed by xz"),
+    ("a.json", bz2.compress(LINES), "is packed by bzip2"),
+    ("a.json", b"\x28\xb5\x2f\xfd....", "is packed by zstandard"),
+    ("a.jsonl", b"PAR1....", "is a Parquet file"),
+    ("a.jsonl.gz", LINES, "cannot be unpacked: it is not packed by gzip, but begins with"),
+    ("a.jsonl.gz", lzma.compress(LINES), "is packed by xz, not packed by gzip"),
+    ("a.jsonl", POINTER, "is a Git LFS pointer in place of the file, not JSON; fetch that with git lfs pull"),
+    ("a.jsonl.xz", POINTER, "is a Git LFS pointer"), ("a.txt", POINTER, "a Git LFS pointer"),
+    ("a.parquet", POINTER, "is a Git LFS pointer"),
+    ("a.parquet", b"<!doctype html>", "is a page that a server sent"),
+    ("a.jsonl", b" <HTML><head>", "is a page that a server sent in place of the file"),
+    ("a.jsonl", b"<?xml version='1.0'?><Error>", "is a page that a server sent"),
+    ("a.jsonl", LINES.decode().encode("utf-16"), "is text in UTF-16, not JSON; convert it: iconv"),
+    ("a.jsonl", LINES.decode().encode("utf-16-le"), "is text in UTF-16 or UTF-32"),
+    ("a.txt", "text".encode("utf-16"), "holds no text .*text in UTF-16: convert it"),
+    ("a.jsonl", bytes(5000), "is nothing but NUL bytes, as after a crash"),
+    ("a.txt", bytes(99), "nothing but NUL"),
+    ("a.txt", b"text" + bytes(9), "with NUL bytes: no text, or damaged by a crash"),
+    ("a.jsonl", LINES + b"\n" + bytes(9), "a.jsonl:10: NUL bytes, no line of JSON: the file was damaged"),
+    ("a.jsonl", b"", "holds no text: it is empty; copy or download it again"), ("a.txt", b"", "it is empty"),
+    ("a.jsonl", LIST, "is one JSON list, not lines of JSON; give it a name that ends in .json"),
+    ("a.json", LIST[:-20], "a.json: not JSON at item 8 of its list: .* damaged or cut short"),
+    ("a.json", LIST + b"x", "the file goes on after its list"),
+    ("a.json", b'[{"text": "a"} {}]', "] is missing"),
+    ("a.json", json.dumps({"data": ROWS}).encode(), "holds one object, and no field 'text' .*jq -c '.data"),
+    ("a.json", b'{\n"text": "a",\n', "holds neither lines of JSON nor objects one after the other"),
+    ("a.jsonl", b"PK\x03\x04", "is a zip archive"),
+    ("a.jsonl.bz2", bz2.compress(LINES)[:-9], "cannot be unpacked"),
+    ("a.jsonl.xz", lzma.compress(LINES)[:-9], "cannot be unpacked: .* damaged or cut short"),
+])
+def test_a_file_is_named_for_what_it_is(tmp_path, name, content, says):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError, match=says):
+        read(tmp_path / name)

@@ -81,13 +81,13 @@ def test_reasons_are_told_apart(tmp_path):
     # the key is right in the other lines: no advice about it
     ([GOOD["none"]] * 3 + [{"text": None}], r"a.jsonl:4: field 'text' is null, not a text; of 4 rows of "
      r"a.jsonl 1 is so; repair it, or set data.on_bad_row=skip, which leaves such rows out and counts them$"),
-    ([GOOD["none"], {"body": "x"}], r"no field 'text' \(the fields are: body\) \(here field 'body' would fit"),
+    ([GOOD["none"], {"body": "x"}], r"no field 'text' \(the fields are: body\) \(here field 'body' would f"),
     ([{"text": ["x"]}, {"text": {}}, GOOD["none"]],
-     r":1: field 'text' is a list, not a text; of 3 rows of a.jsonl 1 is so, 1 more is bad otherwise; repair"),
+     r":1: field 'text' is a list, not a text; of 3 rows of a.jsonl 1 is so, 1 more is bad otherwise; repai"),
     # it is wrong everywhere
     ([{"id": 1, "body": "x"}] * 3, r":1: no field 'text' .*, in none of 3 rows; set data.text_key to the one "
      r"that holds it, such as 'body'$"),
-    ([{"text": None, "body": "x"}] * 2, r"is null, not a text, in none of 2 rows; set data.text_key.* 'body'$"),
+    ([{"text": None, "body": "x"}] * 2, r"is null, not a text, in none of 2 rows; set data.text_k.* 'body'$"),
     ([{"text": True}], r":1: field 'text' is true, not a text; set data.text_key to the one that holds it$"),
     (["[1]"] * 2, r":1: a list, not an object with fields; of 2 rows of a.jsonl 2 are so; repair them$"),
 ])

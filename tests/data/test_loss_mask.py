@@ -229,7 +229,7 @@ def test_tools(tmp_path):
 
 
 def test_nobody_answers(tmp_path):
-    with pytest.raises(InputError, match=r"counts \(1 in which nothing counts .*; give some in which there is an"):
+    with pytest.raises(InputError, match=r"\(1 in which nothing counts .*; give some in which there is an"):
         prepare(chat(tmp_path, [TALK[:2]]), MODEL)
 
 

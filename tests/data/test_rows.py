@@ -39,7 +39,7 @@ def test_parquet(tmp_path, monkeypatch):
     assert list(documents(str(tmp_path), "text")) == TEXTS
     with pytest.raises(InputError, match=r"a.parquet, row 0: no field 'body' \(the fields are: id, text\)"):
         list(documents(str(tmp_path), "body"))
-    with pytest.raises(InputError, match=r"field 'id' is a number, not a text, in none of 50 rows; set data."):
+    with pytest.raises(InputError, match=r"field 'id' is a number, not a text, in none of 50 rows; set"):
         list(documents(str(tmp_path), "id"))
 
 

@@ -197,10 +197,10 @@ class Log:
             logger.finish(self._how)
 
         def body() -> None:
-            with contextlib.suppress(OSError):
-                self.sync()
-            if self._lines is not None:
-                self._lines.close()
+            try:
+                self._close()
+            except Exception as error:
+                self.say(f"warning: the log was not closed as it should be: {type(error).__name__}: {error}")
             over.set()
 
         threading.Thread(target=body, daemon=True, name="close the log").start()
@@ -212,6 +212,12 @@ class Log:
                 self.say(f"warning: {logger.name} has not answered for {limit_s:g} s at the end of the run; "
                          f"it may miss its last steps{logger.logger.kept}")
         self.doing(goodput.OVER)
+
+    def _close(self) -> None:
+        with contextlib.suppress(OSError):
+            self.sync()
+        if self._lines is not None:
+            self._lines.close()
 
 
 def _line(step: int, steps: int, metrics: dict[str, float | None]) -> str:

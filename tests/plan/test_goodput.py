@@ -37,7 +37,7 @@ def test_what_steps_stood_still_for():
 
 def test_nothing_is_taken_twice():
     """A wait that is longer than what is left of an interval is taken from the next."""
-    assert parts(Stepped(12, blocked_s=5), Stepped(20), Mark(20, OVER)) == {
+    assert parts(Stepped(12, blocked_s=5), Stepped(20), Mark(20, "end")) == {
         "start": 5, "data": 3, "load": 2, "steps": 5, "save": 5}
 
 
@@ -58,6 +58,12 @@ def test_stopped_and_started_again():
     assert parts(Stepped(20), Mark(20, "save"), Mark(21, OVER), Mark(1000, "start", True),
                  Mark(1001, "steps"), Stepped(1011)) == {
         "start": 6, "data": 3, "load": 2, "steps": 20, "save": 1, DOWN: 979}
+
+
+def test_a_run_that_fails():
+    """A rank that waits for another until it fails has lost that time, and so has the step."""
+    assert parts(Stepped(20), Mark(70, OVER), Mark(71, DOWN, True), Mark(75, "start")) == {
+        "start": 5, "data": 3, "load": 2, "steps": 10, "repeated": 50, DOWN: 5}
 
 
 def test_killed_before_a_step():

@@ -6,13 +6,15 @@ from types import SimpleNamespace
 from typing import Any
 
 from threed.callbacks import Logging
+from threed.monitor.goodput import Ledger
 
 
 def test_numbers_are_of_the_same_steps():
     """A loss that is a mean of ten steps above the speed of the last step alone, which was interrupted."""
     said: list[str] = []
-    log = SimpleNamespace(step=lambda *_: None, say=said.append, path="metrics.jsonl", wandb_dir=None,
-                          over=lambda *_: None)
+    log = SimpleNamespace(step=lambda *_: None, say=said.append, path="metrics.jsonl", ledger=Ledger(),
+                          over=lambda *_: None, doing=lambda _: None,
+                          places=lambda: [("wandb", "runs/x/wandb/run"), ("prometheus", "x.prom")])
     steps: Any = iter([9.0, 9.0, *[1.0] * 9, 3.0])
 
     def metrics(*_: Any) -> dict[str, float]:
@@ -37,4 +39,6 @@ def test_numbers_are_of_the_same_steps():
         "", "mean of the last 10 steps:", "loss       5.5000 (step 1 had 12.0000)",
         "speed      500 tokens/s, 1.2 s a step", "bubble     14.0% measured, 10.0% predicted",
         "memory     1.0 MiB at the peak of the largest rank"]
-    assert said[1].splitlines()[0] == "checkpoint runs/x/checkpoints/step-00000012"
+    assert said[1] == "goodput    -"
+    assert said[2].splitlines() == ["checkpoint runs/x/checkpoints/step-00000012", "metrics    metrics.jsonl",
+                                    "wandb      runs/x/wandb/run", "prometheus x.prom"]

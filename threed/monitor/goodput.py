@@ -105,8 +105,8 @@ class Account:
         doing = self._doing
         if doing == OVER or (mark.first and mark.doing != DOWN):
             doing = DOWN  # nobody knows when the process before this one ended
-        elif doing == STEPS and (mark.first or not self._counts):
-            doing = REPEATED  # an unfinished step was lost
+        elif doing == STEPS and (mark.first or mark.doing == OVER or not self._counts):
+            doing = REPEATED  # an unfinished step was lost: after its last step a run saves and ends
         self._pass(mark.at_s, doing)
         if mark.first:
             self._pending = dict.fromkeys(self._pending, 0.0)

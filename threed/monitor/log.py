@@ -213,10 +213,10 @@ class Log:
             logger.finish(self._how)
 
         def body() -> None:
-            with contextlib.suppress(OSError):
-                self.sync()
-            if self._lines is not None:
-                self._lines.close()
+            try:
+                self._close()
+            except Exception as error:
+                self.say(f"warning: the log was not closed as it should be: {type(error).__name__}: {error}")
             over.set()
 
         threading.Thread(target=body, daemon=True, name="close the log").start()
@@ -230,6 +230,12 @@ class Log:
         self.doing(goodput.OVER)
         if not self._begun:
             self._leave_as_found()
+
+    def _close(self) -> None:
+        with contextlib.suppress(OSError):
+            self.sync()
+        if self._lines is not None:
+            self._lines.close()
 
     def _leave_as_found(self) -> None:
         """Undo what taking the lock has changed in the folder."""

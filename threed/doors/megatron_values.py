@@ -140,7 +140,8 @@ def positions(value: Any, given: Given) -> Any:
 
 def qk_norm(value: Any, given: Given) -> Any:
     if NORMS.get(given.get("normalization", "")) != "rmsnorm":
-        raise Refused("norms of queries and keys are RMS norms here, with a weight and without a bias")
+        raise Refused("norms of queries and keys (model.qk_norm) are RMS norms here, without a bias: "
+                      "--normalization RMSNorm")
     return True
 
 

@@ -102,7 +102,7 @@ def _spoiling(engine: Engine, handler: Callable) -> Callable:
             slot = instruction.slot
         if slot is not None:
             value = slots.get(slot)
-        elif engine.plan.table.streams(unit) and engine.states[unit].gshard is not None:  # else it is added to
+        elif engine.plan.table.streams(unit) and engine.states[unit].gshard is not None:  # not added to
             value = engine.states[unit].gshard
         else:
             return job

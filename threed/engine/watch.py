@@ -22,8 +22,8 @@ from typing import Any
 
 from threed.comm import Comm
 from threed.engine.engine import Engine
+from threed.rendezvous import FAILURE as KEY
 
-KEY = "threed/failure"
 LIMIT = 0.8  # share of run.timeout_s; the rest is for telling the others, so that all end within it
 POLL_S = 0.25
 POLLS = 2000  # of the store in a second, by all ranks together

@@ -238,11 +238,18 @@ def collect(config: Config, results: list) -> Ranks:
                 empty = torch.full(placed.parameter.stored, torch.nan)
                 into = whole[which].setdefault(placed.parameter.name, empty)
                 offset, shape = placed.parameter.part(config.axis_sizes, dict(zip(cut, key[1])))
-                into[tuple(slice(at, at + size) for at, size in zip(offset, shape))] = value
+                _write(into[tuple(slice(at, at + size) for at, size in zip(offset, shape))], value)
     losses, norms, evaluated = results[0][0], results[0][1], results[0][7]
     for result in results:
         assert (result[0], result[1], result[7]) == (losses, norms, evaluated), "ranks disagree"
     return Ranks(losses, norms, whole[0], whole[1], [result[6] for result in results], evaluated)
+
+
+def _write(into: torch.Tensor, part: torch.Tensor) -> None:
+    """Write a rank's part where nothing is yet, or what another rank has written is the same."""
+    before = into[~into.isnan()]
+    assert not len(before) or torch.equal(into, part), "ranks hold different copies"
+    into.copy_(part)
 
 
 class Tolerance(NamedTuple):

@@ -74,7 +74,7 @@ def be_late(monkeypatch: pytest.MonkeyPatch, seed: int, late: float = 0.7,
 
     def spoiled(self: Engine, *args) -> None:
         init(self, *args)
-        for op in (Op.GATHER, Op.FETCH, Op.STEP):
+        for op in (Op.GATHER, Op.FETCH, Op.STEP, Op.REDUCE):
             self.handlers[op] = _spoiling(self, self.handlers[op])
 
     monkeypatch.setattr(Engine, "__init__", spoiled)
@@ -96,9 +96,16 @@ def _spoiling(engine: Engine, handler: Callable) -> Callable:
         elif instruction.op == Op.STEP:
             slot = engine.plan.table.weight(unit).on(Tier.HOST)
             kept = slice(0, None if slot == engine.plan.table.weight(unit) else 0)
+        elif instruction.op == Op.REDUCE:
+            slot = None
         else:
             slot = instruction.slot
-        value = slots.get(slot)
+        if slot is not None:
+            value = slots.get(slot)
+        elif engine.plan.table.streams(unit) and engine.states[unit].gshard is not None:  # not added to
+            value = engine.states[unit].gshard
+        else:
+            return job
 
         def late() -> None:
             job()

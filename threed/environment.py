@@ -23,6 +23,7 @@ from threed.early import BEGAN
 from threed.errors import InputError
 
 PORT = 29500
+MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")  # processes, by Open MPI, MPICH, MVAPICH
 RESTARTS = ("THREED_RESTARTS", "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")  # restarts so far
 
 
@@ -69,6 +70,7 @@ def place_of_environment(env: Mapping[str, str] = os.environ) -> Place | Nodes |
                           MASTER_PORT=env.get("MASTER_PORT", str(PORT)))
         return Place(_number(env, "SLURM_PROCID"), _number(env, "SLURM_LOCALID"),
                      _number(env, "SLURM_NTASKS_PER_NODE", world), world)
+    _refuse_half(env)
     return None
 
 
@@ -100,6 +102,21 @@ def launch() -> str:
                  if name in os.environ), "")
 
 
+def _refuse_half(env: Mapping[str, str]) -> None:
+    """InputError where this process is one of several, and cannot know which."""
+    for name, other in (("WORLD_SIZE", "RANK"), ("RANK", "WORLD_SIZE")):
+        if env.get(name) and (name == "RANK" or _number(env, name) > 1):
+            raise InputError(f"{name}={env[name]} is in the environment, but not {other}: this process would "
+                             "train alone beside the others. Set RANK (this process's number), LOCAL_RANK and "
+                             f"WORLD_SIZE (all processes), as torchrun does, or unset {name} to start all "
+                             "ranks here")
+    for name in MPI:
+        if _number(env, name, 1) > 1:
+            raise InputError(f"{name}={env[name]} is in the environment: mpirun has started this process as "
+                             f"one of {env[name]}, and each would train alone. Start one process a machine, "
+                             "with NNODES, NODE_RANK and MASTER_ADDR, or use torchrun or srun")
+
+
 def _rank(env: Mapping[str, str]) -> Place:
     missing = [name for name in ("RANK", "WORLD_SIZE") if name not in env]
     if missing:
@@ -107,8 +124,17 @@ def _rank(env: Mapping[str, str]) -> Place:
                          f"{' and '.join(missing)}: torchrun sets all three. Unset LOCAL_RANK to start all "
                          "ranks here")
     world = _number(env, "WORLD_SIZE")
-    return Place(_number(env, "RANK"), _number(env, "LOCAL_RANK"), _number(env, "LOCAL_WORLD_SIZE", world),
-                 world)
+    place = Place(_number(env, "RANK"), _number(env, "LOCAL_RANK"), _number(env, "LOCAL_WORLD_SIZE", world),
+                  world)
+    for name, number, least, most in (("RANK", place.rank, "WORLD_SIZE", place.world_size),
+                                      ("LOCAL_RANK", place.local_rank, "LOCAL_WORLD_SIZE", place.local_size),
+                                      ("LOCAL_RANK", place.local_rank, "RANK + 1", place.rank + 1),
+                                      ("LOCAL_WORLD_SIZE", place.local_size - 1, "WORLD_SIZE", world)):
+        if number >= most:
+            shown = env.get(name, str(number))
+            raise InputError(f"{name}={shown} and {least}={most} in the environment contradict each other: "
+                             "ranks are counted from 0, and those of this machine are some of all")
+    return place
 
 
 def _nodes(env: Mapping[str, str]) -> Nodes:

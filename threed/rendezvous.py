@@ -31,6 +31,8 @@ ALIVE_S = 2.0  # between two messages `alive` of a peer that has nothing else to
 SILENCE_S = 30.0
 REPORT_S = 10.0  # between two lines on the console of a process that waits
 CONNECT_S = 5.0  # one attempt to connect
+POLL_S = 0.25  # between two looks into the store in which ranks meet
+FAILURE = "threed/failure"  # key of that store: the note of the first rank that fails
 _UNKNOWN = (OSError, UnicodeError)  # of a name that does not resolve, or cannot be one
 
 
@@ -185,8 +187,11 @@ def interface_variables(address: str) -> dict[str, str]:
 def meet(store: Any, rank: int, world_size: int, master: tuple[str, int]) -> None:
     """Choose the interface of a rank that torchrun or srun has started: the one on the route to `master`, or,
     if that is this host, the one on the route to a rank of another host. Ranks tell each other their
-    addresses in `store`. RunError where a rank does not."""
+    addresses in `store`. RunError where a rank does not, InputError where two have one number."""
     host = socket.gethostname()
+    if store.add(f"threed/rank/{rank}", 1) > 1:
+        raise InputError(f"RANK={rank} in the environment of two processes, the second on {host}: each has a "
+                         f"number of its own, 0 to {world_size - 1}")
     own = os.environ.get("LOCAL_ADDR") or route(*master) or "127.0.0.1"
     store.set(f"threed/address/{rank}", json.dumps([host, own]))
     if is_loopback(own):
@@ -202,7 +207,12 @@ def meet(store: Any, rank: int, world_size: int, master: tuple[str, int]) -> Non
 
 def _addresses(store: Any, world_size: int) -> list[bytes]:
     keys = [f"threed/address/{rank}" for rank in range(world_size)]
+    until = time.monotonic() + store.timeout.total_seconds()
     try:
+        while not store.check(keys) and time.monotonic() < until:
+            if store.check([FAILURE]):
+                raise RunError(json.loads(store.get(FAILURE))["message"])
+            time.sleep(POLL_S)
         return [store.get(key) for key in keys]
     except RuntimeError as error:  # after the store's own limit
         why = str(error).splitlines()[0]

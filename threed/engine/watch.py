@@ -23,9 +23,9 @@ from threed.comm import Comm
 from threed.console import flush, say
 from threed.engine.engine import Engine
 from threed.quantity import show_seconds
+from threed.rendezvous import FAILURE as KEY
 from threed.restart import Steps
 
-KEY = "threed/failure"
 LIMIT = 0.8  # share of run.timeout_s; the rest is for telling the others, so that all end within it
 POLL_S = 0.25
 POLLS = 2000  # of the store in a second, by all ranks together

@@ -47,6 +47,7 @@ def test_what_is_old_and_not_in_use_is_removed(tmp_path):
     assert sorted(path.name for path in root.iterdir()) == sorted(
         ["mine", used.prefix.parent.name, new.prefix.parent.name])
     tokens.check(0, tokens.num_tokens)
+    assert tokens._use is not None
     tokens._use.close()
     assert len(cache.clean(root, 0.0)[0]) == 2 and cache.entries(root) == []
     assert cache.entries(tmp_path / "none") == []

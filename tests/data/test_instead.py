@@ -12,7 +12,7 @@ from tests.data.files import word_level
 from threed.data.tokenizer import load
 from threed.errors import InputError
 
-CONVERT = (r"transformers writes one: .*AutoTokenizer.*from_pretrained\('.*'\).save_pretrained\('OUT'\).*"
+CONVERT = (r"transformers, .* installed, writes one: .*from_pretrained\('.*'\).save_pretrained\('OUT'\).*"
            r"data.tokenizer=OUT")
 PIECE = b"\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02"  # message 1 of a model of SentencePiece
 PAD = b"\n\x10\n\x07[START]\x15\0\0\0\0\x18\x03"

@@ -123,3 +123,29 @@ def test_megatron_data_and_text_need_a_tokenizer(tmp_path):
 
 def test_no_mix_is_one_source():
     assert sources(DataConfig(source="a")) == [(1, DataConfig(source="a"))]
+
+
+def lines_of(tmp_path, *overrides: str) -> list[str]:
+    """What a run says of its data."""
+    config = load(None, [f"data.source={text(tmp_path, 'own', 'some words ')}", "model.vocab=300",
+                         f"data.cache={tmp_path / 'cache'}", "model.seq_len=16", *overrides])
+    return report(config, *open_splits(config, prepare(config.data, config.model)))
+
+
+def test_how_often_one_source_is_seen_is_said(tmp_path):
+    lines = lines_of(tmp_path, "train.steps=40", "train.global_batch_size=32")
+    windows = int(lines[0].split(" windows")[0].split()[-1])
+    assert lines[0].endswith(f"own, {windows} windows, {1280 / windows:.2f} epochs in train.steps")
+    assert lines[1].startswith("held out for validation: ") and lines[1].endswith(" windows")
+    few = lines_of(tmp_path, "train.steps=1", "train.global_batch_size=8", "train.eval_every=1")
+    assert f"{8 / windows:.2f} epochs" in few[0] and "of which an evaluation sees 2.67 epochs" in few[1]
+    assert len(lines_of(tmp_path, "data.validation_fraction=0")) == 1
+
+
+def test_what_fills_no_window_is_said(tmp_path):
+    (line,) = (line for line in lines_of(tmp_path, "model.seq_len=700", "data.validation_fraction=0")
+               if line.startswith("warning"))
+    assert "tokens are left over at the end: a window needs model.seq_len + 1 = 701" in line
+    packed = lines_of(tmp_path, "model.seq_len=8", "data.packing=best-fit")
+    assert any("documents of more than model.seq_len + 1 = 9 tokens are cut into several windows" in line
+               for line in packed)

@@ -155,7 +155,8 @@ def test_dp_auto(world_size, dp):
 @pytest.mark.parametrize("tp, overrides, named", [
     (16, (), "model.heads=8"), (2, ("model.heads=4", "model.kv_heads=1"), "model.kv_heads=1"),
     (4, ("model.ffn_hidden=130",), "model.ffn_hidden=130"),
-    (2, ("model.vocab=63", "model.vocab_multiple=9"), "63"),
+    (2, ("model.vocab=63", "model.vocab_multiple=9"), "the padded vocabulary=63"),
+    (4, ("model.vocab=63", "model.vocab_multiple=6"), "parallel.tp=4; set model.vocab_multiple=12"),
     (3, ("model.hidden=128", "model.heads=8"), "model.heads=8")])
 def test_tp_divides(tp, overrides, named):
     """A tensor cut into unequal parts."""

@@ -92,7 +92,8 @@ def _is_sentencepiece(content: bytes) -> bool:
 
 
 def _convert(folder: Path) -> str:
-    return (f"transformers writes one: python -c \"from transformers import AutoTokenizer as T; "
+    return ("transformers, with sentencepiece, protobuf and tiktoken installed, writes one: python -c \"from "
+            "transformers import AutoTokenizer as T; "
             f"T.from_pretrained('{folder}').save_pretrained('OUT')\", then data.tokenizer=OUT ({PAGE})")
 
 

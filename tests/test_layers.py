@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 LEVELS = (
     (  # 0
         "errors models",
-        "address doors.table early later native pipeline.orders quantity restart sampling",
+        "address doors.table early later native pipeline.orders quantity restart sampling words",
         "doors.deepspeed doors.megatron_rest doors.megatron_values doors.peft doors.torchtitan",
         "doors.megatron",
         "doors.script synonyms",
@@ -68,9 +68,9 @@ LEVELS = (
         "planner.",
         "planner",
         "planned prediction.analytic prediction.beside",
-        "prediction.memory prediction.transient prediction.verb",
+        "prediction.memory prediction.peak prediction.transient prediction.verb",
         "prediction.advise",
-        "choosing.",
+        "choosing. prediction.fit",
     ),
     (  # 5
         "monitor.state",
@@ -91,6 +91,7 @@ LEVELS = (
         "forward start",
         "api",
         "inference",
+        "options",
         "cli_foreign cli_learned verbs",
         "cli",
         "__main__",

@@ -80,7 +80,8 @@ def check(what: Config | Plan) -> dict[str, Any]:
 
 def show_check(checked: dict[str, Any], config: Config) -> str:
     """What `check` has returned, as text."""
-    lines = [f"ok: {config.world_size} ranks ({make_mesh(config).text()}), {checked['instructions']} "
+    verdict = "ok: " if checked["ok"] else ""
+    lines = [f"{verdict}{config.world_size} ranks ({make_mesh(config).text()}), {checked['instructions']} "
              f"instructions, plan {checked['digest']}",
              *(f"warning: {line}" for line in checked["warnings"]), summary.show(checked["stages"])]
     if config.pieces:

@@ -110,7 +110,8 @@ def _check_parallel(config: Config, world_size: int | None) -> list[str]:
     least = math.prod(others.values())
     if world_size is not None and config.world_size != world_size:
         sizes = "".join(f" x {axis}={size}" for axis, size in others.items())
-        divides = f", which {' x '.join(others)} = {least} does not divide" if world_size % least else ""
+        divides = (f", which {' x '.join(others)} = {least} does not divide" if world_size % least else
+                   f": set parallel.dp={world_size // least}, or auto")
         problems.append(f"parallel.dp={config.dp}{sizes} = {config.world_size} processes, but the world size "
                         f"is {world_size}{divides}")
     return problems + _check_schedule_shape(config)

@@ -11,13 +11,14 @@ from typing import Annotated, Any
 import typer
 
 from threed.errors import ConfigError, InputError, PlanError
+from threed.options import Json, NewFile, RunPath, Size, Yes, keys
 
 # A call of each command, which its help ends with.
 EXAMPLES = {
     "train": "threed train configs/toy.yaml parallel.pp=4 parallel.dp=1 train.steps=20",
     "show": "threed show configs/toy.yaml --rank 4",
-    "check": "threed check configs/llama3-8b.yaml parallel.dp=2 --memory 80GiB",
-    "predict": "threed predict configs/llama3-8b.yaml parallel.dp=2 --hardware h100-sxm --tokens 1e12",
+    "check": "threed check configs/llama3-8b.yaml --devices 64 --hardware h100-sxm",
+    "predict": "threed predict configs/llama3-8b.yaml --devices 64 --hardware h100-sxm --tokens 1T",
     "search": "threed search configs/llama3-8b.yaml --devices 64 --write best.yaml",
     "calibrate": "threed calibrate -o my.yaml",
     "memory": "threed memory --parameters 7.5B --dp 64",
@@ -35,22 +36,6 @@ EXAMPLES = {
     "eval": 'threed eval runs/toy --data "more/*.txt"',
 }
 
-
-def keys(args: list[str], incomplete: str) -> list[str]:
-    """The overrides that a shell completes: keys, and the values of those that have a few. (To bash `=` is a
-    word of its own.)"""
-    from threed.config import known_keys
-    from threed.values import CHOICES
-
-    if args[-1:] == ["="] and len(args) > 1:
-        return [str(value) for value in CHOICES.get(args[-2], ()) if str(value).startswith(incomplete)]
-    key, equals, _ = incomplete.partition("=")
-    every = [f"{key}={value}" for value in CHOICES.get(key, ())] if equals else [
-        f"{known}=" for known in known_keys()]
-    return [text for text in every if text.startswith(incomplete)]
-
-
-RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="the run.dir of a run")]
 DsConfig = Annotated[Path | None, typer.Argument(metavar="DS_CONFIG",
                                                  help="DeepSpeed's JSON; leave it out with --megatron")]
 Overrides = Annotated[list[str] | None,
@@ -61,12 +46,8 @@ Options = Annotated[str | None,
                                  help="Megatron-LM's options, or a file or script that has them")]
 Devices = Annotated[int | None, typer.Option(help="of all machines; tp and pp leave the rest to dp")]
 Version = Annotated[str | None, typer.Option(metavar="X.Y.Z", help="whose defaults count (the newest)")]
-NewFile = Annotated[Path, typer.Argument(metavar="FILE", help="to write; an existing one is left alone")]
-Size = Annotated[str | None, typer.Option(help="toy, or a size such as gpt2-small or llama3-8b")]
 Memory = Annotated[str | None, typer.Option(metavar="BYTES", help="of a device, such as 80GiB")]
 Data = Annotated[str | None, typer.Option(metavar="PATH", help="text, JSONL, or a Megatron prefix")]
-Yes = Annotated[bool, typer.Option("--yes", help="ask nothing: defaults for what is not given")]
-Json = Annotated[bool, typer.Option("--json", help="print one JSON document on stdout and nothing else")]
 
 
 def convert(source: DsConfig = None, overrides: Overrides = None, megatron: Options = None,
@@ -168,16 +149,6 @@ def trace(run: RunPath,
         write_file("-o", file, json.dumps(events, separators=(",", ":")))
         print(f"wrote {file}: {len(traced.ranks)} ranks, {len(chosen)} steps, {len(events['traceEvents'])} "
               "events")
-
-
-def exclude(context: typer.Context, given: str, *others: str) -> None:
-    """InputError where one of the parameters `others` is on the command line beside `given`, which would
-    ignore it."""
-    for name in others:
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
-            raise InputError(f"{given} and --{name.replace('_', '-')} exclude each other: leave one of them "
-                             "out")
 
 
 def write_file(option: str, file: Path, text: str) -> None:

@@ -10,6 +10,7 @@ from threed.monitor.attribute import CAUSES
 from threed.monitor.compare import HEADS
 from threed.page.content import Content, thin
 from threed.page.drawing import FAINT, INK, MEASURED, PREDICTED, byte_unit, finish, plotly, time_unit
+from threed.prediction.peak import Peak
 from threed.prediction.report import highest
 from threed.program.units import compute_units
 from threed.quantity import show_bytes, show_count, show_seconds
@@ -23,7 +24,7 @@ _UNITS_WIDTH, _LETTER = 490, 6.6  # pixels of the column of units, and of a lett
 CAUSE_COLORS = {"compute": "#4c78a8", "p2p_wait": "#72b7b2", "dp_wait": "#e45756", "optimizer": "#b279a2",
                 "offload": "#9d755d", "idle": "#dfe2e6"}
 FIXED_COLORS = {"parameters": "#4c78a8", "gradients": "#e45756", "optimizer state": "#b279a2",
-                "buffers": "#bab0ac"}
+                "buffers": "#bab0ac", "CUDA and NCCL": "#79706e"}
 ACTIVATION_COLORS = ("#f2cf5b", "#f58518", "#54a24b", "#83bcb6", "#d6a5c9", "#9ecae9", "#ff9da6", "#9d755d")
 LAYER_COLORS = ("#d8e5f3", "#c6d9ee")  # of units, by stage: even, odd
 END_COLOR = "#fbe3c8"  # of the first and the last unit
@@ -175,7 +176,9 @@ def peaks(content: Content) -> Any:
     unit = byte_unit(max(row["peak_bytes"]["device"] for row in rows))
     parts = {"parameters": "parameter_bytes", "gradients": "gradient_bytes",
              "optimizer state": "optimizer_bytes", "buffers": "buffer_bytes",
-             "activations": "activation_peak_bytes"}
+             "activations and temporaries": "working_bytes", "CUDA and NCCL": "taken_bytes"}
+    rows = [{**row, "working_bytes": (held := Peak(**row["peak"])).working_bytes,
+             "taken_bytes": held.taken_bytes} for row in rows]
     figure = go.Figure([
         go.Bar(name=name, x=[f"pp{p}" for p in range(len(rows))], y=unit.of([row[key] for row in rows]),
                marker_color=FIXED_COLORS.get(name, ACTIVATION_COLORS[0]),

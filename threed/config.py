@@ -326,10 +326,10 @@ def _nearest(key: str, keys: list[str]) -> str:
     from threed.synonyms import ours  # long tables, which a config without mistakes does not need
     from threed.words import meant
 
-    if (known := ours(key) or meant(key)) is not None:
+    begun = [known for known in keys if known.startswith(key)]
+    if (known := ours(key) or (None if begun else meant(key))) is not None:
         return f"; {known}"
     section, _, tail = key.rpartition(".")
-    begun = [known for known in keys if known.startswith(key)]
     near = begun or _alike(tail, [known for known in keys if known.startswith(f"{section}.")])
     near = near or _alike(tail, keys, _NEARER)
     return f"; did you mean {near[0]}?" if near else "; the keys are listed in configs/reference.yaml"

@@ -90,7 +90,7 @@ def test_advice():
     plans = [tuple(sorted((k, v) for k, v in row.items() if k.endswith("bytes") or k == "step_s"))
              for row in rows.values()]
     assert len(rows) >= 8 and len(set(plans)) >= 7, "one setting is listed under several names"
-    memory = sorted(row["peak_bytes"] for row in rows.values())[3]
+    memory = round(sorted(row["peak_bytes"] for row in rows.values())[3] / 0.95) + 1  # 5% stay free
     listed = advise(config, Hardware(), memory)[1:]
     fits = [row["fits"] for row in listed]
     assert fits == sorted(fits, reverse=True) and fits.count(True) >= 4
@@ -130,9 +130,10 @@ def test_advice_is_printed():
     arguments = ["check", "configs/toy.yaml", "parallel.dp=4", "train.global_batch_size=32", "--memory",
                  "3GiB"]
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
-    assert result.exit_code == 0 and "zero.stage=2" in result.stdout
+    assert result.exit_code == 2 and not result.stdout.startswith("ok") and "more than the" in result.stderr
+    assert "zero.stage=2" in result.stdout
     assert "of traffic a step" in result.stdout and "fits" in result.stdout and "saves" in result.stdout
-    assert "peak as configured: " in result.stdout
+    assert "peak of pp0: " in result.stdout
 
 
 def test_a_devices_memory_has_more_than_the_plan():

@@ -147,13 +147,6 @@ def test_remaining_time():
     assert show_left(0, 100, 1.0) == show_left(100, 100, 1.0) == show_left(5, 0, 1.0) == ""
 
 
-def test_open_ranks_are_said():
-    """`check` of a config whose number of ranks is open says which number it takes."""
-    done = run("check", "configs/toy.yaml", "parallel.dp=auto")
-    assert "parallel.dp=auto is taken as 1, so 4 ranks" in done.stderr and done.stdout.startswith("ok: 4")
-    assert not run("check", "configs/toy.yaml").stderr
-
-
 def test_every_command_ends_its_help_with_an_example():
     commands = {command.name or command.callback.__name__: command  # pyright: ignore
                 for command in cli.app.registered_commands}
@@ -185,7 +178,7 @@ def test_more_than_a_device_has():
     large = ["configs/llama3-8b.yaml", "parallel.dp=8", "parallel.tp=1", "parallel.pp=1",
              "parallel.sequence_parallel=false", "--hardware", "h100-sxm"]
     said = run("predict", *large).output
-    assert "warning: a rank of pp0 needs 105.7 GiB, more than the 74.5 GiB of a device" in said
+    assert "warning: a rank of pp0 needs 109.2 GiB, more than the 70.8 GiB that may be in use of a device's " in said
     assert "threed check --memory 74.5GiB" in said and parse_memory("74.5GiB")
     assert "warning" not in run("predict", *large, "zero.stage=3", "activation.policy=full").output
 

@@ -164,7 +164,7 @@ def _curve(content: Content, position: int) -> tuple[list[float], list[tuple[str
     kinds = [(name, FIXED_COLORS[name], [float(size)] * len(chosen)) for name, size in fixed.items() if size]
     colors = dict(zip(moving, ACTIVATION_COLORS * len(moving)))
     kinds += [(kind, colors[kind], [float(sizes[i]) for i in chosen]) for kind, sizes in moving.items()
-              if max(sizes)]
+              if any(sizes)]
     peak = max(range(len(chosen)), key=lambda at: total[chosen[at]]) if total else 0
     return times, kinds, peak
 

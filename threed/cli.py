@@ -193,7 +193,9 @@ def calibrate(output: of.NewHardware, ranks: of.Ranks = None, quick: of.Quick = 
     if as_json:
         _print_json({"hardware": asdict(machine), "errors": points.errors(found, machine)})
     else:
-        print(f"{fitted.table(found, machine)}\nwrote {output}: {machine.title}")
+        print("how far predicted times are from measured ones, by kind (far above 20%: other work disturbed\n"
+              "the machine, or it has what prices miss: then compare layouts, and do not count on times)\n"
+              f"{fitted.table(found, machine)}\nwrote {output}: {machine.title}")
 
 
 @app.command(short_help="bytes of parameters, gradients and optimizer state at each ZeRO stage")

@@ -19,6 +19,7 @@ from threed.config import checked, of_values, overrides_of
 from threed.data.chat import templates
 from threed.environment import place_of_environment
 from threed.errors import InputError, check_type
+from threed.planned import no_run
 from threed.sampling import IMPORTED, TOKENIZER, Sampling
 from threed.schema import Config, DataConfig, RunConfig
 from threed.values import get
@@ -119,7 +120,7 @@ def _opened(run: str | Path, checkpoint: int | str | Path | None) -> tuple[Path,
         inside = is_name(path.name) and path.parent.name == "checkpoints"
         return path.resolve().parents[1] if inside else path, config, str(path)
     if not path.is_dir():
-        raise InputError(f"{run}: there is no such run; give the folder that run.dir named")
+        raise no_run(path)
     config = _of_folder(path)
     if config.model.own_layers:
         raise InputError(f"{run} has layers of somebody's own, which neither write text nor read it: see "

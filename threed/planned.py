@@ -50,6 +50,25 @@ def save_config(config: Config) -> list[str]:
     return []
 
 
+def no_run(path: Path) -> InputError:
+    """The error for what is not the folder of a run: what it is, and what to give."""
+    give = "give the folder that run.dir named"
+    if path.is_file():
+        beside = path.parent.parent if path.parent.name == "trace" else path.parent
+        if (beside / CONFIG).is_file():
+            return InputError(f"{path} is a file of a run: give its folder, {beside}")
+        what = "a config" if path.suffix in (".yaml", ".yml", ".json") else "a file"
+        return InputError(f"{path} is {what}, and not the folder of a run: {give}, such as runs/{path.stem}")
+    if not path.is_dir():
+        return InputError(f"{path}: there is no such run; {give}")
+    inside = sorted(file.parent for depth in ("*", "*/*") for file in path.glob(f"{depth}/{CONFIG}"))
+    if inside:
+        some = ", ".join(map(str, inside[:5])) + (f" and {len(inside) - 5} more" if len(inside) > 5 else "")
+        return InputError(f"{path} holds runs, and is none itself: give one of {some} (threed runs {path} "
+                          "lists them)")
+    return InputError(f"{path / CONFIG}: there is none; is {path} the run.dir of a run?")
+
+
 def load_config(run: Path) -> Config:
     """The config with which a run was last started."""
     file = run / CONFIG
@@ -58,7 +77,7 @@ def load_config(run: Path) -> Config:
         if not isinstance(values, dict):
             raise ValueError(f"it has a {type(values).__name__}, and must have the sections of a config")
     except FileNotFoundError:
-        raise InputError(f"{file}: there is none; is {run} the run.dir of a run?") from None
+        raise no_run(run) from None
     except (OSError, ValueError) as error:
         raise InputError(f"{file} cannot be read: {' '.join(str(error).split())}") from None
     return of_values(values, str(file))

@@ -46,7 +46,8 @@ Options = Annotated[str | None,
                                  help="Megatron-LM's options, or a file or script that has them")]
 Devices = Annotated[int | None, typer.Option(help="of all machines; tp and pp leave the rest to dp")]
 Version = Annotated[str | None, typer.Option(metavar="X.Y.Z", help="whose defaults count (the newest)")]
-Memory = Annotated[str | None, typer.Option(metavar="BYTES", help="of a device, such as 80GiB")]
+Memory = Annotated[str | None, typer.Option(metavar="BYTES", help="of a device, such as 80GB")]
+Positions = Annotated[int | None, typer.Option(min=1, help="pipeline positions: a pipeline of so many")]
 Data = Annotated[str | None, typer.Option(metavar="PATH", help="text, JSONL, or a Megatron prefix")]
 
 
@@ -80,10 +81,10 @@ def convert(source: DsConfig = None, overrides: Overrides = None, megatron: Opti
 
 
 def init(path: NewFile = Path("config.yaml"), model: Size = None, devices: Devices = None,
-         memory: Memory = None, data: Data = None, yes: Yes = False) -> None:
+         memory: Memory = None, data: Data = None, yes: Yes = False, pp: Positions = None) -> None:
     """Write a first config, with comments. Asks for what is not given. The mildest ZeRO stage, recomputation
-    and tensor parallelism that fit are chosen by the plan's memory; `threed check FILE --advise` compares
-    others.
+    and tensor parallelism (then a pipeline) that fit are chosen by the plan's memory; --pp asks for a
+    pipeline. `threed check FILE --advise` and `threed search` compare others.
     """
     from threed.doors import init as first
     from threed.models.families.registry import sizes
@@ -96,12 +97,12 @@ def init(path: NewFile = Path("config.yaml"), model: Size = None, devices: Devic
     devices = int(_ask(devices, "Devices (GPUs, or processes on CPUs), of all machines", 1, yes))
     if devices < 1:
         raise InputError(f"--devices {devices}: must be at least 1")
-    limit = parse_memory(_ask(memory, "Memory of a device", "80GiB", yes))
+    limit = parse_memory(_ask(memory, "Memory of a device", "80GB", yes))
     data = _ask(data, "Data: text, a folder, *.jsonl or a Megatron prefix (python-stdlib: a sample)",
                 "python-stdlib", yes)
     name = model if model in sizes() else first.TOY
     count = _parameters(name)
-    values = first.choose(name, devices, limit, _fits, count)
+    values = first.choose(name, devices, limit, _fits, count, pp)
     values |= {"data.source": data, "run.dir": f"runs/{path.stem}"}
     text = first.text(values, f"{name}: {show_count(count)} parameters on {devices} devices.", path)
     try:
@@ -173,16 +174,20 @@ def _parameters(name: str) -> int:
 
 
 def _fits(values: dict[str, Any], limit_bytes: int) -> bool:
-    """Whether what a rank holds fits, by the plan; False where a config cannot run. With one position a
-    rank holds as much during two micro-batches as during more, which take longer to plan."""
-    from threed import api
+    """Whether what a rank needs fits into a device, by the plan; False where a config cannot run. A rank
+    holds as much during twice as many micro-batches as positions as during more, which take longer to
+    plan."""
     from threed.config import of_values
+    from threed.planned import planned
+    from threed.prediction.hardware import Hardware
+    from threed.prediction.peak import peaks, too_much
 
-    short = {**values, "train.global_batch_size": 2 * values["parallel.dp"]}
+    micro_batches = 2 * values.get("parallel.pp", 1)
+    short = {**values, "train.global_batch_size": micro_batches * values["parallel.dp"]}
+    machine = Hardware.parse("")
     try:
         of_values(dict(values), "the config")
-        rows = api.check(of_values(short, "the config"))["stages"]
+        held = peaks(planned(of_values(short, "the config")), machine)
     except (ConfigError, PlanError):
         return False
-    held = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "buffer_bytes", "activation_peak_bytes")
-    return max(sum(row[name] for name in held) for row in rows) <= limit_bytes
+    return too_much(held, machine, limit_bytes) is None

@@ -10,7 +10,7 @@ from typing import Any
 from threed.errors import InputError, check_type
 from threed.monitor.compare import compare
 from threed.monitor.traces import RunTrace, read_run
-from threed.planned import load_config
+from threed.planned import load_config, no_run
 from threed.schema import Config
 
 
@@ -27,7 +27,7 @@ class Run:
         check_type("path", path, (str, Path), "the folder that run.dir named")
         self.path = Path(path)
         if not self.path.is_dir():
-            raise InputError(f"{self.path}: there is no such run; give the folder that run.dir named")
+            raise no_run(self.path)
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r})"

@@ -110,12 +110,14 @@ def room(rows: list[Peak], machine: Hardware, memory: int) -> str:
 def show(rows: list[Peak]) -> str:
     """What the peak of the fullest position is made of."""
     most = fullest(rows)
-    parts = [f"{show_bytes(most.fixed_bytes)} fixed", f"{show_bytes(most.activation_bytes)} of activations",
-             f"{show_bytes(max(0, most.working_bytes - most.activation_bytes))} of temporaries beside them"]
-    if most.taken_bytes:
-        many = "communicators" if most.communicators != 1 else "communicator"
-        parts += [f"{show_bytes(most.context_bytes)} for CUDA",
-                  f"{show_bytes(most.communicator_bytes)} for {most.communicators} NCCL {many}"]
+    many = "communicators" if most.communicators != 1 else "communicator"
+    beside = most.working_bytes - most.activation_bytes
+    # Below 0 where what needs temporaries frees more of the activations than these take.
+    moving = ([(most.activation_bytes, "of activations"), (beside, "of temporaries beside them")]
+              if beside >= 0 else [(most.working_bytes, "of activations and temporaries")])
+    terms = [(most.fixed_bytes, "fixed"), *moving, (most.context_bytes, "for CUDA"),
+             (most.communicator_bytes, f"for {most.communicators} NCCL {many}")]
+    parts = [f"{show_bytes(size)} {what}" for size, what in terms if size]
     return f"peak of pp{most.position}: {show_bytes(most.total)} = {' + '.join(parts)}"
 
 

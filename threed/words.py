@@ -152,13 +152,16 @@ def meant(key: str) -> str | None:
 
 
 def nearest(name: str, names: Iterable[str], least: float = 0.5) -> str | None:
-    """The name that is most like `name`: one of which it is a part, or else by its letters."""
+    """The name that is most like `name`: one of which it is a part, one that begins with the same word, or
+    else by its letters."""
     names = sorted(names)
     plain = {_plain(each): each for each in reversed(names)}
     mine = _plain(name)
     parts = [each for text, each in plain.items() if mine and (mine in text or text in mine)]
+    parts = sorted(parts, key=len) or [each for text, each in plain.items()
+                                       if text.partition("-")[0] == mine.partition("-")[0]]
     near = [plain[text] for text in difflib.get_close_matches(mine, list(plain), 1, least)]
-    return next(iter(sorted(parts, key=len) or near), None)
+    return next(iter(parts or near), None)
 
 
 def same(name: str, names: Iterable[str]) -> str | None:

@@ -52,7 +52,7 @@ def test_one_file(text):
 
 def test_what_must_be_seen(text):
     """What `threed predict` prints, all sections, and no section of a run."""
-    values = threed.predict(threed.load("configs/toy.yaml"), "a100-sxm")
+    values = threed.predict(threed.load("configs/toy.yaml"))
     assert show(values).splitlines()[0] in text and values["digest"] in text
     for name in ("mesh", "pipeline", "lanes", "time", "memory", "bytes", "numbers"):
         assert f'<section id="{name}">' in text

@@ -73,6 +73,20 @@ def test_init_without_a_folder(tmp_path):
     assert isinstance(done.exception, InputError) and "cannot be written" in str(done.exception)
 
 
+def test_init_with_a_pipeline(tmp_path):
+    """A pipeline that is asked for, and one where every layer is shared already; a toy that has its sizes."""
+    done = run("init", str(tmp_path / "p.yaml"), "--model", "llama3-8b", "--devices", "64", "--pp", "4",
+               "--yes")
+    config = load(tmp_path / "p.yaml")
+    assert done.exit_code == 0 and config.parallel.schedule == "1f1b"
+    assert (config.parallel.pp, config.dp) == (4, 16)
+    assert any(rung.get("parallel.pp") for rung in init.settings(64, init.model_of("llama3-8b")))
+    done = run("init", str(tmp_path / "q.yaml"), "--devices", "6", "--pp", "4", "--yes")
+    assert isinstance(done.exception, InputError) and "must divide --devices 6" in str(done.exception)
+    run("init", str(tmp_path / "toy.yaml"), "--model", "toy", "--yes")
+    assert "model:\n  layers: 8 " in (tmp_path / "toy.yaml").read_text()
+
+
 def test_settings_need_less_and_less():
     """The ladder of `threed init` ends with the setting that needs the least."""
     rungs = list(init.settings(64, init.model_of("llama3-8b")))
@@ -178,7 +192,8 @@ def test_more_than_a_device_has():
     large = ["configs/llama3-8b.yaml", "parallel.dp=8", "parallel.tp=1", "parallel.pp=1",
              "parallel.sequence_parallel=false", "--hardware", "h100-sxm"]
     said = run("predict", *large).output
-    assert "warning: a rank of pp0 needs 109.2 GiB, more than the 70.8 GiB that may be in use of a device's " in said
+    assert ("warning: a rank of pp0 needs 109.2 GiB, more than the 70.8 GiB that may be in use of a device's "
+            "74.5 GiB (5% stay free" in said)
     assert "threed check --memory 74.5GiB" in said and parse_memory("74.5GiB")
     assert "warning" not in run("predict", *large, "zero.stage=3", "activation.policy=full").output
 

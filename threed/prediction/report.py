@@ -160,9 +160,9 @@ def _peaks(values: dict[str, Any]) -> Iterator[str]:
 
 def show(values: dict[str, Any]) -> str:
     """The report as a table."""
-    usual = (" (by default; of others: --hardware NAME, of this machine's processors: run.device=cpu)"
-             if values.get("default_hardware") and not values.get("processors") else "")
-    lines = [f"costs: {values['costs']}{usual}",
+    usual = "(by default; for another machine --hardware NAME|FILE, for this one's processors run.device=cpu)"
+    lines = [f"costs: {values['costs']}",
+             *([usual] if values.get("default_hardware") and not values.get("processors") else []),
              f"step {show_seconds(values['step_time'])}, {_idle(values)} {values['bubble']:.1%}"
              + "".join(f", {text}" for text in _speeds(values)),
              "".join(text.rjust(12) for text in ("a rank of", "busy", "bubble", "peak", "fixed",

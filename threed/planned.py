@@ -52,15 +52,15 @@ def save_config(config: Config) -> list[str]:
 
 def no_run(path: Path) -> InputError:
     """The error for what is not the folder of a run: what it is, and what to give."""
-    give = "give the folder that run.dir named"
     if path.is_file():
         beside = path.parent.parent if path.parent.name == "trace" else path.parent
         if (beside / CONFIG).is_file():
             return InputError(f"{path} is a file of a run: give its folder, {beside}")
         what = "a config" if path.suffix in (".yaml", ".yml", ".json") else "a file"
-        return InputError(f"{path} is {what}, and not the folder of a run: {give}, such as runs/{path.stem}")
+        return InputError(f"{path} is {what}, and not the folder of a run: give the folder that run.dir "
+                          f"named, such as runs/{path.stem}")
     if not path.is_dir():
-        return InputError(f"{path}: there is no such run; {give}")
+        return InputError(f"{path}: there is no such run; give the folder that run.dir named")
     inside = sorted(file.parent for depth in ("*", "*/*") for file in path.glob(f"{depth}/{CONFIG}"))
     if inside:
         some = ", ".join(map(str, inside[:5])) + (f" and {len(inside) - 5} more" if len(inside) > 5 else "")

@@ -64,7 +64,7 @@ def test_key_of_megatron(key, instead):
     ("parallel.ep model.experts parallel.expert_parallel model.moe", "threed has no experts"),
     ("model.n_layer model.n_layers n_layer model.depth", "use model.layers"),
     ("model.d_model n_embd model.dim model.embed_dim", "use model.hidden"),
-    ("model.n_head n_heads", "use model.heads"), ("model.block_size train.max_seq_len n_ctx", "model.seq_len"),
+    ("model.n_head n_heads", "model.heads"), ("model.block_size train.max_seq_len n_ctx", "model.seq_len"),
     ("model.n_vocab vocabulary", "use model.vocab"), ("optimizer.learning_rate train.max_lr", "optimizer.lr"),
     ("data.dataset dataset data_path", "data.source"), ("checkpoint.save_every", "use checkpoint.every")])
 def test_words_of_newcomers(words, said):

@@ -49,8 +49,8 @@ def test_devices(command, tmp_path):
 
 
 @pytest.mark.parametrize("words, message", [
-    ((OPEN, "--devices", "60"), "tp x pp = 8 does not divide it, so nothing is left for parallel.dp=auto: give "
-                                "56 or 64"),
+    ((OPEN, "--devices", "60"), "tp x pp = 8 does not divide it, so nothing is left for parallel.dp=auto: "
+                                "give 56 or 64"),
     ((OPEN, "--devices", "4"), "give 8"),
     ((TOY, "--devices", "64"), "the world size is 64: set parallel.dp=16, or auto"),
     ((OPEN, "modle.layers=3"), "did you mean model.layers"), ((OPEN, "zero.stage=9"), "zero.stage=9")])

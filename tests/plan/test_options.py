@@ -41,8 +41,8 @@ def test_devices(command, tmp_path):
     """A config for 64 GPUs that is checked for 8, with a note that nobody reads."""
     done = run(command, OPEN)
     assert isinstance(done.exception, InputError) and not done.stdout
-    assert f"give --devices N (a multiple of tp x pp = 8), as in `threed {command} {OPEN} --devices 64`" in str(
-        done.exception)
+    wanted = f"give --devices N (a multiple of tp x pp = 8), as in `threed {command} {OPEN} --devices 64`"
+    assert wanted in str(done.exception)
     if command in ("check", "show"):
         assert "64 ranks" in run(command, OPEN, "--devices", "64", "train.global_batch_size=16").stdout
     assert for_devices(OPEN, None, 64, command).dp == 8 == for_devices(OPEN, ["parallel.dp=8"], 64, "").dp

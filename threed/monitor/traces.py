@@ -159,7 +159,7 @@ class RunTrace:
 def read_run(run: Path, only: Sequence[int] | None = None) -> RunTrace:
     """Read the trace of a run: of all ranks, or of some. InputError: there is none, or it is damaged."""
     first = rank_file(run, 0)
-    if not run.is_dir() or not (first.exists() or (run / CONFIG).exists()):
+    if not any(file.exists() for file in (first, run / CONFIG, run / "metrics.jsonl")):
         raise no_run(run)
     if not first.exists():
         raise InputError(f"{run}: there is no {FOLDER}/{first.name}. A run is traced where "

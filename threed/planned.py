@@ -11,6 +11,7 @@ from threed.errors import InputError
 from threed.planner import make_plan
 from threed.prediction.cost import write_whole
 from threed.program.table import Plan
+from threed.sampling import IMPORTED
 from threed.schema import Config
 
 CONFIG = "config.json"
@@ -50,6 +51,14 @@ def save_config(config: Config) -> list[str]:
     return []
 
 
+def runs_inside(path: Path) -> list[Path]:
+    """The runs in a folder that is none itself."""
+    if (path / CONFIG).is_file():
+        return []
+    found = {file.parent for depth in ("*", "*/*") for file in path.glob(f"{depth}/{CONFIG}")}
+    return sorted(folder for folder in found if folder.name != IMPORTED)  # which is a model of transformers
+
+
 def no_run(path: Path) -> InputError:
     """The error for what is not the folder of a run: what it is, and what to give."""
     if path.is_file():
@@ -61,8 +70,7 @@ def no_run(path: Path) -> InputError:
                           f"named, such as runs/{path.stem}")
     if not path.is_dir():
         return InputError(f"{path}: there is no such run; give the folder that run.dir named")
-    inside = sorted(file.parent for depth in ("*", "*/*") for file in path.glob(f"{depth}/{CONFIG}"))
-    if inside:
+    if inside := runs_inside(path):
         some = ", ".join(map(str, inside[:5])) + (f" and {len(inside) - 5} more" if len(inside) > 5 else "")
         return InputError(f"{path} holds runs, and is none itself: give one of {some} (threed runs {path} "
                           "lists them)")

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from threed.errors import InputError
 from threed.mesh import AXES, Coordinate
 from threed.monitor.lines import cut
-from threed.planned import CONFIG, no_run
+from threed.planned import no_run, runs_inside
 from threed.prediction.cost import FILE as COSTS
 from threed.prediction.cost import read_costs, save_costs
 from threed.prediction.simulate import Costs
@@ -159,7 +159,7 @@ class RunTrace:
 def read_run(run: Path, only: Sequence[int] | None = None) -> RunTrace:
     """Read the trace of a run: of all ranks, or of some. InputError: there is none, or it is damaged."""
     first = rank_file(run, 0)
-    if not any(file.exists() for file in (first, run / CONFIG, run / "metrics.jsonl")):
+    if not run.is_dir() or (not first.exists() and runs_inside(run)):
         raise no_run(run)
     if not first.exists():
         raise InputError(f"{run}: there is no {FOLDER}/{first.name}. A run is traced where "

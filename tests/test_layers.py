@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 LEVELS = (
     (  # 0
         "console errors models",
-        "address doors.table later marks native pipeline.orders quantity sampling texttable",
+        "address doors.table later marks native pipeline.orders quantity sampling texttable words",
         "paths restart",
         "doors.deepspeed doors.megatron_switches doors.megatron_values doors.peft doors.shell. "
         "doors.torchtitan",
@@ -74,9 +74,9 @@ LEVELS = (
         "planner.",
         "planner",
         "planned prediction.analytic prediction.beside",
-        "prediction.memory prediction.transient prediction.verb",
+        "prediction.memory prediction.peak prediction.transient prediction.verb",
         "prediction.advise",
-        "choosing.",
+        "choosing. prediction.fit",
     ),
     (  # 5
         "monitor.attribute monitor.state",
@@ -101,6 +101,7 @@ LEVELS = (
         "forward start",
         "api",
         "inference",
+        "options",
         "cli_foreign cli_learned verbs",
         "cli_data",
         "cli",

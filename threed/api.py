@@ -83,7 +83,8 @@ def check(what: Config | Plan) -> dict[str, Any]:
 
 def show_check(checked: dict[str, Any], config: Config, columns: int | None = None) -> str:
     """What `check` has returned, as text. `columns`: of a terminal into which tables are to fit."""
-    lines = [f"ok: {many(config.world_size, 'rank')} ({make_mesh(config).text()}), {checked['instructions']} "
+    verdict, ranks = "ok: " if checked["ok"] else "", many(config.world_size, "rank")
+    lines = [f"{verdict}{ranks} ({make_mesh(config).text()}), {checked['instructions']} "
              f"instructions, plan {checked['digest']}",
              *(f"warning: {line}" for line in checked["warnings"]), summary.show(checked["stages"], columns)]
     if config.pieces:

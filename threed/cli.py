@@ -15,30 +15,19 @@ import typer
 
 from threed import __version__, api, cli_data, cli_foreign, cli_learned
 from threed import config as configs
+from threed import options as of
 from threed.console import say
 from threed.early import begin
-from threed.errors import ConfigError, InputError, Reported, ThreedError
+from threed.errors import InputError, Reported, ThreedError
 from threed.folders import to_train
+from threed.options import UsageError, documented, error_document, exclude, instead, is_given
 from threed.paths import arguments
 from threed.program import explain as explaining
 from threed.program.picture import picture
-from threed.quantity import parse_count, parse_memory
-from threed.schema import Config
+from threed.quantity import parse_memory, parse_parameters
 from threed.start import start
 from threed.texttable import terminal
-from threed.verbs import (
-    EXAMPLES,
-    MEANT,
-    Quiet,
-    RunPath,
-    convert,
-    exclude,
-    init,
-    keys,
-    runs,
-    trace,
-    write_file,
-)
+from threed.verbs import EXAMPLES, convert, init, runs, trace, write_file
 
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
@@ -46,30 +35,8 @@ app = typer.Typer(
          "A run is one YAML file and dotted overrides: threed train configs/toy.yaml train.steps=20 "
          "parallel.pp=4. configs/reference.yaml lists every key with its default and meaning.",
 )
-ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG",
-                                            help="YAML file, or one that ships: configs/toy.yaml")]
-TrainPath = Annotated[Path, typer.Argument(metavar="CONFIG|RUN",
-                                           help="YAML file, or one that ships; or the run.dir of a run")]
-Overrides = Annotated[list[str] | None,
-                      typer.Argument(metavar="[KEY=VALUE]...", help="overrides, such as parallel.tp=4",
-                                     autocompletion=keys)]
-Json = Annotated[bool, typer.Option("--json", help="print one JSON document on stdout and nothing else")]
-
-# of `predict`
-BareConfigPath = Annotated[Path | None, typer.Argument(metavar="CONFIG",
-                                                       help="YAML file; leave it out for a bare pipeline")]
-HELP_COSTS = "measured costs: a run's folder, or its costs.json"
-HELP_HARDWARE = ("a name of configs/hardware or a file, then single numbers: h100-sxm,adapter_gbps=200 ... "
-                 "(default: a100-sxm, or cpu-core where run.device=cpu)")
-HELP_MEMORY = "of a device, such as 80GB (default: the hardware's)"
-HELP_TOKENS = "to train on, such as 15e12: print days, device-hours and dollars"
 WIDE = 160  # columns of what `show` draws into a file or a pipe
-HELP_ROUNDING = "compare gradients that are sent in 16 bits, too: it rounds their sums"
-HELP_SECONDS = ("search this much longer with --schedule auto, or until no order can be better; the result "
-                "then depends on the machine")
-HELP_SCHEDULE = "of a bare pipeline: 1f1b, zb-v, auto, file:PATH ..."
-HELP_TIMES = "seconds of a position's forward, of backward's two halves, of a message"
-HELP_LIMIT = "most activations that a position may keep"
+
 
 
 def _version(value: bool) -> None:
@@ -85,7 +52,7 @@ def _root(version: Annotated[bool, typer.Option("--version", callback=_version, 
 
 
 @app.command(short_help="train a model, or go on from its newest checkpoint")
-def train(config: TrainPath, overrides: Overrides = None, quiet: Quiet = False) -> None:
+def train(config: of.TrainPath, overrides: of.Overrides = None, quiet: of.Quiet = False) -> None:
     """Train. The command starts all ranks on this machine; with NNODES, NODE_RANK and MASTER_ADDR in the
     environment, the ranks of one of several nodes (launch/torchrun.sh); under torchrun or srun it is one
     rank.
@@ -103,18 +70,10 @@ def train(config: TrainPath, overrides: Overrides = None, quiet: Quiet = False) 
 
 
 @app.command(short_help="show what will run: mesh, units, schedule, programs")
-def show(context: typer.Context, config: ConfigPath, overrides: Overrides = None,
-         rank: Annotated[int | None,
-                         typer.Option(help="print this rank's program, an instruction a line")] = None,
-         program: Annotated[str, typer.Option(help="train, evaluate, generate, snapshot, verify; delayed "
-                                                   "updates: plain, enter, drain")] = "train",
-         units: Annotated[str | None, typer.Option(metavar="u|p", help="list compute units (u), or parameter "
-                                                                       "units (p)")] = None,
-         explain: Annotated[int | None, typer.Option(metavar="INDEX",
-                                                     help="say what this instruction of --rank R (0) is "
-                                                          "for")] = None,
-         svg: Annotated[Path | None, typer.Option(metavar="FILE", help="draw the timeline into FILE")] = None,
-         as_json: Json = False) -> None:
+def show(context: typer.Context, config: of.ConfigPath, overrides: of.Overrides = None,
+         rank: of.Rank = None, program: of.Program = "train", units: of.UnitKind = None,
+         explain: of.Explain = None, svg: of.Svg = None, devices: of.Devices = None,
+         as_json: of.Json = False) -> None:
     """Show what will run: the mesh, the units and the schedule's grid; or one rank's program; or the units of
     one kind; or what one instruction is for."""
     if explain is not None:
@@ -122,7 +81,7 @@ def show(context: typer.Context, config: ConfigPath, overrides: Overrides = None
     if units is not None:
         exclude(context, "--units", "rank", "program")
     gc.disable()  # as in predict
-    plan = api.plan(_load(config, overrides))
+    plan = api.plan(configs.for_devices(config, overrides, devices, "show"))
     if explain is not None:
         explained = api.explain(plan, explain, rank or 0, program)
         print(json.dumps(explained, indent=1) if as_json else explaining.show(explained))
@@ -136,59 +95,45 @@ def show(context: typer.Context, config: ConfigPath, overrides: Overrides = None
 
 
 @app.command(short_help="check a config for any mesh, and show what each rank holds and sends")
-def check(config: ConfigPath, overrides: Overrides = None,
-          advise: Annotated[bool, typer.Option("--advise",
-                                               help="compare other settings with this one")] = False,
-          memory: Annotated[str | None, typer.Option(metavar="BYTES",
-                                                     help="memory of a device: advise settings that fit")]
-          = None,
-          hardware: Annotated[str, typer.Option(help="for --advise, as in predict")] = "",
-          as_json: Json = False) -> None:
+def check(config: of.ConfigPath, overrides: of.Overrides = None, devices: of.Devices = None,
+          advise: of.Advise = False, memory: of.Fits = None, hardware: of.OfMachine = "",
+          as_json: of.Json = False) -> None:
     """Check that a config can run, on any number of ranks, without starting any: the plan is built and
     walked.
 
-    Prints what a rank of each pipeline position holds and sends in a step; with --advise, other settings
-    beside it. Exit status 2 where it cannot run.
+    Prints what a rank of each pipeline position holds and sends in a step; with --hardware or --memory,
+    whether that fits into a device, with temporaries, CUDA and NCCL; with --advise or --memory, other
+    settings beside it. Exit status 2 where it cannot run, or does not fit.
     """
     gc.disable()  # as in predict
-    try:
-        loaded = _load(config, overrides)
-        checked = api.check(loaded)
-    except ThreedError as error:
-        if not as_json:
-            raise
-        problems = error.problems if isinstance(error, ConfigError) else [str(error)]
-        _print_json({"ok": False, "problems": problems})
-        raise typer.Exit(error.status) from None
-    limit = parse_memory(memory) if memory is not None else None
-    advised, advice = None, None
-    if advise or limit is not None:
-        gc.enable()  # it makes one plan after the other
-        from threed.prediction import advise as advising
-        from threed.prediction.hardware import DEFAULT, OF_CPUS, Hardware
+    loaded = configs.for_devices(config, overrides, devices, "check")
+    checked = api.check(loaded)
+    texts, small = [], None
+    if advise or memory is not None or hardware:
+        gc.enable()  # advice makes one plan after the other
+        from threed.prediction import fit
 
-        machine = Hardware.parse(hardware, OF_CPUS if loaded.run.device == "cpu" else DEFAULT)
-        advised = advising.advise(loaded, machine, limit, _progress)
-        advice = advising.show(advised, limit, terminal())
+        asked = fit.Asked(hardware, parse_memory(memory) if memory is not None else None,
+                          advise or memory is not None, terminal())
+        found, texts, small = fit.fit(loaded, asked, _progress)
+        checked |= found
+        checked["ok"] = small is None
     if as_json:
-        _print_json({**checked, **({"advice": advised} if advised else {})})
+        _print_json({**checked, **({"error": small, "problems": [small]} if small else {})})
     else:
-        print(api.show_check(checked, loaded, terminal()) + (f"\n\n{advice}" if advice else ""))
+        print("\n\n".join([api.show_check(checked, loaded, terminal()), *texts]))
+    if small is not None:
+        say(small)
+        raise typer.Exit(InputError.status)
 
 
 @app.command(short_help="predict step time, bubble, memory and bytes")
-def predict(context: typer.Context, config: BareConfigPath = None, overrides: Overrides = None,
-            costs: Annotated[Path | None, typer.Option(metavar="RUN|FILE", help=HELP_COSTS)] = None,
-            hardware: Annotated[str, typer.Option(help=HELP_HARDWARE)] = "",
-            tokens: Annotated[float | None, typer.Option(metavar="N", min=1, help=HELP_TOKENS)] = None,
-            schedule: Annotated[str | None, typer.Option(help=HELP_SCHEDULE)] = None,
-            pp: Annotated[int, typer.Option(min=1, help="positions of a bare pipeline")] = 4,
-            micro_batches: Annotated[int, typer.Option(min=1, help="micro-batches of a bare pipeline")] = 8,
-            times: Annotated[str, typer.Option(help=HELP_TIMES)] = "f=1,b=1,w=1,comm=0",
-            virtual_stages: Annotated[int | None, typer.Option(min=1, help="stages a position")] = None,
-            activation_limit: Annotated[str | None, typer.Option(metavar="2x|BYTES", help=HELP_LIMIT)] = None,
-            seconds: Annotated[float | None, typer.Option(min=0, help=HELP_SECONDS)] = None,
-            as_json: Json = False) -> None:
+def predict(context: typer.Context, config: of.BareConfigPath = None, overrides: of.Overrides = None,
+            devices: of.Devices = None, costs: of.Costs = None, hardware: of.Hardware = "",
+            tokens: of.Tokens = None, schedule: of.Schedule = None, pp: of.Positions = 4,
+            micro_batches: of.MicroBatches = 8, times: of.Times = "f=1,b=1,w=1,comm=0",
+            virtual_stages: of.VirtualStages = None, activation_limit: of.ActivationLimit = None,
+            seconds: of.Seconds = None, as_json: of.Json = False) -> None:
     """Predict a step: time, bubble, memory and bytes of each pipeline position, by walking the plan with a
     clock.
 
@@ -202,15 +147,16 @@ def predict(context: typer.Context, config: BareConfigPath = None, overrides: Ov
 
         exclude(context, "CONFIG", "schedule", "pp", "micro_batches", "times", "virtual_stages",
                  "activation_limit", "seconds")
-        _print(api.predict(_load(config, overrides), hardware, costs, tokens),
-               partial(show_report, columns=terminal()), as_json)
+        loaded = configs.for_devices(config, overrides, devices, "predict")
+        values = api.predict(loaded, hardware, costs, tokens)
+        _print(values, partial(show_report, columns=terminal()), as_json)
         return
     from threed.prediction import bare
 
     if schedule is None:
         raise InputError("give a CONFIG, or --schedule NAME for a bare pipeline; threed predict --help shows "
                          "both")
-    exclude(context, "--schedule", "costs", "hardware", "tokens")
+    exclude(context, "--schedule", "costs", "hardware", "tokens", "devices")
     limit = None
     if activation_limit is not None:
         limit = bare.parse_limit_of_bare(activation_limit, pp, micro_batches)
@@ -220,14 +166,10 @@ def predict(context: typer.Context, config: BareConfigPath = None, overrides: Ov
 
 
 @app.command(short_help="search the best layout of a config on so many devices")
-def search(config: ConfigPath, devices: Annotated[int, typer.Option(min=1, help="ranks, one a device")],
-           overrides: Overrides = None,
-           memory: Annotated[str | None, typer.Option(metavar="BYTES", help=HELP_MEMORY)] = None,
-           hardware: Annotated[str, typer.Option(help=HELP_HARDWARE)] = "",
-           rounding: Annotated[bool, typer.Option("--rounding", help=HELP_ROUNDING)] = False,
-           top: Annotated[int, typer.Option(min=1, help="rows to print")] = 10,
-           write: Annotated[Path | None, typer.Option(metavar="FILE", help="for the fastest, as a config")]
-           = None, as_json: Json = False) -> None:
+def search(context: typer.Context, config: of.ConfigPath, devices: of.Many,
+           overrides: of.Overrides = None, memory: of.Memory = None, hardware: of.Hardware = "",
+           rounding: of.Rounding = False, top: of.Top = 10, write: of.Write = None,
+           as_json: of.Json = False) -> None:
     """Search mesh, schedule, micro-batch, ZeRO, recomputation, sequence parallelism, offload and tiles for
     the shortest step. What overrides say of them stays fixed; the file's own layout is left out."""
     from threed.choosing import verb
@@ -235,19 +177,15 @@ def search(config: ConfigPath, devices: Annotated[int, typer.Option(min=1, help=
     values = verb.search(config, devices, overrides, hardware, memory, _progress, rounding)
     if write is not None:
         verb.write_best(values, write)
+    if is_given(context, "top"):
+        values["layouts"] = values["layouts"][:top]
     _print(values, lambda found: verb.show(found, top, terminal()), as_json)
 
 
 @app.command(short_help="measure this machine, and write a file for predict --hardware")
-def calibrate(output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE",
-                                                   help="hardware file to write, such as my.yaml")],
-              ranks: Annotated[int | None,
-                               typer.Option(help="processes that measure together; default: one a GPU, or a "
-                                                 "processor (8 at most)")] = None,
-              quick: Annotated[bool, typer.Option("--quick", help="fewer sizes, less time for each")] = False,
-              folder: Annotated[Path, typer.Option(help="whose disk is measured")] = Path("."),
-              device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
-              as_json: Json = False) -> None:
+def calibrate(output: of.NewHardware, ranks: of.Ranks = None, quick: of.Quick = False,
+              folder: of.DiskFolder = Path("."), device: of.Device = "auto",
+              as_json: of.Json = False) -> None:
     """Measure this machine, in less than two minutes: products, element-wise kernels, attention and layers;
     collectives and messages of several ranks, and what they take from computation; copies, the disk, and the
     host's optimizer step.
@@ -263,25 +201,16 @@ def calibrate(output: Annotated[Path, typer.Option("-o", "--output", metavar="FI
     if as_json:
         _print_json({"hardware": asdict(machine), "errors": points.errors(found, machine)})
     else:
-        print(f"{fitted.table(found, machine)}\nwrote {output}: {machine.title}")
+        print("how far predicted times are from measured ones, by kind (far above 20%: other work disturbed\n"
+              "the machine, or it has what prices miss: then compare layouts, and do not count on times)\n"
+              f"{fitted.table(found, machine)}\nwrote {output}: {machine.title}")
 
 
 @app.command(short_help="bytes of parameters, gradients and optimizer state at each ZeRO stage")
-def memory(context: typer.Context,
-           config: Annotated[Path | None, typer.Argument(metavar="CONFIG",
-                                                         help="YAML file; leave it out with --parameters")]
-           = None, overrides: Overrides = None,
-           parameters: Annotated[str | None, typer.Option(metavar="N",
-                                                          help="parameters of the whole model, such as 7.5e9 "
-                                                               "or 7.5B")] = None,
-           dp: Annotated[int, typer.Option(min=1, help="ranks that share one copy (zero.shard_size, if it is "
-                                                       "set)")] = 1,
-           tp: Annotated[int, typer.Option(min=1)] = 1, pp: Annotated[int, typer.Option(min=1)] = 1,
-           dtype: Annotated[str,
-                            typer.Option(help="of parameters and gradients: bf16, fp16 or fp32")] = "bf16",
-           master: Annotated[str, typer.Option(help="of 16-bit weights: fp32 or none")] = "fp32",
-           optimizer: Annotated[str, typer.Option(help="adamw, lion or sgd")] = "adamw",
-           as_json: Json = False) -> None:
+def memory(context: typer.Context, config: of.SizedConfigPath = None, overrides: of.Overrides = None,
+           devices: of.Devices = None, parameters: of.Parameters = None, dp: of.Shards = 1,
+           tp: of.Axis = 1, pp: of.Axis = 1, dtype: of.Dtype = "bf16", master: of.Master = "fp32",
+           optimizer: of.Optimizer = "adamw", as_json: of.Json = False) -> None:
     """Bytes of parameters, gradients and optimizer state that a rank holds at ZeRO stages 0 to 3: by the ZeRO
     paper's formulas for --parameters, or exactly, from the plan of a CONFIG, for the position that holds
     most."""
@@ -292,23 +221,25 @@ def memory(context: typer.Context,
                          "--parameters 7.5e9 --dp 64")
     if config is not None:
         exclude(context, "CONFIG", "dp", "tp", "pp", "dtype", "master", "optimizer")
-        values = memories.of_config(configs.load(config, overrides))
+        values = memories.of_config(configs.for_devices(config, overrides, devices, "memory"))
     else:
-        values = memories.of_size(parse_count(parameters or "") / (tp * pp), dp, dtype, master, optimizer)
+        exclude(context, "--parameters", "devices", why="its ranks are --dp, --tp and --pp")
+        if dtype == "fp32":
+            exclude(context, "--dtype fp32", "master", why="master weights are a copy of 16-bit ones")
+        count = parse_parameters(parameters or "")
+        values = memories.of_size(count / (tp * pp), dp, dtype, master, optimizer)
     _print(values, memories.show, as_json)
 
 
 @app.command(short_help="show which features work together, and why others do not")
-def matrix(as_json: Json = False,
-           refused: Annotated[bool, typer.Option("--refused",
-                                                 help="list every refused cell")] = False) -> None:
+def matrix(as_json: of.Json = False, refused: of.Refused = False) -> None:
     """Show the contract: every combination of schedule, ZeRO stage, offload, activation policy, precision,
     sequence parallelism, tied weights and shard groups either works and has a test, or is refused with a
     reason. `make matrix` runs the tests."""
     from threed import contract
 
     if as_json:
-        _print_json(contract.document())
+        _print_json(contract.document(refused))
     else:
         print(contract.show(refused))
 
@@ -320,15 +251,8 @@ app.command(short_help="merge a run's traces for Perfetto, or draw them")(trace)
 
 
 @app.command(short_help="draw a plan or a run as one HTML page")
-def report(what: Annotated[Path, typer.Argument(metavar="CONFIG|RUN", help="YAML file, or the run.dir of a "
-                                                                           "run")],
-           overrides: Overrides = None,
-           output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE",
-                                                       help="default: report.html, in RUN if one is "
-                                                            "given")] = None,
-           costs: Annotated[Path | None, typer.Option(metavar="RUN|FILE",
-                                                      help=f"{HELP_COSTS}; default: RUN's own")] = None,
-           hardware: Annotated[str, typer.Option(help=HELP_HARDWARE)] = "") -> None:
+def report(what: of.What, overrides: of.Overrides = None, output: of.Page = None,
+           devices: of.Devices = None, costs: of.PageCosts = None, hardware: of.Hardware = "") -> None:
     """Draw what will run, as one HTML file that needs no network: mesh, stages and units, the timeline of
     every lane, where the time goes, memory over time, and bytes on each axis.
 
@@ -342,13 +266,17 @@ def report(what: Annotated[Path, typer.Argument(metavar="CONFIG|RUN", help="YAML
     if what.is_dir() and overrides:
         raise InputError(f"{' '.join(overrides)}: {what} is the folder of a run, which has its config "
                          "already; leave the overrides out, or give a CONFIG")
+    if what.is_dir() and devices is not None:
+        raise InputError(f"--devices {devices}: {what} is the folder of a run, which has its ranks already; "
+                         "leave --devices out, or give a CONFIG")
     file = output or (what / "report.html" if what.is_dir() else Path("report.html"))
-    draw(Run(what) if what.is_dir() else configs.load(what, overrides), file, hardware, costs)
+    drawn = Run(what) if what.is_dir() else configs.for_devices(what, overrides, devices, "report")
+    draw(drawn, file, hardware, costs)
     print(f"wrote {file}: {file.stat().st_size / 1e6:.1f} MB; open it in a browser")
 
 
 @app.command(short_help="compare predicted and measured times; show where the time went")
-def compare(run: RunPath, as_json: Json = False) -> None:
+def compare(run: of.RunPath, as_json: of.Json = False) -> None:
     """Compare the times that a run measured with those that its plan predicts, and show where each rank's
     time went."""
     from threed.monitor import compare as comparing
@@ -363,20 +291,12 @@ app.command(short_help="write a first config, with comments")(init)
 app.command(short_help="list runs: state, step, loss, speed, age")(runs)
 cli_learned.register(app)
 for _command in app.registered_commands:
+    _command.callback = documented(_command.callback)  # pyright: ignore
     _command.epilog = f"Example: {EXAMPLES[str(_command.name or _command.callback.__name__)]}"  # pyright: ignore
 
 
 def _progress(line: str) -> None:
     print(f"... {line}", file=sys.stderr, flush=True)
-
-
-def _load(path: Path, overrides: list[str] | None) -> Config:
-    """The config, with a word where the number of its ranks is left open."""
-    config = configs.load(path, overrides)
-    if configs.leaves_dp(path, overrides):
-        print(f"note: parallel.dp=auto is taken as 1, so {config.world_size} ranks: give parallel.dp=N",
-              file=sys.stderr)
-    return config
 
 
 def _print(values: dict[str, Any], show: Callable[[dict[str, Any]], str], as_json: bool) -> None:
@@ -391,21 +311,22 @@ def main() -> None:
     begin()
     try:
         sys.argv[1:] = arguments(sys.argv[1:])
-        app()
+        status = app(standalone_mode=False)
+        sys.exit(status if isinstance(status, int) else 0)
     except ThreedError as error:
         if not isinstance(error, Reported):
             say(str(error))
         sys.exit(error.status)
-    except SystemExit as ended:
-        if ended.code == InputError.status:  # of the command line itself: an unknown option, say
-            from threed.synonyms import ours
-
-            if (meant := MEANT.get(sys.argv[1] if len(sys.argv) > 1 else "")) is not None:
-                print(f"threed: {meant}", file=sys.stderr)
-            for word in sys.argv[2:]:
-                if word.startswith("--") and (known := ours(word.partition("=")[0])) is not None:
-                    print(f"threed: {word}: {known}", file=sys.stderr)
-        raise
+    except UsageError as error:  # an unknown option, say
+        hints = instead(error, sys.argv[1:])
+        error.show()
+        for hint in hints:
+            print(f"threed: {hint}", file=sys.stderr)
+        if "--json" in sys.argv:
+            _print_json(error_document(". ".join([error.format_message(), *hints])))
+        sys.exit(error.exit_code)
+    except typer.Abort:
+        sys.exit("Aborted!")
 
 
 if __name__ == "__main__":

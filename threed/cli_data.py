@@ -13,19 +13,15 @@ from threed import config as configs
 from threed.console import put_error
 from threed.data import cache
 from threed.errors import InputError
+from threed.options import Json, Overrides
 from threed.schema import Config, DataConfig
-from threed.verbs import keys
 
 ConfigPath = Annotated[Path | None, typer.Argument(metavar="CONFIG", show_default=False,
                                                    help="YAML file, or one that ships: configs/toy.yaml")]
-Overrides = Annotated[list[str] | None,
-                      typer.Argument(metavar="[KEY=VALUE]...", help="overrides, such as parallel.tp=4",
-                                     autocompletion=keys)]
 Listed = Annotated[bool, typer.Option("--list", help="list the prepared data in the cache, those used last "
                                                      "first; without CONFIG in the default one")]
 Age = Annotated[str | None, typer.Option("--clean", metavar="AGE", help="remove the prepared data that were "
                                          "not used for so long, such as 30d or 12h (0: all not in use)")]
-Json = Annotated[bool, typer.Option("--json", help="print one JSON document on stdout and nothing else")]
 
 
 def data(config: ConfigPath = None, overrides: Overrides = None, listed: Listed = False, age: Age = None,

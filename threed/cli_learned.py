@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from threed.options import exclude
 from threed.sampling import Sampling
 
 RunPath = Annotated[Path, typer.Argument(metavar="RUN",
@@ -25,7 +26,7 @@ HELP_PROMPT = "beginning of a text; give it several times for several texts (def
 HELP_CHAT = ("whether a prompt is what a user says, written by the tokenizer's chat template (default: "
              "whether the run's data are conversations, data.loss_mask=chat)")
 
-def generate(run: RunPath, overrides: Overrides = None,
+def generate(context: typer.Context, run: RunPath, overrides: Overrides = None,
              prompt: Annotated[list[str] | None, typer.Option(metavar="TEXT", help=HELP_PROMPT)] = None,
              max_tokens: Annotated[int, typer.Option(help="most tokens that are added to a prompt")]
              = Sampling().tokens,
@@ -45,6 +46,8 @@ def generate(run: RunPath, overrides: Overrides = None,
     """
     from threed import inference
 
+    if temperature == 0:
+        exclude(context, "--temperature 0", "top_p", "seed", why="it takes the most likely token, always")
     how = Sampling(max_tokens, temperature, top_p, seed)
     done = inference.generate(run, prompt or (), how, checkpoint, tokenizer, overrides, chat)
     print(json.dumps(done, indent=1) if as_json else show_texts(done))

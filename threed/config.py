@@ -37,7 +37,7 @@ from threed.values import CHOICES, check_values, get
 
 _NEAR = 0.8  # how alike a key and a slip of the pen are; below it they are two words
 _KINDS = {"converted to Float": "a number", "converted to Integer": "a whole number",  # ends of reasons
-          "is not a ListConfig, TupleConfig, list, or tuple.": "a list, such as [one,two]"}
+          "is not a ListConfig, TupleConfig, list, or tuple.": "a list"}
 _NEARER = 0.9  # the same, of a key of another section
 
 
@@ -85,6 +85,25 @@ def given(path: str | Path | None, overrides: list[str] | None = None) -> tuple[
 def leaves_dp(path: str | Path, overrides: list[str] | None) -> bool:
     """Whether a file and overrides leave `parallel.dp` to the number of ranks."""
     return (flat(_read_yaml(path)) | overrides_of(overrides)).get("parallel.dp", "auto") == "auto"
+
+
+def for_devices(path: str | Path, overrides: list[str] | None, devices: int | None, command: str) -> Config:
+    """`load` for a command that starts no ranks, so that `parallel.dp: auto` needs a number of devices.
+    InputError, which asks for it, where it is not given."""
+    if not leaves_dp(path, overrides):
+        return load(path, overrides, devices)
+    values, others = given(path, overrides)
+    config = uncombined({**values, **others}, str(path))  # what else is wrong comes first
+    least = math.prod(getattr(config.parallel, axis) for axis in AXES if axis != "dp")
+    if devices is not None and devices % least:
+        near = sorted({max(1, devices // least) * least, -(-devices // least) * least})
+        raise InputError(f"--devices {devices}: tp x pp = {least} does not divide it, so nothing is left for "
+                         f"parallel.dp=auto: give {' or '.join(map(str, near))}")
+    if devices is not None:
+        return load(path, overrides, devices)
+    many = f" (a multiple of tp x pp = {least})" if least > 1 else ""
+    raise InputError(f"parallel.dp is auto: give --devices N{many}, as in `threed {command} {path} --devices "
+                     f"{-(-64 // least) * least}`, or parallel.dp=N")
 
 
 def overrides_of(texts: Sequence[str] | None) -> dict[str, Any]:
@@ -172,6 +191,8 @@ def find_file(path: str | Path) -> Path:
     path = Path(path)
     if path.is_file():
         return path
+    if (path / "config.json").is_file():
+        raise InputError(f"{path} is the folder of a run; give its config, {path / 'config.json'}")
     if path.exists():
         inside = [path / name for name in ("config.json", "config.yaml") if (path / name).is_file()]
         kind = "the folder of a run" if inside else "not a file"
@@ -181,8 +202,14 @@ def find_file(path: str | Path) -> Path:
     inside = Path(*path.parts[1:]) if path.parts[:1] == ("configs",) else path
     if not path.is_absolute() and (shipped / inside).is_file():
         return shipped / inside
-    known = ", ".join(sorted(f"configs/{file.relative_to(shipped)}" for file in shipped.rglob("*.yaml")))
-    raise InputError(f"no config file {path}; the package ships {known}")
+    from threed.words import nearest
+
+    known = sorted(f"configs/{file.name}" for file in shipped.glob("*.yaml"))
+    names = {Path(name).stem: name for name in known}
+    near = nearest(path.stem, names)
+    listed = "".join(f"\n  {name}" for name in known)
+    raise InputError(f"no config file {path}{f'; did you mean {names[near]}?' if near else ''}\n"
+                     f"threed ships{listed}\nand threed init writes one for your model and devices")
 
 
 def _read_yaml(path: str | Path) -> dict[str, Any]:
@@ -310,6 +337,7 @@ def _build(given: dict[str, Any]) -> tuple[Config, list[str]]:
         except OmegaConfBaseException as error:
             reason = str(error).splitlines()[0]
             kind = next((word for name, word in _KINDS.items() if reason.endswith(name)), None)
+            kind = _list_of(key, defaults) if kind == "a list" else kind
             reason = f"must be {kind}" if kind else f"{reason[0].lower()}{reason[1:]}"
             problems.append(f"{key}={value}: {reason}")
     for key in [key for key in keys if OmegaConf.is_missing(*_owner(schema, key))]:
@@ -335,6 +363,14 @@ def _hints(model: type[ModelConfig]) -> dict[str, Any]:
     sections = {**get_type_hints(Config), "model": model}
     return {f"{section}.{key}": hint for section, kind in sections.items()
             for key, hint in get_type_hints(kind).items()}
+def _list_of(key: str, defaults: Config) -> str:
+    """What a list must be that is the value of a key."""
+    section, name = key.split(".")
+    hint = get_type_hints(type(getattr(defaults, section)))[name]
+    kinds = [each for each in (hint, *get_args(hint)) if get_origin(each) is list]
+    kind = get_args(kinds[0])[0] if kinds else str
+    words = {float: "a list of numbers, such as [0.9,0.95]", int: "a list of whole numbers, such as [4,4]"}
+    return words.get(kind, "a list, such as [one,two]")
 
 
 @lru_cache(8)  # 30 ms each; a copy takes 5
@@ -350,11 +386,12 @@ def _owner(schema: DictConfig, key: str) -> tuple[DictConfig, str]:
 def _nearest(key: str, keys: list[str]) -> str:
     """The end of the message about an unknown key: what to write instead."""
     from threed.synonyms import ours  # long tables, which a config without mistakes does not need
+    from threed.words import meant
 
-    if (known := ours(key)) is not None:
+    begun = [known for known in keys if known.startswith(key)]
+    if (known := ours(key) or (None if begun else meant(key))) is not None:
         return f"; {known}"
     section, _, tail = key.replace("-", "_").rpartition(".")
-    begun = [known for known in keys if known.startswith(key)]
     near = begun or _alike(tail, [known for known in keys if known.startswith(f"{section}.")])
     near = near or _alike(tail, keys, _NEARER)
     return f"; did you mean {near[0]}?" if near else "; the keys are listed in configs/reference.yaml"

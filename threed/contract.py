@@ -117,10 +117,11 @@ def _values(values: tuple[object, ...]) -> str:
                      for value in values)
 
 
-def document() -> dict[str, Any]:
-    """The document of `threed matrix --json`: the axes, and each cell with its verdict, its reason and its
-    test."""
+def document(refused: bool = False) -> dict[str, Any]:
+    """The document of `threed matrix --json`: the axes, and each cell (or each `refused` one alone) with its
+    verdict, its reason and its test."""
     rows = [{**cell._asdict(), "verdict": "refused" if (reason := refusal(cell)) else "works",
              "reason": reason, "test": cell.test} for cell in cells()]
     works = sum(row["verdict"] == "works" for row in rows)
-    return {"axes": AXES, "works": works, "refused": len(rows) - works, "cells": rows}
+    return {"axes": AXES, "works": works, "refused": len(rows) - works,
+            "cells": [row for row in rows if not refused or row["verdict"] == "refused"]}

@@ -11,6 +11,8 @@ from threed.errors import InputError
 
 ALIGNMENT = 4096  # bytes: of memory, lengths and offsets, for reads and writes of a disk past the page cache
 _BINARY = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_COUNTS = {"": 1.0, **dict.fromkeys(("k", "thousand"), 1e3), **dict.fromkeys(("m", "mn", "million"), 1e6),
+           **dict.fromkeys(("b", "bn", "billion"), 1e9), **dict.fromkeys(("t", "tn", "trillion"), 1e12)}
 _DECIMAL = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 
 
@@ -35,12 +37,10 @@ def parse_memory(text: str) -> int:
 
 
 def parse_count(text: str) -> float:
-    """'7.5e9' or '7.5B' -> 7.5e9."""
-    scale = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(text.strip()[-1:].upper())
-    try:
-        count = float(text.strip()[:-1] if scale else text) * (scale or 1)
-    except ValueError:
-        count = 0.0
+    """'7.5e9' or '7.5B' or '7,500,000,000' -> 7.5e9."""
+    match = re.fullmatch(r"([0-9][0-9_,]*\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?\s*([a-z]*)", text.strip().lower())
+    scale = _COUNTS.get(match[3]) if match else None
+    count = float(re.sub("[_,]", "", match[1]) + (match[2] or "")) * scale if match and scale else 0.0
     if not 0 < count < 1e18:
         raise InputError(f"'{text}' is not a count; give a number above 0, such as 7.5e9 or 7.5B")
     return count
@@ -55,6 +55,14 @@ def whole_number(value: object) -> int | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     return int(value) if float(value).is_integer() else None
+def parse_parameters(text: str) -> float:
+    """The parameters of a model; InputError for so few that a unit was forgotten: 8 instead of 8B."""
+    count = parse_count(text)
+    if count < 1e4:
+        number = f"{count:g}"
+        raise InputError(f"--parameters {text}: a model of {number} parameters? Did you mean {number}B "
+                         f"(billions) or {number}M (millions)?")
+    return count
 
 
 def show_bytes(amount: float) -> str:

@@ -108,15 +108,14 @@ def _check_tiling(config: Config) -> list[str]:
 
 
 def _check_parallel(config: Config, world_size: int | None) -> list[str]:
-    problems = []
+    if world_size in (None, config.world_size):
+        return _check_schedule_shape(config)
     others = {axis: size for axis, size in reversed(config.axis_sizes.items()) if axis != "dp"}
-    least = math.prod(others.values())
-    if world_size is not None and config.world_size != world_size:
-        sizes = "".join(f" x {axis}={size}" for axis, size in others.items())
-        divides = f", which {' x '.join(others)} = {least} does not divide" if world_size % least else ""
-        problems.append(f"parallel.dp={config.dp}{sizes} = {config.world_size} processes, but the world size "
-                        f"is {world_size}{divides}")
-    return problems + _check_schedule_shape(config)
+    least, sizes = math.prod(others.values()), "".join(f" x {axis}={size}" for axis, size in others.items())
+    fits = (f", which {' x '.join(others)} = {least} does not divide" if world_size % least else
+            f": set parallel.dp={world_size // least}, or auto")
+    return [f"parallel.dp={config.dp}{sizes} = {config.world_size} processes, but the world size is "
+            f"{world_size}{fits}", *_check_schedule_shape(config)]
 
 
 def _check_stages(config: Config) -> list[str]:

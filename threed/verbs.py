@@ -11,14 +11,15 @@ from typing import Annotated, Any
 import typer
 
 from threed.errors import ConfigError, InputError, PlanError
+from threed.options import Json, NewFile, RunPath, Size, Yes, keys
 from threed.quantity import many
 
 # A call of each command, which its help ends with.
 EXAMPLES = {
     "train": "threed train configs/toy.yaml parallel.pp=4 parallel.dp=1 train.steps=20",
     "show": "threed show configs/toy.yaml --rank 4",
-    "check": "threed check configs/llama3-8b.yaml parallel.dp=2 --memory 80GiB",
-    "predict": "threed predict configs/llama3-8b.yaml parallel.dp=2 --hardware h100-sxm --tokens 1e12",
+    "check": "threed check configs/llama3-8b.yaml --devices 64 --hardware h100-sxm",
+    "predict": "threed predict configs/llama3-8b.yaml --devices 64 --hardware h100-sxm --tokens 1T",
     "search": "threed search configs/llama3-8b.yaml --devices 64 --write best.yaml",
     "calibrate": "threed calibrate -o my.yaml",
     "memory": "threed memory --parameters 7.5B --dp 64",
@@ -35,29 +36,7 @@ EXAMPLES = {
     "generate": 'threed generate runs/toy --prompt "def main(" --temperature 0.8 --top-p 0.95',
     "eval": 'threed eval runs/toy --data "more/*.txt"',
 }
-# What others call a command.
-MEANT: dict[str, str] = dict.fromkeys(
-    ("resume", "continue", "restart"),
-    "a run goes on by threed train RUN, from its newest checkpoint; RUN is its run.dir")
 
-
-def keys(args: list[str], incomplete: str) -> list[str]:
-    """The overrides that a shell completes: keys, and the values of those that have a few. (To bash `=` is a
-    word of its own.)"""
-    from threed.config import known_keys
-    from threed.values import CHOICES
-
-    if args[-1:] == ["="] and len(args) > 1:
-        return [str(value) for value in CHOICES.get(args[-2], ()) if str(value).startswith(incomplete)]
-    key, equals, _ = incomplete.partition("=")
-    every = [f"{key}={value}" for value in CHOICES.get(key, ())] if equals else [
-        f"{known}=" for known in known_keys()]
-    return [text for text in every if text.startswith(incomplete)]
-
-
-RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="the run.dir of a run")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="on the console only warnings, errors and the "
-                                                           "summary (monitor.quiet)")]
 DsConfig = Annotated[Path | None, typer.Argument(metavar="DS_CONFIG",
                                                  help="DeepSpeed's JSON; leave it out with --megatron")]
 Overrides = Annotated[list[str] | None,
@@ -68,12 +47,9 @@ Options = Annotated[str | None,
                                  help="Megatron-LM's options, or a file or script that has them")]
 Devices = Annotated[int | None, typer.Option(help="of all machines; tp and pp leave the rest to dp")]
 Version = Annotated[str | None, typer.Option(metavar="X.Y.Z", help="whose defaults count (the newest)")]
-NewFile = Annotated[Path, typer.Argument(metavar="FILE", help="to write; an existing one is left alone")]
-Size = Annotated[str | None, typer.Option(help="toy, or a size such as gpt2-small or llama3-8b")]
-Memory = Annotated[str | None, typer.Option(metavar="BYTES", help="of a device, such as 80GiB")]
+Memory = Annotated[str | None, typer.Option(metavar="BYTES", help="of a device, such as 80GB")]
+Positions = Annotated[int | None, typer.Option(min=1, help="pipeline positions: a pipeline of so many")]
 Data = Annotated[str | None, typer.Option(metavar="PATH", help="text, JSONL, or a Megatron prefix")]
-Yes = Annotated[bool, typer.Option("--yes", help="ask nothing: defaults for what is not given")]
-Json = Annotated[bool, typer.Option("--json", help="print one JSON document on stdout and nothing else")]
 
 
 def convert(source: DsConfig = None, overrides: Overrides = None, megatron: Options = None,
@@ -108,10 +84,10 @@ def convert(source: DsConfig = None, overrides: Overrides = None, megatron: Opti
 
 
 def init(path: NewFile = Path("config.yaml"), model: Size = None, devices: Devices = None,
-         memory: Memory = None, data: Data = None, yes: Yes = False) -> None:
+         memory: Memory = None, data: Data = None, yes: Yes = False, pp: Positions = None) -> None:
     """Write a first config, with comments. Asks for what is not given. The mildest ZeRO stage, recomputation
-    and tensor parallelism that fit are chosen by the plan's memory; `threed check FILE --advise` compares
-    others.
+    and tensor parallelism (then a pipeline) that fit are chosen by the plan's memory; --pp asks for a
+    pipeline. `threed check FILE --advise` and `threed search` compare others.
     """
     from threed.doors import init as first
     from threed.models.families.registry import size_of
@@ -124,12 +100,12 @@ def init(path: NewFile = Path("config.yaml"), model: Size = None, devices: Devic
     devices = int(_ask(devices, "Devices (GPUs, or processes on CPUs), of all machines", 1, yes))
     if devices < 1:
         raise InputError(f"--devices {devices}: must be at least 1")
-    limit = parse_memory(_ask(memory, "Memory of a device", "80GiB", yes))
+    limit = parse_memory(_ask(memory, "Memory of a device", "80GB", yes))
     data = _ask(data, "Data: text, a folder, *.jsonl or a Megatron prefix (python-stdlib: a sample)",
                 "python-stdlib", yes)
     name = size_of(str(model)) or first.TOY
     count = _parameters(name)
-    values = first.choose(name, devices, limit, _fits, count)
+    values = first.choose(name, devices, limit, _fits, count, pp)
     values |= {"data.source": data, "run.dir": f"runs/{path.stem}"}
     text = first.text(values, f"{name}: {show_count(count)} parameters on {devices} devices.", path)
     try:
@@ -179,16 +155,6 @@ def trace(run: RunPath,
               f"{len(events['traceEvents'])} events")
 
 
-def exclude(context: typer.Context, given: str, *others: str) -> None:
-    """InputError where one of the parameters `others` is on the command line beside `given`, which would
-    ignore it."""
-    for name in others:
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
-            raise InputError(f"{given} and --{name.replace('_', '-')} exclude each other: leave one of them "
-                             "out")
-
-
 def write_file(option: str, file: Path, text: str) -> None:
     """Write what an option asked for. InputError where the file cannot be written."""
     try:
@@ -211,16 +177,20 @@ def _parameters(name: str) -> int:
 
 
 def _fits(values: dict[str, Any], limit_bytes: int) -> bool:
-    """Whether what a rank holds fits, by the plan; False where a config cannot run. With one position a
-    rank holds as much during two micro-batches as during more, which take longer to plan."""
-    from threed import api
+    """Whether what a rank needs fits into a device, by the plan; False where a config cannot run. A rank
+    holds as much during twice as many micro-batches as positions as during more, which take longer to
+    plan."""
     from threed.config import of_values
+    from threed.planned import planned
+    from threed.prediction.hardware import Hardware
+    from threed.prediction.peak import peaks, too_much
 
-    short = {**values, "train.global_batch_size": 2 * values["parallel.dp"]}
+    micro_batches = 2 * values.get("parallel.pp", 1)
+    short = {**values, "train.global_batch_size": micro_batches * values["parallel.dp"]}
+    machine = Hardware.parse("")
     try:
         of_values(dict(values), "the config")
-        rows = api.check(of_values(short, "the config"))["stages"]
+        held = peaks(planned(of_values(short, "the config")), machine)
     except (ConfigError, PlanError):
         return False
-    held = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "buffer_bytes", "activation_peak_bytes")
-    return max(sum(row[name] for name in held) for row in rows) <= limit_bytes
+    return too_much(held, machine, limit_bytes) is None

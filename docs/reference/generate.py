@@ -114,7 +114,7 @@ def cli_page() -> str:
         shown = CliRunner().invoke(cli.app, [name, "--help"], prog_name="threed", color=False, env=WIDTH)
         lines += ["", f"## threed {name}", "", "```text", shown.output.strip(), "```"]
     lines += ["", "## Hardware", "", "`--hardware NAME,key=value,...` of `predict` and "
-              "`check --advise`. Names: the files of configs/hardware.", "",
+              "`check --hardware`. Names: the files of configs/hardware.", "",
               inspect.getdoc(Hardware) or "", "", *_table(Hardware)]
     return "\n".join(lines) + "\n"
 

@@ -54,8 +54,34 @@ def test_key_of_megatron(key, instead):
     assert one(f"{key}=3") == f"{key}: unknown key; for Megatron-LM's {key} use {instead}"
 
 
+@pytest.mark.parametrize("words, said", [
+    ("train.batch_size batch_size bs model.batch", "train.micro_batch_size (of one forward)"),
+    ("epochs train.num_epochs optimizer.epochs", "use train.steps; an epoch has"),
+    ("max_steps train.max_steps train.max_iters", "use train.steps"),
+    ("gpus parallel.devices run.num_gpus world_size parallel.gpus", "that only plan take --devices N"),
+    ("nodes parallel.num_nodes", "NNODES, NODE_RANK and MASTER_ADDR"),
+    ("parallel.cp parallel.context_parallel cp", "threed has no context parallelism"),
+    ("parallel.ep model.experts parallel.expert_parallel model.moe", "threed has no experts"),
+    ("model.n_layer model.n_layers n_layer model.depth", "use model.layers"),
+    ("model.d_model n_embd model.dim model.embed_dim", "use model.hidden"),
+    ("model.n_head n_heads", "model.heads"), ("model.block_size train.max_seq_len n_ctx", "model.seq_len"),
+    ("model.n_vocab vocabulary", "use model.vocab"), ("optimizer.learning_rate train.max_lr", "optimizer.lr"),
+    ("data.dataset dataset data_path", "data.source"), ("checkpoint.save_every", "use checkpoint.every")])
+def test_words_of_newcomers(words, said):
+    """The commonest words, in any section or none: the right key, or that there is no such thing."""
+    problems = refused(*(f"{key}=3" for key in words.split()))
+    assert len(problems) == len(words.split()) and all(said in problem for problem in problems), problems
+
+
+def test_a_list_of_numbers():
+    assert one("optimizer.betas=0.9,0.95") == ("optimizer.betas=0.9,0.95: must be a list of numbers, such as "
+                                               "[0.9,0.95]")
+    assert one("parallel.stage_units=3").endswith("must be a list of whole numbers, such as [4,4]")
+    assert one("train.sample_prompts=hello").endswith("must be a list, such as [one,two]")
+
+
 @pytest.mark.parametrize("key", [
-    "parallel.tensor_parallel", "model.dim", "model.moe", "checkpoint.save_every"])
+    "parallel.speed", "model.colour", "model.thing", "checkpoint.cloud"])
 def test_no_far_suggestion(key):
     assert one(f"{key}=3") == f"{key}: unknown key; the keys are listed in configs/reference.yaml"
 

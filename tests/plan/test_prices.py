@@ -90,7 +90,7 @@ def test_advice():
     plans = [tuple(sorted((k, v) for k, v in row.items() if k.endswith("bytes") or k == "step_s"))
              for row in rows.values()]
     assert len(rows) >= 8 and len(set(plans)) >= 7, "one setting is listed under several names"
-    memory = sorted(row["peak_bytes"] for row in rows.values())[3]
+    memory = round(sorted(row["peak_bytes"] for row in rows.values())[3] / 0.95) + 1  # 5% stay free
     listed = advise(config, Hardware(), memory)[1:]
     fits = [row["fits"] for row in listed]
     assert fits == sorted(fits, reverse=True) and fits.count(True) >= 4
@@ -115,12 +115,13 @@ def test_measured_costs_leave_moves_their_price(over):
     plan = make_plan(load("configs/toy.yaml", over))
     measured = {(position, op, unit): 1e-6 for position in range(2) for unit in range(20)
                 for op in (*COMPUTE, Op.STEP)}
-    slow, fast = (report(Priced(plan, analytic_cost(plan, hardware, measured), "a run"))["step_time"]
-                  for hardware in (Hardware(link_gbps=1, host_gbps=1, read_gbps=1, write_gbps=1), Hardware()))
+    machines = Hardware(link_gbps=1, host_gbps=1, read_gbps=1, write_gbps=1), Hardware()
+    slow, fast = (report(Priced(plan, analytic_cost(plan, machine, measured), "a run"), machine)["step_time"]
+                  for machine in machines)
     assert slow > 2 * fast
     of_device = make_plan(load("configs/toy.yaml"))
     priced = Priced(of_device, analytic_cost(of_device, Hardware(), measured), "a run")
-    assert report(priced)["step_time"] == pytest.approx(
+    assert report(priced, Hardware())["step_time"] == pytest.approx(
         predict(of_device, measured).step_s), "what the device computes costs what was measured"
 
 
@@ -129,9 +130,10 @@ def test_advice_is_printed():
     arguments = ["check", "configs/toy.yaml", "parallel.dp=4", "train.global_batch_size=32", "--memory",
                  "3GiB"]
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
-    assert result.exit_code == 0 and "zero.stage=2" in result.stdout
+    assert result.exit_code == 2 and not result.stdout.startswith("ok") and "more than the" in result.stderr
+    assert "zero.stage=2" in result.stdout
     assert "of traffic a step" in result.stdout and "fits" in result.stdout and "saves" in result.stdout
-    assert "peak as configured: " in result.stdout
+    assert "peak of pp0: " in result.stdout
 
 
 def test_a_devices_memory_has_more_than_the_plan():

@@ -73,6 +73,20 @@ def test_init_without_a_folder(tmp_path):
     assert isinstance(done.exception, InputError) and "cannot be written" in str(done.exception)
 
 
+def test_init_with_a_pipeline(tmp_path):
+    """A pipeline that is asked for, and one where every layer is shared already; a toy that has its sizes."""
+    done = run("init", str(tmp_path / "p.yaml"), "--model", "llama3-8b", "--devices", "64", "--pp", "4",
+               "--yes")
+    config = load(tmp_path / "p.yaml")
+    assert done.exit_code == 0 and config.parallel.schedule == "1f1b"
+    assert (config.parallel.pp, config.dp) == (4, 16)
+    assert any(rung.get("parallel.pp") for rung in init.settings(64, init.model_of("llama3-8b")))
+    done = run("init", str(tmp_path / "q.yaml"), "--devices", "6", "--pp", "4", "--yes")
+    assert isinstance(done.exception, InputError) and "must divide --devices 6" in str(done.exception)
+    run("init", str(tmp_path / "toy.yaml"), "--model", "toy", "--yes")
+    assert "model:\n  layers: 8 " in (tmp_path / "toy.yaml").read_text()
+
+
 def test_settings_need_less_and_less():
     """The ladder of `threed init` ends with the setting that needs the least."""
     rungs = list(init.settings(64, init.model_of("llama3-8b")))
@@ -147,13 +161,6 @@ def test_remaining_time():
     assert show_left(0, 100, 1.0) == show_left(100, 100, 1.0) == show_left(5, 0, 1.0) == ""
 
 
-def test_open_ranks_are_said():
-    """`check` of a config whose number of ranks is open says which number it takes."""
-    done = run("check", "configs/toy.yaml", "parallel.dp=auto")
-    assert "parallel.dp=auto is taken as 1, so 4 ranks" in done.stderr and done.stdout.startswith("ok: 4")
-    assert not run("check", "configs/toy.yaml").stderr
-
-
 def test_every_command_ends_its_help_with_an_example():
     commands = {command.name or command.callback.__name__: command  # pyright: ignore
                 for command in cli.app.registered_commands}
@@ -185,7 +192,8 @@ def test_more_than_a_device_has():
     large = ["configs/llama3-8b.yaml", "parallel.dp=8", "parallel.tp=1", "parallel.pp=1",
              "parallel.sequence_parallel=false", "--hardware", "h100-sxm"]
     said = run("predict", *large).output
-    assert "warning: a rank of pp0 needs 105.7 GiB, more than the 74.5 GiB of a device" in said
+    assert ("warning: a rank of pp0 needs 109.2 GiB, more than the 70.8 GiB that may be in use of a device's "
+            "74.5 GiB (5% stay free" in said)
     assert "threed check --memory 74.5GiB" in said and parse_memory("74.5GiB")
     assert "warning" not in run("predict", *large, "zero.stage=3", "activation.policy=full").output
 

@@ -157,6 +157,7 @@ class Priced:
         steps, up = self._updates()
         norms = [sum(toll.norm_s for toll in self._held(position)) for position in range(layout.pp)]
         total = free_s + end + max(norms) + self.tolls.clip_s() + max(steps) + up
+        alone = total  # where ranks share processors, each takes longer, which is no bubble
         if self.hardware.waits:
             total = max(total, self._shared_s(norms + steps))
         busy = self._busy()
@@ -165,7 +166,7 @@ class Priced:
         away = max(steps) + up + moves if layout.offload_optimizer else 0.0
         device = 0.0 if layout.offload_optimizer else sum(steps) / layout.pp
         return Estimate(total, compute, again, sent, max(0.0, end - moves), away,
-                        max(0.0, 1 - (mean + device) / total))
+                        max(0.0, 1 - (mean + device) / alone))
 
     def _traffic(self, played: Beat) -> tuple[float, float]:
         """How much longer the step is with traffic over dp and with moves to the host; of that, the moves."""

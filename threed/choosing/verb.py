@@ -15,11 +15,10 @@ from threed.config import checked
 from threed.errors import InputError, ThreedError, check_type
 from threed.models.model import model_flops
 from threed.prediction.hardware import DEFAULT, OF_CPUS, Hardware
-from threed.quantity import parse_bytes, show_bytes, show_count, show_seconds
+from threed.quantity import parse_memory, show_bytes, show_count, show_seconds
 from threed.texttable import wrapped
 
 _PLANNED = 20  # ideas about which the full plan decides
-_FULL = 0.95  # of the memory
 _TRIES = 3  # layouts of an idea that may turn out not to fit
 _BY_PLAN = "does not fit, or cannot run, by the full plan"
 Progress = Callable[[str], None]
@@ -32,8 +31,9 @@ def search(path: str | Path, devices: int, overrides: list[str] | None = None, h
     its axes, schedule, micro-batch, ZeRO, recomputation, sequence parallelism, offload, tiles.
 
     What `overrides` say of these stays as it is; what the file says of them is left out. `hardware`: as in
-    `predict`. `memory`: of a device, such as "80GB"; None: that of the hardware. `rounding`: compare
-    gradients that are sent in 16 bits, too, which rounds their sums.
+    `predict`. `memory`: of a device, such as "80GB"; None: that of the hardware; a share of it stays free, as
+    in `predict` (`free_share`). `rounding`: compare gradients that are sent in 16 bits, too, which rounds
+    their sums.
 
     Returns the document of `threed search --json`. `layouts` are the best of each idea, the fastest first,
     as priced by the full plan: `step_s`, `tokens_per_s`, `mfu`, `peak_bytes`, `bubble`, and `changes`: the
@@ -47,16 +47,17 @@ def search(path: str | Path, devices: int, overrides: list[str] | None = None, h
         raise InputError(f"devices={devices}: must be at least 1")
     asked = ask(path, overrides, rounding)
     machine = Hardware.parse(hardware, OF_CPUS if asked.base.run.device == "cpu" else DEFAULT)
-    limit = parse_bytes(memory) if memory is not None else round(machine.memory_gb * 1e9)
+    room = parse_memory(str(memory)) if memory is not None else machine.memory_bytes
+    limit = machine.usable_bytes(room)
     searched = Search(asked.base, machine, limit, _PLANNED, rounding)
     result = searched.run(devices, asked.fixed, progress)
     begin = time.monotonic()
     rows = _planned(asked, machine, limit, result, progress)
     if not rows:
-        raise InputError(_nothing(result, devices, limit))
-    return {"config": str(path), "devices": devices, "hardware": machine.title, "memory_bytes": limit,
-            "fixed": asked.fixed, "rounding": rounding, "considered": result.considered,
-            "timed": len(result.found), "seconds": result.seconds,
+        raise InputError(_nothing(result, devices, limit, room))
+    return {"config": str(path), "devices": devices, "hardware": machine.title, "memory_bytes": room,
+            "usable_bytes": limit, "fixed": asked.fixed, "rounding": rounding,
+            "considered": result.considered, "timed": len(result.found), "seconds": result.seconds,
             "planned_seconds": time.monotonic() - begin, "dropped": dict(result.dropped.most_common()),
             "layouts": rows}
 
@@ -110,7 +111,7 @@ def _row(asked: Question, machine: Hardware, found: Found, measured: dict[str, A
             "helps": helps(base, machine, found), "changes": asked.values_of(layout)}
 
 
-def _nothing(result: Result, devices: int, limit: int) -> str:
+def _nothing(result: Result, devices: int, limit: int, room: int) -> str:
     """Why no layout can run, and what is nearest."""
     counts = "; ".join(f"{count} {reason}" + (f" ({result.examples[reason]})" if reason in result.examples
                                               else "")
@@ -118,9 +119,9 @@ def _nothing(result: Result, devices: int, limit: int) -> str:
     if result.nearest is None:
         return f"no layout of {devices} devices can run: {counts or 'tp x pp x dp is another number'}"
     size, layout = result.nearest
-    fits = (f"no layout of {devices} devices fits into {show_bytes(limit)}: the nearest, {layout.text()}, "
-            f"needs {show_bytes(size)}" if result.dropped[NO_MEMORY] and not result.found else
-            f"no layout of {devices} devices fits into {show_bytes(limit)}")
+    fits = f"no layout of {devices} devices fits into {show_bytes(limit)} of {show_bytes(room)}"
+    if result.dropped[NO_MEMORY] and not result.found:
+        fits += f": the nearest, {layout.text()}, needs {show_bytes(size)}"
     return f"{fits}. Dropped: {counts}. Take more devices, or fix fewer keys"
 
 
@@ -138,7 +139,8 @@ def show(values: dict[str, Any], top: int = 10, columns: int | None = None) -> s
     rows = values["layouts"][:top]
     fixed = ", ".join(f"{name}={value}" for name, value in values["fixed"].items())
     lines = [f"{values['config']} on {values['devices']} x {values['hardware']}, "
-             f"{show_bytes(values['memory_bytes'])} each" + (f"; fixed: {fixed}" if fixed else ""),
+             f"{show_bytes(values['usable_bytes'])} of {show_bytes(values['memory_bytes'])} each"
+             + (f"; fixed: {fixed}" if fixed else ""),
              f"{values['considered']} layouts in {values['seconds']:.1f} s, {values['timed']} timed, "
              f"{len(values['layouts'])} ideas planned in full in {values['planned_seconds']:.1f} s"]
     lines += ["gradients sent in 16 bits are rounded: they change a run's numbers"] * values["rounding"]
@@ -150,19 +152,13 @@ def show(values: dict[str, Any], top: int = 10, columns: int | None = None) -> s
                  show_bytes(row["peak_bytes"]), f"{row['bubble']:.1%}", show_seconds(row["exposed_s"]))
         help_ = ", ".join(f"{words} -{gain:.0%}" for words, gain in [*row["helps"].items()][:2])
         numbers = "".join(cell.rjust(11) for cell in cells)
-        texts = (row["layout"], f"{row['bottleneck']}; {_full(row, values)}would help: "
+        texts = (row["layout"], f"{row['bottleneck']}; would help: "
                                 f"{help_ or 'nothing that is tried'}")
         if columns is None or len(numbers) + 2 + max(map(len, texts)) <= columns:
             lines += [f"{numbers}  {texts[0]}", f"{'':{len(numbers)}}  {texts[1]}"]
         else:
             lines += [numbers, *(wrapped(f"    {text}", columns, " " * 6) for text in texts)]
     return "\n".join(lines)
-
-
-def _full(row: dict[str, Any], values: dict[str, Any]) -> str:
-    """A word where little memory is left: an allocator wastes some of it."""
-    share = row["peak_bytes"] / values["memory_bytes"]
-    return f"{share:.0%} of the memory in use; " if share > _FULL else ""
 
 
 def _show_step(step_s: float) -> str:

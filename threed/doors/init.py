@@ -12,11 +12,12 @@ from threed.quantity import show_bytes
 from threed.schema import Config, ModelConfig
 
 TOY = "toy"
+_TOYS = ("layers", "hidden", "heads", "vocab", "seq_len")  # keys that say how large the toy is
 _PER_PARAMETER = 20  # tokens to train on: Hoffmann et al. 2022
-_ROOM = 0.85  # of a device's memory: the rest is for temporaries, CUDA and NCCL
 # Parameters up to, tokens a step, learning rate: Brown et al. 2020, table 2.1; Touvron et al. 2023; rounded.
 _SCALES = ((5e8, 2**19, 6e-4), (5e9, 2**20, 2e-4), (4e10, 2**21, 1.5e-4),
            (float("inf"), 2**21 * 3 // 2, 6e-5))
+_POSITIONS = (4, 2)  # of a pipeline
 _MOST_TP = 8  # devices that a fast link joins
 
 
@@ -24,8 +25,13 @@ def names() -> list[str]:
     return [TOY, *sizes()]
 
 
-def settings(devices: int, model: ModelConfig) -> Iterator[dict[str, Any]]:
-    """Ways to train that need less and less memory, and more and more time, a device."""
+def settings(devices: int, model: ModelConfig, pp: int | None = None) -> Iterator[dict[str, Any]]:
+    """Ways to train that need less and less memory, and more and more time, a device. `pp`: pipeline
+    positions that are asked for; None: a pipeline is one of the ways, where each layer is shared already."""
+    if pp is not None and pp > 1:
+        pipeline = {"parallel.pp": pp, "parallel.schedule": "1f1b"}
+        yield from ({**setting, **pipeline} for setting in settings(devices // pp, model, 1))
+        return
     full, all_sharded = {"activation.policy": "full"}, {"zero.stage": 3}
     yield {}
     if devices > 1:
@@ -37,28 +43,37 @@ def settings(devices: int, model: ModelConfig) -> Iterator[dict[str, Any]]:
     tp = next((tp for tp in (_MOST_TP, 4, 2) if devices % tp == 0 and model.heads % tp == 0
                and model.num_kv_heads % tp == 0), 1)
     if tp > 1:
+        joined = {**full, "parallel.tp": tp, "parallel.sequence_parallel": True}
+        pp = next((pp for pp in _POSITIONS if pp * tp <= devices and devices % (tp * pp) == 0
+                   and model.layers % pp == 0), None) if pp is None else None
+        if pp is not None:
+            yield {**joined, "parallel.pp": pp, "parallel.schedule": "1f1b"}
         yield {**all_sharded, **full, "parallel.tp": tp, "parallel.sequence_parallel": True}
 
 
 def choose(name: str, devices: int, limit_bytes: int, fits: Callable[[dict[str, Any], int], bool],
-           num_parameters: int) -> dict[str, Any]:
+           num_parameters: int, pp: int | None = None) -> dict[str, Any]:
     """The values of a config, as few and as fast as fit in a device's memory. `fits(values, bytes)` asks the
-    plan. InputError where nothing fits."""
+    plan. `pp`: as in `settings`. InputError where nothing fits."""
     model = model_of(name)
     fast = name != TOY
     _, tokens_a_step, lr = next(scale for scale in _SCALES if num_parameters <= scale[0])
-    for setting in settings(devices, model):
-        dp = devices // setting.get("parallel.tp", 1)
+    if pp is not None and (devices % pp or pp > model.layers):
+        raise InputError(f"--pp {pp}: must divide --devices {devices}, and be at most the {model.layers} "
+                         f"layers of {name}")
+    for setting in settings(devices, model, pp):
+        dp = devices // setting.get("parallel.tp", 1) // setting.get("parallel.pp", 1)
         batch = dp * max(1, round((tokens_a_step if fast else 2048) / model.seq_len / dp))
         steps = max(1, round(_PER_PARAMETER * num_parameters / batch / model.seq_len)) if fast else 100
         values: dict[str, Any] = {
-            **({"model.name": name} if fast else {}), "parallel.dp": dp, "zero.stage": 1, **setting,
+            **({"model.name": name} if fast else {f"model.{key}": getattr(model, key) for key in _TOYS}),
+            "parallel.dp": dp, "zero.stage": 1, **setting,
             "precision.dtype": "bf16" if fast else "fp32", "optimizer.lr": lr if fast else 3e-3,
             "optimizer.warmup_steps": min(2000, steps // 20), "optimizer.min_lr": (lr if fast else 3e-3) / 10,
             "train.steps": steps, "train.global_batch_size": batch, "train.micro_batch_size": 1,
             "train.eval_every": max(1, min(1000, steps // 10)),
             "checkpoint.every": max(1, min(1000, steps // 10))}
-        if fits(values, int(limit_bytes * _ROOM)):
+        if fits(values, limit_bytes):
             return values
     raise InputError(f"--model {name} does not fit on {devices} devices of {show_bytes(limit_bytes)} by the "
                      "settings that threed init tries: give more --devices, or more --memory and then look "
@@ -78,6 +93,11 @@ def model_of(name: str) -> ModelConfig:
 
 _WORDS = {
     "model.name": "its sizes; single keys may be given beside it: seq_len: 2048",
+    "model.layers": "blocks", "model.hidden": "numbers of a token", "model.heads": "of attention",
+    "model.vocab": "tokens of the tokenizer that is trained on the data",
+    "model.seq_len": "tokens of a sequence",
+    "parallel.pp": "pipeline positions: the model is cut into as many parts",
+    "parallel.schedule": "of the pipeline; threed search compares them: zb-v, interleaved ...",
     "parallel.dp": "replicas; auto: what the number of devices leaves",
     "parallel.tp": "devices that share each layer: on one machine",
     "parallel.sequence_parallel": "what tp does not cut is cut by sequence",
@@ -113,5 +133,6 @@ def text(values: dict[str, Any], title: str, path: Path) -> str:
                 value, bool) else value
             given, word = f"  {key.split('.')[1]}: {shown}", _WORDS.get(key)
             lines.append(f"{given:<31} # {word}" if word else given)
-        lines += [f"  {_MORE[section]}"] if mine and section in _MORE else []
+        more = mine and section in _MORE and "parallel.pp" not in mine
+        lines += [f"  {_MORE[section]}"] if more else []
     return "\n".join(lines) + "\n"

@@ -24,6 +24,7 @@ from threed.prediction.beside import Priced
 from threed.prediction.cost import FILE as COSTS
 from threed.prediction.cost import device_of
 from threed.prediction.hardware import Hardware
+from threed.prediction.peak import Temporaries, temporaries_of
 from threed.prediction.verb import document
 from threed.program.instruction import COMPUTE, Instruction
 from threed.program.order import plan_links
@@ -78,15 +79,27 @@ class Content:
     @cached_property
     def attributed(self) -> list[dict[str, float]]:
         """Where the time of a predicted step goes: a row a position, seconds by cause."""
-        return attribute_walk(self.plan, self.priced.step.walk)
+        step = self.priced.step
+        rows, slower = attribute_walk(self.plan, step.walk), self.values["slower"]
+        return [{name: share if name == "bubble" else slower * share for name, share in row.items()}
+                for row in rows]
+
+    @cached_property
+    def temporaries(self) -> Temporaries:
+        return temporaries_of(self.plan)
 
     def kinds(self, position: int) -> tuple[dict[str, int], dict[str, list[int]]]:
         """Bytes on the device of a rank: what it holds all the time, and by kind what it keeps for a while,
-        [index of an instruction]."""
+        [index of an instruction]. Temporaries are below 0 where an instruction frees what its slots count
+        until its end."""
         row, by_kind = self.values["stages"][position], alive_bytes(self.plan, position).by_kind
         fixed = {name: row[f"{key}_bytes"] for name, key in (("parameters", "parameter"),
                  ("gradients", "gradient"), ("optimizer state", "optimizer"), ("buffers", "buffer"))}
-        return fixed, {kind: by_kind[kind] for kind in activations(self.plan.table) if kind in by_kind}
+        fixed["CUDA and NCCL"] = sum(row["peak"][f"{part}_bytes"] for part in ("context", "communicator"))
+        moving = {kind: by_kind[kind] for kind in activations(self.plan.table) if kind in by_kind}
+        moving["temporaries"] = [self.temporaries(item) if item.op in COMPUTE else 0
+                                 for item in self.plan.programs["train"][position]]
+        return fixed, moving
 
     # ---------------------------------------------------------------- timelines
 

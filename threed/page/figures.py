@@ -25,7 +25,8 @@ IDLE_COLOR = "#dfe2e6"
 CAUSE_COLORS = {"compute": "#4c78a8", "p2p_wait": "#72b7b2", "dp_wait": "#e45756", "optimizer": "#b279a2",
                 "offload": "#9d755d", "idle": IDLE_COLOR}
 FIXED_COLORS = {"parameters": "#4c78a8", "gradients": "#e45756", "optimizer state": "#b279a2",
-                "buffers": "#bab0ac"}
+                "buffers": "#bab0ac", "CUDA and NCCL": "#79706e"}
+OTHER_COLORS = {**FIXED_COLORS, "temporaries": "#a0c4a8"}
 ACTIVATION_COLORS = ("#f2cf5b", "#f58518", "#54a24b", "#83bcb6", "#d6a5c9", "#9ecae9", "#ff9da6", "#9d755d")
 LAYER_COLORS = ("#d8e5f3", "#c6d9ee")  # of units, by stage: even, odd
 END_COLOR = "#fbe3c8"  # of the first and the last unit
@@ -164,15 +165,15 @@ def _curve(content: Content, position: int) -> tuple[list[float], list[tuple[str
     times = [begun[index] for index in chosen]
     kinds = [(name, FIXED_COLORS[name], [float(size)] * len(chosen)) for name, size in fixed.items() if size]
     kinds += [(kind, _color(content, kind), [float(sizes[i]) for i in chosen])
-              for kind, sizes in moving.items() if max(sizes)]
+              for kind, sizes in moving.items() if any(sizes)]
     peak = max(range(len(chosen)), key=lambda at: total[chosen[at]]) if total else 0
     return times, kinds, peak
 
 
 def _color(content: Content, kind: str) -> str:
     """The colour of a kind of bytes: the same in all figures and at all positions."""
-    if kind in FIXED_COLORS:
-        return FIXED_COLORS[kind]
+    if kind in OTHER_COLORS:
+        return OTHER_COLORS[kind]
     place = activations(content.plan.table).index(kind)
     return ACTIVATION_COLORS[place % len(ACTIVATION_COLORS)]
 
@@ -195,7 +196,7 @@ def peaks(content: Content) -> Any:
         go.Bar(name=kind, x=[f"pp{p}" for p in range(len(rows))],
                y=unit.of([part.get(kind, 0.0) for part in parts]), marker_color=_color(content, kind),
                hovertemplate=f"{kind} %{{y:.3g}} {unit.name}<extra>%{{x}}</extra>")
-        for kind in (*FIXED_COLORS, *activations(content.plan.table))
+        for kind in (*FIXED_COLORS, *activations(content.plan.table), "temporaries")
         if any(part.get(kind) for part in parts)])
     figure.update_yaxes(ticksuffix=f" {unit.name}")
     return finish(figure, 280, barmode="stack", margin={"l": 80, "r": 24, "t": 44, "b": 36})

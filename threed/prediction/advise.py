@@ -13,8 +13,10 @@ from threed.prediction.beside import step
 from threed.prediction.cost import load_costs
 from threed.prediction.hardware import Hardware
 from threed.prediction.memory import at_stage
-from threed.prediction.transient import Transient, communicators, peak_bytes
-from threed.program.summary import fixed_bytes, stages
+from threed.prediction.peak import Peak, fullest, peaks
+from threed.prediction.peak import show as show_peak
+from threed.prediction.transient import Transient
+from threed.program.summary import stages
 from threed.quantity import show_bytes, show_seconds
 from threed.schema import ActivationConfig, Config, OffloadConfig
 from threed.texttable import render, wrapped
@@ -64,27 +66,26 @@ def change(config: Config, changes: Changes) -> Config:
 
 
 def measure(config: Config, hardware: Hardware, transient: Transient) -> dict[str, Any]:
-    """The most bytes that a rank holds, the most bytes that a rank sends over dp, and the time of a step.
-    `peak_bytes` is what a rank needs of a device's memory: `planned_bytes` for slots and buffers, then
-    temporaries of computation, and `taken_bytes` for CUDA and NCCL."""
+    """What the fullest rank needs of a device's memory (`peak_bytes`) and its parts: `fixed_bytes` and
+    `planned_bytes` for slots and buffers, and `taken_bytes` for CUDA and NCCL; the most bytes that a rank
+    sends over dp, and the time of a step. `peaks`: of each position."""
     plan = make_plan(config, make_pipeline(config))
-    rows, held = stages(plan), transient.of(plan)
-    taken = [hardware.taken_bytes(communicators(plan, position)) if config.run.device != "cpu" else 0
-             for position in range(len(rows))]
-    peaks = [fixed_bytes(row) + peak_bytes(plan, position, held) + taken[position]
-             for position, row in enumerate(rows)]
+    rows = stages(plan)
+    held = peaks(plan, hardware, transient.of(plan), rows)
+    most = fullest(held)
     cost = analytic_cost(plan, hardware, load_costs(config.parallel.costs) if config.parallel.costs else None)
-    return {"fixed_bytes": max(map(fixed_bytes, rows)),
-            "planned_bytes": max(fixed_bytes(row) + row["activation_peak_bytes"] for row in rows),
-            "taken_bytes": max(taken), "peak_bytes": max(peaks),
+    return {"fixed_bytes": most.fixed_bytes, "planned_bytes": most.fixed_bytes + most.activation_bytes,
+            "taken_bytes": most.taken_bytes, "peak_bytes": most.total,
+            "peaks": [row._asdict() for row in held],
             "dp_bytes": max(row["sent_bytes"]["dp"] for row in rows),
             "step_s": step(plan, cost, None if config.parallel.costs else hardware).total_s}
 
 
 def advise(config: Config, hardware: Hardware, memory: int | None = None,
            progress: Callable[[str], None] = lambda _: None) -> list[dict[str, Any]]:
-    """The config, then its neighbours: first those that fit into `memory` bytes, the fastest first, then the
-    others by peak."""
+    """The config, then its neighbours: first those that fit into `memory` bytes of a device, the fastest
+    first, then the others by peak."""
+    limit = None if memory is None else hardware.usable_bytes(memory)
     transient = Transient()
     progress("temporaries of each kind of unit")
     here = {"setting": "as configured", "changes": {}, **measure(config, hardware, transient)}
@@ -103,7 +104,7 @@ def advise(config: Config, hardware: Hardware, memory: int | None = None,
         except ThreedError:
             continue  # a limit in the config, such as activation_limit, refuses this neighbour
     for row in rows:
-        row["fits"] = memory is None or row["peak_bytes"] <= memory
+        row["fits"] = limit is None or row["peak_bytes"] <= limit
     rest = sorted(rows[1:], key=lambda row: (not row["fits"],
                                              row["step_s"] if row["fits"] else row["peak_bytes"]))
     return [here, *rest]
@@ -129,10 +130,7 @@ def show(rows: list[dict[str, Any]], memory: int | None = None, columns: int | N
     """The config's peak, then the rows as a table, which where there is room compares each setting with the
     config in words, too. `columns`: of a terminal, if it is to fit."""
     here = rows[0]
-    beside = here["peak_bytes"] - here["planned_bytes"] - here["taken_bytes"]
-    planned, taken = show_bytes(here["planned_bytes"]), show_bytes(here["taken_bytes"])
-    peak = (f"peak as configured: {planned} in slots and buffers, {show_bytes(max(beside, 0))} of "
-            f"temporaries, {taken} for CUDA and NCCL")
+    peak = show_peak([Peak(**row) for row in here["peaks"]])
     limited = memory is not None
     lines = render(("setting", "peak", "sends dp", "step", *["fits"] * limited), [
         (row["setting"], show_bytes(row["peak_bytes"]), show_bytes(row["dp_bytes"]),

@@ -15,6 +15,7 @@ from yaml import YAMLError
 
 from threed.errors import InputError
 from threed.mesh import GROUPS, Mesh
+from threed.words import nearest, same
 
 FOLDER = Path(__file__).parent.parent / "configs" / "hardware"
 DEFAULT, OF_CPUS = "a100-sxm", "cpu-core"
@@ -50,6 +51,8 @@ class Hardware:
     context_gb: float = 0.5  # GB of memory for CUDA and its libraries
     communicator_gb: float = 0.6  # GB of memory for a NCCL communicator (NVIDIA/nccl, issue 964: 0.54 GB for
     # 2 ranks of an A100 node, 0.69 GB for more)
+    free_share: float = 0.05  # share of a device's memory that stays free: an allocator loses some to
+    # fragmentation, and kernels use some inside
     # ---- links
     devices: int = 8  # of a node
     node_gbps: float = 2400.0  # Gbit/s that a device sends to others of its node
@@ -97,16 +100,26 @@ class Hardware:
         """Bytes of a device that are taken before a run asks for any, by so many communicators a rank."""
         return round((self.context_gb + communicators * self.communicator_gb) * 1e9)
 
+    @property
+    def memory_bytes(self) -> int:
+        """Of a device."""
+        return round(self.memory_gb * 1e9)
+
+    def usable_bytes(self, memory: int) -> int:
+        """Of so many bytes of a device's memory, those that may be in use at a peak."""
+        return round(memory * (1.0 - self.free_share))
+
     def peak(self, element: int) -> float:
         """FLOPs a second of products, at an element's bytes."""
         return 1e12 * (self.tflops if element < 4 else self.tflops_fp32)
 
 
 _NAMES = tuple(item.name for item in fields(Hardware))
+NUMBERS = tuple(name for name in _NAMES if name != "name")
 _MAY_BE_0 = ("attention_passes", "contention", "half_dim", "exponential_ns", "kernel_us", "launch_us",
-             "host_us", "node_us", "adapter_us", "context_gb", "communicator_gb", "dollars")
+             "host_us", "node_us", "adapter_us", "context_gb", "communicator_gb", "free_share", "dollars")
 SHARES = ("efficiency", "contention", "attention_efficiency", "memory_efficiency", "node_efficiency",
-          "adapter_efficiency")
+          "adapter_efficiency", "free_share")
 
 
 def names() -> list[str]:
@@ -116,12 +129,16 @@ def names() -> list[str]:
 
 def load(name: str) -> Hardware:
     """A hardware file by its name in configs/hardware, or by its path."""
-    path = FOLDER / f"{name}.yaml" if name in names() else Path(name)
+    own = name in names() or not Path(name).exists()
+    path = FOLDER / f"{known}.yaml" if own and (known := same(name, names())) else Path(name)
     try:
         values = OmegaConf.to_container(OmegaConf.load(path))
     except FileNotFoundError:
-        raise InputError(f"hardware={name}: there is no such file, and threed has none of this name; it has "
-                         f"{', '.join(names())}") from None
+        near = nearest(name, names(), 0.7)
+        meant = f"; did you mean {near}?" if near else "."
+        raise InputError(f"hardware={name}: there is no such file, and threed has none of this name{meant} "
+                         f"There are {', '.join(names())}; threed calibrate -o my.yaml measures a machine, "
+                         "or change single numbers of one of them: a100-sxm,memory_gb=24") from None
     except (OSError, ValueError, OmegaConfBaseException, YAMLError) as error:
         raise InputError(f"hardware={name}: {path} cannot be read: {error}") from None
     if not isinstance(values, dict):

@@ -8,47 +8,55 @@ from typing import Any
 
 from threed.mesh import AXES
 from threed.prediction.beside import Priced, step
+from threed.prediction.hardware import Hardware
+from threed.prediction.peak import Peak, peaks, temporaries_of
+from threed.prediction.peak import show as show_peak
 from threed.program.buffers import buffers
 from threed.program.effects import Form
 from threed.program.instruction import COMPUTE, Op
 from threed.program.link import Links, joined, links_of
 from threed.program.order import plan_links, simulated
 from threed.program.show import timeline
-from threed.program.summary import activations, alive_bytes, fixed_bytes, stage
+from threed.program.summary import stages
 from threed.program.table import SNAPSHOT, VERIFY, Plan
 from threed.program.walk import Cost, Mode, Walk, walk
 from threed.quantity import show_bytes, show_count, show_seconds
-from threed.texttable import render
+from threed.texttable import render, wrapped
 
 SAMPLES = 50  # points of memory over time
 
 
-def report(priced: Priced, verify_every: int = 0) -> dict[str, Any]:
+def report(priced: Priced, machine: Hardware, verify_every: int = 0) -> dict[str, Any]:
     """The document of `threed predict --json`.
 
-    Times are of one train step, and bytes of one rank of a position, by tier: device, host, disk.
+    Times are of one train step, and bytes of one rank of a position, by tier: device, host, disk; on a
+    device, `peak_bytes` are those of `prediction.peak`, and `peak` says what they are made of.
+    A position is busy while it computes, by the clock: where ranks share processors, each takes longer.
     Offloaded values keep their memory on the host and on disk all the time. `exposed_transfer_s`: how much
     longer the step is than if moves between tiers were free. `verify`: how much longer a step takes that is
     computed twice, and a step on average (without checksums)."""
     plan, cost = priced.plan, priced.cost
-    table, programs = plan.table, plan.programs["train"]
     links = plan_links(plan, "train")
     seconds, (when, total) = priced.seconds, priced.step
+    from threed.prediction.transient import working  # torch
+
+    held, temporaries = stages(plan), temporaries_of(plan)
+    slower = total / when.total_s if when.total_s else 1.0  # ranks that share processors take turns
     rows = []
-    for position in range(len(programs)):
-        alive = alive_bytes(plan, position)
-        held = stage(plan, position, alive)
+    for position, peak in enumerate(peaks(plan, machine, temporaries, held)):
         took = [end - start for start, end in zip(when.start[position], when.end[position], strict=True)]
-        busy = sum(_seconds(links[position], took, _works))
-        kept, fixed = alive.total(*activations(table)), fixed_bytes(held)
+        busy = slower * sum(_seconds(links[position], took, _works))
+        kept, mine = working(plan, position, temporaries), held[position]
         rows.append({
             "bubble": max(0.0, 1.0 - busy / total) if total else 0.0, "busy_s": busy,
-            "peak_bytes": {"device": fixed + max(kept, default=0), "disk": held["disk_bytes"],
-                           "host": held["host_bytes"] + held["snapshot_bytes"]},
+            "peak_bytes": {"device": peak.total, "disk": mine["disk_bytes"],
+                           "host": mine["host_bytes"] + mine["snapshot_bytes"]},
+            "peak": peak._asdict(),
             "transfer_s": _transfers(links[position], seconds[position]),
-            "memory": [{"seconds": when.start[position][i], "device": fixed + kept[i]}
+            "memory": [{"seconds": slower * when.start[position][i],
+                        "device": peak.fixed_bytes + kept[i] + peak.taken_bytes}
                        for i in highest(kept, SAMPLES)],
-            **held,
+            **mine,
         })
     bubble = sum(row["bubble"] for row in rows) / len(rows)
     free_s = total
@@ -57,7 +65,7 @@ def report(priced: Priced, verify_every: int = 0) -> dict[str, Any]:
                       priced.hardware).total_s
     return {"step_time": total, "bubble": bubble, "exposed_transfer_s": total - free_s,
             "costs": priced.source, "digest": plan.digest,
-            "checkpoint": _checkpoint(plan, cost, when), "stages": rows,
+            "checkpoint": _checkpoint(plan, cost, when), "stages": rows, "slower": slower,
             **_verifying(plan, cost, verify_every)}
 
 
@@ -142,15 +150,13 @@ def _idle(values: dict[str, Any]) -> str:
     return "bubble" if len(values["stages"]) > 1 else "exposed traffic"
 
 
-def _too_much(values: dict[str, Any]) -> Iterator[str]:
-    """A warning where a position takes more than the memory of a device."""
-    peaks = [row["peak_bytes"]["device"] for row in values["stages"]]
-    most, has = max(peaks), values.get("memory_bytes", float("inf"))
-    if most > has:
-        room = show_bytes(has)
-        yield (f"warning: a rank of pp{peaks.index(most)} needs {show_bytes(most)}, more than the {room} of "
-               f"a device; threed check --memory {room.replace(' ', '')} looks for settings that fit, threed "
-               "search for another mesh")
+def _peaks(values: dict[str, Any], columns: int | None) -> Iterator[str]:
+    """What the highest peak is made of, and a warning where a device has not that much."""
+    yield wrapped(show_peak([Peak(**row["peak"]) for row in values["stages"]]), columns)
+    if values.get("too_much"):
+        room = show_bytes(values["memory_bytes"]).replace(" ", "")
+        yield (f"warning: {values['too_much']}; threed check --memory {room} looks for settings that fit, "
+               "threed search for another mesh")
 
 
 def show(values: dict[str, Any], columns: int | None = None) -> str:
@@ -159,14 +165,19 @@ def show(values: dict[str, Any], columns: int | None = None) -> str:
     for position, row in enumerate(values["stages"]):
         peak, moving = row["peak_bytes"]["device"], row["activation_peak_bytes"]
         rows.append((f"pp{position}", show_seconds(row["busy_s"]), f"{row['bubble']:.1%}", show_bytes(peak),
-                     show_bytes(peak - moving), show_bytes(moving),
+                     show_bytes(row["peak"]["fixed_bytes"]), show_bytes(moving),
                      *(show_bytes(row["sent_bytes"][axis]) for axis in AXES)))
+    usual = "(by default; for another machine --hardware NAME|FILE, for this one's processors run.device=cpu)"
     lines = [f"costs: {values['costs']}",
+             *([usual] if values.get("default_hardware") and not values.get("processors") else []),
              f"step {show_seconds(values['step_time'])}, {_idle(values)} {values['bubble']:.1%}"
              + "".join(f", {text}" for text in _speeds(values)),
              render(("a rank of", "busy", "bubble", "peak", "fixed", "activations",
                      *(f"sends {axis}" for axis in AXES)), rows, columns)]
-    lines += _too_much(values)
+    lines += _peaks(values, columns)
+    if values["slower"] > 1:
+        lines.append(f"{values['devices']} ranks share {values['processors']} processors: what one computes "
+                     f"takes {values['slower']:.1f} times as long, which is no bubble")
     for position, row in enumerate(values["stages"]):
         if row["moved_bytes"]:
             links = ", ".join(f"{lane} {show_bytes(size)} in {show_seconds(row['transfer_s'].get(lane, 0.0))}"

@@ -20,7 +20,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from threed.comm import Comm, initialized
-from threed.mesh import GROUPS
 from threed.models.spec import Cost
 from threed.models.tiling import layers_of, share_of, together
 from threed.pipeline.run import PipelineRun, built
@@ -32,7 +31,6 @@ from threed.program.instruction import COMPUTE, PARAMETER_KINDS, Instruction, Op
 from threed.program.link import Program
 from threed.program.summary import activations, alive_bytes
 from threed.program.table import Plan, Table
-from threed.program.walk import channels
 from threed.schema import Config
 from threed.slots import Slots
 from threed.tensor.alive import Alive
@@ -170,20 +168,17 @@ def peak_bytes(plan: Plan, position: int, transient: Callable[[Instruction], int
 
 
 def _peak(plan: Plan, position: int, name: str, transient: Callable[[Instruction], int]) -> int:
+    return max(working(plan, position, transient, name), default=0)
+
+
+def working(plan: Plan, position: int, transient: Callable[[Instruction], int],
+            name: str = "train") -> list[int]:
+    """Bytes of activations and temporaries of a position at each instruction of a program."""
     by_kind = alive_bytes(plan, position, name).by_kind
     rows = [by_kind[kind] for kind in activations(plan.table) if kind in by_kind]
     held = map(sum, zip(*rows, strict=True)) if rows else repeat(0)
-    return max((size + (transient(item) if item.op in COMPUTE else 0)
-                for size, item in zip(held, plan.programs[name][position], strict=False)), default=0)
-
-
-def communicators(plan: Plan, position: int) -> int:
-    """Communicators of a rank: its groups of several ranks, and its channels to other positions."""
-    mesh = make_mesh(config_of(plan))
-    rank = mesh.group("pp", 0)[position]
-    groups = sum(bool(row.lane) and row.needed(mesh) and len(mesh.group(name, rank)) > 1
-                 for name, row in GROUPS.items())
-    return groups + sum(position in ends for *ends, _ in channels(plan.programs["train"]))
+    return [size + (transient(item) if item.op in COMPUTE else 0)
+            for size, item in zip(held, plan.programs[name][position], strict=False)]
 
 
 class _Alone(Comm):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,30 +14,43 @@ from threed.prediction.analytic import cost as analytic_cost
 from threed.prediction.beside import Priced
 from threed.prediction.cost import device_of, read_costs
 from threed.prediction.hardware import DEFAULT, OF_CPUS, Hardware
+from threed.prediction.peak import Peak, memory_of, too_much
 from threed.prediction.report import report
 from threed.prediction.transfer import transferred
 from threed.program.table import Plan
+from threed.quantity import parse_count
 from threed.schema import Config
 
 
 def predict(what: Config | Plan, hardware: str = "", costs: str | Path | None = None,
-            tokens: float | None = None) -> dict[str, Any]:
+            tokens: float | str | None = None) -> dict[str, Any]:
     """Predict a step by walking the plan with a clock.
 
     `hardware` is what `threed predict --hardware` takes: a name of configs/hardware or a file, and then
     single numbers ("h100-sxm,adapter_gbps=200"); the default is an A100, or a CPU core where run.device=cpu.
     `costs`: the folder or the costs.json of a run, whose measured seconds replace the prices of kernels; of a
     run with another mesh, micro-batch size or schedule (its folder) they are scaled by these prices.
-    `tokens`: how many to train on, for `training`: days, device-hours, dollars.
+    `tokens`: how many to train on ("15T"), for `training`: days, device-hours, dollars.
 
     Returns the document of `threed predict --json`: `step_time` in seconds, `bubble` as a share of it, and
-    `stages`, a row a pipeline position (`peak_bytes` by tier, `busy_s`, `sent_bytes` by axis);
-    `memory_bytes`: of a device. Raises InputError, also for a wrong `hardware` or `costs`.
+    `stages`, a row a pipeline position (`peak_bytes` by tier, `peak`: what it is made of, `busy_s`,
+    `sent_bytes` by axis); `memory_bytes`: of a device; `too_much`: why that is too little, or
+    None. Raises InputError, also for a wrong `hardware` or `costs`.
 
     >>> threed.predict(threed.load("configs/toy.yaml"), "h100-sxm")["step_time"]
     """
     machine, step = priced(planned(what), hardware, costs)
-    return document(step, machine, tokens)
+    return {**document(step, machine, parse_tokens(tokens)),
+            "default_hardware": not hardware and costs is None}
+
+
+def parse_tokens(tokens: float | str | None) -> float | None:
+    """A number of tokens, or its text: "15T". InputError where it is none, or below 1."""
+    check_type("tokens", tokens, (int, float, str, None), 'a number of tokens, such as 15e12 or "15T"')
+    count = parse_count(tokens) if isinstance(tokens, str) else tokens
+    if count is not None and not 1 <= count < math.inf:
+        raise InputError(f"tokens={tokens}: give a number of at least 1, such as 15e12 or 15T")
+    return count
 
 
 def priced(plan: Plan, hardware: str, costs: str | Path | None) -> tuple[Hardware, Priced]:
@@ -57,9 +71,12 @@ def priced(plan: Plan, hardware: str, costs: str | Path | None) -> tuple[Hardwar
 def document(step: Priced, machine: Hardware, tokens: float | None = None) -> dict[str, Any]:
     """What `predict` returns."""
     config = config_of(step.plan)
-    values = report(step, config.run.verify_every)
-    if config.run.device != "cpu":  # the ranks of a CPU share its memory
-        values["memory_bytes"] = round(machine.memory_gb * 1e9)
+    values = report(step, machine, config.run.verify_every)
+    memory, held = memory_of(machine, config), [Peak(**row["peak"]) for row in values["stages"]]
+    values |= {"memory_bytes": memory, "usable_bytes": machine.usable_bytes(memory),
+               "too_much": too_much(held, machine, memory)}
+    if machine.waits:
+        values["processors"] = machine.devices
     return {**values, **_speed(config, machine, values["step_time"], tokens)}
 
 

@@ -1,0 +1,49 @@
+"""Fit: whether a plan fits into a device, and which other settings do. What `threed check` says with
+--memory, --hardware and --advise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from threed.prediction import advise as advising
+from threed.prediction import peak
+from threed.prediction.hardware import DEFAULT, OF_CPUS, Hardware
+from threed.prediction.transient import Transient
+from threed.schema import Config
+from threed.texttable import wrapped
+
+
+class Asked(NamedTuple):
+    """`hardware`: as `predict` takes it; "": the default, whose memory is no limit. `memory`: bytes of a
+    device; None: the hardware's. `columns`: of a terminal, if what is printed is to fit."""
+
+    hardware: str
+    memory: int | None
+    advise: bool
+    columns: int | None = None
+
+
+def fit(config: Config, asked: Asked, progress: Callable[[str], None]) -> tuple[dict[str, Any], list[str],
+                                                                               str | None]:
+    """Values for the document of `check`, texts to print, and why the config does not fit (None: it does, or
+    there is no limit)."""
+    machine = Hardware.parse(asked.hardware, OF_CPUS if config.run.device == "cpu" else DEFAULT)
+    limit = asked.memory if asked.memory is not None else (
+        peak.memory_of(machine, config) if asked.hardware else None)
+    values, texts = {}, []
+    if asked.advise:
+        rows = advising.advise(config, machine, limit, progress)
+        values["advice"], held = rows, [peak.Peak(**row) for row in rows[0]["peaks"]]
+        texts.append(advising.show(rows, limit, asked.columns))
+    else:
+        held = [peak.Peak(**row) for row in advising.measure(config, machine, Transient())["peaks"]]
+        texts.append(wrapped(peak.show(held), asked.columns))
+    if limit is None:
+        return values, texts, None
+    small = peak.too_much(held, machine, limit)
+    if small is None:
+        texts[-1] += f"\n{peak.room(held, machine, limit)}"
+    elif not asked.advise:
+        small += "; --advise looks for settings that fit, threed search for another mesh"
+    return {**values, **peak.document(held, machine, limit)}, texts, small

@@ -1,0 +1,128 @@
+"""Peak: what a rank needs of its device's memory. `predict`, `check`, `search`, `init` and the page all ask
+here, so that one plan on one machine has one peak.
+
+    peak = fixed      parameters, gradients, optimizer state, buffers: all the time
+         + working    activations, and temporaries inside an instruction, when the two together are most
+         + taken      CUDA and its libraries, and the buffers of each NCCL communicator
+
+A device must have more: `Hardware.free_share` of its memory stays free, for what the allocator loses to
+fragmentation, and what a kernel uses inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from threed.mesh import GROUPS
+from threed.planned import config_of
+from threed.planner import make_mesh
+from threed.prediction.hardware import Hardware
+from threed.program.instruction import Instruction
+from threed.program.summary import fixed_bytes, stages
+from threed.program.table import Plan
+from threed.program.walk import channels
+from threed.quantity import show_bytes
+from threed.schema import Config
+
+Temporaries = Callable[[Instruction], int]  # bytes of an instruction beside all slots
+
+
+class Peak(NamedTuple):
+    """Bytes of a rank of one position when it needs most."""
+
+    position: int
+    fixed_bytes: int
+    activation_bytes: int  # the most of activations alone
+    working_bytes: int  # the most of activations and temporaries together
+    context_bytes: int  # for CUDA and its libraries
+    communicators: int
+    communicator_bytes: int  # of all communicators
+
+    @property
+    def taken_bytes(self) -> int:
+        return self.context_bytes + self.communicator_bytes
+
+    @property
+    def total(self) -> int:
+        return self.fixed_bytes + self.working_bytes + self.taken_bytes
+
+
+def peaks(plan: Plan, machine: Hardware, temporaries: Temporaries | None = None,
+          rows: list[dict[str, Any]] | None = None) -> list[Peak]:
+    """The peak of each position. `temporaries`, `rows` (of `summary.stages`): where they are known already.
+    """
+    from threed.prediction.transient import peak_bytes  # torch
+
+    held, of_device = temporaries or temporaries_of(plan), config_of(plan).run.device != "cpu"
+    found = []
+    for position, row in enumerate(stages(plan) if rows is None else rows):
+        count = communicators(plan, position)
+        context, opened = (machine.taken_bytes(0), machine.taken_bytes(count)) if of_device else (0, 0)
+        found.append(Peak(position, fixed_bytes(row), row["activation_peak_bytes"],
+                          peak_bytes(plan, position, held), context, count, opened - context))
+    return found
+
+
+def temporaries_of(plan: Plan) -> Temporaries:
+    """Bytes that an instruction of the train step holds beside all slots."""
+    from threed.prediction.transient import Transient  # torch
+
+    return Transient().of(plan)
+
+
+def communicators(plan: Plan, position: int) -> int:
+    """Communicators of a rank: its groups of several ranks, and its channels to other positions."""
+    mesh = make_mesh(config_of(plan))
+    rank = mesh.group("pp", 0)[position]
+    groups = sum(bool(row.lane) and row.needed(mesh) and len(mesh.group(name, rank)) > 1
+                 for name, row in GROUPS.items())
+    return groups + sum(position in ends for *ends, _ in channels(plan.programs["train"]))
+
+
+def fullest(rows: list[Peak]) -> Peak:
+    """Of the position that needs most."""
+    return max(rows, key=lambda row: row.total)
+
+
+def too_much(rows: list[Peak], machine: Hardware, memory: int) -> str | None:
+    """Why a plan does not fit into so many bytes of a device; None where it does."""
+    most, usable = fullest(rows), machine.usable_bytes(memory)
+    if most.total <= usable:
+        return None
+    return (f"a rank of pp{most.position} needs {show_bytes(most.total)}, more than the {show_bytes(usable)} "
+            f"that may be in use of a device's {show_bytes(memory)} ({machine.free_share:.0%} stay free: "
+            "free_share of --hardware)")
+
+
+def memory_of(machine: Hardware, config: Config) -> int:
+    """Bytes that a rank can have: of its device; on a CPU, of the machine, which its ranks share."""
+    return machine.memory_bytes * (machine.devices if config.run.device == "cpu" else 1)
+
+
+def room(rows: list[Peak], machine: Hardware, memory: int) -> str:
+    """How much of a device a plan that fits leaves."""
+    usable = machine.usable_bytes(memory)
+    return (f"fits: {show_bytes(usable - fullest(rows).total)} less than the {show_bytes(usable)} that may "
+            f"be in use of a device's {show_bytes(memory)}")
+
+
+def show(rows: list[Peak]) -> str:
+    """What the peak of the fullest position is made of."""
+    most = fullest(rows)
+    many = "communicators" if most.communicators != 1 else "communicator"
+    beside = most.working_bytes - most.activation_bytes
+    # Below 0 where what needs temporaries frees more of the activations than these take.
+    moving = ([(most.activation_bytes, "of activations"), (beside, "of temporaries beside them")]
+              if beside >= 0 else [(most.working_bytes, "of activations and temporaries")])
+    terms = [(most.fixed_bytes, "fixed"), *moving, (most.context_bytes, "for CUDA"),
+             (most.communicator_bytes, f"for {most.communicators} NCCL {many}")]
+    parts = [f"{show_bytes(size)} {what}" for size, what in terms if size]
+    return f"peak of pp{most.position}: {show_bytes(most.total)} = {' + '.join(parts)}"
+
+
+def document(rows: list[Peak], machine: Hardware, memory: int) -> dict[str, Any]:
+    """The same of all positions, for `--json`."""
+    return {"memory_bytes": memory, "usable_bytes": machine.usable_bytes(memory),
+            "fits": too_much(rows, machine, memory) is None,
+            "peaks": [{"peak_bytes": row.total, **row._asdict()} for row in rows]}

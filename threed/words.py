@@ -1,0 +1,173 @@
+"""Words that newcomers and other tools have for what threed has, or has not: of keys, commands and machines.
+For errors about names that are not known; `synonyms` has the keys of single frameworks."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+# (what to say, words): of the last part of a key, in lower case with _ for -
+_SAYINGS = (
+    ("use train.global_batch_size (sequences of a step, over all devices) or train.micro_batch_size (of one"
+     " forward)",
+     "batch batch_size bs bsz train_batch_size batchsize per_device_batch_size device_batch_size "
+     "per_device_train_batch_size batch_size_per_gpu micro_batch local_batch_size"),
+    ("threed counts steps: use train.steps; an epoch has tokens / (train.global_batch_size x model.seq_len)"
+     " of them (threed data CONFIG counts tokens)",
+     "epoch epochs num_epochs n_epochs max_epochs num_train_epochs train_epochs nepochs"),
+    ("no key: devices are parallel.dp x tp x pp, and parallel.dp=auto is what tp and pp leave of them; "
+     "commands that only plan take --devices N",
+     "gpu gpus num_gpus n_gpus ngpus gpu_count devices num_devices n_devices device_count world_size nproc "
+     "nproc_per_node num_processes ranks num_ranks gpus_per_node num_workers_per_node"),
+    ("no key: NNODES, NODE_RANK and MASTER_ADDR in the environment say which machine this is; commands that"
+     " only plan take --devices N, the devices of all",
+     "node nodes num_nodes n_nodes nnodes machines num_machines"),
+    ("threed has no context parallelism: parallel.tp with parallel.sequence_parallel=true cuts the sequence"
+     " outside of attention, and activation.policy=full or activation.offload=cpu save memory",
+     "cp cp_size context_parallel context_parallel_size context_parallel_degree ring_attention ulysses "
+     "sequence_parallel_size sp_size"),
+    ("threed has no experts (MoE), so no expert parallelism: every block is dense, see parallel.tp, pp, dp",
+     "ep ep_size expert_parallel expert_parallel_size expert_parallel_degree expert experts num_experts "
+     "n_experts n_routed_experts num_local_experts moe top_k_experts num_experts_per_tok"),
+    ("threed compiles pieces of blocks (model.fused=auto), not whole models",
+     "compile torch_compile use_compile"),
+    ("no key: gradients are added up over train.global_batch_size / (train.micro_batch_size x parallel.dp) "
+     "micro-batches",
+     "grad_accum grad_accum_steps grad_acc grad_acc_steps accumulation_steps accumulate "
+     "accumulate_grad_batches gradient_accumulation gradient_accumulation_steps accum_steps"),
+    ("use train.steps",
+     "max_steps num_steps n_steps total_steps max_iters num_iters iters iterations num_iterations "
+     "training_steps train_steps num_train_steps num_training_steps max_train_steps total_iters"),
+    ("use model.layers",
+     "n_layer n_layers num_layer nlayers nlayer num_layers depth num_blocks n_blocks blocks "
+     "num_hidden_layers"),
+    ("use model.hidden",
+     "d_model dmodel n_embd n_embed embed_dim embedding_dim embedding_size emb_dim hidden_dim hidden_size "
+     "dim width model_dim n_hidden"),
+    ("use model.heads",
+     "n_head n_heads nhead nheads num_heads attention_heads num_attention_heads"),
+    ("use model.kv_heads",
+     "n_kv_head n_kv_heads num_kv_heads num_key_value_heads num_query_groups"),
+    ("use model.head_dim",
+     "head_size d_head d_k kv_channels"),
+    ("use model.ffn_hidden",
+     "d_ff ff_dim ffn_dim n_inner mlp_dim mlp_hidden intermediate_size ffn_hidden_size ffn_size"),
+    ("use model.vocab",
+     "vocab_size n_vocab vocabulary vocabulary_size num_tokens padded_vocab_size"),
+    ("use model.seq_len",
+     "max_seq_len max_seq_length seq_length sequence_length seqlen block_size context context_length "
+     "context_len context_size ctx_len n_ctx n_positions max_length max_position_embeddings max_tokens "
+     "window"),
+    ("use model.fused=auto (on a GPU attention is fused anyway; run.attention_backend chooses its kernel)",
+     "flash flash_attn flash_attention use_flash_attn use_flash_attention attn_implementation"),
+    ("use optimizer.lr",
+     "learning_rate max_lr base_lr peak_lr initial_lr max_learning_rate learningrate"),
+    ("use optimizer.min_lr",
+     "min_learning_rate final_lr end_lr lr_min"),
+    ("use optimizer.warmup_steps",
+     "warmup warmup_iters warmup_ratio num_warmup_steps lr_warmup_steps lr_warmup_iters"),
+    ("use optimizer.schedule",
+     "lr_scheduler scheduler lr_schedule lr_scheduler_type lr_decay_style"),
+    ("use optimizer.betas, such as [0.9,0.95]",
+     "beta beta1 beta2 adam_beta1 adam_beta2"),
+    ("use optimizer.clip_grad",
+     "grad_clip max_grad_norm gradient_clip gradient_clip_val clip clip_grad_norm grad_norm_clip max_norm"),
+    ("use optimizer.weight_decay",
+     "wd decay"),
+    ("use precision.dtype",
+     "bf16 fp16 half amp mixed_precision torch_dtype"),
+    ("use activation.policy=full (or selective)",
+     "gradient_checkpointing grad_checkpointing checkpoint_activations activation_checkpointing recompute "
+     "remat recompute_activations"),
+    ("use parallel.tp",
+     "tensor_parallel tp_size tensor_parallel_size model_parallel model_parallel_size"),
+    ("use parallel.pp",
+     "pipeline_parallel pp_size pipeline_parallel_size num_stages pipeline_stages"),
+    ("use parallel.dp",
+     "data_parallel dp_size ddp data_parallel_size replicas num_replicas"),
+    ("use zero.stage=3",
+     "fsdp fully_sharded fully_shard"),
+    ("use zero.stage",
+     "zero_stage"),
+    ("use data.source",
+     "dataset datasets data_path data_dir train_data dataset_path dataset_name train_file data_file corpus "
+     "train_files"),
+    ("use run.dir",
+     "out_dir output_dir save_dir log_dir output exp_dir logdir checkpoint_dir ckpt_dir"),
+    ("use train.eval_every",
+     "eval_interval eval_steps val_interval eval_freq val_check_interval"),
+    ("use train.eval_batches",
+     "eval_iters val_batches limit_val_batches"),
+    ("use checkpoint.every",
+     "save_interval save_steps save_every checkpoint_interval ckpt_every save_freq checkpoint_every"),
+    ("use checkpoint.keep",
+     "save_total_limit max_checkpoints keep_last"),
+    ("use train.resume",
+     "resume_from resume_from_checkpoint load_from init_from"),
+    ("use monitor.console_every",
+     "log_interval log_every logging_steps print_every log_freq"),
+    ("no key: tokens are read from mapped files, which needs no workers",
+     "num_workers dataloader_workers dataloader_num_workers"),
+)
+_WORDS = {word: saying for saying, words in _SAYINGS for word in words.split()}
+
+# (what to call, words in place of a command)
+_CALLS = (
+    ("threed train RUN goes on from the newest checkpoint of a run (so does threed train CONFIG, with the "
+     "same run.dir)",
+     "resume"),
+    ("threed train RUN goes on from the newest checkpoint of a run",
+     "continue restart"),
+    ("threed train CONFIG trains",
+     "run start fit pretrain launch finetune fine-tune sft"),
+    ("threed eval RUN",
+     "evaluate test val validate-model perplexity"),
+    ("threed generate RUN --prompt TEXT",
+     "infer inference sample chat complete"),
+    ("threed check CONFIG, or threed show CONFIG",
+     "validate verify lint plan dry-run"),
+    ("threed predict CONFIG",
+     "estimate simulate profile cost benchmark bench"),
+    ("threed search CONFIG --devices N",
+     "tune autotune optimize plan-search"),
+    ("threed report CONFIG|RUN",
+     "plot draw view visualize dashboard"),
+    ("threed runs FOLDER",
+     "ls list status ps"),
+    ("threed data CONFIG",
+     "tokenize preprocess prepare download"),
+    ("threed init FILE",
+     "new create config quickstart"),
+    ("threed --help, and threed COMMAND --help",
+     "help"),
+    ("threed --version",
+     "version"),
+)
+COMMANDS = {word: call for call, words in _CALLS for word in words.split()}
+
+def meant(key: str) -> str | None:
+    """What to use in place of a key that threed has not, by its last part, or that there is no such thing;
+    None where nothing is known of it."""
+    return _WORDS.get(key.lstrip("-").rpartition(".")[2].lower().replace("-", "_"))
+
+
+def nearest(name: str, names: Iterable[str], least: float = 0.5) -> str | None:
+    """The name that is most like `name`: one of which it is a part, one that begins with the same word, or
+    else by its letters."""
+    names = sorted(names)
+    plain = {_plain(each): each for each in reversed(names)}
+    mine = _plain(name)
+    parts = [each for text, each in plain.items() if mine and (mine in text or text in mine)]
+    parts = sorted(parts, key=len) or [each for text, each in plain.items()
+                                       if text.partition("-")[0] == mine.partition("-")[0]]
+    near = [plain[text] for text in difflib.get_close_matches(mine, list(plain), 1, least)]
+    return next(iter(parts or near), None)
+
+
+def same(name: str, names: Iterable[str]) -> str | None:
+    """The name that differs from `name` in capitals, spaces and underscores alone."""
+    return next((each for each in names if _plain(each) == _plain(name)), None)
+
+
+def _plain(name: str) -> str:
+    return name.strip().lower().replace("_", "-").replace(" ", "-")

@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 from threed import cli, options
 from threed.config import find_file, for_devices
 from threed.errors import InputError
-from threed.planned import no_run, save_config
 from threed.prediction.hardware import load as hardware
 from threed.prediction.verb import parse_tokens
 from threed.quantity import parse_count, parse_parameters
@@ -165,20 +164,6 @@ def test_hardware_names(name, message):
     with pytest.raises(InputError, match=message):
         hardware(name)
     assert hardware("H100_SXM") == hardware("h100 sxm") == hardware("h100-sxm")
-
-
-def test_what_is_no_run(tmp_path):
-    """compare of the folder that holds runs, trace of a YAML."""
-    from threed.config import load
-
-    for name in ("a", "b"):
-        assert not save_config(load(TOY, [f"run.dir={tmp_path / name}"]))
-    both = f"{tmp_path / 'a'}, {tmp_path / 'b'}"
-    assert f"holds runs, and is none itself: give one of {both}" in str(no_run(tmp_path))
-    assert f"give its folder, {tmp_path / 'a'}" in str(no_run(tmp_path / "a" / "config.json"))
-    assert "such as runs/toy" in str(no_run(find_file(TOY)))
-    for words in (("compare", TOY), ("trace", TOY), ("eval", TOY)):
-        assert "is a config, and not the folder of a run" in str(run(*words).exception)
 
 
 # ---------------------------------------------------------------- numbers

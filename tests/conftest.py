@@ -15,6 +15,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("WANDB_SILENT", "true")
+os.environ.pop("COLUMNS", None)  # what is printed here has no terminal to fit
 
 import pytest
 

@@ -35,8 +35,6 @@ app = typer.Typer(
          "A run is one YAML file and dotted overrides: threed train configs/toy.yaml train.steps=20 "
          "parallel.pp=4. configs/reference.yaml lists every key with its default and meaning.",
 )
-WIDE = 160  # columns of what `show` draws into a file or a pipe
-
 
 
 def _version(value: bool) -> None:
@@ -88,7 +86,7 @@ def show(context: typer.Context, config: of.ConfigPath, overrides: of.Overrides 
         return
     document = json.dumps(api.show_document(plan, rank, program, units), indent=1) if as_json else None
     # Raises for bad input before a file is written.
-    text = document or api.show(plan, rank, program, units, terminal() or WIDE)
+    text = document or api.show(plan, rank, program, units, terminal())
     if svg is not None:
         write_file("--svg", svg, picture(plan, program))
     print(text)

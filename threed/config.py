@@ -191,8 +191,6 @@ def find_file(path: str | Path) -> Path:
     path = Path(path)
     if path.is_file():
         return path
-    if (path / "config.json").is_file():
-        raise InputError(f"{path} is the folder of a run; give its config, {path / 'config.json'}")
     if path.exists():
         inside = [path / name for name in ("config.json", "config.yaml") if (path / name).is_file()]
         kind = "the folder of a run" if inside else "not a file"

@@ -29,7 +29,7 @@ def to_train(given: str | Path, overrides: Sequence[str] | None) -> tuple[Path, 
     file = next((path / name for name in (CONFIG, IMPORT) if (path / name).is_file()), None)
     if file is None or not _is_run(path):
         raise no_run(path, "a YAML config, or the folder of a run", f", and train.resume={path}")
-    return file, [f"run.dir={json.dumps(str(path))}", "train.resume=auto", *own]
+    return file, [f"run.dir={json.dumps(str(path).replace('$', '$$'))}", "train.resume=auto", *own]
 
 
 def as_run(given: str | Path) -> Path:

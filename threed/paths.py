@@ -1,4 +1,5 @@
-"""Paths: what `~` and `$NAME` in a path stand for. One function, for every key that holds a path.
+"""Paths: what `~` and `$NAME` in a path stand for, and `$$` for a `$`. One function, for every key that holds
+a path.
 
 A path is relative to the folder in which the command runs. Addresses of a store (s3://BUCKET/RUN) are left as
 they are.
@@ -14,7 +15,7 @@ from typing import Any
 from threed.address import is_store
 from threed.errors import InputError
 
-VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")
+VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\}|\$)")
 
 
 def expanded(text: str) -> str:
@@ -24,6 +25,8 @@ def expanded(text: str) -> str:
 
     def value(match: re.Match[str]) -> str:
         name = match[1] or match[2]
+        if name is None:
+            return "$"
         if name not in os.environ:
             raise ValueError(f"the environment has no variable {name}")
         return os.environ[name]

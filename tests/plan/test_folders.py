@@ -97,7 +97,8 @@ def test_another_word_for_train():
     done = subprocess.run([sys.executable, "-m", "threed", "resume", "runs/x"], capture_output=True,
                           text=True, check=False)
     assert done.returncode == 2 and "No such command 'resume'" in done.stderr
-    assert done.stderr.splitlines()[-1].startswith("threed: a run goes on by threed train RUN, ")
+    said = done.stderr.splitlines()[-1]
+    assert said.startswith("threed: threed train RUN goes on from the newest checkpoint")
 
 
 def said(command: str, given: str) -> str:

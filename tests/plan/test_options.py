@@ -153,7 +153,7 @@ def test_missing_file(tmp_path, monkeypatch):
         find_file("missing.yaml")
     assert "did you mean" not in str(caught.value)
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(InputError, match="is the folder of a run; give its config, "):
+    with pytest.raises(InputError, match="is the folder of a run; give a YAML config such as "):
         find_file(tmp_path)
 
 

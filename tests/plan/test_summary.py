@@ -12,7 +12,8 @@ from threed.monitor.goodput import Ledger
 def test_numbers_are_of_the_same_steps():
     """A loss that is a mean of ten steps above the speed of the last step alone, which was interrupted."""
     said: list[str] = []
-    log = SimpleNamespace(step=lambda *_: None, say=said.append, path="metrics.jsonl", ledger=Ledger(),
+    log = SimpleNamespace(step=lambda *_: None, say=lambda text, always: said.append(text),
+                          path="metrics.jsonl", ledger=Ledger(),
                           over=lambda *_: None, doing=lambda _: None,
                           places=lambda: [("wandb", "runs/x/wandb/run"), ("prometheus", "x.prom")])
     steps: Any = iter([9.0, 9.0, *[1.0] * 9, 3.0])
@@ -25,11 +26,14 @@ def test_numbers_are_of_the_same_steps():
     meter = SimpleNamespace(metrics=metrics, stragglers=SimpleNamespace(warnings=[]))
     checkpoints = SimpleNamespace(metrics=dict, newest="runs/x/checkpoints/step-00000012")
     trainer: Any = SimpleNamespace(log=log, meter=meter, checkpoints=checkpoints, step_number=12, begun=True,
-                                   config=SimpleNamespace(tokens_per_step=600,
+                                   deadline=None,
+                                   config=SimpleNamespace(tokens_per_step=600, parallel=SimpleNamespace(pp=2),
                                                           model=SimpleNamespace(counted="tokens"),
                                                           train=SimpleNamespace(steps=12)))
     logging = Logging()
+    trainer.step_number = 0
     logging.on_start(trainer)
+    trainer.step_number = 12
     for number in range(1, 13):
         step: Any = SimpleNamespace(number=number, loss=13.0 - number, measured=None,
                                     metrics={"train/loss": 13.0 - number})

@@ -221,7 +221,7 @@ def instead(error: Exception, words: list[str]) -> list[str]:
     known = [key for key in known_keys() if key == name or key.rpartition(".")[2] == name]
     if known:
         return [f"{option} is a key of the config: leave out the dashes: {key}={value}" for key in known[:1]]
-    said = meant(option) or ours(option)
+    said = ours(option) or meant(option)
     return [f"{option}: {said}"] if said else []
 
 

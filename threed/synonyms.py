@@ -8,6 +8,8 @@ from threed.doors.peft import PEFT
 from threed.doors.table import NO_KEY, NOTHING, Framework, Row
 from threed.doors.torchtitan import TORCHTITAN
 
+# Options of launchers, and old ones: to most who write them they are plain words (threed.words).
+PLAIN = ("batch_size", "num_gpus", "num_nodes", "nnodes", "nproc_per_node", "num_processes")
 FRAMEWORKS = (DEEPSPEED, MEGATRON, TORCHTITAN, PEFT)
 
 
@@ -24,7 +26,7 @@ def ours(key: str) -> str | None:
     first, dot, _ = key.partition(".")
     section = dot and first in DEEPSPEED.sections
     for framework, name in ((DEEPSPEED, key), (MEGATRON, last)):
-        row = framework.row(name)
+        row = framework.row(name) if section or last not in PLAIN else None
         if row is not None and (section or (row.key or "").rpartition(".")[2] != last):
             return _instead(framework, key, row)
     if section:

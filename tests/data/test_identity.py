@@ -66,9 +66,9 @@ def test_the_same_content_elsewhere(at, tmp_path):
     shutil.copy("a.jsonl", "moved/c.jsonl")
     os.utime("a.jsonl", (1, 1))
     values = json.loads(Path("tok.json").read_text())
-    Path("moved/tok2.json").write_text(json.dumps({**values, "padding": None}, indent=3))
+    Path("tok2.json").write_text(json.dumps({**values, "padding": None}, indent=3))
     for overrides in ([], ["data.source=moved/c.jsonl"], ["data.source=moved"], ["data.source=moved/*.jsonl"],
-                      ["data.cache=elsewhere"], ["data.tokenizer=moved/tok2.json"], ["data.mix=[3 a.jsonl]"]):
+                      ["data.cache=elsewhere"], ["data.tokenizer=tok2.json"], ["data.mix=[3 a.jsonl]"]):
         assert differ(before, at(*overrides)) == [], overrides
 
 

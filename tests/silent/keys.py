@@ -33,7 +33,8 @@ from threed.data.mix import open_splits
 from threed.data.tokens import prepare
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
-from threed.monitor import charts
+from threed.monitor.loggers.logger import About
+from threed.monitor.loggers.wandb import Wandb, is_off
 from threed.planner import make_mesh, make_plan
 from threed.program.buffers import buffers
 from threed.schema import Config
@@ -73,11 +74,13 @@ def told(config: Config, folder: Path) -> Any:
 
     def init(**given: Any) -> Any:
         found.update({name: value for name, value in given.items() if name != "config"})
-        return SimpleNamespace(define_metric=lambda *args, **how: None)
+        return SimpleNamespace(define_metric=lambda *args, **how: None, id="id", dir="run/files")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Settings=dict))
-        charts.start(config, None)
+        patch.setenv("WANDB_MODE", "offline")
+        if not is_off(config):
+            Wandb().start(About(config, 0, False, print), None)
     return found
 
 
@@ -231,6 +234,9 @@ KEYS: dict[str, Row | str] = {
     "data.messages_key": (data, CHAT, "others"),
     "data.chat_template": (data, CHAT, "{folder}/other.jinja"),
     "data.packing": (data, [], "best-fit"),
+    "data.on_bad_row": "tests/data/test_bad_rows.py::test_bad_rows_are_skipped_and_counted",
+    "data.bad_rows_limit": "tests/data/test_bad_rows.py::test_bad_rows_are_skipped_and_counted",
+    "data.on_change": "tests/gloo/test_starts.py::test_other_data_that_are_accepted",
     "data.validation_fraction": (data, [], 0.3),
     "data.cache": (place_of_data, [], "{folder}/elsewhere"),
     "train.global_batch_size": (plan, [], 16),
@@ -248,6 +254,10 @@ KEYS: dict[str, Row | str] = {
     "checkpoint.copy_to": "tests/gloo/test_copy.py::test_there_and_back",
     "checkpoint.copy_keep": "tests/gloo/test_copy.py::test_there_and_back",
     "checkpoint.copy_wait_s": "tests/gloo/test_copy.py::test_asked_to_stop_while_a_server_hangs",
+    "monitor.loggers": "tests/gloo/test_loggers.py::test_all_five",
+    "monitor.prometheus_port": "tests/gloo/test_loggers.py::test_all_five",
+    "monitor.prometheus_file": "tests/gloo/test_loggers.py::test_all_five",
+    "monitor.quiet": "tests/gloo/test_console.py::test_a_quiet_run",
     "monitor.wandb": (told, [], "offline"),
     "monitor.project": (told, ["monitor.wandb=offline"], "another"),
     "monitor.name": (told, ["monitor.wandb=offline"], "another"),
@@ -261,6 +271,7 @@ KEYS: dict[str, Row | str] = {
     "run.deterministic": "tests/loopback/test_device.py::test_a_deterministic_run",
     "run.attention_backend": "tests/loopback/test_device.py::test_what_cannot_run_is_refused",
     "run.cuda_graphs": "tests/loopback/test_late_lanes.py::test_all_at_once",
+    "run.stop_after": "tests/gloo/test_console.py::test_a_run_ends_before_its_time_is_over",
     "run.restarts": f"{RESTARTS}test_it_gives_up",
     "run.restart_wait_s": f"{RESTARTS}test_stopped_while_it_waits",
 }

@@ -27,7 +27,7 @@ from threed.program.picture import picture
 from threed.quantity import parse_memory, parse_parameters
 from threed.start import start
 from threed.texttable import terminal
-from threed.verbs import EXAMPLES, convert, init, runs, trace, write_file
+from threed.verbs import EXAMPLES, convert, files, init, runs, trace, write_file
 
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
@@ -287,6 +287,7 @@ cli_foreign.register(app)
 app.command(short_help="convert a config of DeepSpeed or options of Megatron-LM")(convert)
 app.command(short_help="write a first config, with comments")(init)
 app.command(short_help="list runs: state, step, loss, speed, age")(runs)
+app.command(short_help="list the files that come with threed, or say where one is")(files)
 cli_learned.register(app)
 for _command in app.registered_commands:
     _command.callback = documented(_command.callback)  # pyright: ignore

@@ -33,6 +33,7 @@ EXAMPLES = {
     "convert": "threed convert ds_config.json model.name=llama3-8b > my.yaml",
     "init": "threed init my.yaml --model llama3-8b --devices 64 --data data/text_document",
     "runs": "threed runs /shared/runs",
+    "files": "threed files launch/slurm.sbatch",
     "generate": 'threed generate runs/toy --prompt "def main(" --temperature 0.8 --top-p 0.95',
     "eval": 'threed eval runs/toy --data "more/*.txt"',
 }
@@ -126,6 +127,15 @@ def runs(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="that hol
 
     rows = listing.find(folder, with_goodput=as_json)
     print(json.dumps({"runs": rows}, indent=1) if as_json else listing.show(rows))
+
+
+def files(name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="one of them, such as "
+                                                     "launch/slurm.sbatch, or a folder")] = None) -> None:
+    """List the configs, launch scripts and examples that come with threed; or, with NAME, print where one is
+    on this machine."""
+    from threed import shipped
+
+    print("\n".join(shipped.names()) if name is None else shipped.path_of(name))
 
 
 def trace(run: RunPath,

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from threed import shipped
+from threed.errors import InputError
+
 ROOT = Path(__file__).parents[2]
 REQUIREMENT = re.compile(r"^([A-Za-z0-9._-]+)==([^;\s]+)", re.MULTILINE)
 
@@ -51,6 +54,16 @@ def test_an_index_page_has_no_dead_links(text):
     targets = re.findall(r"\]\(([^)]*)\)", text)
     assert targets and all(target.startswith("https://") for target in targets)
     assert "![" not in text and "`docs/search.md`" in text
+
+
+def test_files_that_come_with_it():
+    """Of a wheel a user finds the launch scripts and examples by a command."""
+    assert {"launch/torchrun.sh", "launch/kubernetes.yaml", "examples/vit.py", "configs/toy.yaml"} <= set(
+        shipped.names())
+    assert shipped.path_of("launch/slurm.sbatch") == ROOT / "launch" / "slurm.sbatch"
+    for name in ("launch/none.sh", "errors.py", "launch/../errors.py"):
+        with pytest.raises(InputError, match="comes with no file"):
+            shipped.path_of(name)
 
 
 def test_nobody_is_sent_to_another_project():

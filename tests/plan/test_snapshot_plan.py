@@ -122,12 +122,14 @@ def test_what_it_costs():
     needs it."""
     plan = plan_of("parallel.pp=2")
     for link_gbps, blocked in ((1e6, False), (1e-4, True)):
-        values = report(*priced(plan, f"link_gbps={link_gbps}", None)[::-1])
+        machine, costs = priced(plan, f"link_gbps={link_gbps}", None)
+        values = report(costs, machine)
         saved = values["checkpoint"]
         assert saved["bytes"] == max(row["snapshot_bytes"] for row in values["stages"])
         assert saved["copy_s"] > 0 and (saved["blocked_s"] > 0.01 * saved["copy_s"]) == blocked
         assert "a checkpoint copies" in show(values)
-    assert report(*priced(plan_of("checkpoint.every=0"), "", None)[::-1])["checkpoint"] is None
+    machine, costs = priced(plan_of("checkpoint.every=0"), "", None)
+    assert report(costs, machine)["checkpoint"] is None
 
 
 @pytest.mark.parametrize("home, gbps", [("none", 100.0), ("cpu", 50.0)])

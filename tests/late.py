@@ -100,11 +100,8 @@ def _spoiling(engine: Engine, handler: Callable) -> Callable:
             slot = None
         else:
             slot = instruction.slot
-        if slot is not None:
-            value = slots.get(slot)
-        elif engine.plan.table.streams(unit) and engine.states[unit].gshard is not None:  # not added to
-            value = engine.states[unit].gshard
-        else:
+        value = slots.get(slot) if slot is not None else _streamed(engine, unit)
+        if value is None:
             return job
 
         def late() -> None:
@@ -119,3 +116,8 @@ def _spoiling(engine: Engine, handler: Callable) -> Callable:
         return late
 
     return handle
+
+
+def _streamed(engine: Engine, unit: int) -> torch.Tensor | None:
+    """The reduced gradient of a unit in a buffer of its own; None where a reduction adds to what is there."""
+    return engine.states[unit].gshard if engine.plan.table.streams(unit) else None

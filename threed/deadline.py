@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 
 from threed.environment import began_s
-from threed.monitor import charts
+from threed.monitor.loggers.logger import model_size
 from threed.quantity import parse_seconds
 from threed.schema import Config
 
@@ -27,7 +27,7 @@ class Deadline:
         # On the clock that nobody sets.
         self._until = time.monotonic() + began_s() + parse_seconds(config.run.stop_after) - time.time()
         self._longest_save_s = longest_save_s
-        self._guess_s = charts.model_size(config) * STATE_BYTES / WRITE_BPS / max(1, hosts)
+        self._guess_s = model_size(config) * STATE_BYTES / WRITE_BPS / max(1, hosts)
         self._copy_s = config.checkpoint.copy_wait_s if config.checkpoint.copy_to is not None else 0.0
         often = max(100, config.train.eval_every, config.train.sample_every)
         self._steps_s: deque[float] = deque(maxlen=often)  # with what was done between them

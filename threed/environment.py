@@ -107,9 +107,9 @@ def _refuse_half(env: Mapping[str, str]) -> None:
     for name, other in (("WORLD_SIZE", "RANK"), ("RANK", "WORLD_SIZE")):
         if env.get(name) and (name == "RANK" or _number(env, name) > 1):
             raise InputError(f"{name}={env[name]} is in the environment, but not {other}: this process would "
-                             "train alone beside the others. Set RANK (this process's number), LOCAL_RANK and "
-                             f"WORLD_SIZE (all processes), as torchrun does, or unset {name} to start all "
-                             "ranks here")
+                             "train alone beside the others. Set RANK (this process's number), LOCAL_RANK "
+                             f"and WORLD_SIZE (all processes), as torchrun does, or unset {name} to start "
+                             "all ranks here")
     for name in MPI:
         if _number(env, name, 1) > 1:
             raise InputError(f"{name}={env[name]} is in the environment: mpirun has started this process as "

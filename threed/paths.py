@@ -60,6 +60,7 @@ def _of_mix(entries: Any) -> Any:
 KEYS: dict[str, Callable[[Any], Any]] = {
     "run.dir": expanded, "data.source": expanded, "data.mix": _of_mix, "data.tokenizer": expanded,
     "data.chat_template": expanded, "data.cache": expanded, "offload.nvme_path": expanded,
+    "monitor.prometheus_file": expanded,
     "checkpoint.copy_to": expanded, "train.resume": expanded, "parallel.costs": expanded,
     "parallel.schedule": _of_file, "model.family": _of_family,
 }

@@ -36,8 +36,9 @@ EXAMPLES = {
     "eval": 'threed eval runs/toy --data "more/*.txt"',
 }
 # What others call a command.
-MEANT = dict.fromkeys(("resume", "continue", "restart"), "a run goes on by threed train RUN, from its newest "
-                      "checkpoint; RUN is its run.dir")
+MEANT: dict[str, str] = dict.fromkeys(
+    ("resume", "continue", "restart"),
+    "a run goes on by threed train RUN, from its newest checkpoint; RUN is its run.dir")
 
 
 def keys(args: list[str], incomplete: str) -> list[str]:

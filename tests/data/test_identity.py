@@ -107,6 +107,20 @@ def test_another_tokenizer(at, tmp_path):
         check(STEP, manifest, now[1], now[0])
 
 
+def test_a_base_of_adapters(at):
+    """Its data are others, and its tokenizer must be the same, also where one is trained on the data."""
+    for tokenizer, other in (("tok.json", "other.json"), ("bpe", "bpe")):
+        before = at(f"data.tokenizer={tokenizer}")
+        manifest = {"config": before[0].to_dict(), "data": before[1], "step": 40}
+        word_level(Path("other.json"), *WORDS[::-1])
+        if tokenizer != "bpe":
+            config, mine = at("data.source=b.jsonl")
+            check(STEP, manifest, mine, config, base=True)
+        config, mine = at("data.source=b.jsonl", f"data.tokenizer={other}")
+        with pytest.raises(InputError, match=f"data.tokenizer={other} is another tokenizer.*from step 1 on"):
+            check(STEP, manifest, mine, config, base=True)
+
+
 def test_a_trained_tokenizer(at):
     """It follows from the data, which are to blame."""
     bpe = "data.tokenizer=bpe"

@@ -389,7 +389,7 @@ def test_the_last_copy_is_tried_again(failures, tmp_path, monkeypatch):
     def work(engine: Engine, comm: Comm) -> None:
         log = SimpleNamespace(say=said.append, sync=lambda: None)
         watch = SimpleNamespace(phase=lambda *a, **b: nullcontext())
-        mine: Any = Checkpoints(config, engine, watch, log, Resumed(path, {}, NEW, []))  # pyright: ignore[reportArgumentType]
+        mine: Any = Checkpoints(config, engine, watch, log, Resumed(path, {}, NEW, [], {}))  # pyright: ignore[reportArgumentType]
         mine.close(lambda: False)
 
     on_ranks(config, work)

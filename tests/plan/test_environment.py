@@ -17,7 +17,7 @@ POD = {"MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456", "RANK": "1"}
 
 @pytest.mark.parametrize(("env", "place"), [
     ({}, None),
-    ({"WORLD_SIZE": "4"}, None),
+    ({"WORLD_SIZE": "1"}, None),
     ({"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, Place(5, 1, 4, 8)),
     ({"NNODES": "1", "GPUS_PER_NODE": "4"}, Nodes(1, 1, 0, 4, "127.0.0.1", 29500)),
     ({"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "a", "GPUS_PER_NODE": "4", "MASTER_PORT": "7",

@@ -56,7 +56,8 @@ def numbers(config: Config, folder: Path) -> Any:
 
 def data(config: Config, folder: Path) -> Any:
     """Samples of training, and how many are held out."""
-    training, validation = open_splits(config, prepare(config.data, config.model))
+    splits: Any = open_splits(config, prepare(config.data, config.model))
+    training, validation = splits
     samples = [training.sample(index) for index in range(4)]
     return [(sample.inputs.tolist(), sample.labels.tolist()) for sample in samples], validation.num_windows
 
@@ -261,6 +262,10 @@ KEYS: dict[str, Row | str] = {
     "run.restarts": f"{RESTARTS}test_it_gives_up",
     "run.restart_wait_s": f"{RESTARTS}test_stopped_while_it_waits",
 }
+
+
+LOOKED_AT = {key: row for key, row in KEYS.items() if not isinstance(row, str)}
+SHOWN_BY = {key: row for key, row in KEYS.items() if isinstance(row, str)}  # key -> the test
 
 
 def config_of(where: list[str], folder: Path) -> Config:

@@ -17,7 +17,7 @@ from tests.harness import SETTINGS, batches, loopback, same_bits, tiny
 from tests.plan.test_silent_faults import ROOT, functions, kept_out
 from tests.reference import learning_rate
 from tests.running import Run, metrics
-from tests.silent.keys import KEYS, OUTPUT, config_of, outputs
+from tests.silent.keys import KEYS, LOOKED_AT, OUTPUT, SHOWN_BY, config_of, outputs
 from threed.comm import Comm
 from threed.config import known_keys
 from threed.engine.engine import Engine
@@ -172,9 +172,9 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.usefixtures("one_core")
-@pytest.mark.parametrize("key", [key for key, row in KEYS.items() if not isinstance(row, str)])
+@pytest.mark.parametrize("key", LOOKED_AT)
 def test_another_value_changes_something(key, folder, usual):
-    look, where, value = KEYS[key]
+    look, where, value = LOOKED_AT[key]
     text = f"{key}={json.dumps(value) if isinstance(value, list) else value}"
     if (id(look), *where) not in usual:
         usual[id(look), *where] = look(config_of(where, folder), folder)
@@ -185,7 +185,7 @@ def test_another_value_changes_something(key, folder, usual):
 @pytest.mark.parametrize("key", ["model.layers", "optimizer.lr", "data.source", "train.sample_every"])
 def test_what_is_looked_at_is_steady(key, folder):
     """Numbers that differ by themselves would hide a key that does nothing."""
-    look, where, _ = KEYS[key]
+    look, where, _ = LOOKED_AT[key]
     assert look(config_of(where, folder), folder) == look(config_of(where, folder), folder)
 
 
@@ -200,9 +200,9 @@ def test_a_whole_run_shows_the_others(tmp_path, cache):
     assert not [(key, before) for key, (before, after) in seen.items() if before == after]
 
 
-@pytest.mark.parametrize("key", [key for key, row in KEYS.items() if isinstance(row, str)])
+@pytest.mark.parametrize("key", SHOWN_BY)
 def test_the_trial_of_a_key_is_there(key):
-    path, _, name = str(KEYS[key]).partition("::")
+    path, _, name = SHOWN_BY[key].partition("::")
     text = (ROOT / path).read_text()
     assert not kept_out(ROOT / path, functions(ROOT / path)[name])
     assert key in text or f".{key}" in text or key.split(".")[1] in text

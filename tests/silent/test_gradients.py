@@ -89,12 +89,13 @@ ACCUMULATED: dict[str, list] = {
 
 
 def works(row: list) -> bool:
-    stage, offload = [*row, None, None][1:3] if len(row) > 1 else (None, None)
-    if offload is not None and "parameters" in offload and stage < 3:
-        return False
-    if len(row) > 3 and stage < 2 and row[3] != 1:
+    """What a config does not refuse, of the beginning of a row of ACCUMULATED."""
+    _, stage, offload, every, _, delayed = (*row, *[None] * (6 - len(row)))
+    if stage is None or (stage < 3 and "parameters" in (offload or "")):
+        return stage is None
+    if stage < 2 and every not in (None, 1):
         return False  # the key is of stages 2 and 3
-    return not (len(row) > 5 and row[5] and offload not in ("cpu", "nvme"))
+    return not (delayed and offload not in ("cpu", "nvme"))
 
 
 @pytest.mark.parametrize("row", list(AllPairs(list(ACCUMULATED.values()), filter_func=works)),

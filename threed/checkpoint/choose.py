@@ -148,8 +148,8 @@ def read_manifest(path: Path, config: Config, trains: bool = True,
         raise InputError(f"checkpoint {path} was saved with optimizer.name={theirs}, and has no "
                          f"{' and '.join(missing)}, which {config.optimizer.name} needs: go on with "
                          f"{theirs}, or begin anew with train.resume=never")
-    if trains and not (base or weights_only(manifest)):
-        provenance.check(path, manifest, data or {}, config)
+    if trains and not weights_only(manifest):
+        provenance.check(path, manifest, data or {}, config, base)
     return manifest
 
 
@@ -205,7 +205,8 @@ def notes(path: Path, manifest: dict[str, Any], data: dict[str, Any], config: Co
     of its data."""
     if is_base(manifest, config):
         return [f"{path.name} has no adapters: they begin anew, at step 0, with a fresh optimizer and "
-                "schedule, and its weights are frozen"]
+                "schedule, and its weights are frozen",
+                *provenance.notes(path, manifest, data, config, base=True)]
     if weights_only(manifest):  # it comes from no run
         return [f"{path.name} has weights alone: the optimizer, its schedule and the data begin fresh, at "
                 f"step {manifest['step'] + 1}"]

@@ -18,10 +18,12 @@ from threed.schema import Config, DataConfig
 MAKE_TOKENS = ("append_eod", "prepend_bos", "loss_mask", "chat_template")
 
 
-def check(path: Path, manifest: dict[str, Any], data: dict[str, Any], config: Config) -> None:
+def check(path: Path, manifest: dict[str, Any], data: dict[str, Any], config: Config,
+          base: bool = False) -> None:
     """InputError where `data`, the identity of what the run would be trained on, are not those of the
-    checkpoint, and data.on_change does not accept others."""
-    found = changes(manifest, data, config.data)
+    checkpoint, and data.on_change does not accept others. `base`: the checkpoint is the base of adapters,
+    which are trained on other data, and with the same tokenizer."""
+    found = changes(manifest, data, config.data, base)
     if not found or config.data.on_change == "accept":
         return
     digest = manifest["data"]["tokenizer"]
@@ -31,34 +33,40 @@ def check(path: Path, manifest: dict[str, Any], data: dict[str, Any], config: Co
     only = len(found) == 1 and found[0].startswith("data.tokenizer=")
     what = "with another tokenizer" if only else "on other data"
     give = f"give {same}" if only else "give the data that it was trained on"
-    accept = f" (with {same}, tokens keep their meaning)" if other else ""
+    accept = f" (with {same}, tokens keep their meaning)" if other and not only else ""
+    step = 1 if base else manifest["step"] + 1
     raise InputError(f"checkpoint {path} was trained {what}: {'; '.join(found)}. To go on as it was, {give}; "
-                     f"to go on with what is given now, from step {manifest['step'] + 1} on, set "
+                     f"to go on with what is given now, from step {step} on, set "
                      f"data.on_change=accept{accept}; or begin anew in another run.dir")
 
 
-def notes(path: Path, manifest: dict[str, Any], data: dict[str, Any], config: Config) -> list[str]:
-    """A line about data that are not those of the checkpoint, or of which that is not known."""
-    if data and not manifest.get("data"):
+def notes(path: Path, manifest: dict[str, Any], data: dict[str, Any], config: Config,
+          base: bool = False) -> list[str]:
+    """A line about data that are not those of the checkpoint, or of which that is not known. `base`: as of
+    `check`."""
+    if data and not manifest.get("data") and not base:
         return [f"{path.name} does not say which data it was trained on: they are not compared"]
-    if not (found := changes(manifest, data, config.data)):
+    if not (found := changes(manifest, data, config.data, base)):
         return []
     return [f"data.on_change=accept: from step {manifest['step'] + 1} on the run has others than {path.name} "
             f"was trained on: {'; '.join(found)}"]
 
 
-def changes(manifest: dict[str, Any], data: dict[str, Any], now: DataConfig) -> list[str]:
+def changes(manifest: dict[str, Any], data: dict[str, Any], now: DataConfig,
+            base: bool = False) -> list[str]:
     """What is other about the data and the tokenizer than a checkpoint's manifest says, a text each; [] where
-    nothing is, or one of them is not known."""
+    nothing is, or one of them is not known. `base`: as of `check`."""
     before = manifest.get("data") or {}
     if not before or not data:
         return []
     theirs = {**dataclasses.asdict(DataConfig()), **manifest["config"].get("data", {})}
     first, second = before["tokenizer"], data["tokenizer"]
-    retrained, found = theirs["tokenizer"] == now.tokenizer == "bpe", []
+    retrained, found = not base and theirs["tokenizer"] == now.tokenizer == "bpe", []
     other = first is not None and second is not None and first != second
     if other and not retrained:
         found.append(f"data.tokenizer={now.tokenizer} is another tokenizer")
+    if base:
+        return found
     same_making = all(theirs[key] == getattr(now, key) for key in MAKE_TOKENS)
     compared = same_making and (retrained or not other)
     parts = _changes_of_sources(before["sources"], data["sources"], compared)

@@ -8,7 +8,7 @@ import torch
 
 from threed.errors import ThreedError
 from threed.models.model import model_flops
-from threed.monitor import charts
+from threed.monitor.loggers.logger import model_size
 from threed.planner.facts import unit_parameters
 from threed.prediction.hardware import DEFAULT, OF_CPUS, Hardware
 from threed.prediction.verb import document, priced
@@ -23,7 +23,7 @@ BOARDS = {"H100": "h100-sxm", "H200": "h200-sxm", "B200": "b200-sxm", "A100": "a
 
 def size_line(config: Config) -> str:
     """How many parameters the model has, and how many of them train."""
-    size = charts.model_size(config)
+    size = model_size(config)
     frozen = sum(prod(parameter.shape) for unit in unit_parameters(config).values() for parameter in unit
                  if not parameter.trains)
     trains = f", of which {show_count(size - frozen)} train" if frozen else ""

@@ -88,7 +88,7 @@ def layers(config: LlamaConfig, tied: bool = True) -> list[threed.Spec]:
 
 def loss(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A sum over tokens, and their number: each token of a global batch weighs alike, wherever it is."""
-    total = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100, reduction="sum")
+    total = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
     return total, (labels != -100).sum()
 
 

@@ -201,11 +201,10 @@ def drive(config: Config, engine: Engine, comm: Comm, steps: int,
         if instruction.op == Op.CLIP:
             for unit, state in engine.zero.stepped.items():
                 gradient = state.gradient_prev if instruction.gradients == "wait" else state.gradient
-                clipped = engine.zero.waiting if instruction.gradients == "wait" else slots.get(Slot("scale"))
-                grads[unit] = gradient.float() / scale / share(clipped.counted)
+                grads[unit] = gradient.float() / scale / share(slots.get(Slot("scale")))
 
-    def share(counted: float | None) -> float:
-        return 1.0 if counted is None else counted / config.tokens_per_step or 1.0
+    def share(clipped: Any) -> float:  # by which STEP divides, where a loss counts by itself
+        return 1.0 if clipped.counted is None else clipped.counted / config.tokens_per_step
 
     engine.after = after
     for step in range(steps):

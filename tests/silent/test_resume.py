@@ -37,7 +37,6 @@ from tests.loopback.test_checkpoint import (
     take,
 )
 from tests.loopback.test_hugging_face_files import LLAMA, folder
-from tests.running import losses
 from threed.checkpoint.lineage import Lineage
 from threed.checkpoint.load import resume
 from threed.checkpoint.read import Reader
@@ -47,7 +46,6 @@ from threed.config import load
 from threed.doors.hf.importing import import_model
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
-from threed.errors import RunError
 from threed.models.model import parameters
 from threed.optimizers.rate import learning_rate
 from threed.optimizers.registry import OPTIMIZERS

@@ -23,7 +23,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -125,7 +124,7 @@ class Saver:
         self._manifest = {
             "format": FORMAT, "step": zero.step_number, "updates": zero.updates,
             "loss_scaler": zero.scaler.state(),
-            "waiting": asdict(zero.waiting) if zero.waiting else None, **counters,
+            "waiting": zero.waiting.kept() if zero.waiting else None, **counters,
             "plan": self._engine.plan.digest,
             "lineage": self._lineage, "mesh": {**mesh.sizes, "order": list(mesh.order)},
             "torch": torch.__version__, "config": zero.config.to_dict(),

@@ -275,9 +275,9 @@ def unequal(config: Config) -> list[str]:
     """A warning where a loss is a mean over each micro-batch, and these may have unequal counts."""
     if config.num_microbatches * config.dp == 1:
         return []
-    return [f"the loss of layer {layer.name}'s output is a mean over a micro-batch: where some targets do not "
-            "count (padding, a mask), the tokens of micro-batches with few that count weigh more; let the "
-            "loss return (sum, count), and it is divided by the count of the global batch"
+    return [f"the loss of layer {layer.name}'s output is a mean over a micro-batch: where some targets do "
+            "not count (padding, a mask), the tokens of micro-batches with few that count weigh more; let "
+            "the loss return (sum, count), and it is divided by the count of the global batch"
             for layer in layers_of(config)[-1:] if layer.weighs_alike(share_of(config))]
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
@@ -37,6 +38,10 @@ class Clipped:
     finite: bool
     loss_scale: float  # the scale of this step's gradients
     counted: float | None = None  # what the loss has counted by itself (`Out.count`), and was divided by
+
+    def kept(self) -> dict[str, Any]:
+        """What a checkpoint holds of it: what STEP uses. (`scale` has the count in it.)"""
+        return {name: value for name, value in asdict(self).items() if name != "counted"}
 
 
 BLOCK = 256  # elements whose squares are summed in fp32: few enough for a relative error of about 1e-8

@@ -86,8 +86,10 @@ def layers(config: LlamaConfig, tied: bool = True) -> list[threed.Spec]:
     return [threed.Spec(Embedding, config, tied=first), *decoders, threed.Spec(Head, config, tied=last)]
 
 
-def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+def loss(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A sum over tokens, and their number: each token of a global batch weighs alike, wherever it is."""
+    total = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
+    return total, (labels != -100).sum()
 
 
 LLAMA = threed.Layers(layers(config_of()), loss, Steps(4096))

@@ -23,7 +23,7 @@ from threed.engine.loopback import channel_pairs, run_loopback
 from threed.mesh import axes_of
 from threed.pipeline.orders import SCHEDULES
 from threed.planner import make_mesh, make_plan
-from threed.program.instruction import Op
+from threed.program.instruction import Op, Slot
 from threed.program.summary import stages
 from threed.program.table import Plan
 from threed.schema import Config
@@ -201,7 +201,10 @@ def drive(config: Config, engine: Engine, comm: Comm, steps: int,
         if instruction.op == Op.CLIP:
             for unit, state in engine.zero.stepped.items():
                 gradient = state.gradient_prev if instruction.gradients == "wait" else state.gradient
-                grads[unit] = gradient.float() / scale
+                grads[unit] = gradient.float() / scale / share(slots.get(Slot("scale")))
+
+    def share(clipped: Any) -> float:  # by which STEP divides, where a loss counts by itself
+        return 1.0 if clipped.counted is None else clipped.counted / config.tokens_per_step
 
     engine.after = after
     for step in range(steps):

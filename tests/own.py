@@ -90,14 +90,24 @@ class Reference:
                     each._parameters[key] = self.live[name]
             self.modules.append(module)
 
-    def loss(self, first: int, train: bool) -> torch.Tensor:
+    def loss(self, first: int, train: bool) -> tuple[torch.Tensor, float]:
+        """Of a micro-batch: a sum, and the weight by whose sum over the global batch it is to be divided."""
         micro = self.config.train.micro_batch_size
         x, targets = self.split.batch(range(first, first + micro))
         for index, (spec, module) in enumerate(zip(self.chain.specs, self.modules, strict=True)):
             module.train(train)
             with drawing(self.config.train.seed, "forward", self.chain.names[index], first):
                 x = spec.call(module, x)
-        return self.chain.loss(x, targets).float()
+        loss = self.chain.loss(x, targets)
+        if isinstance(loss, tuple):
+            return loss[0].float(), float(loss[1])
+        return loss.float() * micro, micro
+
+    @torch.no_grad()
+    def whole(self, step: int, train: bool) -> float:
+        """What a global batch weighs."""
+        size, micro = self.config.train.global_batch_size, self.config.train.micro_batch_size
+        return sum(self.loss(first, train)[1] for first in range(step * size, (step + 1) * size, micro))
 
     def run(self, steps: int) -> Result:
         config, result = self.config, Result([], [], {}, {})
@@ -108,9 +118,10 @@ class Reference:
                   for decay in (True, False)]
         optimizer = torch.optim.AdamW(groups, lr=1.0, betas=(beta1, beta2), eps=config.optimizer.eps)
         for step in range(steps):
+            whole = self.whole(step, True)
             total, grads = 0.0, {name: torch.zeros_like(value) for name, value in self.masters.items()}
             for first in range(step * size, (step + 1) * size, micro):
-                loss = self.loss(first, True) * (micro / size)
+                loss = self.loss(first, True)[0] / whole
                 loss.backward()
                 total += loss.item()
                 for name, value in self.live.items():
@@ -132,6 +143,7 @@ class Reference:
                     value.copy_(self.masters[name])
         result.weights = dict(self.masters)
         with torch.no_grad():
-            result.evaluated = sum(self.loss(first, False).item() * micro / size
-                                   for first in range(steps * size, (steps + 1) * size, micro))
+            result.evaluated = sum(self.loss(first, False)[0].item()
+                                   for first in range(steps * size, (steps + 1) * size, micro)
+                                   ) / self.whole(steps, False)
         return result

@@ -22,7 +22,7 @@ from threed.errors import InputError, RunError, check_type
 from threed.folders import to_train
 from threed.planned import config_of, planned
 from threed.planner import layouts, make_mesh, make_pipeline, saved_by_piece
-from threed.planner.facts import undivided
+from threed.planner.facts import undivided, unequal
 from threed.planner.passes import stages_of
 from threed.prediction.verb import predict
 from threed.program import explain as explaining
@@ -78,7 +78,8 @@ def check(what: Config | Plan) -> dict[str, Any]:
         held = graphs(plan, position)
         row |= {"cuda_graphs": held.count, "graph_sets": len(held.peaks)}
     return {"ok": True, "world_size": config.world_size, "instructions": len(plan), "digest": plan.digest,
-            "warnings": [*warnings(config), *undivided(config, plan.programs["train"])], "stages": rows}
+            "warnings": [*warnings(config), *undivided(config, plan.programs["train"]), *unequal(config)],
+            "stages": rows}
 
 
 def show_check(checked: dict[str, Any], config: Config, columns: int | None = None) -> str:

@@ -38,7 +38,7 @@ from threed.monitor.state import FAILED
 from threed.optimizers.registry import OPTIMIZERS
 from threed.planned import save_config
 from threed.planner import Pipeline, make_mesh, make_pipeline, make_plan
-from threed.planner.facts import undivided
+from threed.planner.facts import undivided, unequal
 from threed.program.table import Plan
 from threed.requests import Requests
 from threed.restart import Pace
@@ -158,7 +158,7 @@ def _open_log(config: Config, plan: Plan, comm: Comm, watch: Watch, closing: Exi
     log = Log(config)
     closing.callback(_close_log, log, watch)
     tidy(config)
-    lines = [*validate.warnings(config), *undivided(config, plan.programs["train"])]
+    lines = [*validate.warnings(config), *undivided(config, plan.programs["train"]), *unequal(config)]
     for line in [*lines, *_without_compiler(config, comm.device)]:
         log.say(f"warning: {line}")
     chosen = attention(config, comm.device)

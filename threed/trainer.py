@@ -170,19 +170,21 @@ class Trainer:
 def mean_loss(engine: Engine, split: AnySplit | Trees, asked: Callable[[], bool] = lambda: False,
               done: Callable[[int], None] = lambda sequences: None) -> tuple[float, int]:
     """The mean loss of the tokens that count in the first `train.eval_batches` global batches of a split, and
-    their number; (0.0, 0) where none counts. Raises Stopped once `asked` says so. `done`: gets the number of
-    sequences of each batch."""
+    their number; (0.0, 0) where none counts. What a loss of somebody's own counts by itself is the weight of
+    a batch, and its number stays that of samples. Raises Stopped once `asked` says so. `done`: gets the
+    number of sequences of each batch."""
     config, size = engine.config, engine.config.train.global_batch_size
-    total, counted = 0.0, 0
+    total, counted, weights = 0.0, 0, 0.0
     for first in range(0, config.train.eval_batches * size, size):
         if asked():
             raise Stopped("stopped on request, while the loss was being measured")
         # Where all tokens count, batches have the same weight.
-        weight = split.count(first, first + size) if config.masked else 1
-        total += engine.run(EVALUATE, batches_of(engine, split, first, train=False))[0].loss * weight
-        counted += weight
+        count = split.count(first, first + size) if config.masked else 1
+        clipped = engine.run(EVALUATE, batches_of(engine, split, first, train=False))[0]
+        weight = count if clipped.counted is None else clipped.counted
+        total, counted, weights = total + clipped.loss * weight, counted + count, weights + weight
         done(size)
-    return total / max(1, counted), counted * (1 if config.masked else config.tokens_per_step)
+    return total / (weights or 1), counted * (1 if config.masked else config.tokens_per_step)
 
 
 def batches_of(engine: Engine, split: AnySplit | Trees, start: int,

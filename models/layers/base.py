@@ -69,6 +69,8 @@ class Out(NamedTuple):
     # Added to the loss, equal on all ranks with the same samples: a sum / batch.num_tokens.
     loss: torch.Tensor | None = None
     logits: torch.Tensor | None = None  # of each sequence's token `batch.last_B`, [B, V of all ranks]
+    # By whose sum over the global batch CLIP divides the loss and STEP the gradients; None: by nothing.
+    count: torch.Tensor | None = None
 
 
 class Layer(Part):
@@ -110,6 +112,10 @@ class Layer(Part):
     def likeness(self, share: Share) -> object:
         """Equal for layers that compute in the same way, given that their costs are equal."""
         return type(self)
+
+    def weighs_alike(self, share: Share) -> bool:
+        """Whether each micro-batch has the same weight in its loss, and may have fewer targets that count."""
+        return False
 
     def undivided(self, share: Share) -> tuple[str, ...]:
         """Its matrices, if none of their gradients can wait for the weights' half of backward."""

@@ -99,6 +99,13 @@ def rank_of(name: str) -> int:
     return int(digits) if digits.isascii() and digits.isdigit() and file_name(int(digits)) == name else -1
 
 
+def foreign(path: Path) -> list[str]:
+    """What is at a checkpoint's name, or in its folder, and not written by a save."""
+    if not path.is_dir():
+        return [path.name] if path.exists() else []
+    return sorted(name for name in os.listdir(path) if name not in (MANIFEST, INDEX) and rank_of(name) < 0)
+
+
 def checkpoints(config: Config) -> list[Path]:
     """Folders that look like complete checkpoints, the newest first. A folder that cannot be opened is among
     them: reading it gives an error with the reason. OSError where the folder of all checkpoints cannot be

@@ -7,14 +7,16 @@
 
 Where one of these fails on any rank, all ranks take the checkpoint before it, if `train.resume` allows that:
 a new lineage begins, and the damaged checkpoint is not tried again. Each of these may take long, and longer
-on one rank than on another, so they run on threads (`_together`). Nothing in a checkpoint is executed: a
-manifest is JSON, tensors are safetensors. Any mesh can read what any mesh wrote.
+on one rank than on another, so they run on threads (`_together`). A rank that reads nothing for
+`run.timeout_s` ends the run, and is named. Nothing in a checkpoint is executed: a manifest is JSON, tensors
+are safetensors. Any mesh can read what any mesh wrote.
 """
 
 from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from pathlib import Path
@@ -39,6 +41,8 @@ T = TypeVar("T")
 # What a manifest or an index that threed did not write makes its reader raise, even with a right checksum.
 _MALFORMED = (KeyError, IndexError, ValueError, TypeError, AttributeError, OverflowError, MemoryError)
 POLL_S = 0.1  # between two exchanges while some ranks still work
+PATIENCE = 0.1  # share of run.timeout_s after which a rank that reads nothing is said
+_DONE, _STOP, _SLOW, _STUCK = 1, 2, 4, 8  # what a rank says of itself in an exchange
 
 
 class Resumed(NamedTuple):
@@ -64,12 +68,12 @@ def resume(config: Config, zero: ZeroRun, say: Callable[[str], None] = lambda li
     chosen = candidates(config, say) if comm.rank == 0 else iter(())
     while (choice := _on_first(comm, lambda: next(chosen, None))) is not None:
         path, lineage, may_fall_back = choice
-        manifest, problem = _read_manifest(path, config, zero, data)
+        manifest, problem = _read_manifest(path, config, zero, data, say)
         if problem is None:
             size = sum(size for size, *_ in manifest["files"].values())
             say(f"reading {path}: {show_bytes(size)}, all ranks together")
             manifest = as_begun(manifest, config)
-            problem = _load(path, manifest, zero)
+            problem = _load(path, manifest, zero, say)
         if problem is None:
             if lineage is None or said:
                 lineage = comm.broadcast(Lineage.new(config, manifest))
@@ -85,11 +89,24 @@ def resume(config: Config, zero: ZeroRun, say: Callable[[str], None] = lambda li
     return Resumed(None, {}, comm.broadcast(Lineage.new(config)), begun(config), data)
 
 
-def _together(comm: Comm, work: Callable[[], T], stop: threading.Event | None = None) -> T:
+class Reading(NamedTuple):
+    """Work that reads files, and is to go on."""
+
+    what: str  # what is read
+    timeout_s: float  # after it, a rank whose work does not go on ends the run
+    last_s: Callable[[], float]  # when the work last went on, in time.monotonic()
+    stop: threading.Event  # once it is set on one rank, it is set on all: none need go on
+    say: Callable[[str], None]
+
+    def state(self) -> int:
+        idle_s = time.monotonic() - self.last_s()
+        return _SLOW * (idle_s > PATIENCE * self.timeout_s) + _STUCK * (idle_s > self.timeout_s)
+
+
+def _together(comm: Comm, work: Callable[[], T], reading: Reading | None = None) -> T:
     """Do some work on a thread; its result, once the work of all ranks is done. The ranks exchange often
-    meanwhile, because a rank that waits long for an answer ends the run. Once `stop` is set on one rank, it
-    is set on all: none need go on."""
-    future, stop = Future[T](), stop or threading.Event()
+    meanwhile, because a rank that waits long for an answer ends the run. RunError where a rank is stuck."""
+    future, said = Future[T](), False
 
     def body() -> None:
         try:
@@ -102,11 +119,30 @@ def _together(comm: Comm, work: Callable[[], T], stop: threading.Event | None = 
         wait([future], POLL_S)
         if future.done():
             future.result()  # raises what the work raised
-        everywhere = comm.numbers(float(future.done() + 2 * stop.is_set()))
-        if (everywhere >= 2).any():
-            stop.set()
-        if (everywhere % 2 == 1).all():
+        mine = _DONE if future.done() else reading.state() if reading else 0
+        everywhere = comm.numbers(float(mine + _STOP * (reading is not None and reading.stop.is_set()))).int()
+        if reading is not None and (everywhere & _STOP).any():
+            reading.stop.set()
+        if (everywhere & _DONE).all():
             return future.result()
+        if reading is not None and (everywhere & (_SLOW if not said else _STUCK)).any():
+            _look(comm, reading, everywhere)
+            said = True
+
+
+def _look(comm: Comm, reading: Reading, everywhere: torch.Tensor) -> None:
+    """Say which ranks read nothing; RunError once that has been so for long."""
+    hosts = comm.exchange(socket.gethostname())
+    idle = [rank for rank, state in enumerate(everywhere.tolist()) if state & (_SLOW | _STUCK)]
+    more = f" and {len(idle) - 1} more ranks" if len(idle) > 1 else ""
+    who = f"rank {idle[0]} on {hosts[idle[0]]}{more}"
+    if (everywhere & _STUCK).any():
+        raise RunError(f"{who} read nothing of {reading.what} for run.timeout_s={reading.timeout_s:g}, and "
+                       "all others wait: look at the file system there; a slow one needs a larger "
+                       "run.timeout_s")
+    if comm.rank == 0:
+        reading.say(f"{who} read nothing of {reading.what} for {PATIENCE * reading.timeout_s:g} s, and all "
+                    "others wait")
 
 
 def _on_first(comm: Comm, work: Callable[[], Any]) -> Any:
@@ -118,10 +154,12 @@ def _first(problems: list[str | None]) -> str | None:
     return next((each for each in problems if each is not None), None)
 
 
-def _read_manifest(path: Path, config: Config, zero: ZeroRun,
-                   data: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
+def _read_manifest(path: Path, config: Config, zero: ZeroRun, data: dict[str, Any],
+                   say: Callable[[str], None]) -> tuple[dict[str, Any], str | None]:
     """The manifest, read by rank 0 and then by all ranks; or why it cannot be used, the same on all ranks."""
-    comm = zero.comm
+    comm, begun_s = zero.comm, [time.monotonic()]
+    reading = Reading(f"{path}/manifest.json", config.run.timeout_s, lambda: begun_s[-1], threading.Event(),
+                      say)
 
     def choose() -> tuple[dict[str, Any], str | None]:
         try:
@@ -134,11 +172,13 @@ def _read_manifest(path: Path, config: Config, zero: ZeroRun,
             reason = f"its manifest is not as threed writes it ({type(error).__name__}: {error})"
             return {}, f"cannot be used: {reason}"
 
-    manifest, problem = _together(comm, choose)
+    manifest, problem = _together(comm, choose, reading)
     checksum_, problem = comm.broadcast((manifest.get("checksum"), problem))
     if problem is not None:
         return {}, problem
-    manifest, blind = _together(comm, lambda: _confirm(path, checksum_) if comm.rank else (manifest, None))
+    begun_s.append(time.monotonic())
+    manifest, blind = _together(comm, lambda: _confirm(path, checksum_) if comm.rank else (manifest, None),
+                                reading)
     # An older checkpoint would not help: the ranks do not share their folder.
     if blind := _first(comm.exchange(blind)):
         raise RunError(blind)
@@ -160,10 +200,11 @@ def _confirm(path: Path, checksum_: str) -> tuple[dict[str, Any], str | None]:
                     "on a file system that all hosts share")
 
 
-def _load(path: Path, manifest: dict[str, Any], zero: ZeroRun) -> str | None:
+def _load(path: Path, manifest: dict[str, Any], zero: ZeroRun, say: Callable[[str], None]) -> str | None:
     """Read the checkpoint and check the result. The first problem of any rank, the same on all ranks."""
     comm, reader = zero.comm, Reader(path, manifest)
-    problem = _first(comm.exchange(_together(comm, lambda: _read(reader, manifest, zero), reader.stop)))
+    reading = Reading(str(path), zero.config.run.timeout_s, lambda: reader.last_s, reader.stop, say)
+    problem = _first(comm.exchange(_together(comm, lambda: _read(reader, manifest, zero), reading)))
     if problem is None:
         problem = _first(comm.exchange(_prove(manifest, zero, reader.rounded)))
     zero.step_number, zero.updates = manifest["step"], manifest["updates"]

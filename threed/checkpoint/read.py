@@ -6,6 +6,7 @@ import itertools
 import math
 import os
 import threading
+import time
 import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,6 +47,7 @@ class Reader:
         self._path, self._manifest = path, manifest
         # once set, `read` raises Unusable: no rank needs this checkpoint any more
         self.stop = threading.Event()
+        self.last_s = time.monotonic()  # when something was read
         self._lines: dict[str, list[Stored]] = {}
         self._files: dict[int, int] = {}  # rank -> descriptor
         # (parameter, kind) -> by how much rounding to 16 bits lowered its checksum
@@ -59,6 +61,7 @@ class Reader:
         """The parts to be read for a box. Unusable where they do not cover the box."""
         if box.name not in self._lines:
             self._lines[box.name] = read_line(self._path, self._manifest, box.name)
+        self.last_s = time.monotonic()
         parts, missing = [], math.prod(box.shape)
         for stored in self._lines[box.name]:
             target = overlap(box.offset, box.shape, stored.offset, stored.shape)
@@ -104,6 +107,7 @@ class Reader:
                 for piece in read(descriptor, at + 4 * start, 4 * size):
                     if self.stop.is_set():
                         raise Unusable(self._path, "is not read to its end")
+                    self.last_s = time.monotonic()
                     data[done:done + len(piece)] = piece
                     done += len(piece)
                     crc = zlib.crc32(piece, crc) if part.is_whole else want

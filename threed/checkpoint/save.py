@@ -23,7 +23,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,6 +38,7 @@ from threed.checkpoint.format import (
     Report,
     file_name,
     folder,
+    foreign,
     index_of,
     name_of,
     replace_text,
@@ -124,7 +124,7 @@ class Saver:
         self._manifest = {
             "format": FORMAT, "step": zero.step_number, "updates": zero.updates,
             "loss_scaler": zero.scaler.state(),
-            "waiting": asdict(zero.waiting) if zero.waiting else None, **counters,
+            "waiting": zero.waiting.kept() if zero.waiting else None, **counters,
             "plan": self._engine.plan.digest,
             "lineage": self._lineage, "mesh": {**mesh.sizes, "order": list(mesh.order)},
             "torch": torch.__version__, "config": zero.config.to_dict(),
@@ -249,6 +249,8 @@ class Saver:
             os.replace(final, older)
         os.replace(aside, final)
         sync(final.parent)
+        with self._warns(f"{older} could not be looked into"):
+            self._keep_foreign(older)
         self._proved = final  # it is saved, even if anything below fails
         with self._warns(f"{final.parent / LATEST} does not name {final.name}, which is saved, and from "
                          "which a run resumes all the same"):
@@ -257,6 +259,14 @@ class Saver:
             keep = self._config.checkpoint.keep
             self._remove(self._own()[keep:] if keep and self._prunes else [])
         self._sweep()
+
+    def _keep_foreign(self, older: Path) -> None:
+        """Files that no save has written are kept, where they were at the checkpoint's name."""
+        if found := foreign(older):
+            beside = older.with_name(f"{self._final.name}.found-{uuid.uuid4().hex[:8]}")
+            os.replace(older, beside)
+            self._warn(f"{self._final} was there, with what no save has written; it is now {beside}",
+                       ", ".join(found))
 
     def _own(self) -> list[Path]:
         """The checkpoints of this run's lineage, the newest first. Only these may be removed."""

@@ -134,7 +134,8 @@ class PipelineRun:
         if output.loss is not None and instruction.keep != "logits":
             loss = Slot("loss")
             before = slots.get(loss) if loss in slots else 0.0
-            slots.put(loss, before + output.loss.detach().double())
+            parts = [output.loss.detach().double(), *([output.count] if output.count is not None else [])]
+            slots.put(loss, before + torch.stack(parts))
 
     def recompute(self, instruction: Instruction, slots: Slots) -> None:
         """FORWARD once more, for its graph. (Dropout depends only on the sample and the element's place, so
@@ -158,14 +159,15 @@ class PipelineRun:
             reads = dict(zip(given, inputs[len(inputs) - len(given):], strict=True))
             output, saved = compute(unit, microbatch, batch, first, reads)
             made = self.stream(unit).close(output.x, name) if unit < self.table.last else None
-            return [made, output.loss, output.logits, *(output.makes[each.name] for each in makes)], saved
+            handed = [output.makes[each.name] for each in makes]
+            return [made, output.loss, output.logits, output.count, *handed], saved
 
         makes, name = self.table.units[unit].makes, self.table.units[unit].name
         inputs = [x, *given.values()] if x is not None else [*given.values()]
         tensors, saved = self.runner.run(inputs, body)
         self.feed.ahead(microbatch)
-        named = {each.name: not_none(tensor) for each, tensor in zip(makes, tensors[3:], strict=True)}
-        output = Out(tensors[0], named, *tensors[1:3])
+        named = {each.name: not_none(tensor) for each, tensor in zip(makes, tensors[4:], strict=True)}
+        output = Out(tensors[0], named, *tensors[1:4])
         for name, value in output.makes.items():
             slots.put(Slot(name, unit, microbatch), value.detach())
         return output, saved
@@ -202,7 +204,7 @@ class PipelineRun:
             losses = [loss for loss in (output.loss, out.loss) if loss is not None]
             loss = sum(losses[1:], losses[0]) if losses else None
             logits = out.logits if out.logits is not None else output.logits
-            output = Out(out.x, {**output.makes, **out.makes}, loss, logits)
+            output = Out(out.x, {**output.makes, **out.makes}, loss, logits, out.count)
         wanted = {handed.name for handed in self.table.units[unit].makes}
         return output._replace(makes={name: value for name, value in output.makes.items() if name in wanted})
 

@@ -271,6 +271,16 @@ def undivided(config: Config, programs: Sequence[Sequence[Instruction]]) -> list
             for paths, names in found.items()]
 
 
+def unequal(config: Config) -> list[str]:
+    """A warning where a loss is a mean over each micro-batch, and these may have unequal counts."""
+    if config.num_microbatches * config.dp == 1:
+        return []
+    return [f"the loss of layer {layer.name}'s output is a mean over a micro-batch: where some targets do "
+            "not count (padding, a mask), the tokens of micro-batches with few that count weigh more; let "
+            "the loss return (sum, count), and it is divided by the count of the global batch"
+            for layer in layers_of(config)[-1:] if layer.weighs_alike(share_of(config))]
+
+
 def hand_overs(units: Sequence[Sequence[Layer]]) -> list[tuple[set[str], tuple[Read, ...]]]:
     """For each unit, the tensors that it makes for later units, and those of earlier units that it reads.
     (Tensors that layers of one unit hand to each other do not count.)"""

@@ -13,7 +13,7 @@ So messages, kept inputs and offload move one buffer, whatever is in it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -141,6 +141,14 @@ class Schema:
     def tensors(self) -> list[Leaf]:
         return [leaf for leaf in self.leaves if isinstance(leaf, Leaf)]
 
+    def computed_in(self, dtype: torch.dtype) -> Schema:
+        """What was measured in bf16 is also right for fp16, but for the name of the dtype."""
+        if dtype != torch.float16:
+            return self
+        return replace(self, leaves=tuple(
+            leaf._replace(dtype=dtype) if isinstance(leaf, Leaf) and leaf.dtype == torch.bfloat16 else leaf
+            for leaf in self.leaves))
+
     @property
     def output(self) -> Outflow:
         return Outflow(self.bytes, self.grad_bytes)
@@ -163,8 +171,8 @@ class Packed:
 
     def __init__(self, schema: Schema, dtype: torch.dtype):
         """`dtype`: of the buffer, whatever is in it."""
-        self.schema, self.dtype = schema, dtype
-        self._graded = [leaf for leaf in schema.tensors if leaf.grad]
+        self.schema = schema = schema.computed_in(dtype)
+        self.dtype, self._graded = dtype, [leaf for leaf in schema.tensors if leaf.grad]
 
     def open(self, slot: torch.Tensor, backward: bool) -> tuple[Any, list[torch.Tensor]]:
         leaves = []

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
 from threed.comm import Comm, Group
+from threed.errors import RunError
 from threed.lanes import Job
 from threed.mesh import GROUPS, axes_of
 from threed.models.tiling import share_of
@@ -35,6 +37,11 @@ class Clipped:
     scale: float  # STEP multiplies gradients by this
     finite: bool
     loss_scale: float  # the scale of this step's gradients
+    counted: float | None = None  # what the loss has counted by itself (`Out.count`), and was divided by
+
+    def kept(self) -> dict[str, Any]:
+        """What a checkpoint holds of it: what STEP uses. (`scale` has the count in it.)"""
+        return {name: value for name, value in asdict(self).items() if name != "counted"}
 
 
 BLOCK = 256  # elements whose squares are summed in fp32: few enough for a relative error of about 1e-8
@@ -48,6 +55,16 @@ def squared_norm(values: torch.Tensor) -> torch.Tensor:
     norms = torch.linalg.vector_norm(values[:whole].view(-1, BLOCK), dim=1, dtype=torch.float32).double()
     rest = torch.linalg.vector_norm(values[whole:], dtype=torch.float64)
     return norms.dot(norms) + rest * rest
+
+
+def _share(counted: float, expected: int) -> float:
+    """What a loss has counted, as a share of the samples by whose number it was divided before backward. Of a
+    batch in which nothing counts, the loss and all gradients are zeros: it is divided by anything. RunError
+    where it is no count."""
+    if counted < 0:
+        raise RunError(f"the loss returned counts whose sum over the global batch is {counted:g}: the second "
+                       "of what it returns is a number of tokens, or a sum of their weights")
+    return counted / expected or 1.0
 
 
 class ZeroRun:
@@ -176,8 +193,9 @@ class ZeroRun:
 
     @torch.no_grad()
     def clip(self, instruction: Instruction, slots: Slots) -> None:
-        """One all-reduce over the world of [norm squared, found_inf, loss sum, token count]."""
-        numbers = torch.zeros(4, dtype=torch.float64, device=self.comm.device)
+        """One all-reduce over the world of [norm squared, found_inf, loss sum, token count, whether the loss
+        counts by itself, and what]."""
+        numbers = torch.zeros(6, dtype=torch.float64, device=self.comm.device)
         if instruction.gradients != "none":
             if self.comm.device.type == "cuda" and any(state.host_grad is not None
                                                        for state in self.stepped.values()):
@@ -190,20 +208,25 @@ class ZeroRun:
                     counted = state.writes and counts(segment.axes, here.on)
                     numbers[0 if counted else 1] += squared_norm(state.range(state.gradient, segment))
         if Slot("loss") in slots and self._speaks:
-            numbers[2] = slots.get(Slot("loss"))
+            loss, *counted = slots.get(Slot("loss"))
+            numbers[2] = loss
+            if counted:
+                numbers[4], numbers[5] = 1.0, counted[0]
             if self.comm.here.position == self.table.position(self.table.last):  # count tokens once
                 numbers[3] = self.config.tokens_per_step / self.config.dp
         numbers[1] = (~torch.isfinite(numbers)).any().double()
         self.comm.groups["world"].all_reduce(numbers).wait()
-        squared, found_inf, loss, tokens = numbers.tolist()
+        squared, found_inf, loss, tokens, counts_itself, counted = numbers.tolist()
         expected = self.config.tokens_per_step
         assert tokens == expected, f"{tokens} tokens were counted, not {expected}"
-        loss_scale = self.scaler.scale
-        norm = (math.sqrt(squared) if squared >= 0 else math.nan) / loss_scale
+        loss_scale, share = self.scaler.scale, _share(counted, expected) if counts_itself else 1.0
+        loss /= share  # gradients are linear in the loss: they are divided when they are used
+        norm = (math.sqrt(squared) if squared >= 0 else math.nan) / loss_scale / share
         limit = self.config.optimizer.clip_grad
         scale = min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
         finite = found_inf == 0 and math.isfinite(norm) and math.isfinite(loss)
-        clipped = Clipped(loss, norm, scale / loss_scale, finite, loss_scale)
+        clipped = Clipped(loss, norm, scale / loss_scale / share, finite, loss_scale,
+                          counted if counts_itself else None)
         slots.put(Slot("scale"), clipped)
         # the next gradients belong to the next step
         for state in self.stepped.values() if instruction.gradients != "none" else ():

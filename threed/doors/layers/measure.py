@@ -34,6 +34,7 @@ class Facts(NamedTuple):
     cost: Cost  # of a micro-batch
     draws: bool  # whether it draws random numbers, as dropout does
     together: tuple[str, ...]  # its matrices, if none of their gradients can wait for the weights' half
+    counts: bool  # whether it is the last, and the loss of its output says by what it is to be divided
 
 
 class Given(NamedTuple):
@@ -41,7 +42,7 @@ class Given(NamedTuple):
 
     schema: Schema | None  # of what the layer before hands on; None: it is the first
     inputs: Callable[[], Any]  # makes inputs of a micro-batch
-    loss: Callable[[Any], torch.Tensor] | None  # output -> loss, of the last layer
+    loss: Callable[[Any], Any] | None  # output -> what the loss returns, of the last layer
 
 
 @contextmanager
@@ -139,11 +140,12 @@ class _Measuring:
         if schema is not None and again is not None and schema.key() != again.key():
             raise InputError(f"layer {self.name} hands on {schema.text()}, and when it is called again "
                              f"{again.text()}: this must be the same in every call")
+        counts = schema is None and isinstance(out, tuple)
         del out
         kernels, saved = self._whole()
         operands, together = self._in_halves()
         return Facts(schema, Cost(kernels, (Saved(f"activations of {self.name}", saved),), operands),
-                     draws.found, together)
+                     draws.found, together, counts)
 
     def _schema(self, out: Any) -> Schema | None:
         if self.given.loss is not None:
@@ -171,7 +173,7 @@ class _Measuring:
 
     def _roots(self, out: Any) -> list[torch.Tensor]:
         if self.given.loss is not None:
-            return [out]
+            return [out[0] if isinstance(out, tuple) else out]
         return [each for each in tree_leaves(out) if isinstance(each, torch.Tensor) and each.requires_grad]
 
     def _graph(self) -> tuple[list[Any], list[torch.Tensor], list[torch.Tensor]]:
@@ -225,8 +227,12 @@ class _Measuring:
 
 
 def _check_loss(name: str, loss: Any) -> None:
-    what = None
-    if not isinstance(loss, torch.Tensor):
+    what, count = None, 1
+    if isinstance(loss, tuple) and len(loss) == 2:
+        loss, count = loss
+    if not isinstance(count, torch.Tensor | int | float) or torch.as_tensor(count).numel() != 1:
+        what = "a pair whose second is no number"
+    elif not isinstance(loss, torch.Tensor):
         what = f"a {type(loss).__name__}"
     elif loss.dim() or not loss.is_floating_point():
         what = f"{str(loss.dtype).removeprefix('torch.')} {list(loss.shape)}"
@@ -234,7 +240,8 @@ def _check_loss(name: str, loss: Any) -> None:
         what = "a number that does not depend on any parameter"
     if what is not None:
         raise InputError(f"the loss of layer {name}'s output is {what}: it must be a tensor with one "
-                         "floating-point number, the mean over the samples of a micro-batch")
+                         "floating-point number, the mean over the samples of a micro-batch; or a pair, the "
+                         "sum over all that counts in them, and how much that is")
 
 
 class _Draws(TorchDispatchMode):

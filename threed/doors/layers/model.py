@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from threed.doors.layers.measure import Facts, Given, measure, places_of, shapes_of
 from threed.doors.layers.samples import Samples, checked_items, item_of
 from threed.doors.layers.spec import Spec
-from threed.errors import InputError
+from threed.errors import InputError, RunError
 from threed.models.families.base import Family
 from threed.models.layers.base import Layer, Out
 from threed.models.spec import Cost, Outflow, Parameter, Share
@@ -32,14 +32,16 @@ from threed.tensor.precision import DTYPES
 from threed.tensor.random import seed_of
 
 _DRAWING = threading.RLock()  # torch's generator belongs to the process, and ranks may be threads of one
-Loss = Callable[[Any, Any], torch.Tensor]
+Loss = Callable[[Any, Any], torch.Tensor | tuple[torch.Tensor, torch.Tensor | float]]
 
 
 class Layers(Family):
     """A model of your own layers. `model.family` may name one, as file.py:name.
 
     `layers`: a `Spec` each, first to last. `loss(outputs, targets)`: a tensor with one number, the mean over
-    the samples that it is given, a micro-batch. `data`: a map-style data set with items (inputs, targets),
+    the samples that it is given, a micro-batch; or (sum, count), a tensor with the sum over all tokens that
+    count, and their number: then the loss of a step is the sum over the global batch divided by its count.
+    `data`: a map-style data set with items (inputs, targets),
     each a tensor or a tuple, list or dictionary of tensors; or a tuple (data set, data set to validate with).
     """
 
@@ -166,7 +168,7 @@ class _Chain:
             schema = found.out
         return facts
 
-    def _example_loss(self, size: int, dtype: torch.dtype, outputs: Any) -> torch.Tensor:
+    def _example_loss(self, size: int, dtype: torch.dtype, outputs: Any) -> Any:
         return self.loss(outputs, self.example(size, dtype)[1])
 
     def example(self, size: int, dtype: torch.dtype) -> tuple[Any, Any]:
@@ -227,6 +229,11 @@ class OwnLayer(Layer):
         schema = self.schema(share)
         return schema.output if schema is not None else None
 
+    def weighs_alike(self, share: Share) -> bool:
+        targets = tree_leaves(self.chain.example(1, torch.float32)[1])
+        some = len(targets) > 1 or any(each.numel() > 1 and not each.is_floating_point() for each in targets)
+        return self.loss and some and not self._facts(share).counts
+
     def undivided(self, share: Share) -> tuple[str, ...]:
         return self._facts(share).together if self.index else ()  # nobody waits for the first layer
 
@@ -268,14 +275,23 @@ class OwnLayer(Layer):
             out = self.spec.call(self.module, given)
         if not self.loss:
             return Out(out)
+        loss = self.chain.loss(out, batch.targets)
+        if isinstance(loss, tuple) != self._facts(self._share(batch)).counts:
+            raise RunError("the loss returned a pair in some calls and a number in others: it must be the "
+                           "same in every call")
+        if isinstance(loss, tuple):  # a sum, which CLIP will divide by the count of the global batch
+            total, count = loss
+            count = torch.as_tensor(count, dtype=torch.float64, device=total.device).detach().reshape(())
+            return Out(loss=total.float() / batch.num_tokens, count=count)
         # The mean over the global batch: each micro-batch counts by its samples.
-        share = len(batch.samples_B) / batch.num_tokens
-        return Out(loss=self.chain.loss(out, batch.targets).float() * share)
+        return Out(loss=loss.float() * (len(batch.samples_B) / batch.num_tokens))
+
+    def _share(self, batch: Batch) -> Share:
+        return Share(sequences=len(batch.samples_B), element=self.context.dtype.itemsize)
 
     def draws(self, batch: Batch) -> bool:
         """Whether its module draws random numbers."""
-        element = self.context.dtype.itemsize
-        return self._facts(Share(sequences=len(batch.samples_B), element=element)).draws
+        return self._facts(self._share(batch)).draws
 
 
 @contextmanager

@@ -28,17 +28,18 @@ def opened(path: Path) -> Iterator[Any]:
             yield file
             return
         magic, packer = PACKED[suffix]
-        library = _zstandard(path) if suffix == ".zst" else None
-        frame = {".xz": lzma.LZMADecompressor, ".bz2": bz2.BZ2Decompressor}.get(suffix) or (
-            lambda: library.ZstdDecompressor().decompressobj())
-        damaged = EOFError, zlib.error, lzma.LZMAError, OSError, library.ZstdError if library else EOFError
+        frame = {".xz": lzma.LZMADecompressor, ".bz2": bz2.BZ2Decompressor}.get(suffix)
+        damaged = EOFError, zlib.error, lzma.LZMAError, OSError
+        if suffix == ".zst":
+            library = _zstandard(path)
+            frame, damaged = lambda: library.ZstdDecompressor().decompressobj(), (*damaged, library.ZstdError)
         head = file.peek(HEAD_BYTES)[:HEAD_BYTES]
         if head and not head.startswith(magic):
             check_kind(path, head, f"packed by {packer}")
             raise InputError(f"{path} cannot be unpacked: it is not packed by {packer}, but begins with "
                              f"{head[:12]!r}; if it is plain text, leave {suffix} out of its name")
         try:
-            if suffix == ".gz":
+            if frame is None:
                 yield gzip.GzipFile(fileobj=file)
             else:
                 yield io.BufferedReader(_Parts(_frames(file, frame)), _READ_BYTES)

@@ -51,6 +51,15 @@ def test_text_of_parquet_that_is_not_utf8(tmp_path):
         list(documents(str(tmp_path), "text"))
 
 
+def test_text_of_parquet_that_is_not_marked_as_such(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table({"text": [b"one", b"caf\xc3\xa9"]}), tmp_path / "a.parquet")
+    assert list(documents(str(tmp_path), "text")) == ["one", "caf\xe9"]
+    parquet.write_table(pyarrow.table({"text": [b"\x89PNG"]}), tmp_path / "a.parquet")
+    with pytest.raises(InputError, match=r"row 0: field 'text' is binary, and not text in UTF-8: .* byte 0"):
+        list(documents(str(tmp_path), "text"))
+
+
 @pytest.mark.parametrize("name, library", [
     ("a.jsonl.gz", None), ("a.jsonl.zst", "zstandard"), ("a.parquet", "pyarrow")])
 @pytest.mark.parametrize("damage", ["cut", "noise", "empty"])

@@ -279,7 +279,14 @@ def text_of(value: Row, field: str, key: str, where: str, taken: Sequence[str] =
     if field not in value:
         fields = ", ".join(value) or "none"
         raise BadRow(where, f"no field '{field}'", f" (the fields are: {fields})", key, others)
-    return checked_text(value[field], f"field '{field}'", where, key, others)
+    text = value[field]
+    if isinstance(text, bytes):  # of Parquet, some writers of which do not mark text as such
+        try:
+            text = text.decode()
+        except UnicodeDecodeError as error:
+            raise BadRow(where, f"field '{field}' is binary, and not text in UTF-8",
+                         f": {error.reason} at byte {error.start}") from None
+    return checked_text(text, f"field '{field}'", where, key, others)
 
 
 def checked_text(text: Any, what: str, where: str, key: str | None = None,

@@ -85,9 +85,9 @@ def test_reasons_are_told_apart(tmp_path):
     ([{"text": ["x"]}, {"text": {}}, GOOD["none"]],
      r":1: field 'text' is a list, not a text; of 3 rows of a.jsonl 1 is so, 1 more is bad otherwise; repai"),
     # it is wrong everywhere
-    ([{"id": 1, "body": "x"}] * 3, r":1: no field 'text' .*, in none of 3 rows; set data.text_key to the one "
+    ([{"id": 1, "body": "x"}] * 3, r":1: no field 'text' .*, in all of 3 rows; set data.text_key to the one "
      r"that holds it, such as 'body'$"),
-    ([{"text": None, "body": "x"}] * 2, r"is null, not a text, in none of 2 rows; set data.text_k.* 'body'$"),
+    ([{"text": None, "body": "x"}] * 2, r"is null, not a text, in all of 2 rows; set data.text_k.* 'body'$"),
     ([{"text": True}], r":1: field 'text' is true, not a text; set data.text_key to the one that holds it$"),
     (["[1]"] * 2, r":1: a list, not an object with fields; of 2 rows of a.jsonl 2 are so; repair them$"),
 ])
@@ -99,7 +99,7 @@ def test_the_value_is_looked_at_first(tmp_path, rows, says):
 def test_the_field_that_is_missing_in_parquet_is_blamed(tmp_path):
     data = config(tmp_path, "parquet", [{"prompt": "hello", "reply": "good"}] * 2, "answers")
     with pytest.raises(InputError, match=r"row 0: no field 'answer' \(the fields are: prompt, reply\), in "
-                                         r"none of 2 rows; set data.answer_key .*, such as 'reply'"):
+                                         r"all of 2 rows; set data.answer_key .*, such as 'reply'"):
         prepare(data, MODEL)
 
 

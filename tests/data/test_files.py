@@ -6,6 +6,7 @@ import bz2
 import gzip
 import json
 import lzma
+import struct
 
 import pytest
 
@@ -65,6 +66,19 @@ def test_a_glob_says_what_it_leaves_out(tmp_path):
         read(tmp_path / "d")
 
 
+def test_a_data_set_in_the_hubs_cache_is_read_once(tmp_path):
+    root = tmp_path / "datasets--me--x"
+    for commit in ("new", "old"):
+        (root / "snapshots" / commit).mkdir(parents=True)
+        (root / "snapshots" / commit / "a.jsonl").write_text(json.dumps({"text": commit}))
+    (root / "refs").mkdir()
+    (root / "refs" / "main").write_text("new")
+    assert read(root) == ["new"] and not_read(str(root)) == []
+    (root / "refs" / "main").write_text("gone")
+    with pytest.raises(InputError, match="give the folder of one snapshot"):
+        read(root)
+
+
 def test_a_folder_that_may_not_be_read_is_refused(tmp_path, monkeypatch):
     def walk(root, onerror, **_):
         onerror(PermissionError(13, "Permission denied", f"{root}/closed"))
@@ -110,7 +124,13 @@ def test_a_packed_text_and_an_only_object(tmp_path):
     ("a.jsonl", b" <HTML><head>", "is a page that a server sent in place of the file"),
     ("a.jsonl", b"<?xml version='1.0'?><Error>", "is a page that a server sent"),
     ("a.jsonl", LINES.decode().encode("utf-16"), "is text in UTF-16, not JSON; convert it: iconv"),
-    ("a.jsonl", LINES.decode().encode("utf-16-le"), "is text in UTF-16 or UTF-32"),
+    ("a.jsonl", LINES.decode().encode("utf-16-le"), "is text in UTF-16LE.* iconv -f UTF-16LE"),
+    ("a.txt", "text".encode("utf-32-be") * 9, "text in UTF-32BE: convert it"),
+    ("a.txt", b"\xff\xff\xff\xff\x10\x01\0\0", "an Arrow stream"),
+    ("a.dat", struct.pack("<300H", *range(300)), "binary data, no text"),
+    ("a.st", b"\x20" + bytes(7) + b'{"a": {}}' + bytes(200), "binary data, no text"),
+    ("a.jsonl.bz2", bz2.compress(LINES) + b"rest", "cannot be unpacked"),
+    ("a.jsonl.xz", lzma.compress(LINES) + b"more", "cannot be unpacked"),
     ("a.txt", "text".encode("utf-16"), "holds no text .*text in UTF-16: convert it"),
     ("a.jsonl", bytes(5000), "is nothing but NUL bytes, as after a crash"),
     ("a.txt", bytes(99), "nothing but NUL"),

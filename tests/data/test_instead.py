@@ -36,6 +36,9 @@ TIKTOKEN = b"".join(base64.b64encode(bytes([at])) + b" %d\n" % at for at in rang
     ("tokenizer.json", b"", "is empty, no tokenizer.json: the download or copy did not end"),
     ("tokenizer.json", b" \n", "is empty"), ("tokenizer.json", bytes(99), "is nothing but NUL bytes"),
     ("tokenizer.json", gzip.compress(b"{}", mtime=0), "is packed by gzip"),
+    ("tokenizer.json", b"null", "is JSON, but null is no object, so no tokenizer.json; docs/tokenizers.md"),
+    ("tokenizer.json", b"{}", r"is JSON, but no tokenizer.json: it has no model \(the fields are: none\)"),
+    ("tokenizer.json", b'{"error": "x"}', r"it has no model \(the fields are: error\); docs/tokenizers.md"),
     ("t.json", b"PK\x03\x04", "is a zip archive"),
     ("tokenizer.json", '{"model": 1}'.encode("utf-16"), "is text in UTF-16"),
     ("tokenizer.json", b'{"version": "1.0", ', r"is not JSON \(.*damaged or cut short; docs/tokenizers.md"),
@@ -78,8 +81,14 @@ def test_a_name_of_the_hub(tmp_path, monkeypatch):
     with pytest.raises(InputError, match=r"/none/t.json cannot be read as a tokenizer: No such file"):
         load("/none/t.json")
     (tmp_path / "link.json").symlink_to("gone")
-    with pytest.raises(InputError, match=r"data.tokenizer=link.json: it is a link to gone, which does"):
+    with pytest.raises(InputError, match=r"data.tokenizer=link.json: link.json is a link to gone, which"):
         load("link.json")
+
+
+def test_a_folder_with_a_dead_link(tmp_path):
+    (tmp_path / "tokenizer.json").symlink_to("../blobs/x")
+    with pytest.raises(InputError, match=r"tokenizer.json is a link to ../blobs/x, which does not exist"):
+        load(tmp_path)
 
 
 def test_settings_beside_a_tokenizer_lead_to_it(tmp_path):

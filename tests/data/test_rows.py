@@ -39,8 +39,25 @@ def test_parquet(tmp_path, monkeypatch):
     assert list(documents(str(tmp_path), "text")) == TEXTS
     with pytest.raises(InputError, match=r"a.parquet, row 0: no field 'body' \(the fields are: id, text\)"):
         list(documents(str(tmp_path), "body"))
-    with pytest.raises(InputError, match=r"field 'id' is a number, not a text, in none of 50 rows; set"):
+    with pytest.raises(InputError, match=r"field 'id' is a number, not a text, in all of 50 rows; set"):
         list(documents(str(tmp_path), "id"))
+
+
+def test_text_of_parquet_that_is_not_utf8(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    texts = pyarrow.array([b"fine", b"caf\xe9", b"good"]).view(pyarrow.string())
+    parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "a.parquet")
+    with pytest.raises(InputError, match=r"a.parquet, row 1: a text that is not UTF-8: .* at byte 3; of 3"):
+        list(documents(str(tmp_path), "text"))
+
+
+def test_text_of_parquet_that_is_not_marked_as_such(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table({"text": [b"one", b"caf\xc3\xa9"]}), tmp_path / "a.parquet")
+    assert list(documents(str(tmp_path), "text")) == ["one", "caf\xe9"]
+    parquet.write_table(pyarrow.table({"text": [b"\x89PNG"]}), tmp_path / "a.parquet")
+    with pytest.raises(InputError, match=r"row 0: field 'text' is binary, and not text in UTF-8: .* byte 0"):
+        list(documents(str(tmp_path), "text"))
 
 
 @pytest.mark.parametrize("name, library", [

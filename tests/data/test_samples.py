@@ -12,6 +12,8 @@ from tests.data.files import write
 from threed.data.samples import Split, Tokens, mix, permute, splits
 from threed.errors import InputError
 
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+
 
 @pytest.fixture
 def prefix(tmp_path):
@@ -129,6 +131,8 @@ def test_half_a_pair(prefix, gone, says):
 
 @pytest.mark.parametrize("change, says", [
     (lambda idx: b"PK" + idx[2:], "p.idx is not a Megatron index"),
+    (lambda idx: POINTER, "p.idx is a Git LFS pointer in place of the file; fetch that with git lfs pull$"),
+    (lambda idx: b"<html>", "p.idx is a page that a server sent"),
     (lambda idx: b"", "p.idx is not a Megatron index"),
     (lambda idx: idx[:20], "p.idx is cut short: its header needs 34 bytes, and the file has 20"),
     (lambda idx: idx[:-1],
@@ -148,6 +152,12 @@ def test_damaged_index(prefix, change, says):
     idx = Path(f"{prefix}.idx")
     idx.write_bytes(change(idx.read_bytes()))
     with pytest.raises(InputError, match=says):
+        Tokens(prefix)
+
+
+def test_a_bin_that_was_not_downloaded(prefix):
+    Path(f"{prefix}.bin").write_bytes(POINTER)
+    with pytest.raises(InputError, match=r"p\.bin is a Git LFS pointer in place of the file; fetch"):
         Tokens(prefix)
 
 

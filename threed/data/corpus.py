@@ -216,7 +216,7 @@ def _explained(first: BadRow, path: Path, reader: Reader, rest: Iterator[tuple[R
     others = f", {found.total - alike:,} more {'is' if found.total - alike == 1 else 'are'} bad otherwise" \
         if found.total > alike else ""
     if not good and first.key and not others:
-        return InputError(f"{first}, in none of {of}{_advice(first)}" if looked > 1 else
+        return InputError(f"{first}, in all of {of}{_advice(first)}" if looked > 1 else
                           f"{first}{_advice(first)}")
     fits = first.fitting and first.reason.startswith("no ")
     other = f" (here field '{first.fitting[0]}' would fit)" if fits else ""

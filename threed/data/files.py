@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from threed.data.kinds import PACKED
+from threed.data.place import snapshot
 from threed.data.rows import SUFFIXES, holds_rows, plain_suffix
 from threed.errors import InputError
 
@@ -53,6 +54,8 @@ def list_files(source: str) -> Listing:
     """The files of a source, sorted; at least one. InputError where there is none, or a folder cannot be
     read."""
     path = os.path.expanduser(source)
+    if os.path.isdir(os.path.join(path, "refs")):  # of a data set in the hub's cache; others may be older
+        path = str(snapshot(Path(path)))
     if source == STDLIB:
         listing = _stdlib(Path(sysconfig.get_path("stdlib")))
         advice = f"this Python has no standard library in {sysconfig.get_path('stdlib')}; give a folder of " \

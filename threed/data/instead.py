@@ -19,14 +19,14 @@ GUIDE = f"{PAGE} says how to get a tokenizer.json"
 def missing(path: Path) -> str:
     """Why there is no tokenizer.json at a path, and how to get one."""
     folder = path.parent
+    if os.path.islink(path):
+        return f"{path} is a link to {os.readlink(path)}, which does not exist; copy or download it again"
     if path.name == TOKENIZER and folder.is_dir():
         for names, what in _OTHERS:
             there = [file.name for name in names if (file := next(iter(folder.glob(name)), None)) is not None]
             if len(there) == len(names):
                 return f"{folder} has no {TOKENIZER}, but {' and '.join(there)}, {what}; {_convert(folder)}"
         return f"{folder} has no {TOKENIZER}; {GUIDE}"
-    if os.path.islink(path):
-        return f"it is a link to {os.readlink(path)}, which does not exist"
     name = str(path)
     if not _NAME.fullmatch(name):
         return (f"{path} cannot be read as a tokenizer: No such file or directory; give a {TOKENIZER} on "
@@ -67,7 +67,10 @@ def other_kind(path: Path, content: bytes) -> str | None:
         if path.name == "vocab.txt":
             return f"{path} is a word list of BERT, not a tokenizer.json; {_convert(path.parent)}"
         return f"{path} is not JSON ({error}), so no tokenizer.json: it is damaged or cut short; {GUIDE}"
-    if not isinstance(value, dict) or ("model" in value and "added_tokens" in value):
+    if not isinstance(value, dict):
+        return f"{path} is JSON, but {json.dumps(value)[:40]} is no object, so no tokenizer.json; " \
+            f"{beside or GUIDE}"
+    if "model" in value:
         return None
     if value and all(isinstance(number, int) for number in value.values()):
         what = "a vocabulary alone, whose merges are in another file"
@@ -78,7 +81,9 @@ def other_kind(path: Path, content: bytes) -> str | None:
     elif {"config", "vocab", "special_tokens"} <= value.keys():
         what = "a tokenizer of Mistral's (tekken)"
     else:
-        return None
+        fields = ", ".join(value) or "none"
+        return f"{path} is JSON, but no tokenizer.json: it has no model (the fields are: {fields[:200]}); " \
+            f"{beside or GUIDE}"
     return f"{path} is {what}, not a tokenizer.json; {beside or _convert(path.parent)}"
 
 

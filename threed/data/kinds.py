@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -23,7 +24,8 @@ _OTHERS = {  # how the content begins -> (what it is, what to do)
     b"\x04\x22\x4d\x18": ("packed by lz4", "unpack it"),
     b"\xff\xfe": ("text in UTF-16", "convert it: iconv -f UTF-16 -t UTF-8"),
     b"\xfe\xff": ("text in UTF-16", "convert it: iconv -f UTF-16 -t UTF-8"),
-    b"ARROW1": ("an Arrow file", _JSONL), b"\x93NUMPY": ("a NumPy array", _JSONL),
+    b"ARROW1": ("an Arrow file", _JSONL), b"\xff\xff\xff\xff": ("an Arrow stream", _JSONL),
+    b"\x93NUMPY": ("a NumPy array", _JSONL),
     b"\x89HDF\r\n": ("an HDF5 file", _JSONL), b"SQLite format 3\0": ("an SQLite database", _JSONL),
     b"Obj\x01": ("an Avro file", _JSONL), b"%PDF-": ("a PDF", _JSONL),
     b"GGUF": ("a model in GGUF", "give the model's tokenizer.json or its data"),
@@ -51,16 +53,41 @@ def kind_of(head: bytes) -> Kind | None:
             return Kind(what, advice)
     if head[257:262] == b"ustar":
         return Kind("a tar archive", "unpack it")
+    if (kind := stand_in(head)) is not None:
+        return kind
+    if head and not head.strip(b"\0"):
+        return Kind("nothing but NUL bytes, as after a crash or a copy that did not end",
+                    "copy or download it again")
+    if (encoding := _wide(head)) is not None:
+        return Kind(f"text in {encoding}", f"convert it: iconv -f {encoding} -t UTF-8")
+    if max(head[::2].count(0), head[1::2].count(0)) > 0.4 * len(head):
+        return Kind("binary data, no text", "give the text that they were made of; token ids are read from a "
+                    "pair of Megatron's .bin and .idx alone")
+    return None
+
+
+def stand_in(head: bytes) -> Kind | None:
+    """What lies in place of a file, where a download brought no file."""
     if head.startswith(_POINTER):
         return Kind("a Git LFS pointer in place of the file", "fetch that with git lfs pull")
     if _PAGE.match(head) or _REFUSAL.match(head):
         return Kind("a page that a server sent in place of the file", "download the file again and look at "
                     "the address: most often it needs a login, or names a page about the file", True)
-    if head and not head.strip(b"\0"):
-        return Kind("nothing but NUL bytes, as after a crash or a copy that did not end",
-                    "copy or download it again")
-    if head[1::2].count(0) > 0.4 * len(head) or head[::2].count(0) > 0.4 * len(head):
-        return Kind("text in UTF-16 or UTF-32, or no text", "convert it: iconv -f UTF-16 -t UTF-8")
+    return None
+
+
+def _wide(head: bytes) -> str | None:
+    """UTF-16 or UTF-32 without a mark, of which `head` is text. Its zeros alone do not say so: numbers have
+    them, too."""
+    if head.count(0) < 0.4 * len(head):
+        return None
+    for encoding in ("UTF-32LE", "UTF-32BE", "UTF-16LE", "UTF-16BE"):
+        try:
+            text = codecs.getincrementaldecoder(encoding)().decode(head)  # whose last character may be cut
+        except UnicodeDecodeError:
+            continue
+        if text and sum(char.isprintable() or char.isspace() for char in text) > 0.95 * len(text):
+            return encoding
     return None
 
 

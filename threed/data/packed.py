@@ -8,7 +8,7 @@ import gzip
 import io
 import lzma
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,19 +28,21 @@ def opened(path: Path) -> Iterator[Any]:
             yield file
             return
         magic, packer = PACKED[suffix]
-        unpack = {".gz": gzip.GzipFile, ".xz": lzma.LZMAFile, ".bz2": bz2.BZ2File}.get(suffix)
-        library = _zstandard(path) if unpack is None else None
-        damaged = EOFError, zlib.error, lzma.LZMAError, OSError, library.ZstdError if library else EOFError
+        frame = {".xz": lzma.LZMADecompressor, ".bz2": bz2.BZ2Decompressor}.get(suffix)
+        damaged = EOFError, zlib.error, lzma.LZMAError, OSError
+        if suffix == ".zst":
+            library = _zstandard(path)
+            frame, damaged = lambda: library.ZstdDecompressor().decompressobj(), (*damaged, library.ZstdError)
         head = file.peek(HEAD_BYTES)[:HEAD_BYTES]
         if head and not head.startswith(magic):
             check_kind(path, head, f"packed by {packer}")
             raise InputError(f"{path} cannot be unpacked: it is not packed by {packer}, but begins with "
                              f"{head[:12]!r}; if it is plain text, leave {suffix} out of its name")
         try:
-            if unpack is not None:
-                yield unpack(fileobj=file) if suffix == ".gz" else unpack(file)  # pyright: ignore
+            if frame is None:
+                yield gzip.GzipFile(fileobj=file)
             else:
-                yield io.BufferedReader(_Parts(_frames(file, library)), _READ_BYTES)
+                yield io.BufferedReader(_Parts(_frames(file, frame)), _READ_BYTES)
         except damaged as error:
             if isinstance(error, OSError) and error.errno is not None:
                 raise  # of the disk
@@ -67,13 +69,15 @@ class _Parts(io.RawIOBase):
         return len(part)
 
 
-def _frames(file: Any, zstandard: Any) -> Iterator[bytes]:
-    """The content of a file of zstandard's frames. (Its own reader ends without a word where one is cut
-    short.)"""
+def _frames(file: Any, new: Callable[[], Any]) -> Iterator[bytes]:
+    """The content of a file of frames, one after the other; `new` makes what unpacks one. (The libraries' own
+    readers end without a word where a frame is cut short, or where something else follows one.)"""
     frame = None
     while data := file.read(_READ_BYTES):
         while data:
-            frame = frame or zstandard.ZstdDecompressor().decompressobj()
+            if frame is None and not (data := data.lstrip(b"\0")):  # xz pads with them
+                break
+            frame = frame or new()
             yield frame.decompress(data)
             data, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
     if frame is not None:

@@ -233,12 +233,27 @@ def _parquet(path: Path, fields: Sequence[str],
                 if all(name in names for name in fields) else names
             number = 0
             for batch in file.iter_batches(_BATCH_ROWS, columns=wanted):
-                for value in batch.to_pylist():
+                for value in _batch_rows(batch, f"{path}, row", number):
                     yield value, f"{path}, row {number}"
                     number += 1
     except pyarrow.ArrowException as error:
         raise InputError(f"{path} cannot be read as Parquet: {error}; it is damaged, or of another "
                          "format") from None
+
+
+def _batch_rows(batch: Any, where: str, first: int) -> Iterator[Row | BadRow]:
+    """The rows of a batch of Parquet, of which the first has this number."""
+    try:
+        yield from batch.to_pylist()
+        return
+    except UnicodeDecodeError:  # Parquet's writers do not check their text
+        pass
+    for at in range(len(batch)):
+        try:
+            yield batch.slice(at, 1).to_pylist()[0]
+        except UnicodeDecodeError as error:
+            yield BadRow(f"{where} {first + at}", "a text that is not UTF-8",
+                         f": {error.reason} at byte {error.start}")
 
 
 def _object(line: bytes, where: str) -> Row | BadRow:
@@ -264,7 +279,14 @@ def text_of(value: Row, field: str, key: str, where: str, taken: Sequence[str] =
     if field not in value:
         fields = ", ".join(value) or "none"
         raise BadRow(where, f"no field '{field}'", f" (the fields are: {fields})", key, others)
-    return checked_text(value[field], f"field '{field}'", where, key, others)
+    text = value[field]
+    if isinstance(text, bytes):  # of Parquet, some writers of which do not mark text as such
+        try:
+            text = text.decode()
+        except UnicodeDecodeError as error:
+            raise BadRow(where, f"field '{field}' is binary, and not text in UTF-8",
+                         f": {error.reason} at byte {error.start}") from None
+    return checked_text(text, f"field '{field}'", where, key, others)
 
 
 def checked_text(text: Any, what: str, where: str, key: str | None = None,

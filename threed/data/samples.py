@@ -23,6 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from threed.data.cache import use
+from threed.data.kinds import HEAD_BYTES, stand_in
 from threed.data.packing import BestFit, Runs, Stream, cut
 from threed.errors import InputError
 from threed.models.spec import NOT_COUNTED
@@ -58,6 +59,7 @@ class Tokens:
             num_tokens = int(self.document_ends[-1]) if len(self.document_ends) else 0
             want_bytes, have_bytes = num_tokens * dtype.itemsize, bin_.stat().st_size
             if want_bytes != have_bytes:
+                _check_stand_in(bin_)
                 how = "cut short" if have_bytes < want_bytes else "too long for its .idx"
                 if num_tokens and have_bytes % num_tokens == 0 and have_bytes // num_tokens in (1, 2, 4, 8):
                     how = f"of another type, with {have_bytes // num_tokens} bytes a token"
@@ -118,6 +120,13 @@ def _read_checksums(path: Path, size: int) -> np.ndarray | None:
     return np.memmap(path, "<u4", "r")
 
 
+def _check_stand_in(path: Path) -> None:
+    """InputError where a file was not downloaded."""
+    with path.open("rb") as file:
+        if (kind := stand_in(file.read(HEAD_BYTES))) is not None:
+            raise InputError(f"{path} is {kind.what}; {kind.advice}")
+
+
 def _read_index(path: Path) -> tuple[np.dtype, np.ndarray]:
     """Token dtype, and the token at which each document ends (int64 [documents]).
 
@@ -128,6 +137,7 @@ def _read_index(path: Path) -> tuple[np.dtype, np.ndarray]:
     with path.open("rb") as file:
         header = file.read(_HEADER.size)
         if not header.startswith(_MAGIC):
+            _check_stand_in(path)
             raise InputError(f"{path} is not a Megatron index: it starts with {header[:9]!r}, not {_MAGIC!r}")
         if len(header) < _HEADER.size:
             raise InputError(f"{path} is cut short: its header needs {_HEADER.size} bytes, and the file has "

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from threed.doors.deepspeed import DEEPSPEED
 from threed.doors.megatron import MEGATRON
+from threed.doors.megatron_values import RANKS
 from threed.doors.peft import PEFT
 from threed.doors.table import NO_KEY, NOTHING, Framework, Row
 from threed.doors.torchtitan import TORCHTITAN
 
+# words that launchers and everybody use: `words.meant` knows more than Megatron-LM's row says
+_COMMON = {"batch_size", *(name for pair in RANKS for name in pair)}
 FRAMEWORKS = (DEEPSPEED, MEGATRON, TORCHTITAN, PEFT)
 
 
@@ -24,7 +27,7 @@ def ours(key: str) -> str | None:
     first, dot, _ = key.partition(".")
     section = dot and first in DEEPSPEED.sections
     for framework, name in ((DEEPSPEED, key), (MEGATRON, last)):
-        row = framework.row(name)
+        row = None if name in _COMMON and not key.startswith("--") else framework.row(name)
         if row is not None and (section or (row.key or "").rpartition(".")[2] != last):
             return _instead(framework, key, row)
     if section:

@@ -336,6 +336,8 @@ def _build(given: dict[str, Any]) -> tuple[Config, list[str]]:
             reason = str(error).splitlines()[0]
             kind = next((word for name, word in _KINDS.items() if reason.endswith(name)), None)
             kind = _list_of(key, defaults) if kind == "a list" else kind
+            if isinstance(value, list) and "to string" in reason:
+                kind = "one text, not a list" + "; data.mix takes several sources" * (key == "data.source")
             reason = f"must be {kind}" if kind else f"{reason[0].lower()}{reason[1:]}"
             problems.append(f"{key}={value}: {reason}")
     for key in [key for key in keys if OmegaConf.is_missing(*_owner(schema, key))]:

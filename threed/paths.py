@@ -79,7 +79,7 @@ def expand(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     found, problems = dict(values), []
     for key, function in KEYS.items():
         value = values.get(key)
-        if isinstance(value, str | list | tuple):
+        if isinstance(value, str) or function is _of_mix:  # a list in place of a path: validate says so
             try:
                 found[key] = function(value)
             except ValueError as error:

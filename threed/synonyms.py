@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from threed.doors.deepspeed import DEEPSPEED
 from threed.doors.megatron import MEGATRON
+from threed.doors.megatron_values import RANKS
 from threed.doors.peft import PEFT
 from threed.doors.table import NO_KEY, NOTHING, Framework, Row
 from threed.doors.torchtitan import TORCHTITAN
 
-# Options of launchers, and old ones: to most who write them they are plain words (threed.words).
-PLAIN = ("batch_size", "num_gpus", "num_nodes", "nnodes", "nproc_per_node", "num_processes")
+# words that launchers and everybody use: `words.meant` knows more than Megatron-LM's row says
+_COMMON = {"batch_size", *(name for pair in RANKS for name in pair)}
 FRAMEWORKS = (DEEPSPEED, MEGATRON, TORCHTITAN, PEFT)
 
 
@@ -26,7 +27,7 @@ def ours(key: str) -> str | None:
     first, dot, _ = key.partition(".")
     section = dot and first in DEEPSPEED.sections
     for framework, name in ((DEEPSPEED, key), (MEGATRON, last)):
-        row = framework.row(name) if section or last not in PLAIN else None
+        row = framework.row(name) if section or last not in _COMMON else None
         if row is not None and (section or (row.key or "").rpartition(".")[2] != last):
             return _instead(framework, key, row)
     if section:

@@ -177,3 +177,12 @@ def test_effects_of_deepspeeds_keys(tmp_path):
                                '"team": "x"}}')
     assert {"autotuning", "optimizer.params.bias_correction"} <= set(done.refused)
     assert done.values["precision.reduce_dtype"] == "fp32" and "WANDB_ENTITY" in done.dropped["wandb.team"]
+
+
+@pytest.mark.parametrize("true, false", [("True", "False"), ('"true"', '"False"'), ("1", "0")])
+def test_true_as_people_write_it(true, false, tmp_path):
+    """A text that is read as true by one row and not by another converts half of a section."""
+    text = f'{{"fp16": {{"loss_scale": 8,\n"enabled": {true}\n}},\n"bf16": {{\n"enabled": {false}\n}}}}'
+    done = deepspeed(tmp_path, text)
+    assert done.values["precision.dtype"] == "fp16" and done.values["precision.loss_scale"] == 8
+    assert done.values["precision.reduce_dtype"] == "fp16"

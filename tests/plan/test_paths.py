@@ -135,3 +135,9 @@ def test_every_option_that_takes_a_path():
                 given = info.param_decls or (info.default,) if info.default is not ... else info.param_decls
                 names = [word for word in given or () if isinstance(word, str)] or [f"--{name}"]
                 assert set(names) <= set(paths.OPTIONS), (command.name, names)
+
+
+@pytest.mark.parametrize("override", ["data.source=[a.jsonl,b.jsonl]", "run.dir=[x]", "train.resume=[a]"])
+def test_a_list_in_place_of_a_path_is_a_problem(override):
+    with pytest.raises(ConfigError, match="must be one text, not a list"):
+        load(None, [override])

@@ -11,6 +11,7 @@ import pytest
 from threed.doors import convert as subject
 from threed.doors.launchers import ranks, split
 from threed.doors.shell.opaque import hide, show
+from threed.doors.shell.programs import output
 from threed.doors.shell.walk import Walk
 from threed.errors import InputError
 
@@ -52,6 +53,9 @@ OPTS=""; OPTS+=" --a 1"; OPTS+=" --b"; run $OPTS "${OPTS:-d}" "${U[@]:-d}"
 run "${A:-$(echo d)}" ${B:-$((1+2))} "${C:-"q r"}" ${D:-${E:-5}}
 A=1; V="${A} ${A} $A"; run $V "$V" "${A}  ${A}"
 ARR=($(echo 1 2)); for i in "${!ARR[@]}"; do run $i; done; a="x=1"; run ${a#*=} ${a%%=*} "${a/=/: }"
+read -r X Y Z <<< "p q  r s "; run "$X" "$Y" "$Z"; IFS=, read -ra A <<< "1,2,3"; run "${A[@]}" $A
+read -ra A <<< "1 2"; run "${A[1]}"; IFS=: read X Y <<< a:b; run $X $Y; read <<< "m n"; run $REPLY
+mapfile -t A < <(echo "1 2"; echo 3); run "${A[@]}"; run $(printf "a\n# b\nc\n" | grep -v "^#" | xargs)
 printf -v B "%s-%d" x 3; run $B; read -r X <<< "p q"; run "$X"; python() { run "$@"; }; python -u x.py
 """.strip().splitlines()
 TEXTS = [
@@ -77,6 +81,14 @@ def test_words_are_those_of_bash():
         walk.script(text)
         assert [command.words[1:] for command in walk.commands] == expected, text
         assert not walk.notes, text
+
+
+@pytest.mark.parametrize("code, printed", [
+    ("1e-3/10", "0.0001"), ("int(10*0.35)", "3"), ("7//2 + 4/2", "5.0"), ("max(1, 8//3) * (3+1)", "8"),
+    ("-7//2", "-4")])
+def test_sums_of_python_are_not_those_of_bash(code, printed):
+    """A quotient is no whole number: a learning rate / 10 is not 0."""
+    assert output(["python3", "-c", f"print({code})"], None, lambda _: None) == f"{printed}\n"
 
 
 TINY = ("--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 512 --lr 1e-3 "
@@ -110,6 +122,10 @@ def check(done: subject.Converted, **others: object) -> None:
      "l\"", {"parallel__dp": 16}),
     ("#SBATCH --nodes=4\n#SBATCH --gres=gpu:a100:8\nsrun bash -c 'torchrun --nproc_per_node "
      f"$SLURM_GPUS_ON_NODE --nnodes $SLURM_NNODES pretrain_gpt.py {TINY}'", {"parallel__dp": 32}),
+    ("#SBATCH --nodes=4\n#SBATCH --ntasks-per-node=8\nsrun python pretrain_gpt.py " + TINY,
+     {"parallel__dp": 32}),
+    (f"#SBATCH -N 4\nsrun --ntasks-per-node=8 python t.py {TINY}", {"parallel__dp": 32}),
+    (f"#SBATCH -n 16\nsrun python t.py {TINY}", {"parallel__dp": 16}),
     (f"cat > job.sh <<EOF\ntorchrun --nproc_per_node 8 pretrain_gpt.py {TINY}\nEOF\nsbatch -p x job.sh",
      {"parallel__dp": 8}),
     (f"go() {{ mpirun -np 6 --bind-to none python pretrain_gpt.py \"$@\"; }}\ngo {TINY}",

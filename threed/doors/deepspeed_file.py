@@ -77,10 +77,18 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in values.items():
-        if isinstance(value, dict) and value.get("enabled") is False:
+        if isinstance(value, dict) and _flag("enabled", value.get("enabled")) is False:
             flat[f"{prefix}{key}.enabled"] = False
         elif isinstance(value, dict):
             flat |= _flat(value, f"{prefix}{key}.")
         else:
-            flat[f"{prefix}{key}"] = value
+            flat[f"{prefix}{key}"] = _flag(key, value)
     return flat
+
+
+def _flag(key: str, value: Any) -> Any:
+    """A value, with what DeepSpeed takes for true and false as such: "true", "False", and 1 of what is
+    enabled."""
+    if isinstance(value, str) and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    return bool(value) if key == "enabled" and value in (0, 1) else value

@@ -7,7 +7,10 @@ torchrun's, deepspeed's, accelerate's, mpirun's and srun's options for the numbe
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from os.path import basename
+from types import MappingProxyType
+from typing import Any
 
 from threed.doors.shell.opaque import is_opaque, show
 
@@ -37,9 +40,11 @@ def split(words: list[str]) -> tuple[list[str], str, list[str]]:
     return words[:places[0]], words[places[0]], words[places[0] + 1:]
 
 
-def ranks(words: list[str]) -> tuple[dict[str, int], dict[str, str]]:
+def ranks(words: list[str], outside: Mapping[str, Any] = MappingProxyType({})
+          ) -> tuple[dict[str, int], dict[str, str]]:
     """Options of launchers that give the number of ranks -> their values: nproc_per_node and nnodes,
-    num_gpus and num_nodes, or num_processes; and those whose value cannot be known -> what stands for it."""
+    num_gpus and num_nodes, or num_processes; and those whose value cannot be known -> what stands for it.
+    `outside`: variables, of which SLURM_* say what srun takes where its options do not."""
     given = _options(words)
     names = {basename(word) for word in words}
     pairs = [("nproc_per_node", "nnodes"), ("num_gpus", "num_nodes")]
@@ -53,9 +58,12 @@ def ranks(words: list[str]) -> tuple[dict[str, int], dict[str, str]]:
         found = next((option for option in options if option in given), None)
         if found is not None and (name in names or found == "num_processes"):
             return _numbers({"num_processes": given[found]})
-    if "srun" in names and "ntasks_per_node" in given:
-        machines = given.get("nodes", given.get("N", "1"))
-        return _numbers({"nproc_per_node": given["ntasks_per_node"], "nnodes": machines})
+    each = given.get("ntasks_per_node") or outside.get("SLURM_NTASKS_PER_NODE")
+    if "srun" in names and each:
+        machines = given.get("nodes") or given.get("N") or outside.get("SLURM_NNODES", "1")
+        return _numbers({"nproc_per_node": each, "nnodes": machines})
+    if "srun" in names and (total := outside.get("SLURM_NTASKS")):
+        return _numbers({"num_processes": total})
     return {}, {}
 
 

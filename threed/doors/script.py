@@ -169,7 +169,7 @@ def _of_script(given: Given, walk: Walk) -> None:
     for line, condition in sorted(best.command.branches)[:_MOST_NOTES]:
         given.notes.append(f"line {line}: whether {show(condition)} holds is not known: what it sets or runs "
                            "counts")
-    known, unknown = ranks([*best.command.before, *best.launcher])
+    known, unknown = ranks([*best.command.before, *best.launcher], walk.words.values)
     _take(given, best.words)
     given.found |= {name: value for name, value in known.items() if name not in given.found}
     given.unknown |= {name: _OUTSIDE.format(value) for name, value in unknown.items()}

@@ -10,10 +10,12 @@ from pathlib import Path
 
 from tree_sitter import Node
 
-from threed.doors.shell.words import Branch, Words, of_node
+from threed.doors.shell.opaque import hide
+from threed.doors.shell.words import Branch, Words, elements, of_node
 
 Read = Callable[[str], str | None]
 _SHELLS = ("bash", "sh", "zsh", "dash", "ksh")
+_OF_READ, _OF_MAPFILE = "adinNptu", "dnOsuCc"  # flags that take a value
 _OPERATORS = ("binary_expression", "unary_expression", "parenthesized_expression", "test_command",
               "ternary_expression", "postfix_expression", "negation")
 
@@ -78,7 +80,8 @@ def redirected(node: Node, words: Words, read: Read, stdin: str | None) -> Strea
             if sign in (">", ">>", ">|", "&>", "&>>") and number == "1":
                 streams.target, streams.does_append = place, sign.endswith(">>")
             elif sign == "<":
-                streams.stdin = read(place)
+                inner = child.named_children[-1]
+                streams.stdin = words.capture(inner) if inner.type == "process_substitution" else read(place)
     return streams
 
 
@@ -160,6 +163,45 @@ def _submitted(fields: list[str], stdin: str | None, read: Read) -> Inner | None
         if not word.startswith("-") and (text := read(word)) is not None:
             return Inner(text, fields[index + 1:])
     return None if stdin is None else Inner(stdin)
+
+
+def take(program: str, given: list[str], text: str | None, words: Words) -> None:
+    """Sets what read and mapfile (readarray) take from standard input, `text`."""
+    given, names, flags = list(given), [], {}
+    valued = _OF_READ if program == "read" else _OF_MAPFILE
+    while given:
+        word = given.pop(0)
+        flag = re.fullmatch(rf"-([a-zA-Z]*?)([{valued}])(.*)", word, re.DOTALL)
+        if flag is not None:
+            flags[flag[2]] = flag[3] or (given.pop(0) if given else "")
+        elif re.fullmatch(r"[A-Za-z_]\w*", word):
+            names.append(word)
+    end, separators = flags.get("d", "\n")[:1], words.get("IFS")
+    separators = " \t\n" if separators is None else "".join(elements(separators))
+    if program != "read":
+        names, values = (names or ["MAPFILE"])[-1:], [text and text.removesuffix(end).split(end or "\n")]
+    elif "a" in flags:
+        names, values = [flags["a"]], [text and _split(_line(text, end), separators, 0)]
+    else:
+        names = names or ["REPLY"]
+        values = [] if text is None else _split(_line(text, end), separators, len(names))
+    for name, value in zip(names, [*values, *[None if text is None else ""] * len(names)], strict=False):
+        words.set(name, hide(f"${name}") if value is None else value or "")
+
+
+def _line(text: str, end: str) -> str:
+    return text.partition(end)[0] if end else text
+
+
+def _split(line: str, separators: str, most: int) -> list[str]:
+    """`most` fields, of which the last has the rest; with 0, as many as there are."""
+    blanks = "".join(each for each in separators if each.isspace())
+    line = line.strip(blanks) if blanks else line
+    if not separators or most == 1:
+        return [line]
+    between = f"[{re.escape(separators)}]" + ("+" if blanks == separators else "")
+    parts = re.split(between, line, maxsplit=max(most - 1, 0))
+    return parts[:-1] if not most and parts[-1] == "" else parts
 
 
 def text_of(path: Path) -> str | None:

@@ -12,6 +12,7 @@ from threed.doors.shell.opaque import is_open
 from threed.doors.shell.sums import computed
 
 Read = Callable[[str], str | None]
+_PRINT = re.compile(r"\s*(?:(?:import math|from math import [\w, ]+)\s*[;\n]\s*)?print\((.*)\)\s*")
 _ESCAPES = {"\\n": "\n", "\\t": "\t", "\\\\": "\\"}
 
 
@@ -138,9 +139,8 @@ def _seq(words: list[str], _: str | None, __: Read) -> str | None:
 
 def _python(words: list[str], _: str | None, __: Read) -> str | None:
     """python -c "print(4 * 1024)"."""
-    match = re.fullmatch(r"\s*print\((?:int\()?(.*?)\)?\)\s*", words[1]) if words[:1] == ["-c"] and len(
-        words) == 2 else None
-    value = computed(match[1], is_whole="//" in match[1] or "int(" in words[1]) if match else None
+    match = _PRINT.fullmatch(words[1]) if words[:1] == ["-c"] and len(words) == 2 else None
+    value = computed(match[1], is_whole=False) if match else None
     return None if value is None else f"{value}\n"
 
 
@@ -159,11 +159,37 @@ def _tr(words: list[str], stdin: str | None, _: Read) -> str | None:
     return None
 
 
+def _grep(words: list[str], stdin: str | None, read: Read) -> str | None:
+    """Lines that have a pattern, or with -v those that have not; no other option than -E, -F, -i and -h."""
+    flags = ""
+    while words and words[0].startswith("-"):
+        flags += words.pop(0)[1:]
+    if not words or set(flags) - set("vEFih"):
+        return None
+    pattern, *files = words
+    if "F" in flags:
+        pattern = re.escape(pattern)
+    elif "E" not in flags and re.search(r"[\\+?|(){}]", pattern):
+        return None
+    text = _cat(files, stdin, read)
+    try:
+        form = re.compile(pattern, re.IGNORECASE if "i" in flags else 0)
+    except re.error:
+        return None
+    return None if text is None else "".join(f"{line}\n" for line in text.splitlines() if (
+        form.search(line) is None) == ("v" in flags))
+
+
+def _xargs(words: list[str], stdin: str | None, _: Read) -> str | None:
+    return None if stdin is None or words else " ".join(stdin.split()) + "\n"
+
+
 _PROGRAMS: dict[str, Callable[[list[str], str | None, Read], str | None]] = {
     "echo": _echo, "printf": _printf, "cat": _cat, "tee": lambda words, stdin, read: stdin,
     "envsubst": lambda words, stdin, read: stdin, "expr": _expr, "bc": _bc, "sed": _sed, "tr": _tr,
     "basename": _basename, "dirname": _dirname, "realpath": _path, "readlink": _path, "seq": _seq,
-    "pwd": lambda words, stdin, read: ".\n", "python": _python, "python3": _python}
+    "pwd": lambda words, stdin, read: ".\n", "python": _python, "python3": _python, "grep": _grep,
+    "egrep": lambda words, stdin, read: _grep(["-E", *words], stdin, read), "xargs": _xargs}
 
 
 def is_pure(word: str) -> bool:

@@ -6,6 +6,7 @@ A result that depends on what cannot be known is None.
 from __future__ import annotations
 
 import ast
+import math
 import operator
 import re
 from collections.abc import Callable, Sequence
@@ -18,6 +19,8 @@ Lookup = Callable[[str], str | None]
 _BINARY = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Mod: operator.mod,
            ast.Pow: operator.pow, ast.LShift: operator.lshift, ast.RShift: operator.rshift,
            ast.BitAnd: operator.and_, ast.BitOr: operator.or_}
+_CALLS: dict[str, Callable[..., Any]] = {"int": int, "float": float, "round": round, "max": max, "min": min,
+                                         "abs": abs, "ceil": math.ceil, "floor": math.floor}
 _COMPARE = {ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le,
             ast.Gt: operator.gt, ast.GtE: operator.ge}
 _NUMBERS = {"-eq": operator.eq, "-ne": operator.ne, "-lt": operator.lt, "-le": operator.le,
@@ -30,18 +33,19 @@ _FAILS = (SyntaxError, KeyError, AttributeError, TypeError, ValueError, Arithmet
 
 def computed(text: str, lookup: Lookup = lambda _: None, is_whole: bool = True) -> int | float | None:
     """What a sum is; `lookup` gives the values of names. With `is_whole`, as in bash, a quotient is cut to a
-    whole number."""
-    def divided(left: Any, right: Any) -> Any:
-        return int(left / right) if is_whole and abs(left) < 2**53 else left // right if is_whole else (
-            left / right)
+    whole number; else / and // are Python's, and so are int(...) and its kin."""
+    def divided(left: Any, right: Any, is_floor: bool) -> Any:
+        if is_whole:
+            return int(left / right) if abs(left) < 2**53 else left // right
+        return left // right if is_floor else left / right
 
     def value(node: ast.AST) -> Any:
         if isinstance(node, ast.BinOp):
             left, right = value(node.left), value(node.right)
             if isinstance(node.op, ast.Pow) and abs(right) > _POWER:
                 raise ValueError
-            return divided(left, right) if isinstance(node.op, (ast.Div, ast.FloorDiv)) else _BINARY[
-                type(node.op)](left, right)
+            return divided(left, right, isinstance(node.op, ast.FloorDiv)) if isinstance(node.op, (
+                ast.Div, ast.FloorDiv)) else _BINARY[type(node.op)](left, right)
         if isinstance(node, ast.UnaryOp):
             inner = value(node.operand)
             return int(not inner) if isinstance(node.op, ast.Not) else -inner if isinstance(
@@ -59,6 +63,8 @@ def computed(text: str, lookup: Lookup = lambda _: None, is_whole: bool = True) 
             if result is None:
                 raise KeyError
             return result
+        if isinstance(node, ast.Call) and not (is_whole or node.keywords):
+            return _CALLS[ast.unparse(node.func).removeprefix("math.")](*map(value, node.args))
         if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
             return node.value
         raise TypeError

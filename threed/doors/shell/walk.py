@@ -26,6 +26,7 @@ from threed.doors.shell.parts import (
     inner_text,
     ranges,
     redirected,
+    take,
     text_of,
     tokens_of,
 )
@@ -38,6 +39,7 @@ _DEEPEST, _MOST_TURNS = 12, 16
 _ARGUMENTS = re.compile(r"\$\{?[#@*1-9]|getopts?")
 _REMARK = re.compile(r"`\s*#[^`\n]*`")  # `# a remark`, the way to put one between lines that go on
 _ASKS = re.compile(r"\[|(test|grep|egrep|command|which|type|hash|cmp|diff|pgrep|nvidia-smi)\b")
+_READS = ("read", "mapfile", "readarray")
 _PREFIXES = ("time", "command", "exec", "builtin", "nohup")
 
 
@@ -314,8 +316,9 @@ class Walk:
     # ------------------------------------------------------------ commands
 
     def _command(self, node: Node) -> bool | None:
-        kept = dict(self.words.values)
+        values = self.words.values
         given = [child for child in node.named_children if child.type == "variable_assignment"]
+        kept = {name: values.get(name) for name in (of_node(child).partition("=")[0] for child in given)}
         for child in given:
             self.words.assign(child)
         self.words.seen = set()
@@ -328,8 +331,8 @@ class Walk:
         fields = self.words.fields(*nodes)
         result = self._run(fields, node) if fields else True
         self._stdin = before
-        if given:
-            self.words.values = kept
+        for name, value in kept.items():
+            values.pop(name, None) if value is None else values.update({name: value})
         return result
 
     def _run(self, fields: list[str], node: Node) -> bool | None:
@@ -346,7 +349,7 @@ class Walk:
         if name in self._functions:
             self._called.add(name)
             return self._with_arguments(rest, lambda: self._statement(self._functions[name]))
-        if name in ("set", "shift", "let", "read", "eval", "source", "."):
+        if name in ("set", "shift", "let", *_READS, "eval", "source", "."):
             return self._builtin(name, rest, line)
         if is_pure(name):
             text = output(fields, self._stdin, self.read)
@@ -385,12 +388,8 @@ class Walk:
         elif name == "let":
             for each in rest:
                 self.words.computed(each)
-        elif name == "read":
-            names = [word for word in rest if re.fullmatch(r"[A-Za-z_]\w*", word)]
-            text = self._stdin
-            for each in names[-1:]:
-                self.words.set(each, hide(f"${each}") if text is None else (
-                    text.rstrip("\n") if "-d" in rest else text.partition("\n")[0]))
+        elif name in _READS:
+            take(name, rest, self._stdin, self.words)
         elif name == "eval":
             return self.text(" ".join(rest), line)
         elif name in ("source", ".") and rest:

@@ -47,7 +47,7 @@ class Words:
         self.branches: tuple[Branch, ...] = ()  # that are being walked
         self.seen: set[Branch] = set()  # that the variables read since it was cleared depend on
         self.read: set[str] = set()  # names of all variables read
-        self._capture, self._script = capture, script
+        self.capture, self._script = capture, script
 
     # ------------------------------------------------------------ variables
 
@@ -145,7 +145,7 @@ class Words:
                                                     node.end_byte - 2))
                     if value is not None:
                         return [(LITERAL, str(value))]
-                output = self._capture(node)
+                output = self.capture(node)
                 return [(LITERAL if is_quoted else SPLIT, _opaque(text) if output is None
                          else output.rstrip("\n"))]
             case "arithmetic_expansion":

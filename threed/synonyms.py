@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from threed.doors.deepspeed import DEEPSPEED
 from threed.doors.megatron import MEGATRON
+from threed.doors.megatron_values import RANKS
 from threed.doors.peft import PEFT
 from threed.doors.table import NO_KEY, NOTHING, Framework, Row
 from threed.doors.torchtitan import TORCHTITAN
 
+# Words that are everyone's and not Megatron-LM's, though its scripts are read with them: options of
+# launchers, an older name with two meanings here, names that its `log_*` covers. `words` knows them.
+_EVERYONES = {name for names in RANKS for name in names} | {"batch_size", "log_every", "log_freq", "log_dir"}
 FRAMEWORKS = (DEEPSPEED, MEGATRON, TORCHTITAN, PEFT)
 
 
@@ -24,7 +28,7 @@ def ours(key: str) -> str | None:
     first, dot, _ = key.partition(".")
     section = dot and first in DEEPSPEED.sections
     for framework, name in ((DEEPSPEED, key), (MEGATRON, last)):
-        row = framework.row(name)
+        row = None if name in _EVERYONES else framework.row(name)
         if row is not None and (section or (row.key or "").rpartition(".")[2] != last):
             return _instead(framework, key, row)
     if section:

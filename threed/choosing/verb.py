@@ -138,9 +138,9 @@ def show(values: dict[str, Any], top: int = 10, columns: int | None = None) -> s
     """The document as a table of its `top` layouts. `columns`: of a terminal, if it is to fit."""
     rows = values["layouts"][:top]
     fixed = ", ".join(f"{name}={value}" for name, value in values["fixed"].items())
-    lines = [f"{values['config']} on {values['devices']} x {values['hardware']}, "
-             f"{show_bytes(values['usable_bytes'])} of {show_bytes(values['memory_bytes'])} each"
-             + (f"; fixed: {fixed}" if fixed else ""),
+    lines = [wrapped(f"{values['config']} on {values['devices']} x {values['hardware']}, "
+                     f"{show_bytes(values['usable_bytes'])} of {show_bytes(values['memory_bytes'])} each"
+                     + (f"; fixed: {fixed}" if fixed else ""), columns),
              f"{many(values['considered'], 'layout')} in {values['seconds']:.1f} s, {values['timed']} timed, "
              f"{many(len(values['layouts']), 'idea')} planned in full in {values['planned_seconds']:.1f} s"]
     lines += ["gradients sent in 16 bits are rounded: they change a run's numbers"] * values["rounding"]

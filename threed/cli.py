@@ -31,6 +31,7 @@ from threed.verbs import EXAMPLES, convert, files, init, runs, trace, write_file
 
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
+    context_settings={"help_option_names": ["--help", "-h"]},
     help="Pretrain GPT-style models over data, tensor and pipeline parallelism, from one plan.\n\n"
          "A run is one YAML file and dotted overrides: threed train configs/toy.yaml train.steps=20 "
          "parallel.pp=4. configs/reference.yaml lists every key with its default and meaning.",

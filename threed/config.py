@@ -16,7 +16,8 @@ import difflib
 import math
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from types import UnionType
@@ -39,6 +40,8 @@ _NEAR = 0.8  # how alike a key and a slip of the pen are; below it they are two 
 _KINDS = {"converted to Float": "a number", "converted to Integer": "a whole number",  # ends of reasons
           "is not a ListConfig, TupleConfig, list, or tuple.": "a list"}
 _NEARER = 0.9  # the same, of a key of another section
+# A problem with one of Megatron-LM's options
+_FLAG = re.compile(r"[\w-]+: unknown key; for Megatron-LM's|\w+-[\w-]+: unknown key; did you mean")
 
 
 def load(path: str | Path | None, overrides: list[str] | None = None,
@@ -55,21 +58,26 @@ def load(path: str | Path | None, overrides: list[str] | None = None,
     check_type("path", path, (str, Path, None), "the path of a YAML file")
     check_type("world_size", world_size, (int, None), "the number of ranks")
     values, others = given(path, overrides)
-    try:
+    with _led_to_convert(path, values):
         return of_values({**values, **others}, str(path) if path is not None else "the config", world_size)
+
+
+@contextmanager
+def _led_to_convert(path: str | Path | None, values: dict[str, Any]) -> Iterator[None]:
+    """Name the command that converts a file, where it is refused and is another framework's. `values`: of the
+    file; what an override gets wrong, or a file that has a key of ours, says nothing of a framework."""
+    try:
+        yield
     except ConfigError as error:
-        if (convert := _convert_instead(str(path), error.problems)) is not None:
-            raise ConfigError([*error.problems, f"{convert} makes a config of it"], str(path)) from None
-        raise
-
-
-def _convert_instead(path: str, problems: list[str]) -> str | None:
-    """The command that converts a file which is another framework's; None where it is not."""
-    if path.endswith(".json") and any("for DeepSpeed's" in problem for problem in problems):
-        return f"threed convert {path}"
-    is_flag = any(re.match(r"[\w-]+: unknown key; (for Megatron-LM's|did you mean)", problem)
-                  for problem in problems)
-    return f"threed convert --megatron {path}" if is_flag and path.endswith((".yaml", ".yml")) else None
+        mine = [problem for problem in error.problems if problem.partition(":")[0] in values]
+        command = ""
+        if str(path).endswith(".json") and any("for DeepSpeed's" in problem for problem in mine):
+            command = f"threed convert {path}"
+        elif str(path).endswith((".yaml", ".yml")) and any(map(_FLAG.match, mine)):
+            command = f"threed convert --megatron {path}"
+        if not command or not values.keys().isdisjoint(known_keys()):
+            raise
+        raise ConfigError(error.problems, str(path), f"{command} makes a config of it") from None
 
 
 def given(path: str | Path | None, overrides: list[str] | None = None) -> tuple[dict[str, Any],
@@ -93,7 +101,8 @@ def for_devices(path: str | Path, overrides: list[str] | None, devices: int | No
     if not leaves_dp(path, overrides):
         return load(path, overrides, devices)
     values, others = given(path, overrides)
-    config = uncombined({**values, **others}, str(path))  # what else is wrong comes first
+    with _led_to_convert(path, values):
+        config = uncombined({**values, **others}, str(path))  # what else is wrong comes first
     least = math.prod(getattr(config.parallel, axis) for axis in AXES if axis != "dp")
     if devices is not None and devices % least:
         near = sorted({max(1, devices // least) * least, -(-devices // least) * least})

@@ -31,12 +31,14 @@ class InputError(ThreedError, ValueError):
 
 
 class ConfigError(InputError):
-    """Everything that is wrong with a config, at once. `problems` holds one line each."""
+    """Everything that is wrong with a config, at once. `problems` holds one line each; `advice` is about all
+    of them."""
 
-    def __init__(self, problems: list[str], where: str = "the config"):
+    def __init__(self, problems: list[str], where: str = "the config", advice: str = ""):
         self.problems = problems
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        super().__init__(f"{count} in {where}:\n" + "\n".join(f"  - {problem}" for problem in problems))
+        super().__init__(f"{count} in {where}:\n" + "\n".join(f"  - {problem}" for problem in problems)
+                         + (f"\n{advice}" if advice else ""))
 
 
 class PlanError(ThreedError):

@@ -202,6 +202,9 @@ def is_given(context: typer.Context, name: str) -> bool:
 UsageError: Any = typer.BadParameter.__bases__[0]  # of click, or of the click that typer brings
 
 
+_ARGUMENTS = ("config", "config_file", "config_path", "cfg", "conf", "c", "f", "file", "yaml")
+
+
 def instead(error: Exception, words: list[str]) -> list[str]:
     """What to write in place of an option or a command that there is not. `words`: of the command line."""
     from threed.config import known_keys
@@ -221,7 +224,10 @@ def instead(error: Exception, words: list[str]) -> list[str]:
     known = [key for key in known_keys() if key == name or key.rpartition(".")[2] == name]
     if known:
         return [f"{option} is a key of the config: leave out the dashes: {key}={value}" for key in known[:1]]
-    said = ours(option) or meant(option)
+    if name in _ARGUMENTS:
+        return [f"{option} is no option: CONFIG is the first word, as in threed {words[0]} "
+                f"{value if value != 'VALUE' else 'my.yaml'}"]
+    said = meant(option) or ours(option)
     return [f"{option}: {said}"] if said else []
 
 

@@ -112,6 +112,11 @@ def many(count: int, what: str) -> str:
     return f"{count} {what}{'' if count == 1 else 's'}"
 
 
+def show_many(count: int, what: str) -> str:
+    """1, 'document' -> '1 document'; 12_400, 'document' -> '12.4K documents'."""
+    return f"{show_count(count)} {what}{'' if count == 1 else 's'}"
+
+
 def show_left(done: float, total: float, elapsed_s: float) -> str:
     """', 25% done, at most 3.0 s left', at the pace so far; '' where nothing is done or `total` is passed.
     `total`: at least as much as there is to do."""

@@ -9,8 +9,9 @@ from threed.doors.peft import PEFT
 from threed.doors.table import NO_KEY, NOTHING, Framework, Row
 from threed.doors.torchtitan import TORCHTITAN
 
-# words that launchers and everybody use: `words.meant` knows more than Megatron-LM's row says
-_COMMON = {"batch_size", *(name for pair in RANKS for name in pair)}
+# Words that are everyone's and not Megatron-LM's, though its scripts are read with them: options of
+# launchers, an older name with two meanings here, names that its `log_*` covers. `words` knows them.
+_EVERYONES = {name for names in RANKS for name in names} | {"batch_size", "log_every", "log_freq", "log_dir"}
 FRAMEWORKS = (DEEPSPEED, MEGATRON, TORCHTITAN, PEFT)
 
 
@@ -27,7 +28,7 @@ def ours(key: str) -> str | None:
     first, dot, _ = key.partition(".")
     section = dot and first in DEEPSPEED.sections
     for framework, name in ((DEEPSPEED, key), (MEGATRON, last)):
-        row = framework.row(name) if section or last not in _COMMON else None
+        row = None if last in _EVERYONES and not section else framework.row(name)
         if row is not None and (section or (row.key or "").rpartition(".")[2] != last):
             return _instead(framework, key, row)
     if section:

@@ -28,8 +28,15 @@ def render(head: Sequence[str], rows: Sequence[Sequence[str]], columns: int | No
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     if columns is not None and widths[0] + len(GAP) + max(widths[1:], default=0) > columns:
         widths[0] = max(1, columns // 3)  # names that leave no room for a number stand on a line of their own
-    return "\n\n".join("\n".join(_line(cells, widths, group) for cells in lines)
-                       for group in _groups(widths, columns))
+    groups = _groups(widths, columns)
+    if fold and len(groups) > 1:  # rows that differ in one part may be alike in another
+        return "\n\n".join(render(_of(head, group), [_of(row, group) for row in rows], columns)
+                           for group in groups)
+    return "\n\n".join("\n".join(_line(cells, widths, group) for cells in lines) for group in groups)
+
+
+def _of(cells: Sequence[str], group: Sequence[int]) -> list[str]:
+    return [cells[0], *(cells[column] for column in group)]
 
 
 def _groups(widths: Sequence[int], columns: int | None) -> list[list[int]]:

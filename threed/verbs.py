@@ -108,13 +108,14 @@ def init(path: NewFile = Path("config.yaml"), model: Size = None, devices: Devic
     count = _parameters(name)
     values = first.choose(name, devices, limit, _fits, count, pp)
     values |= {"data.source": data, "run.dir": f"runs/{path.stem}"}
-    text = first.text(values, f"{name}: {show_count(count)} parameters on {devices} devices.", path)
+    what = f"{name}, {show_count(count)} parameters on {many(devices, 'device')}"
+    text = first.text(values, f"{what}.", path)
     try:
         with path.open("x") as file:
             file.write(text)
     except OSError as error:
         raise InputError(f"{path} cannot be written: {error.strerror}") from None
-    print(f"wrote {path}: {name}, {show_count(count)} parameters on {devices} devices\n"
+    print(f"wrote {path}: {what}\n"
           f"next: threed check {path}")
 
 
@@ -176,7 +177,14 @@ def write_file(option: str, file: Path, text: str) -> None:
 def _ask(given: Any, question: str, default: Any, yes: bool) -> Any:
     if given is not None:
         return given
-    return default if yes else typer.prompt(question, default=default)
+    if yes:
+        return default
+    try:
+        return typer.prompt(question, default=default)
+    except typer.Abort:  # Ctrl-C, or no terminal and no more lines on stdin
+        print(file=sys.stderr)
+        raise InputError(f"no answer to '{question.partition(' (')[0]}', and no file was written: --yes "
+                         "takes the default for what is not given, and each question has an option") from None
 
 
 def _parameters(name: str) -> int:

@@ -78,6 +78,8 @@ def test_a_name_of_the_hub(tmp_path, monkeypatch):
         load("meta-llama/Llama-3.1-8B")
     word_level(folder / "tokenizer.json", "a", "</s>")
     assert load(folder.parents[1]).eod == load(folder).eod == 1
+    with pytest.raises(InputError, match=r"tokenizer.model cannot be read as a tokenizer"):
+        load("tokenizer.model")  # a file that is not there, no model of the hub
     with pytest.raises(InputError, match=r"/none/t.json cannot be read as a tokenizer: No such file"):
         load("/none/t.json")
     (tmp_path / "link.json").symlink_to("gone")

@@ -303,7 +303,7 @@ def test_full_disk(start, mount):
     ("truncate", "is damaged: rank-00003.safetensors has"),
     ("remove", "is incomplete: rank-00003.safetensors cannot be read"),
     ("manifest", "manifest.json cannot be read"),
-    ("model", "is of another model: model.hidden=32 there, 64 here"),
+    ("model", "is of another model: model.hidden=32 there, 64 here; give the model its sizes, or a new run"),
     ("nothing", "there is no checkpoint here"), ("flip", "is damaged")])
 def test_bad_checkpoints(damage, words, start, tmp_path, unbroken):
     """One clear message, exit status 2, no traceback."""

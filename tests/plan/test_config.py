@@ -10,7 +10,7 @@ import pytest
 
 from threed import validate as subject
 from threed import values
-from threed.config import known_keys, leaves_dp, load
+from threed.config import for_devices, known_keys, leaves_dp, load
 from threed.errors import ConfigError, InputError
 from threed.models.families.registry import sizes
 from threed.models.tiling import cut_layers
@@ -66,7 +66,10 @@ def test_key_of_megatron(key, instead):
     ("model.d_model n_embd model.dim model.embed_dim", "use model.hidden"),
     ("model.n_head n_heads", "model.heads"), ("model.block_size train.max_seq_len n_ctx", "model.seq_len"),
     ("model.n_vocab vocabulary", "use model.vocab"), ("optimizer.learning_rate train.max_lr", "optimizer.lr"),
-    ("data.dataset dataset data_path", "data.source"), ("checkpoint.save_every", "use checkpoint.every")])
+    ("data.dataset dataset data_path", "data.source"), ("checkpoint.save_every", "use checkpoint.every"),
+    ("log_every train.log_freq", "use monitor.console_every"), ("log_dir run.log_dir", "use run.dir"),
+    ("nproc_per_node train.num_processes", "that only plan take --devices N"),
+    ("nnodes parallel.nnodes", "NNODES, NODE_RANK")])
 def test_words_of_newcomers(words, said):
     """The commonest words, in any section or none: the right key, or that there is no such thing."""
     problems = refused(*(f"{key}=3" for key in words.split()))
@@ -420,6 +423,23 @@ def test_first_mistakes(text, overrides, says, tmp_path):
 def test_an_empty_file_with_overrides_is_a_config(tmp_path):
     (tmp_path / "my.yaml").write_text("# mine")
     assert load(tmp_path / "my.yaml", ["train.steps=3"]).train.steps == 3
+
+
+def test_options_of_megatron_are_led_to_convert(tmp_path):
+    """Where the file is Megatron-LM's: not for an override, a file of ours, or our keys without sections."""
+    path = tmp_path / "my.yaml"
+    hint = f"\nthreed convert --megatron {path} makes a config of it"
+    for text in ("num_layers: 4\nlr: 1e-4", "micro-batch-size: 4"):
+        path.write_text(text)
+        for refuse in (load, lambda path: for_devices(path, [], None, "check")):
+            with pytest.raises(ConfigError) as caught:
+                refuse(path)
+            assert str(caught.value).endswith(hint) and not any(map(hint.count, caught.value.problems))
+    for text in ("train: {steps: 3}", "train: {steps: 3}\nnum_layers: 4", "layers: 4\nhidden: 8"):
+        path.write_text(text)
+        with pytest.raises(ConfigError) as caught:
+            load(path, ["betas=0.9,0.95", "num_layers=3"])
+        assert "convert" not in str(caught.value)
 
 
 def test_a_deepspeed_config_is_led_to_convert(tmp_path):

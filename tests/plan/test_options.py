@@ -134,12 +134,18 @@ def test_json_of_a_wrong_command_line(monkeypatch, capsys):
     (("predict", TOY, "--tp", "4"), "leave out the dashes: parallel.tp=4"),
     (("show", TOY, "--micro-batch-size", "4"), "train.micro_batch_size"),
     (("check", TOY, "--num-gpus", "4"), "--devices N"), (("train", TOY, "--epochs", "3"), "use train.steps"),
+    (("train", "--config", "a.yaml"), "as in threed train a.yaml"),
+    (("check", "-c", TOY), "is the first word"),
     (("resume",), "threed train RUN"), (("run", TOY), "threed train CONFIG"),
     (("evaluate", "r"), "threed eval RUN"),
     (("estimate",), "threed predict CONFIG"), (("help",), "threed --help")])
 def test_options_and_commands_that_there_are_not(words, hint, monkeypatch, capsys):
     assert main(monkeypatch, *words) == 2
     assert hint in capsys.readouterr().err
+
+
+def test_short_help():
+    assert run("train", "-h").stdout == run("train", "--help").stdout
 
 
 def test_missing_file(tmp_path, monkeypatch):

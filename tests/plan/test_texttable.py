@@ -38,6 +38,14 @@ def test_a_wide_table_is_cut_into_groups_of_columns(columns):
     assert (len(groups) == 1) == (columns == 200)
 
 
+def test_each_part_of_a_cut_table_folds_its_own_rows():
+    rows = [(f"pp{index}", f"{index}", "17.0 MiB", "same") for index in range(12)]
+    parts = render(("rank", "own", "sends", "sent"), rows, 23).split("\n\n")
+    assert [len(part.splitlines()) for part in parts] == [13, 2]
+    assert parts[1].splitlines()[1] == "pp0 to pp11  same"
+    assert all(len(line) <= 23 for part in parts for line in part.splitlines())
+
+
 def test_a_long_name_has_a_line_of_its_own():
     name = "zero.stage=3 offload.optimizer=cpu"
     text = render(("setting", "peak"), [(name, "3.8 GiB"), ("short", "1 GiB")], 30)

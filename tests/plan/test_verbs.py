@@ -58,9 +58,22 @@ def test_init_asks(tmp_path):
     assert path.read_text() == before
 
 
+def test_init_without_answers(tmp_path):
+    """stdin ends, as in a pipe or a container: which question it was, and that --yes asks none."""
+    done = run("init", str(tmp_path / "c.yaml"), typed="toy\n")
+    said = str(done.exception)
+    assert isinstance(done.exception, InputError) and "no answer to 'Devices'" in said and "--yes" in said
+    assert not list(tmp_path.iterdir())
+
+
+def test_init_of_one_device(tmp_path):
+    done = run("init", str(tmp_path / "c.yaml"), "--yes")
+    assert "on 1 device\n" in done.output and "on 1 device.\n" in (tmp_path / "c.yaml").read_text()
+
+
 @pytest.mark.parametrize("words, message", [
     (("--model", "gpt5"), "There are toy, gpt2-small"),
-    (("--model", "gpt2-small", "--memory", "500MiB"), "does not fit on 1 devices of 500.0 MiB"),
+    (("--model", "gpt2-small", "--memory", "500MiB"), "does not fit on 1 device of 500.0 MiB"),
     (("--memory", "lots"), "not an amount of bytes")])
 def test_bad_init(words, message, tmp_path):
     done = run("init", str(tmp_path / "c.yaml"), "--yes", *words)

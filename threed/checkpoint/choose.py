@@ -139,7 +139,8 @@ def read_manifest(path: Path, config: Config, trains: bool = True,
     different = [f"model.{key}={given.get(key)} there, {mine[key]} here" for key in mine
                  if key not in free and given.get(key) != mine[key]]
     if different:
-        raise InputError(f"checkpoint {path} is of another model: {'; '.join(different)}")
+        raise InputError(f"checkpoint {path} is of another model: {'; '.join(different)}; give "
+                         "the model its sizes" + ("" if base else ", or a new run a run.dir of its own"))
     saved = {kind for entry in manifest["parameters"].values() for kind in entry["sums"]}
     missing = [buffer.name for buffer in OPTIMIZERS[config.optimizer.name].buffers
                if buffer.name not in saved]

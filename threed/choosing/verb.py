@@ -15,7 +15,7 @@ from threed.config import checked
 from threed.errors import InputError, ThreedError, check_type
 from threed.models.model import model_flops
 from threed.prediction.hardware import DEFAULT, OF_CPUS, Hardware
-from threed.quantity import parse_memory, show_bytes, show_count, show_seconds
+from threed.quantity import many, parse_memory, show_bytes, show_count, show_seconds
 from threed.texttable import wrapped
 
 _PLANNED = 20  # ideas about which the full plan decides
@@ -117,9 +117,9 @@ def _nothing(result: Result, devices: int, limit: int, room: int) -> str:
                                               else "")
                        for reason, count in result.dropped.most_common())
     if result.nearest is None:
-        return f"no layout of {devices} devices can run: {counts or 'tp x pp x dp is another number'}"
+        return f"no layout of {many(devices, 'device')} can run: {counts or 'tp x pp x dp is another number'}"
     size, layout = result.nearest
-    fits = f"no layout of {devices} devices fits into {show_bytes(limit)} of {show_bytes(room)}"
+    fits = f"no layout of {many(devices, 'device')} fits into {show_bytes(limit)} of {show_bytes(room)}"
     if result.dropped[NO_MEMORY] and not result.found:
         fits += f": the nearest, {layout.text()}, needs {show_bytes(size)}"
     return f"{fits}. Dropped: {counts}. Take more devices, or fix fewer keys"
@@ -129,20 +129,20 @@ def write_best(values: dict[str, Any], file: Path) -> None:
     """Write the config of the fastest layout."""
     best = values["layouts"][0]
     write(file, best["changes"],
-          f"The fastest of {values['considered']} layouts of {values['config']} on {values['devices']} "
-          f"devices,\nby threed search: {best['layout']}\n{show_seconds(best['step_s'])} a step, "
-          f"{show_bytes(best['peak_bytes'])} on {values['hardware']}")
+          f"The fastest of {many(values['considered'], 'layout')} of {values['config']} on "
+          f"{many(values['devices'], 'device')},\nby threed search: {best['layout']}\n"
+          f"{show_seconds(best['step_s'])} a step, {show_bytes(best['peak_bytes'])} on {values['hardware']}")
 
 
 def show(values: dict[str, Any], top: int = 10, columns: int | None = None) -> str:
     """The document as a table of its `top` layouts. `columns`: of a terminal, if it is to fit."""
     rows = values["layouts"][:top]
     fixed = ", ".join(f"{name}={value}" for name, value in values["fixed"].items())
-    lines = [f"{values['config']} on {values['devices']} x {values['hardware']}, "
-             f"{show_bytes(values['usable_bytes'])} of {show_bytes(values['memory_bytes'])} each"
-             + (f"; fixed: {fixed}" if fixed else ""),
-             f"{values['considered']} layouts in {values['seconds']:.1f} s, {values['timed']} timed, "
-             f"{len(values['layouts'])} ideas planned in full in {values['planned_seconds']:.1f} s"]
+    lines = [wrapped(f"{values['config']} on {values['devices']} x {values['hardware']}, "
+                     f"{show_bytes(values['usable_bytes'])} of {show_bytes(values['memory_bytes'])} each"
+                     + (f"; fixed: {fixed}" if fixed else ""), columns),
+             f"{many(values['considered'], 'layout')} in {values['seconds']:.1f} s, {values['timed']} timed, "
+             f"{many(len(values['layouts']), 'idea')} planned in full in {values['planned_seconds']:.1f} s"]
     lines += ["gradients sent in 16 bits are rounded: they change a run's numbers"] * values["rounding"]
     lines += [f"{count:8d} dropped: {reason}" for reason, count in values["dropped"].items()]
     lines += ["", "".join(text.rjust(11) for text in ("step", "tokens/s", "MFU", "memory", "bubble",

@@ -12,7 +12,7 @@ import numpy as np
 from threed.data.chat import Template
 from threed.data.corpus import Segments, read, reader_of, source_bytes
 from threed.data.files import STDLIB
-from threed.quantity import show_count, show_left, show_seconds
+from threed.quantity import show_left, show_many, show_seconds
 from threed.schema import DataConfig
 
 if TYPE_CHECKING:
@@ -105,5 +105,5 @@ def _batches(texts: Iterable[Segments], pieces: Callable[[str], Iterator[str]]) 
 
 
 def _encoded(lengths: list[int], num_chars: int, elapsed_s: float) -> str:
-    return (f"encoded {show_count(len(lengths))} documents, {show_count(num_chars)} characters, "
-            f"{show_count(sum(lengths))} tokens in {show_seconds(elapsed_s)}")
+    return (f"encoded {show_many(len(lengths), 'document')}, {show_many(num_chars, 'character')}, "
+            f"{show_many(sum(lengths), 'token')} in {show_seconds(elapsed_s)}")

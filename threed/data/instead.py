@@ -11,6 +11,7 @@ from threed.data.kinds import HEAD_BYTES, kind_of
 from threed.data.place import CONFIG, TOKENIZER
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")  # of a model on the hub
+_FILES = {".json", ".model", ".tiktoken", ".txt", ".vocab"}  # ends of a file's name, and of no model's
 _TIKTOKEN = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n[A-Za-z0-9+/]+=* \d+\r?\n")
 PAGE = "docs/tokenizers.md"
 GUIDE = f"{PAGE} says how to get a tokenizer.json"
@@ -28,7 +29,7 @@ def missing(path: Path) -> str:
                 return f"{folder} has no {TOKENIZER}, but {' and '.join(there)}, {what}; {_convert(folder)}"
         return f"{folder} has no {TOKENIZER}; {GUIDE}"
     name = str(path)
-    if not _NAME.fullmatch(name):
+    if not _NAME.fullmatch(name) or path.suffix in _FILES:
         return (f"{path} cannot be read as a tokenizer: No such file or directory; give a {TOKENIZER} on "
                 "this machine, the folder of a model that has one, or data.tokenizer=bpe")
     cached = _cache_of_the_hub() / f"models--{name.replace('/', '--')}"

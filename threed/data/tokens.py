@@ -43,7 +43,7 @@ from threed.data.mix import sources
 from threed.data.place import CONFIG, tokenizer_file
 from threed.data.samples import BLOCK_BYTES, Tokens, mix
 from threed.errors import InputError
-from threed.quantity import show_bytes, show_count, show_seconds
+from threed.quantity import show_bytes, show_count, show_many, show_seconds
 from threed.schema import DataConfig, ModelConfig
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ def _prepare(data: DataConfig, whole: Sequence[DataConfig], model: ModelConfig,
         progress(f"threed: warning: {line}")
     elapsed = show_seconds(time.perf_counter() - start_s)
     progress(f"{'found' if cached else 'prepared'} {show_count(prepared.num_tokens)} tokens of "
-             f"{show_count(prepared.num_documents)} documents in {elapsed}: {folder}")
+             f"{show_many(prepared.num_documents, 'document')} in {elapsed}: {folder}")
     return prepared
 
 

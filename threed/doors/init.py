@@ -8,7 +8,7 @@ from typing import Any
 
 from threed.errors import InputError
 from threed.models.families.registry import FAMILIES, nearest_size, size_of, sizes
-from threed.quantity import show_bytes
+from threed.quantity import many, show_bytes
 from threed.schema import Config, ModelConfig
 
 TOY = "toy"
@@ -75,9 +75,9 @@ def choose(name: str, devices: int, limit_bytes: int, fits: Callable[[dict[str, 
             "checkpoint.every": max(1, min(1000, steps // 10))}
         if fits(values, limit_bytes):
             return values
-    raise InputError(f"--model {name} does not fit on {devices} devices of {show_bytes(limit_bytes)} by the "
-                     "settings that threed init tries: give more --devices, or more --memory and then look "
-                     "at threed check CONFIG --advise (offload, pipelines)")
+    raise InputError(f"--model {name} does not fit on {many(devices, 'device')} of {show_bytes(limit_bytes)} "
+                     "by the settings that threed init tries: give more --devices, or more --memory and then "
+                     "look at threed check CONFIG --advise (offload, pipelines)")
 
 
 def model_of(name: str) -> ModelConfig:

@@ -24,7 +24,7 @@ from threed.errors import InputError
 from threed.optimizers.registry import OPTIMIZERS
 from threed.planner import make_plan
 from threed.program.summary import fixed_bytes, stages
-from threed.quantity import show_bytes
+from threed.quantity import many, show_bytes, show_count
 from threed.schema import Config, ZeroConfig
 
 STAGES = (0, 1, 2, 3)
@@ -81,8 +81,9 @@ def at_stage(config: Config, stage: int) -> Config:
 def show(values: dict[str, Any]) -> str:
     """The values of `of_size` or `of_config` as a table."""
     exact = "buffers_0" in values  # from `of_config`
-    lines = [f"a rank has {values['parameters']:.4g} parameters before ZeRO, and shares copies with "
-             f"{values['shards'] - 1} others",
+    lines = [f"a rank has {show_count(values['parameters'])} parameters before ZeRO, and "
+             + (f"shares copies with {many(values['shards'] - 1, 'other')}" if values["shards"] > 1 else
+                "shares copies with none"),
              "stage".ljust(8) + "model states".rjust(14)
              + ("buffers" if exact else "fp32 gradients").rjust(16)]
     for stage in STAGES:

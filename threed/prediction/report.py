@@ -20,7 +20,7 @@ from threed.program.show import timeline
 from threed.program.summary import stages
 from threed.program.table import SNAPSHOT, VERIFY, Plan
 from threed.program.walk import Cost, Mode, Walk, walk
-from threed.quantity import show_bytes, show_count, show_seconds
+from threed.quantity import many, show_bytes, show_count, show_seconds
 from threed.texttable import render, wrapped
 
 SAMPLES = 50  # points of memory over time
@@ -168,33 +168,36 @@ def show(values: dict[str, Any], columns: int | None = None) -> str:
                      show_bytes(row["peak"]["fixed_bytes"]), show_bytes(moving),
                      *(show_bytes(row["sent_bytes"][axis]) for axis in AXES)))
     usual = "(by default; for another machine --hardware NAME|FILE, for this one's processors run.device=cpu)"
-    lines = [f"costs: {values['costs']}",
-             *([usual] if values.get("default_hardware") and not values.get("processors") else []),
+    is_usual = values.get("default_hardware") and not values.get("processors")
+    lines = [f"costs: {values['costs']}", *([wrapped(usual, columns)] if is_usual else []),
              f"step {show_seconds(values['step_time'])}, {_idle(values)} {values['bubble']:.1%}"
              + "".join(f", {text}" for text in _speeds(values)),
              render(("a rank of", "busy", "bubble", "peak", "fixed", "activations",
                      *(f"sends {axis}" for axis in AXES)), rows, columns)]
     lines += _peaks(values, columns)
     if values["slower"] > 1:
-        lines.append(f"{values['devices']} ranks share {values['processors']} processors: what one computes "
-                     f"takes {values['slower']:.1f} times as long, which is no bubble")
+        lines.append(wrapped(f"{values['devices']} ranks share "
+                             f"{many(values['processors'], 'processor')}: what one computes takes "
+                             f"{values['slower']:.1f} times as long, which is no bubble", columns))
     for position, row in enumerate(values["stages"]):
         if row["moved_bytes"]:
             links = ", ".join(f"{lane} {show_bytes(size)} in {show_seconds(row['transfer_s'].get(lane, 0.0))}"
                               for lane, size in sorted(row["moved_bytes"].items()))
-            lines.append(f"pp{position} holds {show_bytes(row['host_bytes'])} on the host and "
-                         f"{show_bytes(row['disk_bytes'])} on disk; moves a step: {links}")
+            lines.append(wrapped(f"pp{position} holds {show_bytes(row['host_bytes'])} on the host and "
+                                 f"{show_bytes(row['disk_bytes'])} on disk; moves a step: {links}",
+                                 columns))
     if saved := values["checkpoint"]:
-        lines.append(f"a checkpoint copies {show_bytes(saved['bytes'])} a rank to the host in "
-                     f"{show_seconds(saved['copy_s'])}, beside the next step, which takes "
-                     f"{show_seconds(saved['blocked_s'])} longer")
+        lines.append(wrapped(f"a checkpoint copies {show_bytes(saved['bytes'])} a rank to the host in "
+                             f"{show_seconds(saved['copy_s'])}, beside the next step, which takes "
+                             f"{show_seconds(saved['blocked_s'])} longer", columns))
     if any(row["moved_bytes"] for row in values["stages"]):
         longer = show_seconds(max(0.0, values["exposed_transfer_s"]))
         lines.append(f"moving between tiers makes the step {longer} longer than if it were free")
     if (verify := values.get("verify")) is not None:
-        lines.append(f"every {verify['every']} steps one is computed twice: "
-                     f"{show_seconds(verify['rehearsal_s'])} longer, {show_seconds(verify['step_s'])} a step "
-                     "on average, without checksums")
+        lines.append(wrapped(f"every {verify['every']} steps one is computed twice: "
+                             f"{show_seconds(verify['rehearsal_s'])} longer, "
+                             f"{show_seconds(verify['step_s'])} a step on average, without checksums",
+                             columns))
     if (whole := values.get("training")) is not None:
         money = f", {whole['dollars']:,.0f} dollars" if whole["dollars"] else ""
         lines.append(f"{show_count(whole['tokens'])} tokens take {whole['days']:,.1f} days, "

@@ -25,8 +25,8 @@ ROOT = Path(__file__).parents[1]
 LEVELS = (
     (  # 0
         "console errors models",
-        "address doors.table later marks native pipeline.orders quantity sampling shipped texttable words",
-        "paths restart",
+        "address doors.table later marks native pipeline.orders quantity sampling texttable words",
+        "paths restart shipped",
         "doors.deepspeed doors.megatron_switches doors.megatron_values doors.peft doors.shell. "
         "doors.torchtitan",
         "doors.deepspeed_file doors.launchers doors.megatron_rest",

@@ -33,6 +33,7 @@ from threed.mesh import AXES
 from threed.models.families.registry import FAMILIES, family_of, nearest_size, size_of, sizes
 from threed.quantity import whole_number
 from threed.schema import Config, ModelConfig
+from threed.shipped import find_file
 from threed.validate import validate
 from threed.values import CHOICES, check_values, get
 
@@ -193,30 +194,6 @@ def _check_overrides(overrides: Any) -> None:
     check_type("overrides", overrides, (list, tuple, None), give)
     for index, text in enumerate(overrides or []):
         check_type(f"overrides[{index}]", text, str, 'a text such as "train.steps=10"')
-
-
-def find_file(path: str | Path) -> Path:
-    """The file itself, or else the one that ships with the package under configs/."""
-    path = Path(path)
-    if path.is_file():
-        return path
-    if path.exists():
-        inside = [path / name for name in ("config.json", "config.yaml") if (path / name).is_file()]
-        kind = "the folder of a run" if inside else "not a file"
-        raise InputError(f"{path} is {kind}; give a YAML config such as "
-                         f"{[*inside, 'configs/toy.yaml'][0]}")
-    shipped = Path(__file__).parent / "configs"
-    inside = Path(*path.parts[1:]) if path.parts[:1] == ("configs",) else path
-    if not path.is_absolute() and (shipped / inside).is_file():
-        return shipped / inside
-    from threed.words import nearest
-
-    known = sorted(f"configs/{file.name}" for file in shipped.glob("*.yaml"))
-    names = {Path(name).stem: name for name in known}
-    near = nearest(path.stem, names)
-    listed = "".join(f"\n  {name}" for name in known)
-    raise InputError(f"no config file {path}{f'; did you mean {names[near]}?' if near else ''}\n"
-                     f"threed ships{listed}\nand threed init writes one for your model and devices")
 
 
 def _read_yaml(path: str | Path) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from threed.config import overrides_of
 from threed.errors import InputError
 from threed.planned import CONFIG
 from threed.sampling import IMPORTED
+from threed.shipped import find_file
 
 IMPORT = "config.yaml"  # which threed import writes
 _OWN = (CONFIG, "metrics.jsonl", "state.json", "checkpoints", "trace", IMPORTED)  # of a run
@@ -25,7 +26,7 @@ def to_train(given: str | Path, overrides: Sequence[str] | None) -> tuple[Path, 
     overrides_of(overrides)  # raises for bad ones
     path, own = Path(given), list(overrides or [])
     if not path.is_dir():
-        return configs.find_file(path), own
+        return find_file(path), own
     file = next((path / name for name in (CONFIG, IMPORT) if (path / name).is_file()), None)
     if file is None or not _is_run(path):
         raise no_run(path, "a YAML config, or the folder of a run", f", and train.resume={path}")

@@ -10,11 +10,12 @@ import pytest
 from typer.testing import CliRunner
 
 from threed import cli, options
-from threed.config import find_file, for_devices
+from threed.config import for_devices
 from threed.errors import InputError
 from threed.prediction.hardware import load as hardware
 from threed.prediction.verb import parse_tokens
 from threed.quantity import parse_count, parse_parameters
+from threed.shipped import find_file
 
 TOY, OPEN = "configs/toy.yaml", "configs/llama3-8b.yaml"
 

@@ -12,7 +12,7 @@ from threed.quantity import many, show_bytes
 from threed.schema import Config, ModelConfig
 
 TOY = "toy"
-_TOYS = ("layers", "hidden", "heads", "vocab", "seq_len")  # keys that say how large the toy is
+_TOYS = ("family", "layers", "hidden", "heads", "vocab", "seq_len")  # keys that say how large the toy is
 _PER_PARAMETER = 20  # tokens to train on: Hoffmann et al. 2022
 # Parameters up to, tokens a step, learning rate: Brown et al. 2020, table 2.1; Touvron et al. 2023; rounded.
 _SCALES = ((5e8, 2**19, 6e-4), (5e9, 2**20, 2e-4), (4e10, 2**21, 1.5e-4),
@@ -82,7 +82,7 @@ def choose(name: str, devices: int, limit_bytes: int, fits: Callable[[dict[str, 
 
 def model_of(name: str) -> ModelConfig:
     if name == TOY:
-        return ModelConfig()
+        return FAMILIES["llama"].config()
     size = size_of(name)
     if size is None:
         raise InputError(f"--model {name}: did you mean {nearest_size(name)[0]}? There are "

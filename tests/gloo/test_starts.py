@@ -34,9 +34,9 @@ def base(tmp_path_factory, cache):
 
 
 def content(folder: Path) -> dict[str, str]:
-    """Every file below a folder, with a hash."""
+    """Every file below a folder, with a hash. Not of log.txt, which keeps what each start has said."""
     return {str(file.relative_to(folder)): hashlib.md5(file.read_bytes()).hexdigest()
-            for file in sorted(folder.rglob("*")) if file.is_file()}
+            for file in sorted(folder.rglob("*")) if file.is_file() and file.name != "log.txt"}
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def again(base, tmp_path):
     """again(*overrides) -> a start in a copy of the finished run, after which the copy must be as before."""
     folder = tmp_path / "run"
     shutil.copytree(base[0], folder)
-    before = content(folder)
+    before, log = content(folder), folder / "log.txt"
 
     def start(*overrides: str, status: int, says: str) -> Run:
         run = Run(tmp_path, *base[1], f"run.dir={folder}", "train.steps=4", "monitor.wandb=offline",
@@ -52,6 +52,7 @@ def again(base, tmp_path):
         assert run.wait() == status, run.output
         assert says in run.output and "Traceback" not in run.output, run.output
         assert content(folder) == before
+        assert says in log.read_text()
         return run
 
     return start

@@ -35,7 +35,7 @@ from threed.generation import Writer
 from threed.pipeline.orders import SCHEDULES
 from threed.planner import make_mesh, make_plan
 from threed.prediction.hardware import Hardware
-from threed.prediction.transient import communicators
+from threed.prediction.peak import communicators
 from threed.program.summary import stages
 from threed.sampling import Sampling
 from threed.schema import Config

@@ -44,7 +44,7 @@ def again(base, tmp_path):
     """again(*overrides) -> a start in a copy of the finished run, after which the copy must be as before."""
     folder = tmp_path / "run"
     shutil.copytree(base[0], folder)
-    before, log = content(folder), folder / "log.txt"
+    before = content(folder)
 
     def start(*overrides: str, status: int, says: str) -> Run:
         run = Run(tmp_path, *base[1], f"run.dir={folder}", "train.steps=4", "monitor.wandb=offline",
@@ -52,7 +52,6 @@ def again(base, tmp_path):
         assert run.wait() == status, run.output
         assert says in run.output and "Traceback" not in run.output, run.output
         assert content(folder) == before
-        assert says in log.read_text()
         return run
 
     return start

@@ -93,7 +93,8 @@ def model_of(name: str) -> ModelConfig:
 
 _WORDS = {
     "model.name": "its sizes; single keys may be given beside it: seq_len: 2048",
-    "model.family": "a small one; threed export writes it for transformers", "model.layers": "blocks", "model.hidden": "numbers of a token", "model.heads": "of attention",
+    "model.family": "threed export writes it for transformers",
+    "model.layers": "blocks", "model.hidden": "numbers of a token", "model.heads": "of attention",
     "model.vocab": "tokens of the tokenizer that is trained on the data",
     "model.seq_len": "tokens of a sequence",
     "parallel.pp": "pipeline positions: the model is cut into as many parts",

@@ -165,8 +165,8 @@ def write_steps(file: Path) -> None:
     """A line for each step that is logged, with its time: what metrics.jsonl forgets when a step is run
     again."""
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def step(self: Log, number: int, metrics: dict[str, Any]) -> None:
-            original(self, number, metrics)
+        def step(self: Log, number: int, *others: Any) -> None:
+            original(self, number, *others)
             with file.open("a") as lines:
                 lines.write(f"{time.monotonic():.6f} {number}\n")
 

@@ -204,7 +204,8 @@ def test_threads_before_the_run(before, status, tmp_path, cache):
 def test_a_script(launcher, tmp_path, cache):
     """The guide's, as a file, with plain python and under torchrun: there each rank comes back from `train`.
     The learning rate is 0, so that the second and the third evaluation are no better than the first."""
-    (script,) = code("callback")
+    script, logger = code("callback")
+    compile(logger, "a logger", "exec")
     (tmp_path / "patience.py").write_text(script)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     overrides = [*TOY, *cache, f"run.dir={tmp_path / 'run'}", "train.steps=20", "train.eval_every=1",

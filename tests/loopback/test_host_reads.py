@@ -45,7 +45,7 @@ class Watching(TorchDispatchMode):
     def __init__(self, config: Config):
         super().__init__()
         self.counts: Counter[str] = Counter()
-        self._read = [1.0, 0.0, 1.0, float(config.tokens_per_step)]  # what CLIP sums up
+        self._read = [1.0, 0.0, 1.0, float(config.tokens_per_step), 0.0, 0.0]  # what CLIP sums up
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

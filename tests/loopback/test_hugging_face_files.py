@@ -257,7 +257,7 @@ def test_no_folder_is_overwritten(tmp_path):
     assert not (tmp_path / "other").exists()
     with pytest.raises(InputError, match="is there already"):
         export_model(tmp_path / "run", source)
-    with pytest.raises(InputError, match="no complete checkpoint"):
+    with pytest.raises(InputError, match="there is no such run"):
         export_model(tmp_path / "nowhere", tmp_path / "back")
 
 

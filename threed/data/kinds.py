@@ -24,7 +24,7 @@ _OTHERS = {  # how the content begins -> (what it is, what to do)
     b"\x04\x22\x4d\x18": ("packed by lz4", "unpack it"),
     b"\xff\xfe": ("text in UTF-16", "convert it: iconv -f UTF-16 -t UTF-8"),
     b"\xfe\xff": ("text in UTF-16", "convert it: iconv -f UTF-16 -t UTF-8"),
-    b"ARROW1": ("an Arrow file", _JSONL), b"\xff\xff\xff\xff": ("an Arrow stream", _JSONL),
+    b"ARROW1": ("an Arrow file", _JSONL),
     b"\x93NUMPY": ("a NumPy array", _JSONL),
     b"\x89HDF\r\n": ("an HDF5 file", _JSONL), b"SQLite format 3\0": ("an SQLite database", _JSONL),
     b"Obj\x01": ("an Avro file", _JSONL), b"%PDF-": ("a PDF", _JSONL),
@@ -51,6 +51,9 @@ def kind_of(head: bytes) -> Kind | None:
     for magic, (what, advice) in _OTHERS.items():
         if head.startswith(magic):
             return Kind(what, advice)
+    # a mark, and how long the description is that follows
+    if head[:4] == b"\xff\xff\xff\xff" and 0 < int.from_bytes(head[4:8], "little") < 2**24:
+        return Kind("an Arrow stream", _JSONL)
     if head[257:262] == b"ustar":
         return Kind("a tar archive", "unpack it")
     if (kind := stand_in(head)) is not None:

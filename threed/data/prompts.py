@@ -8,6 +8,7 @@ A text ends at the end-of-text token and, of a chat, at the token with which the
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -95,7 +96,8 @@ def keep_tokenizer(file: Path | None, data: DataConfig, folder: Path) -> list[st
                 shutil.copyfile(source, kept.with_name(f"{name}.tmp"))
                 kept.with_name(f"{name}.tmp").replace(kept)  # no reader sees half of it
         if file is not None and data.tokenizer != "bpe":
-            keep_end(Path(data.tokenizer).expanduser(), folder / TOKENIZER)
+            with contextlib.suppress(InputError):  # it is another one since the data were prepared by it
+                keep_end(Path(data.tokenizer).expanduser(), folder / TOKENIZER)
     except OSError as error:
         return [f"{folder / TOKENIZER} was not written: {error}; threed generate will need --tokenizer"]
     return said

@@ -136,7 +136,7 @@ class Threed:
         if item.unit < self.table.last:
             slots.put(Slot("act", item.unit, item.microbatch), self.value)
         else:
-            slots.put(Slot("loss"), torch.zeros((), dtype=torch.float64))
+            slots.put(Slot("loss"), torch.zeros(1, dtype=torch.float64))
 
     def backward_input(self, item: Instruction, slots: Slots) -> None:
         nap(self.share.input)

@@ -38,7 +38,7 @@ def put_to_sleep(engine: Engine) -> None:
         effect = effects(instruction, table, engine.position)
         for slot in (*effect.writes, *effect.adds):
             message = slot.kind in ("act", "grad")
-            made = torch.zeros((), dtype=torch.float64)
+            made = torch.zeros(1, dtype=torch.float64)
             if message:
                 made = pipeline.stream(slot.unit).empty(slot.kind, torch.device("cpu")).zero_()
             slots.put(slot, made)

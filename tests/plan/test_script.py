@@ -177,7 +177,7 @@ def test_what_is_not_found_is_said(tmp_path):
     """A config that looks whole, and trains by threed's rate for threed's steps."""
     done = convert(tmp_path, "python pretrain_gpt.py --num-layers 2 --lr $LR --seq-length 64")
     assert done.missing == ["optimizer.lr", "train.steps"]
-    assert "# NOT FOUND in it, so threed's default: optimizer.lr 0.0003, train.steps 100" in (
+    assert "# NOT FOUND in it, so the default counts: optimizer.lr 0.0003, train.steps 100" in (
         subject.show(done))
     assert done.refused["--lr"] == "its value, $LR, comes from outside the script"
     assert subject.document(done)["not_found"] == done.missing

@@ -85,7 +85,7 @@ def show(done: Converted) -> str:
              "# What is not here is said at the end."]
     if done.missing:
         defaults = ", ".join(f"{key} {inline(get(done.config, key))}" for key in done.missing)
-        lines += textwrap.wrap(f"NOT FOUND in it, so threed's default: {defaults}", _WIDTH,
+        lines += textwrap.wrap(f"NOT FOUND in it, so the default counts: {defaults}", _WIDTH,
                                initial_indent="# ", subsequent_indent="# ")
     sections = list(done.config.to_dict())
     for section in sections:

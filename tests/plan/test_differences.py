@@ -26,8 +26,7 @@ def said(before: list[str], now: list[str], **others) -> list[str]:
     manifest = saved(load(None, [*USUAL, *before]), **others)
     head, *lines = notes(STEP, manifest, load(None, [*USUAL, *now])) or [""]
     step = manifest["step"] + 1
-    assert not lines or head == (f"from step {step} on what is given now counts, where it is not as in "
-                                 f"{STEP.name}:")
+    assert not lines or head == f"not as in {STEP.name}; from step {step} on this start's settings count:"
     return lines
 
 

@@ -76,7 +76,7 @@ def notes(path: Path, manifest: dict[str, Any], config: Config) -> list[str]:
         lines.append(f"{name} was saved by {_mesh(before)}, and goes on on {_mesh(now)}; the global "
                      f"batch is {config.train.global_batch_size} sequences")
     lines += _of_the_rate(manifest, config)
-    head = [f"from step {manifest['step'] + 1} on what is given now counts, where it is not as in {name}:"]
+    head = [f"not as in {name}; from step {manifest['step'] + 1} on this start's settings count:"]
     return head + lines if lines else []
 
 

@@ -95,7 +95,8 @@ class Content:
         row, by_kind = self.values["stages"][position], alive_bytes(self.plan, position).by_kind
         fixed = {name: row[f"{key}_bytes"] for name, key in (("parameters", "parameter"),
                  ("gradients", "gradient"), ("optimizer state", "optimizer"), ("buffers", "buffer"))}
-        fixed["CUDA and NCCL"] = sum(row["peak"][f"{part}_bytes"] for part in ("context", "communicator"))
+        fixed["process and libraries" if self.machine.waits else "CUDA and NCCL"] = sum(
+            row["peak"][f"{part}_bytes"] for part in ("context", "communicator"))
         moving = {kind: by_kind[kind] for kind in activations(self.plan.table) if kind in by_kind}
         moving["temporaries"] = [self.temporaries(item) if item.op in COMPUTE else 0
                                  for item in self.plan.programs["train"][position]]

@@ -25,7 +25,8 @@ IDLE_COLOR = "#dfe2e6"
 CAUSE_COLORS = {"compute": "#4c78a8", "p2p_wait": "#72b7b2", "dp_wait": "#e45756", "optimizer": "#b279a2",
                 "offload": "#9d755d", "idle": IDLE_COLOR}
 FIXED_COLORS = {"parameters": "#4c78a8", "gradients": "#e45756", "optimizer state": "#b279a2",
-                "buffers": "#bab0ac", "CUDA and NCCL": "#79706e"}
+                "buffers": "#bab0ac", "CUDA and NCCL": "#79706e",
+                "process and libraries": "#79706e"}
 OTHER_COLORS = {**FIXED_COLORS, "temporaries": "#a0c4a8"}
 ACTIVATION_COLORS = ("#f2cf5b", "#f58518", "#54a24b", "#83bcb6", "#d6a5c9", "#9ecae9", "#ff9da6", "#9d755d")
 LAYER_COLORS = ("#d8e5f3", "#c6d9ee")  # of units, by stage: even, odd

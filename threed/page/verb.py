@@ -12,7 +12,8 @@ from threed.page.html import page
 from threed.planned import config_of, planned
 from threed.planner import make_plan
 from threed.prediction.cost import FILE as COSTS
-from threed.prediction.cost import write_whole
+from threed.prediction.cost import device_of, write_whole
+from threed.prediction.hardware import OF_CPUS
 from threed.prediction.verb import priced
 from threed.program.table import Plan
 from threed.schema import Config
@@ -51,6 +52,9 @@ def content(what: Config | Plan | Run | str | Path, hardware: str = "",
     plan = planned(what) if isinstance(what, Config | Plan) else make_plan(run.config if run else Config())
     if run is not None and costs is None and (run.path / COSTS).exists():
         costs = run.path
+    measured = run is not None and costs == run.path and device_of(run.path).startswith("CPU")
+    if measured and not hardware:
+        hardware = OF_CPUS  # it has neither CUDA nor the memory of a device
     machine, step = priced(plan, hardware, costs)
     found = Content(config_of(plan), step, machine, run)
     if run is not None and costs is None:

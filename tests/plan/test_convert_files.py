@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from threed.config import known_keys, load
+from threed.config import load
 from threed.doors import convert as subject
 from threed.errors import ConfigError, InputError
 from threed.quantity import whole_number
@@ -165,7 +165,6 @@ def test_older_names_and_those_of_megatron_deepspeed(text, values):
     assert {key: done.values.get(key) for key in values} == values and not done.refused
 
 
-@pytest.mark.skipif("run.stop_after" not in known_keys(), reason="the key is not there")
 def test_a_duration_ends_a_job():
     assert subject.megatron("--exit-duration-in-mins 230", []).values["run.stop_after"] == "230m"
 

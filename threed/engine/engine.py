@@ -207,16 +207,11 @@ class Engine:
         if self.current is None:
             return f"{me} is between programs"
         name, index, since = self.current
-        under = self._under
-        source = under.waiting if under is not None else None  # that the host waits for
         if not raised:
             index = next((i for i, mark in enumerate(self._ended) if not self.clock.passed(mark)), index)
-            if under is not None and source is None:
-                source = next((source for at, source, _, to in under.waits
-                               if at == index and not self.clock.passed(to)), None)
         programs = self.plan.programs[name]
         instruction = programs[self.position][index]
-        awaited = self._awaited(name, index, source)
+        awaited = self._awaited(name, index, raised)
         waiting = f"for {time.monotonic() - since:.1f} s at '{instruction}'{awaited}"
         alive = [str(slot) for slot in self.slots.alive()
                  if slot not in self.plan.table.seam(self.position, name)]
@@ -232,11 +227,16 @@ class Engine:
             return ""
         return f"{self.plan.table.units[instruction.unit].name}: "
 
-    def _awaited(self, name: str, index: int, source: int | None) -> str:
+    def _awaited(self, name: str, index: int, raised: bool = False) -> str:
         """The ranks that an instruction waits for, in words: those that take part in it, or in the
-        instruction that it waits for, `source`."""
+        instruction that it waits for."""
         program, mesh = self.plan.programs[name][self.position], self.comm.mesh
         instruction, text = program[index], ""
+        under = self._under
+        source = under.waiting if under is not None else None  # that the host waits for
+        if under is not None and source is None and not raised:
+            source = next((source for at, source, _, to in under.waits
+                           if at == index and not self.clock.passed(to)), None)
         if source is not None and source >= 0:
             instruction = program[source]
             text = f", which needs '{instruction}'"

@@ -149,7 +149,7 @@ class Verifier:
         return None
 
     def _on_host(self, lines: list[Line]) -> torch.Tensor:
-        """The checksums of all lines, [lines, sums]. (Those of gradients that the host keeps are made there.)"""
+        """The checksums of all lines, [lines, sums]. (Those of gradients on the host are made there.)"""
         device = self.engine.comm.device
         return torch.stack([line.sums.to(device, non_blocking=True) for line in lines]).cpu()
 

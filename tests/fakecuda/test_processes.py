@@ -216,7 +216,7 @@ def test_a_library_that_starts_cuda(tmp_path, cache):
         pytest.skip(why)
     package, report = tmp_path / "packages" / "transformer_engine", tmp_path / "report"
     package.mkdir(parents=True)
-    (package / "__init__.py").write_text("import torch\ntorch.cuda._lazy_init()\n")
+    (package / "__init__.py").write_text("import torch\ntorch.cuda._lazy_init()\nraise ModuleNotFoundError\n")
     env = {**os.environ, "FAKE_CUDA": "2", "FAKE_CUDA_REPORT": str(report),
            "PYTHONPATH": os.pathsep.join([str(SITE), str(package.parent)])}
     done = subprocess.run([sys.executable, "-m", "threed", *TWO, *cache, f"run.dir={tmp_path / 'run'}"],

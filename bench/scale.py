@@ -110,9 +110,9 @@ def of_ranks(ranks: int, folder: str) -> dict[str, str]:
         Path(f"{prepared.prefix}{suffix}").write_bytes(bytes(1 << 17))
     begin = time.thread_time()
     watch = Watch(0, dist.HashStore(), 600.0, ranks)
-    comm, plan = assemble._connect(config, watch, torch.device("cpu"), None)
+    comm, plan = assemble.connect(config, watch, torch.device("cpu"), None)
     assert isinstance(comm, Counting)
-    hosts = shared.hosts(comm)
+    hosts = watch.hosts
     shared.same_data(comm, prepared, hosts, True)
     check_room(plan, comm)
     shared.same_folder(comm, Path(folder), hosts, 60.0, True)

@@ -159,7 +159,7 @@ def test_processors_beside_a_gpu(sysfs):
     assert gpu.beside(BUS, ALL, root) == SECOND
     assert gpu.beside(BUS, {0, 1, 4, 5}, root) is None, "somebody has bound it"
     assert gpu.beside("0000:99:00.0", ALL, root) is None and gpu.beside("", ALL, root) is None
-    assert gpu.beside(BUS, ALL, sysfs({f"bus/pci/devices/{BUS}/numa_node": "-1"})) is None, "a virtual machine"
+    assert gpu.beside(BUS, ALL, sysfs({f"bus/pci/devices/{BUS}/numa_node": "-1"})) is None, "a small machine"
     assert gpu.beside(BUS, ALL, root / "nothing") is None
 
 
@@ -189,12 +189,12 @@ def test_a_rank_stays_beside_its_gpu(sysfs, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(
         pci_domain_id=0, pci_bus_id=0x3b, pci_device_id=0))
 
-    def bound() -> list[object]:
+    def bound() -> tuple[bool, int]:
         torch.set_num_threads(2)
         gpu.stay_beside(torch.device("cuda", 0), root)
-        return [sorted(os.sched_getaffinity(int(each))) == near for each in os.listdir(gpu.THREADS)] + [
-            torch.get_num_threads()]
+        threads = map(int, os.listdir(gpu.THREADS))
+        return all(sorted(os.sched_getaffinity(each)) == near for each in threads), torch.get_num_threads()
 
-    assert set(forks.ask(bound, 30)) == {True, 1}
+    assert forks.ask(bound, 30) == [True, 1]
     assert forks.ask(lambda: gpu.stay_beside(torch.device("cpu"), root), 30) is None
     assert sorted(os.sched_getaffinity(0)) == here

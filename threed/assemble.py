@@ -29,7 +29,7 @@ from threed.engine import shared
 from threed.engine.connect import warm
 from threed.engine.device import attention, compiles, pick_device, set_up, shortcomings
 from threed.engine.engine import Engine
-from threed.engine.gpu import own_devices, stay_beside
+from threed.engine.gpu import hosts, stay_beside
 from threed.engine.loopback import channel_pairs
 from threed.engine.watch import Watch
 from threed.errors import InputError, Stopped
@@ -71,7 +71,6 @@ def train(job: Job, local_rank: int, requests: Requests, watch: Watch, store: An
     set_up(config)
     comm, plan = connect(config, watch, pick_device(config, local_rank), store)
     looks = local_rank == 0  # at shared files, for its host
-    watch.hosts = shared.hosts(comm)
     prepared = _share_data(job, watch, comm, requests, looks)
     data = open_splits(config, prepared)
     check_room(plan, comm)
@@ -131,7 +130,7 @@ def connect(config: Config, watch: Watch, device: torch.device, store: Any,
         comm = ProcessComm(make_mesh(config), watch.rank, device, config.run.timeout_s, store)
     watch.comm = comm
     with watch.phase("see that each rank has a GPU of its own, or none has", waits=False):
-        own_devices(comm)
+        watch.hosts = hosts(comm)
     with watch.phase("agree on a plan", waits=False):
         # Rank 0 plans: on another machine a search may round differently, and a file may be missing.
         pipeline = comm.broadcast(make_pipeline(config) if watch.rank == 0 else None)

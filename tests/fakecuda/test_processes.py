@@ -200,7 +200,7 @@ def test_nvml_is_missing(runs):
 
 
 def test_a_driver_that_does_not_fit(runs):
-    """NVML lists GPUs, and CUDA does not start: a run must not go to the CPU unseen, nor fail in each rank."""
+    """NVML lists GPUs, and CUDA does not start: a run must not go to the CPU unseen, nor end in each rank."""
     assert runs.command(*TWO, f"run.dir={runs.folder}", env={"FAKE_CUDA_BROKEN": "1"}) == 2
     assert "the driver lists 2 GPUs, but a process that is forked from this one cannot" in runs.output
 

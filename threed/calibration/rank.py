@@ -16,6 +16,7 @@ from threed.calibration.layers import layers
 from threed.calibration.links import CHANNELS, Links
 from threed.calibration.points import Measured
 from threed.comm import ProcessComm, file_store
+from threed.engine.gpu import stay_beside
 from threed.errors import ThreedError
 from threed.mesh import Mesh
 from threed.quantity import many
@@ -47,6 +48,7 @@ def measure(rank: int, task: Task, pipe: Any) -> int:
         torch.set_num_threads(max(1, machine.processors // machine.ranks))
     context = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
     device = torch.device("cuda", rank) if machine.cuda else torch.device("cpu")
+    stay_beside(device)
     try:
         comm = ProcessComm(mesh_of(machine.ranks), rank, device, TIMEOUT_S,
                            file_store(task.store, machine.ranks))

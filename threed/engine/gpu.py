@@ -19,12 +19,13 @@ GROUPS = Path("/proc/self/cgroup")
 THREADS = Path("/proc/self/task")  # of this process, by number
 
 
-def own_devices(comm: Comm) -> None:
-    """InputError where two ranks have the same GPU, or some ranks have a GPU and others have none. NCCL would
-    say of the first "duplicate GPU", and of the second nothing: it would wait."""
-    mine = comm.device.type, _uuid(comm.device), socket.gethostname()
-    if wrong := clash(comm.exchange(mine)):
+def hosts(comm: Comm) -> list[str]:
+    """The name of each rank's host. InputError where two ranks have the same GPU, or some ranks have a GPU
+    and others have none: NCCL would say of the first "duplicate GPU", and would wait for the second."""
+    devices = comm.exchange((comm.device.type, _uuid(comm.device), socket.gethostname()))
+    if wrong := clash(devices):
         raise InputError(wrong)
+    return [host for _, _, host in devices]
 
 
 def clash(devices: Sequence[tuple[str, str, str]]) -> str:

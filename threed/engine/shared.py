@@ -8,7 +8,6 @@ can be used.
 from __future__ import annotations
 
 import os
-import socket
 import time
 import uuid
 import zlib
@@ -20,11 +19,6 @@ from threed.errors import InputError, of_folder
 
 PATIENCE_S = 60.0  # at most: a network file system may show a new file late
 _ENDS = 2**16  # bytes at each end of a file that are compared
-
-
-def hosts(comm: Comm) -> list[str]:
-    """The name of each rank's host."""
-    return comm.exchange(socket.gethostname())
 
 
 def same_data(comm: Comm, prepared: Prepared, names: list[str], looks: bool) -> None:

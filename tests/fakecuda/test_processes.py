@@ -225,10 +225,14 @@ def test_a_library_that_starts_cuda(tmp_path, cache):
     assert len(report.read_text().splitlines()) == 2
 
 
+def free_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return str(free.getsockname()[1])
+
+
 def ranks(*visible: str) -> list[dict[str, str]]:
     """The variables of ranks as torchrun or Slurm starts them; `visible`: each one's GPUs."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
+    port = free_port()
     return [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(len(visible)),
              "LOCAL_WORLD_SIZE": str(len(visible)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
              "CUDA_VISIBLE_DEVICES": gpus} for rank, gpus in enumerate(visible)]
@@ -251,3 +255,18 @@ def test_ranks_that_have_no_gpu_of_their_own(runs, visible, message):
     argv = [*TWO, *runs.cache, f"run.dir={runs.folder / 'run'}", "run.connect_timeout_s=60"]
     assert runs.call(commands.torchrun, argv, ranks(*visible)) == [2, 2], runs.output
     assert re.search(message, runs.output), runs.output
+
+
+@pytest.mark.parametrize("size, statuses", [(1, [0, 0]), (2, [2, 2])], ids=["one rank a node", "two"])
+def test_launchers_of_two_nodes(runs, size, statuses):
+    """Each forks its node's ranks, after it has seen that there is a GPU for each of them."""
+    port = free_port()
+    nodes = [{"NNODES": "2", "NODE_RANK": str(node), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+              "GPUS_PER_NODE": str(size), "CUDA_VISIBLE_DEVICES": str(node)} for node in range(2)]
+    argv = [*TINY, *runs.cache, f"run.dir={runs.folder / 'run'}", f"parallel.dp={2 * size}",
+            "run.connect_timeout_s=60"]
+    assert runs.call(commands.torchrun, argv, nodes) == statuses, runs.output
+    if size == 1:
+        runs.sound(2)
+    else:
+        assert "2 ranks would start on this machine, and each takes a GPU, but it has 1" in runs.output

@@ -206,7 +206,7 @@ class UnitState:
             self.gshard = None
         if not adds:
             return lambda: copy(host, gshard)
-        return lambda: _add_to(host, gshard, self.storage.adding)
+        return lambda: self.storage.add_to(host, gshard)
 
     def raise_weights(self, slot: Slot, brought: torch.Tensor | None) -> tuple[torch.Tensor, Job]:
         """Copy this rank's part of the parameters from the host to the device, as `slot`: to its home, or to
@@ -370,17 +370,6 @@ class UnitState:
         if self.unit.weight_home == Tier.DISK:
             return has_bits_of(self._file(), self.weights)
         return self.master is None or self.pshard is None or has_bits_of(self.pshard, self.master)
-
-
-@torch.no_grad()
-def _add_to(host: torch.Tensor, part: torch.Tensor, room: torch.Tensor) -> None:
-    """Add a gradient on the device to a sum on the host. The device computes it: the sum is copied there, to
-    `room`, a piece at a time, and back. `part` is overwritten."""
-    for sum_, piece in zip(host.split(len(room)), part.split(len(room)), strict=True):
-        before = room[:len(piece)]
-        copy(before, sum_)
-        piece.add_(before)
-        copy(sum_, piece)
 
 
 def not_none(tensor: torch.Tensor | None) -> torch.Tensor:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from threed.comm import Comm
+from threed.lanes import copy
 from threed.offload.tiers import Disk
 from threed.pool import Pool
 from threed.program.buffers import Buffers
@@ -60,3 +61,14 @@ class Storage(NamedTuple):
 
     def on_host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(numel, dtype=dtype, pin_memory=self.device.type == "cuda")
+
+    @torch.no_grad()
+    def add_to(self, host: torch.Tensor, part: torch.Tensor) -> None:
+        """Add a gradient on the device to a sum on the host. The device computes it: the sum is copied there,
+        a piece at a time, and back. `part` is overwritten."""
+        size = len(self.adding)
+        for sum_, piece in zip(host.split(size), part.split(size), strict=True):
+            before = self.adding[:len(piece)]
+            copy(before, sum_)
+            piece.add_(before)
+            copy(sum_, piece)

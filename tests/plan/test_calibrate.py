@@ -3,15 +3,18 @@ loads."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 import threed
-from threed.calibration import grid
+from threed.calibration import grid, rank
 from threed.calibration.fitted import NARROW, Machine, fitted, table, text
 from threed.calibration.points import UNITS, Computed, Measured, Sent, errors
 from threed.config import load as load_config
+from threed.errors import InputError
 from threed.models.kernels import Attention, Moved, Product
 from threed.planner import make_pipeline, make_plan
 from threed.prediction.hardware import Hardware, load
@@ -108,3 +111,22 @@ def test_file(ranks, tmp_path):
     assert any("node_* and contention are not measured" in line for line in comments) == (ranks == 1)
     config = threed.load("configs/toy.yaml", ["run.device=cpu"])
     assert threed.predict(config, str(path))["step_time"] > 0
+
+
+def test_a_rank_measures_with_the_settings_of_a_run(monkeypatch):
+    """NCCL's streams have the priority that they have there, when the first communicator is made."""
+    seen = {}
+    names = "TORCH_NCCL_HIGH_PRIORITY", "CUDA_DEVICE_MAX_CONNECTIONS"
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+
+    def connect(*arguments):
+        seen.update({name: os.environ.get(name) for name in names})
+        raise InputError("no peers here")
+
+    said = []
+    monkeypatch.setattr(rank, "ProcessComm", connect)
+    monkeypatch.setattr(rank, "file_store", lambda *_: None)
+    task = rank.Task(grid.grid(False, True), Machine(1, 1, cuda=False), "", "")
+    assert rank.measure(0, task, SimpleNamespace(send=said.append)) == 1
+    assert said == [("failed", "no peers here")] and seen == dict(zip(names, ("1", "32"), strict=True))

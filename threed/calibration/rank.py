@@ -16,10 +16,12 @@ from threed.calibration.layers import layers
 from threed.calibration.links import CHANNELS, Links
 from threed.calibration.points import Measured
 from threed.comm import ProcessComm, file_store
+from threed.engine.device import set_up
 from threed.engine.gpu import stay_beside
 from threed.errors import ThreedError
 from threed.mesh import Mesh
 from threed.quantity import many
+from threed.schema import Config
 
 TIMEOUT_S = 120.0
 WIDE, NARROW = torch.float32, torch.bfloat16
@@ -46,6 +48,7 @@ def measure(rank: int, task: Task, pipe: Any) -> int:
     machine = task.machine
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, machine.processors // machine.ranks))
+    set_up(Config())  # streams, queues and kernels as a run has them
     context = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
     device = torch.device("cuda", rank) if machine.cuda else torch.device("cpu")
     stay_beside(device)

@@ -206,9 +206,7 @@ class UnitState:
             self.gshard = None
         if not adds:
             return lambda: copy(host, gshard)
-        if gshard.is_cuda:  # the sum is computed on the device: the host's part is copied there and back
-            return lambda: copy(host, gshard + host.to(gshard.device, non_blocking=True))
-        return lambda: add_to(host, gshard)
+        return lambda: self.storage.add_to(host, gshard)
 
     def raise_weights(self, slot: Slot, brought: torch.Tensor | None) -> tuple[torch.Tensor, Job]:
         """Copy this rank's part of the parameters from the host to the device, as `slot`: to its home, or to
@@ -372,10 +370,6 @@ class UnitState:
         if self.unit.weight_home == Tier.DISK:
             return has_bits_of(self._file(), self.weights)
         return self.master is None or self.pshard is None or has_bits_of(self.pshard, self.master)
-
-
-def add_to(sum_: torch.Tensor, part: torch.Tensor) -> None:
-    sum_.add_(part)
 
 
 def not_none(tensor: torch.Tensor | None) -> torch.Tensor:

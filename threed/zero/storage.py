@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from threed.comm import Comm
+from threed.lanes import copy
 from threed.offload.tiers import Disk
 from threed.pool import Pool
 from threed.program.buffers import Buffers
@@ -26,6 +27,7 @@ class Storage(NamedTuple):
     grads: Pool  # whole gradients, from ZeRO-2 on
     pshards: Pool  # this rank's part of parameters whose home is not the device
     gshards: Pool  # this rank's part of gradients that go to the host as soon as they are reduced
+    adding: torch.Tensor  # where what the host has of a gradient comes back, to be added to
     host_weights: Pool  # parameters on their way between the host and another tier
     host_states: Pool  # optimizer state on its way between the host and the disk
     disk: Disk | None
@@ -41,6 +43,7 @@ class Storage(NamedTuple):
                    Pool(buffers.grads, precision.grad, device),
                    Pool(buffers.pshards, precision.compute, device),
                    Pool(buffers.gshards, precision.grad, device),
+                   torch.zeros(buffers.adding, dtype=precision.grad, device=device),
                    Pool(buffers.host_weights, precision.compute, host, pinned, for_disk=True),
                    Pool(buffers.host_states, torch.uint8, host, pinned, for_disk=True),
                    Disk(str(config.offload.nvme_path), comm.rank) if uses_disk else None, weight_grads)
@@ -58,3 +61,14 @@ class Storage(NamedTuple):
 
     def on_host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(numel, dtype=dtype, pin_memory=self.device.type == "cuda")
+
+    @torch.no_grad()
+    def add_to(self, host: torch.Tensor, part: torch.Tensor) -> None:
+        """Add a gradient on the device to a sum on the host. The device computes it: the sum is copied there,
+        a piece at a time, and back. `part` is overwritten."""
+        size = len(self.adding)
+        for sum_, piece in zip(host.split(size), part.split(size), strict=True):
+            before = self.adding[:len(piece)]
+            copy(before, sum_)
+            piece.add_(before)
+            copy(sum_, piece)

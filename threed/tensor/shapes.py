@@ -10,4 +10,5 @@ class Shapes(FakeTensorMode):
     torch's asks each time whether there is one, and a process that has asked cannot fork ranks that use it
     (see `forks`). What is measured here is on the CPU."""
 
-    avoid_device_init = False  # where there is a GPU, torch's mode answers the same
+    # where there is a GPU, torch's mode answers the same
+    avoid_device_init = False  # pyright: ignore[reportAssignmentType]

@@ -29,6 +29,7 @@ from threed.engine import shared
 from threed.engine.connect import warm
 from threed.engine.device import attention, compiles, pick_device, set_up
 from threed.engine.engine import Engine
+from threed.engine.gpu import own_devices, stay_beside
 from threed.engine.loopback import channel_pairs
 from threed.engine.watch import Watch
 from threed.errors import InputError, Stopped
@@ -125,9 +126,12 @@ def running(config: Config, plan: Plan, comm: ProcessComm, watch: Watch) -> Iter
 def connect(config: Config, watch: Watch, device: torch.device, store: Any,
             planning: Callable[[Config, Pipeline], Plan] = make_plan) -> tuple[ProcessComm, Plan]:
     """Connect this rank with the others, and agree with them on a plan, which `planning` makes."""
+    stay_beside(device)
     with watch.phase("connect"):
         comm = ProcessComm(make_mesh(config), watch.rank, device, config.run.timeout_s, store)
     watch.comm = comm
+    with watch.phase("see that each rank has a GPU of its own, or none has", waits=False):
+        own_devices(comm)
     with watch.phase("agree on a plan", waits=False):
         # Rank 0 plans: on another machine a search may round differently, and a file may be missing.
         pipeline = comm.broadcast(make_pipeline(config) if watch.rank == 0 else None)

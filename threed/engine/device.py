@@ -29,9 +29,12 @@ def pick_device(config: Config, local_rank: int) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise InputError("run.device=cuda, but torch sees no GPU here; use run.device=auto or cpu")
-    if local_rank >= torch.cuda.device_count():
-        raise InputError(f"local rank {local_rank} has no GPU: there are {torch.cuda.device_count()} on this "
-                         "machine; start fewer processes a node, or use run.device=cpu")
+    gpus = torch.cuda.device_count()
+    if gpus == 1:  # Slurm's --gpus-per-task=1 and many operators show each rank its own (see `gpu`)
+        return torch.device("cuda", 0)
+    if local_rank >= gpus:
+        raise InputError(f"local rank {local_rank} has no GPU: there are {gpus} on this machine; start fewer "
+                         "processes a node, or use run.device=cpu")
     return torch.device("cuda", local_rank)
 
 

@@ -27,7 +27,7 @@ from threed.data.prompts import keep_tokenizer
 from threed.data.tokens import Prepared, prepare
 from threed.engine import shared
 from threed.engine.connect import warm
-from threed.engine.device import attention, compiles, pick_device, set_up
+from threed.engine.device import attention, compiles, pick_device, set_up, shortcomings
 from threed.engine.engine import Engine
 from threed.engine.gpu import own_devices, stay_beside
 from threed.engine.loopback import channel_pairs
@@ -163,12 +163,9 @@ def _open_log(config: Config, plan: Plan, comm: Comm, watch: Watch, closing: Exi
     closing.callback(_close_log, log, watch)
     tidy(config)
     lines = [*validate.warnings(config), *undivided(config, plan.programs["train"]), *unequal(config)]
-    for line in [*lines, *_without_compiler(config, comm.device)]:
+    for line in [*lines, *_without_compiler(config, comm.device), *shortcomings(config, comm.device)]:
         log.say(f"warning: {line}")
     chosen = attention(config, comm.device)
-    if chosen == "math" and comm.device.type == "cuda" and config.model.attention_dropout == 0:
-        log.say("warning: attention is not fused here: a layer keeps the scores of all pairs of tokens, "
-                "which the plan does not count; see run.attention_backend")
     log.say(f"{comm.mesh.draw()}\n{len(plan)} instructions, plan {plan.digest}, {comm.device.type}, "
             f"attention: {chosen}{', deterministic' if config.run.deterministic else ''}")
     log.say(size_line(config))

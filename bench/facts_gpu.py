@@ -28,21 +28,19 @@ def dot_of_nothing(at: At) -> str:
 @FACTS.add()
 def weight_gradients(at: At) -> str:
     """A product of 16-bit matrices, added to a sum in fp32."""
-    from threed.tensor.products import add_product, adds_to
+    from threed.tensor.products import Way, add_product, way_of
 
     rows, inner, columns = at.of(14336, 64), at.of(8192, 32), at.of(4096, 64)
     left, right, ms = bf16(at, rows, inner), bf16(at, inner, columns), 1e3
     into = torch.zeros(rows, columns, device=at.device)
-    adds = adds_to(torch.float32, torch.bfloat16, at.device)
+    way = way_of(torch.float32, torch.bfloat16, at.device)
     plain, apart = took(lambda: left @ right), took(lambda: into.add_(left @ right))
-    if not adds:
-        return f"rounded to 16 bits, NOT fp32; product {ms * plain:.2f} ms, and add {ms * apart:.2f}"
     into.zero_()
     add_product(into, True, left, right)
     error = (into - left.float() @ right.float()).abs().max().item()
     added = took(lambda: add_product(into, True, left, right))
-    return (f"added in fp32, largest error {error:.1e}; product {ms * plain:.2f} ms, into fp32 "
-            f"{ms * added:.2f}, and add {ms * apart:.2f}")
+    return (f"{'ROUNDED, ' if way is Way.ROUNDED else ''}{way.value}: largest error {error:.1e}; product "
+            f"{ms * plain:.2f} ms, added as threed does {ms * added:.2f}, product and add {ms * apart:.2f}")
 
 
 @FACTS.add()
@@ -197,7 +195,6 @@ def attention_chosen(at: At) -> str:
     """What a run takes, for models of several kinds."""
     from threed.config import load
     from threed.engine.device import attention, set_up
-    from threed.tensor.documents import has_varlen
 
     large = ["model.heads=32", "model.hidden=4096", "model.seq_len=8192", "precision.dtype=bf16"]
     cases = {"head 128": large, "8 key heads": [*large, "model.family=llama", "model.kv_heads=8"],
@@ -209,7 +206,7 @@ def attention_chosen(at: At) -> str:
         config = load(None, settings)
         set_up(config)
         said.append(f"{name} {attention(config, at.device)}")
-    return f"{', '.join(said)}; varlen {'is' if has_varlen() else 'is not'} there"
+    return ", ".join(said)
 
 
 def _attention(at: At, length: int, kv_heads: int) -> list[torch.Tensor]:
@@ -274,18 +271,18 @@ def new_lengths(at: At) -> str:
 @FACTS.add(alone=True)
 def varlen(at: At) -> str:
     """Attention over documents: one kernel for all, or a call for each."""
-    from threed.tensor.documents import Documents, attend, has_varlen
+    from threed.tensor.documents import Documents, attend, varlen_call
 
     of_cuda()
-    if not has_varlen():
-        raise Missing("torch has no attention for sequences of varying length that threed uses")
+    if (call := varlen_call(at.device, torch.bfloat16, 128, True)) is None:
+        raise Missing("torch has no attention for sequences of varying length that computes the same")
     length, count = at.of(8192, 64), 16
     q, k, v = _attention(at, length, at.of(8, 1))
     positions = torch.arange(length).remainder(length // count).view(1, -1)
     documents = Documents.of(positions)
     times = {name: 1e3 * took(partial(attend, q, k, v, documents, way), 5)
              for name, way in (("one kernel", True), ("a call each", False))}
-    return f"{count} documents: {', '.join(f'{name} {ms:.2f} ms' for name, ms in times.items())}"
+    return f"{call}; {count} documents: {', '.join(f'{name} {ms:.2f} ms' for name, ms in times.items())}"
 
 
 @FACTS.add(alone=True)

@@ -25,10 +25,11 @@ from typing import Any
 
 import torch
 from apart import Outcome, outcomes
-from gpu_side import DoesNotFit, Machine, gain, machine, ours, torchs
+from gpu_side import NO_ROOM, Machine, gain, machine, ours, torchs
 from pipeline import machine as cores
 from sizes import Sizes
 
+from threed.errors import InputError
 from threed.quantity import show_bytes, show_count
 from threed.tensor.precision import DTYPES
 
@@ -61,7 +62,7 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace):
         self.args, self.begin = args, time.monotonic()
-        self.end = self.begin + 60 * args.minutes
+        self.end = self.begin + args.seconds
         self.sizes = SMALL if args.small else LARGE
         self.machine = Machine("unknown", 0, 0.0, 0.0)
         self.failed: list[str] = []
@@ -71,8 +72,9 @@ class Bench:
     def say(self, text: str) -> None:
         print(f"{time.monotonic() - self.begin:4.0f} s  {text}", file=sys.stderr, flush=True)
 
-    def apart(self, what: str, call: Callable[[], Any], of_threed: bool = True) -> Outcome:
-        """What a call comes to, in a process of its own, within the time that is left."""
+    def apart(self, what: str, call: Callable[[], Any], mild: tuple[str, ...] = (NO_ROOM,)) -> Outcome:
+        """What a call comes to, in a process of its own, within the time that is left. `mild`: what failures
+        begin with that do not count."""
         if (left := self.end - time.monotonic()) < LEAST_S:
             return Outcome(None, f"left out: {max(left, 0):.0f} s are left", 0.0)
         outcome, = outcomes([call], lambda: left)
@@ -80,7 +82,7 @@ class Bench:
             return outcome
         if outcome.seconds >= left:
             return outcome._replace(failure=f"left out: stopped after {left:.0f} s, when the time was over")
-        if of_threed and not outcome.failure.startswith(DoesNotFit.__name__):
+        if not outcome.failure.startswith(mild):
             self.failed.append(what)
         return outcome
 
@@ -89,6 +91,7 @@ class Bench:
         found = self.apart("peaks", partial(machine, dtype, self.args.small))
         if found.failure is not None:
             self.say(f"the device cannot be measured: {found.failure}")
+            self.write()
             return
         self.machine = found.value
         for name in self.args.models:
@@ -110,13 +113,13 @@ class Bench:
             return {"failure": mine.failure, "torch_failure": None}
         self.models[name] = {**mine.value._asdict(), "failure": None, "torch_failure": None}
         self.write()
-        peer = self.apart(name, partial(torchs, size, mine.value.policy, args.steps), of_threed=False)
+        peer = self.apart(name, partial(torchs, size, mine.value.policy, args.steps), ("",))
         return self.models[name] | {"torch_s": peer.value, "torch_failure": peer.failure}
 
     def setting(self, name: str) -> dict[str, Any]:
         size = self.sizes.get(TRIED) or next(iter(self.sizes.values()))
         found = self.apart(name, partial(gain, size, self.machine, max(1, self.args.steps // 2),
-                                         SETTINGS[name]))
+                                         SETTINGS[name]), (NO_ROOM, InputError.__name__))
         (without, with_), peaks = found.value or ((None, None), (0, 0))
         return {"without_s": without, "with_s": with_, "peak_bytes": list(peaks), "failure": found.failure}
 
@@ -127,6 +130,13 @@ class Bench:
                  "models": self.models, "settings": self.settings}, indent=1) + "\n")
         if self.args.markdown:
             replace(self.args.markdown, self.text())
+
+    def line(self) -> str:
+        """All of it, in a line."""
+        said = [f"{name} {summary(row, self.machine)}" for name, row in self.models.items()]
+        said += [f"{name} {row['failure'] or ratio(row['with_s'], row['without_s'])}"
+                 for name, row in self.settings.items()]
+        return "; ".join([*said, f"failed: {', '.join(self.failed) or 'none'}"])
 
     def text(self) -> str:
         here = self.machine
@@ -168,9 +178,9 @@ def markdown(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> 
 def summary(model: dict[str, Any], here: Machine) -> str:
     if model["failure"] is not None:
         return model["failure"]
-    peer = model["torch_failure"] or f"{model['torch_s']:.3f} s"
+    peer = model["torch_failure"] or f"{model['torch_s']:.3f}"
     return (f"{model['step_s']:.3f} s a step, {model['flops'] / here.flops:.1%} of the measured peak, "
-            f"{model['predicted_s']:.3f} predicted; torch {peer}")
+            f"{model['predicted_s']:.3f} predicted, torch {peer}")
 
 
 def steps_table(models: dict[str, dict[str, Any]], here: Machine) -> list[str]:
@@ -219,8 +229,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--settings", nargs="*", metavar="NAME", default=list(SETTINGS),
                         help=f"these (default: all of {', '.join(SETTINGS)})")
     parser.add_argument("--steps", type=int, default=6, help="steps that count (default: 6)")
-    parser.add_argument("--minutes", type=float, default=8,
-                        help="what is not measured by then is left out (default: 8)")
+    parser.add_argument("--seconds", type=float, default=480,
+                        help="what is not measured by then is left out (default: 480)")
     parser.add_argument("--small", action="store_true", help="tiny models, as without a GPU")
     parser.add_argument("--efficiency", type=float, default=0.8,
                         help="share of the measured peak that predictions take products to reach "
@@ -236,8 +246,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     for what, names, there in (("models", args.models, known), ("settings", args.settings, list(SETTINGS))):
         if unknown := [name for name in names if name not in there]:
             parser.error(f"--{what}: there is no {', '.join(unknown)}; there are {', '.join(there)}")
-    if args.steps < 1 or not 0 < args.efficiency <= 1 or not args.minutes > 0:
-        parser.error("--steps must be at least 1, --efficiency above 0 and at most 1, --minutes above 0")
+    if args.steps < 1 or not 0 < args.efficiency <= 1 or not args.seconds > 0:
+        parser.error("--steps must be at least 1, --efficiency above 0 and at most 1, --seconds above 0")
     return args
 
 
@@ -245,8 +255,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     bench = Bench(parse(argv))
     bench.run()
     print(bench.text())
-    if bench.failed:
-        print(f"failed: {', '.join(bench.failed)}", file=sys.stderr)
+    print(f"measured: {bench.line()}")
     return bool(bench.failed)
 
 

@@ -46,6 +46,9 @@ class DoesNotFit(Exception):
     """No plan of a model fits into the device's memory."""
 
 
+NO_ROOM = DoesNotFit.__name__
+
+
 class Machine(NamedTuple):
     """This device, measured."""
 

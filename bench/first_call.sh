@@ -6,7 +6,8 @@
 #   --seconds N   all is over by then (default: 590; with --whole 3600). A part that would have too little time is left out.
 #   --whole       all tests of tests/gpu, all models and all settings of bench/gpu.py (what `make gpu` does)
 #   --small       tiny models and few tests, to try this script; so it is without a GPU
-#   PART...       these parts alone, of those that the summary lists
+#   PART...       these parts alone, of: wheels facts plain resume fused documents graphs offload verified own all_gpus
+#                 losses tests bench
 #
 # It needs one GPU, Python 3.11 or newer with a CUDA build of torch, and either an installed checkout (PYTHON names its
 # Python), or, on a bare machine with torch, numpy, fsspec, jinja2, psutil, pytest, pyyaml, rich, safetensors, tokenizers,
@@ -23,6 +24,7 @@
 set -uo pipefail
 
 usage() { sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "$0"; }
+parts=(wheels facts plain resume fused documents graphs offload verified own all_gpus losses tests bench)
 seconds="" whole="" small="" chosen=()
 while (($#)); do
   case $1 in
@@ -31,7 +33,10 @@ while (($#)); do
     --small) small=1 ;;
     -h | --help) usage; exit ;;
     -*) echo "there is no option $1; see $0 --help" >&2; exit 2 ;;
-    *) chosen+=("$1") ;;
+    *)
+      [[ " ${parts[*]} " == *" $1 "* ]] || { echo "there is no part $1; there are ${parts[*]}" >&2; exit 2; }
+      chosen+=("$1")
+      ;;
   esac
   shift
 done
@@ -47,7 +52,7 @@ rm -f "$out"/{gpu.md,gpu.json}
 : >"$out/log.txt"
 printf '# First call\n\n`%s`, %s, %s\n\n| part | status | seconds | says |\n|---|---:|---:|---|\n' \
   "bench/first_call.sh" "$(date +%F)" "$(uname -sr)" >"$out/summary.md"
-failed=0 known=()
+failed=0
 
 row() {  # name, status, seconds, text: in the summary, and on the console
   printf '%5s s  %-10s %-8s %4s s  %s\n' "$SECONDS" "$1" "$2" "$3" "${4:0:180}"
@@ -55,7 +60,6 @@ row() {  # name, status, seconds, text: in the summary, and on the console
 }
 
 wanted() {  # name
-  known+=("$1")
   ((${#chosen[@]} == 0)) || [[ " ${chosen[*]} " == *" $1 "* ]]
 }
 
@@ -140,9 +144,6 @@ part tests "$most" 20 '(passed|skipped|failed)' "$python" -m pytest -m gpu -rs -
 part bench "$((seconds - SECONDS))" 30 '^measured: ' "$python" bench/gpu.py "${models[@]}" \
   --seconds "$((seconds - SECONDS - 10))" --markdown "$out/gpu.md" --json "$out/gpu.json"
 
-for name in ${chosen[@]+"${chosen[@]}"}; do
-  [[ " ${known[*]} " == *" $name "* ]] || { echo "there is no part $name; there are ${known[*]}" >&2; failed=2; }
-done
 [[ ! -e $out/gpu.md ]] || { echo; cat "$out/gpu.md"; }
 echo; cat "$out/summary.md"
 exit "$failed"

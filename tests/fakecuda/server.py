@@ -32,11 +32,12 @@ class Outcome(NamedTuple):
 
 
 class Server:
-    def __init__(self) -> None:
+    def __init__(self, **env: str) -> None:
         ours, theirs = socket.socketpair()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.fakecuda.server", str(theirs.fileno())], cwd=ROOT,
-            pass_fds=[theirs.fileno()], env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_MODULE_LOADING": "LAZY"})
+            pass_fds=[theirs.fileno()],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_MODULE_LOADING": "LAZY", **env})
         theirs.close()
         self._pipe = Connection(ours.detach())
 

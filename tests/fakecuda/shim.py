@@ -86,6 +86,9 @@ def _functions(torch: Any, device: Any) -> dict[str, Any]:
         def wait(self, stream: Any = None) -> None:
             super().wait(stream if stream is not None else current_stream())
 
+        def elapsed_time(self, other: Any) -> float:  # torch.Event's takes no event of a class of its own
+            return device.elapsed_ms(self.event_id, other.event_id)
+
     def current_stream(wanted: Any = None) -> Any:
         return torch.accelerator.current_stream(of(wanted))
 

@@ -59,6 +59,7 @@ PYBIND11_MODULE(_fakecuda, m) {
   m.def("reset_peak_memory_stats", [](int device) { Lock lock(mutex); memory.peak.at(device) = memory.in_use.at(device); }, no_gil);
   m.def("is_capturing", [] { Lock lock(mutex); return current(device_now).capturing != nullptr; }, no_gil);
   m.def("new_pool", [] { Lock lock(mutex); return ++pools; }, no_gil);
+  m.def("elapsed_ms", [](intptr_t from, intptr_t to) { return Guard().elapsedTime((void*)from, (void*)to, 0); }, no_gil);
   py::class_<Graph>(m, "Graph")
       .def(py::init<>())
       .def("begin", &Graph::begin, no_gil)

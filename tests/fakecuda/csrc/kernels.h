@@ -58,6 +58,20 @@ inline const Tensor& resize_(const Tensor& t, c10::IntArrayRef size, std::option
   }
   return t;
 }
+inline Tensor& set_at(Tensor& t, c10::Storage storage, int64_t offset, c10::IntArrayRef size, c10::IntArrayRef stride) {
+  TORCH_CHECK(t.device() == storage.device(), "Attempted to set the storage of a tensor on device \"", t.device(),
+              "\" to a storage on different device \"", storage.device(), "\".");
+  auto* impl = t.unsafeGetTensorImpl();
+  impl->set_storage_keep_dtype(std::move(storage)), impl->set_storage_offset(offset);
+  stride.empty() && !size.empty() ? impl->set_sizes_contiguous(size) : impl->set_sizes_and_strides(size, stride);
+  return t;
+}
+inline Tensor& set_whole(Tensor& t, c10::Storage storage) {
+  return set_at(t, storage, 0, {int64_t(storage.nbytes() / t.itemsize())}, {});
+}
+inline Tensor& set_as(Tensor& t, const Tensor& other) {
+  return set_at(t, other.storage(), other.storage_offset(), other.sizes(), other.strides());
+}
 inline void record_stream(Tensor& t, c10::Stream stream) { Guard().recordDataPtrOnStream(t.storage().data_ptr(), stream); }
 
 // The same memory as a tensor of the CPU, for a kernel. It owns nothing.
@@ -268,6 +282,9 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("view", view);
   library.impl("_reshape_alias", reshape_alias);
   library.impl("resize_", resize_);
+  library.impl("set_.source_Storage_storage_offset", set_at);
+  library.impl("set_.source_Storage", set_whole);
+  library.impl("set_.source_Tensor", set_as);
   library.impl("copy_", copy_);
   library.impl("record_stream", record_stream);
   library.impl("_fused_sdp_choice", sdp_choice);

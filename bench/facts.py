@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for fact, how, text, seconds in answers(chosen, at):
         print(f"{fact.name}: {f'{how}: ' if how else ''}{text} [{seconds:.1f} s]", flush=True)
         failed += [fact.name] * (how == "FAILS")
-    print(f"{len(chosen)} facts, {len(failed)} fail{f': {chr(44).join(failed)}' if failed else ''}")
+    print(f"{len(chosen)} facts, {len(failed)} fail{': ' if failed else ''}{', '.join(failed)}")
     return bool(failed)
 
 

@@ -142,7 +142,11 @@ def fork_after_count(at: At) -> str:
 def fork_after_fake_tensors(at: At) -> str:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    return forked(at, lambda: FakeTensorMode().__enter__())
+    def first() -> None:
+        with FakeTensorMode():
+            pass
+
+    return forked(at, first)
 
 
 @FACTS.add(alone=True)

@@ -46,7 +46,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 python=${PYTHON:-python3} out=${OUT:-build/first_call}
 mkdir -p "$out" && out=$(cd "$out" && pwd) || exit
 scratch=$(mktemp -d "${TMPDIR:-/tmp}/first-call-XXXXXX") || exit
+child=""
 trap 'rm -rf "$scratch"' EXIT
+trap '[[ ! $child ]] || kill "$child"; exit 130' INT TERM HUP  # timeout passes it on to its part
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 WANDB_MODE=disabled
 rm -f "$out"/{gpu.md,gpu.json}
 : >"$out/log.txt"
@@ -75,7 +77,10 @@ part() {  # name, most seconds, least seconds, pattern of the line that tells mo
   printf '\n#### %s, at %s s, for %s s at most: %s\n' "$name" "$SECONDS" "$most" "$*" >>"$out/log.txt"
   from=$(wc -c <"$out/log.txt")
   # Into a file: what outlives its part cannot hold up this script, as a reader of its pipe would be.
-  timeout -k 3 "$most" "$@" >>"$out/log.txt" 2>&1 </dev/null || status=$?
+  timeout -k 3 "$most" "$@" >>"$out/log.txt" 2>&1 </dev/null &
+  child=$!
+  wait "$child" || status=$?
+  child=""
   text=$(tail -c "+$((from + 1))" "$out/log.txt" | tr -d '\0\r' | grep -v '^[[:space:]]*$')
   ((status == 0)) || failed=1 pattern="[Ee]rror|FAIL|Killed|$pattern"
   text=$(grep -E "$pattern" <<<"$text" || tail -n 1 <<<"$text")
@@ -138,8 +143,8 @@ part losses 20 5 . "$python" bench/losses.py "$scratch/plain" "$scratch"/{fused,
 left=$((seconds - SECONDS))
 tests=(tests/gpu/test_{feed,attention,clock,lanes,contract}.py) models=(--models 1.3B-2k 2.7B-4k 125M-2k --steps 4)
 most=$((left > 260 ? left - 210 : 60))
-[[ $whole ]] && tests=(tests/gpu) models=() most=1800
 [[ $small ]] && tests=(tests/gpu/test_feed.py) models=(--models tiny --settings loss_chunk --steps 2 --small) most=60
+[[ $whole ]] && tests=(tests/gpu) models=(${small:+--small}) most=1800
 part tests "$most" 20 '(passed|skipped|failed)' "$python" -m pytest -m gpu -rs -p no:cacheprovider --durations=5 "${tests[@]}"
 part bench "$((seconds - SECONDS))" 30 '^measured: ' "$python" bench/gpu.py "${models[@]}" \
   --seconds "$((seconds - SECONDS - 10))" --markdown "$out/gpu.md" --json "$out/gpu.json"

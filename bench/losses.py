@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 
@@ -16,14 +17,14 @@ def losses(run: Path) -> dict[int, float]:
     return {line["step"]: line["train/loss"] for line in lines if "train/loss" in line}
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("run", type=Path, help="the run with which the others are compared")
     parser.add_argument("others", type=Path, nargs="+")
     parser.add_argument("--steps", type=int, default=10, help="the first ones, before rounding has grown "
                                                                "(default: 10)")
     parser.add_argument("--tolerance", type=float, default=0.02, help="of a loss (default: 0.02, for bf16)")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     known, said, good = losses(args.run), [], True
     for run in args.others:
         try:

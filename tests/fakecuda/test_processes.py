@@ -107,7 +107,7 @@ def close(first: Path, second: Path) -> None:
 def test_a_rank_a_gpu_and_another_mesh(runs):
     """`dp: auto` is one rank a GPU; the run goes on, over tp and with ZeRO-3 over pp, to the losses that a
     CPU computes; and text and losses come from its checkpoint."""
-    longer = ["train.steps=6", "checkpoint.every=3", "train.eval_every=3"]
+    longer = ["train.steps=6", "checkpoint.every=3", "train.eval_every=3", "optimizer.schedule=constant"]
     folder = runs.train("gpu", *TINY, *longer, "parallel.dp=auto", "train.steps=3")
     assert "2 ranks" in runs.output or "dp1" in runs.output
     runs.train("gpu", *TINY, *longer, "parallel.dp=1", "parallel.tp=2", "train.steps=5")
@@ -118,7 +118,7 @@ def test_a_rank_a_gpu_and_another_mesh(runs):
     close(folder, runs.folder / "cpu")
     for argv in (["generate", str(folder), "--prompt", "def f(", "--max-tokens", "4"], ["eval", str(folder)]):
         assert runs.call(commands.command, argv) == 0, runs.output
-        runs.sound(2)
+        runs.sound(1)
 
 
 def test_the_first_command(runs):
@@ -216,7 +216,7 @@ def test_a_library_that_starts_cuda(tmp_path, cache):
         pytest.skip(why)
     package, report = tmp_path / "packages" / "transformer_engine", tmp_path / "report"
     package.mkdir(parents=True)
-    (package / "__init__.py").write_text("import torch\ntorch.cuda._lazy_init()\n")
+    (package / "__init__.py").write_text("import torch\ntorch.cuda._lazy_init()\nraise ModuleNotFoundError\n")
     env = {**os.environ, "FAKE_CUDA": "2", "FAKE_CUDA_REPORT": str(report),
            "PYTHONPATH": os.pathsep.join([str(SITE), str(package.parent)])}
     done = subprocess.run([sys.executable, "-m", "threed", *TWO, *cache, f"run.dir={tmp_path / 'run'}"],

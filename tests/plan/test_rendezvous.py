@@ -334,6 +334,8 @@ def test_the_interface_is_chosen_anew_at_each_start(monkeypatch):
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
     assert interface_variables("127.0.0.1") == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "eth7"}
     assert "GLOO_SOCKET_IFNAME" not in os.environ
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME")
+    assert interface_variables("127.0.0.1")["NCCL_SOCKET_IFNAME"] == "=lo", "lo would be the beginning of a name"
     with pytest.raises(InputError, match="LOCAL_ADDR=myhost must be an IP address"):
         interface("myhost")
     assert route("a..b", 1) is None and not is_here("a..b")

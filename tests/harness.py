@@ -201,7 +201,7 @@ def drive(config: Config, engine: Engine, comm: Comm, steps: int,
         if instruction.op == Op.CLIP:
             for unit, state in engine.zero.stepped.items():
                 gradient = state.gradient_prev if instruction.gradients == "wait" else state.gradient
-                grads[unit] = gradient.float() / scale / share(slots.get(Slot("scale")))
+                grads[unit] = (gradient.float() / scale / share(slots.get(Slot("scale")))).cpu()
 
     def share(clipped: Any) -> float:  # by which STEP divides, where a loss counts by itself
         return 1.0 if clipped.counted is None else clipped.counted / config.tokens_per_step
@@ -212,7 +212,8 @@ def drive(config: Config, engine: Engine, comm: Comm, steps: int,
         losses.append(clipped.loss)
         norms.append(clipped.grad_norm)
         engine.after = None
-    weights = {unit: torch.clone(state.weights) for unit, state in engine.states.items()}
+    # (from here, on a GPU, because another thread's stream would not wait for this one's)
+    weights = {unit: torch.clone(state.weights).cpu() for unit, state in engine.states.items()}
     places = {unit: (state.owned, state.layout) for unit, state in engine.states.items()}
     sent, evaluated = dict(comm.sent), None
     if "evaluate" in engine.plan.programs:

@@ -7,6 +7,7 @@ orders the stream that calls it behind the collective, and the host waits for no
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 
 from tests.fakecuda import shim
 from threed.engine import loopback
+from threed.engine.graphs import CudaPiece
 from threed.lanes import Handle
 
 
@@ -102,3 +104,11 @@ class FakeComm(loopback.ThreadComm):
 def use() -> None:
     """Loopback runs on fake GPUs from now on."""
     loopback.ThreadComm = FakeComm  # pyright: ignore
+    end, one_at_a_time = CudaPiece.end, threading.Lock()
+
+    def end_alone(self: CudaPiece) -> None:
+        """It catches warnings, and those are the process's, not the thread's."""
+        with one_at_a_time:
+            end(self)
+
+    CudaPiece.end = end_alone

@@ -45,7 +45,7 @@ OFFLOADED = ["parallel.pp=2", "activation.policy=full", "activation.offload=cpu"
 ZERO3 = ["zero.stage=3", "zero.residency=2", "zero.prefetch=1", "parallel.dp=2"]
 
 
-@pytest.mark.parametrize("settings", [
+SETTINGS = [
     ["model.dropout=0.1", "parallel.tp=2", "parallel.sequence_parallel=true", *FEW],
     ["model.tile_linears=4KiB", "model.tie_embeddings=false", *FEW],
     ["model.fused=auto", "model.family=llama", "model.activation=swiglu", "model.norm=rmsnorm"],
@@ -62,7 +62,10 @@ ZERO3 = ["zero.stage=3", "zero.residency=2", "zero.prefetch=1", "parallel.dp=2"]
     # what a micro-batch still needs before an instruction differs from that of another
     ["parallel.pp=2", "parallel.schedule=auto", "parallel.activation_limit=1.5x", "model.tile_linears=4KiB",
      "model.tie_embeddings=false", "model.layers=2"],
-], ids=str)
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_same_bits(settings, monkeypatch):
     record_on_cpu(monkeypatch)
     both(tiny(*settings))

@@ -15,7 +15,7 @@ struct DeviceAllocator final : c10::Allocator {
     c10::Device device(CUDA, device_now);
     if (!bytes) return {nullptr, nullptr, &nothing, device};
     auto* graph = current(device_now).capturing;
-    char* at = graph ? graph->allocate(bytes) : memory.allocate(bytes, 0, GARBAGE);
+    char* at = graph ? graph->allocate(bytes) : memory.allocate(bytes, 0, GARBAGE, [](char*, size_t) {});
     return {at, at, &release, device};
   }
   static void release(void* at) {

@@ -1,7 +1,7 @@
 // CUDA graphs: the operations of a stream are recorded with the addresses of what they use, and replayed there.
 //
-// A GPU does not compute what it records. Here a kernel runs once for the shapes of its results, on memory of
-// the graph's pool that is zero; whatever else it has changed is put back when the recording ends. A replay
+// A GPU does not compute what it records. Here a kernel runs once for the shapes of its results, on new memory
+// that is zero; whatever has changed is put back when the recording ends. A replay
 // begins with garbage in all memory that the graph does not find filled: what was free when it was recorded, and
 // what it makes itself. What the driver refuses is refused, and spoils the recording.
 #pragma once
@@ -38,8 +38,6 @@ class Graph {
     recorded.capturing = nullptr;
     for (auto change = changed_.rbegin(); change != changed_.rend(); ++change)
       memcpy(memory.bytes_at(change->first), change->second.data(), change->second.size());
-    for (char* at : fresh_) memset(memory.bytes_at(at), GARBAGE, memory.blocks.at(at).bytes);
-    garbage_.insert(fresh_.begin(), fresh_.end());
     changed_.clear(), fresh_.clear();
     TORCH_CHECK(spoilt_.empty(), "CUDA error: operation failed due to a previous error during capture (", spoilt_, ")");
   }
@@ -67,7 +65,11 @@ class Graph {
   }
   void add(Node node) { nodes_.push_back(std::move(node)); }
   char* allocate(size_t bytes) {
-    char* at = memory.allocate(bytes, pool_, 0);
+    const auto before = memory.blocks.size();
+    char* at = memory.allocate(bytes, pool_, 0, [&](char* at, size_t size) {
+      if (memory.blocks.size() == before && !fresh_.count(at)) save(at, size);
+    });
+    if (memory.blocks.size() != before) garbage_.insert(at);
     fresh_.insert(at);
     return at;
   }
@@ -75,8 +77,7 @@ class Graph {
   void will_change(const Range& range) {
     auto* block = memory.block_of(range.begin);
     if (!block || fresh_.count(block->at)) return;
-    char* bytes = memory.bytes_at(range.begin);
-    changed_.emplace_back(range.begin, std::vector<char>(bytes, bytes + (range.end - range.begin)));
+    save(range.begin, range.end - range.begin);
   }
   void spoil(const std::string& what) { if (spoilt_.empty()) spoilt_ = what; }
   int pool() const { return pool_; }
@@ -92,9 +93,14 @@ class Graph {
   int device_ = 0, pool_ = 0;
   c10::StreamId stream_ = 0;
   std::vector<Node> nodes_;
-  std::set<char*> garbage_, fresh_;  // blocks: without content when a replay begins; made in this recording
+  std::set<char*> garbage_, fresh_;  // blocks: without content when a replay begins; handed out in this recording
   std::vector<std::pair<char*, std::vector<char>>> changed_;
   std::string spoilt_;
+
+  void save(char* at, size_t size) {
+    char* bytes = memory.bytes_at(at);
+    changed_.emplace_back(at, std::vector<char>(bytes, bytes + size));
+  }
 };
 
 // What the driver does not permit on a stream that is being recorded.

@@ -211,7 +211,6 @@ class Call {
   void give_back() {
     for (auto& [t, result] : grown_) {
       if (!result.numel()) continue;
-      TORCH_CHECK(!graph_, "a graph of the fake GPUs does not hold ", name_, ", which resizes its output");
       resize_(t, result.sizes(), std::nullopt);
       t.unsafeGetTensorImpl()->set_sizes_and_strides(result.sizes(), result.strides());
       fill(t, result);
@@ -253,10 +252,13 @@ class Call {
   // The graph holds this call with addresses instead of tensors.
   void record() {
     std::vector<Tensor> targets;
+    std::vector<std::pair<Tensor, Tensor>> grown;
     for (auto& each : fresh_) uses_.emplace_back(Range(each), true), targets.push_back(bare(each));
-    auto again = [op = op_, arguments = bare_, targets]() mutable {
+    for (auto& [t, result] : grown_) uses_.emplace_back(Range(t), true), grown.emplace_back(bare(t), result);
+    auto again = [op = op_, arguments = bare_, targets, grown]() mutable {
       torch::jit::Stack stack = arguments;
       kernel(op, &stack);
+      for (auto& [t, result] : grown) t.copy_(result);
       size_t next = 0;
       auto keep = [&](const Tensor& t) {
         if (t.defined() && !(t.numel() && memory.seen_at(t.data_ptr())) && next < targets.size()) targets[next++].copy_(t);

@@ -65,7 +65,9 @@ struct Memory {
   }
   std::vector<char*>& free_of(const Block& b) { return free[{b.device, b.home, b.pool, b.bytes}]; }
 
-  char* allocate(size_t asked, int pool, int content) {
+  // `before` is called with a block and its size, before it gets its content.
+  template <typename F>
+  char* allocate(size_t asked, int pool, int content, F before) {
     start();
     size_t bytes = (asked + 511) / 512 * 512;
     const int device = device_now;
@@ -81,6 +83,7 @@ struct Memory {
     auto& block = blocks.at(at);
     block.live = true;
     in_use[device] += bytes, peak[device] = std::max(peak[device], in_use[device]);
+    before(at, bytes);
     memset(bytes_at(at), content, bytes);
     return at;
   }

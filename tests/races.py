@@ -67,8 +67,8 @@ def _uses(effects: Sequence[Effects], table: Table, pools: Buffers) -> dict[obje
     """Memory -> its uses in order: (index, whether it is written)."""
     uses: dict[object, list[tuple[int, bool]]] = defaultdict(list)
     free: dict[tuple[str, int], deque[object]] = {}
-    for name, sizes in pools._asdict().items():
-        for numel, count in sizes.items() if name != "staging" else ():
+    for name in pools.pools():
+        for numel, count in getattr(pools, name).items():
             free[name, numel] = deque((name, numel, number) for number in range(count))
     place: dict[Slot, object] = {}
 

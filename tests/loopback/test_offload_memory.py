@@ -55,7 +55,8 @@ def by_tier(engine: Engine) -> dict[str, Storages]:
     """Storages of a rank, by what the plan counts them as."""
     shared, states = engine.storage, list(engine.states.values())
     of: dict[str, list] = {
-        "buffer_bytes": [shared.params, shared.grads, shared.pshards, shared.gshards, engine.zero._staging],
+        "buffer_bytes": [shared.params, shared.grads, shared.pshards, shared.gshards, shared.adding,
+                         engine.zero._staging],
         "host_bytes": [shared.host_weights, shared.host_states, kept(engine), *(
             thing for state in states for thing in on_host(state))],
         "parameter_bytes": [thing for state in states if state.unit.weight_home == "device"

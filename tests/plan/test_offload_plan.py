@@ -15,7 +15,7 @@ from threed.config import load
 from threed.errors import ConfigError
 from threed.offload.plan import homes
 from threed.planner import make_plan
-from threed.program.buffers import buffers
+from threed.program.buffers import buffers, lowered
 from threed.program.effects import effects
 from threed.program.instruction import Instruction, Op, Tier
 from threed.program.summary import stages
@@ -237,19 +237,26 @@ def test_buffers_are_enough_and_no_more(drawn):
                 assert pool == most[name], name
             assert pools.gshards == {numel: min(count + 1, of_size[numel])
                                      for numel, count in most["gradients"].items()}
+            several = {numel for unit, count in lowered(plan, position).items() if count > 1
+                       for numel in [table.shard_numel(unit)]}
+            assert pools.adding == max(several, default=0) and several <= pools.gshards.keys()
 
 
 # ---------------------------------------------------------------- bytes
 
 
 def moved(plan: Plan) -> list[tuple[Counter[str], int]]:
-    """Of each position: bytes by lane in a step, and elements of a rank's shards."""
+    """Of each position: bytes by lane in a step, and elements of a rank's shards. The second part of a
+    gradient is added to the first, which comes up and goes down again."""
     of_positions = []
     for position, program in enumerate(plan.programs["train"]):
         lanes: Counter[str] = Counter()
+        before: set[int] = set()
         for item in program:
             if item.op in (Op.OFFLOAD, Op.FETCH):
-                lanes[effects(item, plan.table, position).lane] += plan.table.moved(item)
+                times = 2 if item.kind == "gshard" and item.unit in before else 1
+                lanes[effects(item, plan.table, position).lane] += plan.table.moved(item) * times
+                before |= {item.unit} if item.kind == "gshard" else set()
         of_positions.append((lanes, sum(plan.table.shard_numel(p) for p in plan.table.held(position))))
         assert stages(plan)[position]["moved_bytes"] == lanes
     return of_positions
@@ -272,7 +279,8 @@ def test_bytes_of_a_step(tier, stage, dtype, weight):
                             "write": disk * numel})
         assert +lanes == +expected
     for lanes, numel in moved(plan_of(*common, "model.tie_embeddings=false")):
-        assert lanes["d2h"] == 4 * numel * (4 if stage >= 2 else 1)  # of 4 micro-batches
+        # of 4 micro-batches, the sums of all but the first up and down
+        assert lanes["d2h"] == 4 * numel * (1 + 3 * 2 if stage >= 2 else 1)
 
 
 @pytest.mark.parametrize("where", ["cpu", "nvme"])

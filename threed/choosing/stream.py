@@ -248,6 +248,7 @@ class _Lanes:
         self.params = _Pool(self._sizes(windowed, False)) if windowed else None
         self.pool = _Pool(self._sizes(self.rule.pooled, True)) if self.rule.pooled else None
         self.downs: dict[int, deque[int]] = {}  # shard's size -> the latest nodes that take one to the host
+        self.lowered: set[int] = set()  # parameter units of whose gradient the host has a part
 
     def _sizes(self, asked: bool, grads: bool) -> dict[int, int]:
         alive: Counter[int] = Counter()
@@ -331,6 +332,8 @@ class _Lanes:
             node = self._put("dp", tolls.copy_s, [])
             self.graph.sends[self.position].append(node)
         if tolls.down_s and (self.rule.streams or last):
-            node = self._put("d2h", tolls.down_s, [node])
+            # all but the first: the sum comes up to be added to, and goes down again
+            node = self._put("d2h", tolls.down_s * (2 if part in self.lowered else 1), [node])
+            self.lowered.add(part)
             if self.rule.streams:
                 downs.append(node)

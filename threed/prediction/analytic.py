@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from threed.mesh import GROUPS
 from threed.models.kernels import FROZEN, Product
 from threed.planner.facts import make_mesh
 from threed.prediction.hardware import Hardware, Place, places
 from threed.prediction.kernels import Prices, Travel
 from threed.prediction.simulate import Costs, cost_of
+from threed.program.buffers import lowered
 from threed.program.effects import effects
 from threed.program.instruction import COMPUTE, Instruction, Op, Tier
 from threed.program.table import ComputeUnit, Plan
@@ -23,6 +26,8 @@ def cost(plan: Plan, hardware: Hardware, measured: Costs | None = None) -> Cost:
     host_s = hardware.host_us * 1e-6 if hardware.waits else 0.0
     ways = {"d2h": hardware.link_gbps, "h2d": hardware.link_gbps, "read": hardware.read_gbps,
             "write": hardware.write_gbps, "host": hardware.host_gbps}
+    lowers = [lowered(plan, position) if "train" in plan.programs else Counter[int]()
+              for position in range(table.num_positions)]
     known: dict[tuple, float] = {}
 
     def analytic(position: int, instruction: Instruction) -> float:
@@ -34,8 +39,10 @@ def cost(plan: Plan, hardware: Hardware, measured: Costs | None = None) -> Cost:
         if op == Op.CLIP and instruction.gradients != "none":
             return compute.norm(position) + travel.seconds(position, instruction)
         if op in (Op.OFFLOAD, Op.FETCH):
-            gbps = ways[effects(instruction, table, position).lane]
-            return table.moved(instruction) * 8 / (gbps * 1e9) + hardware.kernel_us * 1e-6
+            gbps, size = ways[effects(instruction, table, position).lane], table.moved(instruction)
+            if instruction.kind == "gshard" and (times := lowers[position][instruction.unit]) > 1:
+                size *= 2 - 1 / times  # all but the first: the sum comes up, and goes down again
+            return size * 8 / (gbps * 1e9) + hardware.kernel_us * 1e-6
         return travel.seconds(position, instruction)
 
     def seconds(position: int, instruction: Instruction) -> float:

@@ -14,11 +14,12 @@ from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 from threed.program.effects import Effects
-from threed.program.instruction import Slot, Tier
+from threed.program.instruction import Op, Slot, Tier
 from threed.program.link import Links, links_of
 from threed.program.table import Plan, Table
 from threed.quantity import ALIGNMENT, round_up
 
+PIECE = 1 << 22  # elements of a gradient that are added at a time to a sum on the host
 Sizes = dict[int, int]  # elements of a buffer (bytes, of optimizer state) -> how many of that size
 
 
@@ -32,11 +33,18 @@ class Buffers(NamedTuple):
     host_weights: Sizes  # parameters on their way between the host and another tier
     host_states: Sizes  # optimizer state on its way between the host and the disk
     staging: int  # bytes of the one buffer in which gradients arrive, or are cast
+    adding: int  # elements of the one buffer in which a sum on the host comes back, to be added to
+
+    @classmethod
+    def pools(cls) -> list[str]:
+        """The names of those that have sizes: not of the buffers of which there is one."""
+        return [name for name in cls._fields if name not in ("staging", "adding")]
 
     def bytes(self, table: Table) -> int:
         """Bytes on the device, without the arena, whose content counts as activations."""
         return (sum(map(_elements, (self.params, self.pshards))) * table.elements.param
-                + sum(map(_elements, (self.grads, self.gshards))) * table.elements.grad + self.staging)
+                + (sum(map(_elements, (self.grads, self.gshards))) + self.adding) * table.elements.grad
+                + self.staging)
 
     def host_bytes(self, table: Table) -> int:
         elements = _elements(self.host_kept) + _elements(self.host_weights)
@@ -59,7 +67,7 @@ def _buffers(plan: Plan, position: int) -> Buffers:
     held = table.stepped(position)
     # the sets of sizes that are alive together
     taken: dict[str, set[tuple[tuple[int, int], ...]]] = {"params": set(), "grads": set()}
-    most: dict[str, Counter[int]] = {name: Counter() for name in Buffers._fields if name != "staging"}
+    most: dict[str, Counter[int]] = {name: Counter() for name in Buffers.pools()}
     for program in plan.programs:
         alive: dict[str, Counter[int]] = {name: Counter() for name in most}
         inside: set[Slot] = set()
@@ -86,7 +94,7 @@ def _buffers(plan: Plan, position: int) -> Buffers:
                                for numel, count in most["gshards"].items()})
     shared = {name: shared_sizes(times, units[name], spare=name == "grads") for name, times in taken.items()}
     return Buffers(**{name: dict(sizes) for name, sizes in most.items()} | shared,
-                   staging=_staging(table, held))
+                   staging=_staging(table, held), adding=_adding(plan, position))
 
 
 def _pooled(links: Links, table: Table) -> Iterator[Effects]:
@@ -158,3 +166,19 @@ def _staging(table: Table, held: tuple[int, ...]) -> int:
         return 0
     times = 1 if table.elements.reduce == table.elements.grad else 2
     return max((table.parameters[unit].numel for unit in held), default=0) * table.elements.reduce * times
+
+
+def _adding(plan: Plan, position: int) -> int:
+    """Elements of the buffer through which a gradient is added, a piece at a time, to what the host has of it
+    from earlier in the step: 0 where every gradient goes to the host once."""
+    sizes = (plan.table.shard_numel(unit) for name in plan.programs
+             for unit, count in lowered(plan, position, name).items() if count > 1)
+    return min(PIECE, max(sizes, default=0))
+
+
+def lowered(plan: Plan, position: int, program: str = "train") -> Counter[int]:
+    """Parameter unit -> how often a reduced part of its gradient goes to the host in a program, of units
+    whose parts are added up there. All but the first bring the sum to the device, where the part is added to
+    it, and back: they move twice as much."""
+    return Counter(item.unit for item in plan.programs[program][position]
+                   if item.op == Op.OFFLOAD and item.kind == "gshard" and plan.table.streams(item.unit))

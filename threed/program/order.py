@@ -162,7 +162,7 @@ class Users:
 
     def __init__(self, table: Table, start: set[Slot], pools: Buffers):
         self.table = table
-        counts = {name: sizes for name, sizes in pools._asdict().items() if name != "staging" and sizes}
+        counts = {name: sizes for name in pools.pools() if (sizes := getattr(pools, name))}
         self.sizes = {name: sorted(sizes) for name, sizes in counts.items()}
         # (pool, size) -> the free buffers, in the order of the pool, and the users of each
         self.free: dict[tuple[str, int], deque[tuple[Buffer, list[int]]]] = {

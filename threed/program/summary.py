@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 from threed.mesh import AXES
-from threed.program.buffers import buffers
+from threed.program.buffers import buffers, lowered
 from threed.program.instruction import Op, Slot, Tier
 from threed.program.link import Memory, links_of, memory
 from threed.program.table import Plan, Table
@@ -49,6 +49,8 @@ def stage(plan: Plan, position: int, alive: Memory) -> dict[str, Any]:
         # A REDUCE on the compute lane sums in place; it is not counted.
         if form.item.op != Op.REDUCE or form.effect.lane != "compute":
             counts[form.item.op] += count
+    for unit, times in lowered(plan, position).items():  # sums that come up to be added to, on the same lane
+        moved["d2h"] += (times - 1) * table.size(Slot("gshard", unit))
     pools, away = buffers(plan, position), _away(table, position)
     held = table.stepped(position)
     return {

@@ -206,9 +206,7 @@ class UnitState:
             self.gshard = None
         if not adds:
             return lambda: copy(host, gshard)
-        if gshard.is_cuda:  # the sum is computed on the device: the host's part is copied there and back
-            return lambda: copy(host, gshard + host.to(gshard.device, non_blocking=True))
-        return lambda: add_to(host, gshard)
+        return lambda: _add_to(host, gshard, self.storage.adding)
 
     def raise_weights(self, slot: Slot, brought: torch.Tensor | None) -> tuple[torch.Tensor, Job]:
         """Copy this rank's part of the parameters from the host to the device, as `slot`: to its home, or to
@@ -374,8 +372,15 @@ class UnitState:
         return self.master is None or self.pshard is None or has_bits_of(self.pshard, self.master)
 
 
-def add_to(sum_: torch.Tensor, part: torch.Tensor) -> None:
-    sum_.add_(part)
+@torch.no_grad()
+def _add_to(host: torch.Tensor, part: torch.Tensor, room: torch.Tensor) -> None:
+    """Add a gradient on the device to a sum on the host. The device computes it: the sum is copied there, to
+    `room`, a piece at a time, and back. `part` is overwritten."""
+    for sum_, piece in zip(host.split(len(room)), part.split(len(room)), strict=True):
+        before = room[:len(piece)]
+        copy(before, sum_)
+        piece.add_(before)
+        copy(sum_, piece)
 
 
 def not_none(tensor: torch.Tensor | None) -> torch.Tensor:

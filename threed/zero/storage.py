@@ -26,6 +26,7 @@ class Storage(NamedTuple):
     grads: Pool  # whole gradients, from ZeRO-2 on
     pshards: Pool  # this rank's part of parameters whose home is not the device
     gshards: Pool  # this rank's part of gradients that go to the host as soon as they are reduced
+    adding: torch.Tensor  # where what the host has of a gradient comes back, to be added to
     host_weights: Pool  # parameters on their way between the host and another tier
     host_states: Pool  # optimizer state on its way between the host and the disk
     disk: Disk | None
@@ -41,6 +42,7 @@ class Storage(NamedTuple):
                    Pool(buffers.grads, precision.grad, device),
                    Pool(buffers.pshards, precision.compute, device),
                    Pool(buffers.gshards, precision.grad, device),
+                   torch.zeros(buffers.adding, dtype=precision.grad, device=device),
                    Pool(buffers.host_weights, precision.compute, host, pinned, for_disk=True),
                    Pool(buffers.host_states, torch.uint8, host, pinned, for_disk=True),
                    Disk(str(config.offload.nvme_path), comm.rank) if uses_disk else None, weight_grads)

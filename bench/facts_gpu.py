@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -292,10 +293,13 @@ def fused_pieces(at: At) -> str:
 
     from threed.config import load
     from threed.engine.device import compiles
+    from threed.errors import InputError
     from threed.tensor.fused import Fused
 
-    if not compiles(load(None, ["model.fused=auto"]), at.device):
-        raise Missing("no compiler for fused pieces: see the fact compilers")
+    try:
+        compiles(load(None, ["model.fused=on"]), at.device)
+    except InputError as error:
+        raise Missing(str(error)) from None
     said = []
     for name, (width, off, fused) in pieces(1024, 1024, torch.bfloat16, at.device).items():
         x = torch.randn(1024, 1, width, device=at.device, dtype=torch.bfloat16).requires_grad_()
@@ -307,3 +311,29 @@ def fused_pieces(at: At) -> str:
         error = max((a - b).abs().max().item() for a, b in zip(*results, strict=True))
         said.append(f"{name} in {time.perf_counter() - begin:.1f} s, differs by {error:.1e}")
     return "; ".join(said)
+
+
+@FACTS.add(alone=True)
+def loss_kernel(at: At) -> str:
+    """The loss's own kernels over 16-bit logits, beside torch's cross entropy in fp32."""
+    if find_spec("threed.tensor.fused_loss") is None or find_spec("triton") is None:
+        raise Missing("they are Triton's, which is not here")
+    from threed.tensor.fused import Fused
+
+    pieces: Any = Fused(compile=True)
+    kernels = pieces.kernels(at.device)
+    tokens, vocab = at.of(8192, 64), at.of(128256, 512)
+    logits = bf16(at, tokens, 1, vocab)
+    labels = torch.randint(vocab, (tokens, 1), device=at.device)
+    numbers, label = kernels.statistics(logits, labels, vocab)
+    loss = (numbers[0] + numbers[1].log() - label).flatten()
+    want = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="none")
+    error = (loss - want).abs().max().item()
+    plain = took(lambda: F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten()), 5)
+    forward = took(lambda: kernels.statistics(logits, labels, vocab))
+    grads = torch.stack([torch.ones_like(label), -torch.ones_like(label)])
+    backward = took(lambda: kernels.gradient(logits, labels, numbers, grads, vocab))
+    size = logits.nbytes
+    return (f"differs by {error:.1e}; forward {1e3 * forward:.2f} ms ({size / forward / 1e9:.0f} GB/s), "
+            f"backward {1e3 * backward:.2f} ({2 * size / backward / 1e9:.0f} GB/s); torch's forward "
+            f"{1e3 * plain:.2f}")

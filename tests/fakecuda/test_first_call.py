@@ -77,7 +77,7 @@ def test_every_part_on_a_fake_gpu(tmp_path):
         assert (status == "0") != (part in lacks), (part, status, text, (out / "log.txt").read_text())
         assert lacks.get(part, "") in text
     log = (out / "log.txt").read_text()
-    assert "fork_after_count: a forked child uses the GPU" in log and "29 facts, 0 fail" in log
+    assert "fork_after_count: a forked child uses the GPU" in log and "30 facts, 0 fail" in log
     assert "resumed from" in said["resume"][1] and ", cuda, attention" in log
     kept = json.loads((out / "gpu.json").read_text())
     tiny = kept["models"]["tiny"]

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.cuda.nccl as cuda_nccl
 from apart import FORK
 from fact import LIMIT_S, At, Facts, Missing, of_cuda, took
 
@@ -37,7 +38,7 @@ def versions(at: At) -> str:
     others = ", ".join(map(of, ("triton", "megatron-core", "omegaconf", "transformer-engine", "flash-attn")))
     return (f"Python {platform.python_version()}, torch {torch.__version__}, CUDA {torch.version.cuda}, "
             f"cuDNN {torch.backends.cudnn.version()}, "
-            f"NCCL {'.'.join(map(str, torch.cuda.nccl.version())) if has_nccl else 'none'}, {others}")
+            f"NCCL {'.'.join(map(str, cuda_nccl.version())) if has_nccl else 'none'}, {others}")
 
 
 @FACTS.add(gpu=False)
@@ -107,7 +108,10 @@ def numa_node(at: At) -> str:
     of_cuda()
     properties: Any = torch.cuda.get_device_properties(at.device)
     bus = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
-    node = Path(f"/sys/bus/pci/devices/{bus}/numa_node").read_text().strip()
+    try:
+        node = Path(f"/sys/bus/pci/devices/{bus}/numa_node").read_text().strip()
+    except OSError as error:
+        raise Missing(f"/sys says nothing of {bus} ({type(error).__name__})") from None
     nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))
     if node == "-1":
         return f"{bus} names none of {nodes}"

@@ -295,7 +295,8 @@ def _torchs(config: Config, size: Sizes, comm: Comm, steps: int) -> float:
             block = checkpoint_wrapper(block)
         if compiled(config, device):
             block.compile()
-        model.blocks[number] = fully_shard(block, mesh=mesh, mp_policy=mixed, reshard_after_forward=False)
+        model.blocks[number] = block
+        fully_shard(block, mesh=mesh, mp_policy=mixed, reshard_after_forward=False)
     fully_shard(model, mesh=mesh, mp_policy=mixed, reshard_after_forward=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ def fails() -> None:
 
 
 def test_a_call_that_goes_wrong_ends_no_other():
-    from apart import outcomes
+    outcomes = import_module("apart").outcomes
 
     def process() -> int:
         return os.getpid()
@@ -46,14 +47,13 @@ def test_a_call_that_goes_wrong_ends_no_other():
 
 
 def test_facts_go_on(monkeypatch, capsys):
-    import facts
-    from fact import Fact, Missing
+    facts, fact = map(import_module, ("facts", "fact"))
 
     def hangs(at):
         time.sleep(60)
 
     def lacks(at):
-        raise Missing("no such thing")
+        raise fact.Missing("no such thing")
 
     def raises(at):
         fails()
@@ -62,7 +62,7 @@ def test_facts_go_on(monkeypatch, capsys):
         return f"{at.device} here"
 
     monkeypatch.setattr(facts, "LIMIT_S", 1)
-    monkeypatch.setattr(facts, "FACTS", [Fact(ask, gpu, alone) for ask, gpu, alone in (
+    monkeypatch.setattr(facts, "FACTS", [fact.Fact(ask, gpu, alone) for ask, gpu, alone in (
         (hangs, False, False), (works, False, False), (lacks, False, True), (raises, False, True),
         (works, False, False))])
     assert facts.main([]) == 1
@@ -86,11 +86,10 @@ def test_facts_of_this_machine():
 @pytest.fixture
 def run(monkeypatch, tmp_path, capsys):
     """bench/gpu.py with measurements that are given."""
-    import gpu
-    from gpu_side import Machine, Row
+    gpu, side = map(import_module, ("gpu", "gpu_side"))
 
     def call(ours, torchs, *more: str):
-        monkeypatch.setattr(gpu, "machine", lambda dtype, small: Machine("a GPU", 1 << 30, 1e12, 1e12))
+        monkeypatch.setattr(gpu, "machine", lambda dtype, small: side.Machine("a GPU", 1 << 30, 1e12, 1e12))
         monkeypatch.setattr(gpu, "ours", ours)
         monkeypatch.setattr(gpu, "torchs", torchs)
         monkeypatch.setattr(gpu, "gain", lambda *args: [[2.0, 1.0], [1 << 20, 1 << 20]])
@@ -98,7 +97,7 @@ def run(monkeypatch, tmp_path, capsys):
                            "--json", str(tmp_path / "gpu.json")])
         return status, json.loads((tmp_path / "gpu.json").read_text()), (tmp_path / "gpu.md").read_text()
 
-    call.row = Row(10, "none", "flash", 0.5, 1000, 4e11, 0.4, 1 << 20, 1 << 20,
+    call.row = side.Row(10, "none", "flash", 0.5, 1000, 4e11, 0.4, 1 << 20, 1 << 20,
                    [{"unit": "head", "op": "FORWARD", "s": 0.2, "by_flops_s": 0.1, "by_bytes_s": 0.05}])
     call.out = capsys
     return call
@@ -126,7 +125,7 @@ def test_a_peer_that_fails_is_no_failure_of_threed(run):
 
 
 def test_a_model_that_does_not_fit_is_a_row_with_its_bytes(run):
-    from gpu_side import fitting
+    fitting = import_module("gpu_side").fitting
 
     status, kept, text = run(lambda size, *rest: fitting(size, 1 << 20), lambda *args: 1.0,
                              "--models", "tiny", "--settings")
@@ -166,7 +165,7 @@ def test_bad_words(words, says, run):
 
 
 def test_losses_of_runs_are_compared(tmp_path, capsys, monkeypatch):
-    import losses
+    losses = import_module("losses")
 
     def write(name: str, *values: float) -> str:
         (tmp_path / name).mkdir()

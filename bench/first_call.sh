@@ -136,7 +136,15 @@ toy offload 60 zero.stage=2 offload.optimizer=cpu
 toy verified 60 zero.stage=2 offload.optimizer=cpu run.verify_every=2 train.steps=4
 run own 60 examples/vit.yaml
 [[ ${gpus:-0} -lt 2 ]] || toy all_gpus 90 parallel.dp=auto zero.stage=2
-part losses 20 5 . "$python" bench/losses.py "$scratch/plain" "$scratch"/{fused,graphs,offload,verified}
+others=()
+for name in fused graphs offload verified all_gpus; do
+  [[ ! -e $scratch/$name/metrics.jsonl ]] || others+=("$scratch/$name")
+done
+if [[ -e $scratch/plain/metrics.jsonl ]] && ((${#others[@]})); then
+  part losses 20 5 . "$python" bench/losses.py "$scratch/plain" "${others[@]}"
+elif wanted losses; then
+  row losses "left out" 0 "there are no two runs to compare"
+fi
 
 # ---- tests, and models beside torch's
 

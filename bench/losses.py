@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             other = losses(run)
         except OSError as error:
-            said.append(f"{run.name} has none ({type(error).__name__})")
+            said.append(f"{run.name} cannot be read ({type(error).__name__})")
             continue
         steps = sorted(step for step in known.keys() & other.keys() if step <= args.steps)
         if not steps:

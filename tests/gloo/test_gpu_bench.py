@@ -176,6 +176,6 @@ def test_losses_of_runs_are_compared(tmp_path, capsys, monkeypatch):
     runs = [write("plain", 3.0, 2.0, 1.0), write("same", 3.0, 2.01), write("other", 3.0, 2.1),
             str(tmp_path / "absent")]
     assert losses.main(runs) == 1
-    assert ("same 0.0100 in 2 steps, other 0.1000 in 2 steps WRONG, absent has none (FileNotFoundError)"
+    assert ("same 0.0100 in 2 steps, other 0.1000 in 2 steps WRONG, absent cannot be read (FileNotFoundError)"
             in capsys.readouterr().out)
     assert losses.main(runs[:2]) == 0

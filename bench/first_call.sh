@@ -1,26 +1,28 @@
 #!/usr/bin/env bash
-# The first ten minutes on a GPU: facts about the machine, short training runs, tests, and the speed of three models.
+# The first ten minutes on a GPU: facts about the machine, short training runs, tests, the speed of models.
 #
 #   bench/first_call.sh [--seconds N] [--whole | --small] [PART...]
 #
-#   --seconds N   all is over by then (default: 590; with --whole 3600). A part that would have too little time is left out.
+#   --seconds N   all is over by then (default: 590; with --whole 3600). A part that would have too little
+#                 time is left out.
 #   --whole       all tests of tests/gpu, all models and all settings of bench/gpu.py (what `make gpu` does)
 #   --small       tiny models and few tests, to try this script; so it is without a GPU
-#   PART...       these parts alone, of: wheels facts plain resume fused documents graphs offload verified own all_gpus
-#                 losses tests bench
+#   PART...       these parts alone, of: wheels facts plain resume fused documents graphs offload verified own
+#                 all_gpus losses tests bench
 #
-# It needs one GPU, Python 3.11 or newer with a CUDA build of torch, and either an installed checkout (PYTHON names its
-# Python), or, on a bare machine with torch, numpy, fsspec, jinja2, psutil, pytest, pyyaml, rich, safetensors, tokenizers,
-# triton and typer, the rest as wheels in the folder .whl:
+# It needs one GPU, Python 3.11 or newer with a CUDA build of torch, and either an installed checkout (PYTHON
+# names its Python), or, on a bare machine with torch, numpy, fsspec, jinja2, psutil, pytest, pyyaml, rich,
+# safetensors, tokenizers, triton and typer, the rest as wheels in the folder .whl:
 #
-#   pip download --no-deps --only-binary :all: -d .whl megatron-core==0.19.2 omegaconf==2.4.0 allpairspy==2.5.1
+#   pip download --no-deps --only-binary :all: -d .whl \
+#     megatron-core==0.19.2 omegaconf==2.4.0 allpairspy==2.5.1
 #
 # (for another version of Python or another platform: --python-version, --platform and --implementation cp).
 # wandb, hjson, plotly and tree-sitter are not needed here. Nothing is fetched.
 #
-# What it finds is in $OUT (default: build/first_call), written as it comes, so that whoever is killed leaves what there
-# was: summary.md (a row a part), log.txt (all output), gpu.md and gpu.json (the models). No part ends the others.
-# The exit status is 1 if a part failed. A part that is left out has not failed.
+# What it finds is in $OUT (default: build/first_call), written as it comes, so that whoever is killed leaves
+# what there was: summary.md (a row a part), log.txt (all output), gpu.md and gpu.json (the models). No part
+# ends the others. The exit status is 1 if a part failed. A part that is left out has not failed.
 set -uo pipefail
 
 usage() { sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "$0"; }
@@ -28,7 +30,11 @@ parts=(wheels facts plain resume fused documents graphs offload verified own all
 seconds="" whole="" small="" chosen=()
 while (($#)); do
   case $1 in
-    --seconds) seconds=${2-}; [[ $seconds =~ ^[0-9]+$ ]] || { echo "--seconds wants a number of seconds" >&2; exit 2; }; shift ;;
+    --seconds)
+      seconds=${2-}
+      [[ $seconds =~ ^[0-9]+$ ]] || { echo "--seconds wants a number of seconds" >&2; exit 2; }
+      shift
+      ;;
     --whole) whole=1 ;;
     --small) small=1 ;;
     -h | --help) usage; exit ;;
@@ -94,8 +100,8 @@ part() {  # name, most seconds, least seconds, pattern of the line that tells mo
 
 wheels=(.whl/*.whl)
 if [[ -e ${wheels[0]} ]]; then
-  part wheels 60 5 . "$python" -m pip install -q --no-index --no-deps --no-cache-dir --disable-pip-version-check \
-    --target "$scratch/site" "${wheels[@]}"
+  part wheels 60 5 . "$python" -m pip install -q --no-index --no-deps --no-cache-dir \
+    --disable-pip-version-check --target "$scratch/site" "${wheels[@]}"
   export PYTHONPATH=$scratch/site:$PYTHONPATH
 fi
 gpus=$(timeout 60 "$python" -c 'import torch; print(torch.cuda.device_count())' 2>>"$out/log.txt" </dev/null)
@@ -110,14 +116,15 @@ steps=30 every=10 size=(model.hidden=512)
 run() {  # name, most seconds, config, settings
   local name=$1 most=$2 config=$3
   shift 3
-  part "$name" "$most" 20 '^step ' "$python" -m threed train "$config" parallel.dp=1 parallel.pp=1 "train.steps=$steps" \
-    run.device=auto monitor.wandb=disabled run.restarts=0 run.timeout_s=60 "run.dir=$scratch/$name" "$@"
+  part "$name" "$most" 20 '^step ' "$python" -m threed train "$config" parallel.dp=1 parallel.pp=1 \
+    "train.steps=$steps" run.device=auto monitor.wandb=disabled run.restarts=0 run.timeout_s=60 "run.dir=$scratch/$name" "$@"
 }
 toy() {  # name, most seconds, settings
   local name=$1 most=$2
   shift 2
-  run "$name" "$most" configs/toy.yaml parallel.tp=1 precision.dtype=bf16 model.family=llama model.position=rotary \
-    model.activation=swiglu model.norm=rmsnorm model.bias=false model.fused=off optimizer.schedule=constant "${size[@]}" "$@"
+  run "$name" "$most" configs/toy.yaml parallel.tp=1 precision.dtype=bf16 model.family=llama \
+    model.position=rotary model.activation=swiglu model.norm=rmsnorm model.bias=false model.fused=off \
+    optimizer.schedule=constant "${size[@]}" "$@"
 }
 toy plain 90 "checkpoint.every=$every" "train.eval_every=$every"
 if compgen -G "$scratch/plain/checkpoints/step-*" >/dev/null; then
@@ -149,11 +156,14 @@ fi
 # ---- tests, and models beside torch's
 
 left=$((seconds - SECONDS))
-tests=(tests/gpu/test_{feed,attention,clock,lanes,contract}.py) models=(--models 1.3B-2k 2.7B-4k 125M-2k --steps 4)
+tests=(tests/gpu/test_{feed,attention,clock,lanes,contract}.py)
+models=(--models 1.3B-2k 2.7B-4k 125M-2k --steps 4)
 most=$((left > 260 ? left - 210 : 60))
-[[ $small ]] && tests=(tests/gpu/test_feed.py) models=(--models tiny --settings loss_chunk --steps 2 --small) most=60
+[[ $small ]] && tests=(tests/gpu/test_feed.py) most=60 &&
+  models=(--models tiny --settings loss_chunk --steps 2 --small)
 [[ $whole ]] && tests=(tests/gpu) models=(${small:+--small}) most=1800
-part tests "$most" 20 '(passed|skipped|failed)' "$python" -m pytest -m gpu -rs -p no:cacheprovider --durations=5 "${tests[@]}"
+part tests "$most" 20 '(passed|skipped|failed)' "$python" -m pytest -m gpu -rs -p no:cacheprovider \
+  --durations=5 "${tests[@]}"
 part bench "$((seconds - SECONDS))" 30 '^measured: ' "$python" bench/gpu.py "${models[@]}" \
   --seconds "$((seconds - SECONDS - 10))" --markdown "$out/gpu.md" --json "$out/gpu.json"
 

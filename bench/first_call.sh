@@ -117,7 +117,8 @@ run() {  # name, most seconds, config, settings
   local name=$1 most=$2 config=$3
   shift 3
   part "$name" "$most" 20 '^step ' "$python" -m threed train "$config" parallel.dp=1 parallel.pp=1 \
-    "train.steps=$steps" run.device=auto monitor.wandb=disabled run.restarts=0 run.timeout_s=60 "run.dir=$scratch/$name" "$@"
+    "train.steps=$steps" run.device=auto monitor.wandb=disabled run.restarts=0 run.timeout_s=60 \
+    "run.dir=$scratch/$name" "$@"
 }
 toy() {  # name, most seconds, settings
   local name=$1 most=$2

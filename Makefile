@@ -53,9 +53,8 @@ cluster: $(STAMP) ## runs on several hosts: network namespaces, and a Slurm of t
 chaos: $(STAMP) ## a campaign of faults: kills, signals, disks, damaged files (ARGS='--faults 1000 --seed 7', an hour or two)
 	$(BIN)/python -m tests.chaos $(ARGS)
 
-gpu: $(STAMP) ## on one GPU or more: their tests, then bench/gpu.py (10 minutes; small without a GPU)
-	$(BIN)/python -m pytest -m gpu -rs tests/gpu
-	$(BIN)/python bench/gpu.py $(ARGS)
+gpu: $(STAMP) ## on a GPU: facts, short runs, tests/gpu, models beside torch's (half an hour; small without a GPU)
+	PYTHON=$(BIN)/python bench/first_call.sh --whole $(ARGS)
 
 lint: $(STAMP) ## check style and types with ruff and pyright
 	$(BIN)/ruff check .

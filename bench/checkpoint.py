@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from sizes import Sizes, batches, make_config
 from turns import TIMEOUT_S
-from zero_peers import Sizes, batches, make_config
 
 from threed.checkpoint.lineage import Lineage
 from threed.checkpoint.save import Saver

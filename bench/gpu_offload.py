@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import psutil
 import torch
 from pipeline import machine, processors
-from zero_peers import Sizes, batches, make_config
+from sizes import Sizes, batches, make_config
 
 from threed.comm import HOST_LANES, Comm, ProcessComm, file_store
 from threed.engine.device import set_up

@@ -16,8 +16,9 @@ from statistics import median
 from typing import Any
 
 import torch
+from sizes import Sizes, make_config
 from turns import TIMEOUT_S, answer, check, join, timed
-from zero_peers import DEEPSPEED, DEEPSPEED_VERSION, Sizes, Step, deepspeed, make_config, threed
+from zero_peers import DEEPSPEED, DEEPSPEED_VERSION, Step, deepspeed, threed
 
 from threed.comm import Comm, ProcessComm, file_store
 from threed.models.model import layers

@@ -19,8 +19,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from pipeline_peers import deepspeed_pipeline, threed, torch_1f1b
+from sizes import Sizes, make_config
 from turns import Case, Target, chosen, compare, parsed, parser_of, sizes
-from zero_peers import DEEPSPEED, Sizes, Step, make_config, sharded_adamw
+from zero_peers import DEEPSPEED, Step, sharded_adamw
 
 from threed.comm import ProcessComm
 from threed.schema import Config

@@ -34,9 +34,9 @@ from typing import Any, NamedTuple
 
 import torch
 from pipeline import machine, processors, start_together
+from sizes import Sizes, batches, make_config
 from slow_link import Alone, Products, Ran, SlowGroup, Spent, Stepper, is_block
 from turns import TIMEOUT_S, answer
-from zero_peers import Sizes, batches, make_config
 
 from threed.comm import ProcessComm, ProcessGroup, file_store
 from threed.planner import make_mesh, make_plan

@@ -23,7 +23,8 @@ from typing import Any, NamedTuple
 
 import torch
 from pipeline import machine, processors, start_together
-from zero_peers import DEEPSPEED, DEEPSPEED_VERSION, Sizes, Step, batches
+from sizes import Sizes, batches
+from zero_peers import DEEPSPEED, DEEPSPEED_VERSION, Step
 
 from threed.comm import ProcessComm, file_store
 from threed.models.model import layers

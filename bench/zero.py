@@ -20,8 +20,9 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
+from sizes import make_config
 from turns import Case, Target, chosen, compare, parsed, parser_of, sizes
-from zero_peers import Step, executors, make_config
+from zero_peers import Step, executors
 
 from threed.comm import ProcessComm
 from threed.schema import Config

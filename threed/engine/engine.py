@@ -38,6 +38,7 @@ from threed.slots import Slots
 from threed.tensor.context import Batch, Context
 from threed.tensor.fused import Fused
 from threed.tensor.layers import WeightGrads
+from threed.tensor.random import Draw, draw
 from threed.tensor.saving import Saving
 from threed.zero.run import Clipped, ZeroRun
 from threed.zero.states import make_states, places
@@ -45,14 +46,15 @@ from threed.zero.storage import Storage
 
 
 class Engine:
-    def __init__(self, config: Config, plan: Plan, comm: Comm):
+    def __init__(self, config: Config, plan: Plan, comm: Comm, draw: Draw = draw):
+        """`draw`: how initial values come into the weights."""
         self.config, self.plan, self.comm = config, plan, comm
         table, position = plan.table, comm.here.position
         self.position = position
         weight_grads = WeightGrads()
         shared = buffers(plan, position)
         self.storage = Storage.make(config, table, shared, comm, weight_grads)
-        self.states = make_states(config, comm, layouts(config), self.storage)
+        self.states = make_states(config, comm, layouts(config), self.storage, draw)
         self.zero = ZeroRun(config, comm, table, self.states, shared)
         parameters = {name: p for state in self.states.values() for name, p in state.parameters.items()}
         dtype = self.zero.precision.compute

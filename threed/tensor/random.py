@@ -4,7 +4,8 @@ counters."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -13,6 +14,9 @@ from threed.models.spec import Parameter
 
 BLOCK = 256  # rows and columns of a block
 _MASK = (1 << 64) - 1
+Part = tuple[tuple[int, ...], tuple[int, ...]]  # offset and shape in `Parameter.stored`
+# How initial values come into a flat tensor: `draw`, or another function of its arguments.
+Draw = Callable[[torch.Tensor, Parameter, Part, int, int], None]
 
 
 def seed_of(*words: object) -> int:
@@ -30,8 +34,7 @@ def initial_values(parameter: Parameter, ranks: Mapping[str, int], place: Mappin
     return values
 
 
-def draw(into: torch.Tensor, parameter: Parameter, part: tuple[tuple[int, ...], tuple[int, ...]], seed: int,
-         start: int = 0) -> None:
+def draw(into: torch.Tensor, parameter: Parameter, part: Part, seed: int, start: int = 0) -> None:
     """Fill a flat tensor with initial values: a part (offset and shape in `parameter.stored`), from its
     element `start` on.
 
@@ -65,8 +68,24 @@ def draw(into: torch.Tensor, parameter: Parameter, part: tuple[tuple[int, ...], 
                      (offset[-2:], shape[-2:]), (seed, low - matrix * size))
 
 
-def _draw_matrix(into: torch.Tensor, parameter: Parameter, whole: tuple[int, ...],
-                 part: tuple[tuple[int, ...], tuple[int, ...]], key: tuple[int, int]) -> None:
+def draw_in_place(into: torch.Tensor, parameter: Parameter, part: Part, seed: int, start: int = 0) -> None:
+    """As `draw`, of the same distributions, but random values are drawn where the tensor is, by its device's
+    own generator: at the speed of its memory, and other ones on another mesh or device. For what is
+    measured, not trained."""
+    if parameter.made is not None or parameter.std == parameter.uniform == 0.0:
+        draw(into, parameter, part, seed, start)
+        return
+    if parameter.uniform:
+        into.uniform_(-parameter.uniform, parameter.uniform)
+    else:
+        into.normal_(0.0, parameter.std)
+    if parameter.unpadded is not None:
+        (first, *_), (_, *sizes) = part
+        into[max((parameter.unpadded - first) * math.prod(sizes) - start, 0):] = 0.0
+
+
+def _draw_matrix(into: torch.Tensor, parameter: Parameter, whole: tuple[int, ...], part: Part,
+                 key: tuple[int, int]) -> None:
     """`draw` for a part of one matrix. `key`: the seed, and the first element."""
     (first, size), (seed, start) = part, key
     stop = start + len(into)

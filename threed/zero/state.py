@@ -18,7 +18,7 @@ from threed.quantity import ALIGNMENT, round_up
 from threed.tensor.layers import WeightGrads
 from threed.tensor.precision import DTYPES, has_bits_of
 from threed.tensor.products import add_product
-from threed.tensor.random import draw
+from threed.tensor.random import Draw, draw
 from threed.zero.shard import Layout, Placed, Segment
 from threed.zero.snapshot import Snapshot
 from threed.zero.storage import Storage
@@ -343,7 +343,7 @@ class UnitState:
         return [segment for index in indices for segment in self.layout.segments_of(index)]
 
     @torch.no_grad()
-    def fill(self, place: Mapping[str, int], seed: int) -> None:
+    def fill(self, place: Mapping[str, int], seed: int, draw: Draw = draw) -> None:
         """Draw initial values of this rank's part into its weights. `place`: axis -> the rank's index."""
         first, last = self.owned
         for placed in self.layout.placed:

@@ -6,6 +6,7 @@ import torch
 
 from threed.comm import Comm
 from threed.schema import Config
+from threed.tensor.random import Draw, draw
 from threed.tensor.saving import Place
 from threed.zero.shard import Layout
 from threed.zero.snapshot import Snapshot
@@ -20,9 +21,9 @@ def places(states: list[UnitState]) -> list[Place]:
             and state.param is not None]
 
 
-def make_states(config: Config, comm: Comm, layouts: dict[int, Layout],
-                storage: Storage) -> dict[int, UnitState]:
-    """The states of the parameter units that a rank holds, with initial values."""
+def make_states(config: Config, comm: Comm, layouts: dict[int, Layout], storage: Storage,
+                draw: Draw = draw) -> dict[int, UnitState]:
+    """The states of the parameter units that a rank holds, with initial values by `draw`."""
     states = {}
     table, position = storage.table, comm.here.position
     for unit in table.held(position):
@@ -32,6 +33,6 @@ def make_states(config: Config, comm: Comm, layouts: dict[int, Layout],
         if state.writes and table.update.snapshots and state.unit.trains:
             rows = storage.on_host(table.kept_kinds * (state.shard[1] - state.shard[0]), torch.float32)
             state.snapshot = Snapshot(rows.view(table.kept_kinds, -1), storage.device)
-        state.fill(comm.here.on, config.train.seed)
+        state.fill(comm.here.on, config.train.seed, draw)
         states[unit] = state
     return states

@@ -9,7 +9,6 @@ from tests.harness import batches, loopback, same_bits, tiny
 from tests.late import be_late
 from tests.loopback.test_generation import SMALL as PROMPTS
 from tests.loopback.test_generation import written
-from tests.recorder import record_on_cpu
 from threed.comm import Comm
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
@@ -81,14 +80,6 @@ def test_late_messages(name, monkeypatch):
     """A JOIN that does not wait for its message."""
     be_late(monkeypatch, seed=4)
     both(*CELLS[name], steps=2)
-
-
-@pytest.mark.parametrize("name", ["1f1b", "zb-v", "gpipe-zero2"])
-def test_graphs(name, monkeypatch):
-    """With CUDA graphs: a part that is sent from memory in which the next pass writes already."""
-    be_late(monkeypatch, seed=6)
-    record_on_cpu(monkeypatch)
-    both(*CELLS[name], "run.cuda_graphs=true")
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])

@@ -70,7 +70,7 @@ NEXT = [(0, 1), (1, 2), (2, 3)]  # of four positions
     (["parallel.dp=1", "parallel.tp=8"], [(0, 1)]),
     (["parallel.dp=1", "parallel.tp=4", "parallel.pp=4"], [(1, 2)]),
     (["parallel.dp=4", "parallel.pp=4", "parallel.axis_order=dp-pp-tp"], []),  # the pipeline is a node
-    (["parallel.dp=4", "parallel.axis_order=tp-pp-dp"], []),  # a tp group is not inside a node
+    (["parallel.dp=8", "parallel.axis_order=pp-tp-dp"], []),  # a tp group is not inside a node
     (["parallel.dp=4", "parallel.schedule=zb-v"], [(0, 1)]),  # no message at the turn
     (["parallel.dp=4", "parallel.tp=1"], []),
     (["parallel.dp=16", "parallel.pp=1"], []),

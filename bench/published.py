@@ -6,7 +6,8 @@
 Rows of vTrain (Bang et al. 2024) ran Megatron-LM on A100 nodes with 4 adapters of 200 Gbit/s: 1F1B, full
 recomputation, fp16, attention that stores its matrix, and gradients reduced after backward. So attention is
 priced with passes over that matrix (`attention_passes`), and nothing is computed while gradients travel
-(`contention=1`). Rows of torchtitan ran FSDP2 with flash attention on H100 of 96 GB at 2.4 TB/s and 500 W.
+(`contention=1`). Its tp ranks send a part each of a message (`parallel.split_messages`). Rows of torchtitan
+ran FSDP2 with flash attention on H100 of 96 GB at 2.4 TB/s and 500 W.
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ def vtrain() -> list[Row]:
                 f"model.layers={model.layers}", f"model.hidden={model.hidden}", f"model.heads={model.heads}",
                 "model.seq_len=2048", "model.vocab=51200", "model.dropout=0.1", "model.fused=on",
                 f"parallel.tp={tp}", f"parallel.dp={dp}", f"parallel.pp={pp}",
-                "parallel.sequence_parallel=false", "zero.stage=0", "activation.policy=full",
+                "parallel.sequence_parallel=false", "parallel.split_messages=on", "zero.stage=0",
+                "activation.policy=full",
                 f"train.global_batch_size={model.batch}", f"train.micro_batch_size={model.micro_batch}",
                 "precision.dtype=fp16", "precision.grad_dtype=fp16", "precision.reduce_dtype=fp16"])
             rows.append(Row(model.name, f"tp {tp} dp {dp} pp {pp}", plan_of(config), f"a100-sxm,{MEGATRON}",

@@ -129,6 +129,8 @@ class ParallelConfig:
     activation_limit: str | None = None  # most that a rank may keep: 2x (times 1F1B's peak) or bytes such as
     # 30GiB
     sequence_parallel: bool = False  # outside tensor-parallel layers, activations are cut over tp by sequence
+    split_messages: str = "auto"  # tp ranks that hold the same send a part each to the next position, and
+    # gather it there: auto (between nodes of 8 GPUs, 1 MiB and more) | on | off
     axis_order: str = "pp-dp-tp"  # outermost first; neighbours on the last axis are neighbouring ranks
     layers_per_unit: int = 1  # transformer blocks a unit
     costs: str | None = None  # measured costs, a run's folder: stages are balanced and auto searches by them;

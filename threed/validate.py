@@ -373,6 +373,12 @@ def warnings(config: Config) -> list[str]:
         why = ("sequence parallelism has cut kept inputs over tp already" if config.parallel.sequence_parallel
                else "parallel.tp=1: there is nobody to share kept inputs with")
         lines.append(f"activation.partition=true does nothing here: {why}")
+    parallel = config.parallel
+    if parallel.split_messages == "on" and (parallel.sequence_parallel or 1 in (parallel.tp, parallel.pp)):
+        why = (f"parallel.pp={parallel.pp}: there are no messages" if parallel.pp == 1 else
+               f"parallel.tp={parallel.tp}: there is nobody to share messages with" if parallel.tp == 1 else
+               "sequence parallelism has cut messages over tp already")
+        lines.append(f"parallel.split_messages=on does nothing here: {why}")
     if config.model.tile_linears is not None and all(len(cut) == 1 for cut in cut_layers(config)):
         lines.append(f"model.tile_linears={config.model.tile_linears} does nothing here: no layer is larger")
     elif "norm" in config.pieces and not any(

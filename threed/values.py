@@ -19,6 +19,7 @@ CHOICES = {
     "model.activation": ("gelu", "swiglu"),
     "model.fused": ("off", "auto", "on"),
     "parallel.schedule": (*SCHEDULES, "auto"),
+    "parallel.split_messages": ("auto", "on", "off"),
     "precision.dtype": ("fp32", "bf16", "fp16"),
     "precision.grad_dtype": ("fp32", "bf16", "fp16"),
     "precision.reduce_dtype": ("fp32", "bf16", "fp16"),

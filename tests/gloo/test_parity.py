@@ -25,6 +25,9 @@ CASES = {
                          "model.tie_embeddings=false",
                          "parallel.sequence_parallel=true", "parallel.axis_order=dp-pp-tp"],
     "3d-dropout": ["parallel.dp=2", "parallel.tp=2", "parallel.pp=2", "model.dropout=0.1"],
+    "3d-parts": ["parallel.dp=2", "parallel.tp=2", "parallel.pp=2", "parallel.split_messages=on"],
+    "tp-pp-parts": ["parallel.tp=4", "parallel.pp=2", "parallel.schedule=zb-v",
+                    "parallel.split_messages=on"],
 }
 
 # Meets every pair of schedule, pp, tp, ZeRO stage and count of micro-batches that 8 processes allow, in few

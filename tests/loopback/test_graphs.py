@@ -50,6 +50,9 @@ SETTINGS = [
     ["model.tile_linears=4KiB", "model.tie_embeddings=false", *FEW],
     ["model.fused=auto", "model.family=llama", "model.activation=swiglu", "model.norm=rmsnorm"],
     ["model.loss_chunk=5", "parallel.tp=2", *FEW],
+    # a part that leaves is no memory of a graph
+    ["parallel.tp=2", "parallel.pp=2", "parallel.split_messages=on", *FEW],
+    ["parallel.tp=2", "parallel.pp=2", "parallel.split_messages=on", "parallel.schedule=zb-v", *ZERO3, *FEW],
     ["activation.policy=selective", "activation.pieces=[attention,norm,mlp_act]"],
     [*ZERO3, "model.layers=5", "train.global_batch_size=6"],  # a buffer more or less than the last time
     [*ZERO3, "offload.optimizer=cpu", "offload.parameters=cpu"],

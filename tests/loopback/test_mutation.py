@@ -65,6 +65,7 @@ DELAYED = ("offload.delayed_update=true", "train.steps=3")  # each of its progra
 CPU, NVME = "offload.optimizer=cpu", "offload.optimizer=nvme"
 
 FULL, PARTITION, KEPT_CPU = ("activation.policy=full",), "activation.partition=true", "activation.offload=cpu"
+IN_PARTS = "parallel.split_messages=on"
 TILES = ("model.tile_linears=256", "model.heads=4")
 
 
@@ -142,6 +143,10 @@ CASES = {
     "delayed-nvme-zero3": Case(80, 1, 3, dp=2, others=(ZERO_3, NVME, UNTIED, *DELAYED)),
     "nvme-zero3-tied": Case(80, 2, 2, dp=2,
                             others=(ZERO_3, NVME, "offload.parameters=nvme", "zero.residency=2")),
+    "parts": Case(100, 2, 3, tp=2, others=(IN_PARTS,)),
+    "parts-interleaved": Case(60, 2, 3, tp=2, others=(IN_PARTS, *INTERLEAVED, UNTIED)),
+    "parts-partition-zb-v-zero3": Case(60, 2, 2, dp=2, tp=2, others=(
+        IN_PARTS, *FULL, PARTITION, "parallel.schedule=zb-v", ZERO_3)),
 }
 
 
@@ -150,7 +155,8 @@ KINDS = ("delete", "duplicate", "swap", "move", "move", "nudge", "nudge", "nudge
          "peer", "word", "word", "op", "more", "more")
 ZERO = (Op.GATHER, Op.RELEASE, Op.REDUCE, Op.CLIP, Op.STEP, *MOVES)
 WORDS = {**instruction.WORDS, "tier": tuple(Tier), "group": ("", *mesh.GROUPS),
-         "kind": ("", "act", "grad", "param", "gshard", "pshard", "state", "kept", "kpart")}
+         "kind": ("", "act", "grad", "param", "gshard", "pshard", "state", "kept", "kpart", "actpart",
+                  "gradpart")}
 
 
 def change(program: list[Instruction], rng: random.Random) -> None:

@@ -15,6 +15,7 @@ from threed.planner import make_pipeline, make_plan, make_table, unit_costs
 from threed.planner.passes import run_passes
 from threed.prediction.analytic import cost as analytic_cost
 from threed.prediction.hardware import Hardware
+from threed.prediction.kernels import Prices
 from threed.program.buffers import buffers
 from threed.program.check import check
 from threed.program.instruction import Instruction, Op, Slot
@@ -206,9 +207,10 @@ def test_budget_above_everything_changes_nothing():
 
 def test_prices():
     """RECOMPUTE that is predicted to be free: it costs a forward, in time and in traffic. JOIN costs an
-    all-gather of the input."""
+    all-gather of the input, and SPLIT a copy of a part of it."""
     plan = plan_of(*FULL, "activation.partition=true", "parallel.tp=2")
     cost, table = analytic_cost(plan, Hardware()), plan.table
+    copied_s = Prices(Hardware(), 4).moved(table.act_bytes)  # it reads the half of it, and writes it
     for item in plan.programs["train"][0]:
         if item.op == Op.RECOMPUTE:
             forward = Instruction(Op.FORWARD, item.unit, item.microbatch)
@@ -216,7 +218,7 @@ def test_prices():
         elif item.op == Op.JOIN:
             assert table.sent(item) == {"tp": table.act_bytes // 2} and cost(0, item) > 0
         elif item.op == Op.SPLIT:
-            assert not table.sent(item) and cost(0, item) == 0
+            assert not table.sent(item) and cost(0, item) == copied_s
 
 
 # ---------------------------------------------------------------- refusals

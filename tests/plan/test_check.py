@@ -157,7 +157,7 @@ def test_unit_runs_too_often_or_not_at_all():
     ("GATHER p1 (dp)", {"unit": 9}, "p9 is sharded over nothing, not 'dp'"),
     ("GATHER p1 (dp)", {"unit": 3}, "reads 'pshard p3', which is not alive"),
     ("GATHER p1 (dp)", {"group": "tp"}, "p1 is sharded over dp, not 'tp'"),
-    ("SEND act u2 m0 -> pp1", {"kind": "saved"}, "messages are act or grad, not 'saved'"),
+    ("SEND act u2 m0 -> pp1", {"kind": "saved"}, "messages are act or grad, or parts of them"),
     ("FORWARD u1 m0", {"keep": "some"}, "names something that does not exist"),
     ("FORWARD u1 m0", {"group": "dp"}, "sets group, which FORWARD does not use"),
     ("STEP p1", {"microbatch": 1, "peer": 0}, "sets microbatch and peer, which STEP does not use"),

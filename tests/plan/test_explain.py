@@ -24,8 +24,8 @@ PASSES: dict[Op, tuple[str, ...]] = {
     Op.FORWARD: ("order", "recompute"),
     Op.RECOMPUTE: ("recompute",),
     **dict.fromkeys(BACKWARDS, ("order",)),
-    **dict.fromkeys(MESSAGES, ("messages",)),
-    **dict.fromkeys((Op.SPLIT, Op.JOIN), ("partition",)),
+    **dict.fromkeys(MESSAGES, ("messages", "messages in parts")),
+    **dict.fromkeys((Op.SPLIT, Op.JOIN), ("partition", "messages in parts")),
     **dict.fromkeys((Op.GATHER, Op.RELEASE, Op.REDUCE), ("zero",)),
     Op.CLIP: ("zero", "delay", "verify"),
     Op.STEP: ("zero", "offload the optimizer", "delay"),
@@ -35,7 +35,8 @@ PASSES: dict[Op, tuple[str, ...]] = {
 
 
 @pytest.mark.parametrize(
-    "overrides", [[], CPU, [*CPU, *FULL], ["offload.optimizer=cpu", "offload.delayed_update=true"]], ids=str)
+    "overrides", [[], CPU, [*CPU, *FULL], ["offload.optimizer=cpu", "offload.delayed_update=true"],
+                  ["parallel.split_messages=on"]], ids=str)
 def test_each_instruction_has_its_pass(overrides):
     """An instruction that is attributed to the wrong pass; slots, ranks or bytes that are not the plan's."""
     plan = threed.plan(threed.load(None, [*BASE, *overrides]))

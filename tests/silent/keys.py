@@ -191,6 +191,7 @@ KEYS: dict[str, Row | str] = {
     "parallel.virtual_stages": (plan, INTERLEAVED, 3),
     "parallel.activation_limit": "tests/plan/test_auto.py::test_auto_in_a_plan",
     "parallel.sequence_parallel": (plan, TP, True),
+    "parallel.split_messages": (plan, [*PP, *TP], "on"),
     "parallel.axis_order": (plan, [*DP, *TP], "tp-dp-pp"),
     "parallel.layers_per_unit": (plan, [], 2),
     "parallel.costs": "tests/loopback/test_schedules.py::test_measured_costs",

@@ -1,4 +1,5 @@
-"""Kept inputs on the device: stored, split over tp (SPLIT), joined (JOIN)."""
+"""Kept inputs on the device: stored, split over tp (SPLIT), joined (JOIN). Messages are split and joined in
+the same way."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import torch
 from threed.comm import Comm
 from threed.pool import Pool
 from threed.program.buffers import Buffers
-from threed.program.instruction import Instruction, Op, Slot
+from threed.program.instruction import PARTS, Instruction, Op
 from threed.program.table import Table
 from threed.slots import Slots
 
@@ -19,6 +20,8 @@ class ActivationRun:
         self.comm, self.table = comm, table
         self.arena = Pool(buffers.kept, dtype, comm.device)
         self.in_arena = bool(buffers.kept)
+        # A value that came in parts -> as it lies in its slot. The engine sets it.
+        self.shaped: Callable[[int, torch.Tensor], torch.Tensor] = lambda unit, flat: flat
         self.handlers: dict[Op, Callable[[Instruction, Slots], None]] = {Op.SPLIT: self.split,
                                                                          Op.JOIN: self.join}
 
@@ -33,21 +36,23 @@ class ActivationRun:
 
     def split(self, instruction: Instruction, slots: Slots) -> None:
         """[s, B, D], equal on all ranks of the group -> this rank's part of its elements."""
-        group = self.comm.groups[self.table.activation.partition]
+        kind = instruction.kind
+        group = self.comm.groups[self.table.cut_over(kind)[0]]
         whole = slots.get(instruction.slot)
         part = whole.reshape(group.size(), -1)[group.rank()]
-        slots.put(Slot("kpart", instruction.unit, instruction.microbatch),
-                  self._store(part) if self.in_arena else part.clone())
+        slots.put(instruction.slot._replace(kind=PARTS[kind]),
+                  self._store(part) if self.in_arena and kind == "kept" else part.clone())
 
     def join(self, instruction: Instruction, slots: Slots) -> None:
         """All-gather the parts of all ranks of the group."""
-        group = self.comm.groups[self.table.activation.partition]
-        part = slots.get(Slot("kpart", instruction.unit, instruction.microbatch))
+        kind = instruction.kind
+        group = self.comm.groups[self.table.cut_over(kind)[0]]
+        part = slots.get(instruction.slot._replace(kind=PARTS[kind]))
         whole = part.new_empty(group.size() * part.numel())
         group.all_gather(whole, part.view(-1)).wait()
-        if self.in_arena:
+        if self.in_arena and kind == "kept":
             self.arena.give(part)
-        slots.put(instruction.slot, whole)
+        slots.put(instruction.slot, whole if kind == "kept" else self.shaped(instruction.unit, whole))
 
     def _store(self, x: torch.Tensor) -> torch.Tensor:
         return self.arena.take(x.numel()).view(x.shape).copy_(x)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from threed.choosing.layout import Layout
 from threed.choosing.rhythm import Beat, Held, Times, apart, at_once, beat, held, place_of, splits
 from threed.choosing.stream import Piece, Rule, Steps, stream
-from threed.choosing.traffic import Toll, Tolls
+from threed.choosing.traffic import Message, Toll, Tolls, moved
 from threed.choosing.units import Cut, Strides, Unit, Units
 from threed.prediction.hardware import Hardware
 from threed.schema import Config
@@ -140,8 +140,12 @@ class Priced:
         return [Stage(units[first:stop], tolls[first:stop]) for first, stop in split]
 
     @cached_property
-    def messages(self) -> tuple[float, ...]:
+    def messages(self) -> tuple[Message, ...]:
         return self.tolls.messages(self.place, self.act_bytes)
+
+    @cached_property
+    def sent_s(self) -> tuple[float, ...]:
+        return tuple(message.sent_s for message in self.messages)
 
     @property
     def free_s(self) -> float:
@@ -210,7 +214,8 @@ class Priced:
         rule = Rule(self.window, 1 if prefetch is None else prefetch, every,
                     layout.stage >= 1 and layout.dp > 1, layout.stage >= 2,
                     layout.offload_optimizer and not several, self.hardware.contention)
-        seconds = stream(Steps(layout.schedule, self.place, pieces, self.messages, tolls), rule, self.m)
+        moves = [moved(self.messages, index) for index in range(len(self.stages))]
+        seconds = stream(Steps(layout.schedule, self.place, pieces, self.sent_s, tolls, moves), rule, self.m)
         return seconds + (self.tied.tie_s if self.tied is not None else 0.0)
 
     def _updates(self) -> tuple[list[float], float]:
@@ -232,7 +237,8 @@ class Priced:
         busy = sum(compute + sent for compute, _, sent in self._busy()) + sum(updates)
         gathers = (2 * self.m if self.window is not None else 1) if layout.dp > 1 and layout.stage else 0
         reduces = self.m if layout.stage >= 2 and layout.reduce_every != "step" else 1
-        sent = 2 * self.m * sum(self.messages) + layout.pp * self.tolls.clip_s()
+        busy += 2 * self.m * sum(message.split_s + message.join_s for message in self.messages)
+        sent = 2 * self.m * sum(self.sent_s) + layout.pp * self.tolls.clip_s()
         for position in range(layout.pp):
             for toll in self._held(position):
                 busy += toll.sum_s * reduces
@@ -243,7 +249,7 @@ class Priced:
     def _times(self) -> Times:
         forward, before, backward, first, weight = zip(
             *(self._stage_times(index) for index in range(len(self.stages))), strict=True)
-        return Times(forward, before, backward, first, weight, self.messages)
+        return Times(forward, before, backward, first, weight, self.sent_s)
 
     def _stage_times(self, index: int) -> tuple[float, ...]:
         """Forward, before, backward, input, weight."""
@@ -252,9 +258,9 @@ class Priced:
         again = sum(unit.forward_s for unit in units if unit.again) - before
         forward, backward, first, second = (sum(column) for column in
                                             zip(*[unit[:4] for unit in units], strict=True))
-        moves = self._kept_s(index)
-        return (max(forward, moves), before, max(backward + again, moves - before),
-                max(first + again, moves - before), second)
+        (forth, back), moves = moved(self.messages, index), self._kept_s(index)
+        return (max(forward + forth, moves), before, max(backward + again + back, moves - before),
+                max(first + again + back, moves - before), second)
 
     def _kept_s(self, index: int) -> float:
         """The time of kept inputs to the host, or back, for a micro-batch."""

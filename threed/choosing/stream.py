@@ -49,6 +49,7 @@ class Steps(NamedTuple):
     stages: Sequence[Sequence[Piece]]
     messages: Sequence[float]  # seconds from a stage to the next
     tolls: dict[int, Toll]  # parameter unit -> what it costs
+    moves: Sequence[tuple[float, float]]  # by stage: seconds of SPLIT and JOIN, of a forward, of a backward
 
 
 def stream(steps: Steps, rule: Rule, m: int) -> float:
@@ -98,7 +99,8 @@ class _Program:
     def __init__(self, steps: Steps, rule: Rule, tasks: Sequence[_Task], m: int):
         self.items: list[_Item] = []
         self.ends: list[int] = []  # of tasks, in items
-        templates = {task: _items(task, steps.stages[task.stage]) for task in set(tasks)}
+        templates = {task: _items(task, steps.stages[task.stage], steps.moves[task.stage])
+                     for task in set(tasks)}
         stages = {task.stage for task in tasks}
         users = Counter(part for stage in stages for piece in steps.stages[stage] for part in piece.parts)
         count: Counter[int] = Counter()
@@ -127,19 +129,21 @@ class _Program:
         window(uses, capacity, rule.prefetch, self.gathers, self.releases)
 
 
-def _items(task: _Task, pieces: Sequence[Piece]) -> list[_Item]:
-    """Of a task."""
-    kind = task.kind
+def _items(task: _Task, pieces: Sequence[Piece], moves: tuple[float, float]) -> list[_Item]:
+    """Of a task. What its messages take from computation (`moves`) counts where the first one comes."""
+    kind, (forth, back) = task.kind, moves
     if kind == FORWARD:
-        return [_Item(unit.forward_s, parts) for unit, parts in pieces]
+        return [_Item(unit.forward_s + (0.0 if at else forth), parts)
+                for at, (unit, parts) in enumerate(pieces)]
     result = []
     for at, (unit, parts) in enumerate(reversed(pieces)):
+        more = 0.0 if at else back
         if kind in (BACKWARD, INPUT) and unit.again and not (task.at_once and at == 0):
             result.append(_Item(unit.forward_s, parts))
         if kind == BACKWARD:
-            result.append(_Item(unit.backward_s, parts, parts))
+            result.append(_Item(unit.backward_s + more, parts, parts))
         elif kind == INPUT:
-            result.append(_Item(unit.input_s, parts))
+            result.append(_Item(unit.input_s + more, parts))
         else:
             result.append(_Item(unit.weight_s, (), parts))
     return result

@@ -8,11 +8,14 @@ from typing import NamedTuple
 
 from threed.choosing.layout import Layout
 from threed.choosing.units import Part, Strides
+from threed.mesh import Mesh
 from threed.optimizers.registry import OPTIMIZERS
+from threed.pipeline.parts import settings
 from threed.prediction.hardware import Hardware, Place
 from threed.prediction.kernels import Prices, Travel
 from threed.program.instruction import Instruction, Op, Tier
 from threed.program.table import Elements, ParameterUnit, Table, UpdateSettings, ZeroSettings
+from threed.quantity import ring
 from threed.schema import Config
 from threed.zero.plan import Sums, reductions
 
@@ -33,6 +36,22 @@ class Toll(NamedTuple):
     shard_numel: int
 
 
+class Message(NamedTuple):
+    """Seconds of a message from a stage to the next, or back; and of what it takes from computation where tp
+    ranks send a part each."""
+
+    sent_s: float = 0.0
+    split_s: float = 0.0  # where it leaves
+    join_s: float = 0.0  # where it comes
+
+
+def moved(messages: Sequence[Message], stage: int) -> tuple[float, float]:
+    """What messages add to a stage's forward, and to its backward. `messages`: from each stage to the next.
+    """
+    before, after = messages[stage - 1] if stage else Message(), messages[stage]
+    return before.join_s + after.split_s, after.join_s + before.split_s
+
+
 class Tolls:
     """Tolls of parameter units under a layout."""
 
@@ -48,6 +67,8 @@ class Tolls:
         self.travel, self.prices = Travel(hardware), Prices(hardware, element)
         self.strides = Strides(layout.axis_order, {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp})
         self.places = self._places()
+        mesh = Mesh(tuple(layout.axis_order.split("-")), tp=layout.tp, pp=layout.pp, dp=layout.dp)
+        self.parts = settings(config, mesh, layout.sequence_parallel)
         self._known: dict[tuple[Part, int], Toll] = {}
 
     def _places(self) -> dict[str, Place]:
@@ -98,14 +119,20 @@ class Tolls:
         return (self.travel.all_reduce(8, self.places["world"]) + self.hardware.kernel_us * 1e-6
                 + self.host_s)
 
-    def messages(self, place: tuple[int, ...], act_bytes: int) -> tuple[float, ...]:
-        """Seconds of a message from each stage to the next; 0 inside a position."""
+    def messages(self, place: tuple[int, ...], act_bytes: int) -> tuple[Message, ...]:
+        """From each stage to the next; takes no time inside a position, and from the last stage."""
         stride, node = self.strides.strides["pp"], self.hardware.node_ranks
         nodes = [position * stride // node for position in range(max(place) + 1)]
-        ends = zip(place, place[1:], strict=False)
-        return (*(0.0 if here == there
-                  else self.host_s + self.travel.message(act_bytes, nodes[here] != nodes[there])
-                  for here, there in ends), 0.0)
+        part, gathered = act_bytes // self.parts.parts, ring(act_bytes, self.parts.parts)
+        found = []
+        for here, there in zip(place, place[1:], strict=False):
+            cut = here != there and self.parts.cuts(act_bytes, here, there)
+            seconds = self.travel.message(part if cut else act_bytes, nodes[here] != nodes[there])
+            found.append(Message(
+                0.0 if here == there else self.host_s + seconds,
+                self.host_s + self.prices.moved(2 * part) if cut else 0.0,
+                self.host_s + self.travel.ring(gathered, self.places["tp"]) if cut else 0.0))
+        return *found, Message()
 
     def communicators(self, place: tuple[int, ...]) -> int:
         """The most of any rank."""

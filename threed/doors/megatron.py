@@ -26,6 +26,7 @@ ROWS = (
         "parallel.virtual_stages with parallel.schedule=interleaved", take.virtual),
     Row("use_tp_pp_dp_mapping", "parallel.axis_order=dp-pp-tp"),
     Row("sequence_parallel", "parallel.sequence_parallel=true", take.sequence_parallel),
+    Row("no_scatter_gather_tensors_in_pipeline", "parallel.split_messages=off"),
     Row("context_parallel_size", NOTHING + "threed does not cut the sequence of attention", None, _ONE),
     Row("expert_model_parallel_size", NOTHING + "threed has no experts", None, _ONE),
     Row("expert_tensor_parallel_size", NOTHING + "threed has no experts", None, _ONE),

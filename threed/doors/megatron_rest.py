@@ -11,7 +11,7 @@ _ALWAYS = (  # (what is true here, the options that ask for it or choose how it 
     ("it always overlaps",
      "overlap_grad_reduce overlap_param_gather* tp_comm_* overlap_p2p_comm* no_overlap_p2p* "
      "align_grad_reduce "
-     "no_async_tensor_model_parallel_allreduce use_ring_exchange_p2p no_scatter_gather_tensors_in_pipeline"),
+     "no_async_tensor_model_parallel_allreduce use_ring_exchange_p2p"),
     ("torchrun's place and NCCL's buffers change no numbers",
      "distributed_backend master_* node_rank rdzv_* local_rank lazy_mpu_init use_nccl_ub nccl_* ddp_* "
      "disable_gloo_process_groups use_sharp DDP_impl use_contiguous_buffers_in_local_ddp "

@@ -70,6 +70,7 @@ class Engine:
                           config.train.seed, comm.device)
         layers = built(config, table, table.units_of(position), context, parameters)
         self.pipeline = PipelineRun(config, comm, table, layers, context, self._keeping, activation)
+        activation.shaped = self.pipeline.shaped
         if self.graphs is not None:
             self.pipeline.runner = self.graphs
         self.handlers = {**self.pipeline.handlers, **self.zero.handlers, **activation.handlers,

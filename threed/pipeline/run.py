@@ -22,7 +22,7 @@ from threed.lanes import Handle
 from threed.models.layers.base import Layer, Out
 from threed.models.tiling import layers_of, share_of
 from threed.pipeline.feed import Feed
-from threed.program.instruction import Instruction, Op, Slot
+from threed.program.instruction import WHOLES, Instruction, Op, Slot
 from threed.program.table import Table, gradient_kind
 from threed.schema import Config
 from threed.slots import Slots
@@ -311,10 +311,19 @@ class PipelineRun:
         self._sends.append(channel.send(self.runner.leaving(slots.get(instruction.slot))))
 
     def recv(self, instruction: Instruction, slots: Slots) -> Handle:
-        buffer = self.stream(instruction.unit).empty(instruction.kind, self.comm.device)
+        kind, stream = instruction.kind, self.stream(instruction.unit)
+        if kind in WHOLES:  # a part of it
+            size = self.table.size(instruction.slot) // self.dtype.itemsize
+            buffer = torch.empty(size, dtype=self.dtype, device=self.comm.device)
+        else:
+            buffer = stream.empty(kind, self.comm.device)
         channel = self.comm.channels[instruction.peer, self.position, instruction.kind]
         slots.put(instruction.slot, buffer)
         return channel.recv(buffer)
+
+    def shaped(self, unit: int, flat: torch.Tensor) -> torch.Tensor:
+        """What a unit hands on, or its gradient, from its elements in a row."""
+        return self.stream(unit).whole(flat)
 
     def finish(self) -> None:
         """Wait until every message has left."""

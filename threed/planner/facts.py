@@ -18,6 +18,7 @@ from threed.models.spec import SEQUENCE, Cost, Parameter, Share
 from threed.models.tiling import cut_layers, layers_of, share_of, unit_layers
 from threed.offload import plan as offload
 from threed.optimizers.registry import OPTIMIZERS
+from threed.pipeline.parts import cut, settings
 from threed.pipeline.split import split_stages
 from threed.prediction.cost import load_costs
 from threed.prediction.simulate import cost_of
@@ -135,7 +136,8 @@ def make_table(config: Config, place: tuple[int, ...]) -> Table:
             shared.reductions(laid, len(positions)) if trains else (),
             whole=all(persists(config, placed.parameter) for placed in laid.placed), trains=trains)
     _send_home(config, parameters)
-    return replace(table, parameters=parameters)
+    return cut(replace(table, parameters=parameters),
+               settings(config, make_mesh(config), parallel.sequence_parallel))
 
 
 def with_logits(config: Config, table: Table) -> Table:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from threed.activation import plan as activation
 from threed.offload import plan as offload
 from threed.pipeline.orders import Order, forward_only
+from threed.pipeline.parts import in_parts
 from threed.pipeline.plan import communicate, expand
 from threed.program.instruction import Programs
 from threed.program.table import EVALUATE, GENERATE, SNAPSHOT, VERIFY, WAITING, Plan, Table
@@ -35,12 +36,16 @@ class Pass(NamedTuple):
     apply: Callable[[Programs, Table], Programs]
 
 
+MESSAGES = (
+    Pass("messages", communicate),
+    Pass("messages in parts", in_parts),
+)
 # The passes of a training step, after its forwards and backwards have been expanded.
 STEP = (
     Pass("recompute", activation.recompute),
     Pass("partition", activation.partition),
     Pass("offload activations", activation.offload),
-    Pass("messages", communicate),
+    *MESSAGES,
     Pass("zero", zero.train),
 )
 UPDATE = (
@@ -49,12 +54,12 @@ UPDATE = (
 )
 FORWARD = {
     EVALUATE: (
-        Pass("messages", communicate),
+        *MESSAGES,
         Pass("zero", zero.evaluate),
         Pass("offload parameters", offload.parameters),
     ),
     GENERATE: (
-        Pass("messages", communicate),
+        *MESSAGES,
         Pass("zero", zero.forward),
         Pass("offload parameters", offload.parameters),
     ),

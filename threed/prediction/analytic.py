@@ -13,7 +13,7 @@ from threed.prediction.kernels import Prices, Travel
 from threed.prediction.simulate import Costs, cost_of
 from threed.program.buffers import lowered
 from threed.program.effects import effects
-from threed.program.instruction import COMPUTE, Instruction, Op, Tier
+from threed.program.instruction import COMPUTE, PARTS, Instruction, Op, Tier
 from threed.program.table import ComputeUnit, Plan
 from threed.program.walk import Cost
 
@@ -38,6 +38,9 @@ def cost(plan: Plan, hardware: Hardware, measured: Costs | None = None) -> Cost:
             return compute.step(instruction.unit)
         if op == Op.CLIP and instruction.gradients != "none":
             return compute.norm(position) + travel.seconds(position, instruction)
+        if op == Op.SPLIT:  # it copies this rank's part
+            part = table.size(instruction.slot._replace(kind=PARTS[instruction.kind]))
+            return compute.prices.moved(2 * part)
         if op in (Op.OFFLOAD, Op.FETCH):
             gbps, size = ways[effects(instruction, table, position).lane], table.moved(instruction)
             if instruction.kind == "gshard" and (times := lowers[position][instruction.unit]) > 1:
@@ -150,7 +153,7 @@ class _Travel:
             return self.travel.all_reduce(8, self.places["world"]) + self.hardware.kernel_us * 1e-6
         if not sent:
             return 0.0
-        group = instruction.group or self.table.activation.partition
+        group = instruction.group or self.table.cut_over(instruction.kind)[0]
         return self.travel.ring(sent, self.places[group])
 
 

@@ -9,10 +9,11 @@ from dataclasses import asdict
 from operator import itemgetter, mod
 from typing import Any
 
+from threed.program.entries import WHOLE_MESSAGES
 from threed.program.instruction import Instruction
 
 # Fields of a table that are left out while they have this value: digests of plans without them stay.
-_LATER = {"logits": None, "trains": True}
+_LATER = {"logits": None, "trains": True, "messages": asdict(WHOLE_MESSAGES)}
 
 
 class _Formats(dict[tuple[Any, ...], str]):

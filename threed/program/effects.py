@@ -4,7 +4,7 @@ runs, and which ranks take part.
 Checker, memory meter, simulator, loopback and engine all call `effects`; no other code states the rule again.
 
 A **lane** is one queue of work: `compute`; one for each kind of group that has its own (mesh.GROUPS: dp,
-tie); `send` and `recv` for each (peer, act or grad); `d2h` and `h2d` (device to host and back); `read` and
+tie); `send` and `recv` for each (peer, kind of slot); `d2h` and `h2d` (device to host and back); `read` and
 `write` (disk to host and back); `host` (the optimizer there). Order holds within a lane; across lanes only
 through slots and their memory (`order`).
 """
@@ -18,7 +18,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from threed.mesh import GROUPS
-from threed.program.instruction import WORDS, Instruction, Op, Slot, Tier
+from threed.program.instruction import PARTS, WHOLES, WORDS, Instruction, Op, Slot, Tier
 from threed.program.table import Table, gradient_kind
 
 
@@ -216,17 +216,17 @@ def _wgrads(table: Table, unit: int) -> tuple[Slot, ...]:
 
 
 def _send(item: Instruction, table: Table, _: int) -> Effects:
-    slot = (_message(item),)
+    slot = (_message(item, table),)
     return Effects(f"send {item.peer} {item.kind}", slot, frees=slot)
 
 
 def _recv(item: Instruction, table: Table, _: int) -> Effects:
-    return Effects(f"recv {item.peer} {item.kind}", writes=(_message(item),))
+    return Effects(f"recv {item.peer} {item.kind}", writes=(_message(item, table),))
 
 
-def _message(item: Instruction) -> Slot:
-    if item.kind not in ("act", "grad"):
-        raise KeyError(f"messages are act or grad, not '{item.kind}'")
+def _message(item: Instruction, table: Table) -> Slot:
+    if item.kind not in ("act", "grad") and not table.sent_in_parts(WHOLES.get(item.kind, ""), item.unit):
+        raise KeyError(f"messages are act or grad, or parts of them where tp cuts them, not '{item.kind}'")
     return item.slot
 
 
@@ -319,16 +319,18 @@ _LANES = {(Op.OFFLOAD, Tier.DEVICE): "d2h", (Op.FETCH, Tier.DEVICE): "h2d", (Op.
           (Op.FETCH, Tier.HOST): "read"}
 
 
-def _move_kept(item: Instruction, table: Table, _: int) -> Effects:
-    """A kept input goes into another form, or to the host, or comes back."""
-    reshaped = item.op in (Op.SPLIT, Op.JOIN)
-    if (not 0 <= item.unit < len(table.units) or not table.keeps_stream(item.unit) or item.tier != Tier.DEVICE
-            or (reshaped and item.kind != "kept")):
+def _move_activation(item: Instruction, table: Table, _: int) -> Effects:
+    """A kept input, or a message, goes into another form; a kept input goes to the host; or it comes back."""
+    reshaped, kept = item.op in (Op.SPLIT, Op.JOIN), item.kind in ("kept", "kpart")
+    moves = (table.keeps_stream(item.unit) if kept and 0 <= item.unit < len(table.units) else
+             reshaped and table.sent_in_parts(item.kind, item.unit))
+    if not moves or item.tier != Tier.DEVICE or (reshaped and item.kind not in PARTS):
         raise KeyError(str(item))
     upper = item.slot
-    lower = upper._replace(kind="kpart") if reshaped else upper.below
+    lower = upper._replace(kind=PARTS[item.kind]) if reshaped else upper.below
     source, target = (upper, lower) if item.op in (Op.SPLIT, Op.OFFLOAD) else (lower, upper)
-    groups = (table.activation.partition,) if item.op == Op.JOIN and table.activation.partition else ()
+    group = table.cut_over(item.kind)[0]
+    groups = (group,) if item.op == Op.JOIN and group else ()
     lane = "compute" if reshaped else _LANES[item.op, item.tier]
     return Effects(lane, (source,), (target,), frees=(source,), groups=groups)
 
@@ -395,7 +397,7 @@ def _move_snapshot(item: Instruction, table: Table, position: int) -> Effects:
 
 
 _MOVES: dict[str, Callable[[Instruction, Table, int], Effects]] = {
-    **dict.fromkeys(("kept", "kpart"), _move_kept),
+    **dict.fromkeys(("kept", "kpart", "act", "grad"), _move_activation),
     "gshard": _of_unit(_move_gradient),
     "state": _of_unit(_move_state),
     **dict.fromkeys(("param", "pshard"), _of_unit(_move_weight)),

@@ -35,6 +35,26 @@ class Reduction(NamedTuple):
 
 
 @dataclass(frozen=True)
+class MessageSettings:
+    """Which messages between positions the ranks of a group send a part each of: the pass of pipeline/parts
+    reads it. (All ranks of the group hold the same.)"""
+
+    group: str = ""  # empty: each rank sends the whole
+    parts: int = 1  # ranks in that group
+    least: int = 0  # bytes of the smallest message that is cut
+    # Position -> its node: messages inside a node are not cut. Empty: all messages are cut.
+    nodes: tuple[int, ...] = ()
+
+    def cuts(self, size: int, here: int, there: int) -> bool:
+        """Whether a message of so many bytes from one position to another is cut."""
+        far = not self.nodes or self.nodes[here] != self.nodes[there]
+        return bool(self.group) and far and size >= self.least
+
+
+WHOLE_MESSAGES = MessageSettings()
+
+
+@dataclass(frozen=True)
 class Logits:
     """What the program `generate` makes: logits of the last token of each sequence, in the units of the head
     (a head that is cut into tiles is several)."""

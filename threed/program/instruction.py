@@ -11,6 +11,8 @@ A **slot** is a named value:
     logits u9 m1     the logits of each sequence's last token, which FORWARD makes to generate text
     kept u3 m1       what FORWARD keeps for RECOMPUTE: its input
     kpart u3 m1      this tp rank's part of kept u3 m1
+    actpart u3 m1    this tp rank's part of act u3 m1, on its way to another position
+    gradpart u3 m1   this tp rank's part of grad u3 m1, on its way to another position
     operands u3 m1   what BACKWARD_INPUT leaves for BACKWARD_WEIGHT
     normed u3 m1     a tensor that u3 hands to later units of its stage: a norm's output, which tiles share
     gnormed u3 m1    the gradient with respect to normed u3 m1, added up over those units
@@ -108,10 +110,13 @@ class Tier(StrEnum):
 
 
 _TIERS = list(Tier)
+# Kinds of slots that SPLIT cuts over tp ranks -> the kind of a rank's part, from which JOIN makes the whole.
+PARTS = {"kept": "kpart", "act": "actpart", "grad": "gradpart"}
+WHOLES = {part: kind for kind, part in PARTS.items()}
 # Kinds of slots, besides those of the tensors that units hand on and of their gradients.
 PARAMETER_KINDS = frozenset({"param", "pshard", "state", "wgrad", "wsum", "gpart", "gfull", "gshard", "gprev",
                              "snapshot"})
-KINDS = PARAMETER_KINDS | {"act", "grad", "kept", "kpart", "saved", "operands", "logits", "loss", "scale"}
+KINDS = PARAMETER_KINDS | {*PARTS, *PARTS.values(), "saved", "operands", "logits", "loss", "scale"}
 
 
 class Slot(NamedTuple):

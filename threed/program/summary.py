@@ -7,7 +7,7 @@ from typing import Any
 
 from threed.mesh import AXES
 from threed.program.buffers import buffers, lowered
-from threed.program.instruction import Op, Slot, Tier
+from threed.program.instruction import WHOLES, Op, Slot, Tier
 from threed.program.link import Memory, links_of, memory
 from threed.program.table import Plan, Table
 from threed.quantity import ring, show_bytes, show_count
@@ -16,7 +16,7 @@ from threed.texttable import render
 
 def activations(table: Table) -> tuple[str, ...]:
     """Kinds of slots that hold activations and their gradients."""
-    kinds = ("act", "grad", "saved", "kept", "kpart", "operands", *table.handed)
+    kinds = ("act", "grad", "saved", "kept", *WHOLES, "operands", *table.handed)
     return (*kinds, "logits") if table.logits else kinds
 
 

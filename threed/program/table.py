@@ -17,8 +17,8 @@ from threed.models.kernels import Kernel
 from threed.models.spec import Outflow
 from threed.optimizers.base import BYTES, Buffer
 from threed.program.digest import digest_of
-from threed.program.entries import Handed, Logits, Read, Reduction
-from threed.program.instruction import PARAMETER_KINDS, Instruction, Op, Slot, Tier
+from threed.program.entries import WHOLE_MESSAGES, Handed, Logits, MessageSettings, Read, Reduction
+from threed.program.instruction import PARAMETER_KINDS, WHOLES, Instruction, Op, Slot, Tier
 from threed.quantity import add_up, ring
 from threed.schema import Config
 
@@ -124,6 +124,7 @@ class Table:
     update: UpdateSettings = UpdateSettings()
     logits: Logits | None = None  # None: no program makes any
     trains: bool = True  # False: no program trains, and there are no gradients
+    messages: MessageSettings = WHOLE_MESSAGES
 
     @property
     def num_positions(self) -> int:
@@ -187,6 +188,20 @@ class Table:
         (tokens), one that only adds to its input (it keeps nothing), or one that reads a running softmax."""
         before = self.units[unit - 1].output
         return unit > 0 and not self.units[unit].adds and (before is None or before.flat)
+
+    def cut_over(self, kind: str) -> tuple[str, int]:
+        """The group over which SPLIT cuts a kind of slot, empty where there is none, and its ranks."""
+        settings = self.activation
+        return ((settings.partition, settings.parts) if kind == "kept" else
+                (self.messages.group, self.messages.parts))
+
+    def sent_in_parts(self, kind: str, unit: int) -> bool:
+        """Whether an act or a grad can be cut: it is one flat buffer, and its elements divide."""
+        if not self.messages.group or not 0 <= unit < len(self.units) or kind not in ("act", "grad"):
+            return False
+        output = self.units[unit].output
+        elements = self.size(Slot(kind, unit)) // self.elements.param
+        return (output is None or output.flat) and elements > 0 and elements % self.messages.parts == 0
 
     @cached_property
     def handed(self) -> dict[str, str]:
@@ -273,7 +288,9 @@ class Table:
         if slot.kind in PARAMETER_KINDS:
             return self._size_of_parameters(slot)
         unit = self.units[slot.unit]
-        if slot.kind in ("kept", "kpart"):
+        if (whole := WHOLES.get(slot.kind)) is not None:
+            return self.size(slot._replace(kind=whole)) // self.cut_over(whole)[1]
+        if slot.kind == "kept":
             return self._size_of_kept(slot)
         if slot.kind in ("act", "grad"):
             made = unit.output or Outflow(self.act_bytes, self.act_bytes)
@@ -287,8 +304,7 @@ class Table:
     def _size_of_kept(self, slot: Slot) -> int:
         if slot.unit == 0 or not (self.keeps_stream(slot.unit) or self.units[slot.unit - 1].output):
             return 0
-        size = self.size(Slot("act", slot.unit - 1))
-        return size // (self.activation.parts if slot.kind == "kpart" else 1)
+        return self.size(Slot("act", slot.unit - 1))
 
     def _size_of_parameters(self, slot: Slot) -> int:
         unit = self.parameters[slot.unit]
@@ -314,8 +330,8 @@ class Table:
         if op in PHASES:
             return add_up(self.units[unit].traffic[phase] for phase in PHASES[op])
         if op == Op.JOIN:
-            size = ring(self.size(Slot("kept", unit)), self.activation.parts)
-            return {GROUPS[self.activation.partition].counts: size}
+            group, ranks = self.cut_over(instruction.kind)
+            return {GROUPS[group].counts: ring(self.size(instruction.slot), ranks)}
         if op == Op.SEND:
             return {GROUPS["pp"].counts: self.size(instruction.slot)}
         if op == Op.GATHER:

@@ -26,6 +26,7 @@ from threed.data.mix import open_splits, report
 from threed.data.prompts import keep_tokenizer
 from threed.data.tokens import Prepared, prepare
 from threed.engine import shared
+from threed.engine.compiler import uncompiled
 from threed.engine.connect import warm
 from threed.engine.device import attention, compiles, pick_device, set_up
 from threed.engine.engine import Engine
@@ -159,7 +160,7 @@ def _open_log(config: Config, plan: Plan, comm: Comm, watch: Watch, closing: Exi
     closing.callback(_close_log, log, watch)
     tidy(config)
     lines = [*validate.warnings(config), *undivided(config, plan.programs["train"]), *unequal(config)]
-    for line in [*lines, *_without_compiler(config, comm.device)]:
+    for line in [*lines, *_without_compiler(config, comm.device), *uncompiled(config, comm.device)]:
         log.say(f"warning: {line}")
     chosen = attention(config, comm.device)
     if chosen == "math" and comm.device.type == "cuda" and config.model.attention_dropout == 0:
@@ -216,8 +217,8 @@ def _difference(rank: int, mine: tuple[Any, ...], first: tuple[Any, ...]) -> str
         return (f"the AdamW of the host, which rank {0 if adamw else rank} has not compiled (install gcc and "
                 "threed again there)")
     if pieces != first_pieces:
-        return (f"model.fused=auto, which rank {0 if pieces else rank} cannot compile (install triton and "
-                "gcc there, or use model.fused=off)")
+        return (f"model.fused=auto, which rank {0 if pieces else rank} cannot compile (install triton, "
+                "gcc and Python's headers there, or use model.fused=off)")
     return (f"attention, which is {attends} on rank {rank} and {first_attends} on rank 0 (choose one by "
             "run.attention_backend)")
 

@@ -5,6 +5,9 @@ computes the rest again: SwiGLU keeps gate and up, but not the opened gate; drop
 mask is computed from counters. The bodies have the operations of the plain piece in their order, so results
 have the same bits; compiled bodies (`compile`) read and write each tensor once, and round once.
 
+The loss is such a piece, too: its kernels are our own (`loss_kernel`), and without them it is computed in
+chunks. Either way keeps the logits in the dtype of compute, and writes their gradient over them.
+
 Shapes: [...] any; F hidden layer of an MLP, E head size.
 """
 
@@ -17,6 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from threed.tensor.fused_loss import LossKernels
 from threed.tensor.random import keyed, mask_of
 
 Body = Callable[..., Any]
@@ -28,6 +32,14 @@ class Fused:
     def __init__(self, compile: bool = False):
         self.compile = compile
         self.body: Callable[[Body], Body] = _compiled if compile else _plain
+
+    def kernels(self, device: torch.device) -> LossKernels | None:
+        """Those of the loss on a device; None where separate operations compute it, in chunks."""
+        if not self.compile or device.type != "cuda":
+            return None
+        from threed.tensor.loss_kernel import Kernels
+
+        return Kernels
 
     def swiglu(self, x: torch.Tensor) -> torch.Tensor:
         """silu(gate) * up, where x is gate and up: [..., 2F] -> [..., F]."""

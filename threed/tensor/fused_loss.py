@@ -1,0 +1,102 @@
+"""Cross entropy by kernels that read logits in the dtype of compute and write their gradient over them.
+
+Numbers are those of `softmax` but for rounding: over tp, each rank first sums exponentials less its own
+largest logit, which spares it a second pass over the logits.
+
+Shapes as in `softmax`: S sequence, B micro-batch, V the rank's part of the vocabulary (of a tile).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from threed.comm import Group
+from threed.tensor.softmax import MASKED, real_of
+
+
+class LossKernels(Protocol):
+    """What computes on logits. All tensors are contiguous, and all numbers a token in fp32."""
+
+    def statistics(self, logits: torch.Tensor, labels: torch.Tensor, first: int,
+                   real: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """[S, B, V], [S, B] -> three numbers a token, [S, B] each: the largest logit (-inf where all are
+        padding), the sum of exponentials of the logits less it, and the label's logit (0 where it is
+        elsewhere). `first`: the id of the first logit; the first `real` are no padding."""
+        ...
+
+    def gradient(self, logits: torch.Tensor, labels: torch.Tensor, largest: torch.Tensor, total: torch.Tensor,
+                 of_sum: torch.Tensor, of_label: torch.Tensor, ids: tuple[int, int]) -> None:
+        """Write over each logit exp(logit - largest) / total * of_sum, and of_label more over the label's; 0
+        over padding. `ids`: `first` and `real`, as in `statistics`."""
+        ...
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, vocab: int, group: Group,
+                kernels: LossKernels):
+        first = group.rank() * logits.shape[-1]
+        ctx.kernels, ctx.ids = kernels, (first, real_of(logits, first, vocab))
+        own, total, label = kernels.statistics(logits, labels, *ctx.ids)
+        largest = own
+        if group.size() > 1:
+            largest = own.clone()
+            group.all_reduce(largest, "max").wait()
+            total.mul_(own.sub_(largest).exp_())
+        group.all_reduce(label).wait()
+        group.all_reduce(total).wait()
+        ctx.save_for_backward(logits, labels, largest, total)
+        return total.log() - label.sub_(largest)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor):
+        logits, labels, largest, total = ctx.saved_tensors
+        of_loss = grads[0].contiguous()
+        grad = _written(ctx, logits, labels, largest, total, of_loss, -of_loss)
+        return grad, None, None, None, None
+
+
+class _AddToSoftmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, before: torch.Tensor | None, logits: torch.Tensor, labels: torch.Tensor, first: int,
+                vocab: int, kernels: LossKernels):
+        ctx.kernels, ctx.ids = kernels, (first, real_of(logits, first, vocab))
+        largest, total, chosen = kernels.statistics(logits, labels, *ctx.ids)
+        if not ctx.ids[1]:  # as if its padding were logits that are far below all others
+            largest.fill_(MASKED)
+            total.fill_(1.0)
+        log_sum = largest + total.log()
+        after = log_sum if before is None else torch.logaddexp(before[0], log_sum)
+        kept = None if before is None else (before[0] - after).exp()  # the share of the tiles before
+        ctx.save_for_backward(logits, labels, largest, total, (log_sum - after).exp(), kept)
+        return torch.stack([after, chosen if before is None else before[1] + chosen])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor):
+        logits, labels, largest, total, share, kept = ctx.saved_tensors
+        of_sum, of_label = grads[0].contiguous()
+        grad = _written(ctx, logits, labels, largest, total, of_sum * share, of_label)
+        before = None if kept is None else torch.stack([of_sum * kept, of_label])
+        return before, grad, None, None, None, None
+
+
+def _written(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, *numbers: torch.Tensor) -> torch.Tensor:
+    """The gradient, written over the logits. Autograd is told, so that whoever has saved them for a backward
+    that is still to come gets an error, not the gradient."""
+    ctx.kernels.gradient(logits, labels, *numbers, ctx.ids)
+    torch.autograd.graph.increment_version(logits)
+    return logits.detach()
+
+
+def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, vocab: int, group: Group,
+                  kernels: LossKernels) -> torch.Tensor:
+    """As softmax.cross_entropy_in_chunks. Backward writes over `logits`."""
+    return _CrossEntropy.apply(logits.contiguous(), labels.contiguous(), vocab, group, kernels)  # pyright: ignore[reportReturnType]
+
+
+def add_to_softmax(before: torch.Tensor | None, logits: torch.Tensor, labels: torch.Tensor, first: int,
+                   vocab: int, kernels: LossKernels) -> torch.Tensor:
+    """As softmax.add_to_softmax. Backward writes over `logits`."""
+    return _AddToSoftmax.apply(before, logits.contiguous(), labels.contiguous(), first, vocab, kernels)  # pyright: ignore[reportReturnType]

@@ -7,6 +7,7 @@ import itertools
 import os
 import re
 import shutil
+import types
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.harness import assert_contract, cell_config, covering, loopback, same_bits, tiny
+from tests.loopback import interpreted
 from threed.engine import compiler
 from threed.engine.compiler import lacks, uncompiled
 from threed.engine.device import compiles
@@ -23,6 +25,7 @@ from threed.program.summary import stages
 from threed.tensor import fused
 from threed.tensor.alive import Alive
 from threed.tensor.fused import Fused
+from threed.tensor.fused_loss import Separate
 from threed.tensor.random import keep_mask
 
 S, B, D = 6, 2, 8
@@ -128,14 +131,16 @@ def test_runs_have_the_same_bits(mesh, dtype):
 
 
 def test_the_plan_knows():
-    """A block keeps the opened gate and two dropout masks less."""
+    """A block keeps the opened gate and two dropout masks less, and the head half of the softmax."""
     peaks = []
     for text in ("off", "auto"):
         config = tiny("precision.dtype=bf16", "parallel.tp=2", *LLAMA, f"model.fused={text}")
         peaks.append(max(row["activation_peak_bytes"] for row in stages(make_plan(config))))
     model = config.model
     masks = (1 + 2 * model.layers) * model.hidden
-    assert peaks[0] - peaks[1] == model.seq_len * (2 * model.num_ffn_hidden * model.layers // 2 + masks)
+    logits = 2 * model.padded_vocab // 2 - 7  # in 16 bits, not 32; and 7 bytes more a token
+    gates = 2 * model.num_ffn_hidden * model.layers // 2
+    assert peaks[0] - peaks[1] == model.seq_len * (gates + masks + logits)
 
 
 @pytest.mark.parametrize("cell", covering(), ids=lambda cell: cell.id)
@@ -263,6 +268,35 @@ def test_does_not_fall_back_for_what_is_no_compilers(error, monkeypatch):
     with pytest.raises(RuntimeError, match="size"):  # the plain piece fails as well: the input is wrong
         pieces.rotate(drawn(torch.float32)[0], torch.ones(3), torch.ones(3))
     assert pieces.compile
+
+
+@pytest.mark.parametrize(("sizes", "vocab", "tp", "tiles"), [
+    ((7, 3, 16), 13, 1, 1), ((1, 1, 1), 1, 1, 1), ((600, 1, 40), 40, 1, 1), ((5, 2, 48), 11, 4, 1),
+    ((5, 2, 48), 20, 2, 3), ((5, 2, 48), 48, 1, 2)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_loss_falls_back(dtype, sizes, vocab, tp, tiles, monkeypatch):
+    """What takes the place of its kernels has their numbers: more tokens than a chunk, a rank or a tile that
+    is all padding."""
+    monkeypatch.setattr(interpreted, "Interpreted", Separate)
+    interpreted.compare(sizes, vocab, dtype, tp, tiles)
+
+
+@pytest.mark.usefixtures("broken")
+def test_the_losss_kernels_may_fail(monkeypatch, capsys):
+    """In forward, or in backward behind a forward that was theirs."""
+    works = types.SimpleNamespace(statistics=Separate.statistics, gradient=no_compiler())
+    for kernels in (works, None):
+        monkeypatch.setattr(fused, "_triton", lambda kernels=kernels: kernels or no_compiler()())
+        pieces = Fused(compile=True, falls_back=True)
+        assert pieces.kernels(torch.device("cpu")) is None
+        chosen = pieces.kernels(torch.device("cuda"))
+        assert chosen is not None
+        monkeypatch.setattr(interpreted, "Interpreted", chosen)
+        interpreted.compare((5, 2, 48), 40, torch.bfloat16, 2)
+        assert pieces.kernels(torch.device("cuda")) is None
+        assert capsys.readouterr().err.count("was not compiled on this rank") == 1
+    with pytest.raises(RuntimeError, match="C\\+\\+ compile error"):
+        Fused(compile=True).kernels(torch.device("cuda"))
 
 
 @pytest.mark.usefixtures("broken")

@@ -5,13 +5,16 @@ computes the rest again: SwiGLU keeps gate and up, but not the opened gate; drop
 mask is computed from counters. The bodies have the operations of the plain piece in their order, so results
 have the same bits; compiled bodies (`compile`) read and write each tensor once, and round once.
 
+The loss is such a piece, too: its kernels are our own (`loss_kernel`), and without them it is computed in
+chunks. Either way keeps the logits in the dtype of compute, and writes their gradient over them.
+
 Shapes: [...] any; F hidden layer of an MLP, E head size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,6 +22,7 @@ import torch.nn.functional as F
 
 from threed.console import say
 from threed.errors import ThreedError
+from threed.tensor.fused_loss import LossKernels, Separate
 from threed.tensor.random import keyed, mask_of
 
 Body = Callable[..., Any]
@@ -37,6 +41,12 @@ class Fused:
     @property
     def compile(self) -> bool:
         return self._compile and not (self._fallback and self._fallback.needed)
+
+    def kernels(self, device: torch.device) -> LossKernels | None:
+        """Those of the loss on a device; None where separate operations compute it, in chunks."""
+        if not self.compile or device.type != "cuda":
+            return None
+        return self._fallback or _triton()
 
     def swiglu(self, x: torch.Tensor) -> torch.Tensor:
         """silu(gate) * up, where x is gate and up: [..., 2F] -> [..., F]."""
@@ -65,26 +75,38 @@ def _compiled(body: Body) -> Body:
     return torch.compile(body, dynamic=False)
 
 
+def _triton() -> LossKernels:
+    from threed.tensor.loss_kernel import Kernels
+
+    return Kernels
+
+
 class _Fallback:
-    """Compiled bodies, until one cannot be compiled. A compiler works at the first call of a body, and at
-    that with a new shape, where what it lacks may be found out late: a full disk, a shape that it fails
-    on."""
+    """Compiled bodies and the loss's kernels, until one cannot be compiled. A compiler works at the first
+    call of a body, and at that with a new shape, where what it lacks may be found out late: a full disk, a
+    shape that it fails on."""
 
     def __init__(self) -> None:
         self.needed = False
 
     def __call__(self, body: Body) -> Body:
-        return body if self.needed else partial(self._run, body)
+        return body if self.needed else lambda *inputs: self._run(lambda: _compiled(body), body, *inputs)
 
-    def _run(self, body: Body, *inputs: Any) -> Any:
+    def statistics(self, *given: Any) -> Any:
+        return self._run(lambda: _triton().statistics, Separate.statistics, *given)
+
+    def gradient(self, *given: Any) -> None:
+        self._run(lambda: _triton().gradient, Separate.gradient, *given)
+
+    def _run(self, compiled: Callable[[], Body], plain: Body, *inputs: Any) -> Any:
         if self.needed:
-            return body(*inputs)
+            return plain(*inputs)
         try:
-            return _compiled(body)(*inputs)
+            return compiled()(*inputs)
         except (torch.OutOfMemoryError, ThreedError):
             raise
-        except Exception as error:  # a compiler may raise anything
-            result = body(*inputs)  # fails, too, where the device or an input is at fault
+        except Exception as error:  # a compiler may raise anything, and has changed no input
+            result = plain(*inputs)  # fails, too, where the device or an input is at fault
             if not self.needed:
                 self.needed = True
                 say("warning: model.fused=auto: a piece of the model was not compiled on this rank, which "

@@ -33,8 +33,9 @@ Run = Callable[..., Any]
 @pytest.fixture(scope="module")
 def run():
     """Call a function of `interpreted` there."""
-    with (ProcessPoolExecutor(1, get_context("spawn")) as pool,
-          mock.patch.dict(os.environ, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")):
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        with mock.patch.dict(os.environ, TRITON_INTERPRET="1", OMP_NUM_THREADS="1"):
+            pool.submit(os.getpid).result()  # it starts
         yield lambda function, *given: pool.submit(function, *given).result()
 
 
@@ -126,18 +127,17 @@ REGISTERS = {"statistics_kernel": 48, "gradient_kernel": 32}
 
 
 def compiled(kernel: Any, element: str) -> Any:
-    """A kernel with arguments as in a run: all pointers and sizes are multiples of 16, but for `blocks`."""
+    """A kernel with arguments as in a run: all pointers and sizes are multiples of 16."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     from threed.tensor.loss_kernel import BLOCK, WARPS
 
-    kinds = {"logits": element, "labels": "*i64", "BLOCK": "constexpr"}
-    kinds |= dict.fromkeys(("width", "first", "real", "blocks"), "i32")
+    kinds = {"logits": element, "places": "*i64", "width": "i32", "real": "i32", "BLOCK": "constexpr"}
     signature = {name: kinds.get(name, "*fp32") for name in kernel.arg_names}
     even = {(number,): [["tt.divisibility", 16]] for number, name in enumerate(kernel.arg_names)
-            if name not in ("blocks", "BLOCK")}
+            if name != "BLOCK"}
     source = ASTSource(kernel, signature, {(kernel.arg_names.index("BLOCK"),): BLOCK}, even)
     return triton.compile(source, target=GPUTarget(*H100), options={"num_warps": WARPS})
 

@@ -4,6 +4,7 @@ double, which records what each stream does."""
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from threed import lanes
-from threed.lanes import DONE, CopyLane, Handle, Lane, StreamLane, ThreadLane
+from threed.lanes import DONE, CopyLane, Handle, Lane, StreamLane, ThreadLane, in_order
 
 CPU = torch.device("cpu")
 
@@ -117,15 +118,23 @@ class Cuda:
         yield
         cls._local.stream = before
 
-    @staticmethod
-    def set_device(device: torch.device) -> None:
+    devices: ClassVar[list[torch.device]] = []  # that threads have taken
+
+    @classmethod
+    def set_device(cls, device: torch.device) -> None:
         assert threading.current_thread() is not threading.main_thread()
+        cls.devices.append(device)
+
+    @classmethod
+    def on(cls, stream: Stream) -> None:
+        """This thread's work goes to the stream from now on."""
+        cls._local.stream = stream
 
 
 @pytest.fixture
 def cuda(monkeypatch):
     monkeypatch.setattr(lanes.torch, "cuda", Cuda)
-    Cuda.main, Cuda.blocked, Cuda._local = Stream(), [], threading.local()
+    Cuda.main, Cuda.blocked, Cuda.devices, Cuda._local = Stream(), [], [], threading.local()
     return torch.device("cuda")
 
 
@@ -183,3 +192,18 @@ def test_a_rank_alone_works_where_it_computes(cuda):
     d2h.submit(work("down"), [alone.submit(work("reduce"))])
     assert Cuda.main.issued == ["reduce"] and streams(d2h) == ["wait(reduce)", "down"]
     d2h.close()
+
+
+def test_a_thread_comes_after_the_one_that_it_serves(cuda):
+    """It reads what that one has written, on the same GPU; and what it writes is there when it has ended."""
+    work("step")()
+    write = in_order(cuda, lambda: (work("down")(), "read")[1])
+    work("forward")()
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(lambda: (Cuda.on(Stream()), write(), Cuda.blocked)[1:]).result() == (
+            "read", ["step", "down"])
+    assert Cuda.devices == [cuda] and Cuda.main.issued == ["step", "forward"]
+
+
+def test_a_thread_on_a_cpu_has_nothing_to_wait_for():
+    assert in_order(CPU, lambda: 3)() == 3

@@ -50,7 +50,7 @@ LEVELS = (
         "doors.convert doors.init",
     ),
     (  # 1
-        "lanes store",
+        "forks lanes store",
         "comm",
         "pool",
         "data. tensor.",

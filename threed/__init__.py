@@ -21,8 +21,13 @@ imported when it is first used, and all but `train`, `generate`, `evaluate`, `Tr
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+# Ranks are forked, and a process that has started CUDA cannot fork ranks that use it. The call
+# torch.cuda.is_available() starts it, unless this is set, which it reads each time: then it asks NVML.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 if TYPE_CHECKING:
     from threed.api import check, plan, show, train

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 
 __all__ = ["check", "plan", "predict", "show", "train"]
 MOST_UNITS = 24  # of which `show` prints a line each
-PROBE_S = 10  # how long a forked process may take for a small product on several threads
 
 
 def plan(config: Config) -> Plan:
@@ -235,30 +234,17 @@ def check_process(forks: bool) -> None:
         raise InputError("threed.train answers signals, which Python allows on the main thread only: call it "
                          "there")
     torch = sys.modules.get("torch")
-    if forks and torch is not None and torch.cuda.is_initialized():
+    if not forks or torch is None:
+        return
+    from threed import forks as forked
+
+    if torch.cuda.is_initialized():
         raise InputError("this process has used a GPU, so ranks cannot be forked from it: call threed.train "
                          "before, or start the script with torchrun")
-    if forks and torch is not None and torch.get_num_threads() > 1 and not _torch_survives_a_fork(torch):
+    if torch.get_num_threads() > 1 and not forked.computes():
         raise InputError("this process has computed with torch on several threads, which do not survive a "
                          "fork, so ranks forked from it would hang: call threed.train before, start the "
                          "script with torchrun, or set OMP_NUM_THREADS=1 in its environment")
-
-
-def _torch_survives_a_fork(torch: Any) -> bool:
-    """Whether a forked process can compute on several threads. OpenMP does not say; its threads are gone in
-    the child, which waits for them for ever. So a child tries it, and an alarm ends the child."""
-    child = os.fork()
-    if child:
-        return os.waitpid(child, 0)[1] == 0
-    try:
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
-        signal.alarm(PROBE_S)
-        matrix = torch.ones(512, 512, device="cpu")
-        (matrix @ matrix).sum()
-        os._exit(0)
-    finally:
-        os._exit(1)
 
 
 @contextmanager

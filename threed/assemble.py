@@ -27,8 +27,9 @@ from threed.data.prompts import keep_tokenizer
 from threed.data.tokens import Prepared, prepare
 from threed.engine import shared
 from threed.engine.connect import warm
-from threed.engine.device import attention, compiles, pick_device, set_up
+from threed.engine.device import attention, compiles, pick_device, set_up, shortcomings
 from threed.engine.engine import Engine
+from threed.engine.gpu import own_devices, stay_beside
 from threed.engine.loopback import channel_pairs
 from threed.engine.watch import Watch
 from threed.errors import InputError, Stopped
@@ -125,9 +126,12 @@ def running(config: Config, plan: Plan, comm: ProcessComm, watch: Watch) -> Iter
 def connect(config: Config, watch: Watch, device: torch.device, store: Any,
             planning: Callable[[Config, Pipeline], Plan] = make_plan) -> tuple[ProcessComm, Plan]:
     """Connect this rank with the others, and agree with them on a plan, which `planning` makes."""
+    stay_beside(device)
     with watch.phase("connect"):
         comm = ProcessComm(make_mesh(config), watch.rank, device, config.run.timeout_s, store)
     watch.comm = comm
+    with watch.phase("see that each rank has a GPU of its own, or none has", waits=False):
+        own_devices(comm)
     with watch.phase("agree on a plan", waits=False):
         # Rank 0 plans: on another machine a search may round differently, and a file may be missing.
         pipeline = comm.broadcast(make_pipeline(config) if watch.rank == 0 else None)
@@ -159,12 +163,9 @@ def _open_log(config: Config, plan: Plan, comm: Comm, watch: Watch, closing: Exi
     closing.callback(_close_log, log, watch)
     tidy(config)
     lines = [*validate.warnings(config), *undivided(config, plan.programs["train"]), *unequal(config)]
-    for line in [*lines, *_without_compiler(config, comm.device)]:
+    for line in [*lines, *_without_compiler(config, comm.device), *shortcomings(config, comm.device)]:
         log.say(f"warning: {line}")
     chosen = attention(config, comm.device)
-    if chosen == "math" and comm.device.type == "cuda" and config.model.attention_dropout == 0:
-        log.say("warning: attention is not fused here: a layer keeps the scores of all pairs of tokens, "
-                "which the plan does not count; see run.attention_backend")
     log.say(f"{comm.mesh.draw()}\n{len(plan)} instructions, plan {plan.digest}, {comm.device.type}, "
             f"attention: {chosen}{', deterministic' if config.run.deterministic else ''}")
     log.say(size_line(config))
@@ -216,8 +217,8 @@ def _difference(rank: int, mine: tuple[Any, ...], first: tuple[Any, ...]) -> str
         return (f"the AdamW of the host, which rank {0 if adamw else rank} has not compiled (install gcc and "
                 "threed again there)")
     if pieces != first_pieces:
-        return (f"model.fused=auto, which rank {0 if pieces else rank} cannot compile (install triton and "
-                "gcc there, or use model.fused=off)")
+        return (f"model.fused=auto, which rank {0 if pieces else rank} cannot compile (install triton, "
+                "gcc and Python's headers there, or use model.fused=off)")
     return (f"attention, which is {attends} on rank {rank} and {first_attends} on rank 0 (choose one by "
             "run.attention_backend)")
 

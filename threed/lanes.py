@@ -13,10 +13,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+T = TypeVar("T")
 Job = Callable[[], object]
 
 
@@ -85,6 +86,23 @@ class OnStream(Handle):
 def so_far(device: torch.device) -> Handle:
     """All computation that has been issued; on a CPU it has ended."""
     return OnStream() if device.type == "cuda" else DONE
+
+
+def in_order(device: torch.device, work: Callable[[], T]) -> Callable[[], T]:
+    """`work`, to be done by another thread than this one, and once. On the device it comes after all that
+    this thread has issued so far, and has ended when it returns: a thread that does not say otherwise works
+    on GPU 0, and on a stream that waits for no other."""
+    before = so_far(device)
+
+    def done_there() -> T:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        before.block()
+        result = work()
+        so_far(device).block()
+        return result
+
+    return done_there
 
 
 class Queued(Handle):

@@ -18,9 +18,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from threed import marks
+from threed import forks, marks
 from threed.assemble import Job, Task
 from threed.callback import Callback
 from threed.checkpoint.lineage import read_latest
@@ -114,9 +112,8 @@ class LocalLauncher:
 
     def prepare(self, say: Callable[[str], None] | None = None) -> Prepared:
         """Prepare the data; `say` gets lines about the progress (None: the console). Errors as from
-        `Preparation.result`, and InputError at once where the ranks will miss their GPU."""
-        if self.config.run.device == "cuda" and local_world_size("cuda") is None:
-            raise InputError("run.device=cuda, but torch sees no GPU here; use run.device=auto or cpu")
+        `Preparation.result`, and InputError at once where a rank would miss its GPU."""
+        check_gpus(self.config.run.device, self.config.world_size)
         self.preparing = Preparation(lambda: self.config, self.config, say or progress(self.config))
         self.preparing.start()
         prepared = self.preparing.result()
@@ -124,8 +121,9 @@ class LocalLauncher:
         return prepared
 
     def start(self, prepared: Prepared | None, steps: Steps) -> Failure | None:
-        """Start the ranks once and wait until all have ended. Returns why one has failed; None if none
-        has."""
+        """Start the ranks once and wait until all have ended. Returns why one has failed; None if none has.
+        Errors as from `check_gpus`: what a script has called since `prepare` may have started CUDA."""
+        check_gpus(self.config.run.device, self.config.world_size)
         size, parent = self.config.world_size, os.getpid()
         # the file where ranks meet: in memory, so it vanishes with the last rank, however the ranks end
         meeting = os.memfd_create("threed-store")
@@ -195,9 +193,19 @@ def _why(codes: list[int | None], store: Any, steps: Steps, asked: bool) -> tupl
 
 def local_world_size(config_device: str) -> int | None:
     """How many processes to start if `parallel.dp: auto` leaves it open: one a GPU; None on a machine without
-    GPUs."""
-    # let torch ask the driver: CUDA must not be initialised before the fork
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    if config_device == "cpu" or not torch.cuda.is_available():
-        return None
-    return torch.cuda.device_count()
+    GPUs. Errors as from `forks.gpus`."""
+    return (forks.gpus() or None) if config_device != "cpu" else None
+
+
+def check_gpus(device: str, ranks: int) -> None:
+    """InputError where `ranks` processes that are forked here would not each have a GPU, and run.device asks
+    for GPUs, or allows them. Errors also as from `forks.gpus`."""
+    if device == "cpu":
+        return
+    gpus = forks.gpus()
+    if device == "cuda" and not gpus:
+        raise InputError("run.device=cuda, but torch sees no GPU here; use run.device=auto or cpu")
+    if 0 < gpus < ranks:
+        raise InputError(f"{ranks} ranks would start on this machine, and each takes a GPU, but it has "
+                         f"{gpus}: lower parallel.dp, tp or pp, whose product is the number of ranks, or use "
+                         "run.device=cpu")

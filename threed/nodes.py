@@ -47,8 +47,9 @@ from threed.data.tokens import Prepared
 from threed.early import handle
 from threed.engine.watch import KEY, tell
 from threed.environment import RESTARTS, Nodes, Place
-from threed.errors import InputError, RunError, ThreedError
+from threed.errors import RunError, ThreedError
 from threed.head import Head
+from threed.launcher import check_gpus
 from threed.rank import run_rank
 from threed.rendezvous import Line, connect, interface, interface_variables, is_here, listen, plain, readable
 from threed.requests import Asked
@@ -259,7 +260,8 @@ class NodeLauncher:
         try:
             config = self.load(message["world"])
             variables = interface_variables(message["address"])
-        except InputError as error:
+            check_gpus(config.run.device, self.size)
+        except ThreedError as error:
             say(str(error))
             self._report_mistake(line, f"{self.host}: {error}", error.status)
             self.reported = "failed"

@@ -41,8 +41,11 @@ def run_rank(job: Job, place: Place, store: Any) -> int:
     pace = job.pace or Steps(1).of(0)
     answer = None if job.pace is not None else _Answer(job.config, place, pace)  # nobody else would
     requests = Requests(answer)
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // place.local_size))
+    # Set in any case: a fork of a process that has set it makes its pool of threads anew at the next call,
+    # and dies where two threads call at once, as those do that autograd starts for devices.
+    given = "OMP_NUM_THREADS" in os.environ
+    torch.set_num_threads(torch.get_num_threads() if given
+                          else max(1, (os.cpu_count() or 1) // place.local_size))
     watch = None
     # What takes long to close is closed after the other ranks know of a failure.
     with contextlib.ExitStack() as closing:

@@ -173,14 +173,18 @@ def route(address: str, port: int) -> str | None:
 
 def interface_variables(address: str) -> dict[str, str]:
     """The environment variables that tell a rank's Gloo and NCCL which interface leads to the other nodes: by
-    default they use the address of the host's own name, or any. `address`: this host's on that interface."""
+    default they use the address of the host's own name, or any. `address`: this host's on that interface.
+
+    Gloo takes a name as it is. NCCL takes it as a prefix (eth1 is eth10, too), unless "=" stands before it
+    (NCCL's user guide, "Environment Variables").
+    """
     name, chosen = interface(address), {}
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        chosen[variable] = os.environ.get(variable, name)
-        if chosen[variable] == "lo" and not is_loopback(address):
-            raise InputError(f"{variable}=lo on {socket.gethostname()} is loopback, and other nodes are on "
-                             f"other hosts: unset it, or name the interface that leads to them ({name}, "
-                             f"{address})")
+    for variable, exactly in (("GLOO_SOCKET_IFNAME", name), ("NCCL_SOCKET_IFNAME", f"={name}")):
+        chosen[variable] = os.environ.get(variable, exactly)
+        if chosen[variable].lstrip("=") == "lo" and not is_loopback(address):
+            raise InputError(f"{variable}={chosen[variable]} on {socket.gethostname()} is loopback, and "
+                             "other nodes are on other hosts: unset it, or name the interface that leads to "
+                             f"them ({name}, {address})")
     return chosen
 
 

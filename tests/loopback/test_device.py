@@ -6,16 +6,20 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend
 
 from tests.harness import loopback, same_bits, tiny
-from threed.engine.device import attention, pick_device, set_up
+from threed.engine import device as subject
+from threed.engine.device import attention, pick_device, set_up, shortcomings
 from threed.errors import ConfigError, InputError
 from threed.launcher import LocalLauncher
 from threed.monitor.measure import peak_tflops
+from threed.tensor.products import Way
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
@@ -32,6 +36,8 @@ def restored(monkeypatch):
     for enable in (torch.backends.cuda.enable_flash_sdp, torch.backends.cuda.enable_mem_efficient_sdp,
                    torch.backends.cuda.enable_cudnn_sdp):
         enable(True)
+    for name in ("bf16", "fp16"):
+        setattr(torch.backends.cuda.matmul, f"allow_{name}_reduced_precision_reduction", True)
     torch.use_deterministic_algorithms(False)
     torch.utils.deterministic.fill_uninitialized_memory = True
 
@@ -45,10 +51,12 @@ def enabled() -> dict[str, bool]:
 @pytest.mark.parametrize("others, want", [
     ([], ["flash", "efficient", "cudnn"]), (["run.deterministic=true"], ["flash"]),
     (["run.attention_backend=cudnn"], ["cudnn"]),
-    (["run.attention_backend=efficient", "run.deterministic=true"], ["efficient"])])
+    (["run.attention_backend=efficient", "run.deterministic=true"], ["efficient"]),
+    (["data.document_mask=true"], ["flash", "efficient"]),
+    (["data.document_mask=true", "run.attention_backend=cudnn"], ["cudnn"])])
 def test_backends_that_may_run(others, want):
     """Deterministic runs do not get a backward that adds with atomics, unless a config asks for it: then
-    torch says that it is not deterministic."""
+    torch says that it is not deterministic. Documents do not get a kernel that is planned for each length."""
     before = enabled()
     set_up(tiny(*others))
     assert [name for name, on in enabled().items() if on] == want
@@ -170,6 +178,64 @@ def test_collectives_come_first(monkeypatch):
     monkeypatch.setenv("TORCH_NCCL_HIGH_PRIORITY", "0")
     set_up(tiny())
     assert os.environ["TORCH_NCCL_HIGH_PRIORITY"] == "0"
+
+
+@pytest.mark.parametrize("asked", ["1", "8"])
+def test_lanes_have_queues_of_their_own(asked, monkeypatch):
+    """As many as a GPU has, unless the machine says otherwise: 1 is a habit of Megatron's users."""
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    set_up(tiny())
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", asked)
+    set_up(tiny())
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == asked
+
+
+def test_parts_of_a_product_are_added_in_fp32():
+    """torch rounds them to 16 bits by itself, where cuBLAS cuts the dim that is summed over."""
+    set_up(tiny("precision.dtype=bf16"))
+    assert not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+    assert not torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction
+
+
+@pytest.fixture
+def gpu(monkeypatch) -> dict[str, Any]:
+    """A GPU as `attention` asks for one: the kernel that torch would choose, and how the one for documents is
+    called."""
+    says: dict[str, Any] = {"chosen": SDPBackend.CUDNN_ATTENTION, "varlen": None, "way": Way.IN_PLACE}
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *sizes, device, **others: empty(*sizes, **others))
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_, **__: says["chosen"].value)
+    monkeypatch.setattr(subject, "varlen_call", lambda *_: says["varlen"])
+    monkeypatch.setattr(subject, "way_of", lambda *_: says["way"])
+    return says
+
+
+GPU, MASK = torch.device("cuda", 0), ["precision.dtype=bf16", "data.document_mask=true"]
+
+
+@pytest.mark.parametrize("chosen", [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION])
+def test_documents_take_their_kernel_where_torch_would_choose_another(chosen, gpu):
+    gpu.update(chosen=chosen, varlen={"is_causal": True})
+    assert attention(tiny(*MASK), GPU) == "varlen" and not shortcomings(tiny(*MASK), GPU)
+    gpu["chosen"] = SDPBackend.FLASH_ATTENTION
+    assert attention(tiny(*MASK, "run.attention_backend=flash"), GPU) == "varlen"
+    for others in (["precision.dtype=bf16"], [*MASK, "model.attention_dropout=0.1"]):
+        assert attention(tiny(*others), GPU) in ("flash", "math")
+    gpu["chosen"] = SDPBackend.CUDNN_ATTENTION
+    assert attention(tiny(*MASK, "run.attention_backend=cudnn"), GPU) == "cudnn"
+
+
+def test_what_a_run_says_that_torch_cannot_do(gpu):
+    gpu["chosen"] = SDPBackend.FLASH_ATTENTION
+    assert shortcomings(tiny("precision.dtype=bf16"), GPU) == []
+    (line,) = shortcomings(tiny(*MASK), GPU)
+    assert line.startswith("data.document_mask: each document is a call of attention (flash)")
+    gpu.update(chosen=SDPBackend.MATH, way=Way.ROUNDED)
+    fused, rounded = shortcomings(tiny("precision.dtype=bf16"), GPU)
+    assert "not fused" in fused and "weight gradients are rounded to bf16" in rounded
+    assert shortcomings(tiny(*MASK, "model.attention_dropout=0.1"), GPU) == [rounded]
+    assert shortcomings(tiny(*MASK), CPU) == [], "which is for tests, and where that is so by nature"
 
 
 @pytest.mark.parametrize(("name", "tflops"), [

@@ -4,6 +4,7 @@ are those of documents one by one."""
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -155,13 +156,47 @@ def parts(heads: int, kv_heads: int, dtype: torch.dtype = torch.float64) -> list
 DOCUMENTS = Documents.of(torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0], [0, 1, 0, 1, 2, 3, 4, 5]]))
 
 
+@pytest.fixture(autouse=True)
+def asked_anew():
+    """How torch's kernel for documents is called."""
+    subject.varlen_call.cache_clear()
+    yield
+    subject.varlen_call.cache_clear()
+
+
+def of_2_13(q, k, v, starts, starts_k, longest, longest_k, *, window_size=(-1, -1), enable_gqa=False):
+    """What torch's page says of varlen_attn."""
+    if q.shape[1] != k.shape[1] and not enable_gqa:
+        raise ValueError("Expect query and key/value to have the same number of heads")
+    return stand_in(q, k, v, starts, starts_k, longest, longest_k, window_size == (-1, 0))
+
+
+def of_2_11(q, k, v, starts, starts_k, longest, longest_k, *, window_size=(-1, -1)):
+    return stand_in(q, k, v, starts, starts_k, longest, longest_k, window_size == (-1, 0))
+
+
+def of_2_10(q, k, v, starts, starts_k, longest, longest_k, is_causal=False):
+    return stand_in(q, k, v, starts, starts_k, longest, longest_k, is_causal)
+
+
+def stand_in(q, k, v, starts, starts_k, longest, longest_k, causal):
+    edges = starts.tolist()
+    runs, repeats = list(pairwise(edges)), q.shape[1] > k.shape[1]
+    assert starts.dtype == torch.int32 and starts is starts_k
+    assert edges[0] == 0 and edges[-1] == len(q) and longest == longest_k == max(b - a for a, b in runs)
+    return torch.cat([F.scaled_dot_product_attention(
+        *(each[a:b].transpose(0, 1)[None] for each in (q, k, v)), is_causal=causal,
+        enable_gqa=repeats)[0].transpose(0, 1) for a, b in runs])
+
+
 @pytest.mark.parametrize("kv_heads", [4, 2])
-@pytest.mark.parametrize("varlen", [False, True])
-def test_attention_is_that_of_a_mask(kv_heads, varlen, monkeypatch):
-    """torch's kernel for documents needs a GPU: here its arguments are checked against a stand-in."""
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", stand_in)
+@pytest.mark.parametrize("kernel", [None, of_2_13, of_2_11, of_2_10])
+def test_attention_is_that_of_a_mask(kv_heads, kernel, monkeypatch):
+    """torch's kernel for documents needs a GPU: here its arguments are checked against a stand-in, of each
+    version that has other ones."""
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
     q, k, v = parts(4, kv_heads)
-    out = attend(q, k, v, DOCUMENTS, varlen)
+    out = attend(q, k, v, DOCUMENTS, varlen=kernel is not None)
     mask = ~outside(DOCUMENTS.positions_BS) & torch.ones(8, 8, dtype=torch.bool).tril()
     want = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
     grad = torch.randn_like(out)
@@ -171,15 +206,24 @@ def test_attention_is_that_of_a_mask(kv_heads, varlen, monkeypatch):
         torch.testing.assert_close(mine, theirs)
 
 
-def stand_in(q, k, v, starts, starts_k, longest, longest_k, *, window_size, enable_gqa):
-    """What torch's page says of varlen_attn."""
-    assert window_size == (-1, 0) and starts.dtype == torch.int32 and starts is starts_k
-    edges = starts.tolist()
-    assert edges[0] == 0 and edges[-1] == len(q) and longest == longest_k == max(
-        b - a for a, b in zip(edges, edges[1:], strict=False))
-    return torch.cat([F.scaled_dot_product_attention(
-        *(each[a:b].transpose(0, 1)[None] for each in (q, k, v)), is_causal=True,
-        enable_gqa=enable_gqa)[0].transpose(0, 1) for a, b in zip(edges, edges[1:], strict=False)])
+def careless(q, k, v, *starts, **others):
+    """Attends to what comes later, too, whatever it is told."""
+    return stand_in(q, k, v, *starts, causal=False)
+
+
+def without_gradients(*arguments, **others):
+    return of_2_13(*arguments, **others).detach() + 0 * arguments[0]
+
+
+@pytest.mark.parametrize("kernel", [careless, without_gradients])
+def test_a_kernel_that_computes_something_else_is_not_used(kernel, monkeypatch):
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
+    assert subject.varlen_call(torch.device("cpu"), torch.bfloat16, 8, False) is None
+
+
+def test_what_a_cpu_has():
+    for repeats in (False, True):
+        assert subject.varlen_call(torch.device("cpu"), torch.bfloat16, 8, repeats) is None
 
 
 def test_one_document_a_sequence_is_plain_attention(monkeypatch):
@@ -187,7 +231,6 @@ def test_one_document_a_sequence_is_plain_attention(monkeypatch):
     q, k, v = parts(4, 4, torch.float32)
     documents = Documents.of(torch.arange(8).repeat(2, 1))
     want = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    assert subject.has_varlen() or torch.__version__ < "2.13"
     assert documents.whole and torch.equal(attend(q, k, v, documents, False), want)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from typing import Any
 
 import pytest
@@ -13,9 +14,12 @@ from threed.engine import engine as engines
 from threed.engine.clock import HostClock, HostReader
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
+from threed.errors import RunError
 from threed.monitor.measure import Meter
 from threed.planner import make_mesh, make_plan
+from threed.program.instruction import Instruction, Op
 from threed.program.trace import Trace
+from threed.slots import Slots
 
 
 class LateReader(HostReader):
@@ -76,3 +80,37 @@ def test_metrics_are_those_of_the_step_before():
         assert waits == [(1, False), (1, True), (2, True), (3, True)]
 
     run_loopback(plan, make_mesh(config), work)
+
+
+class BusyClock(LateClock):
+    """Of a device that has finished nothing yet."""
+
+    def passed(self, mark: float) -> bool:
+        return False
+
+
+def test_where_a_host_that_runs_ahead_has_failed(monkeypatch):
+    """At the instruction that the host has reached, and because of no other rank. (A watchdog asks where the
+    device is.)"""
+    monkeypatch.setattr(engines, "make_clock", lambda device: BusyClock())
+    config = tiny("model.layers=2", "parallel.dp=2", "zero.stage=3")
+    plan, said = make_plan(config), {}
+
+    def work(comm: Comm) -> None:
+        engine = Engine(config, plan, comm)
+        forward = engine.handlers[Op.FORWARD]
+
+        def fails(instruction: Instruction, slots: Slots) -> None:
+            if instruction.unit == 2:
+                said[comm.rank] = engine.where()
+                raise ValueError("of the host")
+            forward(instruction, slots)
+
+        engine.handlers[Op.FORWARD] = fails
+        engine.train_step(batches(config, comm, 0))
+
+    with pytest.raises(RunError) as failure:
+        run_loopback(plan, make_mesh(config), work)
+    first, *_, last = str(failure.value).splitlines()
+    assert first.endswith("'FORWARD u2 m0'") and last.startswith("  blocks.1: ValueError: of the host")
+    assert re.fullmatch(r"rank \d .* at 'GATHER p\d \(dp\)', with rank \d", said[0].splitlines()[0])

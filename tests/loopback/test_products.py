@@ -9,10 +9,18 @@ import torch
 
 from tests.harness import assert_contract, loopback, tiny
 from threed.tensor import products
-from threed.tensor.products import add_product, adds_to
+from threed.tensor.products import Way, add_product, way_of
 
 CPU = torch.device("cpu")
 WIDE = torch.float32
+
+
+@pytest.fixture(autouse=True)
+def asked_anew():
+    """Which way a product goes."""
+    way_of.cache_clear()
+    yield
+    way_of.cache_clear()
 
 
 @pytest.fixture
@@ -24,44 +32,71 @@ def of_a_gpu(monkeypatch):
         calls["addmm"] += 1
         return out.copy_(sum_ + left.to(dtype) @ right.to(dtype))
 
-    def mm(left, right, dtype, *, out):
+    def mm(left, right, dtype):
         calls["mm"] += 1
-        return out.copy_(left.to(dtype) @ right.to(dtype))
+        return left.to(dtype) @ right.to(dtype)
 
     monkeypatch.setattr(torch.ops.aten.addmm, "dtype_out", addmm)
-    monkeypatch.setattr(torch.ops.aten.mm, "dtype_out", mm)
-    adds_to.cache_clear()
-    yield calls
-    adds_to.cache_clear()
+    monkeypatch.setattr(torch.ops.aten.mm, "dtype", mm)
+    monkeypatch.setattr(torch.ops.aten.mm, "dtype_out",
+                        lambda left, right, dtype, *, out: out.copy_(mm(left, right, dtype)))
+    return calls
+
+
+@pytest.fixture
+def of_an_older_torch(of_a_gpu, monkeypatch):
+    """2.8 and 2.9 add a product of 16-bit matrices to a sum of 16 bits alone."""
+    def addmm(sum_, left, right, dtype, *, out):
+        assert sum_.dtype == dtype and left.dtype != dtype
+        raise RuntimeError("self and mat2 must have the same dtype, but got Float and BFloat16")
+
+    monkeypatch.setattr(torch.ops.aten.addmm, "dtype_out", addmm)
+    return of_a_gpu
 
 
 def test_what_a_cpu_can():
-    adds_to.cache_clear()
-    assert adds_to(WIDE, WIDE, CPU) and adds_to(torch.bfloat16, torch.bfloat16, CPU)
-    assert not adds_to(WIDE, torch.bfloat16, CPU) and not adds_to(torch.bfloat16, WIDE, CPU)
+    assert way_of(WIDE, WIDE, CPU) is way_of(torch.bfloat16, torch.bfloat16, CPU) is Way.IN_PLACE
+    assert way_of(WIDE, torch.bfloat16, CPU) is way_of(torch.bfloat16, WIDE, CPU) is Way.ROUNDED
 
 
 def test_an_operation_that_rounds_is_not_used(monkeypatch):
     """A version of torch whose operation exists, and rounds first."""
-    def rounds(into, written, left, right):
+    def rounds(way, into, written, left, right):
         product = (left @ right).to(torch.bfloat16)
         into.copy_((into + product).to(torch.bfloat16) if written else product)
 
-    monkeypatch.setattr(products, "add_product", rounds)
-    adds_to.cache_clear()
-    assert not adds_to(WIDE, torch.bfloat16, CPU)
-    adds_to.cache_clear()
+    monkeypatch.setattr(products, "_add", rounds)
+    assert way_of(WIDE, torch.bfloat16, CPU) is Way.ROUNDED
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_nothing_is_rounded(dtype, of_a_gpu):
-    assert adds_to(WIDE, dtype, CPU)
+def nothing_is_rounded(dtype: torch.dtype) -> None:
     left, right = (torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(dtype)
                    for shape in ((5, 64), (64, 7)))
     into = torch.full((5, 7), torch.nan)
     add_product(into, False, left, right)
     add_product(into, True, left, right)
     torch.testing.assert_close(into, 2 * left.float() @ right.float(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_nothing_is_rounded(dtype, of_a_gpu):
+    assert way_of(WIDE, dtype, CPU) is Way.IN_PLACE
+    nothing_is_rounded(dtype)
+
+
+@pytest.mark.parametrize("piece", [1, 7, 14, 20, 1 << 24])
+def test_an_older_torch_rounds_nothing(piece, of_an_older_torch, monkeypatch):
+    """And makes no more of a product at a time than it may."""
+    monkeypatch.setattr(products, "PIECE", piece)
+    assert way_of(WIDE, torch.bfloat16, CPU) is Way.APART
+    of_an_older_torch.clear()
+    nothing_is_rounded(torch.bfloat16)
+    assert of_an_older_torch == {"mm": 1 + -(-5 // max(1, piece // 7))}
+
+
+def test_a_run_with_an_older_torch(references, of_an_older_torch):
+    assert_contract(tiny("precision.dtype=bf16", "zero.stage=3", "parallel.dp=2"), references)
+    assert of_an_older_torch["mm"] > 100
 
 
 @pytest.mark.parametrize("others", [
@@ -87,6 +122,6 @@ def test_nearer(of_a_gpu):
 
     near, calls = error(wide), of_a_gpu["addmm"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("threed.zero.state.adds_to", lambda *_: False)
+        patch.setattr(products, "way_of", lambda *_: Way.ROUNDED)
         far = error(loopback(config, 1).first_grads)
     assert of_a_gpu["addmm"] == calls and near < far

@@ -20,6 +20,7 @@ from threed.quantity import show_bytes
 from threed.verbs import _fits
 
 TOY, H100 = "configs/toy.yaml", Hardware.parse("h100-sxm")
+GPU = "run.device=auto"  # the toy itself is for processors
 GB = 10**9
 PLANS = {
     "one rank": ["parallel.dp=1", "parallel.tp=1", "parallel.pp=1"],
@@ -58,7 +59,7 @@ def test_the_page_says_the_same():
 
 def test_search_and_advise_say_what_predict_says(tmp_path):
     """And search proposes nothing about which predict warns."""
-    over = ["parallel.tp=1", "parallel.axis_order=pp-dp-tp", "offload.optimizer=none", "zero.stage=3",
+    over = [GPU, "parallel.tp=1", "parallel.axis_order=pp-dp-tp", "offload.optimizer=none", "zero.stage=3",
             "zero.residency=1", "activation.offload=none", "train.micro_batch_size=4", "parallel.pp=2"]
     found = searching.search(TOY, 4, over, "h100-sxm", "4GB")
     assert found["usable_bytes"] == round(0.95 * 4 * GB) and found["memory_bytes"] == 4 * GB
@@ -74,18 +75,18 @@ def test_search_and_advise_say_what_predict_says(tmp_path):
 
 def test_what_stays_free():
     """The same limit everywhere: one byte more than may be in use does not fit."""
-    rows = peaks(threed.plan(threed.load(TOY)), H100)
+    rows = peaks(threed.plan(threed.load(TOY, [GPU])), H100)
     need = fullest(rows).total
     enough, short = round(need / 0.95) + 1, round(need / 0.95) - 100
     assert too_much(rows, H100, enough) is None and "5% stay free" in str(too_much(rows, H100, short))
     for size, fits in ((enough, True), (short, False)):
         hardware = f"h100-sxm,memory_gb={size / GB:.9f}"
-        assert (threed.predict(threed.load(TOY), hardware)["too_much"] is None) == fits
-        done = run("check", TOY, "--hardware", hardware)
+        assert (threed.predict(threed.load(TOY, [GPU]), hardware)["too_much"] is None) == fits
+        done = run("check", TOY, GPU, "--hardware", hardware)
         assert done.exit_code == (0 if fits else 2) and done.stdout.startswith("ok:") == fits
         assert ("a rank of pp0 needs" in done.stderr) != fits
-        assert ("warning: a rank of pp0" in run("predict", TOY, "--hardware", hardware).stdout) != fits
-    assert run("check", TOY, "--hardware", f"h100-sxm,memory_gb={need / GB + 1e-6:.9f},free_share=0",
+        assert ("warning: a rank of pp0" in run("predict", TOY, GPU, "--hardware", hardware).stdout) != fits
+    assert run("check", TOY, GPU, "--hardware", f"h100-sxm,memory_gb={need / GB + 1e-6:.9f},free_share=0",
                "--json").exit_code == 0
 
 
@@ -98,13 +99,13 @@ def test_init_asks_for_the_same_peak():
 
 def test_communicators_are_counted_and_said():
     """How many a plan opens, and what they cost: on a large mesh they are gigabytes that no slot has."""
-    plan = threed.plan(threed.load(TOY))
+    plan = threed.plan(threed.load(TOY, [GPU]))
     assert communicators(plan, 0) == 6
-    text = run("predict", TOY, "--hardware", "h100-sxm,communicator_gb=0.5").stdout
+    text = run("predict", TOY, GPU, "--hardware", "h100-sxm,communicator_gb=0.5").stdout
     assert "2.8 GiB for 6 NCCL communicators" in text and "for CUDA" in text
-    alone = run("predict", TOY, *PLANS["one rank"]).stdout
+    alone = run("predict", TOY, GPU, *PLANS["one rank"]).stdout
     assert "for CUDA" in alone and "NCCL" not in alone
-    assert "CUDA" not in run("predict", TOY, "run.device=cpu").stdout
+    assert "CUDA" not in run("predict", TOY).stdout
 
 
 def test_ranks_that_share_processors_have_no_bubble_of_it():
@@ -115,4 +116,4 @@ def test_ranks_that_share_processors_have_no_bubble_of_it():
     assert few["bubble"] == pytest.approx(many["bubble"])
     row = few["stages"][0]
     assert row["bubble"] == pytest.approx(1 - row["busy_s"] / few["step_time"])
-    assert "8 ranks share 2 processors" in run("predict", TOY, "run.device=cpu").stdout
+    assert "8 ranks share 2 processors" in run("predict", TOY).stdout

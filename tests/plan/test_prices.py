@@ -127,8 +127,8 @@ def test_measured_costs_leave_moves_their_price(over):
 
 def test_advice_is_printed():
     """The sentence that says what a setting saves and costs."""
-    arguments = ["check", "configs/toy.yaml", "parallel.dp=4", "train.global_batch_size=32", "--memory",
-                 "3GiB"]
+    arguments = ["check", "configs/toy.yaml", "parallel.dp=4", "train.global_batch_size=32",
+                 "run.device=auto", "--memory", "3GiB"]
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert result.exit_code == 2 and not result.stdout.startswith("ok") and "more than the" in result.stderr
     assert "zero.stage=2" in result.stdout
@@ -138,7 +138,7 @@ def test_advice_is_printed():
 
 def test_a_devices_memory_has_more_than_the_plan():
     """Temporaries, and what CUDA and NCCL take: for each group of several ranks, and each channel."""
-    config = load("configs/toy.yaml", ["parallel.dp=4", "train.global_batch_size=32"])
+    config = load("configs/toy.yaml", ["parallel.dp=4", "train.global_batch_size=32", "run.device=auto"])
     row = measure(config, Hardware(context_gb=3.0, communicator_gb=0.5), Transient())
     # of dp, tp, world, the tied embedding, and two channels to the other position
     assert row["taken_bytes"] == 3.0 * GB + 6 * 0.5 * GB

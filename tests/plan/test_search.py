@@ -27,7 +27,7 @@ QUIET = ["train.eval_every=0", "checkpoint.every=0"]
 
 
 def searched(devices: int, *overrides: str, memory: float = 80e9, rounding: bool = False):
-    asked = ask(TOY, list(overrides), rounding)
+    asked = ask(TOY, ["run.device=auto", *overrides], rounding)
     return asked, Search(asked.base, H100, int(memory), rounding=rounding).run(devices, asked.fixed)
 
 
@@ -147,7 +147,7 @@ def test_tiles():
              "precision.dtype=bf16", "parallel.tp=1", "parallel.pp=1", "zero.stage=3",
              "train.micro_batch_size=1", "offload.optimizer=none", "zero.reduce_every=1",
              "activation.policy=full", "zero.residency=1")
-    base = ask(TOY, [*large]).base
+    base = ask(TOY, ["run.device=auto", *large]).base
     fast = Fast(base, H100)
     layout = Layout(dp=8, shard_size=8, stage=3, residency=1, reduce_every=1, policy="full")
     few, many = fast.units().tiles(1)
@@ -197,7 +197,7 @@ def test_what_would_help():
 
 
 def run(*arguments: str):
-    return CliRunner().invoke(app, ["search", TOY, "--hardware", "h100-sxm", *arguments],
+    return CliRunner().invoke(app, ["search", TOY, "--hardware", "h100-sxm", "run.device=auto", *arguments],
                               catch_exceptions=False)
 
 

@@ -32,6 +32,7 @@ from threed.checkpoint.proof import MASK, checksum
 from threed.checkpoint.read import Reader
 from threed.comm import Comm
 from threed.errors import InputError, RunError
+from threed.lanes import in_order
 from threed.mesh import axes_of
 from threed.quantity import show_bytes
 from threed.schema import Config
@@ -106,7 +107,7 @@ class Reading(NamedTuple):
 def _together(comm: Comm, work: Callable[[], T], reading: Reading | None = None) -> T:
     """Do some work on a thread; its result, once the work of all ranks is done. The ranks exchange often
     meanwhile, because a rank that waits long for an answer ends the run. RunError where a rank is stuck."""
-    future, said = Future[T](), False
+    future, said, work = Future[T](), False, in_order(comm.device, work)
 
     def body() -> None:
         try:

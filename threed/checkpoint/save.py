@@ -49,6 +49,7 @@ from threed.checkpoint.format import (
 from threed.checkpoint.lineage import Lineage, own, write_latest
 from threed.checkpoint.write import Item, write
 from threed.engine.engine import Engine
+from threed.lanes import in_order
 from threed.schema import Config
 from threed.zero.shard import counts
 from threed.zero.state import UnitState
@@ -131,7 +132,7 @@ class Saver:
         }
         self._engine.snapshot()
         self._items = list(itertools.chain.from_iterable(map(self._of_unit, zero.states.values())))
-        self._start(Stage.WRITING, self._write)
+        self._start_writing()
 
     def _of_unit(self, state: UnitState) -> list[Item]:
         """The tensors of a parameter unit that this rank writes."""
@@ -173,7 +174,7 @@ class Saver:
             reports = self._comm.gather(self._result)
             self._start(Stage.PUBLISHING, lambda: self._publish(reports or []), only_first=True)
         elif self.stage is Stage.CLEARING:
-            self._start(Stage.WRITING, self._write)
+            self._start_writing()
         else:
             return self._end(None)
         return None
@@ -211,6 +212,10 @@ class Saver:
 
         self._thread = threading.Thread(target=body, daemon=True, name="save")
         self._thread.start()
+
+    def _start_writing(self) -> None:
+        """What no snapshot has is read from the device, after the step that is under way there."""
+        self._start(Stage.WRITING, in_order(self._comm.device, self._write))
 
     def _write(self) -> Report:
         self._aside.parent.mkdir(parents=True, exist_ok=True)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-import shutil
-from importlib.util import find_spec
 
 import torch
 from torch.nn.attention import SDPBackend
 
+from threed.engine.compiler import lacks, uncompiled
 from threed.errors import InputError
 from threed.schema import Config
-from threed.tensor.documents import has_varlen
+from threed.tensor.documents import varlen_call
 from threed.tensor.precision import DTYPES
+from threed.tensor.products import Way, way_of
 
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION,
             "cudnn": SDPBackend.CUDNN_ATTENTION}
@@ -20,6 +20,7 @@ BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIE
 _ATOMIC = ("efficient", "cudnn")
 PINNED = "pinned_max_round_threshold_mb"  # above it the allocator of pinned memory does not round
 EXACT_FROM = (2, 13)  # the versions of torch that are known to have this setting
+QUEUES = 32  # of the hardware, for a process: the most there are. Lanes and communicators have a stream each
 
 
 def pick_device(config: Config, local_rank: int) -> torch.device:
@@ -29,9 +30,12 @@ def pick_device(config: Config, local_rank: int) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise InputError("run.device=cuda, but torch sees no GPU here; use run.device=auto or cpu")
-    if local_rank >= torch.cuda.device_count():
-        raise InputError(f"local rank {local_rank} has no GPU: there are {torch.cuda.device_count()} on this "
-                         "machine; start fewer processes a node, or use run.device=cpu")
+    gpus = torch.cuda.device_count()
+    if gpus == 1:  # Slurm's --gpus-per-task=1 and many operators show each rank its own (see `gpu`)
+        return torch.device("cuda", 0)
+    if local_rank >= gpus:
+        raise InputError(f"local rank {local_rank} has no GPU: there are {gpus} on this machine; start fewer "
+                         "processes a node, or use run.device=cpu")
     return torch.device("cuda", local_rank)
 
 
@@ -39,6 +43,8 @@ def set_up(config: Config) -> None:
     """Settings of the process, before its first work on a GPU. With run.deterministic, an operation that
     has no deterministic kernel raises RuntimeError, with its name."""
     _pin_exactly()
+    # Streams that share a queue of the hardware wait for one another. (CUDA takes 8.) Read when CUDA begins.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", str(QUEUES))
     # Kernels of collectives are short, and everybody waits for them. Read when a communicator is made.
     os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
     asked, deterministic = config.run.attention_backend, config.run.deterministic
@@ -49,6 +55,11 @@ def set_up(config: Config) -> None:
             enable(name == asked)
         elif deterministic and name in _ATOMIC:
             enable(False)
+        elif config.data.document_mask and name == "cudnn":
+            enable(False)  # it makes a plan for each new length of a document, which takes far longer
+    # What a product adds up in parts is added in fp32, too. (torch's default rounds the parts to 16 bits.)
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
         torch.use_deterministic_algorithms(True)
@@ -72,21 +83,14 @@ def _pin_exactly() -> None:
 
 
 def compiles(config: Config, device: torch.device) -> bool:
-    """Whether the pieces of model.fused are compiled here. InputError where they must be, and no compiler is
-    found."""
-    fused, gpu = config.model.fused, device.type == "cuda"
-    if fused == "off" or (fused == "auto" and not gpu):
+    """Whether the pieces of model.fused are compiled here. InputError where they must be, and cannot."""
+    fused = config.model.fused
+    if fused == "off" or config.model.own_layers or (fused == "auto" and device.type != "cuda"):
         return False
-    # triton is Python, and compiles a piece of C for each kernel
-    wanted = ["gcc", "clang"] if gpu else ["g++"]
-    named = os.environ.get("CC" if gpu else "CXX")
-    found = any(map(shutil.which, [named] if named else wanted))
-    found = found and (not gpu or find_spec("triton") is not None)
-    if not found and fused == "on":
-        missing = "the package triton and gcc or clang" if gpu else "g++ (or the compiler that CXX names)"
-        raise InputError(f"model.fused=on compiles for a {device.type}, which needs {missing}; install what "
-                         "is missing, or use model.fused=auto, which computes the same without")
-    return found
+    if (why := lacks(device)) and fused == "on":
+        raise InputError(f"model.fused=on cannot compile for a {device.type} here: {why}; install what is "
+                         "missing, or use model.fused=auto, which computes the same without")
+    return not why
 
 
 def attention(config: Config, device: torch.device) -> str:
@@ -112,6 +116,34 @@ def attention(config: Config, device: torch.device) -> str:
             f"{model.head_size}, {model.seq_len} tokens, {config.precision.dtype} and "
             f"model.attention_dropout={model.attention_dropout} on a {device.type}, torch uses {chosen}; "
             "use run.attention_backend=auto")
-    if chosen == "flash" and config.data.document_mask and device.type == "cuda" and has_varlen():
-        return "varlen"
-    return chosen
+    return "varlen" if _has_varlen(config, device) else chosen
+
+
+def _has_varlen(config: Config, device: torch.device) -> bool:
+    """Whether one kernel of flash attention does all documents here. It may run where torch would choose
+    another kernel for sequences without documents."""
+    model, dtype = config.model, DTYPES[config.precision.dtype]
+    if not config.data.document_mask or device.type != "cuda" or model.attention_dropout > 0:
+        return False
+    flash = config.run.attention_backend in ("auto", "flash")
+    return flash and varlen_call(device, dtype, model.head_size, model.heads > model.num_kv_heads) is not None
+
+
+def shortcomings(config: Config, device: torch.device) -> list[str]:
+    """What this version of torch, or this device, makes slower, larger or less exact than it could be."""
+    if device.type != "cuda":
+        return []
+    chosen, lines, precision = attention(config, device), [], config.precision
+    plain = config.model.attention_dropout == 0 and not config.model.own_layers
+    if chosen == "math" and plain:
+        lines.append("attention is not fused here: a layer keeps the scores of all pairs of tokens, which "
+                     "the plan does not count; see run.attention_backend")
+    if config.data.document_mask and chosen != "varlen" and plain:
+        lines.append(f"data.document_mask: each document is a call of attention ({chosen}), which is slow "
+                     "where they are many; one kernel for all of them needs torch 2.10 or later, bf16 or "
+                     "fp16, and a GPU and a head size that flash attention supports")
+    if way_of(DTYPES[precision.grad_dtype], DTYPES[precision.dtype], device) is Way.ROUNDED:
+        lines.append(f"weight gradients are rounded to {precision.dtype} before they are added up in "
+                     f"{precision.grad_dtype}: torch {torch.__version__} has no product whose result has "
+                     "more bits than the matrices; torch 2.8 and later have one")
+    return [*lines, *uncompiled(config, device)]

@@ -63,7 +63,8 @@ class Engine:
                                comm.device) if config.run.cuda_graphs else None
         groups = self.graphs.groups(comm.groups) if self.graphs is not None else comm.groups
         context = Context(config.model, groups, config.parallel.sequence_parallel, dtype,
-                          weight_grads, self.saving, Fused(compiles(config, comm.device)),
+                          weight_grads, self.saving,
+                          Fused(compiles(config, comm.device), config.model.fused == "auto"),
                           config.data.document_mask and attention(config, comm.device) == "varlen",
                           config.train.seed, comm.device)
         layers = built(config, table, table.units_of(position), context, parameters)
@@ -159,7 +160,7 @@ class Engine:
         except ThreedError:
             raise
         except Exception as error:
-            raise RunError(f"{self.where()}\n  {self._unit()}{type(error).__name__}: {error}"
+            raise RunError(f"{self.where(raised=True)}\n  {self._unit()}{type(error).__name__}: {error}"
                            f"{line_of(error)}") from error
         finally:
             self.current = None
@@ -199,18 +200,20 @@ class Engine:
         if self.storage.disk is not None:
             self.storage.disk.close()
 
-    def where(self) -> str:
+    def where(self, raised: bool = False) -> str:
         """The rank's current instruction, the ranks that it waits for, the instructions around it, and the
-        slots that are alive."""
+        slots that are alive. On a GPU the host runs ahead: the current instruction is the first that the GPU
+        has not finished. `raised`: it is the one that the host has reached, which has raised an error."""
         me = f"rank {self.comm.rank} ({self.comm.here})"
         if self.current is None:
             return f"{me} is between programs"
         name, index, since = self.current
-        # On a GPU the host runs ahead: the current instruction is the first that the GPU has not finished.
-        index = next((i for i, mark in enumerate(self._ended) if not self.clock.passed(mark)), index)
+        if not raised:
+            index = next((i for i, mark in enumerate(self._ended) if not self.clock.passed(mark)), index)
         programs = self.plan.programs[name]
         instruction = programs[self.position][index]
-        waiting = f"for {time.monotonic() - since:.1f} s at '{instruction}'{self._awaited(name, index)}"
+        awaited = self._awaited(name, index, raised)
+        waiting = f"for {time.monotonic() - since:.1f} s at '{instruction}'{awaited}"
         alive = [str(slot) for slot in self.slots.alive()
                  if slot not in self.plan.table.seam(self.position, name)]
         shown = ", ".join(alive[:12]) + (f" and {len(alive) - 12} more" if len(alive) > 12 else "")
@@ -225,14 +228,14 @@ class Engine:
             return ""
         return f"{self.plan.table.units[instruction.unit].name}: "
 
-    def _awaited(self, name: str, index: int) -> str:
+    def _awaited(self, name: str, index: int, raised: bool = False) -> str:
         """The ranks that an instruction waits for, in words: those that take part in it, or in the
         instruction that it waits for."""
         program, mesh = self.plan.programs[name][self.position], self.comm.mesh
         instruction, text = program[index], ""
         under = self._under
-        source = under.waiting if under is not None else None
-        if under is not None and source is None:
+        source = under.waiting if under is not None else None  # that the host waits for
+        if under is not None and source is None and not raised:
             source = next((source for at, source, _, to in under.waits
                            if at == index and not self.clock.passed(to)), None)
         if source is not None and source >= 0:

@@ -140,13 +140,18 @@ class Verifier:
         assert names == names_after, "the step is not what was rehearsed"
         if not before:
             return None
-        one, other = (torch.stack([line.sums for line in lines]).cpu() for lines in (before, after))
+        one, other = (self._on_host(lines) for lines in (before, after))
         for turn in (one != other).any(1).nonzero().flatten().tolist():
             line = before[turn]
             how = self._how(one[turn], other[turn], line.count)
             if how is not None:
                 return Finding(line.phase, line.distance, turn, self._text(line.what, how))
         return None
+
+    def _on_host(self, lines: list[Line]) -> torch.Tensor:
+        """The checksums of all lines, [lines, sums]. (Those of gradients on the host are made there.)"""
+        device = self.engine.comm.device
+        return torch.stack([line.sums.to(device, non_blocking=True) for line in lines]).cpu()
 
     def _how(self, one: torch.Tensor, other: torch.Tensor, count: int) -> str | None:
         """How two checksums differ, in words; None where the difference is only rounding."""

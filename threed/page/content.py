@@ -104,13 +104,19 @@ class Content:
 
     # ---------------------------------------------------------------- timelines
 
+    def times(self, position: int) -> tuple[list[float], list[float]]:
+        """When each instruction of the predicted step begins and ends, in seconds by the clock."""
+        when, slower = self.priced.step.walk, self.values["slower"]
+        start, end = ([slower * at for at in times[position]] for times in (when.start, when.end))
+        return start, end
+
     def timeline(self, positions: Sequence[int]) -> Timeline:
         """The predicted step."""
         lanes = {}
         for position in positions:
-            linked, when = plan_links(self.plan, "train")[position], self.priced.step.walk
+            linked, (start, end) = plan_links(self.plan, "train")[position], self.times(position)
             lanes[position] = self._lanes(linked.program, [form.effect.lane for form in linked.forms],
-                                          when.start[position], when.end[position])
+                                          start, end)
         return Timeline(f"predicted ({self.source})", lanes, {})
 
     @cached_property

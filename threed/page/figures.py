@@ -162,7 +162,7 @@ def _curve(content: Content, position: int) -> tuple[list[float], list[tuple[str
     fixed, moving = content.kinds(position)
     total = [sum(column) for column in zip(*moving.values())]
     chosen = sorted({0, *highest(total, POINTS)}) if total else [0]
-    begun = list(accumulate(content.priced.step.walk.start[position], max))
+    begun = list(accumulate(content.times(position)[0], max))
     times = [begun[index] for index in chosen]
     kinds = [(name, FIXED_COLORS[name], [float(size)] * len(chosen)) for name, size in fixed.items() if size]
     kinds += [(kind, _color(content, kind), [float(sizes[i]) for i in chosen])

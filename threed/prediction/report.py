@@ -66,7 +66,7 @@ def report(priced: Priced, machine: Hardware, verify_every: int = 0) -> dict[str
     return {"step_time": total, "bubble": bubble, "exposed_transfer_s": total - free_s,
             "costs": priced.source, "digest": plan.digest,
             "checkpoint": _checkpoint(plan, cost, when), "stages": rows, "slower": slower,
-            **_verifying(plan, cost, verify_every)}
+            **_verifying(plan, cost, verify_every, slower)}
 
 
 def highest(values: Sequence[float], most: int) -> list[int]:
@@ -108,10 +108,10 @@ def _late(links: Links, copied: Sequence[float], begun: Sequence[float]) -> bool
     return any(copied[first] > begun[then - count] for first, then in waits)
 
 
-def _verifying(plan: Plan, cost: Cost, every: int) -> dict[str, Any]:
+def _verifying(plan: Plan, cost: Cost, every: int, slower: float) -> dict[str, Any]:
     if not every:
         return {}
-    rehearsal_s = timeline(plan, VERIFY, cost).total_s
+    rehearsal_s = slower * timeline(plan, VERIFY, cost).total_s
     return {"verify": {"every": every, "rehearsal_s": rehearsal_s, "step_s": rehearsal_s / every}}
 
 

@@ -17,7 +17,6 @@ from itertools import repeat
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from threed.comm import Comm, initialized
 from threed.models.spec import Cost
@@ -42,6 +41,7 @@ from threed.tensor.layers import WeightGrads
 from threed.tensor.measure import silent_groups, weight_of
 from threed.tensor.precision import DTYPES
 from threed.tensor.saving import Saving
+from threed.tensor.shapes import Shapes
 
 What = tuple[Op, str, int]  # op, what FORWARD keeps, unit
 
@@ -95,7 +95,7 @@ def _once(program: Program) -> list[Instruction]:
 
 def _measure(config: Config, table: Table, run: range, items: Sequence[Instruction]) -> list[int]:
     """The transient bytes of each of these instructions."""
-    with initialized(), FakeTensorMode(), Alive() as alive:
+    with initialized(), Shapes(), Alive() as alive:
         compute, slots = _pipeline(config, table, run, items, alive), Slots()
         sizes = []
         for item in items:

@@ -18,10 +18,10 @@ Shapes: B micro-batch, S sequence, N query heads, K key and value heads, E head 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from importlib.util import find_spec
-from inspect import signature
 from itertools import accumulate
 from typing import Any
 
@@ -62,14 +62,51 @@ class Documents:
                 yield index, first, stop
 
 
-def has_varlen() -> bool:
-    """Whether torch has attention for sequences of varying length, as 2.13 has it (earlier versions take
-    other arguments)."""
-    if find_spec("torch.nn.attention.varlen") is None:
-        return False
-    from torch.nn.attention.varlen import varlen_attn
+# How attention for sequences of varying length is told to be causal, and to repeat keys: what versions of
+# torch differ in. (2.10, whose kernel repeats them by itself; 2.11 and 2.12; 2.13)
+_CALLS: tuple[Callable[[bool], dict[str, Any]], ...] = (
+    lambda repeats: {"window_size": (-1, 0), "enable_gqa": repeats},
+    lambda repeats: {"window_size": (-1, 0)},
+    lambda repeats: {"is_causal": True},
+)
 
-    return {"window_size", "enable_gqa"} <= signature(varlen_attn).parameters.keys()
+
+@cache
+def varlen_call(device: torch.device, dtype: torch.dtype, head_size: int,
+                repeats: bool) -> dict[str, Any] | None:
+    """The arguments with which torch's attention for sequences of varying length computes what attention to
+    one document after the other does, forward and backward. None where no arguments do, or it is missing.
+    `repeats`: there are fewer key and value heads than query heads. Each call is tried once."""
+    if find_spec("torch.nn.attention.varlen") is None:
+        return None
+    made = torch.Generator().manual_seed(0)
+    parts = [torch.randn(1, heads, 5, head_size, generator=made, dtype=torch.float32).to(device, dtype)
+             for heads in (4, *(2 if repeats else 4,) * 2, 4)]
+    documents = Documents(torch.empty(0), ((3, 5),))
+    want = _with_grads(_Attend.apply, parts, documents)
+    for call in _CALLS:
+        try:
+            got = _with_grads(partial(_varlen, call=call(repeats)), parts, documents)
+        except (TypeError, ValueError, RuntimeError):  # other arguments; no kernel for this device or dtype
+            continue
+        if all(_near(one, other) for one, other in zip(got, want, strict=True)):
+            return call(repeats)
+    return None
+
+
+def _with_grads(attention: Callable[..., Any], parts: Sequence[torch.Tensor],
+                documents: Documents) -> list[torch.Tensor]:
+    """Attention's output, and the gradients of what it takes, given the output's."""
+    with torch.enable_grad():
+        *inputs, grad = (part.detach().clone().requires_grad_() for part in parts)
+        out = attention(*inputs, documents)
+        return [out, *torch.autograd.grad(out, inputs, grad)]
+
+
+def _near(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two results differ by rounding only."""
+    change = torch.linalg.vector_norm((one - other).float())
+    return bool(change <= 0.05 * torch.linalg.vector_norm(other.float()))
 
 
 def attend(q_BNSE: torch.Tensor, k_BKSE: torch.Tensor, v_BKSE: torch.Tensor, documents: Documents,
@@ -78,7 +115,9 @@ def attend(q_BNSE: torch.Tensor, k_BKSE: torch.Tensor, v_BKSE: torch.Tensor, doc
     if documents.whole:
         return _causal(q_BNSE, k_BKSE, v_BKSE)
     if varlen:
-        return _varlen(q_BNSE, k_BKSE, v_BKSE, documents)
+        call = varlen_call(q_BNSE.device, q_BNSE.dtype, q_BNSE.shape[3], q_BNSE.shape[1] > k_BKSE.shape[1])
+        assert call is not None, "torch's attention for sequences of varying length cannot be used here"
+        return _varlen(q_BNSE, k_BKSE, v_BKSE, documents, call)
     return _Attend.apply(q_BNSE, k_BKSE, v_BKSE, documents)  # pyright: ignore[reportReturnType]
 
 
@@ -87,7 +126,7 @@ def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 def _varlen(q_BNSE: torch.Tensor, k_BKSE: torch.Tensor, v_BKSE: torch.Tensor,
-            documents: Documents) -> torch.Tensor:
+            documents: Documents, call: dict[str, Any]) -> torch.Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     size, _, length, _ = q_BNSE.shape
@@ -96,8 +135,7 @@ def _varlen(q_BNSE: torch.Tensor, k_BKSE: torch.Tensor, v_BKSE: torch.Tensor,
     starts = torch.tensor([0, *accumulate(sizes)], dtype=torch.int32)
     if q.is_cuda:
         starts = starts.pin_memory().to(q.device, non_blocking=True)
-    out = varlen_attn(q, k, v, starts, starts, max(sizes), max(sizes), window_size=(-1, 0),
-                      enable_gqa=q.shape[1] > k.shape[1])
+    out = varlen_attn(q, k, v, starts, starts, max(sizes), max(sizes), **call)
     assert isinstance(out, torch.Tensor)
     return out.view(size, length, *out.shape[1:]).transpose(1, 2)
 

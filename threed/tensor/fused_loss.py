@@ -8,12 +8,13 @@ Shapes as in `softmax`: S sequence, B micro-batch, V the rank's part of the voca
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
 
 from threed.comm import Group
-from threed.tensor.softmax import MASKED, real_of
+from threed.tensor.softmax import CHUNK, MASKED, real_of
 
 
 class LossKernels(Protocol):
@@ -33,6 +34,48 @@ class LossKernels(Protocol):
         """Write over each logit its share exp(logit - largest) / sum times grads[0], and grads[1] more over
         the label's; 0 over padding. `grads`: [2, S, B]."""
         ...
+
+
+class Separate:
+    """As LossKernels, by separate operations on a few tokens at a time: where the kernels turn out not to
+    compile, which may be in backward, behind a forward that was theirs."""
+
+    @staticmethod
+    def statistics(logits: torch.Tensor, labels: torch.Tensor, first: int,
+                   real: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        largest, total, label = (labels.new_zeros(labels.shape, dtype=torch.float32) for _ in range(3))
+        if not real:
+            return largest.fill_(-torch.inf), total, label
+        for part, wide, index, here in _parts(logits, labels, first, real):
+            most = wide.amax(-1, keepdim=True)
+            largest.view(-1)[part] = most.squeeze(-1)
+            label.view(-1)[part] = wide.gather(-1, index).squeeze(-1).masked_fill_(~here, 0.0)
+            total.view(-1)[part] = wide.sub_(most).exp_().sum(-1)
+        return largest, total, label
+
+    @staticmethod
+    def gradient(logits: torch.Tensor, labels: torch.Tensor, largest: torch.Tensor, total: torch.Tensor,
+                 of_sum: torch.Tensor, of_label: torch.Tensor, ids: tuple[int, int]) -> None:
+        rows, (first, real) = logits.flatten(0, 1), ids
+        most, scale = (each.flatten().unsqueeze(-1) for each in (largest, of_sum / total))
+        more = of_label.flatten()
+        for part, wide, index, here in _parts(logits, labels, first, real) if real else ():
+            wide.sub_(most[part]).exp_().mul_(scale[part])
+            wide[torch.arange(len(wide), device=wide.device), index.squeeze(-1)] += more[part] * here
+            rows[part, :real] = wide
+        rows[:, real:] = 0.0
+
+
+def _parts(logits: torch.Tensor, labels: torch.Tensor, first: int, real: int) -> Iterator[
+        tuple[slice, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """For each few tokens: which they are; their real logits in fp32; their labels' columns, [.., 1], and
+    whether they have one here (else it is 0)."""
+    rows, ids = logits.flatten(0, 1), labels.flatten()
+    for start in range(0, len(rows), CHUNK):
+        part = slice(start, start + CHUNK)
+        place = ids[part] - first
+        here = (place >= 0) & (place < real)
+        yield part, rows[part, :real].to(torch.float32, copy=True), place.where(here, 0).unsqueeze(-1), here
 
 
 class _CrossEntropy(torch.autograd.Function):

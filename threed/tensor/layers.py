@@ -22,21 +22,27 @@ from threed.comm import Group
 from threed.tensor import adapters
 from threed.tensor.adapters import Added, Half
 
+# What megatron-core imports where it is installed, and threed does not use. wandb takes a second, and makes
+# folders in TMPDIR, which a killed process leaves. The others are for GPUs: some ask at their import what GPU
+# there is, which starts CUDA (Transformer Engine beside flash-attn does), and a launcher forks its ranks.
+EXTRAS = ("wandb", "transformer_engine", "transformer_engine_torch", "apex", "amp_C", "flash_attn",
+          "flash_attn_interface", "flashinfer", "deep_ep", "fused_weight_gradient_mlp_cuda",
+          "torch_memory_saver")
+
 
 @contextlib.contextmanager
 def _without_extras() -> Iterator[None]:
-    """Import megatron-core without its warnings about optional packages, and without wandb, which it imports
-    for inference: that import takes a second and makes folders in TMPDIR, which a killed process leaves."""
-    hidden = "wandb" not in sys.modules
+    """Import megatron-core without EXTRAS, except those that a script has imported itself, and without its
+    warnings about what is not installed."""
+    hidden = [name for name in EXTRAS if name not in sys.modules]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            if hidden:
-                sys.modules["wandb"] = None  # pyright: ignore  (Python then says that it is missing)
+            sys.modules.update(dict.fromkeys(hidden))  # pyright: ignore  (None: Python says that it is missing)
             yield
         finally:
-            if hidden:
-                del sys.modules["wandb"]
+            for name in hidden:
+                del sys.modules[name]
 
 
 with _without_extras():

@@ -52,9 +52,13 @@ def squared_norm(values: torch.Tensor) -> torch.Tensor:
     norm first makes an fp64 copy.) An element above 1e19 counts as an overflow: its square would overflow in
     Adam's moments, too."""
     whole = len(values) - len(values) % BLOCK
+    if not whole:  # (what a library of a GPU leaves as the product of vectors of length 0, nobody promises)
+        return torch.linalg.vector_norm(values, dtype=torch.float64).square()
     norms = torch.linalg.vector_norm(values[:whole].view(-1, BLOCK), dim=1, dtype=torch.float32).double()
-    rest = torch.linalg.vector_norm(values[whole:], dtype=torch.float64)
-    return norms.dot(norms) + rest * rest
+    squared = norms.dot(norms)
+    if whole < len(values):
+        squared += torch.linalg.vector_norm(values[whole:], dtype=torch.float64).square()
+    return squared
 
 
 def _share(counted: float, expected: int) -> float:
@@ -206,14 +210,16 @@ class ZeroRun:
                 for segment in state.layout.segments_of(state.index):
                     # Copies that another rank counts are checked for overflows, too: they may differ.
                     counted = state.writes and counts(segment.axes, here.on)
-                    numbers[0 if counted else 1] += squared_norm(state.range(state.gradient, segment))
+                    numbers[0 if counted else 1].add_(squared_norm(state.range(state.gradient, segment)))
         if Slot("loss") in slots and self._speaks:
             loss, *counted = slots.get(Slot("loss"))
             numbers[2] = loss
             if counted:
-                numbers[4], numbers[5] = 1.0, counted[0]
+                numbers[4].fill_(1.0)
+                numbers[5] = counted[0]
             if self.comm.here.position == self.table.position(self.table.last):  # count tokens once
-                numbers[3] = self.config.tokens_per_step / self.config.dp
+                # (`numbers[3] = ...` would be a copy from the host, which waits for all work before it)
+                numbers[3].fill_(self.config.tokens_per_step / self.config.dp)
         numbers[1] = (~torch.isfinite(numbers)).any().double()
         self.comm.groups["world"].all_reduce(numbers).wait()
         squared, found_inf, loss, tokens, counts_itself, counted = numbers.tolist()

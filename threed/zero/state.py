@@ -17,7 +17,7 @@ from threed.program.instruction import Slot, Tier
 from threed.quantity import ALIGNMENT, round_up
 from threed.tensor.layers import WeightGrads
 from threed.tensor.precision import DTYPES, has_bits_of
-from threed.tensor.products import add_product, adds_to
+from threed.tensor.products import add_product
 from threed.tensor.random import draw
 from threed.zero.shard import Layout, Placed, Segment
 from threed.zero.snapshot import Snapshot
@@ -300,10 +300,7 @@ class UnitState:
 
     def _add_product(self, number: int, left: torch.Tensor, right: torch.Tensor) -> None:
         """Add a product of matrices; where the device can, without an intermediate tensor."""
-        if adds_to(self.storage.precision.grad, left.dtype, left.device):
-            add_product(*self.into(number), left, right)
-        else:
-            self._add(number, left @ right)
+        add_product(*self.into(number), left, right)
 
     def whole_grad(self) -> tuple[torch.Tensor, Job]:
         """The gradient so far, to be reduced; and a job that must come first: it writes zeros for parameters

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.utils.checkpoint
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -25,6 +25,7 @@ from threed.tensor.layers import WeightGrads
 from threed.tensor.measure import Kernels
 from threed.tensor.packing import Packed, Schema
 from threed.tensor.saving import Saving
+from threed.tensor.shapes import Shapes
 
 
 class Facts(NamedTuple):
@@ -46,13 +47,13 @@ class Given(NamedTuple):
 
 
 @contextmanager
-def measuring() -> Iterator[FakeTensorMode]:
+def measuring() -> Iterator[Shapes]:
     """Within the context, new tensors have no memory, and no generator advances."""
-    with torch.random.fork_rng(devices=[]), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    with torch.random.fork_rng(devices=[]), Shapes(allow_non_fake_inputs=True) as mode:
         yield mode
 
 
-def made_for_measuring(spec: Spec, name: str, mode: FakeTensorMode) -> torch.nn.Module:
+def made_for_measuring(spec: Spec, name: str, mode: Shapes) -> torch.nn.Module:
     """A module without memory; one that cannot be made so is made with memory first."""
     try:
         return spec.module(name)
@@ -122,7 +123,7 @@ def _of(given: Given) -> str:
 
 
 class _Measuring:
-    def __init__(self, spec: Spec, name: str, given: Given, dtype: torch.dtype, mode: FakeTensorMode):
+    def __init__(self, spec: Spec, name: str, given: Given, dtype: torch.dtype, mode: Shapes):
         self.spec, self.name, self.given, self.dtype = spec, name, given, dtype
         self.module = made_for_measuring(spec, name, mode).train()
         self.weights: dict[str, torch.nn.Parameter] = {}

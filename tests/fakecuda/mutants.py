@@ -1,0 +1,78 @@
+"""The engine with one kind of wait taken out. A mutant changes the process in which it is called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tests.harness import Ranks, loopback
+from threed import lanes
+from threed.engine import underway
+from threed.lanes import DONE, Handle, OnStream
+from threed.offload import run as offload
+from threed.schema import Config
+from threed.zero import run as zero
+from threed.zero import state
+
+
+def computation_does_not_wait_for_lanes() -> None:
+    OnStream.wait = lambda self: None
+
+
+def collectives_are_not_waited_for() -> None:
+    def wait(self: Handle) -> None:
+        self._wait, self._keep, self._done = None, (), None
+
+    Handle.wait = wait
+
+
+def lane_does_not_wait_for_what_its_job_needs() -> None:
+    submit = lanes.StreamLane.submit
+    lanes.StreamLane.submit = lambda self, job, after=(): submit(self, job)
+
+
+def lane_does_not_wait_for_the_step_before() -> None:
+    underway.so_far = lambda device: DONE
+
+
+def memory_of_copies_is_not_held() -> None:
+    def copy(into: torch.Tensor, of: torch.Tensor) -> None:
+        into.copy_(of, non_blocking=True)  # without record_stream
+
+    offload.copy = state.copy = copy
+
+
+def clip_does_not_wait_for_gradients_on_the_host() -> None:
+    class NeverWaits:
+        def __init__(self, module: Any):
+            self._module = module
+
+        def __getattr__(self, name: str) -> Any:
+            if name == "synchronize":
+                return lambda *_: None
+            value = getattr(self._module, name)
+            if name == "cuda":
+                return NeverWaits(value)
+            return (lambda *args: NeverWaits(value(*args))) if name == "current_stream" else value
+
+    zero.torch = NeverWaits(torch)  # pyright: ignore
+
+
+def host_does_not_wait_for_copies() -> None:
+    OnStream.block = lambda self: None
+
+
+def thread_waits_for_nothing() -> None:
+    def run(self: lanes.ThreadLane, job: Callable[[], object], after: Sequence[Handle]) -> Handle:
+        job()
+        return DONE
+
+    lanes.ThreadLane._run = run
+
+
+def train(mutant: Callable[[], None] | None, config: Config, steps: int) -> Ranks:
+    if mutant is not None:
+        mutant()
+    return loopback(config, steps)

@@ -1,0 +1,38 @@
+"""The norm of a gradient, as CLIP sums it up."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from threed.zero.run import BLOCK, squared_norm
+
+pytestmark = pytest.mark.core
+
+
+@pytest.fixture
+def careless(monkeypatch):
+    """A library of products that leaves its result as it was where there is nothing to add up."""
+    dot = torch.Tensor.dot
+
+    def product(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return dot(one, other) if len(one) else torch.tensor(torch.nan, dtype=one.dtype)
+
+    monkeypatch.setattr(torch.Tensor, "dot", product)
+
+
+@pytest.mark.parametrize("size", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 5 * BLOCK + 17])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_of_any_length(size, dtype, careless):
+    values = torch.randn(size, generator=torch.Generator().manual_seed(size)).to(dtype)
+    got = squared_norm(values)
+    assert got.dtype == torch.float64 and got.dim() == 0
+    torch.testing.assert_close(got, values.double().square().sum(), rtol=1e-7, atol=0)
+
+
+@pytest.mark.parametrize("value, place", [
+    (torch.inf, 0), (torch.nan, BLOCK), (1e20, 3), (torch.inf, 2 * BLOCK + 3), (torch.nan, 2 * BLOCK)])
+def test_what_is_not_finite_is_seen(value, place):
+    values = torch.ones(2 * BLOCK + 9)
+    values[place] = value
+    assert not torch.isfinite(squared_norm(values))

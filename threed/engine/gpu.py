@@ -1,0 +1,130 @@
+"""A rank's GPU among those of its machine: no other rank has it, and the rank runs on the processors beside
+it."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from threed.comm import Comm
+from threed.errors import InputError
+
+SYSFS = Path("/sys")
+GROUPS = Path("/proc/self/cgroup")
+THREADS = Path("/proc/self/task")  # of this process, by number
+
+
+def own_devices(comm: Comm) -> None:
+    """InputError where two ranks have the same GPU, or some ranks have a GPU and others have none. NCCL would
+    say of the first "duplicate GPU", and of the second nothing: it would wait."""
+    mine = comm.device.type, _uuid(comm.device), socket.gethostname()
+    if wrong := clash(comm.exchange(mine)):
+        raise InputError(wrong)
+
+
+def clash(devices: Sequence[tuple[str, str, str]]) -> str:
+    """What is wrong with the devices of all ranks, given as (type, UUID, host) by rank; "" if nothing is."""
+    kinds = [kind for kind, _, _ in devices]
+    if len(set(kinds)) > 1:
+        without, having = kinds.index("cpu"), kinds.index("cuda")
+        return (f"rank {without} on {devices[without][2]} sees no GPU, and rank {having} on "
+                f"{devices[having][2]} has one: see there whether nvidia-smi lists GPUs, and what "
+                "CUDA_VISIBLE_DEVICES says; run.device=cpu uses none")
+    first: dict[str, int] = {}
+    for rank, (_, uuid, host) in enumerate(devices):
+        other = first.setdefault(uuid, rank) if uuid else rank
+        if other != rank:
+            return (f"ranks {other} and {rank} have the same GPU, {uuid} on {host}: give each a GPU of its "
+                    "own (by CUDA_VISIBLE_DEVICES, or Slurm's --gpus-per-task=1), or start as many ranks a "
+                    "machine as it has GPUs")
+    return ""
+
+
+def _uuid(device: torch.device) -> str:
+    """A GPU's own number in the world; "" of a CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+
+
+# ---------------------------------------------------------------- processors beside a GPU
+
+
+def stay_beside(device: torch.device, sysfs: Path = SYSFS) -> None:
+    """Let this process run only on the processors of its GPU's NUMA node: memory that it pins from now on is
+    there, too. From the other socket copies would take about twice the time. Call it before memory is pinned
+    and before the first work on the GPU.
+
+    It does nothing where somebody has bound the process (numactl, srun --cpu-bind), where all its processors
+    are on one node, or where the kernel does not say (a virtual machine without NUMA).
+    """
+    if device.type != "cuda":
+        return
+    allowed = os.sched_getaffinity(0)
+    cpus = beside(_bus(device.index), allowed, sysfs)
+    if cpus is None:
+        return
+    for thread in map(int, os.listdir(THREADS)):  # a thread that starts later runs where its maker does
+        os.sched_setaffinity(thread, cpus)
+    if "OMP_NUM_THREADS" not in os.environ:
+        sharing = sum(beside(_bus(each), allowed, sysfs) == cpus for each in range(torch.cuda.device_count()))
+        torch.set_num_threads(max(1, min(torch.get_num_threads(), len(cpus) // max(1, sharing))))
+
+
+def beside(bus: str, allowed: set[int], sysfs: Path = SYSFS) -> set[int] | None:
+    """Those of the `allowed` processors that are on the NUMA node of a GPU, which is given by its bus address
+    such as 0000:3b:00.0; None where the process is to stay as it is."""
+    nodes = {int(path.name.removeprefix("node")): numbers(_read(path / "cpulist"))
+             for path in (sysfs / "devices/system/node").glob("node[0-9]*")}
+    node = _read(sysfs / "bus/pci/devices" / bus / "numa_node")
+    cpus = nodes.get(int(node or -1), set()) & allowed
+    spans = sum(bool(each & allowed) for each in nodes.values()) > 1
+    bound = allowed != _whole(sysfs)
+    return cpus if cpus and spans and not bound else None
+
+
+def numbers(text: str) -> set[int]:
+    """0-3,8 as the kernel writes it -> {0, 1, 2, 3, 8}."""
+    found: set[int] = set()
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        found |= set(range(int(first), int(last or first) + 1))
+    return found
+
+
+def _whole(sysfs: Path) -> set[int]:
+    """The processors of a process that nobody has bound: those of its control group (a container, a job), or
+    all."""
+    places = [*(sysfs / path for path in _control_groups(_read(GROUPS))), sysfs / "devices/system/cpu/online"]
+    return next((found for found in map(numbers, map(_read, places)) if found), set())
+
+
+def _control_groups(text: str) -> Iterator[str]:
+    """The files that list a control group's processors, of version 2 and of version 1; `text`: the groups of
+    a process, a line each. In a container the path may be the one outside; then the mounted root is its
+    own."""
+    rows = [line.split(":", 2) for line in text.splitlines()]
+    for _, kind, path in (row for row in rows if len(row) == 3 and row[1] in ("", "cpuset")):
+        root, name = ("fs/cgroup/cpuset", "cpuset.effective_cpus") if kind else ("fs/cgroup",
+                                                                                "cpuset.cpus.effective")
+        yield f"{root}{path.rstrip('/')}/{name}"
+        yield f"{root}/{name}"
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _bus(index: int) -> str:
+    """The bus address of a GPU; "" where this torch does not say."""
+    gpu: Any = torch.cuda.get_device_properties(index)
+    try:
+        return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+    except AttributeError:
+        return ""

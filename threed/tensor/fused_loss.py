@@ -41,39 +41,42 @@ class Separate:
     compile, which may be in backward, behind a forward that was theirs."""
 
     @staticmethod
-    def statistics(logits: torch.Tensor, labels: torch.Tensor, first: int,
-                   real: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        largest, total, label = (labels.new_zeros(labels.shape, dtype=torch.float32) for _ in range(3))
+    def statistics(logits: torch.Tensor, places: torch.Tensor,
+                   real: int) -> tuple[torch.Tensor, torch.Tensor]:
+        label = places.new_zeros(places.shape, dtype=torch.float32)
+        numbers = label.new_zeros(2, *places.shape)
         if not real:
-            return largest.fill_(-torch.inf), total, label
-        for part, wide, index, here in _parts(logits, labels, first, real):
+            numbers[0] = -torch.inf
+            return numbers, label
+        largest, total = numbers.flatten(1)
+        for part, wide, index, here in _parts(logits, places, real):
             most = wide.amax(-1, keepdim=True)
-            largest.view(-1)[part] = most.squeeze(-1)
+            largest[part] = most.squeeze(-1)
             label.view(-1)[part] = wide.gather(-1, index).squeeze(-1).masked_fill_(~here, 0.0)
-            total.view(-1)[part] = wide.sub_(most).exp_().sum(-1)
-        return largest, total, label
+            total[part] = wide.sub_(most.masked_fill(most == -torch.inf, 0.0)).exp_().sum(-1)
+        return numbers, label
 
     @staticmethod
-    def gradient(logits: torch.Tensor, labels: torch.Tensor, largest: torch.Tensor, total: torch.Tensor,
-                 of_sum: torch.Tensor, of_label: torch.Tensor, ids: tuple[int, int]) -> None:
-        rows, (first, real) = logits.flatten(0, 1), ids
-        most, scale = (each.flatten().unsqueeze(-1) for each in (largest, of_sum / total))
-        more = of_label.flatten()
-        for part, wide, index, here in _parts(logits, labels, first, real) if real else ():
+    def gradient(logits: torch.Tensor, places: torch.Tensor, numbers: torch.Tensor, grads: torch.Tensor,
+                 real: int) -> None:
+        rows, (largest, total) = logits.flatten(0, 1), numbers.flatten(1)
+        of_sum, of_label = grads.flatten(1)
+        most, scale = largest.unsqueeze(-1), (of_sum / total).unsqueeze(-1)
+        for part, wide, index, here in _parts(logits, places, real) if real else ():
             wide.sub_(most[part]).exp_().mul_(scale[part])
-            wide[torch.arange(len(wide), device=wide.device), index.squeeze(-1)] += more[part] * here
+            wide[torch.arange(len(wide), device=wide.device), index.squeeze(-1)] += of_label[part] * here
             rows[part, :real] = wide
         rows[:, real:] = 0.0
 
 
-def _parts(logits: torch.Tensor, labels: torch.Tensor, first: int, real: int) -> Iterator[
+def _parts(logits: torch.Tensor, places: torch.Tensor, real: int) -> Iterator[
         tuple[slice, torch.Tensor, torch.Tensor, torch.Tensor]]:
     """For each few tokens: which they are; their real logits in fp32; their labels' columns, [.., 1], and
     whether they have one here (else it is 0)."""
-    rows, ids = logits.flatten(0, 1), labels.flatten()
+    rows, columns = logits.flatten(0, 1), places.flatten()
     for start in range(0, len(rows), CHUNK):
         part = slice(start, start + CHUNK)
-        place = ids[part] - first
+        place = columns[part]
         here = (place >= 0) & (place < real)
         yield part, rows[part, :real].to(torch.float32, copy=True), place.where(here, 0).unsqueeze(-1), here
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 
 import os
 import random
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from importlib.util import find_spec
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -18,6 +22,7 @@ import torch
 from tests.harness import loopback, tiny
 from tests.loopback import interpreted
 from tests.loopback.test_saved import CASES
+from threed.tensor.fused import Fused
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs the package triton (on Linux, and "
                                 "without a GPU: pip install triton)")
@@ -28,8 +33,9 @@ Run = Callable[..., Any]
 @pytest.fixture(scope="module")
 def run():
     """Call a function of `interpreted` there."""
-    with (ProcessPoolExecutor(1, get_context("spawn")) as pool,
-          mock.patch.dict(os.environ, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")):
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        with mock.patch.dict(os.environ, TRITON_INTERPRET="1", OMP_NUM_THREADS="1"):
+            pool.submit(os.getpid).result()  # it starts
         yield lambda function, *given: pool.submit(function, *given).result()
 
 
@@ -110,3 +116,69 @@ def test_runs(run, name, dtype):
     for key, grad in plain.first_grads.items():
         distance = float((ranks.first_grads[key] - grad).norm())
         assert distance <= (1 if dtype == "fp32" else 20) * limit * float(grad.norm()), key
+
+
+# ---------------------------------------------------------------- for an H100, without one
+
+H100 = ("cuda", 90, 32)  # sm_90, warps of 32 threads
+ELEMENTS = {"fp32": "*fp32", "bf16": "*bf16", "fp16": "*fp16"}
+# Of a thread: an SM has room for 5 and 8 programs at a time.
+REGISTERS = {"statistics_kernel": 48, "gradient_kernel": 32}
+
+
+def compiled(kernel: Any, element: str) -> Any:
+    """A kernel with arguments as in a run: all pointers and sizes are multiples of 16."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from threed.tensor.loss_kernel import BLOCK, WARPS
+
+    kinds = {"logits": element, "places": "*i64", "width": "i32", "real": "i32", "BLOCK": "constexpr"}
+    signature = {name: kinds.get(name, "*fp32") for name in kernel.arg_names}
+    even = {(number,): [["tt.divisibility", 16]] for number, name in enumerate(kernel.arg_names)
+            if name != "BLOCK"}
+    source = ASTSource(kernel, signature, {(kernel.arg_names.index("BLOCK"),): BLOCK}, even)
+    return triton.compile(source, target=GPUTarget(*H100), options={"num_warps": WARPS})
+
+
+def used(ptx: str, folder: Path) -> tuple[int, int]:
+    """(registers of a thread, bytes that it spills), as ptxas says."""
+    from triton import knobs
+
+    file = folder / "kernel.ptx"
+    file.write_text(ptx)
+    said = subprocess.run([knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", str(file), "-o",
+                           str(folder / "kernel.cubin")], capture_output=True, text=True, check=True).stderr
+    spilled = re.findall(r"(\d+) bytes spill", said)
+    return int(re.findall(r"Used (\d+) registers", said)[0]), sum(map(int, spilled))
+
+
+@pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="TRITON_INTERPRET is set: nothing is compiled")
+@pytest.mark.parametrize("name", REGISTERS)
+@pytest.mark.parametrize("dtype", ELEMENTS)
+def test_compiles_for_an_h100(name, dtype, tmp_path, monkeypatch):
+    """To a cubin that spills nothing, whose logits are moved 16 bytes at a time, and with one exponential a
+    logit. (A kernel that waits for memory wants many threads: few registers.)"""
+    from threed.tensor import loss_kernel
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    kernel = compiled(getattr(loss_kernel, name), ELEMENTS[dtype])
+    assert kernel.asm["cubin"][:4] == b"\x7fELF"
+    ptx, each = kernel.asm["ptx"], loss_kernel.BLOCK // loss_kernel.WARPS // 32  # logits of a thread
+    registers, spilled = used(ptx, tmp_path)
+    assert spilled == 0 and registers <= REGISTERS[name], f"{registers} registers, {spilled} bytes spilled"
+    loads = each * (4 if dtype == "fp32" else 2) // 16
+    moves = [len(re.findall(rf"{op}\.global\S*\.v4\.b32", ptx)) for op in ("ld", "st")]
+    assert moves == [loads, loads if name == "gradient_kernel" else 0]
+    assert ptx.count("ex2.approx") == each + (name == "statistics_kernel")  # and one of the base's change
+
+
+def test_without_triton():
+    """Nothing of triton is imported where the loss is not computed by kernels."""
+    code = ("import sys, threed.tensor.context; from threed.tensor.fused import Fused; import torch; "
+            "assert Fused(True).kernels(torch.device('cpu')) is None; "
+            "assert Fused(False).kernels(torch.device('cuda')) is None; "
+            "assert 'threed.tensor.loss_kernel' not in sys.modules")
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert Fused(True).kernels(torch.device("cuda")) is not None

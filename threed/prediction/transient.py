@@ -226,9 +226,9 @@ class _Loss:
     """The loss's kernels, without numbers: what they make."""
 
     @staticmethod
-    def statistics(logits: torch.Tensor, labels: torch.Tensor, first: int,
-                   real: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return torch.zeros(labels.shape), torch.zeros(labels.shape), torch.zeros(labels.shape)
+    def statistics(logits: torch.Tensor, places: torch.Tensor,
+                   real: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.zeros(2, *places.shape), torch.zeros(places.shape)
 
     @staticmethod
     def gradient(*_: Any) -> None:

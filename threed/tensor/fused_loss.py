@@ -18,19 +18,21 @@ from threed.tensor.softmax import CHUNK, MASKED, real_of
 
 
 class LossKernels(Protocol):
-    """What computes on logits. All tensors are contiguous, and all numbers a token in fp32."""
+    """What computes on logits. All tensors are contiguous, and all numbers a token in fp32. `places`: [S, B],
+    the column of each label among the rank's, which it may lie outside of. The first `real` columns are no
+    padding."""
 
-    def statistics(self, logits: torch.Tensor, labels: torch.Tensor, first: int,
-                   real: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """[S, B, V], [S, B] -> three numbers a token, [S, B] each: the largest logit (-inf where all are
-        padding), the sum of exponentials of the logits less it, and the label's logit (0 where it is
-        elsewhere). `first`: the id of the first logit; the first `real` are no padding."""
+    def statistics(self, logits: torch.Tensor, places: torch.Tensor,
+                   real: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """[S, B, V], [S, B] -> two numbers a token, [2, S, B]: the largest logit (-inf where all are padding)
+        and the sum of exponentials of the logits less it; and the label's logit, [S, B] (0 where it is
+        elsewhere)."""
         ...
 
-    def gradient(self, logits: torch.Tensor, labels: torch.Tensor, largest: torch.Tensor, total: torch.Tensor,
-                 of_sum: torch.Tensor, of_label: torch.Tensor, ids: tuple[int, int]) -> None:
-        """Write over each logit exp(logit - largest) / total * of_sum, and of_label more over the label's; 0
-        over padding. `ids`: `first` and `real`, as in `statistics`."""
+    def gradient(self, logits: torch.Tensor, places: torch.Tensor, numbers: torch.Tensor, grads: torch.Tensor,
+                 real: int) -> None:
+        """Write over each logit its share exp(logit - largest) / sum times grads[0], and grads[1] more over
+        the label's; 0 over padding. `grads`: [2, S, B]."""
         ...
 
 
@@ -39,39 +41,42 @@ class Separate:
     compile, which may be in backward, behind a forward that was theirs."""
 
     @staticmethod
-    def statistics(logits: torch.Tensor, labels: torch.Tensor, first: int,
-                   real: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        largest, total, label = (labels.new_zeros(labels.shape, dtype=torch.float32) for _ in range(3))
+    def statistics(logits: torch.Tensor, places: torch.Tensor,
+                   real: int) -> tuple[torch.Tensor, torch.Tensor]:
+        label = places.new_zeros(places.shape, dtype=torch.float32)
+        numbers = label.new_zeros(2, *places.shape)
         if not real:
-            return largest.fill_(-torch.inf), total, label
-        for part, wide, index, here in _parts(logits, labels, first, real):
+            numbers[0] = -torch.inf
+            return numbers, label
+        largest, total = numbers.flatten(1)
+        for part, wide, index, here in _parts(logits, places, real):
             most = wide.amax(-1, keepdim=True)
-            largest.view(-1)[part] = most.squeeze(-1)
+            largest[part] = most.squeeze(-1)
             label.view(-1)[part] = wide.gather(-1, index).squeeze(-1).masked_fill_(~here, 0.0)
-            total.view(-1)[part] = wide.sub_(most).exp_().sum(-1)
-        return largest, total, label
+            total[part] = wide.sub_(most.masked_fill(most == -torch.inf, 0.0)).exp_().sum(-1)
+        return numbers, label
 
     @staticmethod
-    def gradient(logits: torch.Tensor, labels: torch.Tensor, largest: torch.Tensor, total: torch.Tensor,
-                 of_sum: torch.Tensor, of_label: torch.Tensor, ids: tuple[int, int]) -> None:
-        rows, (first, real) = logits.flatten(0, 1), ids
-        most, scale = (each.flatten().unsqueeze(-1) for each in (largest, of_sum / total))
-        more = of_label.flatten()
-        for part, wide, index, here in _parts(logits, labels, first, real) if real else ():
+    def gradient(logits: torch.Tensor, places: torch.Tensor, numbers: torch.Tensor, grads: torch.Tensor,
+                 real: int) -> None:
+        rows, (largest, total) = logits.flatten(0, 1), numbers.flatten(1)
+        of_sum, of_label = grads.flatten(1)
+        most, scale = largest.unsqueeze(-1), (of_sum / total).unsqueeze(-1)
+        for part, wide, index, here in _parts(logits, places, real) if real else ():
             wide.sub_(most[part]).exp_().mul_(scale[part])
-            wide[torch.arange(len(wide), device=wide.device), index.squeeze(-1)] += more[part] * here
+            wide[torch.arange(len(wide), device=wide.device), index.squeeze(-1)] += of_label[part] * here
             rows[part, :real] = wide
         rows[:, real:] = 0.0
 
 
-def _parts(logits: torch.Tensor, labels: torch.Tensor, first: int, real: int) -> Iterator[
+def _parts(logits: torch.Tensor, places: torch.Tensor, real: int) -> Iterator[
         tuple[slice, torch.Tensor, torch.Tensor, torch.Tensor]]:
     """For each few tokens: which they are; their real logits in fp32; their labels' columns, [.., 1], and
     whether they have one here (else it is 0)."""
-    rows, ids = logits.flatten(0, 1), labels.flatten()
+    rows, columns = logits.flatten(0, 1), places.flatten()
     for start in range(0, len(rows), CHUNK):
         part = slice(start, start + CHUNK)
-        place = ids[part] - first
+        place = columns[part]
         here = (place >= 0) & (place < real)
         yield part, rows[part, :real].to(torch.float32, copy=True), place.where(here, 0).unsqueeze(-1), here
 
@@ -80,24 +85,21 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, vocab: int, group: Group,
                 kernels: LossKernels):
-        first = group.rank() * logits.shape[-1]
-        ctx.kernels, ctx.ids = kernels, (first, real_of(logits, first, vocab))
-        own, total, label = kernels.statistics(logits, labels, *ctx.ids)
-        largest = own
+        places, numbers, label = _read(ctx, kernels, logits, labels, group.rank() * logits.shape[-1], vocab)
+        largest, total = numbers
         if group.size() > 1:
-            largest = own.clone()
+            own = largest.clone()
             group.all_reduce(largest, "max").wait()
             total.mul_(own.sub_(largest).exp_())
         group.all_reduce(label).wait()
         group.all_reduce(total).wait()
-        ctx.save_for_backward(logits, labels, largest, total)
+        ctx.save_for_backward(logits, places, numbers)
         return total.log() - label.sub_(largest)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor):
-        logits, labels, largest, total = ctx.saved_tensors
-        of_loss = grads[0].contiguous()
-        grad = _written(ctx, logits, labels, largest, total, of_loss, -of_loss)
+        logits, places, numbers = ctx.saved_tensors
+        grad = _written(ctx, logits, places, numbers, torch.stack([grads[0], -grads[0]]))
         return grad, None, None, None, None
 
 
@@ -105,30 +107,39 @@ class _AddToSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, before: torch.Tensor | None, logits: torch.Tensor, labels: torch.Tensor, first: int,
                 vocab: int, kernels: LossKernels):
-        ctx.kernels, ctx.ids = kernels, (first, real_of(logits, first, vocab))
-        largest, total, chosen = kernels.statistics(logits, labels, *ctx.ids)
-        if not ctx.ids[1]:  # as if its padding were logits that are far below all others
+        places, numbers, chosen = _read(ctx, kernels, logits, labels, first, vocab)
+        largest, total = numbers
+        if not ctx.real:  # as if its padding were logits that are far below all others
             largest.fill_(MASKED)
             total.fill_(1.0)
         log_sum = largest + total.log()
         after = log_sum if before is None else torch.logaddexp(before[0], log_sum)
         kept = None if before is None else (before[0] - after).exp()  # the share of the tiles before
-        ctx.save_for_backward(logits, labels, largest, total, (log_sum - after).exp(), kept)
+        ctx.save_for_backward(logits, places, numbers, (log_sum - after).exp(), kept)
         return torch.stack([after, chosen if before is None else before[1] + chosen])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor):
-        logits, labels, largest, total, share, kept = ctx.saved_tensors
-        of_sum, of_label = grads[0].contiguous()
-        grad = _written(ctx, logits, labels, largest, total, of_sum * share, of_label)
+        logits, places, numbers, share, kept = ctx.saved_tensors
+        of_sum, of_label = grads[0]
+        grad = _written(ctx, logits, places, numbers, torch.stack([of_sum * share, of_label]))
         before = None if kept is None else torch.stack([of_sum * kept, of_label])
         return before, grad, None, None, None, None
 
 
-def _written(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, *numbers: torch.Tensor) -> torch.Tensor:
+def _read(ctx: Any, kernels: LossKernels, logits: torch.Tensor, labels: torch.Tensor, first: int,
+          vocab: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The places of labels among the ids from `first` on, and what `statistics` returns."""
+    ctx.kernels, ctx.real = kernels, real_of(logits, first, vocab)
+    places = labels - first if first else labels
+    return places, *kernels.statistics(logits, places, ctx.real)
+
+
+def _written(ctx: Any, logits: torch.Tensor, places: torch.Tensor, numbers: torch.Tensor,
+             grads: torch.Tensor) -> torch.Tensor:
     """The gradient, written over the logits. Autograd is told, so that whoever has saved them for a backward
     that is still to come gets an error, not the gradient."""
-    ctx.kernels.gradient(logits, labels, *numbers, ctx.ids)
+    ctx.kernels.gradient(logits, places, numbers, grads, ctx.real)
     torch.autograd.graph.increment_version(logits)
     return logits.detach()
 

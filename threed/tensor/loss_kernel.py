@@ -10,7 +10,7 @@ has been summed so far is multiplied by exp(old - new). Everything is computed i
 
 Only `Fused.kernels` imports this module: the package triton comes with torch for GPUs, and with no other.
 
-Shapes: T tokens, V the rank's part of the vocabulary (of a tile).
+Shapes: S sequence, B micro-batch, T tokens, S x B, V the rank's part of the vocabulary (of a tile).
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ BLOCK, WARPS = 4096, 8
 
 
 @triton.jit
-def statistics_kernel(logits, labels, largest, total, label, width, first, real, BLOCK: tl.constexpr):
-    """A program for each token. `first`: the id of the first logit; `real`: how many of the `width` are no
-    padding."""
+def statistics_kernel(logits, places, numbers, label, width, real, BLOCK: tl.constexpr):
+    """A program for each token. The first `real` of its `width` logits are no padding."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * width
     most = -float("inf")
@@ -38,49 +37,48 @@ def statistics_kernel(logits, labels, largest, total, label, width, first, real,
         base = tl.where(higher == -float("inf"), 0.0, higher)  # the difference of two of them is no number
         sums = sums * tl.exp(most - base) + tl.exp(values - base)
         most = higher
-    place = tl.load(labels + row) - first
+    place = tl.load(places + row)
     here = (place >= 0) & (place < real)
-    tl.store(largest + row, most)
-    tl.store(total + row, tl.sum(sums, 0))
+    tl.store(numbers + row, most)
+    tl.store(numbers + tl.num_programs(0) + row, tl.sum(sums, 0))
     tl.store(label + row, tl.load(logits + place, mask=here, other=0.0).to(tl.float32))
 
 
 @triton.jit
-def gradient_kernel(logits, labels, largest, total, of_sum, of_label, width, first, real, blocks,
-                    BLOCK: tl.constexpr):
-    """A program for each block of a token's logits: over each logit, exp(logit - largest) / total * of_sum,
-    and of_label more at the label; 0 over padding."""
-    program = tl.program_id(0)
-    row = (program // blocks).to(tl.int64)
-    columns = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
-    places = logits + row * width + columns
-    scale = tl.load(of_sum + row) / tl.load(total + row)
-    place = (tl.load(labels + row) - first).to(tl.int32)
-    values = tl.load(places, mask=columns < real, other=0.0).to(tl.float32)
-    grads = tl.exp(values - tl.load(largest + row)) * scale
-    grads += tl.where(columns == place, tl.load(of_label + row), 0.0)
-    tl.store(places, tl.where(columns < real, grads, 0.0), mask=columns < width)
+def gradient_kernel(logits, places, numbers, grads, width, real, BLOCK: tl.constexpr):
+    """A program for each block of a token's logits."""
+    blocks = tl.cdiv(width, BLOCK)
+    tokens = tl.num_programs(0) // blocks
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    columns = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    logits += row * width + columns
+    of_sum = tl.load(grads + row) / tl.load(numbers + tokens + row)
+    values = tl.load(logits, mask=columns < real, other=0.0).to(tl.float32)
+    written = tl.exp(values - tl.load(numbers + row)) * of_sum
+    at_label = columns == tl.load(places + row).to(tl.int32)
+    written += tl.where(at_label, tl.load(grads + tokens + row), 0.0)
+    tl.store(logits, tl.where(columns < real, written, 0.0), mask=columns < width)
 
 
 class Kernels:
     """As fused_loss.LossKernels."""
 
     @staticmethod
-    def statistics(logits: torch.Tensor, labels: torch.Tensor, first: int,
-                   real: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        width, tokens = logits.shape[-1], labels.numel()
-        largest, total, label = (labels.new_empty(labels.shape, dtype=torch.float32) for _ in range(3))
-        statistics_kernel[(tokens,)](logits, labels, largest, total, label, width, first, real,
-                                     BLOCK=_block(width), num_warps=WARPS)
-        return largest, total, label
+    def statistics(logits: torch.Tensor, places: torch.Tensor,
+                   real: int) -> tuple[torch.Tensor, torch.Tensor]:
+        label = places.new_empty(places.shape, dtype=torch.float32)
+        numbers, width = label.new_empty(2, *label.shape), logits.shape[-1]
+        statistics_kernel[(label.numel(),)](logits, places, numbers, label, width, real, BLOCK=_block(width),
+                                            num_warps=WARPS)
+        return numbers, label
 
     @staticmethod
-    def gradient(logits: torch.Tensor, labels: torch.Tensor, largest: torch.Tensor, total: torch.Tensor,
-                 of_sum: torch.Tensor, of_label: torch.Tensor, ids: tuple[int, int]) -> None:
-        (first, real), width, block = ids, logits.shape[-1], _block(logits.shape[-1])
-        blocks = triton.cdiv(width, block)
-        gradient_kernel[(labels.numel() * blocks,)](logits, labels, largest, total, of_sum, of_label, width,
-                                                    first, real, blocks, BLOCK=block, num_warps=WARPS)
+    def gradient(logits: torch.Tensor, places: torch.Tensor, numbers: torch.Tensor, grads: torch.Tensor,
+                 real: int) -> None:
+        width, block = logits.shape[-1], _block(logits.shape[-1])
+        programs = places.numel() * triton.cdiv(width, block)
+        gradient_kernel[(programs,)](logits, places, numbers, grads, width, real, BLOCK=block,
+                                     num_warps=WARPS)
 
 
 def _block(width: int) -> int:

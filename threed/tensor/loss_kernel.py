@@ -1,7 +1,7 @@
 """The loss's kernels, in Triton: what needs all logits of a token reads them once, and the gradient is
 written over them.
 
-With 16 bits that is 2 bytes a logit in forward and 4 in backward; separate operations move 54. Between the
+With 16 bits that is 2 bytes a logit in forward and 4 in backward; separate operations move 52. Between the
 two kernels, the statistics of a token (the largest logit, the sum of exponentials, the label's logit) are
 combined over tp (`fused_loss`).
 

@@ -34,13 +34,16 @@ def drawn(dtype: torch.dtype, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor
     return logits.to(dtype), labels, torch.rand(S, B, generator=generator)
 
 
-@pytest.mark.parametrize("chunk", [1, 4, S * B, 1000])
+CHUNKS = [Chunks(1), Chunks(4), Chunks(S * B), Chunks(1000), Chunks(4, in_place=True)]
+
+
+@pytest.mark.parametrize("chunks", CHUNKS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_same_bits(dtype, chunk):
+def test_same_bits(dtype, chunks):
     logits, labels, of_loss = drawn(dtype)
     results = []
     for compute in (lambda x: vocab_parallel_cross_entropy(x, labels, VOCAB, alone()),
-                    lambda x: cross_entropy_in_chunks(x, labels, VOCAB, Chunks(chunk), alone())):
+                    lambda x: cross_entropy_in_chunks(x, labels, VOCAB, chunks, alone())):
         leaf = logits.clone().requires_grad_()
         loss = compute(leaf * 1)  # which it overwrites
         loss.backward(of_loss)
@@ -50,14 +53,14 @@ def test_same_bits(dtype, chunk):
     assert grad.dtype == dtype and not grad[..., VOCAB:].any()
 
 
-@pytest.mark.parametrize("chunk", [1, 4, 1000])
+@pytest.mark.parametrize("chunks", CHUNKS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_tiles_have_the_same_bits(dtype, chunk):
+def test_tiles_have_the_same_bits(dtype, chunks):
     """Tiles of 8, 8 and 4 ids, the last of padding alone."""
     logits, labels, of_loss = drawn(dtype)
     logits = torch.cat([logits, logits[..., :4]], -1)
     results = []
-    for size in (None, Chunks(chunk)):
+    for size in (None, chunks):
         leaf = logits.clone().requires_grad_()
         running = None
         for first, tile in zip((0, 8, 16), (leaf * 1).split((8, 8, 4), -1), strict=True):

@@ -22,15 +22,15 @@ class LossKernels(Protocol):
     the column of each label among the rank's, which it may lie outside of. The first `real` columns are no
     padding."""
 
-    def statistics(self, logits: torch.Tensor, places: torch.Tensor,
-                   real: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def statistics(self, logits: torch.Tensor, places: torch.Tensor, real: int,
+                   /) -> tuple[torch.Tensor, torch.Tensor]:
         """[S, B, V], [S, B] -> two numbers a token, [2, S, B]: the largest logit (-inf where all are padding)
         and the sum of exponentials of the logits less it; and the label's logit, [S, B] (0 where it is
         elsewhere)."""
         ...
 
     def gradient(self, logits: torch.Tensor, places: torch.Tensor, numbers: torch.Tensor, grads: torch.Tensor,
-                 real: int) -> None:
+                 real: int, /) -> None:
         """Write over each logit its share exp(logit - largest) / sum times grads[0], and grads[1] more over
         the label's; 0 over padding. `grads`: [2, S, B]."""
         ...

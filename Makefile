@@ -7,7 +7,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test verify lint matrix cluster chaos gpu clean
+.PHONY: help install train test verify lint matrix cluster chaos gpu kernels clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -55,6 +55,17 @@ chaos: $(STAMP) ## a campaign of faults: kills, signals, disks, damaged files (A
 
 gpu: $(STAMP) ## on a GPU: facts, short runs, tests/gpu, models beside torch's (half an hour; small without a GPU)
 	PYTHON=$(BIN)/python bench/first_call.sh --whole $(ARGS)
+
+# Beside .venv's packages and not among them: the other tests run without triton, as for most who have no GPU.
+KERNELS := .venv/kernels
+
+kernels: $(KERNELS)/.installed ## kernels of GPUs, without one: compile them for an H100, interpret them (triton: 190 MB)
+	PYTHONPATH=$(KERNELS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs --durations=3 --dist worksteal -n logical \
+	  --maxprocesses 4 tests/loopback/test_kernels.py tests/loopback/test_loss_kernel.py $(ARGS)
+
+$(KERNELS)/.installed: $(STAMP) constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --upgrade --target $(KERNELS) triton
+	@touch $@
 
 lint: $(STAMP) ## check style and types with ruff and pyright
 	$(BIN)/ruff check .

@@ -216,8 +216,8 @@ def _difference(rank: int, mine: tuple[Any, ...], first: tuple[Any, ...]) -> str
         return (f"the AdamW of the host, which rank {0 if adamw else rank} has not compiled (install gcc and "
                 "threed again there)")
     if pieces != first_pieces:
-        return (f"model.fused=auto, which rank {0 if pieces else rank} cannot compile (install triton and "
-                "gcc there, or use model.fused=off)")
+        return (f"model.fused=auto, which rank {0 if pieces else rank} cannot compile (install triton, "
+                "gcc and Python's headers there, or use model.fused=off)")
     return (f"attention, which is {attends} on rank {rank} and {first_attends} on rank 0 (choose one by "
             "run.attention_backend)")
 

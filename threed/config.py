@@ -158,6 +158,8 @@ def checked(config: Config, world_size: int | None = None) -> Config:
 
 def _resolved(config: Config, world_size: int | None, problems: list[str], where: str) -> Config:
     resolve_dp(config, world_size)
+    if config.model.fused == "auto" and config.run.device == "cpu" and not config.model.own_layers:
+        config.model.fused = "off"
     problems = [*problems, *validate(config, world_size)]
     if problems:
         raise ConfigError(problems, where)

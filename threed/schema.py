@@ -42,8 +42,8 @@ class ModelConfig:
     attention_dropout: float = 0.0  # on attention weights; above 0 attention runs unfused
     init_std: float = 0.02  # standard deviation of initial weights
     tie_embeddings: bool = True  # the head's output matrix is the word embedding
-    fused: str = "off"  # SwiGLU, rotary positions, dropout and RMS norm keep less for backward: off | auto
-    # (compiled on a GPU that has a compiler) | on (always compiled)
+    fused: str = "auto"  # SwiGLU, rotary positions, dropout, RMS norm and the loss keep less for backward:
+    # off | auto (compiled on a GPU that has a compiler; off where run.device=cpu) | on (always compiled)
     loss_chunk: int | None = None  # tokens whose logits are in fp32 at a time; null: all of a micro-batch
     tile_linears: str | None = None  # most bytes of linear layers that a unit gathers, such as 64MiB: larger
     # ones become tiles

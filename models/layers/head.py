@@ -22,6 +22,11 @@ if TYPE_CHECKING:
     from threed.tensor.context import Batch
 
 
+# Kernels of the fused loss in forward and in backward: its own, and those on numbers of a token. Of the whole
+# vocabulary; of a tile.
+_FUSED, _FUSED_TILE = (7, 4), (11, 5)
+
+
 class Output(Column):
     """The projection onto the vocabulary. Its matrix may be the word embedding."""
 
@@ -52,14 +57,15 @@ class Head(Layer):
     def cost(self, share: Share) -> Cost:
         seq, stream = self.model.seq_len, share.bytes(self.model.seq_len * self.model.hidden, SEQUENCE)
         first, whole = self.tile.index == 0, self.tile.count == 1
-        chunked, logits = self.model.loss_chunk is not None, seq * self.model.padded_vocab // self.tile.count
+        narrow = self.model.fuses or self.model.loss_chunk is not None  # logits are kept as they are
+        logits = seq * self.model.padded_vocab // self.tile.count
         # Bytes a token: its id and a mask, or the largest logit and the sum of exponentials; in a tile also
         # its index there and shares of the running softmax.
         token = 8 + 1 + (0 if whole else 4 if first else 4 + 4 + 8)
-        if chunked:
+        if narrow:
             token = 8 + 4 + 4 + (0 if whole else 4 + 4 * (not first) + 4 * self.tile.last)
         token += share.masked and self.tile.last  # whether it counts
-        saved = (Saved("logits", share.bytes(logits, "tp")) if chunked else
+        saved = (Saved("logits", share.bytes(logits, "tp")) if narrow else
                  Saved("softmax", share.bytes(logits, "tp", 4)),
                  Saved("labels", share.bytes(seq, element=token)),
                  *((Saved("output of the norm", stream),) if whole and self.output.keeps else ()))
@@ -77,6 +83,9 @@ class Head(Layer):
 
     def _moved(self, logits: int, own: int) -> Moved:
         """`logits`: their number on a rank; `own`: bytes of an element in the dtype of compute."""
+        if self.model.fuses:  # read in forward, read and written in backward
+            return Moved("loss", logits * own, 2 * logits * own,
+                         _FUSED if self.tile.count == 1 else _FUSED_TILE, exponentials=(logits, logits))
         if self.model.loss_chunk is not None:
             chunk = self.model.loss_chunk
             chunks = -(-self.model.seq_len // chunk)

@@ -208,6 +208,7 @@ def gpu(monkeypatch) -> dict[str, Any]:
     monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_, **__: says["chosen"].value)
     monkeypatch.setattr(subject, "varlen_call", lambda *_: says["varlen"])
     monkeypatch.setattr(subject, "way_of", lambda *_: says["way"])
+    monkeypatch.setattr(subject, "uncompiled", lambda *_: [])
     return says
 
 

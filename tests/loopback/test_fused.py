@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
+import re
 import shutil
+import types
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from tests.harness import assert_contract, cell_config, covering, loopback, same_bits, tiny
+from tests.loopback import interpreted
+from threed.engine import compiler
+from threed.engine.compiler import lacks, uncompiled
 from threed.engine.device import compiles
-from threed.errors import ConfigError, InputError
+from threed.errors import ConfigError, InputError, RunError
 from threed.planner import make_plan
 from threed.program.summary import stages
+from threed.tensor import fused
 from threed.tensor.alive import Alive
 from threed.tensor.fused import Fused
+from threed.tensor.fused_loss import Separate
 from threed.tensor.random import keep_mask
 
 S, B, D = 6, 2, 8
@@ -122,14 +131,16 @@ def test_runs_have_the_same_bits(mesh, dtype):
 
 
 def test_the_plan_knows():
-    """A block keeps the opened gate and two dropout masks less."""
+    """A block keeps the opened gate and two dropout masks less, and the head half of the softmax."""
     peaks = []
-    for fused in ("off", "auto"):
-        config = tiny("precision.dtype=bf16", "parallel.tp=2", *LLAMA, f"model.fused={fused}")
+    for text in ("off", "auto"):
+        config = tiny("precision.dtype=bf16", "parallel.tp=2", *LLAMA, f"model.fused={text}")
         peaks.append(max(row["activation_peak_bytes"] for row in stages(make_plan(config))))
     model = config.model
     masks = (1 + 2 * model.layers) * model.hidden
-    assert peaks[0] - peaks[1] == model.seq_len * (2 * model.num_ffn_hidden * model.layers // 2 + masks)
+    logits = 2 * model.padded_vocab // 2 - 7  # in 16 bits, not 32; and 7 bytes more a token
+    gates = 2 * model.num_ffn_hidden * model.layers // 2
+    assert peaks[0] - peaks[1] == model.seq_len * (gates + masks + logits)
 
 
 @pytest.mark.parametrize("cell", covering(), ids=lambda cell: cell.id)
@@ -156,17 +167,141 @@ def test_what_is_no_setting(text):
         tiny(f"model.fused={text}")
 
 
-def test_where_no_compiler_is(monkeypatch):
-    """`on` says what is missing; `auto` computes the same without."""
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setenv("CC", "cc-of-nobody")
-    monkeypatch.setattr("threed.engine.device.find_spec", lambda name: None)
-    for device, missing in (("cpu", r"g\+\+"), ("cuda", "triton")):
-        assert not compiles(tiny("model.fused=auto"), torch.device(device))
-        assert not compiles(tiny("model.fused=off"), torch.device(device))
-        with pytest.raises(InputError, match=f"model.fused=on compiles for a {device}, .*{missing}"):
-            compiles(tiny("model.fused=on"), torch.device(device))
-    monkeypatch.setattr("threed.engine.device.find_spec", lambda name: object())
-    assert not compiles(tiny("model.fused=auto"), torch.device("cuda")), "triton alone cannot compile"
-    monkeypatch.setenv("CC", "sh")
-    assert compiles(tiny("model.fused=auto"), torch.device("cuda"))
+@pytest.fixture
+def asked():
+    """The machine is asked anew, and again after the test."""
+    lacks.cache_clear()
+    yield
+    lacks.cache_clear()
+
+
+@pytest.mark.usefixtures("asked")
+@pytest.mark.parametrize(("device", "variables", "triton", "header", "missing"), [
+    ("cuda", {}, None, "Python.h", "the package triton is missing"),
+    ("cuda", {"CC": "cc-of-nobody"}, True, "Python.h", r"cc-of-nobody \(which CC names\) is missing"),
+    ("cuda", {"PATH": "/nowhere"}, True, "Python.h", "gcc or clang is missing"),
+    ("cuda", {"CC": "sh"}, True, None, r".*/Python\.h is missing \(package python3-dev"),
+    ("cuda", {"CC": "sh"}, True, "Python.h", "a small piece was not compiled: .*CUDA"),  # which is not here
+    ("cpu", {"CXX": "of-nobody"}, None, "Python.h", r"of-nobody \(which CXX names\) is missing"),
+], ids=["triton", "CC", "PATH", "Python.h", "what else", "CXX"])
+def test_what_a_compiler_lacks(device, variables, triton, header, missing, monkeypatch, tmp_path):
+    """`on` says what is missing; `auto` computes the same without, and its log says why."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    if header:
+        (tmp_path / header).touch()
+    monkeypatch.setattr(compiler, "find_spec", lambda name: triton)
+    monkeypatch.setattr(compiler.sysconfig, "get_path", lambda *_: str(tmp_path))
+    monkeypatch.setattr(torch, "compile", no_compiler)  # no kernel of an earlier run takes its place
+    here, auto = torch.device(device), tiny("model.fused=auto")
+    assert not compiles(auto, here) and not compiles(tiny("model.fused=off"), here)
+    with pytest.raises(InputError, match=f"model.fused=on cannot compile for a {device} here: {missing}"):
+        compiles(tiny("model.fused=on"), here)
+    said = uncompiled(auto, here)
+    assert [bool(re.search(missing, line)) for line in said] == ([True] if device == "cuda" else [])
+    assert not uncompiled(tiny("model.fused=off"), here)
+
+
+@pytest.mark.usefixtures("asked")
+def test_compiles_in_its_own_process(monkeypatch):
+    """Else each rank starts a pool of up to 32 processes. Who asks for them gets them."""
+    from torch._inductor import config as inductor
+
+    monkeypatch.setattr(compiler, "find_spec", lambda name: True)
+    monkeypatch.setattr(torch, "compile", no_compiler)
+    for wanted in (None, "7"):
+        monkeypatch.setattr(inductor, "compile_threads", 9)
+        monkeypatch.delenv(compiler.THREADS, raising=False)
+        if wanted:
+            monkeypatch.setenv(compiler.THREADS, wanted)
+        lacks.cache_clear()
+        lacks(torch.device("cuda"))
+        assert (os.environ[compiler.THREADS], inductor.compile_threads) == (("7", 9) if wanted else ("1", 1))
+
+
+def no_compiler(*_: object, **__: object) -> Any:
+    def fails(*_: object) -> None:
+        raise RuntimeError("backend='inductor' raised:\nCppCompileError: C++ compile error\n\nOutput:\n"
+                           "main.cpp:1: fatal error: Python.h: No such file or directory")
+
+    return fails
+
+
+@pytest.fixture
+def broken(monkeypatch):
+    """A compiler that fails when it is used."""
+    fused._compiled.cache_clear()
+    monkeypatch.setattr(torch, "compile", no_compiler)
+    yield
+    fused._compiled.cache_clear()
+
+
+@pytest.mark.usefixtures("broken")
+@pytest.mark.parametrize("name", PIECES)
+def test_falls_back_at_the_first_call(name, capsys):
+    """To the plain piece's bits in both directions, with one warning; `on` asks for an error."""
+    pieces = Fused(compile=True, falls_back=True)
+    assert pieces.compile
+    for _ in range(2):
+        for want, value in zip(results(lambda x: PIECES[name][1](Fused(), x), torch.bfloat16),
+                               results(lambda x: PIECES[name][1](pieces, x), torch.bfloat16), strict=True):
+            assert torch.equal(want, value)
+    assert not pieces.compile
+    said = capsys.readouterr().err
+    assert said.count("warning: model.fused=auto: a piece of the model was not compiled") == 1, said
+    assert "fatal error: Python.h: No such file" in said
+    with pytest.raises(RuntimeError, match="C\\+\\+ compile error"):
+        PIECES[name][1](Fused(compile=True), drawn(torch.bfloat16)[0])
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), RunError("stop")], ids=str)
+def test_does_not_fall_back_for_what_is_no_compilers(error, monkeypatch):
+    def fails(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(fused, "_compiled", lambda body: fails)
+    pieces = Fused(compile=True, falls_back=True)
+    with pytest.raises(type(error)):
+        pieces.swiglu(drawn(torch.float32)[0])
+    assert pieces.compile
+    monkeypatch.setattr(fused, "_compiled", lambda body: no_compiler())
+    with pytest.raises(RuntimeError, match="size"):  # the plain piece fails as well: the input is wrong
+        pieces.rotate(drawn(torch.float32)[0], torch.ones(3), torch.ones(3))
+    assert pieces.compile
+
+
+@pytest.mark.parametrize(("sizes", "vocab", "tp", "tiles"), [
+    ((7, 3, 16), 13, 1, 1), ((1, 1, 1), 1, 1, 1), ((600, 1, 40), 40, 1, 1), ((5, 2, 48), 11, 4, 1),
+    ((5, 2, 48), 20, 2, 3), ((5, 2, 48), 48, 1, 2)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_loss_falls_back(dtype, sizes, vocab, tp, tiles, monkeypatch):
+    """What takes the place of its kernels has their numbers: more tokens than a chunk, a rank or a tile that
+    is all padding."""
+    monkeypatch.setattr(interpreted, "Interpreted", Separate)
+    interpreted.compare(sizes, vocab, dtype, tp, tiles)
+
+
+@pytest.mark.usefixtures("broken")
+def test_the_losss_kernels_may_fail(monkeypatch, capsys):
+    """In forward, or in backward behind a forward that was theirs."""
+    works = types.SimpleNamespace(statistics=Separate.statistics, gradient=no_compiler())
+    for kernels in (works, None):
+        monkeypatch.setattr(fused, "_triton", lambda kernels=kernels: kernels or no_compiler()())
+        pieces = Fused(compile=True, falls_back=True)
+        assert pieces.kernels(torch.device("cpu")) is None
+        chosen = pieces.kernels(torch.device("cuda"))
+        assert chosen is not None
+        monkeypatch.setattr(interpreted, "Interpreted", chosen)
+        interpreted.compare((5, 2, 48), 40, torch.bfloat16, 2)
+        assert pieces.kernels(torch.device("cuda")) is None
+        assert capsys.readouterr().err.count("was not compiled on this rank") == 1
+    with pytest.raises(RuntimeError, match="C\\+\\+ compile error"):
+        Fused(compile=True).kernels(torch.device("cuda"))
+
+
+@pytest.mark.usefixtures("broken")
+def test_a_run_falls_back(monkeypatch, capsys):
+    monkeypatch.setattr("threed.engine.engine.compiles", lambda config, _: config.model.fuses)
+    configs = [tiny("parallel.tp=2", *LLAMA, f"model.fused={text}") for text in ("auto", "off")]
+    same_bits([loopback(config, 2) for config in configs])
+    assert capsys.readouterr().err.count("was not compiled on this rank") == 2  # ranks

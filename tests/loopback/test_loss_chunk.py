@@ -16,7 +16,7 @@ from threed.mesh import Mesh
 from threed.planner import make_plan
 from threed.program.summary import stages
 from threed.tensor.layers import vocab_parallel_cross_entropy
-from threed.tensor.softmax import add_to_softmax, cross_entropy_in_chunks, cross_entropy_of
+from threed.tensor.softmax import Chunks, add_to_softmax, cross_entropy_in_chunks, cross_entropy_of
 
 S, B, V, VOCAB = 7, 3, 16, 13  # three ids are padding
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -34,13 +34,16 @@ def drawn(dtype: torch.dtype, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor
     return logits.to(dtype), labels, torch.rand(S, B, generator=generator)
 
 
-@pytest.mark.parametrize("chunk", [1, 4, S * B, 1000])
+CHUNKS = [Chunks(1), Chunks(4), Chunks(S * B), Chunks(1000), Chunks(4, in_place=True)]
+
+
+@pytest.mark.parametrize("chunks", CHUNKS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_same_bits(dtype, chunk):
+def test_same_bits(dtype, chunks):
     logits, labels, of_loss = drawn(dtype)
     results = []
     for compute in (lambda x: vocab_parallel_cross_entropy(x, labels, VOCAB, alone()),
-                    lambda x: cross_entropy_in_chunks(x, labels, VOCAB, chunk, alone())):
+                    lambda x: cross_entropy_in_chunks(x, labels, VOCAB, chunks, alone())):
         leaf = logits.clone().requires_grad_()
         loss = compute(leaf * 1)  # which it overwrites
         loss.backward(of_loss)
@@ -50,14 +53,14 @@ def test_same_bits(dtype, chunk):
     assert grad.dtype == dtype and not grad[..., VOCAB:].any()
 
 
-@pytest.mark.parametrize("chunk", [1, 4, 1000])
+@pytest.mark.parametrize("chunks", CHUNKS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_tiles_have_the_same_bits(dtype, chunk):
+def test_tiles_have_the_same_bits(dtype, chunks):
     """Tiles of 8, 8 and 4 ids, the last of padding alone."""
     logits, labels, of_loss = drawn(dtype)
     logits = torch.cat([logits, logits[..., :4]], -1)
     results = []
-    for size in (None, chunk):
+    for size in (None, chunks):
         leaf = logits.clone().requires_grad_()
         running = None
         for first, tile in zip((0, 8, 16), (leaf * 1).split((8, 8, 4), -1), strict=True):
@@ -76,7 +79,7 @@ def test_logits_of_another_layout_which_others_read(tiles, dtype):
     """A family may make logits [B, S, V] and turn them, and add a loss of its own to them."""
     logits, labels, of_loss = drawn(dtype)
     results = []
-    for chunk in (None, 4):
+    for chunk in (None, Chunks(4)):
         leaf = logits.transpose(0, 1).contiguous().requires_grad_()
         turned = (leaf * 1).transpose(0, 1)
         # Without chunks fp32 logits are overwritten: there it gets a copy.
@@ -97,11 +100,11 @@ def test_logits_of_another_layout_which_others_read(tiles, dtype):
 def test_equal_to_torch_in_fp64(tiles):
     """(torch.autograd.gradcheck runs a graph's backward twice; this one overwrites what it read.)"""
     logits, labels, of_loss = drawn(torch.float64)
-    results = []
+    results, chunks = [], Chunks(4)
     for compute in (
             lambda x: cross_entropy(x[..., :VOCAB].permute(0, 2, 1), labels, reduction="none"),
-            lambda x: cross_entropy_of(add_to_softmax(None, x * 1, labels, 0, VOCAB, 4), alone()) if tiles
-            else cross_entropy_in_chunks(x * 1, labels, VOCAB, 4, alone())):
+            lambda x: cross_entropy_of(add_to_softmax(None, x * 1, labels, 0, VOCAB, chunks), alone())
+            if tiles else cross_entropy_in_chunks(x * 1, labels, VOCAB, chunks, alone())):
         leaf = logits.clone().requires_grad_()
         loss = compute(leaf)
         loss.backward(of_loss.double())
@@ -126,15 +129,15 @@ def test_never_all_logits_in_fp32():
     """In forward and backward, what is in fp32 is a chunk; else it is all."""
     logits, labels, of_loss = drawn(torch.bfloat16)
     wide = {}
-    for chunk in (None, 4):
+    for chunk in (None, Chunks(4)):
         with Widest() as widest:
             leaf = logits.clone().requires_grad_()
             add_to_softmax(None, leaf * 1, labels, 0, VOCAB, chunk)[0].backward(of_loss)
         wide[chunk] = widest.numel
-    assert wide == {None: S * B * V, 4: 4 * V}
+    assert wide == {None: S * B * V, Chunks(4): 4 * V}
     with Widest() as widest:
         leaf = logits.clone().requires_grad_()
-        cross_entropy_in_chunks(leaf * 1, labels, VOCAB, 4, alone()).backward(of_loss)
+        cross_entropy_in_chunks(leaf * 1, labels, VOCAB, Chunks(4), alone()).backward(of_loss)
     assert widest.numel == 4 * V
 
 

@@ -70,7 +70,8 @@ def known_difference(config: Config, layer: Layer) -> Cost:
                     (Saved("log of attention's sums", -sum(sums)),))
     if layer.name.startswith("embedding") and (config.parallel.tp > 1 or layer.tile.count > 1):
         return Cost(saved=(Saved("mask of tokens", tokens),), operands=tokens)
-    if layer.name.startswith("head") and layer.tile.index > 0 and config.model.loss_chunk is None:
+    if layer.name.startswith("head") and layer.tile.index > 0 and not (
+            config.model.fuses or config.model.loss_chunk is not None):
         return Cost(saved=(Saved("running softmax", -tokens * (4 if layer.tile.last else 8)),))
     return Cost()
 

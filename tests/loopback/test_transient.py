@@ -68,7 +68,13 @@ def measured(config: Config, plan: Plan) -> list[int]:
 
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch):
-    """A product that is added to a 16-bit weight's gradient has no memory of its own, nor has a message."""
+    alike(monkeypatch)
+
+
+def alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: a product that is added to a 16-bit weight's gradient has no memory of its own, nor has a
+    message. As here: no piece is compiled."""
+    monkeypatch.setattr(Alive, "one_kernel", nullcontext)
     monkeypatch.setattr(UnitState, "_add_product", lambda *_: None)
     call = ThreadGroup._call
 
@@ -87,9 +93,12 @@ def as_on_a_gpu(monkeypatch):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_what_is_held_within_an_instruction(name, monkeypatch):
+    monkeypatch.setattr(transient._Kernels, "kernels", lambda *_: None)  # nor are there the loss's kernels
+    compare(tiny(*SIZES, *CONFIGS[name]))
+
+
+def compare(config: Config) -> None:
     """A temporary that no plan counts: of every compute instruction, within 2% or a few bytes a token."""
-    monkeypatch.setattr(Alive, "one_kernel", nullcontext)  # here no piece is compiled
-    config = tiny(*SIZES, *CONFIGS[name])
     plan = make_plan(config)
     table, held = plan.table, Transient().of(plan)
     seen, alive = iter(measured(config, plan)), set()

@@ -178,7 +178,7 @@ KEYS: dict[str, Row | str] = {
     "model.attention_dropout": (numbers, [], 0.1),
     "model.init_std": (numbers, [], 0.2),
     "model.tie_embeddings": (plan, [], False),
-    "model.fused": (plan, [], "auto"),
+    "model.fused": (plan, [], "off"),
     "model.loss_chunk": (plan, [], 5),
     "model.tile_linears": (plan, ["model.tie_embeddings=false"], "8KiB"),
     "model.lora_rank": (plan, [], 2),

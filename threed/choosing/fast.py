@@ -399,7 +399,7 @@ class Priced:
 
     def _kept_at(self, position: int, kept: Sequence[Held]) -> int:
         """The highest of two: when the loss is made, or a forward ends; when a unit has been computed again.
-        (Temporaries: logits once more, or about a third of the operands.)"""
+        (Temporaries: logits once more, or about a third of the operands; and some of the residual stream.)"""
         away = self.layout.offload_activations
         mine = [self.stages[index] for index, where in enumerate(self.place) if where == position]
         saved = [sum((unit.kept_bytes * (not away) if unit.again else unit.saved_bytes) + unit.handed_bytes
@@ -413,4 +413,4 @@ class Priced:
         gone = sum(unit.saved_bytes for unit in units if unit.logits_bytes and not unit.again)
         again = max((unit.saved_bytes + unit.operand_bytes // 3 - gone * (not unit.logits_bytes)
                      for unit in units if unit.again), default=0)
-        return peak + max(logits, again, max(beside, default=0)) + 2 * self.act_bytes
+        return peak + max(logits, again, max(beside, default=0)) + 3 * self.act_bytes

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import shutil
-from importlib.util import find_spec
 
 import torch
 from torch.nn.attention import SDPBackend
 
+from threed.engine.compiler import lacks, uncompiled
 from threed.errors import InputError
 from threed.schema import Config
 from threed.tensor.documents import varlen_call
@@ -84,21 +83,14 @@ def _pin_exactly() -> None:
 
 
 def compiles(config: Config, device: torch.device) -> bool:
-    """Whether the pieces of model.fused are compiled here. InputError where they must be, and no compiler is
-    found."""
-    fused, gpu = config.model.fused, device.type == "cuda"
-    if fused == "off" or (fused == "auto" and not gpu):
+    """Whether the pieces of model.fused are compiled here. InputError where they must be, and cannot."""
+    fused = config.model.fused
+    if fused == "off" or config.model.own_layers or (fused == "auto" and device.type != "cuda"):
         return False
-    # triton is Python, and compiles a piece of C for each kernel
-    wanted = ["gcc", "clang"] if gpu else ["g++"]
-    named = os.environ.get("CC" if gpu else "CXX")
-    found = any(map(shutil.which, [named] if named else wanted))
-    found = found and (not gpu or find_spec("triton") is not None)
-    if not found and fused == "on":
-        missing = "the package triton and gcc or clang" if gpu else "g++ (or the compiler that CXX names)"
-        raise InputError(f"model.fused=on compiles for a {device.type}, which needs {missing}; install what "
-                         "is missing, or use model.fused=auto, which computes the same without")
-    return found
+    if (why := lacks(device)) and fused == "on":
+        raise InputError(f"model.fused=on cannot compile for a {device.type} here: {why}; install what is "
+                         "missing, or use model.fused=auto, which computes the same without")
+    return not why
 
 
 def attention(config: Config, device: torch.device) -> str:
@@ -154,4 +146,4 @@ def shortcomings(config: Config, device: torch.device) -> list[str]:
         lines.append(f"weight gradients are rounded to {precision.dtype} before they are added up in "
                      f"{precision.grad_dtype}: torch {torch.__version__} has no product whose result has "
                      "more bits than the matrices; torch 2.8 and later have one")
-    return lines
+    return [*lines, *uncompiled(config, device)]

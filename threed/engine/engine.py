@@ -65,7 +65,8 @@ class Engine:
                                comm.device) if config.run.cuda_graphs else None
         groups = self.graphs.groups(comm.groups) if self.graphs is not None else comm.groups
         context = Context(config.model, groups, config.parallel.sequence_parallel, dtype,
-                          weight_grads, self.saving, Fused(compiles(config, comm.device)),
+                          weight_grads, self.saving,
+                          Fused(compiles(config, comm.device), config.model.fused == "auto"),
                           config.data.document_mask and attention(config, comm.device) == "varlen",
                           config.train.seed, comm.device)
         layers = built(config, table, table.units_of(position), context, parameters)

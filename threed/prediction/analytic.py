@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 
 from threed.mesh import GROUPS
 from threed.models.kernels import FROZEN, Product
-from threed.planner.facts import make_mesh
+from threed.planner.facts import make_mesh, make_table
 from threed.prediction.hardware import Hardware, Place, places
 from threed.prediction.kernels import Prices, Travel
 from threed.prediction.simulate import Costs, cost_of
@@ -67,13 +69,14 @@ class _Compute:
 
     def __init__(self, plan: Plan, hardware: Hardware):
         self.table, self.hardware = plan.table, hardware
+        self.units = _units(plan, hardware)
         self.sequence_parallel = plan.config is not None and plan.config.parallel.sequence_parallel
         self.prices = Prices(hardware, plan.table.elements.param)
         self.travel, self.places = Travel(hardware), _places(plan, hardware)
         self._known: dict[tuple, float] = {}
 
     def seconds(self, op: Op, index: int) -> float:
-        unit = self.table.units[index]
+        unit = self.units[index]
         key = op, (unit.kernels, unit.again, tuple((phase, tuple(sizes.items()))
                                                    for phase, sizes in unit.traffic.items()))
         if key not in self._known:  # units are few kinds
@@ -133,6 +136,16 @@ class _Compute:
         return sum(self.prices.update(table.shard_numel(unit) * table.elements.grad,
                                       table.parameters[unit].state_home != Tier.DEVICE)
                    for unit in table.stepped(position))
+
+
+def _units(plan: Plan, hardware: Hardware) -> Sequence[ComputeUnit]:
+    """The compute units as they run on a machine: on a CPU nothing is compiled for model.fused=auto, so that
+    its pieces are as many kernels as without."""
+    config = plan.config
+    if config is None or config.model.fused != "auto" or config.model.own_layers or not hardware.waits:
+        return plan.table.units
+    separate = replace(config, model=replace(config.model, fused="off"))
+    return make_table(separate, plan.table.stage_positions).units
 
 
 class _Travel:

@@ -36,6 +36,7 @@ from threed.tensor.alive import Alive
 from threed.tensor.context import Batch, Context
 from threed.tensor.documents import Documents
 from threed.tensor.fused import Body, Fused
+from threed.tensor.fused_loss import LossKernels
 from threed.tensor.layers import WeightGrads
 from threed.tensor.measure import silent_groups, weight_of
 from threed.tensor.precision import DTYPES
@@ -216,6 +217,22 @@ class _Kernels(Fused):
             return kernel
 
         self.body = one
+
+    def kernels(self, device: torch.device) -> LossKernels | None:
+        return _Loss
+
+
+class _Loss:
+    """The loss's kernels, without numbers: what they make."""
+
+    @staticmethod
+    def statistics(logits: torch.Tensor, places: torch.Tensor,
+                   real: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.zeros(2, *places.shape), torch.zeros(places.shape)
+
+    @staticmethod
+    def gradient(*_: Any) -> None:
+        """It is written over the logits."""
 
 
 def _forgetting(grads: WeightGrads) -> Callable[[torch.Tensor], None]:

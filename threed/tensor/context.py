@@ -13,8 +13,10 @@ from torch.utils._pytree import tree_map
 from threed.comm import Group
 from threed.models.spec import NOT_COUNTED, Tile
 from threed.schema import ModelConfig
+from threed.tensor import fused_loss
 from threed.tensor.documents import Documents, attend, outside, rotate_at
 from threed.tensor.fused import Fused, rotate
+from threed.tensor.fused_loss import LossKernels
 from threed.tensor.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -27,7 +29,7 @@ from threed.tensor.layers import (
 from threed.tensor.random import keep_mask
 from threed.tensor.rotary import frequencies
 from threed.tensor.saving import Saving
-from threed.tensor.softmax import add_to_softmax, cross_entropy_in_chunks, cross_entropy_of
+from threed.tensor.softmax import CHUNK, Chunks, add_to_softmax, cross_entropy_in_chunks, cross_entropy_of
 
 
 @dataclass
@@ -133,17 +135,32 @@ class Context:
         return parallel_config(self.groups[axis], self.sequence_parallel and axis == "tp", self.dtype)
 
     def cross_entropy(self, logits_SBV: torch.Tensor, labels_SB: torch.Tensor) -> torch.Tensor:
-        """Loss of each token, [S, B]. It may overwrite the logits."""
-        vocab, chunk = self.model.vocab, self.model.loss_chunk
-        if chunk is not None:
-            return cross_entropy_in_chunks(logits_SBV, labels_SB, vocab, chunk, self.group)
+        """Loss of each token, [S, B]. It, or its backward, may overwrite the logits."""
+        vocab, chunks, kernels = self.model.vocab, self._chunks, self._kernels(logits_SBV)
+        if kernels is not None:
+            return fused_loss.cross_entropy(logits_SBV, labels_SB, vocab, self.group, kernels)
+        if chunks is not None:
+            return cross_entropy_in_chunks(logits_SBV, labels_SB, vocab, chunks, self.group)
         return vocab_parallel_cross_entropy(logits_SBV, labels_SB, vocab, self.group)
 
     def add_to_softmax(self, before: torch.Tensor | None, logits_SBV: torch.Tensor, labels_SB: torch.Tensor,
                        first: int) -> torch.Tensor:
-        """The running softmax [2, S, B] after logits of the ids from `first` on. It may overwrite the
-        logits."""
-        return add_to_softmax(before, logits_SBV, labels_SB, first, self.model.vocab, self.model.loss_chunk)
+        """The running softmax [2, S, B] after logits of the ids from `first` on. It, or its backward, may
+        overwrite the logits."""
+        kernels, vocab = self._kernels(logits_SBV), self.model.vocab
+        if kernels is not None:
+            return fused_loss.add_to_softmax(before, logits_SBV, labels_SB, first, vocab, kernels)
+        return add_to_softmax(before, logits_SBV, labels_SB, first, vocab, self._chunks)
+
+    def _kernels(self, logits: torch.Tensor) -> LossKernels | None:
+        return self.fused.kernels(logits.device) if self.model.fuses else None
+
+    @property
+    def _chunks(self) -> Chunks | None:
+        """How separate operations compute the loss. (model.fused keeps what its kernels would.)"""
+        if self.model.fuses:
+            return Chunks(self.model.loss_chunk or CHUNK, in_place=True)
+        return Chunks(self.model.loss_chunk) if self.model.loss_chunk is not None else None
 
     def cross_entropy_of(self, running: torch.Tensor) -> torch.Tensor:
         """Loss of each token, [S, B]."""

@@ -5,6 +5,9 @@ computes the rest again: SwiGLU keeps gate and up, but not the opened gate; drop
 mask is computed from counters. The bodies have the operations of the plain piece in their order, so results
 have the same bits; compiled bodies (`compile`) read and write each tensor once, and round once.
 
+The loss is such a piece, too: its kernels are our own (`loss_kernel`), and without them it is computed in
+chunks. Either way keeps the logits in the dtype of compute, and writes their gradient over them.
+
 Shapes: [...] any; F hidden layer of an MLP, E head size.
 """
 
@@ -17,17 +20,33 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from threed.console import say
+from threed.errors import ThreedError
+from threed.tensor.fused_loss import LossKernels, Separate
 from threed.tensor.random import keyed, mask_of
 
 Body = Callable[..., Any]
 
 
 class Fused:
-    """The pieces, with compiled bodies or plain ones."""
+    """The pieces, with compiled bodies or plain ones. `falls_back`: plain bodies take the place of compiled
+    ones as soon as one cannot be compiled, with a warning."""
 
-    def __init__(self, compile: bool = False):
-        self.compile = compile
-        self.body: Callable[[Body], Body] = _compiled if compile else _plain
+    def __init__(self, compile: bool = False, falls_back: bool = False):
+        self._fallback = _Fallback() if falls_back else None
+        self._compile = compile
+        compiled = self._fallback or _compiled
+        self.body: Callable[[Body], Body] = compiled if compile else _plain
+
+    @property
+    def compile(self) -> bool:
+        return self._compile and not (self._fallback and self._fallback.needed)
+
+    def kernels(self, device: torch.device) -> LossKernels | None:
+        """Those of the loss on a device; None where separate operations compute it, in chunks."""
+        if not self.compile or device.type != "cuda":
+            return None
+        return self._fallback or _triton()
 
     def swiglu(self, x: torch.Tensor) -> torch.Tensor:
         """silu(gate) * up, where x is gate and up: [..., 2F] -> [..., F]."""
@@ -54,6 +73,53 @@ def _plain(body: Body) -> Body:
 @cache
 def _compiled(body: Body) -> Body:
     return torch.compile(body, dynamic=False)
+
+
+def _triton() -> LossKernels:
+    from threed.tensor.loss_kernel import Kernels
+
+    return Kernels
+
+
+class _Fallback:
+    """Compiled bodies and the loss's kernels, until one cannot be compiled. A compiler works at the first
+    call of a body, and at that with a new shape, where what it lacks may be found out late: a full disk, a
+    shape that it fails on."""
+
+    def __init__(self) -> None:
+        self.needed = False
+
+    def __call__(self, body: Body) -> Body:
+        return body if self.needed else lambda *inputs: self._run(lambda: _compiled(body), body, *inputs)
+
+    def statistics(self, *given: Any) -> Any:
+        return self._run(lambda: _triton().statistics, Separate.statistics, *given)
+
+    def gradient(self, *given: Any) -> None:
+        self._run(lambda: _triton().gradient, Separate.gradient, *given)
+
+    def _run(self, compiled: Callable[[], Body], plain: Body, *inputs: Any) -> Any:
+        if self.needed:
+            return plain(*inputs)
+        try:
+            return compiled()(*inputs)
+        except (torch.OutOfMemoryError, ThreedError):
+            raise
+        except Exception as error:  # a compiler may raise anything, and has changed no input
+            result = plain(*inputs)  # fails, too, where the device or an input is at fault
+            if not self.needed:
+                self.needed = True
+                say("warning: model.fused=auto: a piece of the model was not compiled on this rank, which "
+                    "computes all pieces by separate operations from now on: slower, and rounded as with "
+                    f"model.fused=off ({in_short(error)})")
+            return result
+
+
+def in_short(error: BaseException) -> str:
+    """An error of a compiler in one line: what it says itself, of the pages that torch writes around it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip() and "raised:" not in line]
+    said = next((line for line in lines if "error: " in line), lines[0] if lines else "")
+    return (said if ": " in said else f"{type(error).__name__}: {said}")[:200]
 
 
 # ---- bodies

@@ -219,3 +219,17 @@ def test_a_whole_training():
     assert whole["device_hours"] == pytest.approx(whole["days"] * 24 * values["devices"])
     assert whole["dollars"] == pytest.approx(2 * whole["device_hours"])
     assert 0.2 < values["mfu"] < 0.7 and "H100" in values["hardware"]
+
+
+def test_fused_pieces_are_what_runs():
+    """On a GPU they are the default; a CPU computes separate operations, in its plan and at its prices."""
+    sizes = ["model.family=llama", "model.dropout=0.1", "model.kv_heads=2"]
+    assert threed.load(None, sizes).model.fused == "auto"
+    on_cpu = [threed.load(None, [*sizes, "run.device=cpu", *others]) for others in ([], ["model.fused=off"])]
+    assert on_cpu[0] == on_cpu[1] and not on_cpu[0].model.fuses
+
+    def step_s(fused: str, hardware: str) -> float:
+        return threed.predict(threed.load(None, [*sizes, f"model.fused={fused}"]), hardware)["step_time"]
+
+    assert step_s("auto", "cpu-core") == step_s("off", "cpu-core")
+    assert step_s("auto", "h100-sxm") == step_s("on", "h100-sxm") < step_s("off", "h100-sxm")

@@ -18,6 +18,7 @@ from threed.quantity import parse_count, parse_parameters
 from threed.shipped import find_file
 
 TOY, OPEN = "configs/toy.yaml", "configs/llama3-8b.yaml"
+EIGHT = "parallel.tp=4", "parallel.pp=2"
 
 
 def run(*words: str):
@@ -39,19 +40,20 @@ def main(monkeypatch, *words: str) -> int:
 @pytest.mark.parametrize("command", ["check", "show", "predict", "memory", "report"])
 def test_devices(command, tmp_path):
     """A config for 64 GPUs that is checked for 8, with a note that nobody reads."""
-    done = run(command, OPEN)
+    done = run(command, OPEN, *EIGHT)
     assert isinstance(done.exception, InputError) and not done.stdout
     wanted = f"give --devices N (a multiple of tp x pp = 8), as in `threed {command} {OPEN} --devices 64`"
     assert wanted in str(done.exception)
     if command in ("check", "show"):
-        assert "64 ranks" in run(command, OPEN, "--devices", "64", "train.global_batch_size=16").stdout
-    assert for_devices(OPEN, None, 64, command).dp == 8 == for_devices(OPEN, ["parallel.dp=8"], 64, "").dp
+        assert "64 ranks" in run(command, OPEN, "--devices", "64", "train.global_batch_size=64").stdout
+    assert for_devices(OPEN, [*EIGHT], 64, command).dp == 8 == for_devices(OPEN, ["parallel.dp=8", *EIGHT],
+                                                                               64, "").dp
 
 
 @pytest.mark.parametrize("words, message", [
-    ((OPEN, "--devices", "60"), "tp x pp = 8 does not divide it, so nothing is left for parallel.dp=auto: "
-                                "give 56 or 64"),
-    ((OPEN, "--devices", "4"), "give 8"),
+    ((OPEN, "--devices", "60", *EIGHT), "tp x pp = 8 does not divide it, so nothing is left for "
+                                        "parallel.dp=auto: give 56 or 64"),
+    ((OPEN, "--devices", "4", *EIGHT), "give 8"),
     ((TOY, "--devices", "64"), "the world size is 64: set parallel.dp=16, or auto"),
     ((OPEN, "modle.layers=3"), "did you mean model.layers"), ((OPEN, "zero.stage=9"), "zero.stage=9")])
 def test_wrong_devices(words, message):

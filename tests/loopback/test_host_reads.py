@@ -25,7 +25,7 @@ from threed.schema import Config
 GOLDEN = Path(__file__).parents[1] / "golden" / "kernels.json"
 META = torch.device("meta")
 SMALL = ["model.layers=1", "model.hidden=16", "model.heads=4", "model.seq_len=8", "model.vocab=30",
-         "model.vocab_multiple=16", "train.global_batch_size=2", "precision.dtype=bf16"]
+         "model.vocab_multiple=16", "train.global_batch_size=2", "precision.dtype=bf16", "model.fused=off"]
 LLAMA = ["model.family=llama", "model.activation=swiglu", "model.norm=rmsnorm", "model.bias=false",
          "model.kv_heads=2"]
 CONFIGS: dict[str, list[str]] = {

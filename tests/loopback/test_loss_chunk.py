@@ -151,7 +151,7 @@ def test_the_plan_knows():
     """What is kept of the logits has two bytes a number instead of four; 7 bytes more a token."""
     peaks = []
     for others in ([], ["model.loss_chunk=8"]):
-        config = tiny("precision.dtype=bf16", "model.vocab=1000", *others)
+        config = tiny("precision.dtype=bf16", "model.vocab=1000", "model.fused=off", *others)
         peaks.append(max(row["activation_peak_bytes"] for row in stages(make_plan(config))))
     tokens = config.model.seq_len
     assert peaks[0] - peaks[1] == tokens * (2 * config.model.padded_vocab - 7)
@@ -164,12 +164,13 @@ def test_the_plan_knows():
 def test_runs_have_the_same_bits(dtype, others):
     scale = ["precision.loss_scale=1024"] if dtype == "fp16" else []
     always = ["train.global_batch_size=4", f"precision.dtype={dtype}", *scale, *others]
-    same_bits([loopback(tiny(*always, *chunk), 3) for chunk in ([], ["model.loss_chunk=5"])])
+    same_bits([loopback(tiny(*always, *chunk), 3) for chunk in (
+        ["model.fused=off"], ["model.fused=off", "model.loss_chunk=5"], ["model.fused=auto"])])
 
 
 @pytest.mark.parametrize("cell", covering(), ids=lambda cell: cell.id)
 def test_contract(cell, references):
     """The contract's sample."""
     config = cell_config(cell, 8)
-    config.model.loss_chunk = 3
+    config.model.loss_chunk, config.model.fused = 3, "off"
     assert_contract(config, references, steps=2)

@@ -152,7 +152,7 @@ class Recording:
 
 
 def replayed() -> list[float]:
-    """A graph that adds three times an input to a sum: the sum while it is recorded, and after each replay."""
+    """A graph adds three times an input to a sum: the sum while it is recorded, and after each replay."""
     recording = Recording()
     given, total = torch.ones(16, device="cuda"), torch.zeros((), device="cuda")
     with recording as graph:
@@ -166,7 +166,7 @@ def replayed() -> list[float]:
 
 
 def pool_is_reused() -> tuple[bool, float]:
-    """Whether a later graph of a pool gets the memory that an earlier one has freed, and what it makes there."""
+    """Whether a graph of a pool gets the memory that an earlier one has freed, and what it makes there."""
     recording = Recording()
     given = torch.ones(16, device="cuda")
     with recording as first:

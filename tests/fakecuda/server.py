@@ -1,8 +1,8 @@
 """A process with fake GPUs, for a test session that has none.
 
-torch takes fake GPUs only before its import, and pytest has imported it long before. So a process apart installs
-them and imports what tests need once; each call runs in a fork of it, whose devices are new. A fork may die, as
-one does whose host touches device memory.
+torch takes fake GPUs only before its import, and pytest has imported it long before. So a process apart
+installs them and imports what tests need once; each call runs in a fork of it, whose devices are new. A fork
+may die, as one does whose host touches device memory.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def install(count: int = 16) -> Any:
     path = build.library()
     for name in ("libc10.so", "libtorch_cpu.so", "libtorch.so", "libtorch_python.so"):
         ctypes.CDLL(str(build.torch_folder() / "lib" / name), mode=ctypes.RTLD_GLOBAL)
-    ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)  # its hooks and kernels are there when torch looks for them
+    ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)  # before torch looks for hooks and kernels
     import torch
 
     spec = importlib.util.spec_from_file_location("_fakecuda", path)
@@ -115,7 +115,8 @@ def _functions(torch: Any, device: Any) -> dict[str, Any]:
                 torch._C._accelerator_setStream(before)
 
     def properties(wanted: Any = None) -> Any:
-        return types.SimpleNamespace(name=NAME, total_memory=MEMORY, major=9, minor=0, uuid=f"GPU-{index(wanted)}",
+        return types.SimpleNamespace(name=NAME, total_memory=MEMORY, major=9, minor=0,
+                                     uuid=f"GPU-{index(wanted)}",
                                      multi_processor_count=132, pci_bus_id=index(wanted), pci_domain_id=0,
                                      pci_device_id=0)
 
@@ -156,8 +157,8 @@ def _graph_class(device: Any) -> type:
         def capture_end(self) -> None:
             self._graph.end()
             if not len(self._graph):
-                warnings.warn("The CUDA Graph is empty. This usually means that the graph was attempted to be "
-                              "captured on wrong device or stream.", stacklevel=2)
+                warnings.warn("The CUDA Graph is empty. This usually means that the graph was attempted to "
+                              "be captured on wrong device or stream.", stacklevel=2)
 
         def replay(self) -> None:
             self._graph.replay()

@@ -82,7 +82,8 @@ class NcclGroup(loopback.ThreadGroup, OwnStream):
 
 class NcclChannel(loopback.ThreadChannel, OwnStream):
     def _send(self, tensor: torch.Tensor) -> Handle:
-        return self.issue((tensor,), lambda: self._world.post(self._key, shim.installed.peek(tensor.detach())))
+        sent = tensor.detach()
+        return self.issue((tensor,), lambda: self._world.post(self._key, shim.installed.peek(sent)))
 
     def recv(self, tensor: torch.Tensor) -> Handle:
         return self.issue((tensor,), lambda: shim.installed.poke(tensor, self._world.receive(self._key)))

@@ -7,6 +7,8 @@ down while the pieces run on tensors without memory.
 What torch's own dynamo would do before that, which is to read the body, is done by `make_fx`.
 """
 
+# pyright: reportMissingImports=false
+# (triton is not among .venv's packages: make kernels)
 from __future__ import annotations
 
 import re

@@ -399,7 +399,8 @@ class Priced:
 
     def _kept_at(self, position: int, kept: Sequence[Held]) -> int:
         """The highest of two: when the loss is made, or a forward ends; when a unit has been computed again.
-        (Temporaries: logits once more, or about a third of the operands; and some of the residual stream.)"""
+        (Temporaries: logits once more, or about a third of the operands; and some of the residual stream.
+        Where backward is split, the gradient of the logits is there before the logits go.)"""
         away = self.layout.offload_activations
         mine = [self.stages[index] for index, where in enumerate(self.place) if where == position]
         saved = [sum((unit.kept_bytes * (not away) if unit.again else unit.saved_bytes) + unit.handed_bytes
@@ -407,7 +408,9 @@ class Priced:
         operands = [sum(unit.operand_bytes for unit in stage.units) for stage in mine]
         peak = max(sum(map(mul, (*row.saved, *row.operands), (*saved, *operands))) for row in kept)
         units = [unit for stage in mine for unit in stage.units]
-        logits = max(unit.logits_bytes for unit in units)
+        split = any(map(any, (row.operands for row in kept)))
+        logits = max(max(unit.logits_bytes, split * bool(unit.logits_bytes) * unit.operand_bytes)
+                     for unit in units)
         beside = [unit.operand_bytes // 3 for unit in units if not unit.logits_bytes]
         # Its saved tensors are gone when other units of its micro-batch are computed again.
         gone = sum(unit.saved_bytes for unit in units if unit.logits_bytes and not unit.again)

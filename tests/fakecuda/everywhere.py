@@ -31,6 +31,7 @@ ON_CPU: dict[str, str] = {
     "test_loss_kernel.py": "Triton's interpreter runs on a CPU",
     "test_measure.py": "it measures a CPU's memory",
     "test_memory.py": "it measures a CPU's memory",
+    "test_mutation.py": "it replaces the lanes of a CPU by others",
     "test_native.py": "it is about code of the CPU",
     "test_offload.py::test_equal_to_the_device": "bits of a CPU's update; a GPU's kernel rounds otherwise",
     "test_offload.py::test_evaluation_in_between": "as above",

@@ -109,7 +109,7 @@ def held_copy() -> bool:
 
 
 def devices_mixed() -> None:
-    torch.ones(4, device="cuda:0") + torch.ones(4, device="cuda:1")
+    torch.ones(4, device="cuda:0").add(torch.ones(4, device="cuda:1"))
 
 
 def host_and_device_mixed() -> None:

@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false
 """The loss by kernels (tensor/loss_kernel, tensor/fused_loss): the numbers of the plain one. The kernels run
 on a CPU by Triton's interpreter, in another process, and are compiled for an H100 without one."""
 

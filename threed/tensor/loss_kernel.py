@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false, reportIndexIssue=false
 """The loss's kernels, in Triton: what needs all logits of a token reads them once, and the gradient is
 written over them.
 

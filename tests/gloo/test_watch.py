@@ -5,11 +5,8 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -172,35 +169,3 @@ def test_the_store_is_not_flooded(ranks, tmp_path):
     watch = Watch(0, file_store(str(tmp_path / "store"), 1), 60.0, ranks)
     assert ranks / watch.poll_s <= 2000 and (ranks > 500 or watch.poll_s == 0.25)
     watch.close()
-
-
-HANGS = """
-import ctypes, sys
-from threed.comm import file_store
-from threed.engine.watch import Watch
-
-watch = Watch(0, file_store(sys.argv[1], 1), 4.0)
-with watch.phase("hang", waits=sys.argv[2] == "waits"):
-    watch._closed.wait(0.6)  # the watch has looked
-    ctypes.PyDLL(None).sleep(int(sys.argv[3]))  # which keeps Python's lock
-watch.close()
-print("went on")
-"""
-
-
-def hang(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", HANGS, str(tmp_path / "store"), *arguments],
-                          capture_output=True, text=True, timeout=60, check=False)
-
-
-def test_a_call_that_hangs_and_keeps_the_lock_of_python(tmp_path):
-    """A launch into a full queue of the driver, say: no thread of Python runs, and the process ends in time
-    all the same, and says where it was."""
-    begin = time.monotonic()
-    done = hang(tmp_path, "waits", "30")
-    assert done.returncode == 1 and time.monotonic() - begin < 20, done
-    assert "Timeout (0:00:03" in done.stderr and 'File "<string>", line 9 in <module>' in done.stderr, done
-
-
-def test_what_may_take_any_time_may_keep_the_lock(tmp_path):
-    assert hang(tmp_path, "works", "5").stdout == "went on\n"

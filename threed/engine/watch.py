@@ -5,13 +5,11 @@ rank that was killed, its launcher does). The others see it within a second (of 
 five) and end, even while they connect: the watch has its own client of the store, since a client that waits
 for an answer is locked. A thread beside the engine checks how long the current instruction has waited. Past
 the limit it prints what the rank waits for and ends the run, even while the main thread hangs in a
-collective. Where a call that hangs keeps Python's lock, that thread cannot run either: then a timer of the
-interpreter, which needs no lock, prints where each thread is, and ends the process (`_Backstop`).
+collective.
 """
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import os
 import re
@@ -29,7 +27,6 @@ from threed.rendezvous import FAILURE as KEY
 from threed.restart import Steps
 
 LIMIT = 0.8  # share of run.timeout_s; the rest is for telling the others, so that all end within it
-BACKSTOP = 0.9  # share of run.timeout_s: after the limit, and before NCCL ends the process without a word
 POLL_S = 0.25
 POLLS = 2000  # of the store in a second, by all ranks together
 SIGN_S = 60.0  # a first step that takes longer gives signs of life: at twice the time, or after LONG_S
@@ -65,28 +62,6 @@ def _leave(status: int) -> None:
     """End this process at once: the main thread hangs."""
     flush()
     os._exit(status)
-
-
-class _Backstop:
-    """A timer that ends this process, with the stacks of its threads, unless it is set again in time."""
-
-    def __init__(self, limit_s: float):
-        self._limit_s = max(limit_s, 2 * POLL_S)
-        self._set_s: float | None = None  # when the timer was set
-
-    def set(self, waits: bool) -> None:
-        """`waits`: whether the rank waits for others; else it may take any time."""
-        now = time.monotonic()
-        if not waits:
-            self.clear()
-        elif self._set_s is None or now - self._set_s > self._limit_s / 20:
-            faulthandler.dump_traceback_later(self._limit_s, exit=True, file=2)
-            self._set_s = now
-
-    def clear(self) -> None:
-        if self._set_s is not None:
-            faulthandler.cancel_dump_traceback_later()
-            self._set_s = None
 
 
 class Watch:
@@ -168,11 +143,9 @@ class Watch:
         return self._phase[1] if self._phase is not None else None
 
     def _watch_clock(self) -> None:
-        backstop = _Backstop(BACKSTOP * self._timeout_s)
         while not self._closed.wait(POLL_S):
             self._give_sign()
             since = self._since()
-            backstop.set(since is not None)
             if since is not None and time.monotonic() - since > LIMIT * self._timeout_s:
                 message = f"no answer within run.timeout_s={self._timeout_s:g}: {self.where()}"
                 self.end(message)
@@ -180,7 +153,6 @@ class Watch:
                 threading.Thread(target=self.fail, args=(message, 1, True, "a hang"), daemon=True).start()
                 time.sleep(3 * POLL_S)
                 _leave(1)
-        backstop.clear()
 
     def _give_sign(self) -> None:
         step, since_s, current = self.pace.step, self.pace.since_s, self.engine and self.engine.current

@@ -84,7 +84,7 @@ def saved(config: Config, aside: bool) -> Path:
             init(self, *arguments)
             on_another_stream(self)
 
-        Engine.__init__ = made
+        Engine.__init__ = made  # pyright: ignore[reportAttributeAccessIssue]
     return saved_after(config, 2)
 
 

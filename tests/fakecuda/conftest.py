@@ -10,7 +10,7 @@ from tests.fakecuda.server import Server
 
 @pytest.fixture(scope="session")
 def fake_gpus():
-    """A process with eight fake GPUs (server.py). Skips, with the reason, where they cannot be made."""
+    """A process with sixteen fake GPUs (server.py). Skips, with the reason, where they cannot be made."""
     if why := build.missing():
         pytest.skip(why)
     build.library()

@@ -130,7 +130,7 @@ def event_comes_late() -> list[bool]:
 
 
 def no_such_device() -> None:
-    torch.cuda.set_device(8)
+    torch.cuda.set_device(16)
 
 
 class Recording:

@@ -25,7 +25,7 @@ installed: Any = None  # the extension
 gpus = 0
 
 
-def install(count: int = 8) -> Any:
+def install(count: int = 16) -> Any:
     """Make this process one that sees `count` GPUs. Returns the extension. RuntimeError where torch is
     imported already."""
     global installed, gpus
@@ -170,4 +170,4 @@ def _graph_class(device: Any) -> type:
 
 def asked() -> int:
     """How many fake GPUs the environment asks for (FAKE_CUDA)."""
-    return int(os.environ.get("FAKE_CUDA", "8"))
+    return int(os.environ.get("FAKE_CUDA", "16"))

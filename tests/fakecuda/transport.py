@@ -89,7 +89,8 @@ class NcclChannel(loopback.ThreadChannel, OwnStream):
 
 
 class FakeComm(loopback.ThreadComm):
-    """A rank on a fake GPU of its own (or one that it shares, where there are more ranks than GPUs)."""
+    """A rank on a fake GPU of its own. (Two on one GPU would share autograd's thread of that device, and the
+    collectives of one rank's backward hold up the other's.)"""
 
     def __init__(self, world: loopback.World, rank: int, pairs: Sequence[tuple[int, int, str]]):
         super().__init__(world, rank, pairs)

@@ -17,7 +17,7 @@
 
 namespace fakecuda {
 
-constexpr int DEVICES = 8;
+constexpr int DEVICES = 16;
 using Time = uint64_t;
 
 class Clock {

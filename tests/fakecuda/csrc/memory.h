@@ -14,7 +14,7 @@
 
 namespace fakecuda {
 
-constexpr size_t SPACE = size_t(8) << 30;  // addresses of a device; pages exist when they are written
+constexpr size_t SPACE = size_t(4) << 30;  // addresses of a device; pages exist when they are written
 constexpr int GARBAGE = 0xff;              // as a float it is NaN, as an index it is out of range
 
 struct Use {

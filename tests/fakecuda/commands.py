@@ -3,6 +3,7 @@ script, ranks as torchrun starts them. Each returns the exit status; what it pri
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import runpy
 import signal
@@ -18,12 +19,16 @@ import threed
 import threed.cli
 import threed.launcher
 import threed.trainer  # (imported once, before the forks)
+from tests.fakecuda.server import LIMIT_S
 from threed.callback import Callback
 from threed.engine import engine
 
 
 def apart(log: Path, env: dict[str, str], body: Callable[[], object]) -> int:
     """Start a process that prints to a file and calls `body`. Returns its number."""
+    # A fork inherits the lock of the server's timer, not its thread: whoever sets it there waits for ever.
+    faulthandler.cancel_dump_traceback_later()
+    signal.alarm(LIMIT_S)  # ends this process in its place
     child = os.fork()
     if child:
         return child

@@ -38,7 +38,7 @@ test: $(if $(ARGS),$(STAMP),lint) ## lint, then the core of the tests: under 5 m
 
 verify: $(STAMP) ## the other tests, but for full products; its budget is 35 minutes on 2 cores
 	$(PARALLEL) --maxprocesses 4 --ignore $(TIMES) $(TIER) $(ARGS)
-	$(if $(ARGS),,$(PARALLEL) --maxprocesses 4 -p tests.fakecuda.everywhere tests/loopback)
+	$(if $(filter tests/%,$(ARGS)),,$(PARALLEL) --maxprocesses 4 -p tests.fakecuda.everywhere --ignore $(TIMES) tests/loopback $(ARGS))
 	$(if $(ARGS),,OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TIMES))
 
 matrix: $(STAMP) ## everything: test, verify, every cell of the contract, full products (hours)

@@ -2,6 +2,7 @@
 
     make test     core: tests/plan, tests/data, tests/*.py, and what is marked `core`; at every change
     make verify   what `make test` leaves out, but for `slow`; before a merge
+                  (tests/loopback with fake GPUs, core or not; docs/fake-gpus.md)
     make matrix   everything, with the full products that are marked `slow`; when plans or numbers change
 
 A new test in another folder belongs to `make verify`. Mark it `core` if it guards what no core test guards,

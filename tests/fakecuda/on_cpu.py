@@ -1,0 +1,42 @@
+"""The tests of tests/loopback that stay on the CPU where the others have fake GPUs (everywhere.py)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+LOOPBACK = Path(__file__).parents[1] / "loopback"
+# What a test here is about, where that is not the device: file, or file::test, and why it stays on the CPU.
+ON_CPU: dict[str, str] = {
+    "test_agree.py::test_who_takes_the_compiled_step": "the compiled step is the CPU's",
+    "test_checkpoint.py::test_a_copy_of_one_moment": "it holds up a lane's thread; a GPU's is a stream",
+    "test_checkpoint.py::test_a_step_waits_for_its_copy": "as above",
+    "test_extending_models.py": "its guides are scripts, which begin before fake GPUs are there",
+    "test_fused.py::test_compiled": "inductor does not know fake GPUs; make kernels compiles for a GPU",
+    "test_graphs.py": "it records on a CPU; tests/fakecuda/test_graphs.py does here",
+    "test_hugging_face.py": "it joins the tensors of ranks that are on several GPUs",
+    "test_late_lanes.py": "it makes threads late; what a stream does is always late here",
+    "test_loopback.py": "it is about the transport of threads",
+    "test_lora.py::test_kept_by_a_forward": "it measures the memory of a CPU's attention",
+    "test_lora_files.py": "as test_hugging_face.py",
+    "test_loss_kernel.py": "Triton's interpreter runs on a CPU",
+    "test_measure.py": "it measures a CPU's memory",
+    "test_memory.py": "it measures a CPU's memory",
+    "test_mutation.py": "it replaces the lanes of a CPU by others",
+    "test_native.py": "it is about code of the CPU",
+    "test_offload.py::test_equal_to_the_device": "bits of a CPU's update; a GPU's kernel rounds otherwise",
+    "test_offload.py::test_evaluation_in_between": "as above",
+    "test_offload_memory.py": "it measures a CPU's memory",
+    "test_prediction.py": "it measures time",
+    "test_search.py": "it has no device",
+    "test_traffic.py": "it has no device",
+    "test_transient.py": "it measures a CPU's memory",
+}
+
+
+def stays(item: Any) -> str:
+    """Why an item of pytest stays on the CPU; "" for one of loopback that does not."""
+    if item.path.parent != LOOPBACK:
+        return "it is no test of tests/loopback"
+    name = f"{item.path.name}::{item.name}"
+    return next((why for place, why in ON_CPU.items() if name.startswith(place)), "")

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import socket
+import threading
+import time
+import uuid
 from typing import Any
 
 import torch.distributed as dist
@@ -12,6 +16,8 @@ import torch.distributed as dist
 from threed.errors import RunError
 
 REACH_S = 30.0  # how long to try to reach a store that is being served already
+STARTS = "threed/starts"  # the key of the number of starts so far
+HELLO_S, HELLOS = 0.1, 1000  # a rank says hello so often; all together, so many in a second
 
 
 def serve_store() -> Any:
@@ -27,10 +33,48 @@ def tcp_store(address: str, port: int, timeout_s: float) -> Any:
     return store
 
 
+def of_this_start(store: Any, rank: int, size: int, timeout_s: float) -> Any:
+    """The part of a store that the ranks of this start share. torchrun's agents serve one store for all
+    starts: after a restart it has the keys of the start before, such as why that one failed.
+
+    Rank 0 counts the starts, and answers the others for `timeout_s`. They say hello in the newest start,
+    again where rank 0 begins another one, until they are answered: a start that is over answers nobody.
+    RuntimeError where there is no answer within `timeout_s`.
+    """
+    own, until = uuid.uuid4().hex, time.monotonic() + timeout_s
+    if rank == 0:
+        here = dist.PrefixStore(f"threed/start/{store.add(STARTS, 1)}", store)
+        if size > 1:
+            threading.Thread(target=_answer, args=(here, size, until), name="hello", daemon=True).start()
+        return here
+    while time.monotonic() < until:
+        here = dist.PrefixStore(f"threed/start/{store.add(STARTS, 0)}", store)
+        if here.check([f"answer/{rank}"]) and here.get(f"answer/{rank}") == own.encode():
+            return here
+        here.set(f"hello/{rank}", own)  # again and again: another process may say that it has this number
+        time.sleep(max(HELLO_S, size / HELLOS))
+    raise RuntimeError(f"rank 0 has not answered for {timeout_s:g} s")
+
+
+def _answer(here: Any, size: int, until: float) -> None:
+    """Answer each hello, also a second one of a rank: two processes that have one number are told so later,
+    when ranks exchange their addresses."""
+    here, answered = here.clone(), dict.fromkeys(range(1, size), b"")
+    with contextlib.suppress(RuntimeError):  # the store has gone
+        while time.monotonic() < until:
+            for rank, last in answered.items():
+                if here.check([f"hello/{rank}"]) and (hello := here.get(f"hello/{rank}")) != last:
+                    here.set(f"answer/{rank}", hello.decode())
+                    answered[rank] = hello
+            time.sleep(HELLO_S if not all(answered.values()) else size / HELLOS + 1)
+
+
 def environment_store(timeout_s: float) -> Any:
-    """The store where ranks meet under torchrun and srun, at the address in the environment."""
+    """The store where ranks meet under torchrun and srun, at the address in the environment, with the keys of
+    this start alone."""
     try:
-        return next(iter(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=timeout_s))))[0]
+        store = next(iter(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=timeout_s))))[0]
+        return of_this_start(store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout_s)
     except (RuntimeError, ValueError) as error:  # its text has pages of C++ frames after the first line
         where = f"MASTER_ADDR={os.environ.get('MASTER_ADDR')} MASTER_PORT={os.environ.get('MASTER_PORT')}"
         raise RunError(f"rank {os.environ.get('RANK')} on {socket.gethostname()} cannot meet the others at "

@@ -380,6 +380,28 @@ def test_torchrun(tmp_path, cache, unbroken):
         assert loss == pytest.approx(losses(unbroken[0])[step][0], rel=1e-5)
 
 
+def test_torchrun_starts_again(tmp_path, cache, unbroken):
+    """--max-restarts: its agent serves the store of the start before, where the failure of that one is."""
+    argv = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=2",
+            "--max-restarts=1", "--master-addr=127.0.0.1", f"--master-port={free_port()}", "-m", "threed.cli",
+            *TOY, *cache, f"run.dir={tmp_path / 'run'}", "train.steps=12", "checkpoint.every=1",
+            "optimizer.decay_steps=12", "parallel.dp=1", "parallel.tp=2", "parallel.pp=1"]
+    agent = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    latest, until = tmp_path / "run" / "checkpoints" / "latest", time.monotonic() + 120
+    while not (latest.exists() and latest.read_text().startswith("step-")):
+        assert time.monotonic() < until and agent.poll() is None
+        time.sleep(0.05)
+    ranks = [each for each in psutil.Process(agent.pid).children(recursive=True)
+             if each.environ().get("RANK") == "1"]
+    ranks[0].kill()
+    output, _ = agent.communicate(timeout=180)
+    assert agent.returncode == 0, output
+    assert "resumed from" in output, output
+    assert max(losses(tmp_path / "run")) == 12
+    for step, (loss, _) in losses(tmp_path / "run").items():
+        assert loss == pytest.approx(losses(unbroken[0])[step][0], rel=1e-5)
+
+
 def test_no_rank_outlives_torchrun(tmp_path, cache):
     """Its agent is killed: so are the ranks that it has started."""
     argv = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=2",

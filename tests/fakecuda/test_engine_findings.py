@@ -208,7 +208,7 @@ MASK = [*SMALL, "data.document_mask=true"]
 
 def test_documents_take_one_kernel_where_it_can_run(fake_gpus):
     """Whatever torch chooses for sequences without documents; and the log says where they do not."""
-    config = tiny(*MASK, "model.kv_heads=2")
+    config = tiny(*MASK, "model.kv_heads=2", "model.fused=off")
     name, lines, cudnn = fake_gpus.run(chosen, config, True)
     assert name == "varlen" and not lines and not cudnn
     name, lines, cudnn = fake_gpus.run(chosen, config, False)

@@ -171,7 +171,9 @@ def test_what_is_no_setting(text):
 def asked():
     """The machine is asked anew, and again after the test."""
     lacks.cache_clear()
+    fused._compiled.cache_clear()
     yield
+    fused._compiled.cache_clear()
     lacks.cache_clear()
 
 

@@ -168,7 +168,8 @@ def test_without_a_gpu():
 def test_memory_of_the_sets(settings, monkeypatch):
     """What the plan says that a set holds at most, against what is alive in it."""
     record_on_cpu(monkeypatch)
-    config = tiny("model.hidden=64", "model.seq_len=64", "model.vocab=256", GRAPHS, *settings)
+    config = tiny("model.hidden=64", "model.seq_len=64", "model.vocab=256", "model.fused=off", GRAPHS,
+                  *settings)
     plan = make_plan(config)
 
     def work(comm: Comm):

@@ -179,7 +179,7 @@ KEYS: dict[str, Row | str] = {
     "model.init_std": (numbers, [], 0.2),
     "model.tie_embeddings": (plan, [], False),
     "model.fused": (plan, [], "off"),
-    "model.loss_chunk": (plan, [], 5),
+    "model.loss_chunk": (plan, ["model.fused=off"], 5),
     "model.tile_linears": (plan, ["model.tie_embeddings=false"], "8KiB"),
     "model.lora_rank": (plan, [], 2),
     "model.lora_alpha": (numbers, LORA, 8),

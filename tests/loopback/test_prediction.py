@@ -87,7 +87,8 @@ def test_step_time_is_the_predicted_one(schedule):
 
 
 def test_a_failure_names_where_the_work_is():
-    """On a GPU the host runs ahead of the work: what is named is the first instruction that has not ended."""
+    """On a GPU the host runs ahead of the work: what is named, where the GPU has failed, is the first
+    instruction that has not ended."""
     config = tiny("parallel.pp=1")
     plan = make_plan(config)
     reached = 7
@@ -103,7 +104,7 @@ def test_a_failure_names_where_the_work_is():
         engine.clock = Behind()
 
         def broken(instruction, slots):
-            raise RuntimeError("the device is gone")
+            raise RuntimeError("CUDA error: the device is gone")
 
         engine.handlers[Op.CLIP] = broken
         with pytest.raises(RunError) as caught:

@@ -163,7 +163,9 @@ class Engine:
         except ThreedError:
             raise
         except Exception as error:
-            raise RunError(f"{self.where(raised=True)}\n  {self._unit()}{type(error).__name__}: {error}"
+            # What a GPU has met is raised at a later instruction of the host.
+            raised = "CUDA error" not in str(error)
+            raise RunError(f"{self.where(raised)}\n  {self._unit()}{type(error).__name__}: {error}"
                            f"{line_of(error)}") from error
         finally:
             self.current = None

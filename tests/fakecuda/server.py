@@ -92,6 +92,9 @@ def serve(descriptor: int) -> None:
 
 def _answer(device: Any, function: Callable[..., Any], arguments: Any) -> bytes:
     faulthandler.dump_traceback_later(LIMIT_S, exit=True)
+    # In a fork torch makes its pool of threads anew at the next call, and aborts where two threads do so at
+    # once.
+    sys.modules["torch"].set_num_threads(1)
     try:
         value = function(*arguments)
         return pickle.dumps((value, "", 0, device.races(), device.counts()))

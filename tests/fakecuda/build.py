@@ -30,7 +30,7 @@ def missing() -> str:
     return ""
 
 
-def library() -> Path:
+def extension() -> Path:
     """The compiled extension. RuntimeError with the compiler's words where it does not compile."""
     digest = hashlib.sha256(f"{version('torch')} {sys.version} {_command(Path('x'))}".encode())
     for source in sorted(SOURCES.iterdir()):

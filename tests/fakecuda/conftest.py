@@ -13,7 +13,7 @@ def fake_gpus():
     """A process with sixteen fake GPUs (server.py). Skips, with the reason, where they cannot be made."""
     if why := build.missing():
         pytest.skip(why)
-    build.library()
+    build.extension()
     server = Server()
     yield server
     server.close()

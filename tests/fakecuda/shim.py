@@ -34,7 +34,7 @@ def install(count: int = 16) -> Any:
         return installed
     if "torch" in sys.modules:
         raise RuntimeError("torch is imported already: fake GPUs come first")
-    path = build.library()
+    path = build.extension()
     for name in ("libc10.so", "libtorch_cpu.so", "libtorch.so", "libtorch_python.so"):
         ctypes.CDLL(str(build.torch_folder() / "lib" / name), mode=ctypes.RTLD_GLOBAL)
     ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)  # before torch looks for hooks and kernels

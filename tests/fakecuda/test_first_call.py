@@ -70,7 +70,7 @@ def test_every_part_on_a_fake_gpu(tmp_path):
     """What the fake has none of fails with a reason, and is named here."""
     if why := build.missing():
         pytest.skip(why)
-    build.library()
+    build.extension()
     out = tmp_path / "out"
     call(out, sys.executable, "--small", FAKE_CUDA="1", PYTHONPATH=str(Path(__file__).with_name("site")),
          OMP_NUM_THREADS="1")

@@ -45,7 +45,7 @@ def machine():
     """A process on a machine with two fake GPUs, from which commands are forked."""
     if why := build.missing():
         pytest.skip(why)
-    build.library()
+    build.extension()
     server = Server(**FAKE)
     yield server
     server.close()

@@ -262,8 +262,8 @@ def test_in_a_browser(what, traced, tmp_path):
     predicted = command("predict", "configs/toy.yaml", *(TOY[2:] if what == "run" else []), *costs)
     assert predicted.splitlines()[0] in seen
     words = ["Mesh, stages and units", "u1 blocks.0", "pp0 compute", "FORWARD", "BACKWARD", "dp wait",
-             "optimizer state", "sent over tp", "MiB"]
-    words += ["measured in step", "gradient norm"] if what == "run" else []
+             "optimizer state", "sent over tp"]
+    words += ["measured in step", "gradient norm", "KiB"] if what == "run" else ["MiB"]
     assert not [word for word in words if word not in seen]
     assert document.count('class="point"') > (200 if what == "run" else 60)
 

@@ -37,7 +37,7 @@ def begin() -> None:
         marks.begin("start", marks.age_s())
         # For each try of a broken connection torch prints 40 lines of addresses; threed says it once.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        handle(STOPS, _leave)
+        handle(STOPS, leave)
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
@@ -47,7 +47,8 @@ def calm() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
-def _leave(number: int, _: FrameType | None) -> None:
+def leave(number: int, _: FrameType | None) -> None:
+    """End with a word."""
     if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":  # one line a run
         console.say(f"stopped by {signal.Signals(number).name} before the first step")
     os._exit(128 + number)

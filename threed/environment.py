@@ -1,9 +1,9 @@
 """This process's place among the processes of a run, as the environment says it: torchrun's, Slurm's, a
 Kubernetes operator's or a person's variables.
 
-    LOCAL_RANK, RANK, WORLD_SIZE          one rank: torchrun has started this process     -> Place
+    LOCAL_RANK, RANK, WORLD_SIZE          one rank: an agent of torch has started it      -> Place
     SLURM_PROCID, SLURM_NTASKS, ...       one rank: a task of srun                        -> Place
-    NNODES, NODE_RANK, GPUS_PER_NODE ...  the launcher of one of several nodes            -> Nodes
+    NNODES, NODE_RANK, GPUS_PER_NODE ...  what `threed.torchrun` starts on one of several nodes
     PET_NNODES, PET_NODE_RANK, ...        the same, in torchrun's names (PyTorchJob sets them, and RANK = the
                                           pod's number)
 
@@ -14,6 +14,7 @@ not read.
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,7 +29,6 @@ RESTARTS = ("THREED_RESTARTS", "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUN
 
 
 
-
 @dataclass(frozen=True)
 class Place:
     """One rank among all."""
@@ -39,28 +39,11 @@ class Place:
     world_size: int
 
 
-@dataclass(frozen=True)
-class Nodes:
-    """One node among several, each with a launcher that starts `size` ranks. A run has between `least` and
-    `most` nodes."""
-
-    least: int
-    most: int
-    node: int | None  # this node's number; None: not given, and node 0 is the one that has `address`
-    size: int | None  # None: one rank a GPU
-    address: str  # of node 0, as all nodes reach it
-    port: int
-    local_address: str | None = None  # this node's, as others reach it; None: of the interface to `address`
-    job: str = ""  # Slurm's; keeps two runs with the same MASTER_ADDR and MASTER_PORT apart
-
-
-def place_of_environment(env: Mapping[str, str] = os.environ) -> Place | Nodes | None:
-    """A rank's place, or a node's; None where this process starts all ranks. Under srun it also sets RANK,
-    WORLD_SIZE and MASTER_PORT, which torch reads."""
+def place_of_environment(env: Mapping[str, str] = os.environ) -> Place | None:
+    """A rank's place; None where this process starts all ranks. Under srun it also sets RANK, WORLD_SIZE and
+    MASTER_PORT, which torch reads."""
     if "LOCAL_RANK" in env:
         return _rank(env)
-    if "NNODES" in env or "PET_NNODES" in env or ("RANK" in env and "WORLD_SIZE" in env):
-        return _nodes(env)
     if "SLURM_STEP_ID" in env and _number(env, "SLURM_NTASKS", 1) > 1:
         if "MASTER_ADDR" not in env:
             raise InputError("under srun with several tasks MASTER_ADDR must name the first node; "
@@ -70,7 +53,7 @@ def place_of_environment(env: Mapping[str, str] = os.environ) -> Place | Nodes |
                           MASTER_PORT=env.get("MASTER_PORT", str(PORT)))
         return Place(_number(env, "SLURM_PROCID"), _number(env, "SLURM_LOCALID"),
                      _number(env, "SLURM_NTASKS_PER_NODE", world), world)
-    _refuse_half(env)
+    _refuse_part(env)
     return None
 
 
@@ -89,11 +72,23 @@ def began_s() -> float:
 
 def _age_s(process: int) -> float:
     """How long a process has lived; 0 where the kernel does not say."""
+    ticks = _ticks(process)
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")) if ticks else 0.0
+
+
+def _ticks(process: int) -> int:
+    """When a process began, in the kernel's ticks since the machine did; 0 where it does not say."""
     try:
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19])
     except OSError:
-        return 0.0
-    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK"))
+        return 0
+
+
+def agent() -> str:
+    """An id of the elastic agent that has started this rank; '' where none has."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return ""
+    return f"{socket.gethostname()}-{os.getppid()}-{_ticks(os.getppid())}"
 
 
 def launch() -> str:
@@ -102,8 +97,13 @@ def launch() -> str:
                  if name in os.environ), "")
 
 
-def _refuse_half(env: Mapping[str, str]) -> None:
-    """InputError where this process is one of several, and cannot know which."""
+def _refuse_part(env: Mapping[str, str]) -> None:
+    """InputError where this process is one of several, and would train alone."""
+    name, text = _node_count(env) or ("", "1")
+    if text != "1":
+        raise InputError(f"{name}={text} is in the environment: this process would train alone beside those of "
+                         "other nodes. Start each node by launch/torchrun.sh CONFIG, or python -m "
+                         f"threed.torchrun CONFIG, which read it; unset {name} to train on this machine alone")
     for name, other in (("WORLD_SIZE", "RANK"), ("RANK", "WORLD_SIZE")):
         if env.get(name) and (name == "RANK" or _number(env, name) > 1):
             raise InputError(f"{name}={env[name]} is in the environment, but not {other}: this process would "
@@ -137,34 +137,45 @@ def _rank(env: Mapping[str, str]) -> Place:
     return place
 
 
-def _nodes(env: Mapping[str, str]) -> Nodes:
-    host, port = _endpoint(env.get("PET_RDZV_ENDPOINT", ""))
-    env = {**env, "the host of PET_RDZV_ENDPOINT": host, "the port of PET_RDZV_ENDPOINT": port}
-    name, text = _one(env, "NNODES", "PET_NNODES") or ("WORLD_SIZE", env["WORLD_SIZE"])
+def _node_count(env: Mapping[str, str]) -> tuple[str, str] | None:
+    """(name, number of nodes). Version 1.5 of PyTorchJob counts its pods in WORLD_SIZE and RANK alone."""
+    pods = "RANK" in env and "WORLD_SIZE" in env and "LOCAL_RANK" not in env
+    return _one(env, "NNODES", "PET_NNODES") or (("WORLD_SIZE", env["WORLD_SIZE"]) if pods else None)
+
+
+def torchrun_variables(env: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """torchrun's variables (PET_NNODES, ...) for those that people, Slurm and operators set. InputError where
+    two contradict each other, or one is no number."""
+    name, text = _node_count(env) or ("NNODES", "1")
     least, _, most = text.partition(":")
     few, many = _whole(name, least, text), _whole(name, most or least, text)
     if not 1 <= few <= many:
         raise InputError(f"{name}={text} must be a number of nodes, or least:most such as 2:4")
-    given = _one(env, "NODE_RANK", "PET_NODE_RANK", "RANK")
-    node = _whole(*given) if given else None
+    given = {"PET_NNODES": text}
+    number = _one(env, "NODE_RANK", "PET_NODE_RANK", *(["RANK"] if "WORLD_SIZE" in env else []))
+    node = _whole(*number) if number else None
+    if node is not None and node >= many:
+        raise InputError(f"{number[0] if number else ''}={node} must be below the number of nodes, "
+                         f"{name}={text}: the first is 0")
     size = _size(env)
     if "WORLD_SIZE" in env and few == many and _number(env, "WORLD_SIZE") not in (many, many * (size or 1)):
         raise InputError(f"WORLD_SIZE={env['WORLD_SIZE']} and {name}={text} contradict each other: "
                          f"WORLD_SIZE is the number of nodes, or of all ranks ({many} x "
                          f"{size or 'ranks a node'}). Unset one of them")
-    if node is not None and node >= many:
-        raise InputError(f"{given[0] if given else ''}={node} must be below the number of nodes, "
-                         f"{name}={text}: the first is 0")
-    # An operator may give node 0 an address of itself that differs from the one that it gives to other nodes.
-    address = _one(env, "MASTER_ADDR", "PET_MASTER_ADDR", "the host of PET_RDZV_ENDPOINT", agree=node != 0)
-    if many > 1 and address is None:
-        raise InputError(f"{name}={text} needs MASTER_ADDR, an address of node 0 that every node reaches")
-    if many > 1 and node is None and not host:
-        raise InputError(f"{name}={text} needs NODE_RANK, the number of this node: 0 to {many - 1}")
-    chosen = _one(env, "MASTER_PORT", "PET_MASTER_PORT", "the port of PET_RDZV_ENDPOINT")
-    return Nodes(few, many, 0 if many == 1 else node, size, address[1] if address else "127.0.0.1",
-                 _port(*chosen) if chosen else PORT, env.get("LOCAL_ADDR") or None,
-                 env.get("SLURM_JOB_ID", ""))
+    host, port = _endpoint(env.get("PET_RDZV_ENDPOINT", ""))
+    env = {**env, "the host of PET_RDZV_ENDPOINT": host, "the port of PET_RDZV_ENDPOINT": port}
+    pairs = {"PET_NODE_RANK": number, "PET_NPROC_PER_NODE": ("", str(size)) if size else None,
+             # An operator may give node 0 an address of itself that differs from the others'.
+             "PET_MASTER_ADDR": _one(env, "MASTER_ADDR", "PET_MASTER_ADDR", "the host of PET_RDZV_ENDPOINT",
+                                     agree=node != 0),
+             "PET_MASTER_PORT": _one(env, "MASTER_PORT", "PET_MASTER_PORT", "the port of PET_RDZV_ENDPOINT"),
+             "PET_MAX_RESTARTS": _one(env, "MAX_RESTARTS", "PET_MAX_RESTARTS"),
+             "PET_LOCAL_ADDR": _one(env, "LOCAL_ADDR", "PET_LOCAL_ADDR")}
+    given |= {name: pair[1] for name, pair in pairs.items() if pair is not None}
+    for name in ("PET_MASTER_PORT", "PET_MAX_RESTARTS"):
+        if pair := pairs[name]:
+            _port(*pair) if name == "PET_MASTER_PORT" else _whole(*pair)
+    return given
 
 
 def _endpoint(text: str) -> tuple[str, str]:

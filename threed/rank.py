@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import signal
+import socket
 import threading
 import time
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
-from threed import marks
+from threed import elastic, marks
 from threed.assemble import Job, train
 from threed.children import die_with_parent
 from threed.console import RECORD, flush, put_error, say, steady
-from threed.engine.watch import POLLS, Watch, lost_peer, tell
+from threed.early import STOPS, handle
+from threed.engine.watch import KEY, POLLS, Watch, lost_peer, tell
 from threed.environment import Place
-from threed.errors import RunError, ThreedError
+from threed.errors import RunError, Stopped, ThreedError
 from threed.rendezvous import meet
 from threed.requests import Requests
 from threed.restart import Pace, Steps
@@ -35,11 +40,12 @@ LINGER_S = 2.0  # how long rank 0 lives on after a failure: twice as long as a r
 # more where ranks look less often
 
 
-def run_rank(job: Job, place: Place, store: Any) -> int:
-    """Be one rank. Returns the exit status; the rank that failed first says why, the others end quietly."""
+def run_rank(job: Job, place: Place, store: Any, attended: bool = True) -> int:
+    """Be one rank. Returns the exit status; the rank that failed first says why, the others end quietly.
+    `attended`: whether a launcher of threed's answers requests to stop."""
     steady(keeps=place.rank == 0)
     pace = job.pace or Steps(1).of(0)
-    answer = None if job.pace is not None else _Answer(job.config, place, pace)  # nobody else would
+    answer = None if attended else _Answer(job.config, place, pace)
     requests = Requests(answer)
     # Set in any case: a fork of a process that has set it makes its pool of threads anew at the next call,
     # and dies where two threads call at once, as those do that autograd starts for devices.
@@ -54,6 +60,8 @@ def run_rank(job: Job, place: Place, store: Any) -> int:
             watch.pace = pace
             if answer is not None:
                 answer.watch = watch
+                watch.on_failure = partial(elastic.note_failure, Path(job.config.run.dir))
+                watch.on_end = partial(_end_for, place)
             (job.task or train)(job, place.local_rank, requests, watch, store, closing)
             return 0
         except BaseException as error:  # SystemExit too: a rank that exits says so
@@ -63,28 +71,63 @@ def run_rank(job: Job, place: Place, store: Any) -> int:
 
 
 def run_place(job: Job, place: Place, parent: int) -> int:
-    """Be the rank that torchrun or srun has started as a process of its own, and return its exit status.
-    `parent`: the id of its parent process at its start."""
+    """Be the rank that an agent of torch or srun has started, and return its exit status. `parent`: the id of
+    its parent process at its start."""
     RECORD.open(Path(job.config.run.dir))
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    if elastic.agent():
         die_with_parent(parent)
     marks.mark("waiting")
-    store = environment_store(job.config.run.connect_timeout_s)
+    handle(STOPS, _stop_early)
+    store = None
     try:
+        store, prefix = environment_store(job.config.run.connect_timeout_s)
+        elastic.begin(job.config, place, store, prefix)
         meet(store, place.rank, place.world_size, (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
         marks.mark("start")
-        status = run_rank(job, place, store)
-    except ThreedError as error:  # of `meet`: no watch exists yet that would tell the others
+        status = run_rank(job, place, store, attended=False)
+    except ThreedError as error:  # no watch exists yet that would tell the others
         note = {"rank": place.rank, "message": str(error), "status": error.status, "hang": False, "step": 0,
-                "cause": str(error)}
+                "cause": str(error), "final": True}
         with contextlib.suppress(RuntimeError):  # the store has gone with its rank
-            note = tell(store, note)
+            note = tell(store, note) if store is not None else note
         if note["rank"] == place.rank:
             say(str(error))
+            elastic.error_file(str(error))
         status = error.status
     if status and place.rank == 0:  # it may hold the store, where the others read why
         time.sleep(LINGER_S + 2 * place.world_size / POLLS)
+    if status:
+        _end_for(place, _note(store))
     return status
+
+
+def _end_for(place: Place, note: dict[str, Any] | None) -> None:
+    """Before a rank ends because another one has failed: the first of each machine says why on its console,
+    and ends an agent that would start ranks again where that is of no use."""
+    if note is not None and elastic.agent() and place.local_rank == 0 and note.get("host") != socket.gethostname():
+        say(note["message"])
+    flush()
+    if elastic.is_final(note):
+        elastic.end_agent()
+
+
+def _stop_early(number: int, _: Any) -> None:
+    """A request to stop before the rank can save."""
+    for one in STOPS:
+        signal.signal(one, signal.SIG_IGN)
+    error = Stopped(f"stopped by {signal.Signals(number).name} on {socket.gethostname()} before the first step")
+    error.status = 128 + number
+    raise error
+
+
+def _note(store: Any) -> dict[str, Any] | None:
+    """The note of the first failure; None where the store cannot be asked."""
+    if store is None:
+        return {"rank": None, "final": True, "host": socket.gethostname()}  # the ranks have not met
+    try:
+        return json.loads(store.get(KEY))
+    except RuntimeError:
+        return None
 
 
 def leave(status: int) -> NoReturn:
@@ -143,6 +186,7 @@ def _explain(error: BaseException, rank: int, watch: Watch | None) -> int:
         reason, first = None, True
     if first or (reason is not None and reason["rank"] == rank):
         say(watch.with_hosts(text) if watch is not None else text)
+        elastic.error_file(text.splitlines()[0])
         if not ours and not lost and not (watch is not None and watch.comm is not None
                                           and watch.comm.waiting_since is not None):
             # neither a person's mistake nor a peer that has gone: a bug

@@ -1,120 +1,21 @@
-"""Rendezvous: how the launchers of several nodes reach the head of the run (`head`), and over which
-addresses. No torch.
-
-Every launcher, node 0's too, keeps one connection to the head, over which lines of JSON go both ways:
-
-    to the head      hello   prepared   done   failed   cleared   stopped   alive
-    to a launcher    welcome   refused   wait   prepare   start   clear   end   alive
-
-All waits have a limit: `run.connect_timeout_s` for the head, SILENCE_S for a message from a peer.
-"""
+"""Rendezvous: over which addresses and interfaces the ranks of several nodes reach each other. No torch."""
 
 from __future__ import annotations
 
-import errno
 import ipaddress
 import json
 import os
-import select
 import socket
 import time
-from collections.abc import Callable
 from typing import Any
 
 import psutil
 
-from threed.environment import Nodes
 from threed.errors import InputError, RunError
 
-ALIVE_S = 2.0  # between two messages `alive` of a peer that has nothing else to say
-# a peer that is silent for longer has gone; less may be a loose cable, or TCP that resends
-SILENCE_S = 30.0
-REPORT_S = 10.0  # between two lines on the console of a process that waits
-CONNECT_S = 5.0  # one attempt to connect
 POLL_S = 0.25  # between two looks into the store in which ranks meet
 FAILURE = "threed/failure"  # key of that store: the note of the first rank that fails
 _UNKNOWN = (OSError, UnicodeError)  # of a name that does not resolve, or cannot be one
-
-
-def readable(*sockets: Any, wait_s: float) -> bool:
-    """Whether a socket has something to read within `wait_s`. (poll, because select is limited to 1,024
-    files.)"""
-    poll = select.poll()
-    for one in sockets:
-        poll.register(one, select.POLLIN)
-    return bool(poll.poll(1000 * wait_s))
-
-
-class Line:
-    """A connection that carries messages."""
-
-    def __init__(self, connection: socket.socket):
-        self.socket = connection
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.settimeout(CONNECT_S)
-        self.lost: str | None = None  # why the connection is of no more use
-        self.foreign = False  # whether the other end is another program than threed
-        self._text = b""
-        self._unread: list[dict[str, Any]] = []
-        self._heard = self._said = time.monotonic()
-
-    def fileno(self) -> int:
-        return self.socket.fileno()
-
-    def send(self, op: str, **values: Any) -> None:
-        try:
-            self.socket.sendall(json.dumps({"op": op, **values}).encode() + b"\n")
-            self._said = time.monotonic()
-        except OSError as error:
-            self.lost = self.lost or f"the connection broke ({error.strerror or error})"
-
-    def receive(self) -> list[dict[str, Any]]:
-        """Messages that have come. Also tells the peer that this end is alive, and notices a peer that is
-        not."""
-        messages, self._unread = self._unread, []
-        try:
-            while self.lost is None and readable(self, wait_s=0):
-                data = self.socket.recv(65536)
-                if not data:
-                    self.lost = "the connection was closed"
-                    break
-                self._heard = time.monotonic()
-                *lines, self._text = (self._text + data).split(b"\n")
-                read = [json.loads(line) for line in lines]
-                if len(self._text) > 2**24 or not all(isinstance(message, dict) and "op" in message
-                                                      for message in read):
-                    raise ValueError
-                messages += read
-        except OSError as error:
-            self.lost = f"the connection broke ({error.strerror or error})"
-        except (ValueError, RecursionError):
-            self.lost, self.foreign = "it does not speak as threed", True
-        now = time.monotonic()
-        if self.lost is None and now - self._heard > SILENCE_S:
-            self.lost = f"no sign of life for {SILENCE_S:g} s: it is off, frozen or cut off"
-        if self.lost is None and now - self._said > ALIVE_S:
-            self.send("alive")
-        return [message for message in messages if message["op"] != "alive"]
-
-    @property
-    def silent_s(self) -> float:
-        """Seconds since the peer's last message."""
-        return time.monotonic() - self._heard
-
-    def wait(self, limit_s: float) -> dict[str, Any] | None:
-        """The next message; None if none came."""
-        until = time.monotonic() + limit_s
-        while time.monotonic() < until and (self.lost is None or self._unread):
-            if (self._unread or readable(self, wait_s=0.1)) and (messages := self.receive()):
-                self._unread = messages[1:] + self._unread
-                return messages[0]
-        return None
-
-    def close(self) -> None:
-        self.socket.close()
-
-
-# ---------------------------------------------------------------- addresses
 
 
 def plain(address: str) -> str:
@@ -237,80 +138,3 @@ def is_here(address: str) -> bool:
     except _UNKNOWN:
         return False
     return bool(resolved & set(own_addresses())) or all(is_loopback(a) for a in resolved)
-
-
-def listen(port: int) -> socket.socket:
-    """Listen on MASTER_PORT, on all interfaces of node 0."""
-    try:
-        try:
-            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise
-            return socket.create_server(("", port), backlog=1024)  # a machine without IPv6
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise InputError(f"MASTER_PORT={port} is taken by another program on {socket.gethostname()}: end "
-                             "it, or give all nodes another port") from None
-        raise InputError(f"MASTER_PORT={port} cannot be used on {socket.gethostname()}: "
-                         f"{error.strerror}") from None
-
-
-# ---------------------------------------------------------------- a launcher's way to the head
-
-
-def connect(nodes: Nodes, here: bool, limit_s: float, hello: dict[str, Any], tick: Callable[[], None],
-            say: Callable[[str], None]) -> tuple[Line, int]:
-    """Reach the head, which may start later, within `limit_s`. Returns the connection and this node's number.
-    `here`: whether the head runs on this machine. `tick` is called before each attempt, and may raise."""
-    begin = time.monotonic()
-    report = begin + REPORT_S
-    address = "127.0.0.1" if here else nodes.address
-    while True:
-        tick()
-        line, node, why = _attempt(address, nodes.port, hello | {"from": nodes.local_address})
-        if line is not None:
-            return line, node
-        now = time.monotonic()
-        if now - begin > limit_s:
-            raise RunError(f"node 0 did not answer within run.connect_timeout_s={limit_s:g}: {why}. "
-                           f"{_hint(nodes)}")
-        if now > report:
-            say(f"waiting for node 0 at {address}:{nodes.port} for {now - begin:.0f} s: {why}")
-            report += REPORT_S
-        time.sleep(0.3)
-
-
-def _hint(nodes: Nodes) -> str:
-    own = route(nodes.address, nodes.port)
-    if own is not None and is_loopback(own):
-        return (f"MASTER_ADDR={nodes.address} leads back to {socket.gethostname()} itself: with several "
-                "hosts it must be an address of node 0 that all others reach, and only node 0 has "
-                "NODE_RANK=0")
-    return (f"Is node 0 started, is MASTER_ADDR={nodes.address} its address, is MASTER_PORT={nodes.port} the "
-            "same on all nodes, and do firewalls let nodes reach each other?")
-
-
-def _attempt(address: str, port: int, hello: dict[str, Any]) -> tuple[Line | None, int, str]:
-    """A connection that the head has welcomed, and the node's number; or None, 0, and why."""
-    where = f"{address}:{port}"
-    try:
-        line = Line(socket.create_connection((address, port), CONNECT_S))
-    except (socket.gaierror, UnicodeError):
-        return None, 0, f"the name {address} does not resolve"
-    except TimeoutError:
-        return None, 0, f"nothing answers at {where}"
-    except OSError as error:
-        return None, 0, f"{where}: {(error.strerror or str(error)).lower()}"
-    own = hello["from"] or plain(line.socket.getsockname()[0])
-    line.send("hello", **hello | {"from": own})
-    answer = line.wait(REPORT_S)
-    if answer is not None and answer["op"] == "welcome":
-        return line, answer["node"], ""
-    line.close()
-    if answer is not None and answer["op"] == "refused":
-        raise InputError(answer["text"])
-    if answer is None and not line.foreign:
-        return None, 0, f"something takes connections at {where} and does not answer as threed"
-    raise InputError(f"what answers at {where} is not threed: another program has this port. Give all nodes "
-                     "another MASTER_PORT")

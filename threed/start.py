@@ -1,5 +1,4 @@
-"""Start: train in the role that the environment gives to this process: one rank, the launcher of a node, or
-the launcher of all ranks."""
+"""Start: train in the role that the environment gives to this process: one rank, or the launcher of all."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from threed import marks
 from threed.callback import Callback, check_callbacks
-from threed.environment import Nodes, Place, place_of_environment
+from threed.environment import place_of_environment
 from threed.errors import InputError
 from threed.monitor.loggers.logger import check_installed
 from threed.schema import Config
@@ -17,8 +16,8 @@ Load = Callable[[int | None], Config]  # world size, if it is known -> the confi
 
 
 def start(load: Load, callbacks: Sequence[Callback] = (), parent: int | None = None) -> int:
-    """Train, and return the exit status of the run, of this node's part, or of this rank. `parent`: the id of
-    this process's parent at its start."""
+    """Train, and return the exit status of the run, or of this rank. `parent`: the id of this process's parent
+    at its start."""
     parent = parent or os.getppid()
     marks.begin_once("start")
     try:
@@ -31,31 +30,15 @@ def _start(load: Load, callbacks: Sequence[Callback], parent: int) -> int:
     check_callbacks(callbacks)
     first = load(None)  # raises for bad input before torch is imported, which takes seconds
     place = place_of_environment()
-    if not isinstance(place, Place) or place.rank == 0:
+    if place is None or place.rank == 0:
         check_installed(first)
     from threed import launcher, rank
 
-    if isinstance(place, Place):
-        return rank.run_place(rank.Job(load(place.world_size), callbacks), place, parent)
     if place is not None:
-        return _start_node(place, load, callbacks, first.run.device)
+        return rank.run_place(rank.Job(load(place.world_size), callbacks), place, parent)
     if _dp_is_open(load):
         first = load(launcher.local_world_size(first.run.device))
     return launcher.run_local(first, callbacks)
-
-
-def _start_node(nodes: Nodes, load: Load, callbacks: Sequence[Callback], device: str) -> int:
-    """This node's part of a run whose environment says how many nodes there are."""
-    from threed import launcher
-    from threed.nodes import run_node
-
-    size = nodes.size or launcher.local_world_size(device)
-    if size is None:
-        raise InputError("this node has no GPU, so GPUS_PER_NODE (or PET_NPROC_PER_NODE) must say how many "
-                         "ranks a node starts")
-    if nodes.most == 1:
-        return launcher.run_local(load(size), callbacks)
-    return run_node(nodes, size, load, callbacks)
 
 
 def _dp_is_open(load: Load) -> bool:

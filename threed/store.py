@@ -1,4 +1,4 @@
-"""Stores for ranks of several machines: where they meet before they can communicate, and report failures."""
+"""The store of ranks of several machines: where they meet before they can communicate, and report failures."""
 
 from __future__ import annotations
 
@@ -15,26 +15,12 @@ import torch.distributed as dist
 
 from threed.errors import RunError
 
-REACH_S = 30.0  # how long to try to reach a store that is being served already
 STARTS = "threed/starts"  # the key of the number of starts so far
 HELLO_S, HELLOS = 0.1, 1000  # a rank says hello so often; all together, so many in a second
 
 
-def serve_store() -> Any:
-    """A store for ranks of several machines, which this process serves on `.port`."""
-    return dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-
-
-def tcp_store(address: str, port: int, timeout_s: float) -> Any:
-    """A client of the store that a process of node 0 serves. RuntimeError where it cannot be reached;
-    `timeout_s` is for answers."""
-    store = dist.TCPStore(address, port, None, False, datetime.timedelta(seconds=min(REACH_S, timeout_s)))
-    store.set_timeout(datetime.timedelta(seconds=timeout_s))
-    return store
-
-
-def of_this_start(store: Any, rank: int, size: int, timeout_s: float) -> Any:
-    """The part of a store that the ranks of this start share. torchrun's agents serve one store for all
+def of_this_start(store: Any, rank: int, size: int, timeout_s: float) -> str:
+    """The prefix of keys that the ranks of this start share. torchrun's agents serve one store for all
     starts: after a restart it has the keys of the start before, such as why that one failed.
 
     Rank 0 counts the starts, and answers the others for `timeout_s`. They say hello in the newest start,
@@ -43,14 +29,16 @@ def of_this_start(store: Any, rank: int, size: int, timeout_s: float) -> Any:
     """
     own, until = uuid.uuid4().hex, time.monotonic() + timeout_s
     if rank == 0:
-        here = dist.PrefixStore(f"threed/start/{store.add(STARTS, 1)}", store)
+        prefix = f"threed/start/{store.add(STARTS, 1)}"
         if size > 1:
+            here = dist.PrefixStore(prefix, store)
             threading.Thread(target=_answer, args=(here, size, until), name="hello", daemon=True).start()
-        return here
+        return prefix
     while time.monotonic() < until:
-        here = dist.PrefixStore(f"threed/start/{store.add(STARTS, 0)}", store)
+        prefix = f"threed/start/{store.add(STARTS, 0)}"
+        here = dist.PrefixStore(prefix, store)
         if here.check([f"answer/{rank}"]) and here.get(f"answer/{rank}") == own.encode():
-            return here
+            return prefix
         here.set(f"hello/{rank}", own)  # again and again: another process may say that it has this number
         time.sleep(max(HELLO_S, size / HELLOS))
     raise RuntimeError(f"rank 0 has not answered for {timeout_s:g} s")
@@ -69,12 +57,13 @@ def _answer(here: Any, size: int, until: float) -> None:
             time.sleep(HELLO_S if not all(answered.values()) else size / HELLOS + 1)
 
 
-def environment_store(timeout_s: float) -> Any:
+def environment_store(timeout_s: float) -> tuple[Any, str]:
     """The store where ranks meet under torchrun and srun, at the address in the environment, with the keys of
-    this start alone."""
+    this start alone; and their prefix."""
     try:
         store = next(iter(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=timeout_s))))[0]
-        return of_this_start(store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout_s)
+        prefix = of_this_start(store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout_s)
+        return dist.PrefixStore(prefix, store), prefix
     except (RuntimeError, ValueError) as error:  # its text has pages of C++ frames after the first line
         where = f"MASTER_ADDR={os.environ.get('MASTER_ADDR')} MASTER_PORT={os.environ.get('MASTER_PORT')}"
         raise RunError(f"rank {os.environ.get('RANK')} on {socket.gethostname()} cannot meet the others at "

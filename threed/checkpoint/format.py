@@ -74,7 +74,12 @@ class Report:
 
 
 def folder(config: Config) -> Path:
-    return Path(config.run.dir) / "checkpoints"
+    return folder_in(Path(config.run.dir))
+
+
+def folder_in(run: Path) -> Path:
+    """The checkpoints of the run in a folder."""
+    return run / "checkpoints"
 
 
 def name_of(step: int) -> str:

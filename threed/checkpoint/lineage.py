@@ -75,8 +75,13 @@ def _short(text: str) -> str:
 def read_latest(config: Config) -> tuple[str, Lineage | None]:
     """(name or absolute path of the newest checkpoint, or 'none'; its lineage), from the file `latest`;
     ('', None) where that is missing or malformed."""
+    return latest_in(folder(config))
+
+
+def latest_in(checkpoints: Path) -> tuple[str, Lineage | None]:
+    """`read_latest` of a run's folder of checkpoints."""
     try:
-        with (folder(config) / LATEST).open("rb") as file:
+        with (checkpoints / LATEST).open("rb") as file:
             return parse_latest(file.read(1 << 16))
     except OSError:
         return "", None

@@ -13,9 +13,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -54,8 +55,8 @@ def own_client(store: Any) -> Any:
 
 def tell(store: Any, note: dict[str, Any]) -> dict[str, Any]:
     """Write the note of a failure (rank, message, status, hang, step, cause), unless the store has one
-    already. Returns the note that the store has then."""
-    return json.loads(store.compare_set(KEY, "", json.dumps(note)))
+    already. Returns the note that the store has then, with the host that told it."""
+    return json.loads(store.compare_set(KEY, "", json.dumps(note | {"host": socket.gethostname()})))
 
 
 def _leave(status: int) -> None:
@@ -77,6 +78,8 @@ class Watch:
         self.engine: Engine | None = None
         self.comm: Comm | None = None
         self.hosts: list[str] = []  # of each rank, once that is known
+        self.on_failure: Callable[[Any, dict[str, Any]], None] = lambda store, note: None  # by this rank, first
+        self.on_end: Callable[[dict[str, Any] | None], None] = lambda note: None  # for another's failure
         self.failed = False  # whether this rank has failed; it will soon be killed with the others
         self._phase: tuple[str, float | None] | None = None
         self._seen: dict[str, Any] | None = None  # the first failure
@@ -111,7 +114,10 @@ class Watch:
         came from outside. `own`: as of `restart.Failure`."""
         note = {"rank": self.rank, "message": message, "status": status, "hang": hang, "step": self.step,
                 "cause": cause, "own": own}
-        return tell(self._store, note)["rank"] == self.rank
+        there = tell(self._store, note)
+        if there["rank"] == self.rank:
+            self.on_failure(self._store, there)
+        return there["rank"] == self.rank
 
     def reason(self, wait_s: float = 0.0) -> dict[str, Any] | None:
         """The first failure of any rank, or None if there is none within `wait_s` seconds."""
@@ -176,6 +182,7 @@ class Watch:
                 if time.monotonic() - answered > STORE_S:
                     self.end(f"rank {self.rank}: rank 0's host, or the launcher there, has gone: the store "
                              f"of the run has not answered for {STORE_S:g} s")
+                    self.on_end(None)
                     _leave(1)
                 continue
             if reason is None or reason["rank"] == self.rank:
@@ -185,6 +192,7 @@ class Watch:
             # rank 0 may host the store: it ends last
             if self._closed.wait(4 * POLL_S if self.rank else 8 * POLL_S + 2 * self._least_s):
                 return  # the main thread has seen the failure too, and ends by itself
+            self.on_end(reason)
             _leave(reason["status"])
 
     def end(self, message: str) -> None:

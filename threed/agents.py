@@ -1,0 +1,218 @@
+"""Agents: how `threed.torchrun` starts torch's elastic agent, and what it says where that fails."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import runpy
+import signal
+import socket
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+from torch.distributed import DistError, run as torchrun
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from threed import config as configs
+from threed import elastic, early, forks
+from threed.assemble import Job
+from threed.attend import SIGNALS, Attendant
+from threed.children import be_child
+from threed.console import flush, say
+from threed.environment import Place, place_of_environment
+from threed.errors import InputError, RunError, ThreedError
+from threed.folders import to_train
+from threed.launcher import check_gpus, local_world_size
+from threed.rank import run_place
+from threed.rendezvous import is_here, is_loopback, route
+from threed.schema import Config
+
+PORT = 29500
+CONNECT_S = 300.0  # how long nodes of a script wait for each other; a config says it by run.connect_timeout_s
+MOST = 100  # starts by torch's own count, where any are allowed: ranks decide, counted since the newest checkpoint
+READ_S, CLOSE_S = 20, 5  # limits of c10d's own messages
+
+
+def run(args: Namespace, attendant: Attendant) -> int:
+    """Start this machine's ranks by torch's agent, and return the exit status. InputError where the arguments,
+    the config or this machine do not allow it. `args`: torchrun's."""
+    body, first = _work(args)
+    limit_s = first.run.connect_timeout_s if first else CONNECT_S
+    args.nproc_per_node = str(_size(args.nproc_per_node, first))
+    where = _meeting(args, limit_s)
+    args.max_restarts = MOST if (first.run.restarts if first else args.max_restarts) else 0
+    config = _launch_config(args)
+    if first:
+        body.load(config.max_nodes * config.nproc_per_node)  # raises where a config does not fit so many ranks
+        check_gpus(first.run.device, config.nproc_per_node)
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):  # pages about what ranks have said in a line
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+    if config.max_nodes > 1:
+        attendant.await_nodes(where, limit_s)
+    try:
+        elastic_launch(config, be_rank)(body, os.getpid())
+        return 0
+    except ChildFailedError as error:
+        return attendant.status or abs(error.get_first_failure()[1].exitcode)
+    except SignalException as error:  # a rank has seen that another start is of no use
+        return attendant.status or 128 + error.sigval
+    except (DistError, RendezvousError, OSError) as error:
+        text = (str(error).splitlines() or [type(error).__name__])[0].partition(". Exception raised")[0]
+        if "EADDRINUSE" in text:
+            raise InputError(f"MASTER_PORT={args.master_port} is taken by another program on "
+                             f"{socket.gethostname()}: end it, or give all nodes another port") from None
+        raise RunError(f"{text}: {_hint(args, where)}") from None
+
+
+def _work(args: Namespace) -> tuple[Work, Config | None]:
+    """What ranks do, and its config where that is known."""
+    if args.training_script.endswith(".py"):
+        if args.max_restarts is None:
+            args.max_restarts = 0
+        return Work(Path(args.training_script), args.training_script_args, script=True), None
+    words = list(args.training_script_args)
+    if args.max_restarts is not None:
+        words = [f"run.restarts={args.max_restarts}", *words]
+    work = Work(*to_train(args.training_script, words))
+    return work, work.load(None)
+
+
+class Work:
+    """What a rank does: a config with overrides, or a script with arguments."""
+
+    def __init__(self, path: Path, words: list[str], script: bool = False):
+        self.path, self.words, self.script = path, words, script
+
+    def load(self, world_size: int | None) -> Config:
+        return configs.load(self.path, self.words, world_size)
+
+
+def be_rank(work: Work, parent: int) -> None:
+    """Be one of the processes that the agent forks. Returns where all is well, for the agent must see that;
+    else the process ends here."""
+    be_child(parent)
+    early.handle(early.STOPS, early.leave)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    elastic.tell_launcher()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [*SIGNALS, signal.SIGCHLD])
+    status = 0
+    try:
+        if work.script:
+            sys.argv = [str(work.path), *work.words]
+            sys.path.insert(0, str(work.path.parent.absolute()))
+            runpy.run_path(str(work.path), run_name="__main__")
+        else:
+            place = place_of_environment()
+            assert isinstance(place, Place)
+            status = run_place(Job(work.load(place.world_size)), place, parent)
+    except ThreedError as error:
+        say(str(error))
+        elastic.error_file(str(error).splitlines()[0])
+        elastic.end_agent()
+        status = error.status
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else int(bool(error.code))
+    flush()
+    if status:
+        os._exit(status)
+
+
+def _size(given: str | None, first: Config | None) -> int:
+    """Ranks on this machine. torch would count GPUs in this process, which must not use one before it
+    forks."""
+    if given not in (None, "gpu", "auto"):
+        if not given.isdecimal() or not int(given):
+            raise InputError(f"--nproc-per-node={given} (GPUS_PER_NODE) must be a number of ranks, or gpu")
+        return int(given)
+    size = local_world_size(first.run.device) if first else forks.gpus()
+    if not size:
+        raise InputError("this node has no GPU, so GPUS_PER_NODE (or PET_NPROC_PER_NODE) must say how many "
+                         "ranks a node starts")
+    return size
+
+
+def _meeting(args: Namespace, limit_s: float) -> str:
+    """Complete the arguments about where nodes meet, and return the address."""
+    least, _, most = str(args.nnodes).partition(":")
+    if args.rdzv_backend == "static" and most and most != least:
+        args.rdzv_backend = "c10d"  # nodes may leave
+    if args.rdzv_backend not in ("static", "c10d"):
+        raise InputError(f"threed.torchrun takes no --rdzv-backend={args.rdzv_backend}: give static or c10d")
+    args.master_port = args.master_port or PORT
+    if args.standalone or (args.nnodes in ("1", "1:1") and args.rdzv_backend == "static"):
+        args.standalone, args.rdzv_backend, args.node_rank = False, "static", 0
+        args.master_addr, args.master_port = "127.0.0.1", _free_port()
+    if not args.rdzv_endpoint:
+        if args.master_addr is None:
+            raise InputError(f"NNODES={args.nnodes} needs MASTER_ADDR, an address of node 0 that every node "
+                             "reaches")
+        args.rdzv_endpoint = f"{args.master_addr}:{args.master_port}"
+    if args.rdzv_backend == "static":
+        if args.node_rank is None:
+            raise InputError(f"NNODES={args.nnodes} needs NODE_RANK, the number of this node: 0 to "
+                             f"{int(most or least) - 1}")
+        options = {"timeout": limit_s}
+    else:
+        options = _c10d(args, limit_s)
+    own = dict(pair.split("=", 1) for pair in args.rdzv_conf.split(",") if "=" in pair)
+    args.rdzv_conf = ",".join(f"{name}={value if isinstance(value, str) else int(value)}"
+                              for name, value in {**options, **own}.items())
+    return args.rdzv_endpoint
+
+
+def _c10d(args: Namespace, limit_s: float) -> dict[str, float]:
+    """What c10d needs: without the variable ranks of a later start would read the store of the one before,
+    and a node that comes later would wait in vain; a host's own name need not resolve."""
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    host, _, port = args.rdzv_endpoint.rpartition(":")
+    if not host or not port.isdecimal():
+        raise InputError(f"--rdzv-endpoint={args.rdzv_endpoint} must be HOST:PORT, of a node that every node "
+                         "reaches")
+    args.local_addr = args.local_addr or route(host, int(port)) or "127.0.0.1"
+    serves = is_here(host) if args.node_rank is None else args.node_rank == 0
+    return {"is_host": serves, "join_timeout": limit_s, "last_call_timeout": max(1.0, limit_s / 10),
+            "read_timeout": min(limit_s, READ_S), "close_timeout": CLOSE_S}
+
+
+def _launch_config(args: Namespace) -> LaunchConfig:
+    """torch's config of the agent. Signals are the attendant's, but the one by which ranks end it."""
+    args.signals_to_handle, args.start_method = "SIGQUIT", "fork"
+    threads = os.environ.get("OMP_NUM_THREADS")
+    try:
+        config, _, _ = torchrun.config_from_args(args)
+    except (ValueError, AssertionError) as error:
+        raise InputError(f"torchrun refuses its options: {error}") from None
+    if threads is None:  # ranks choose it themselves
+        os.environ.pop("OMP_NUM_THREADS", None)
+    return config
+
+
+def _free_port() -> int:
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as probe:
+        return probe.getsockname()[1]
+
+
+def _hint(args: Namespace, where: str) -> str:
+    """What may be wrong where nodes did not meet."""
+    host, _, port = where.rpartition(":")
+    here = socket.gethostname()
+    try:
+        socket.getaddrinfo(host, int(port))
+    except (OSError, UnicodeError, ValueError):
+        return f"the name {host} does not resolve on {here}"
+    own = route(host, int(port))
+    if own is None:
+        return f"no network leads from {here} to {host}"
+    if not args.node_rank:
+        return (f"are all {args.nnodes} nodes started, with MASTER_ADDR={host} and MASTER_PORT={port}, and do firewalls "
+                "let them reach node 0?")
+    if is_loopback(own):
+        return f"MASTER_ADDR={host} leads back to {here} itself, and this is node {args.node_rank}"
+    return (f"is node 0 started, is MASTER_ADDR={host} its address, is MASTER_PORT={port} the same on all nodes, and do "
+            "firewalls let nodes reach each other?")

@@ -1,0 +1,163 @@
+"""Attend: what happens to the ranks of this machine while torch's agent, on the main thread, looks after them
+in its own way, or sits in a long call.
+
+A thread answers signals (to stop and to save is the ranks' affair: the agent itself would end with a
+traceback, and other machines would wait 300 s for it), sees at once how a rank has ended (the agent ends its
+neighbours first, which may take 30 s), and says for what this machine waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from threed import console
+from threed.early import STOPS
+from threed.elastic import LAUNCHER, note_failure
+from threed.requests import Asked
+
+POLL_S = 0.25
+REPORT_S = 10.0  # between two lines while other machines are awaited
+ANSWER_S = 20.0  # how long the store may take for a note
+SIGNALS = (*STOPS, signal.SIGUSR1)
+
+
+@dataclass
+class Child:
+    """A rank's process, as it has announced itself."""
+
+    rank: int | None = None
+    store: list[Any] = field(default_factory=list)  # address, port and prefix of its start's store
+    run: str = ""  # the run's folder
+    told: bool = False  # whether it was told of the request to stop
+
+
+class Attendant:
+    """Begins to answer signals when it is made, before libraries are imported and before any other thread."""
+
+    def __init__(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, [*SIGNALS, signal.SIGCHLD])  # other threads inherit it
+        reads, writes = os.pipe()
+        os.set_blocking(reads, False)
+        os.set_inheritable(writes, True)
+        os.environ[LAUNCHER] = str(writes)
+        self._pipe, self._text, self._writes = reads, b"", writes
+        self.children: dict[int, Child] = {}  # by process, those that live
+        self.status = 0  # of the rank that failed first in the last start
+        self.asked, self._number = Asked(), 0
+        self.awaits = ""  # at which address other machines are awaited; "": they are not
+        self.limit_s, self._since, self._reports = 0.0, 0.0, 0
+        threading.Thread(target=self._body, name="attend", daemon=True).start()
+
+    def await_nodes(self, where: str, limit_s: float) -> None:
+        """From now until ranks start, say that other machines are awaited."""
+        self.limit_s, self._since, self._reports, self.awaits = limit_s, time.monotonic(), 0, where
+
+    def _body(self) -> None:
+        while True:
+            info = signal.sigtimedwait([*SIGNALS, signal.SIGCHLD], POLL_S)
+            self._hear()
+            if info is not None and info.si_signo != signal.SIGCHLD:
+                self._answer(info.si_signo)
+            self._see_ends()
+            self._report()
+
+    def _hear(self) -> None:
+        """Read what ranks have announced."""
+        with contextlib.suppress(BlockingIOError):
+            self._text += os.read(self._pipe, 1 << 16)
+        *lines, self._text = self._text.split(b"\n")
+        for line in lines:
+            values = json.loads(line)
+            if not self.children:
+                self.status = 0
+            child = self.children.setdefault(values.pop("pid"), Child())
+            for name, value in values.items():
+                setattr(child, name, value)
+        if self.asked.times:
+            self._pass_on(self._number)
+
+    def _answer(self, number: int) -> None:
+        if number == signal.SIGUSR1:
+            for pid in self.children:
+                _send(pid, number)
+            return
+        if not self.children:
+            console.say(f"stopped by {signal.Signals(number).name} on {socket.gethostname()} before the first "
+                        "step" if not self._number else "stopped at once, as asked")
+            console.flush()
+            os._exit(128 + number)
+        if self.asked.again():
+            self._number = number
+            self._pass_on(number, again=True)
+
+    def _pass_on(self, number: int, again: bool = False) -> None:
+        """Each rank hears of each request once; it ends at once after the second."""
+        for pid, child in self.children.items():
+            if again or not child.told:
+                child.told = True
+                _send(pid, number)
+
+    def _see_ends(self) -> None:
+        for pid in list(self.children):
+            try:
+                info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:  # the agent was faster
+                del self.children[pid]
+                continue
+            if info is not None:
+                self._see_end(self.children.pop(pid), info.si_status, info.si_code == os.CLD_EXITED)
+
+    def _see_end(self, child: Child, code: int, by_itself: bool) -> None:
+        first = not self.status
+        if code and first:
+            self.status = code if by_itself else 128 + code
+        if code and self.asked.times:  # the agent would start ranks again
+            os.kill(os.getpid(), signal.SIGQUIT)
+        elif code and first and not by_itself:
+            who = "a rank" if child.rank is None else f"rank {child.rank}"
+            text = f"{who} on {socket.gethostname()} was killed by {signal.Signals(code).name}"
+            console.say(text)
+            if child.store:
+                threading.Thread(target=_tell, args=(child, text, code), daemon=True).start()
+
+    def _report(self) -> None:
+        waited = time.monotonic() - self._since
+        if self.children:
+            self.awaits = ""
+        elif self.awaits and waited > REPORT_S * (self._reports + 1):
+            self._reports += 1
+            console.say(f"{socket.gethostname()} waits for other nodes at {self.awaits} for {waited:.0f} of "
+                        f"{self.limit_s:g} s")
+
+
+def _send(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def _tell(child: Child, text: str, number: int) -> None:
+    """Tell the other ranks why one was killed, which could not do it itself."""
+    from torch.distributed import PrefixStore, TCPStore
+
+    from threed.children import ended_by
+    from threed.engine.watch import tell
+
+    _, cause, status = ended_by(-number)
+    address, port, prefix = child.store
+    with contextlib.suppress(RuntimeError):  # the store has gone
+        store = TCPStore(address, port, None, False, datetime.timedelta(seconds=ANSWER_S))
+        here = PrefixStore(prefix, store)
+        note = tell(here, {"rank": None, "message": text, "status": status, "hang": False, "step": None,
+                           "cause": cause})
+        if note["message"] == text:
+            note_failure(Path(child.run), here, note)

@@ -51,7 +51,7 @@ def run(args: Namespace, attendant: Attendant) -> int:
         body.load(config.max_nodes * config.nproc_per_node)  # raises where a config does not fit so many ranks
         check_gpus(first.run.device, config.nproc_per_node)
     for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed.elastic"):  # pages about what ranks have said in a line
+        if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):  # pages about what is said in a line
             logging.getLogger(name).setLevel(logging.CRITICAL)
     if config.max_nodes > 1:
         attendant.await_nodes(where, limit_s)

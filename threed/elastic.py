@@ -48,7 +48,7 @@ def begin(config: Config, place: Place, store: Any, prefix: str) -> None:
     if place.rank == 0:
         store.set(AGENT, agent())
         wait_s, text, status = decide(config) if agent() else (0.0, "", 0)
-        if text:
+        if text and wait_s is not None:
             console.say(text)
         store.set(GO, json.dumps([wait_s, text, status]))
     else:

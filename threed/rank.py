@@ -86,6 +86,7 @@ def run_place(job: Job, place: Place, parent: int) -> int:
         marks.mark("start")
         status = run_rank(job, place, store, attended=False)
     except ThreedError as error:  # no watch exists yet that would tell the others
+        _deaf()  # an agent ends the neighbours of a rank that has failed
         note = {"rank": place.rank, "message": str(error), "status": error.status, "hang": False, "step": 0,
                 "cause": str(error), "final": True}
         with contextlib.suppress(RuntimeError):  # the store has gone with its rank
@@ -111,10 +112,14 @@ def _end_for(place: Place, note: dict[str, Any] | None) -> None:
         elastic.end_agent()
 
 
+def _deaf() -> None:
+    for number in STOPS:
+        signal.signal(number, signal.SIG_IGN)
+
+
 def _stop_early(number: int, _: Any) -> None:
     """A request to stop before the rank can save."""
-    for one in STOPS:
-        signal.signal(one, signal.SIG_IGN)
+    _deaf()
     error = Stopped(f"stopped by {signal.Signals(number).name} on {socket.gethostname()} before the first step")
     error.status = 128 + number
     raise error
@@ -146,7 +151,8 @@ class _Answer:
 
     def __call__(self, number: int, times: int) -> None:
         if times == 1:
-            if self.place.rank == 0:
+            # An agent of torch sends the same signal to the neighbours of a rank that has failed.
+            if self.place.rank == 0 and not self._failed():
                 say(self.pace.answer())
             return
         status = 128 + number
@@ -158,6 +164,12 @@ class _Answer:
                              daemon=True).start()
             time.sleep(TOLD_S)
         leave(status)
+
+    def _failed(self) -> bool:
+        try:
+            return self.watch is not None and self.watch.reason(TOLD_S) is not None
+        except RuntimeError:  # the store has gone
+            return True
 
 
 def _explain(error: BaseException, rank: int, watch: Watch | None) -> int:

@@ -69,6 +69,20 @@ class Run(Forked):
         super().__init__(folder, partial(_main, argv, env or {}))
 
 
+class Torchrun(Forked):
+    """`python -m threed.torchrun ARGV ...` under way."""
+
+    def __init__(self, folder: Path, *argv: str, env: dict[str, str] | None = None):
+        super().__init__(folder, partial(torchrun_main, argv, env or {}))
+
+
+def torchrun_main(argv: tuple[str, ...], env: dict[str, str]) -> int:
+    os.environ.update(env)
+    from threed.torchrun import main
+
+    return main(list(argv))
+
+
 def _call(log: Path, body: Callable[[], int]) -> None:
     descriptor = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
     os.dup2(descriptor, 1)

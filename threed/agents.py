@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import runpy
 import signal
 import socket
@@ -19,12 +20,12 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from threed import config as configs
-from threed import elastic, early, forks
+from threed import early, elastic, forks, marks
 from threed.assemble import Job
 from threed.attend import SIGNALS, Attendant
 from threed.children import be_child
 from threed.console import flush, say
-from threed.environment import Place, place_of_environment
+from threed.environment import PORT, Place, endpoint, place_of_environment
 from threed.errors import InputError, RunError, ThreedError
 from threed.folders import to_train
 from threed.launcher import check_gpus, local_world_size
@@ -32,7 +33,6 @@ from threed.rank import run_place
 from threed.rendezvous import is_here, is_loopback, route
 from threed.schema import Config
 
-PORT = 29500
 CONNECT_S = 300.0  # how long nodes of a script wait for each other; a config says it by run.connect_timeout_s
 MOST = 100  # starts by torch's own count, where any are allowed: ranks decide, counted since the newest checkpoint
 READ_S, CLOSE_S = 20, 5  # limits of c10d's own messages
@@ -67,7 +67,10 @@ def run(args: Namespace, attendant: Attendant) -> int:
         if "EADDRINUSE" in text:
             raise InputError(f"MASTER_PORT={args.master_port} is taken by another program on "
                              f"{socket.gethostname()}: end it, or give all nodes another port") from None
-        raise RunError(f"{text}: {_hint(args, where)}") from None
+        came = re.search(r"(\d+)/(\d+) clients joined", text)
+        if came:
+            text = f"{came[1]} of {came[2]} nodes came within run.connect_timeout_s={limit_s:g}"
+        raise RunError(f"{text}; {_hint(args, where)}") from None
 
 
 def _work(args: Namespace) -> tuple[Work, Config | None]:
@@ -100,6 +103,8 @@ def be_rank(work: Work, parent: int) -> None:
     early.handle(early.STOPS, early.leave)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     elastic.tell_launcher()
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
+        marks.begin("start")
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [*SIGNALS, signal.SIGCHLD])
     status = 0
     try:
@@ -148,33 +153,29 @@ def _meeting(args: Namespace, limit_s: float) -> str:
     if args.standalone or (args.nnodes in ("1", "1:1") and args.rdzv_backend == "static"):
         args.standalone, args.rdzv_backend, args.node_rank = False, "static", 0
         args.master_addr, args.master_port = "127.0.0.1", _free_port()
-    if not args.rdzv_endpoint:
-        if args.master_addr is None:
-            raise InputError(f"NNODES={args.nnodes} needs MASTER_ADDR, an address of node 0 that every node "
-                             "reaches")
-        args.rdzv_endpoint = f"{args.master_addr}:{args.master_port}"
+    host, port = endpoint(args.rdzv_endpoint) if args.rdzv_endpoint else (args.master_addr, "")
+    if not host:
+        raise InputError(f"NNODES={args.nnodes} needs MASTER_ADDR, an address of node 0 that every node reaches")
+    port = port or str(args.master_port)
+    args.rdzv_endpoint = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     if args.rdzv_backend == "static":
         if args.node_rank is None:
             raise InputError(f"NNODES={args.nnodes} needs NODE_RANK, the number of this node: 0 to "
                              f"{int(most or least) - 1}")
         options = {"timeout": limit_s}
     else:
-        options = _c10d(args, limit_s)
+        options = _c10d(args, host, int(port), limit_s)
     own = dict(pair.split("=", 1) for pair in args.rdzv_conf.split(",") if "=" in pair)
     args.rdzv_conf = ",".join(f"{name}={value if isinstance(value, str) else int(value)}"
                               for name, value in {**options, **own}.items())
     return args.rdzv_endpoint
 
 
-def _c10d(args: Namespace, limit_s: float) -> dict[str, float]:
+def _c10d(args: Namespace, host: str, port: int, limit_s: float) -> dict[str, float]:
     """What c10d needs: without the variable ranks of a later start would read the store of the one before,
     and a node that comes later would wait in vain; a host's own name need not resolve."""
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    host, _, port = args.rdzv_endpoint.rpartition(":")
-    if not host or not port.isdecimal():
-        raise InputError(f"--rdzv-endpoint={args.rdzv_endpoint} must be HOST:PORT, of a node that every node "
-                         "reaches")
-    args.local_addr = args.local_addr or route(host, int(port)) or "127.0.0.1"
+    args.local_addr = args.local_addr or route(host, port) or "127.0.0.1"
     serves = is_here(host) if args.node_rank is None else args.node_rank == 0
     return {"is_host": serves, "join_timeout": limit_s, "last_call_timeout": max(1.0, limit_s / 10),
             "read_timeout": min(limit_s, READ_S), "close_timeout": CLOSE_S}
@@ -200,7 +201,7 @@ def _free_port() -> int:
 
 def _hint(args: Namespace, where: str) -> str:
     """What may be wrong where nodes did not meet."""
-    host, _, port = where.rpartition(":")
+    host, port = endpoint(where)
     here = socket.gethostname()
     try:
         socket.getaddrinfo(host, int(port))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import math
 import os
 import signal
 import socket
@@ -21,13 +22,16 @@ from pathlib import Path
 from typing import Any
 
 from threed import console
+from threed.children import ended_by
 from threed.early import STOPS
 from threed.elastic import LAUNCHER, note_failure
 from threed.requests import Asked
+from threed.stopped import AT_ONCE
 
 POLL_S = 0.25
 REPORT_S = 10.0  # between two lines while other machines are awaited
 ANSWER_S = 20.0  # how long the store may take for a note
+END_S = 3.0  # how long a rank may take to end after a second request to stop
 SIGNALS = (*STOPS, signal.SIGUSR1)
 
 
@@ -53,7 +57,7 @@ class Attendant:
         self._pipe, self._text, self._writes = reads, b"", writes
         self.children: dict[int, Child] = {}  # by process, those that live
         self.status = 0  # of the rank that failed first in the last start
-        self.asked, self._number = Asked(), 0
+        self.asked, self._number, self._kill_at = Asked(), 0, math.inf
         self.awaits = ""  # at which address other machines are awaited; "": they are not
         self.limit_s, self._since, self._reports = 0.0, 0.0, 0
         threading.Thread(target=self._body, name="attend", daemon=True).start()
@@ -69,6 +73,9 @@ class Attendant:
             if info is not None and info.si_signo != signal.SIGCHLD:
                 self._answer(info.si_signo)
             self._see_ends()
+            if time.monotonic() > self._kill_at:
+                for pid in self.children:
+                    _send(pid, signal.SIGKILL)
             self._report()
 
     def _hear(self) -> None:
@@ -93,12 +100,17 @@ class Attendant:
             return
         if not self.children:
             console.say(f"stopped by {signal.Signals(number).name} on {socket.gethostname()} before the first "
-                        "step" if not self._number else "stopped at once, as asked")
+                        "step" if not self._number else AT_ONCE)
             console.flush()
             os._exit(128 + number)
         if self.asked.again():
             self._number = number
             self._pass_on(number, again=True)
+            if self.asked.times > 1:
+                self._kill_at = time.monotonic() + END_S
+            elif all(child.rank for child in self.children.values()):  # rank 0 answers elsewhere
+                console.say("the ranks were asked to stop after their step, and to save; once more to stop now, "
+                            "without a checkpoint")
 
     def _pass_on(self, number: int, again: bool = False) -> None:
         """Each rank hears of each request once; it ends at once after the second."""
@@ -121,14 +133,19 @@ class Attendant:
         first = not self.status
         if code and first:
             self.status = code if by_itself else 128 + code
-        if code and self.asked.times:  # the agent would start ranks again
-            os.kill(os.getpid(), signal.SIGQUIT)
+        if code and self.asked.times:
+            if not by_itself and self._kill_at < math.inf:
+                self.status = 128 + self._number
+                console.say(AT_ONCE)
+                _tell(child, {"message": AT_ONCE, "status": self.status, "cause": None, "final": True})
+            os.kill(os.getpid(), signal.SIGQUIT)  # the agent would start ranks again
         elif code and first and not by_itself:
             who = "a rank" if child.rank is None else f"rank {child.rank}"
             text = f"{who} on {socket.gethostname()} was killed by {signal.Signals(code).name}"
             console.say(text)
-            if child.store:
-                threading.Thread(target=_tell, args=(child, text, code), daemon=True).start()
+            _, cause, status = ended_by(-code)
+            note = {"message": text, "status": status, "cause": cause}
+            threading.Thread(target=_tell, args=(child, note), daemon=True).start()
 
     def _report(self) -> None:
         waited = time.monotonic() - self._since
@@ -145,19 +162,18 @@ def _send(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def _tell(child: Child, text: str, number: int) -> None:
-    """Tell the other ranks why one was killed, which could not do it itself."""
+def _tell(child: Child, values: dict[str, Any]) -> None:
+    """Tell the other ranks why one has ended which could not do it itself."""
+    if not child.store:
+        return
     from torch.distributed import PrefixStore, TCPStore
 
-    from threed.children import ended_by
     from threed.engine.watch import tell
 
-    _, cause, status = ended_by(-number)
     address, port, prefix = child.store
     with contextlib.suppress(RuntimeError):  # the store has gone
         store = TCPStore(address, port, None, False, datetime.timedelta(seconds=ANSWER_S))
         here = PrefixStore(prefix, store)
-        note = tell(here, {"rank": None, "message": text, "status": status, "hang": False, "step": None,
-                           "cause": cause})
-        if note["message"] == text:
+        note = tell(here, {"rank": None, "hang": False, "step": None, **values})
+        if note["message"] == values["message"]:
             note_failure(Path(child.run), here, note)

@@ -154,15 +154,15 @@ def torchrun_variables(env: Mapping[str, str] = os.environ) -> dict[str, str]:
     given = {"PET_NNODES": text}
     number = _one(env, "NODE_RANK", "PET_NODE_RANK", *(["RANK"] if "WORLD_SIZE" in env else []))
     node = _whole(*number) if number else None
-    if node is not None and node >= many:
-        raise InputError(f"{number[0] if number else ''}={node} must be below the number of nodes, "
-                         f"{name}={text}: the first is 0")
     size = _size(env)
     if "WORLD_SIZE" in env and few == many and _number(env, "WORLD_SIZE") not in (many, many * (size or 1)):
         raise InputError(f"WORLD_SIZE={env['WORLD_SIZE']} and {name}={text} contradict each other: "
                          f"WORLD_SIZE is the number of nodes, or of all ranks ({many} x "
                          f"{size or 'ranks a node'}). Unset one of them")
-    host, port = _endpoint(env.get("PET_RDZV_ENDPOINT", ""))
+    if node is not None and node >= many:
+        raise InputError(f"{number[0] if number else ''}={node} must be below the number of nodes, "
+                         f"{name}={text}: the first is 0")
+    host, port = endpoint(env.get("PET_RDZV_ENDPOINT", ""))
     env = {**env, "the host of PET_RDZV_ENDPOINT": host, "the port of PET_RDZV_ENDPOINT": port}
     pairs = {"PET_NODE_RANK": number, "PET_NPROC_PER_NODE": ("", str(size)) if size else None,
              # An operator may give node 0 an address of itself that differs from the others'.
@@ -178,7 +178,7 @@ def torchrun_variables(env: Mapping[str, str] = os.environ) -> dict[str, str]:
     return given
 
 
-def _endpoint(text: str) -> tuple[str, str]:
+def endpoint(text: str) -> tuple[str, str]:
     """host:port, or host; an IPv6 address with a port is in brackets."""
     if text.count(":") > 1 and not text.startswith("["):
         return text, ""

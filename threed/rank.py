@@ -28,7 +28,7 @@ from threed.rendezvous import meet
 from threed.requests import Requests
 from threed.restart import Pace, Steps
 from threed.schema import Config
-from threed.stopped import stopped_now
+from threed.stopped import AT_ONCE, stopped_now
 from threed.store import environment_store
 
 # errors of code, which a new start would meet again
@@ -61,7 +61,7 @@ def run_rank(job: Job, place: Place, store: Any, attended: bool = True) -> int:
             if answer is not None:
                 answer.watch = watch
                 watch.on_failure = partial(elastic.note_failure, Path(job.config.run.dir))
-                watch.on_end = partial(_end_for, place)
+                watch.on_end = partial(_end_for, job.config, place, pace)
             (job.task or train)(job, place.local_rank, requests, watch, store, closing)
             return 0
         except BaseException as error:  # SystemExit too: a rank that exits says so
@@ -98,14 +98,16 @@ def run_place(job: Job, place: Place, parent: int) -> int:
     if status and place.rank == 0:  # it may hold the store, where the others read why
         time.sleep(LINGER_S + 2 * place.world_size / POLLS)
     if status:
-        _end_for(place, _note(store))
+        _end_for(job.config, place, job.pace or Steps(1).of(0), _note(store))
     return status
 
 
-def _end_for(place: Place, note: dict[str, Any] | None) -> None:
+def _end_for(config: Config, place: Place, pace: Pace, note: dict[str, Any] | None) -> None:
     """Before a rank ends because another one has failed: the first of each machine says why on its console,
     and ends an agent that would start ranks again where that is of no use."""
-    if note is not None and elastic.agent() and place.local_rank == 0 and note.get("host") != socket.gethostname():
+    if note is not None and place.rank == 0 and note.get("message") == AT_ONCE:
+        say(stopped_now(config, pace))
+    elif note is not None and elastic.agent() and place.local_rank == 0 and note.get("host") != socket.gethostname():
         say(note["message"])
     flush()
     if elastic.is_final(note):
@@ -160,7 +162,7 @@ class _Answer:
             say(stopped_now(self.config, self.pace))
         if self.watch is not None:
             # The others end with it, and say nothing. The store may not answer.
-            threading.Thread(target=self.watch.fail, args=("stopped at once, as asked", status),
+            threading.Thread(target=self.watch.fail, args=(AT_ONCE, status),
                              daemon=True).start()
             time.sleep(TOLD_S)
         leave(status)

@@ -11,6 +11,9 @@ from threed.restart import Pace
 from threed.schema import Config
 
 
+AT_ONCE = "stopped at once, as asked"
+
+
 def stopped_now(config: Config, pace: Pace) -> str:
     """Leave a word of a run whose ranks have ended at a second request, and return what to say."""
     run = Path(config.run.dir)
@@ -18,4 +21,4 @@ def stopped_now(config: Config, pace: Pace) -> str:
         state.note(run, state.STOPPED, max(0, pace.step - (pace.since_s is not None)))
     newest = read_latest(config)[0]
     there = f"the newest checkpoint is {folder(config) / newest}"
-    return f"stopped at once, as asked; {there if newest not in ('', 'none') else 'there is no checkpoint'}"
+    return f"{AT_ONCE}; {there if newest not in ('', 'none') else 'there is no checkpoint'}"

@@ -31,10 +31,14 @@ def main(argv: list[str] | None = None) -> int:
     early.calm()
     os.environ[early.BEGAN] = repr(time.time())
     marks.begin("start", marks.age_s())
-    args = parse(argv)
-    from threed import agents
+    try:
+        args = parse(argv)
+        from threed import agents
 
-    return agents.run(args, attendant)
+        return agents.run(args, attendant)
+    except ThreedError as error:
+        console.say(str(error))
+        return error.status
 
 
 def parse(argv: list[str] | None) -> Namespace:
@@ -58,10 +62,6 @@ def parse(argv: list[str] | None) -> Namespace:
 
 
 if __name__ == "__main__":
-    try:
-        status = main()
-    except ThreedError as error:
-        console.say(str(error))
-        status = error.status
+    status = main()
     console.flush()
-    os._exit(status)
+    os._exit(status)  # no destructor may wait for a peer that has gone

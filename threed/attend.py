@@ -174,6 +174,6 @@ def _tell(child: Child, values: dict[str, Any]) -> None:
     with contextlib.suppress(RuntimeError):  # the store has gone
         store = TCPStore(address, port, None, False, datetime.timedelta(seconds=ANSWER_S))
         here = PrefixStore(prefix, store)
-        note = tell(here, {"rank": None, "hang": False, "step": None, **values})
+        note = tell(here, {"rank": None, "hang": False, "step": None, "launcher": os.getpid(), **values})
         if note["message"] == values["message"]:
             note_failure(Path(child.run), here, note)

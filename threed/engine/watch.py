@@ -55,8 +55,9 @@ def own_client(store: Any) -> Any:
 
 def tell(store: Any, note: dict[str, Any]) -> dict[str, Any]:
     """Write the note of a failure (rank, message, status, hang, step, cause), unless the store has one
-    already. Returns the note that the store has then, with the host that told it."""
-    return json.loads(store.compare_set(KEY, "", json.dumps(note | {"host": socket.gethostname()})))
+    already. Returns the note that the store has then, with the host that told it, and its launcher there."""
+    teller = {"host": socket.gethostname(), "launcher": os.getppid()}
+    return json.loads(store.compare_set(KEY, "", json.dumps(teller | note)))
 
 
 def _leave(status: int) -> None:

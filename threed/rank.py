@@ -125,7 +125,8 @@ def _deaf() -> None:
 def _stop_early(number: int, _: Any) -> None:
     """A request to stop before the rank can save."""
     _deaf()
-    error = Stopped(f"stopped by {signal.Signals(number).name} on {socket.gethostname()} before the first step")
+    error = Stopped(f"stopped by {signal.Signals(number).name} on {socket.gethostname()} before the first "
+                    "step")
     error.status = 128 + number
     raise error
 

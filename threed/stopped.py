@@ -10,7 +10,6 @@ from threed.monitor import state
 from threed.restart import Pace
 from threed.schema import Config
 
-
 AT_ONCE = "stopped at once, as asked"
 
 

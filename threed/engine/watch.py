@@ -79,8 +79,9 @@ class Watch:
         self.engine: Engine | None = None
         self.comm: Comm | None = None
         self.hosts: list[str] = []  # of each rank, once that is known
-        self.on_failure: Callable[[Any, dict[str, Any]], None] = lambda store, note: None  # by this rank, first
-        self.on_end: Callable[[dict[str, Any] | None], None] = lambda note: None  # for another's failure
+        # (store, note): this rank was the first that failed; (note): it ends because another one did
+        self.on_failure: Callable[[Any, dict[str, Any]], None] = lambda store, note: None
+        self.on_end: Callable[[dict[str, Any] | None], None] = lambda note: None
         self.failed = False  # whether this rank has failed; it will soon be killed with the others
         self._phase: tuple[str, float | None] | None = None
         self._seen: dict[str, Any] | None = None  # the first failure

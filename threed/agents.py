@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import pickle
 import re
 import runpy
 import signal
@@ -17,7 +18,8 @@ from torch.distributed import DistError
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from threed import config as configs
@@ -37,6 +39,7 @@ from threed.schema import Config
 CONNECT_S = 300.0  # how long nodes of a script wait for each other; a config says it by run.connect_timeout_s
 MOST = 100  # starts by torch's own count, where any are allowed: ranks decide about each
 READ_S, CLOSE_S = 20, 5  # limits of c10d's own messages
+LOOK_S = 2  # for the store of nodes that train already
 
 
 def run(args: Namespace, attendant: Attendant) -> int:
@@ -180,8 +183,31 @@ def _c10d(args: Namespace, host: str, port: int, limit_s: float) -> dict[str, fl
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     args.local_addr = args.local_addr or route(host, port) or "127.0.0.1"
     serves = is_here(host) if args.node_rank is None else args.node_rank == 0
+    if not serves:
+        _refuse_joining(args, args.rdzv_endpoint)
     return {"is_host": serves, "join_timeout": limit_s, "last_call_timeout": max(1.0, limit_s / 10),
             "read_timeout": min(limit_s, READ_S), "close_timeout": CLOSE_S}
+
+
+def _refuse_joining(args: Namespace, where: str) -> None:
+    """InputError where two or more nodes train already. torch's agents stop their ranks when one more comes,
+    take that for success one after the other, and the run goes on without some of them."""
+    least, _, most = str(args.nnodes).partition(":")
+    if least == (most or least):
+        return
+    try:
+        parameters = RendezvousParameters("c10d", where, args.rdzv_id, int(least), int(most), is_host=False,
+                                          read_timeout=LOOK_S)
+        state = create_backend(parameters)[0].get_state()
+    except RendezvousError:  # nobody is there
+        return
+    if state is None:
+        return
+    now = pickle.loads(state[0])
+    if now.complete and len(now.participants) > 1:
+        raise InputError(f"{len(now.participants)} nodes train already, and torch's agents allow no other to "
+                         "join two or more: start this node again when the run is over, or stop the run (it "
+                         "saves), and start all nodes")
 
 
 def _launch_config(args: Namespace) -> LaunchConfig:
@@ -214,8 +240,8 @@ def _hint(args: Namespace, where: str) -> str:
     if own is None:
         return f"no network leads from {here} to {host}"
     if not args.node_rank:
-        return (f"are all {args.nnodes} nodes started, with MASTER_ADDR={host} and MASTER_PORT={port}, and do "
-                "firewalls let them reach node 0?")
+        return (f"are all {args.nnodes} nodes started, with MASTER_ADDR={host} and MASTER_PORT={port}, and "
+                "do firewalls let them reach node 0?")
     if is_loopback(own):
         return f"MASTER_ADDR={host} leads back to {here} itself, and this is node {args.node_rank}"
     return (f"is node 0 started, is MASTER_ADDR={host} its address, is MASTER_PORT={port} the same on all "

@@ -11,6 +11,7 @@ import runpy
 import signal
 import socket
 import sys
+import traceback
 from argparse import Namespace
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from threed import early, elastic, forks, marks
 from threed.assemble import Job
 from threed.attend import SIGNALS, Attendant
 from threed.children import be_child
-from threed.console import flush, say
+from threed.console import RECORD, flush, put_error, say
 from threed.environment import PORT, Place, endpoint, place_of_environment
 from threed.errors import InputError, RunError, ThreedError
 from threed.folders import to_train
@@ -52,6 +53,7 @@ def run(args: Namespace, attendant: Attendant) -> int:
     args.max_restarts = MOST if (first.run.restarts if first else args.max_restarts) else 0
     config = _launch_config(args)
     if first:
+        RECORD.open(Path(first.run.dir))
         body.load(config.max_nodes * config.nproc_per_node)  # raises where it does not fit so many ranks
         check_gpus(first.run.device, config.nproc_per_node)
     for name in list(logging.root.manager.loggerDict):
@@ -128,6 +130,9 @@ def be_rank(work: Work, parent: int) -> None:
         status = error.status
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else int(bool(error.code))
+    except Exception:  # of a script; the agent would show it among pages of its own
+        put_error(traceback.format_exc().rstrip())
+        status = 1
     flush()
     if status:
         os._exit(status)

@@ -87,16 +87,19 @@ def run_place(job: Job, place: Place, parent: int) -> int:
         meet(store, place.rank, place.world_size, (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
         marks.mark("start")
         status = run_rank(replace(job, pace=pace), place, store, attended=False)
-    except ThreedError as error:  # no watch exists yet that would tell the others
+    except (ThreedError, RuntimeError) as error:  # no watch exists yet that would tell the others
         _deaf()  # an agent ends the neighbours of a rank that has failed
-        note = {"rank": place.rank, "message": str(error), "status": error.status, "hang": False, "step": 0,
-                "cause": str(error), "final": True}
+        status = RunError.status
+        text = "the store in which all ranks meet has gone: rank 0, or its host, has ended"
+        if isinstance(error, ThreedError):
+            status, text = error.status, str(error)
+        note = {"rank": place.rank, "message": text, "status": status, "hang": False, "step": 0,
+                "cause": text, "final": True}
         with contextlib.suppress(RuntimeError):  # the store has gone with its rank
             note = tell(store, note) if store is not None else note
         if note["rank"] == place.rank:
-            say(str(error))
-            elastic.error_file(str(error))
-        status = error.status
+            say(text)
+            elastic.error_file(text)
     if status and place.rank == 0:  # it may hold the store, where the others read why
         time.sleep(LINGER_S + 2 * place.world_size / POLLS)
     if status:

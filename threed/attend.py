@@ -169,8 +169,9 @@ def _tell(child: Child, values: dict[str, Any]) -> None:
     from threed.engine.watch import tell
     from threed.store import store_at
 
+    address, port, prefix = child.store
     with contextlib.suppress(RuntimeError):  # the store has gone
-        here = store_at(*child.store, ANSWER_S)
+        here = store_at(address, port, prefix, ANSWER_S)
         note = tell(here, {"rank": None, "hang": False, "step": None, "launcher": os.getpid(), **values})
         if note["message"] == values["message"]:
             note_failure(Path(child.run), here, note)

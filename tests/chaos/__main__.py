@@ -9,6 +9,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import re
 import statistics
 import sys
 import tempfile
@@ -36,6 +37,7 @@ from rich.progress import (
 from rich.table import Table
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as threed sets it, before torch is imported
 
 from tests.chaos import interposer
 
@@ -47,7 +49,7 @@ def main(faults: Annotated[int, typer.Option(help="how many trials")] = 100,
          seed: Annotated[int, typer.Option(help="of everything that is drawn")] = 1,
          jobs: Annotated[int, typer.Option(help="trials at a time; 0: one for two cores")] = 0,
          only: Annotated[str,
-                         typer.Option(help="kinds whose name has this in it; of --faults trials, those that "
+                         typer.Option(help="kinds with this pattern in their names; of --faults trials, those that "
                                            "are")] = "",
          trial: Annotated[list[int] | None, typer.Option(help="these numbers alone")] = None,
          report: Annotated[Path | None, typer.Option(help="all results as JSON")] = None,
@@ -63,7 +65,7 @@ def main(faults: Annotated[int, typer.Option(help="how many trials")] = 100,
 
         kinds = itertools.islice(campaign.kinds(seed), faults)
         chosen = [(number, *pair) for number, pair in enumerate(kinds)]
-        chosen = [entry for entry in chosen if only in entry[1].name and (not trial or entry[0] in trial)]
+        chosen = [entry for entry in chosen if re.search(only, entry[1].name) and (not trial or entry[0] in trial)]
         begin = time.monotonic()
         with _Pool(jobs or max(1, (os.cpu_count() or 2) // 2), base) as pool:
             names = set().union(*(campaign.wanted(seed, number, kind) for number, kind, _ in chosen))

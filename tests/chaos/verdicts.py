@@ -5,7 +5,8 @@
     steps     metrics.jsonl has a step twice, or not at all
     orphan    processes outlive the run               leftover  temporary files do
     silent    no message names the fault              noise     a traceback, or a library's own words
-    status    exit status 0 although the checkpoint that it promises is not there
+    status    exit status 0 although the checkpoint that it promises is not there, or another after a stop
+    late      hosts that are asked to stop take longer than they may
 """
 
 from __future__ import annotations
@@ -34,6 +35,10 @@ def judge(trial: Trial, fault: Fault) -> dict[str, str]:
     expected = fault.says and trial.marker.exists() and not trial.too_late()
     if expected and not re.search(fault.says, trial.output):
         broken["silent"] = f"no message has /{fault.says}/"
+    elif expected and fault.everywhere:
+        for log in trial.runs[0].logs:
+            if not re.search(fault.says, log.read_text(errors="replace")):
+                broken["silent"] = f"{log.name} has not /{fault.says}/"
     if noise := re.search(NOISE, trial.output):
         lines = trial.output[:noise.start()].count("\n")
         broken["noise"] = trial.output.splitlines()[lines][:200]

@@ -218,13 +218,14 @@ def _refuse_joining(args: Namespace, where: str) -> None:
 def _launch_config(args: Namespace) -> LaunchConfig:
     """torch's config of the agent. Signals are the attendant's, but the one by which ranks end it."""
     args.signals_to_handle, args.start_method = "SIGQUIT", "fork"
-    threads = os.environ.get("OMP_NUM_THREADS")
+    given = "OMP_NUM_THREADS" in os.environ
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # else torchrun sets it, with a warning
     try:
         config, _, _ = torchrun.config_from_args(args)
     except (ValueError, AssertionError) as error:
         raise InputError(f"torchrun refuses its options: {error}") from None
-    if threads is None:  # ranks choose it themselves
-        os.environ.pop("OMP_NUM_THREADS", None)
+    if not given:  # ranks choose it themselves
+        del os.environ["OMP_NUM_THREADS"]
     return config
 
 

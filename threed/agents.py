@@ -13,7 +13,8 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-from torch.distributed import DistError, run as torchrun
+from torch.distributed import DistError
+from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
@@ -34,13 +35,13 @@ from threed.rendezvous import is_here, is_loopback, route
 from threed.schema import Config
 
 CONNECT_S = 300.0  # how long nodes of a script wait for each other; a config says it by run.connect_timeout_s
-MOST = 100  # starts by torch's own count, where any are allowed: ranks decide, counted since the newest checkpoint
+MOST = 100  # starts by torch's own count, where any are allowed: ranks decide about each
 READ_S, CLOSE_S = 20, 5  # limits of c10d's own messages
 
 
 def run(args: Namespace, attendant: Attendant) -> int:
-    """Start this machine's ranks by torch's agent, and return the exit status. InputError where the arguments,
-    the config or this machine do not allow it. `args`: torchrun's."""
+    """Start this machine's ranks by torch's agent, and return the exit status. InputError where the
+    arguments, the config or this machine do not allow it. `args`: torchrun's."""
     body, first = _work(args)
     limit_s = first.run.connect_timeout_s if first else CONNECT_S
     args.nproc_per_node = str(_size(args.nproc_per_node, first))
@@ -48,10 +49,11 @@ def run(args: Namespace, attendant: Attendant) -> int:
     args.max_restarts = MOST if (first.run.restarts if first else args.max_restarts) else 0
     config = _launch_config(args)
     if first:
-        body.load(config.max_nodes * config.nproc_per_node)  # raises where a config does not fit so many ranks
+        body.load(config.max_nodes * config.nproc_per_node)  # raises where it does not fit so many ranks
         check_gpus(first.run.device, config.nproc_per_node)
     for name in list(logging.root.manager.loggerDict):
-        if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):  # pages about what is said in a line
+        # pages about what is said in a line
+        if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
             logging.getLogger(name).setLevel(logging.CRITICAL)
     if config.max_nodes > 1:
         attendant.await_nodes(where, limit_s)
@@ -155,7 +157,8 @@ def _meeting(args: Namespace, limit_s: float) -> str:
         args.master_addr, args.master_port = "127.0.0.1", _free_port()
     host, port = endpoint(args.rdzv_endpoint) if args.rdzv_endpoint else (args.master_addr, "")
     if not host:
-        raise InputError(f"NNODES={args.nnodes} needs MASTER_ADDR, an address of node 0 that every node reaches")
+        raise InputError(f"NNODES={args.nnodes} needs MASTER_ADDR, an address of node 0 that every node "
+                         "reaches")
     port = port or str(args.master_port)
     args.rdzv_endpoint = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     if args.rdzv_backend == "static":
@@ -211,9 +214,9 @@ def _hint(args: Namespace, where: str) -> str:
     if own is None:
         return f"no network leads from {here} to {host}"
     if not args.node_rank:
-        return (f"are all {args.nnodes} nodes started, with MASTER_ADDR={host} and MASTER_PORT={port}, and do firewalls "
-                "let them reach node 0?")
+        return (f"are all {args.nnodes} nodes started, with MASTER_ADDR={host} and MASTER_PORT={port}, and do "
+                "firewalls let them reach node 0?")
     if is_loopback(own):
         return f"MASTER_ADDR={host} leads back to {here} itself, and this is node {args.node_rank}"
-    return (f"is node 0 started, is MASTER_ADDR={host} its address, is MASTER_PORT={port} the same on all nodes, and do "
-            "firewalls let nodes reach each other?")
+    return (f"is node 0 started, is MASTER_ADDR={host} its address, is MASTER_PORT={port} the same on all "
+            "nodes, and do firewalls let nodes reach each other?")

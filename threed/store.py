@@ -1,4 +1,5 @@
-"""The store of ranks of several machines: where they meet before they can communicate, and report failures."""
+"""The store of ranks of several machines: where they meet before they can communicate, and report
+failures."""
 
 from __future__ import annotations
 

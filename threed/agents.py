@@ -5,19 +5,23 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import pickle
 import re
 import runpy
 import signal
 import socket
 import sys
+import traceback
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 
 from torch.distributed import DistError
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from threed import config as configs
@@ -25,7 +29,7 @@ from threed import early, elastic, forks, marks
 from threed.assemble import Job
 from threed.attend import SIGNALS, Attendant
 from threed.children import be_child
-from threed.console import flush, say
+from threed.console import RECORD, flush, put_error, say
 from threed.environment import PORT, Place, endpoint, place_of_environment
 from threed.errors import InputError, RunError, ThreedError
 from threed.folders import to_train
@@ -37,6 +41,7 @@ from threed.schema import Config
 CONNECT_S = 300.0  # how long nodes of a script wait for each other; a config says it by run.connect_timeout_s
 MOST = 100  # starts by torch's own count, where any are allowed: ranks decide about each
 READ_S, CLOSE_S = 20, 5  # limits of c10d's own messages
+LOOK_S = 2  # for the store of nodes that train already
 
 
 def run(args: Namespace, attendant: Attendant) -> int:
@@ -49,6 +54,7 @@ def run(args: Namespace, attendant: Attendant) -> int:
     args.max_restarts = MOST if (first.run.restarts if first else args.max_restarts) else 0
     config = _launch_config(args)
     if first:
+        RECORD.open(Path(first.run.dir))
         body.load(config.max_nodes * config.nproc_per_node)  # raises where it does not fit so many ranks
         check_gpus(first.run.device, config.nproc_per_node)
     for name in list(logging.root.manager.loggerDict):
@@ -56,7 +62,8 @@ def run(args: Namespace, attendant: Attendant) -> int:
         if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
             logging.getLogger(name).setLevel(logging.CRITICAL)
     if config.max_nodes > 1:
-        attendant.await_nodes(where, limit_s)
+        why = partial(_why, "", args, where, limit_s)
+        attendant.await_nodes(where, limit_s, why if args.node_rank else None)
     try:
         elastic_launch(config, be_rank)(body, os.getpid())
         return 0
@@ -65,14 +72,11 @@ def run(args: Namespace, attendant: Attendant) -> int:
     except SignalException as error:  # a rank has seen that another start is of no use
         return attendant.status or 128 + error.sigval
     except (DistError, RendezvousError, OSError) as error:
-        text = (str(error).splitlines() or [type(error).__name__])[0].partition(". Exception raised")[0]
+        text = (str(error).splitlines() or [type(error).__name__])[0]
         if "EADDRINUSE" in text:
             raise InputError(f"MASTER_PORT={args.master_port} is taken by another program on "
                              f"{socket.gethostname()}: end it, or give all nodes another port") from None
-        came = re.search(r"(\d+)/(\d+) clients joined", text)
-        if came:
-            text = f"{came[1]} of {came[2]} nodes came within run.connect_timeout_s={limit_s:g}"
-        raise RunError(f"{text}; {_hint(args, where)}") from None
+        raise RunError(_why(text, args, where, limit_s)) from None
 
 
 def _work(args: Namespace) -> tuple[Work, Config | None]:
@@ -104,6 +108,7 @@ def be_rank(work: Work, parent: int) -> None:
     be_child(parent)
     early.handle(early.STOPS, early.leave)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # torch's, for the agent, raises an exception
     elastic.tell_launcher()
     if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
         marks.begin("start")
@@ -121,10 +126,13 @@ def be_rank(work: Work, parent: int) -> None:
     except ThreedError as error:
         say(str(error))
         elastic.error_file(str(error).splitlines()[0])
-        elastic.end_agent()
         status = error.status
+        elastic.end_agent(status)
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else int(bool(error.code))
+    except Exception:  # of a script; the agent would show it among pages of its own
+        put_error(traceback.format_exc().rstrip())
+        status = 1
     flush()
     if status:
         os._exit(status)
@@ -180,8 +188,31 @@ def _c10d(args: Namespace, host: str, port: int, limit_s: float) -> dict[str, fl
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     args.local_addr = args.local_addr or route(host, port) or "127.0.0.1"
     serves = is_here(host) if args.node_rank is None else args.node_rank == 0
+    if not serves:
+        _refuse_joining(args, args.rdzv_endpoint)
     return {"is_host": serves, "join_timeout": limit_s, "last_call_timeout": max(1.0, limit_s / 10),
             "read_timeout": min(limit_s, READ_S), "close_timeout": CLOSE_S}
+
+
+def _refuse_joining(args: Namespace, where: str) -> None:
+    """InputError where two or more nodes train already. torch's agents stop their ranks when one more comes,
+    take that for success one after the other, and the run goes on without some of them."""
+    least, _, most = str(args.nnodes).partition(":")
+    if least == (most or least):
+        return
+    try:
+        parameters = RendezvousParameters("c10d", where, args.rdzv_id, int(least), int(most), is_host=False,
+                                          read_timeout=LOOK_S)
+        state = create_backend(parameters)[0].get_state()
+    except RendezvousError:  # nobody is there
+        return
+    if state is None:
+        return
+    now = pickle.loads(state[0])
+    if now.complete and len(now.participants) > 1:
+        raise InputError(f"{len(now.participants)} nodes train already, and torch's agents allow no other to "
+                         "join two or more: start this node again when the run is over, or stop the run (it "
+                         "saves), and start all nodes")
 
 
 def _launch_config(args: Namespace) -> LaunchConfig:
@@ -202,6 +233,17 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
+def _why(text: str, args: Namespace, where: str, limit_s: float) -> str:
+    """Why nodes did not meet. `text`: torch's."""
+    within = f"within run.connect_timeout_s={limit_s:g}"
+    if came := re.search(r"(\d+)/(\d+) clients joined", text):
+        text = f"{came[1]} of {came[2]} nodes came {within}"
+    elif not text or "client socket has" in text:
+        error = re.search(r"errno: \d+ - ([^)]*)", text)
+        text = f"node 0 did not answer at {where} {within}{f' ({error[1].lower()})' if error else ''}"
+    return f"{text}; {_hint(args, where)}"
+
+
 def _hint(args: Namespace, where: str) -> str:
     """What may be wrong where nodes did not meet."""
     host, port = endpoint(where)
@@ -214,8 +256,8 @@ def _hint(args: Namespace, where: str) -> str:
     if own is None:
         return f"no network leads from {here} to {host}"
     if not args.node_rank:
-        return (f"are all {args.nnodes} nodes started, with MASTER_ADDR={host} and MASTER_PORT={port}, and do "
-                "firewalls let them reach node 0?")
+        return (f"are all {args.nnodes} nodes started, with MASTER_ADDR={host} and MASTER_PORT={port}, and "
+                "do firewalls let them reach node 0?")
     if is_loopback(own):
         return f"MASTER_ADDR={host} leads back to {here} itself, and this is node {args.node_rank}"
     return (f"is node 0 started, is MASTER_ADDR={host} its address, is MASTER_PORT={port} the same on all "

@@ -57,13 +57,15 @@ def run_rank(job: Job, place: Place, store: Any, attended: bool = True) -> int:
     # What takes long to close is closed after the other ranks know of a failure.
     with contextlib.ExitStack() as closing:
         try:
-            watch = Watch(place.rank, store, job.config.run.timeout_s, place.world_size)
+            watch = Watch(place.rank, store, job.config.run.timeout_s, place.world_size,
+                          None if attended else place)
             watch.pace = pace
             if answer is not None:
                 answer.watch = watch
                 watch.on_failure = partial(elastic.note_failure, Path(job.config.run.dir))
                 watch.on_end = partial(_end_for, job.config, place, pace)
             (job.task or train)(job, place.local_rank, requests, watch, store, closing)
+            watch.close()
             return 0
         except BaseException as error:  # SystemExit too: a rank that exits says so
             if watch is not None:
@@ -78,6 +80,7 @@ def run_place(job: Job, place: Place, parent: int) -> int:
     pace = Steps(1).of(0)
     if elastic.agent():
         die_with_parent(parent)
+        signal.signal(signal.SIGQUIT, _quit)
     marks.mark("waiting")
     handle(STOPS, _stop_early)
     store = None
@@ -87,16 +90,19 @@ def run_place(job: Job, place: Place, parent: int) -> int:
         meet(store, place.rank, place.world_size, (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
         marks.mark("start")
         status = run_rank(replace(job, pace=pace), place, store, attended=False)
-    except ThreedError as error:  # no watch exists yet that would tell the others
+    except (ThreedError, RuntimeError) as error:  # no watch exists yet that would tell the others
         _deaf()  # an agent ends the neighbours of a rank that has failed
-        note = {"rank": place.rank, "message": str(error), "status": error.status, "hang": False, "step": 0,
-                "cause": str(error), "final": True}
+        status = RunError.status
+        text = "the store in which all ranks meet has gone: rank 0, or its host, has ended"
+        if isinstance(error, ThreedError):
+            status, text = error.status, str(error)
+        note = {"rank": place.rank, "message": text, "status": status, "hang": False, "step": 0,
+                "cause": text, "final": True}
         with contextlib.suppress(RuntimeError):  # the store has gone with its rank
             note = tell(store, note) if store is not None else note
         if note["rank"] == place.rank:
-            say(str(error))
-            elastic.error_file(str(error))
-        status = error.status
+            say(text)
+            elastic.error_file(text)
     if status and place.rank == 0:  # it may hold the store, where the others read why
         time.sleep(LINGER_S + 2 * place.world_size / POLLS)
     if status:
@@ -114,7 +120,12 @@ def _end_for(config: Config, place: Place, pace: Pace, note: dict[str, Any] | No
             say(note["message"])
     flush()
     if elastic.is_final(note):
-        elastic.end_agent()
+        elastic.end_agent(note["status"] if note is not None and "status" in note else RunError.status)
+
+
+def _quit(number: int, _: Any) -> None:
+    """The agent ends, as it was told; without a dump of memory."""
+    os._exit(128 + number)
 
 
 def _deaf() -> None:

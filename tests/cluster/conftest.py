@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is imported, as threed.torchrun sets it
+
 from tests.cluster.cluster import TINY, Cluster
 from tests.cluster.hosts import Hosts
 from tests.gloo.conftest import cache  # noqa: F401 (a fixture)

@@ -1,23 +1,20 @@
-"""What thousands of ranks cost one of them: at the start, in a step, and the head of the run.
+"""What thousands of ranks cost one of them: at the start, and in a step.
 
     python bench/scale.py --markdown bench/results/scale.md     # two minutes
 
 One rank of a model of 405 B parameters (pp 16, tp 8) runs the code of a start over torch's fake backend,
-which sends nothing, and counts what it gives to it. Gloo, the store and the head are real: their ranks are
-threads of this process, and their launchers connections of another.
+which sends nothing, and counts what it gives to it. Gloo and the store are real: their ranks are
+threads of this process.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import os
 import pickle
 import resource
-import socket
 import tempfile
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -36,20 +33,16 @@ from threed.config import load
 from threed.data.tokens import Prepared
 from threed.engine import shared
 from threed.engine.watch import POLL_S, POLLS, Watch
-from threed.environment import Nodes
-from threed.head import Head, State
 from threed.monitor.measure import Meter
 from threed.monitor.traces import encode
 from threed.program.trace import Trace
 from threed.quantity import show_bytes
-from threed.rendezvous import listen
-from threed.restart import Restarts
 from threed.schema import Config
+from threed.store import of_this_start
 from threed.tensor.measure import SilentGroup
 
-RANKS, NODES, GLOO = (1024, 4096, 10240), (128, 512, 1280), (16, 32, 64)
+RANKS, STARTS, GLOO = (1024, 4096, 10240), (128, 512, 1024), (16, 32, 64)
 LIMIT = datetime.timedelta(seconds=60)
-STEADY_S = 10.0
 
 
 class Counting(ProcessComm):
@@ -191,50 +184,21 @@ def of_gloo(count: int) -> dict[str, str]:
             "open files": f"{files / count:.0f}"}
 
 
-def launchers(count: int, port: int) -> None:
-    """Connections of as many launchers, each of which says that it is alive every two seconds."""
-    lines = []
-    for node in range(count):
-        lines.append(line := socket.create_connection(("127.0.0.1", port)))
-        hello = {"op": "hello", "version": "1", "job": "", "nodes": [count, count], "node": node,
-                 "host": f"h{node}", "size": 8, "attempt": 0, "launch": "", "id": str(node), "fixed": True,
-                 "from": "127.0.0.1"}
-        line.sendall(json.dumps(hello).encode() + b"\n")
-    while True:
-        for start in range(40):
-            for line in lines[start::40]:
-                line.sendall(b'{"op":"alive"}\n')
-            time.sleep(0.05)
+def of_starts(count: int) -> dict[str, str]:
+    """How long ranks take to agree on a start in one store (threads with clients of their own), and what of a
+    processor the process that serves it, rank 0 and all others use meanwhile."""
+    server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
 
+    def be(rank: int) -> str:
+        store = dist.TCPStore("127.0.0.1", server.port, None, False, LIMIT)
+        return of_this_start(store, rank, count, 60.0)
 
-def of_nodes(count: int) -> dict[str, str]:
-    """How long the head takes to admit the launchers, and its share of a processor after that."""
-    listener = listen(0)
-    nodes = Nodes(count, count, 0, 8, "127.0.0.1", listener.getsockname()[1])
-    pid = os.fork()
-    if pid == 0:
-        listener.close()
-        try:
-            launchers(count, nodes.port)
-        finally:
-            os._exit(0)
-    head = Head(listener, nodes, 600.0, Restarts(0, 0.1), lambda: "", "1", lambda: SimpleNamespace())
     begin, used = time.monotonic(), time.process_time()
-    thread = threading.Thread(target=head.run, daemon=True)
-    thread.start()
-    while head.state == State.GATHER:
-        time.sleep(0.02)
-    row = {"all there after": f"{time.monotonic() - begin:.1f} s",
-           "processor": f"{time.process_time() - used:.1f} s"}
-    begin, used = time.monotonic(), time.process_time()
-    time.sleep(STEADY_S)
-    row["then"] = f"{(time.process_time() - used) / (time.monotonic() - begin):.0%} of a processor"
-    head.state = State.OVER
-    os.kill(pid, 9)
-    os.waitpid(pid, 0)
-    thread.join()
-    listener.close()
-    return row
+    with ThreadPoolExecutor(count) as ranks:
+        prefixes = set(ranks.map(be, range(count)))
+    assert len(prefixes) == 1
+    return {"agreed after": f"{time.monotonic() - begin:.1f} s",
+            "processor": f"{time.process_time() - used:.1f} s"}
 
 
 def table(head: str, rows: dict[str, dict[str, str]]) -> str:
@@ -250,7 +214,7 @@ def main() -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     torch.set_num_threads(1)
-    by_nodes = {f"{count:,}": of_nodes(count) for count in NODES}  # it forks: before there are threads
+    by_starts = {f"{count:,}": of_starts(count) for count in STARTS}
     with tempfile.TemporaryDirectory() as folder:
         by_ranks = {f"{ranks:,}": of_ranks(ranks, folder) for ranks in RANKS}
     by_gloo = {}
@@ -259,7 +223,7 @@ def main() -> None:
             by_gloo[f"{count}, late"] = of_gloo(count)
         by_gloo[f"{count}, at once"] = of_gloo(count)
     text = "\n\n".join([table("ranks", by_ranks), table("ranks that connect", by_gloo),
-                        table("nodes", by_nodes)])
+                        table("ranks that agree on a start", by_starts)])
     print(text)
     if args.markdown:
         args.markdown.write_text(f"# What thousands of ranks cost one of them\n\n`python bench/scale.py "

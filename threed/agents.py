@@ -5,18 +5,22 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import pickle
 import re
 import runpy
 import signal
 import socket
 import sys
+import traceback
 from argparse import Namespace
 from pathlib import Path
 
-from torch.distributed import DistError, run as torchrun
+from torch.distributed import DistError
+from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from threed import config as configs
@@ -24,7 +28,7 @@ from threed import early, elastic, forks, marks
 from threed.assemble import Job
 from threed.attend import SIGNALS, Attendant
 from threed.children import be_child
-from threed.console import flush, say
+from threed.console import RECORD, flush, put_error, say
 from threed.environment import PORT, Place, endpoint, place_of_environment
 from threed.errors import InputError, RunError, ThreedError
 from threed.folders import to_train
@@ -34,13 +38,14 @@ from threed.rendezvous import is_here, is_loopback, route
 from threed.schema import Config
 
 CONNECT_S = 300.0  # how long nodes of a script wait for each other; a config says it by run.connect_timeout_s
-MOST = 100  # starts by torch's own count, where any are allowed: ranks decide, counted since the newest checkpoint
+MOST = 100  # starts by torch's own count, where any are allowed: ranks decide about each
 READ_S, CLOSE_S = 20, 5  # limits of c10d's own messages
+LOOK_S = 2  # for the store of nodes that train already
 
 
 def run(args: Namespace, attendant: Attendant) -> int:
-    """Start this machine's ranks by torch's agent, and return the exit status. InputError where the arguments,
-    the config or this machine do not allow it. `args`: torchrun's."""
+    """Start this machine's ranks by torch's agent, and return the exit status. InputError where the
+    arguments, the config or this machine do not allow it. `args`: torchrun's."""
     body, first = _work(args)
     limit_s = first.run.connect_timeout_s if first else CONNECT_S
     args.nproc_per_node = str(_size(args.nproc_per_node, first))
@@ -48,10 +53,12 @@ def run(args: Namespace, attendant: Attendant) -> int:
     args.max_restarts = MOST if (first.run.restarts if first else args.max_restarts) else 0
     config = _launch_config(args)
     if first:
-        body.load(config.max_nodes * config.nproc_per_node)  # raises where a config does not fit so many ranks
+        RECORD.open(Path(first.run.dir))
+        body.load(config.max_nodes * config.nproc_per_node)  # raises where it does not fit so many ranks
         check_gpus(first.run.device, config.nproc_per_node)
     for name in list(logging.root.manager.loggerDict):
-        if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):  # pages about what is said in a line
+        # pages about what is said in a line
+        if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
             logging.getLogger(name).setLevel(logging.CRITICAL)
     if config.max_nodes > 1:
         attendant.await_nodes(where, limit_s)
@@ -123,6 +130,9 @@ def be_rank(work: Work, parent: int) -> None:
         status = error.status
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else int(bool(error.code))
+    except Exception:  # of a script; the agent would show it among pages of its own
+        put_error(traceback.format_exc().rstrip())
+        status = 1
     flush()
     if status:
         os._exit(status)
@@ -155,7 +165,8 @@ def _meeting(args: Namespace, limit_s: float) -> str:
         args.master_addr, args.master_port = "127.0.0.1", _free_port()
     host, port = endpoint(args.rdzv_endpoint) if args.rdzv_endpoint else (args.master_addr, "")
     if not host:
-        raise InputError(f"NNODES={args.nnodes} needs MASTER_ADDR, an address of node 0 that every node reaches")
+        raise InputError(f"NNODES={args.nnodes} needs MASTER_ADDR, an address of node 0 that every node "
+                         "reaches")
     port = port or str(args.master_port)
     args.rdzv_endpoint = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     if args.rdzv_backend == "static":
@@ -177,8 +188,31 @@ def _c10d(args: Namespace, host: str, port: int, limit_s: float) -> dict[str, fl
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     args.local_addr = args.local_addr or route(host, port) or "127.0.0.1"
     serves = is_here(host) if args.node_rank is None else args.node_rank == 0
+    if not serves:
+        _refuse_joining(args, args.rdzv_endpoint)
     return {"is_host": serves, "join_timeout": limit_s, "last_call_timeout": max(1.0, limit_s / 10),
             "read_timeout": min(limit_s, READ_S), "close_timeout": CLOSE_S}
+
+
+def _refuse_joining(args: Namespace, where: str) -> None:
+    """InputError where two or more nodes train already. torch's agents stop their ranks when one more comes,
+    take that for success one after the other, and the run goes on without some of them."""
+    least, _, most = str(args.nnodes).partition(":")
+    if least == (most or least):
+        return
+    try:
+        parameters = RendezvousParameters("c10d", where, args.rdzv_id, int(least), int(most), is_host=False,
+                                          read_timeout=LOOK_S)
+        state = create_backend(parameters)[0].get_state()
+    except RendezvousError:  # nobody is there
+        return
+    if state is None:
+        return
+    now = pickle.loads(state[0])
+    if now.complete and len(now.participants) > 1:
+        raise InputError(f"{len(now.participants)} nodes train already, and torch's agents allow no other to "
+                         "join two or more: start this node again when the run is over, or stop the run (it "
+                         "saves), and start all nodes")
 
 
 def _launch_config(args: Namespace) -> LaunchConfig:
@@ -211,9 +245,9 @@ def _hint(args: Namespace, where: str) -> str:
     if own is None:
         return f"no network leads from {here} to {host}"
     if not args.node_rank:
-        return (f"are all {args.nnodes} nodes started, with MASTER_ADDR={host} and MASTER_PORT={port}, and do firewalls "
-                "let them reach node 0?")
+        return (f"are all {args.nnodes} nodes started, with MASTER_ADDR={host} and MASTER_PORT={port}, and "
+                "do firewalls let them reach node 0?")
     if is_loopback(own):
         return f"MASTER_ADDR={host} leads back to {here} itself, and this is node {args.node_rank}"
-    return (f"is node 0 started, is MASTER_ADDR={host} its address, is MASTER_PORT={port} the same on all nodes, and do "
-            "firewalls let nodes reach each other?")
+    return (f"is node 0 started, is MASTER_ADDR={host} its address, is MASTER_PORT={port} the same on all "
+            "nodes, and do firewalls let nodes reach each other?")

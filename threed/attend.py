@@ -9,7 +9,6 @@ neighbours first, which may take 30 s), and says for what this machine waits.
 from __future__ import annotations
 
 import contextlib
-import datetime
 import json
 import math
 import os
@@ -99,8 +98,9 @@ class Attendant:
                 _send(pid, number)
             return
         if not self.children:
-            console.say(f"stopped by {signal.Signals(number).name} on {socket.gethostname()} before the first "
-                        "step" if not self._number else AT_ONCE)
+            name = signal.Signals(number).name
+            early = f"stopped by {name} on {socket.gethostname()} before the first step"
+            console.say(AT_ONCE if self._number else early)
             console.flush()
             os._exit(128 + number)
         if self.asked.again():
@@ -109,8 +109,8 @@ class Attendant:
             if self.asked.times > 1:
                 self._kill_at = time.monotonic() + END_S
             elif all(child.rank for child in self.children.values()):  # rank 0 answers elsewhere
-                console.say("the ranks were asked to stop after their step, and to save; once more to stop now, "
-                            "without a checkpoint")
+                console.say("the ranks were asked to stop after their step, and to save; once more to stop "
+                            "now, without a checkpoint")
 
     def _pass_on(self, number: int, again: bool = False) -> None:
         """Each rank hears of each request once; it ends at once after the second."""
@@ -166,14 +166,11 @@ def _tell(child: Child, values: dict[str, Any]) -> None:
     """Tell the other ranks why one has ended which could not do it itself."""
     if not child.store:
         return
-    from torch.distributed import PrefixStore, TCPStore
-
     from threed.engine.watch import tell
+    from threed.store import store_at
 
-    address, port, prefix = child.store
     with contextlib.suppress(RuntimeError):  # the store has gone
-        store = TCPStore(address, port, None, False, datetime.timedelta(seconds=ANSWER_S))
-        here = PrefixStore(prefix, store)
-        note = tell(here, {"rank": None, "hang": False, "step": None, **values})
+        here = store_at(*child.store, ANSWER_S)
+        note = tell(here, {"rank": None, "hang": False, "step": None, "launcher": os.getpid(), **values})
         if note["message"] == values["message"]:
             note_failure(Path(child.run), here, note)

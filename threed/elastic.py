@@ -62,7 +62,8 @@ def decide(config: Config) -> tuple[float | None, str, int]:
     """Seconds to wait before the ranks go on, or None where they should not; what to say; and the status of
     the last failure. The policy goes through the failures that this agent has seen."""
     run, mine = config.run, agent()
-    restarts = Restarts(run.restarts or int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)), run.restart_wait_s)
+    # torchrun's --max-restarts asks for restarts even where the config does not
+    restarts = Restarts(run.restarts or _number("TORCHELASTIC_MAX_RESTARTS"), run.restart_wait_s)
     wait_s, text, status = 0.0, "", 0
     for row in _rows(Path(run.dir) / FAILURES):
         if row.get("agent") == mine:
@@ -98,8 +99,8 @@ def note_failure(run: Path, store: Any, note: Mapping[str, Any]) -> None:
 
 
 def is_final(note: Mapping[str, Any] | None) -> bool:
-    """Whether another start is of no use: after a mistake, a wrong result, a stop, or nodes that did not come;
-    or without a note, since the store has gone, where the agent of node 0 served it."""
+    """Whether another start is of no use: after a mistake, a wrong result, a stop, or nodes that did not
+    come; or without a note, since the store has gone, where the agent of node 0 served it."""
     if note is None:
         return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return note.get("final", False) or (note["rank"] is not None and note["status"] != RunError.status)
@@ -108,10 +109,14 @@ def is_final(note: Mapping[str, Any] | None) -> bool:
 def end_agent() -> None:
     """Have the agent that has started this rank end, and not start its ranks again. The first rank of each
     machine does it."""
-    again = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    again = _number("TORCHELASTIC_MAX_RESTARTS") > _number("TORCHELASTIC_RESTART_COUNT")
     if agent() and again and os.environ.get("LOCAL_RANK") == "0":
         with contextlib.suppress(ProcessLookupError):
             os.kill(os.getppid(), signal.SIGQUIT)
+
+
+def _number(variable: str) -> int:
+    return int(os.environ.get(variable, 0))
 
 
 def error_file(text: str) -> None:

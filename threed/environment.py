@@ -73,7 +73,8 @@ def began_s() -> float:
 def _age_s(process: int) -> float:
     """How long a process has lived; 0 where the kernel does not say."""
     ticks = _ticks(process)
-    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")) if ticks else 0.0
+    now_s = time.clock_gettime(time.CLOCK_BOOTTIME)
+    return max(0.0, now_s - ticks / os.sysconf("SC_CLK_TCK")) if ticks else 0.0
 
 
 def _ticks(process: int) -> int:
@@ -101,9 +102,10 @@ def _refuse_part(env: Mapping[str, str]) -> None:
     """InputError where this process is one of several, and would train alone."""
     name, text = _node_count(env) or ("", "1")
     if text != "1":
-        raise InputError(f"{name}={text} is in the environment: this process would train alone beside those of "
-                         "other nodes. Start each node by launch/torchrun.sh CONFIG, or python -m "
-                         f"threed.torchrun CONFIG, which read it; unset {name} to train on this machine alone")
+        raise InputError(f"{name}={text} is in the environment: this process would train alone beside those "
+                         "of other nodes. Start each node by launch/torchrun.sh CONFIG, or python -m "
+                         f"threed.torchrun CONFIG, which read it; unset {name} to train on this machine "
+                         "alone")
     for name, other in (("WORLD_SIZE", "RANK"), ("RANK", "WORLD_SIZE")):
         if env.get(name) and (name == "RANK" or _number(env, name) > 1):
             raise InputError(f"{name}={env[name]} is in the environment, but not {other}: this process would "

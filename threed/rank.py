@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 import traceback
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -74,6 +75,7 @@ def run_place(job: Job, place: Place, parent: int) -> int:
     """Be the rank that an agent of torch or srun has started, and return its exit status. `parent`: the id of
     its parent process at its start."""
     RECORD.open(Path(job.config.run.dir))
+    pace = Steps(1).of(0)
     if elastic.agent():
         die_with_parent(parent)
     marks.mark("waiting")
@@ -84,21 +86,24 @@ def run_place(job: Job, place: Place, parent: int) -> int:
         elastic.begin(job.config, place, store, prefix)
         meet(store, place.rank, place.world_size, (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
         marks.mark("start")
-        status = run_rank(job, place, store, attended=False)
-    except ThreedError as error:  # no watch exists yet that would tell the others
+        status = run_rank(replace(job, pace=pace), place, store, attended=False)
+    except (ThreedError, RuntimeError) as error:  # no watch exists yet that would tell the others
         _deaf()  # an agent ends the neighbours of a rank that has failed
-        note = {"rank": place.rank, "message": str(error), "status": error.status, "hang": False, "step": 0,
-                "cause": str(error), "final": True}
+        status = RunError.status
+        text = "the store in which all ranks meet has gone: rank 0, or its host, has ended"
+        if isinstance(error, ThreedError):
+            status, text = error.status, str(error)
+        note = {"rank": place.rank, "message": text, "status": status, "hang": False, "step": 0,
+                "cause": text, "final": True}
         with contextlib.suppress(RuntimeError):  # the store has gone with its rank
             note = tell(store, note) if store is not None else note
         if note["rank"] == place.rank:
-            say(str(error))
-            elastic.error_file(str(error))
-        status = error.status
+            say(text)
+            elastic.error_file(text)
     if status and place.rank == 0:  # it may hold the store, where the others read why
         time.sleep(LINGER_S + 2 * place.world_size / POLLS)
     if status:
-        _end_for(job.config, place, job.pace or Steps(1).of(0), _note(store))
+        _end_for(job.config, place, pace, _note(store))
     return status
 
 
@@ -107,8 +112,9 @@ def _end_for(config: Config, place: Place, pace: Pace, note: dict[str, Any] | No
     and ends an agent that would start ranks again where that is of no use."""
     if note is not None and place.rank == 0 and note.get("message") == AT_ONCE:
         say(stopped_now(config, pace))
-    elif note is not None and elastic.agent() and place.local_rank == 0 and note.get("host") != socket.gethostname():
-        say(note["message"])
+    elif note is not None and elastic.agent() and place.local_rank == 0 and "host" in note:
+        if (note["host"], note["launcher"]) != (socket.gethostname(), os.getppid()):
+            say(note["message"])
     flush()
     if elastic.is_final(note):
         elastic.end_agent()
@@ -122,7 +128,8 @@ def _deaf() -> None:
 def _stop_early(number: int, _: Any) -> None:
     """A request to stop before the rank can save."""
     _deaf()
-    error = Stopped(f"stopped by {signal.Signals(number).name} on {socket.gethostname()} before the first step")
+    error = Stopped(f"stopped by {signal.Signals(number).name} on {socket.gethostname()} before the first "
+                    "step")
     error.status = 128 + number
     raise error
 
@@ -130,7 +137,7 @@ def _stop_early(number: int, _: Any) -> None:
 def _note(store: Any) -> dict[str, Any] | None:
     """The note of the first failure; None where the store cannot be asked."""
     if store is None:
-        return {"rank": None, "final": True, "host": socket.gethostname()}  # the ranks have not met
+        return {"rank": None, "final": True}  # the ranks have not met
     try:
         return json.loads(store.get(KEY))
     except RuntimeError:

@@ -1,4 +1,5 @@
-"""Start: train in the role that the environment gives to this process: one rank, or the launcher of all."""
+"""Start: train in the role that the environment gives to this process: one rank, or the launcher of all
+ranks."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ Load = Callable[[int | None], Config]  # world size, if it is known -> the confi
 
 
 def start(load: Load, callbacks: Sequence[Callback] = (), parent: int | None = None) -> int:
-    """Train, and return the exit status of the run, or of this rank. `parent`: the id of this process's parent
-    at its start."""
+    """Train, and return the exit status of the run, or of this rank. `parent`: the id of this process's
+    parent at its start."""
     parent = parent or os.getppid()
     marks.begin_once("start")
     try:

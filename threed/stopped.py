@@ -10,14 +10,13 @@ from threed.monitor import state
 from threed.restart import Pace
 from threed.schema import Config
 
-
 AT_ONCE = "stopped at once, as asked"
 
 
 def stopped_now(config: Config, pace: Pace) -> str:
     """Leave a word of a run whose ranks have ended at a second request, and return what to say."""
     run = Path(config.run.dir)
-    if state.last_word(run).get("state") == state.RUNNING:
+    if state.last_word(run).get("state") in (state.RUNNING, state.FAILED):
         state.note(run, state.STOPPED, max(0, pace.step - (pace.since_s is not None)))
     newest = read_latest(config)[0]
     there = f"the newest checkpoint is {folder(config) / newest}"

@@ -1,4 +1,5 @@
-"""The store of ranks of several machines: where they meet before they can communicate, and report failures."""
+"""The store of ranks of several machines: where they meet before they can communicate, and report
+failures."""
 
 from __future__ import annotations
 
@@ -17,6 +18,12 @@ from threed.errors import RunError
 
 STARTS = "threed/starts"  # the key of the number of starts so far
 HELLO_S, HELLOS = 0.1, 1000  # a rank says hello so often; all together, so many in a second
+
+
+def store_at(address: str, port: int, prefix: str, timeout_s: float) -> Any:
+    """Another client of a start's store. RuntimeError where it does not answer within `timeout_s`."""
+    limit = datetime.timedelta(seconds=timeout_s)
+    return dist.PrefixStore(prefix, dist.TCPStore(address, port, None, False, limit))
 
 
 def of_this_start(store: Any, rank: int, size: int, timeout_s: float) -> str:

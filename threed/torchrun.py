@@ -9,8 +9,6 @@ fails is said in a line. CONFIG may be a script that trains (FILE.py [ARGUMENT].
 from __future__ import annotations
 
 import os
-import signal
-import sys
 import time
 from typing import TYPE_CHECKING
 
@@ -54,8 +52,9 @@ def parse(argv: list[str] | None) -> Namespace:
     args = parser.parse_args(argv)
     for name in ("module", "no_python", "run_path"):
         if getattr(args, name):
-            raise InputError(f"threed.torchrun takes no --{name.replace('_', '-')}: it starts CONFIG [KEY=VALUE]..., "
-                             "or SCRIPT.py [ARGUMENT]...; torchrun itself starts anything else")
+            option = name.replace("_", "-")
+            raise InputError(f"threed.torchrun takes no --{option}: it starts CONFIG [KEY=VALUE]..., or "
+                             "SCRIPT.py [ARGUMENT]...; torchrun itself starts anything else")
     if args.start_method != "spawn":  # torchrun's default, and nobody else's choice
         raise InputError(f"threed.torchrun takes no --start-method={args.start_method}: it forks its ranks")
     return args

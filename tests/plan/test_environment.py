@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from threed.agents import run
+from threed.attend import Attendant
 from threed.environment import Place, place_of_environment, torchrun_variables
 from threed.errors import InputError
 from threed.torchrun import parse
@@ -108,7 +109,8 @@ def test_what_torchrun_would_not_say(argv, words, monkeypatch, tmp_path):
         monkeypatch.setenv(name, "1")
     size = [] if any("nproc" in word for word in argv) else ["--nproc-per-node=1"]
     with pytest.raises(InputError, match=words):
-        run(parse([*size, *argv, "configs/toy.yaml", f"run.dir={tmp_path}", "parallel.dp=auto"]), None)
+        run(parse([*size, *argv, "configs/toy.yaml", f"run.dir={tmp_path}", "parallel.dp=auto"]),
+            Attendant.__new__(Attendant))
 
 
 # The part of PyTorchJob's schema (kubeflow.org/v1) and of a pod's that the file uses. A dict: the keys that

@@ -267,7 +267,7 @@ KEYS: dict[str, Row | str] = {
     "monitor.timeline_every": "tests/gloo/test_trace.py::test_metrics_and_wandb",
     "monitor.report": "tests/plan/test_reporting.py::test_none_is_made",
     "run.timeout_s": "tests/gloo/test_train.py::test_a_rank_that_stops_answering",
-    "run.connect_timeout_s": "tests/plan/test_rendezvous.py::test_nobody_waits_for_ever",
+    "run.connect_timeout_s": "tests/gloo/test_nodes.py::test_a_node_that_never_comes",
     "run.device": "tests/loopback/test_device.py::test_devices",
     "run.deterministic": "tests/loopback/test_device.py::test_a_deterministic_run",
     "run.attention_backend": "tests/loopback/test_device.py::test_what_cannot_run_is_refused",

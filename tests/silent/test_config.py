@@ -6,10 +6,12 @@ import itertools
 import json
 import threading
 import time
+from datetime import timedelta
 from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import threed.launcher  # noqa: F401  (imported before the runs fork)
 from tests.data.files import word_level
@@ -28,7 +30,6 @@ from threed.planner import make_mesh, make_plan
 from threed.program.instruction import Op
 from threed.rendezvous import FAILURE, interface_variables, meet
 from threed.schema import OptimizerConfig
-from threed.store import serve_store, tcp_store
 from threed.zero import optimizer
 from threed.zero.run import ZeroRun
 
@@ -261,10 +262,10 @@ def test_two_processes_with_one_number(monkeypatch):
     for name in (*interface_variables("127.0.0.1"), "LOCAL_ADDR"):
         monkeypatch.setenv(name, "to be put back")
     monkeypatch.setenv("LOCAL_ADDR", "127.0.0.1")
-    server, said = serve_store(), []
+    server, said = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False), []
 
     def body(rank: int) -> None:
-        store = tcp_store("127.0.0.1", server.port, 60.0)
+        store = dist.TCPStore("127.0.0.1", server.port, None, False, timedelta(seconds=60))
         try:
             meet(store, rank, 3, ("127.0.0.1", server.port))
         except ThreedError as error:

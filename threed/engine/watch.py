@@ -55,8 +55,9 @@ def own_client(store: Any) -> Any:
 
 def tell(store: Any, note: dict[str, Any]) -> dict[str, Any]:
     """Write the note of a failure (rank, message, status, hang, step, cause), unless the store has one
-    already. Returns the note that the store has then, with the host that told it."""
-    return json.loads(store.compare_set(KEY, "", json.dumps(note | {"host": socket.gethostname()})))
+    already. Returns the note that the store has then, with the host that told it, and its launcher there."""
+    teller = {"host": socket.gethostname(), "launcher": os.getppid()}
+    return json.loads(store.compare_set(KEY, "", json.dumps(teller | note)))
 
 
 def _leave(status: int) -> None:
@@ -78,8 +79,9 @@ class Watch:
         self.engine: Engine | None = None
         self.comm: Comm | None = None
         self.hosts: list[str] = []  # of each rank, once that is known
-        self.on_failure: Callable[[Any, dict[str, Any]], None] = lambda store, note: None  # by this rank, first
-        self.on_end: Callable[[dict[str, Any] | None], None] = lambda note: None  # for another's failure
+        # (store, note): this rank was the first that failed; (note): it ends because another one did
+        self.on_failure: Callable[[Any, dict[str, Any]], None] = lambda store, note: None
+        self.on_end: Callable[[dict[str, Any] | None], None] = lambda note: None
         self.failed = False  # whether this rank has failed; it will soon be killed with the others
         self._phase: tuple[str, float | None] | None = None
         self._seen: dict[str, Any] | None = None  # the first failure

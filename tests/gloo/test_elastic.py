@@ -1,0 +1,117 @@
+"""Whether ranks that an elastic agent has started again go on: rank 0 decides by the failures so far."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import pytest
+import torch.distributed as dist
+
+from tests.harness import tiny
+from threed import elastic
+from threed.environment import Place, agent
+from threed.errors import InputError, WrongResult
+
+KILLED = {"rank": None, "message": "rank 1 on host2 was killed by SIGKILL", "status": 137, "cause": None,
+          "step": 3, "hang": False}
+NAN = {"rank": 0, "message": "step 2: not finite", "status": 1, "cause": "not finite", "step": 2,
+       "hang": False}
+
+
+@pytest.fixture
+def store(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    store = dist.HashStore()
+    store.set(elastic.AGENT, agent())
+    return store
+
+
+def decide(tmp_path, *words: str):
+    return elastic.decide(tiny(f"run.dir={tmp_path}", "run.restart_wait_s=1", *words))
+
+
+@pytest.mark.parametrize(("notes", "wait_s", "words"), [
+    ([], 0.0, ""),
+    ([KILLED], 1.0, "restart 1 of 2 since the newest checkpoint, in 1 s: rank 1 on host2 was killed"),
+    ([KILLED, KILLED], 2.0, "restart 2 of 2"),
+    ([KILLED, KILLED, KILLED], None, "run.restarts=2 starts from the newest checkpoint have failed"),
+    ([NAN], 1.0, "restart 1 of 2"),
+    ([NAN, NAN], None, "the same failed at step 2 before"),
+    ([NAN, {**NAN, "step": 5}], 2.0, "restart 2 of 2"),
+    ([{**NAN, "step": 0, "own": True}], None, "it is an error of the code"),
+    ([{**NAN, "status": WrongResult.status}], None, "may hold wrong results of a machine"),
+    ([{**NAN, "status": InputError.status}], None, "")])
+def test_the_policy(notes, wait_s, words, store, tmp_path):
+    for note in notes:
+        elastic.note_failure(tmp_path, store, note)
+    decided, text, status = decide(tmp_path, "run.restarts=2")
+    assert decided == wait_s and words in text and status == (notes[-1]["status"] if notes else 0)
+
+
+def test_failures_before_a_newer_checkpoint_do_not_count(store, tmp_path, monkeypatch):
+    for newest in ("step-00000002", "step-00000002", "step-00000004", "step-00000006"):
+        monkeypatch.setattr(elastic, "latest_in", lambda folder, newest=newest: (newest, None))
+        elastic.note_failure(tmp_path, store, KILLED)
+    assert decide(tmp_path, "run.restarts=2")[:2] == (
+        1.0,
+        "restart 1 of 2 since the newest checkpoint, in 1 s: rank 1 on host2 was killed by SIGKILL at step 3")
+
+
+def test_failures_of_another_launch_do_not_count(store, tmp_path):
+    """Nor does a row that a rank has not finished. A launch begins with its agent."""
+    elastic.note_failure(tmp_path, store, NAN)
+    with (tmp_path / elastic.FAILURES).open("a") as file:
+        file.write(json.dumps({**NAN, "agent": "host1-1-1", "newest": ""}) + '\n{"agent": "ho')
+    assert decide(tmp_path, "run.restarts=2")[0] == 1.0
+
+
+def test_torchruns_option_asks_for_restarts_too(store, tmp_path, monkeypatch):
+    elastic.note_failure(tmp_path, store, KILLED)
+    assert decide(tmp_path, "run.restarts=0")[0] is None
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")
+    assert decide(tmp_path, "run.restarts=0")[0] == 1.0
+
+
+def test_all_ranks_hear_of_a_refusal(store, tmp_path):
+    for _ in range(2):
+        elastic.note_failure(tmp_path, store, NAN)
+    for rank in range(2):
+        with pytest.raises(elastic.Refused, match="the same failed at step 2 before") as refused:
+            elastic.begin(tiny(f"run.dir={tmp_path}"), Place(rank, rank, 2, 2), store, "")
+        assert refused.value.status == 1
+
+
+def test_a_folder_that_cannot_be_written(store, tmp_path):
+    (tmp_path / "run").write_text("no folder")
+    elastic.note_failure(tmp_path / "run", store, KILLED)
+    assert decide(tmp_path / "run")[0] == 0.0
+
+
+@pytest.mark.parametrize(("note", "final"), [
+    (KILLED, False), (NAN, False), ({**NAN, "status": 2}, True), ({**NAN, "status": 143}, True),
+    ({**KILLED, "final": True}, True), ({"rank": None, "status": 137}, False)])
+def test_after_what_no_start_is_of_use(note, final, store):
+    assert elastic.is_final(note) == final
+
+
+@pytest.mark.parametrize(("local", "count", "ends"), [("0", "0", True), ("1", "0", False), ("0", "3", False)])
+def test_the_first_rank_of_a_machine_ends_its_agent(local, count, ends, store, monkeypatch):
+    """Where the agent would start ranks again."""
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
+    monkeypatch.setenv("LOCAL_RANK", local)
+    sent = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: sent.append((pid, number)))
+    elastic.end_agent()
+    assert sent == ([(os.getppid(), signal.SIGQUIT)] if ends else [])
+
+
+def test_torch_reads_the_reason(store, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    elastic.error_file("rank 3: no space left")
+    message = json.loads((tmp_path / "error.json").read_text())["message"]["message"]
+    assert message == "RunError: rank 3: no space left"

@@ -125,6 +125,8 @@ def test_torchrun_starts_again(count, repetition, tmp_path, cache, alone, measur
     """A rank is killed: torchrun starts all ranks again, and they go on from the newest checkpoint."""
     with Hosts(count, tmp_path) as hosts:
         cluster = Cluster(hosts, tmp_path, cache)
+        if count == 1:  # torchrun itself needs the name of a host that is alone
+            debian(hosts)
         settings = [*TINY[1:], *cache, f"run.dir={tmp_path / 'run'}", "train.steps=40", "checkpoint.every=4"]
         torchrun(cluster, "10.77.0.1", f"--nproc-per-node={2 // count}", "--max-restarts=2", "-m", "threed", "train",
                  *settings)

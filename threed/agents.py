@@ -13,6 +13,7 @@ import socket
 import sys
 import traceback
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 
 from torch.distributed import DistError
@@ -61,7 +62,8 @@ def run(args: Namespace, attendant: Attendant) -> int:
         if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
             logging.getLogger(name).setLevel(logging.CRITICAL)
     if config.max_nodes > 1:
-        attendant.await_nodes(where, limit_s)
+        why = partial(_why, "", args, where, limit_s)
+        attendant.await_nodes(where, limit_s, why if args.node_rank else None)
     try:
         elastic_launch(config, be_rank)(body, os.getpid())
         return 0
@@ -70,14 +72,11 @@ def run(args: Namespace, attendant: Attendant) -> int:
     except SignalException as error:  # a rank has seen that another start is of no use
         return attendant.status or 128 + error.sigval
     except (DistError, RendezvousError, OSError) as error:
-        text = (str(error).splitlines() or [type(error).__name__])[0].partition(". Exception raised")[0]
+        text = (str(error).splitlines() or [type(error).__name__])[0]
         if "EADDRINUSE" in text:
             raise InputError(f"MASTER_PORT={args.master_port} is taken by another program on "
                              f"{socket.gethostname()}: end it, or give all nodes another port") from None
-        came = re.search(r"(\d+)/(\d+) clients joined", text)
-        if came:
-            text = f"{came[1]} of {came[2]} nodes came within run.connect_timeout_s={limit_s:g}"
-        raise RunError(f"{text}; {_hint(args, where)}") from None
+        raise RunError(_why(text, args, where, limit_s)) from None
 
 
 def _work(args: Namespace) -> tuple[Work, Config | None]:
@@ -126,8 +125,8 @@ def be_rank(work: Work, parent: int) -> None:
     except ThreedError as error:
         say(str(error))
         elastic.error_file(str(error).splitlines()[0])
-        elastic.end_agent()
         status = error.status
+        elastic.end_agent(status)
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else int(bool(error.code))
     except Exception:  # of a script; the agent would show it among pages of its own
@@ -231,6 +230,17 @@ def _launch_config(args: Namespace) -> LaunchConfig:
 def _free_port() -> int:
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as probe:
         return probe.getsockname()[1]
+
+
+def _why(text: str, args: Namespace, where: str, limit_s: float) -> str:
+    """Why nodes did not meet. `text`: torch's."""
+    within = f"within run.connect_timeout_s={limit_s:g}"
+    if came := re.search(r"(\d+)/(\d+) clients joined", text):
+        text = f"{came[1]} of {came[2]} nodes came {within}"
+    elif not text or "client socket has" in text:
+        error = re.search(r"errno: \d+ - ([^)]*)", text)
+        text = f"node 0 did not answer at {where} {within}{f' ({error[1].lower()})' if error else ''}"
+    return f"{text}; {_hint(args, where)}"
 
 
 def _hint(args: Namespace, where: str) -> str:

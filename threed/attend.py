@@ -16,6 +16,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from threed.stopped import AT_ONCE
 POLL_S = 0.25
 REPORT_S = 10.0  # between two lines while other machines are awaited
 ANSWER_S = 20.0  # how long the store may take for a note
+LAST_WORDS_S = 0.5  # before what ends a rank, or waits, is ended itself
 END_S = 3.0  # how long a rank may take to end after a second request to stop
 SIGNALS = (*STOPS, signal.SIGUSR1)
 
@@ -42,6 +44,7 @@ class Child:
     store: list[Any] = field(default_factory=list)  # address, port and prefix of its start's store
     run: str = ""  # the run's folder
     told: bool = False  # whether it was told of the request to stop
+    ends: int | None = None  # with which status this machine's part of the run should end
 
 
 class Attendant:
@@ -59,11 +62,15 @@ class Attendant:
         self.asked, self._number, self._kill_at = Asked(), 0, math.inf
         self.awaits = ""  # at which address other machines are awaited; "": they are not
         self.limit_s, self._since, self._reports = 0.0, 0.0, 0
+        self._why: Callable[[], str] | None = None
+        self._ended = False  # whether the agent was told to end
         threading.Thread(target=self._body, name="attend", daemon=True).start()
 
-    def await_nodes(self, where: str, limit_s: float) -> None:
-        """From now until ranks start, say that other machines are awaited."""
+    def await_nodes(self, where: str, limit_s: float, why: Callable[[], str] | None) -> None:
+        """From now until ranks start, say that other machines are awaited. `why`: what to say if torch, which
+        may try longer, has not given up at the limit; None: leave it to torch."""
         self.limit_s, self._since, self._reports, self.awaits = limit_s, time.monotonic(), 0, where
+        self._why = why
 
     def _body(self) -> None:
         while True:
@@ -89,6 +96,9 @@ class Attendant:
             child = self.children.setdefault(values.pop("pid"), Child())
             for name, value in values.items():
                 setattr(child, name, value)
+            if child.ends is not None:
+                self.status = self.status or child.ends
+                self._end()
         if self.asked.times:
             self._pass_on(self._number)
 
@@ -138,7 +148,7 @@ class Attendant:
                 self.status = 128 + self._number
                 console.say(AT_ONCE)
                 _tell(child, {"message": AT_ONCE, "status": self.status, "cause": None, "final": True})
-            os.kill(os.getpid(), signal.SIGQUIT)  # the agent would start ranks again
+            self._end()
         elif code and first and not by_itself:
             who = "a rank" if child.rank is None else f"rank {child.rank}"
             text = f"{who} on {socket.gethostname()} was killed by {signal.Signals(code).name}"
@@ -146,6 +156,12 @@ class Attendant:
             _, cause, status = ended_by(-code)
             note = {"message": text, "status": status, "cause": cause}
             threading.Thread(target=_tell, args=(child, note), daemon=True).start()
+
+    def _end(self) -> None:
+        """Have the agent end its ranks, and not start them again: torch's agents obey SIGQUIT."""
+        if not self._ended:
+            self._ended = True
+            threading.Timer(LAST_WORDS_S, os.kill, (os.getpid(), signal.SIGQUIT)).start()
 
     def _report(self) -> None:
         waited = time.monotonic() - self._since
@@ -155,6 +171,10 @@ class Attendant:
             self._reports += 1
             console.say(f"{socket.gethostname()} waits for other nodes at {self.awaits} for {waited:.0f} of "
                         f"{self.limit_s:g} s")
+        if self.awaits and self._why is not None and waited > self.limit_s + LAST_WORDS_S:
+            console.say(self._why())
+            console.flush()
+            os._exit(1)
 
 
 def _send(pid: int, number: int) -> None:
@@ -169,8 +189,9 @@ def _tell(child: Child, values: dict[str, Any]) -> None:
     from threed.engine.watch import tell
     from threed.store import store_at
 
+    address, port, prefix = child.store
     with contextlib.suppress(RuntimeError):  # the store has gone
-        here = store_at(*child.store, ANSWER_S)
+        here = store_at(address, port, prefix, ANSWER_S)
         note = tell(here, {"rank": None, "hang": False, "step": None, "launcher": os.getpid(), **values})
         if note["message"] == values["message"]:
             note_failure(Path(child.run), here, note)

@@ -106,11 +106,14 @@ def is_final(note: Mapping[str, Any] | None) -> bool:
     return note.get("final", False) or (note["rank"] is not None and note["status"] != RunError.status)
 
 
-def end_agent() -> None:
-    """Have the agent that has started this rank end, and not start its ranks again. The first rank of each
-    machine does it."""
-    again = _number("TORCHELASTIC_MAX_RESTARTS") > _number("TORCHELASTIC_RESTART_COUNT")
-    if agent() and again and os.environ.get("LOCAL_RANK") == "0":
+def end_agent(status: int) -> None:
+    """Have the agent that has started this rank end, with the rank's status, and not start its ranks again.
+    The first rank of each machine does it."""
+    if not agent() or os.environ.get("LOCAL_RANK") != "0":
+        return
+    if LAUNCHER in os.environ:
+        tell_launcher(ends=status)
+    elif _number("TORCHELASTIC_MAX_RESTARTS") > _number("TORCHELASTIC_RESTART_COUNT"):
         with contextlib.suppress(ProcessLookupError):
             os.kill(os.getppid(), signal.SIGQUIT)
 

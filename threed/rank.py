@@ -117,7 +117,7 @@ def _end_for(config: Config, place: Place, pace: Pace, note: dict[str, Any] | No
             say(note["message"])
     flush()
     if elastic.is_final(note):
-        elastic.end_agent()
+        elastic.end_agent(note["status"] if note is not None and "status" in note else RunError.status)
 
 
 def _deaf() -> None:

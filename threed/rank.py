@@ -57,13 +57,15 @@ def run_rank(job: Job, place: Place, store: Any, attended: bool = True) -> int:
     # What takes long to close is closed after the other ranks know of a failure.
     with contextlib.ExitStack() as closing:
         try:
-            watch = Watch(place.rank, store, job.config.run.timeout_s, place.world_size)
+            watch = Watch(place.rank, store, job.config.run.timeout_s, place.world_size,
+                          None if attended else place)
             watch.pace = pace
             if answer is not None:
                 answer.watch = watch
                 watch.on_failure = partial(elastic.note_failure, Path(job.config.run.dir))
                 watch.on_end = partial(_end_for, job.config, place, pace)
             (job.task or train)(job, place.local_rank, requests, watch, store, closing)
+            watch.close()
             return 0
         except BaseException as error:  # SystemExit too: a rank that exits says so
             if watch is not None:
@@ -78,6 +80,7 @@ def run_place(job: Job, place: Place, parent: int) -> int:
     pace = Steps(1).of(0)
     if elastic.agent():
         die_with_parent(parent)
+        signal.signal(signal.SIGQUIT, _quit)
     marks.mark("waiting")
     handle(STOPS, _stop_early)
     store = None
@@ -118,6 +121,11 @@ def _end_for(config: Config, place: Place, pace: Pace, note: dict[str, Any] | No
     flush()
     if elastic.is_final(note):
         elastic.end_agent(note["status"] if note is not None and "status" in note else RunError.status)
+
+
+def _quit(number: int, _: Any) -> None:
+    """The agent ends, as it was told; without a dump of memory."""
+    os._exit(128 + number)
 
 
 def _deaf() -> None:

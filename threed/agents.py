@@ -41,6 +41,7 @@ from threed.schema import Config
 CONNECT_S = 300.0  # how long nodes of a script wait for each other; a config says it by run.connect_timeout_s
 MOST = 100  # starts by torch's own count, where any are allowed: ranks decide about each
 READ_S, CLOSE_S = 20, 5  # limits of c10d's own messages
+LATER_S = 10
 LOOK_S = 2  # for the store of nodes that train already
 
 
@@ -173,7 +174,8 @@ def _meeting(args: Namespace, limit_s: float) -> str:
         if args.node_rank is None:
             raise InputError(f"NNODES={args.nnodes} needs NODE_RANK, the number of this node: 0 to "
                              f"{int(most or least) - 1}")
-        options = {"timeout": limit_s}
+        # Other nodes give up before torch does, which shows pages of C++ frames then (`Attendant`).
+        options = {"timeout": limit_s + (LATER_S if args.node_rank else 0)}
     else:
         options = _c10d(args, host, int(port), limit_s)
     own = dict(pair.split("=", 1) for pair in args.rdzv_conf.split(",") if "=" in pair)

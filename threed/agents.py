@@ -13,6 +13,7 @@ import socket
 import sys
 import traceback
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 
 from torch.distributed import DistError
@@ -40,6 +41,7 @@ from threed.schema import Config
 CONNECT_S = 300.0  # how long nodes of a script wait for each other; a config says it by run.connect_timeout_s
 MOST = 100  # starts by torch's own count, where any are allowed: ranks decide about each
 READ_S, CLOSE_S = 20, 5  # limits of c10d's own messages
+LATER_S = 10
 LOOK_S = 2  # for the store of nodes that train already
 
 
@@ -61,7 +63,8 @@ def run(args: Namespace, attendant: Attendant) -> int:
         if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
             logging.getLogger(name).setLevel(logging.CRITICAL)
     if config.max_nodes > 1:
-        attendant.await_nodes(where, limit_s)
+        why = partial(_why, "", args, where, limit_s)
+        attendant.await_nodes(where, limit_s, why if args.node_rank else None)
     try:
         elastic_launch(config, be_rank)(body, os.getpid())
         return 0
@@ -70,14 +73,11 @@ def run(args: Namespace, attendant: Attendant) -> int:
     except SignalException as error:  # a rank has seen that another start is of no use
         return attendant.status or 128 + error.sigval
     except (DistError, RendezvousError, OSError) as error:
-        text = (str(error).splitlines() or [type(error).__name__])[0].partition(". Exception raised")[0]
+        text = (str(error).splitlines() or [type(error).__name__])[0]
         if "EADDRINUSE" in text:
             raise InputError(f"MASTER_PORT={args.master_port} is taken by another program on "
                              f"{socket.gethostname()}: end it, or give all nodes another port") from None
-        came = re.search(r"(\d+)/(\d+) clients joined", text)
-        if came:
-            text = f"{came[1]} of {came[2]} nodes came within run.connect_timeout_s={limit_s:g}"
-        raise RunError(f"{text}; {_hint(args, where)}") from None
+        raise RunError(_why(text, args, where, limit_s)) from None
 
 
 def _work(args: Namespace) -> tuple[Work, Config | None]:
@@ -109,6 +109,7 @@ def be_rank(work: Work, parent: int) -> None:
     be_child(parent)
     early.handle(early.STOPS, early.leave)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # torch's, for the agent, raises an exception
     elastic.tell_launcher()
     if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
         marks.begin("start")
@@ -126,8 +127,8 @@ def be_rank(work: Work, parent: int) -> None:
     except ThreedError as error:
         say(str(error))
         elastic.error_file(str(error).splitlines()[0])
-        elastic.end_agent()
         status = error.status
+        elastic.end_agent(status)
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else int(bool(error.code))
     except Exception:  # of a script; the agent would show it among pages of its own
@@ -173,7 +174,8 @@ def _meeting(args: Namespace, limit_s: float) -> str:
         if args.node_rank is None:
             raise InputError(f"NNODES={args.nnodes} needs NODE_RANK, the number of this node: 0 to "
                              f"{int(most or least) - 1}")
-        options = {"timeout": limit_s}
+        # Other nodes give up before torch does, which shows pages of C++ frames then (`Attendant`).
+        options = {"timeout": limit_s + (LATER_S if args.node_rank else 0)}
     else:
         options = _c10d(args, host, int(port), limit_s)
     own = dict(pair.split("=", 1) for pair in args.rdzv_conf.split(",") if "=" in pair)
@@ -218,19 +220,31 @@ def _refuse_joining(args: Namespace, where: str) -> None:
 def _launch_config(args: Namespace) -> LaunchConfig:
     """torch's config of the agent. Signals are the attendant's, but the one by which ranks end it."""
     args.signals_to_handle, args.start_method = "SIGQUIT", "fork"
-    threads = os.environ.get("OMP_NUM_THREADS")
+    given = "OMP_NUM_THREADS" in os.environ
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # else torchrun sets it, with a warning
     try:
         config, _, _ = torchrun.config_from_args(args)
     except (ValueError, AssertionError) as error:
         raise InputError(f"torchrun refuses its options: {error}") from None
-    if threads is None:  # ranks choose it themselves
-        os.environ.pop("OMP_NUM_THREADS", None)
+    if not given:  # ranks choose it themselves
+        del os.environ["OMP_NUM_THREADS"]
     return config
 
 
 def _free_port() -> int:
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as probe:
         return probe.getsockname()[1]
+
+
+def _why(text: str, args: Namespace, where: str, limit_s: float) -> str:
+    """Why nodes did not meet. `text`: torch's."""
+    within = f"within run.connect_timeout_s={limit_s:g}"
+    if came := re.search(r"(\d+)/(\d+) clients joined", text):
+        text = f"{came[1]} of {came[2]} nodes came {within}"
+    elif not text or "client socket has" in text:
+        error = re.search(r"errno: \d+ - ([^)]*)", text)
+        text = f"node 0 did not answer at {where} {within}{f' ({error[1].lower()})' if error else ''}"
+    return f"{text}; {_hint(args, where)}"
 
 
 def _hint(args: Namespace, where: str) -> str:

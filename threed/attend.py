@@ -16,6 +16,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ class Child:
     store: list[Any] = field(default_factory=list)  # address, port and prefix of its start's store
     run: str = ""  # the run's folder
     told: bool = False  # whether it was told of the request to stop
+    ends: int | None = None  # with which status this machine's part of the run should end
 
 
 class Attendant:
@@ -59,11 +61,15 @@ class Attendant:
         self.asked, self._number, self._kill_at = Asked(), 0, math.inf
         self.awaits = ""  # at which address other machines are awaited; "": they are not
         self.limit_s, self._since, self._reports = 0.0, 0.0, 0
+        self._why: Callable[[], str] | None = None
+        self._ended = False  # whether the agent was told to end
         threading.Thread(target=self._body, name="attend", daemon=True).start()
 
-    def await_nodes(self, where: str, limit_s: float) -> None:
-        """From now until ranks start, say that other machines are awaited."""
+    def await_nodes(self, where: str, limit_s: float, why: Callable[[], str] | None) -> None:
+        """From now until ranks start, say that other machines are awaited. `why`: what to say at the limit;
+        None: torch says it."""
         self.limit_s, self._since, self._reports, self.awaits = limit_s, time.monotonic(), 0, where
+        self._why = why
 
     def _body(self) -> None:
         while True:
@@ -84,11 +90,14 @@ class Attendant:
         *lines, self._text = self._text.split(b"\n")
         for line in lines:
             values = json.loads(line)
-            if not self.children:
+            if not self.children and not self._ended:
                 self.status = 0
             child = self.children.setdefault(values.pop("pid"), Child())
             for name, value in values.items():
                 setattr(child, name, value)
+            if child.ends is not None:
+                self.status = self.status or child.ends
+                self._end()
         if self.asked.times:
             self._pass_on(self._number)
 
@@ -138,7 +147,7 @@ class Attendant:
                 self.status = 128 + self._number
                 console.say(AT_ONCE)
                 _tell(child, {"message": AT_ONCE, "status": self.status, "cause": None, "final": True})
-            os.kill(os.getpid(), signal.SIGQUIT)  # the agent would start ranks again
+            self._end()
         elif code and first and not by_itself:
             who = "a rank" if child.rank is None else f"rank {child.rank}"
             text = f"{who} on {socket.gethostname()} was killed by {signal.Signals(code).name}"
@@ -146,6 +155,12 @@ class Attendant:
             _, cause, status = ended_by(-code)
             note = {"message": text, "status": status, "cause": cause}
             threading.Thread(target=_tell, args=(child, note), daemon=True).start()
+
+    def _end(self) -> None:
+        """Have the agent end its ranks, and not start them again: torch's agents obey SIGQUIT."""
+        if not self._ended:
+            self._ended = True
+            os.kill(os.getpid(), signal.SIGQUIT)
 
     def _report(self) -> None:
         waited = time.monotonic() - self._since
@@ -155,6 +170,10 @@ class Attendant:
             self._reports += 1
             console.say(f"{socket.gethostname()} waits for other nodes at {self.awaits} for {waited:.0f} of "
                         f"{self.limit_s:g} s")
+        if self.awaits and self._why is not None and waited > self.limit_s:
+            console.say(self._why())
+            console.flush()
+            os._exit(1)
 
 
 def _send(pid: int, number: int) -> None:

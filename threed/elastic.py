@@ -28,6 +28,7 @@ from threed.restart import Failure, Restarts
 from threed.schema import Config
 
 FAILURES = "failures.jsonl"
+HEARD_S = 1.0  # so long a rank lives on, that its agent hears it before it sees an end and starts ranks again
 AGENT, GO = "threed/agent", "threed/go"  # keys of a start's store: rank 0's agent, and what it has decided
 LAUNCHER = "THREED_LAUNCHER"  # in the environment: the descriptor on which `threed.torchrun` hears its ranks
 
@@ -106,13 +107,18 @@ def is_final(note: Mapping[str, Any] | None) -> bool:
     return note.get("final", False) or (note["rank"] is not None and note["status"] != RunError.status)
 
 
-def end_agent() -> None:
-    """Have the agent that has started this rank end, and not start its ranks again. The first rank of each
-    machine does it."""
+def end_agent(status: int) -> None:
+    """Have the agent that has started this rank end, with the rank's status, and not start its ranks again.
+    The first rank of each machine does it."""
     again = _number("TORCHELASTIC_MAX_RESTARTS") > _number("TORCHELASTIC_RESTART_COUNT")
-    if agent() and again and os.environ.get("LOCAL_RANK") == "0":
+    if not agent() or not again or os.environ.get("LOCAL_RANK") != "0":
+        return
+    if LAUNCHER in os.environ:
+        tell_launcher(ends=status)
+    else:
         with contextlib.suppress(ProcessLookupError):
             os.kill(os.getppid(), signal.SIGQUIT)
+    time.sleep(HEARD_S)
 
 
 def _number(variable: str) -> int:

@@ -18,6 +18,7 @@ from tests.running import Forked
 from threed.engine import alive, watch
 from threed.environment import Place
 
+
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
     """Limits of seconds."""

@@ -172,8 +172,8 @@ class Watch:
             # counted, and not seconds: a job that was suspended goes on.
             self._silent += 1
             if self._silent * POLL_S > STORE_S:
-                self.end(f"rank {self.rank}: rank 0's host, or the launcher there, has gone: the store of the "
-                         f"run has not answered for {STORE_S:g} s")
+                self.end(f"rank {self.rank}: rank 0's host, or the launcher there, has gone: the store of "
+                         f"the run has not answered for {STORE_S:g} s")
                 self.on_end(None)
                 _leave(1)
             since = self._since()

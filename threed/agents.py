@@ -8,6 +8,7 @@ import os
 import pickle
 import re
 import runpy
+import shutil
 import signal
 import socket
 import sys
@@ -78,6 +79,9 @@ def run(args: Namespace, attendant: Attendant) -> int:
             raise InputError(f"MASTER_PORT={args.master_port} is taken by another program on "
                              f"{socket.gethostname()}: end it, or give all nodes another port") from None
         raise RunError(_why(text, args, where, limit_s)) from None
+    finally:
+        if not (args.log_dir or args.logs_specs or args.redirects != "0" or args.tee != "0"):
+            shutil.rmtree(config.logs_specs.root_log_dir, ignore_errors=True)  # torch leaves it, without a log
 
 
 def _work(args: Namespace) -> tuple[Work, Config | None]:

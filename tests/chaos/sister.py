@@ -87,6 +87,7 @@ class Sister(running.Run):
         self._folder, self._argv = folder, [*argv, f"run.dir={folder / 'run'}"]
         self._hooks, self._places = hooks, places
         self.logs: list[Path] = []
+        self.replaced: list[int | None] = []  # statuses of launchers that were started again
         self.launchers = [self._start(number) for number in range(len(places) or 1)]
 
     def _start(self, number: int) -> Any:
@@ -101,6 +102,7 @@ class Sister(running.Run):
     def start_again(self, number: int) -> None:
         """A launcher that has been killed, as a job manager would."""
         self.launchers[number].join()
+        self.replaced.append(self.launchers[number].exitcode)
         self.launchers[number] = self._start(number)
 
     def alive(self) -> bool:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from pathlib import Path
 
 from tests.chaos import tensors
 from tests.chaos.sister import STEPS
@@ -85,6 +86,14 @@ def _leftovers(trial: Trial) -> list[str]:
     left = [path for path in trial.run_dir.rglob("*") if ".tmp" in path.name]
     left += [path for path in (trial.run_dir / "checkpoints").glob("*")
              if not re.fullmatch(r"latest|step-\d{8}", path.name) and path not in left]
-    left += [*(root / "tmp").iterdir(), *(root / "disk").iterdir()]
+    left += [path for path in [*(root / "tmp").iterdir(), *(root / "disk").iterdir()]
+             if not _of_an_agent(path, trial)]
     left += [path for cache in trial.caches for path in cache.glob("*.tmp")]
     return sorted({str(path.relative_to(root)) if path.is_relative_to(root) else str(path) for path in left})
+
+
+def _of_an_agent(path: Path, trial: Trial) -> bool:
+    """Whether it is the folder for logs that torch makes for an agent, and which one that is killed, or that
+    is stopped before it starts ranks, cannot remove."""
+    killed = any(status and status < 0 for run in trial.runs for status in [*run.replaced, *run.statuses()])
+    return path.name.startswith("torchelastic_") and (killed or not any(path.iterdir()))

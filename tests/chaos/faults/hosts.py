@@ -51,6 +51,8 @@ def limits(trial: Trial) -> None:
 
 def gone(which: int, after: Instant) -> str:
     """What the other host says of one that has gone without a word."""
+    if after.step == STEPS:  # the work may be done
+        return ""
     seen = (r"host2 has gone: no sign of life" if which else
             r"rank 0's host, or the launcher there, has gone: the store|cannot meet the others")
     hang = rf"no answer within run\.timeout_s=.*on host{which + 1}"
@@ -101,6 +103,8 @@ def frozen(trial: Trial) -> Fault:
 
 def broken(which: int, after: Instant) -> str:
     """What the other host says of one whose processes have ended without a word."""
+    if after.step == STEPS:
+        return ""
     lost = "rank 0's host, or the launcher there, has gone|the store in which all ranks meet has gone"
     words = [rf"the connection to another rank is gone|host{which + 1} has gone", "" if which else lost]
     early = [] if after.step else ["1 of 2 nodes came within", "cannot meet the others"]
@@ -165,8 +169,8 @@ def _kill_rank(trial: Trial) -> Fault:
             kill(run)
 
     return Fault(f"SIGKILL of a rank of host{which + 1} {after}",
-                 rf"(rank \d+|a rank) on host{which + 1} was killed by SIGKILL", act=act,
-                 everywhere=bool(after.step))
+                 rf"(rank \d+|a rank) on host{which + 1} was killed by SIGKILL" if after.step < STEPS else "",
+                 act=act, everywhere=bool(after.step))
 
 
 def _children(pid: int) -> list[psutil.Process]:

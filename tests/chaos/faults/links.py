@@ -33,7 +33,7 @@ def down(trial: Trial) -> Fault:
     limits(trial)
 
     return Fault(f"{host.name}'s cable is pulled {after}, until both have ended",
-                 f"{gone(0, after)}|{gone(1, after)}", everywhere=bool(after.step),
+                 "|".join(filter(None, [gone(0, after), gone(1, after)])), everywhere=bool(after.step),
                  act=once(after, lambda run: host.link(False)), between=mend)
 
 

@@ -81,7 +81,7 @@ def run(args: Namespace, attendant: Attendant) -> int:
         raise RunError(_why(text, args, where, limit_s)) from None
     finally:
         if not (args.log_dir or args.logs_specs or args.redirects != "0" or args.tee != "0"):
-            shutil.rmtree(config.logs_specs.root_log_dir, ignore_errors=True)  # torch leaves it, without a log
+            shutil.rmtree(config.logs_specs.root_log_dir, ignore_errors=True)  # torch leaves it
 
 
 def _work(args: Namespace) -> tuple[Work, Config | None]:

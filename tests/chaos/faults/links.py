@@ -9,6 +9,7 @@ from tests.chaos.faults.hosts import SISTERS, gone, instant, limits, mend, once
 from tests.chaos.sister import Sister
 from tests.chaos.trial import Fault, Skip, Trial
 
+
 @kind("link: down for a while", 2, sisters=SISTERS)
 def down_for_a_while(trial: Trial) -> Fault:
     """Too short to be noticed; about as long as limits are; longer: both sides give up, and meet again where

@@ -32,6 +32,7 @@ POLL_S = 0.25
 REPORT_S = 10.0  # between two lines while other machines are awaited
 ANSWER_S = 20.0  # how long the store may take for a note
 END_S = 3.0  # how long a rank may take to end after a second request to stop
+KILLED = (os.CLD_KILLED, os.CLD_DUMPED)
 SIGNALS = (*STOPS, signal.SIGUSR1)
 
 
@@ -77,6 +78,8 @@ class Attendant:
             self._hear()
             if info is not None and info.si_signo != signal.SIGCHLD:
                 self._answer(info.si_signo)
+            elif info is not None and info.si_code in KILLED:  # maybe before it has announced itself
+                self._see_end(self.children.pop(info.si_pid, Child()), info.si_status, by_itself=False)
             self._see_ends()
             if time.monotonic() > self._kill_at:
                 for pid in self.children:

@@ -8,7 +8,6 @@ import os
 import pickle
 import re
 import runpy
-import shutil
 import signal
 import socket
 import sys
@@ -55,6 +54,8 @@ def run(args: Namespace, attendant: Attendant) -> int:
     where = _meeting(args, limit_s)
     args.max_restarts = MOST if (first.run.restarts if first else args.max_restarts) else 0
     config = _launch_config(args)
+    if not (args.log_dir or args.logs_specs or args.redirects != "0" or args.tee != "0"):
+        attendant.folder = config.logs_specs.root_log_dir
     if first:
         RECORD.open(Path(first.run.dir))
         body.load(config.max_nodes * config.nproc_per_node)  # raises where it does not fit so many ranks
@@ -79,9 +80,6 @@ def run(args: Namespace, attendant: Attendant) -> int:
             raise InputError(f"MASTER_PORT={args.master_port} is taken by another program on "
                              f"{socket.gethostname()}: end it, or give all nodes another port") from None
         raise RunError(_why(text, args, where, limit_s)) from None
-    finally:
-        if not (args.log_dir or args.logs_specs or args.redirects != "0" or args.tee != "0"):
-            shutil.rmtree(config.logs_specs.root_log_dir, ignore_errors=True)  # torch leaves it
 
 
 def _work(args: Namespace) -> tuple[Work, Config | None]:

@@ -77,7 +77,8 @@ def main(faults: Annotated[int, typer.Option(help="how many trials")] = 100,
                           f"{min(r.seconds for r in references.values()):.1f} to "
                           f"{max(r.seconds for r in references.values()):.1f} s each")
             tasks = [(seed, number, kind.name, index) for number, kind, index in chosen]
-            results = pool.trials(_until(begin + 60 * minutes, tasks), references, len(tasks), console, verbose)
+            results = pool.trials(_until(begin + 60 * minutes, tasks), references, len(tasks), console,
+                                  verbose)
     console.print(_table(results))
     if sites and sister.FIRST in references:
         console.print(_sites(results, references[sister.FIRST].sites), markup=False)

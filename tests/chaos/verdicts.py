@@ -93,7 +93,7 @@ def _leftovers(trial: Trial) -> list[str]:
 
 
 def _of_an_agent(path: Path, trial: Trial) -> bool:
-    """Whether it is the folder for logs that torch makes for an agent, and which one that is killed, or that
-    is stopped before it starts ranks, cannot remove."""
+    """Whether it is the folder for logs that torch makes for an agent, which one that is killed cannot
+    remove."""
     killed = any(status and status < 0 for run in trial.runs for status in [*run.replaced, *run.statuses()])
-    return path.name.startswith("torchelastic_") and (killed or not any(path.iterdir()))
+    return path.name.startswith("torchelastic_") and killed

@@ -56,7 +56,7 @@ def gone(which: int, after: Instant) -> str:
     seen = (r"host2 has gone: no sign of life" if which else
             r"rank 0's host, or the launcher there, has gone: the store|cannot meet the others")
     hang = rf"no answer within run\.timeout_s=.*on host{which + 1}"
-    early = r"1 of 2 nodes came within|has gone" if not after.step else ""
+    early = r"1 of 2 nodes came within|node 0 did not answer|did not come|has gone" if not after.step else ""
     return "|".join(filter(None, [seen, hang, early]))
 
 
@@ -107,7 +107,8 @@ def broken(which: int, after: Instant) -> str:
         return ""
     lost = "rank 0's host, or the launcher there, has gone|the store in which all ranks meet has gone"
     words = [rf"the connection to another rank is gone|host{which + 1} has gone", "" if which else lost]
-    early = [] if after.step else ["1 of 2 nodes came within", "cannot meet the others"]
+    early = [] if after.step else ["1 of 2 nodes came within", "cannot meet the others", "did not come",
+                                      "node 0 did not answer"]
     return "|".join(filter(None, [*words, *early]))
 
 

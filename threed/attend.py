@@ -32,6 +32,7 @@ from threed.stopped import AT_ONCE
 POLL_S = 0.25
 REPORT_S = 10.0  # between two lines while other machines are awaited
 ANSWER_S = 20.0  # how long the store may take for a note
+OTHERS_S = 30.0  # how long ranks of other machines may work when those of this one have ended
 END_S = 3.0  # how long a rank may take to end after a second request to stop
 KILLED = (os.CLD_KILLED, os.CLD_DUMPED)
 ENDED = (os.CLD_EXITED, *KILLED)
@@ -60,7 +61,8 @@ class Attendant:
         os.environ[LAUNCHER] = str(writes)
         self._pipe, self._text, self._writes = reads, b"", writes
         self.children: dict[int, Child] = {}  # by process, those that live
-        self._over: set[int] = set()  # those of the last start that have ended
+        self._over: dict[int, int | None] = {}  # those that have ended: status or signal
+        self._done_s = math.inf  # when all have ended well
         self.status = 0  # of the rank that failed first in the last start
         self.asked, self._number, self._kill_at = Asked(), 0, math.inf
         self.awaits = ""  # at which address other machines are awaited; "": they are not
@@ -103,6 +105,7 @@ class Attendant:
             if time.monotonic() > self._kill_at:
                 for pid in self.children:
                     _send(pid, signal.SIGKILL)
+            self._see_all()
             self._report()
 
     def _hear(self) -> None:
@@ -156,6 +159,7 @@ class Attendant:
                 info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             except ChildProcessError:  # the agent was faster
                 del self.children[pid]
+                self._over[pid] = None
                 continue
             if info is not None:
                 self._see_end(info)
@@ -165,7 +169,7 @@ class Attendant:
         code, by_itself = info.si_status, info.si_code == os.CLD_EXITED
         if info.si_pid in self._over or (by_itself and info.si_pid not in self.children):
             return
-        self._over.add(info.si_pid)
+        self._over[info.si_pid] = code
         child = self.children.pop(info.si_pid, Child())  # it may be killed before it has announced itself
         first = not self.status
         if code and first:
@@ -185,6 +189,15 @@ class Attendant:
             _, cause, status = ended_by(-code)
             note = {"message": text, "status": status, "cause": cause}
             threading.Thread(target=_tell, args=(child, note), daemon=True).start()
+
+    def _see_all(self) -> None:
+        """Where all ranks here have ended well, torch's agent waits 300 s for those of other machines."""
+        done = not self.children and bool(self._over) and all(code == 0 for code in self._over.values())
+        self._done_s = min(self._done_s, time.monotonic()) if done else math.inf
+        if time.monotonic() - self._done_s > OTHERS_S:
+            console.say(f"the ranks on {socket.gethostname()} have done their work; those of other machines "
+                        f"have not said so for {OTHERS_S:g} s")
+            self._leave(0)
 
     def _end(self) -> None:
         """Have the agent end its ranks, and not start them again: torch's agents obey SIGQUIT."""

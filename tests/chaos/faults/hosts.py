@@ -137,7 +137,7 @@ def agent_again(trial: Trial) -> Fault:
         run.start_again(which)
 
     return Fault(f"SIGKILL of host{which + 1}'s agent {after}, started again {wait_s:g} s later",
-                 broken(which, after), act=once(after, kill))
+                 broken(which, after) if after.step else "", act=once(after, kill))
 
 
 @kind("a host: a rank is killed", 3, sisters=SISTERS)

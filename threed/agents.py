@@ -246,6 +246,8 @@ def _why(text: str, args: Namespace, where: str, limit_s: float) -> str:
     elif not text or "client socket has" in text:
         error = re.search(r"errno: \d+ - ([^)]*)", text)
         text = f"node 0 did not answer at {where} {within}{f' ({error[1].lower()})' if error else ''}"
+    elif "Failed to recv" in text or "Connection" in text:
+        text = f"node 0 has ended: the connection to {where} is gone"
     return f"{text}; {_hint(args, where)}"
 
 

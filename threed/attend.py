@@ -33,6 +33,7 @@ POLL_S = 0.25
 REPORT_S = 10.0  # between two lines while other machines are awaited
 ANSWER_S = 20.0  # how long the store may take for a note
 OTHERS_S = 30.0  # how long ranks of other machines may work when those of this one have ended
+LINGER_S = 2.0  # as `rank.LINGER_S`
 END_S = 3.0  # how long a rank may take to end after a second request to stop
 KILLED = (os.CLD_KILLED, os.CLD_DUMPED)
 ENDED = (os.CLD_EXITED, *KILLED)
@@ -70,6 +71,7 @@ class Attendant:
         self.limit_s, self._since, self._reports = 0.0, 0.0, 0
         self._why: Callable[[], str] | None = None
         self.folder = ""  # that torch makes for logs and leaves, where there are none
+        self._telling: threading.Thread | None = None
         self._ended = False  # whether the agent was told to end
         threading.Thread(target=self._body, name="attend", daemon=True).start()
 
@@ -82,14 +84,19 @@ class Attendant:
     def _await(self) -> None:
         self._since, self._reports, self.awaits = time.monotonic(), 0, self._where
 
-    def clean(self) -> None:
-        """Remove what torch would leave."""
+    def close(self) -> None:
+        """Before the agent ends: other machines read in the store why a rank here was killed, and the store
+        may end with it. Remove what torch would leave."""
+        if self._telling is not None and self._where:
+            self._telling.join(LINGER_S)
+            if self._why is None:
+                time.sleep(LINGER_S)
         if self.folder:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _leave(self, status: int) -> NoReturn:
         """End this process at once: its main thread may be in a long call."""
-        self.clean()
+        self.close()
         console.flush()
         os._exit(status)
 
@@ -116,7 +123,7 @@ class Attendant:
         for line in lines:
             values = json.loads(line)
             if not self.children and not self._ended:
-                self.status = 0
+                self.status, self._telling = 0, None
                 self._over.clear()
             child = self.children.setdefault(values.pop("pid"), Child())
             for name, value in values.items():
@@ -188,7 +195,8 @@ class Attendant:
             console.say(text)
             _, cause, status = ended_by(-code)
             note = {"message": text, "status": status, "cause": cause}
-            threading.Thread(target=_tell, args=(child, note), daemon=True).start()
+            self._telling = threading.Thread(target=_tell, args=(child, note), daemon=True)
+            self._telling.start()
 
     def _see_all(self) -> None:
         """Where all ranks here have ended well, torch's agent waits 300 s for those of other machines."""

@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
         console.say(str(error))
         return error.status
     finally:
-        attendant.clean()
+        attendant.close()
 
 
 def parse(argv: list[str] | None) -> Namespace:

@@ -1,0 +1,67 @@
+"""The attendant of torch's agent: ranks that end, and an agent that waits in a long call of torch's."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+
+import pytest
+
+from tests.running import Forked
+from threed import attend, elastic
+
+
+def agent(tmp_path, monkeypatch, rank, limit_s: float = 60.0) -> Forked:
+    """An agent of one of two nodes, with one rank's process; its main thread sits in a call without an
+    end."""
+    def body() -> int:
+        attendant = attend.Attendant()
+        attendant.folder = str(tmp_path / "logs")
+        attendant.await_nodes("10.0.0.1:29500", limit_s, lambda: "node 0 did not answer")
+        if os.fork() == 0:
+            rank()
+            os._exit(0)
+        time.sleep(60)
+        return 9
+
+    (tmp_path / "logs").mkdir()
+    monkeypatch.setattr(attend, "OTHERS_S", 0.5)
+    return Forked(tmp_path, body)
+
+
+def test_a_rank_that_is_killed_before_it_says_who_it_is(tmp_path, monkeypatch):
+    """It is named once; and the agent ends though torch waits for a store that has gone."""
+    run = agent(tmp_path, monkeypatch, lambda: os.kill(os.getpid(), signal.SIGKILL), limit_s=3.0)
+    assert run.wait(20) == 137
+    assert run.output.splitlines() == [f"threed: a rank on {socket.gethostname()} was killed by SIGKILL",
+                                       "threed: node 0 did not answer"]
+    assert not (tmp_path / "logs").exists()
+
+
+@pytest.mark.parametrize(("code", "status"), [(0, 0), (7, 7)])
+def test_the_end_of_all_ranks(code, status, tmp_path, monkeypatch):
+    """torch would wait for other nodes for 300 s."""
+    def rank() -> None:
+        elastic.tell_launcher(rank=3)
+        os._exit(code)
+
+    run = agent(tmp_path, monkeypatch, rank, limit_s=2.0)
+    assert run.wait(20) == status
+    said = "have done their work" if code == 0 else "node 0 did not answer"
+    assert said in run.output and not (tmp_path / "logs").exists()
+
+
+def test_an_agent_waits_while_ranks_live(tmp_path, monkeypatch):
+    """Limits count from the end of the last rank."""
+    def rank() -> None:
+        elastic.tell_launcher(rank=1)
+        time.sleep(4)
+        os._exit(1)
+
+    begin = time.monotonic()
+    run = agent(tmp_path, monkeypatch, rank, limit_s=3.0)
+    assert run.wait(20) == 1 and time.monotonic() - begin > 7
+    assert json.dumps(run.output).count("threed:") == 1

@@ -108,7 +108,7 @@ def broken(which: int, after: Instant) -> str:
     lost = "rank 0's host, or the launcher there, has gone|the store in which all ranks meet has gone"
     words = [rf"the connection to another rank is gone|host{which + 1} has gone", "" if which else lost]
     early = [] if after.step else ["1 of 2 nodes came within", "cannot meet the others", "did not come",
-                                      "node 0 did not answer"]
+                                      "node 0 did not answer|node 0 has ended"]
     return "|".join(filter(None, [*words, *early]))
 
 

@@ -11,6 +11,7 @@ the tests' process, which has imported everything, and is killed with the hosts,
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import shutil
@@ -134,7 +135,8 @@ class Host:
 
     def kill_all(self) -> None:
         for process in self.processes():
-            process.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
     def link(self, up: bool) -> None:
         """The cable: pulled out at the switch, so that the host itself sees nothing."""

@@ -12,6 +12,7 @@ import contextlib
 import json
 import math
 import os
+import shutil
 import signal
 import socket
 import threading
@@ -19,7 +20,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from threed import console
 from threed.children import ended_by
@@ -31,7 +32,10 @@ from threed.stopped import AT_ONCE
 POLL_S = 0.25
 REPORT_S = 10.0  # between two lines while other machines are awaited
 ANSWER_S = 20.0  # how long the store may take for a note
+OTHERS_S = 30.0  # how long ranks of other machines may work when those of this one have ended
 END_S = 3.0  # how long a rank may take to end after a second request to stop
+KILLED = (os.CLD_KILLED, os.CLD_DUMPED)
+ENDED = (os.CLD_EXITED, *KILLED)
 SIGNALS = (*STOPS, signal.SIGUSR1)
 
 
@@ -57,19 +61,37 @@ class Attendant:
         os.environ[LAUNCHER] = str(writes)
         self._pipe, self._text, self._writes = reads, b"", writes
         self.children: dict[int, Child] = {}  # by process, those that live
+        self._over: dict[int, int | None] = {}  # those that have ended: status or signal
+        self._done_s = math.inf  # when all have ended well
         self.status = 0  # of the rank that failed first in the last start
         self.asked, self._number, self._kill_at = Asked(), 0, math.inf
         self.awaits = ""  # at which address other machines are awaited; "": they are not
+        self._where = ""  # the address; "": there are no other machines
         self.limit_s, self._since, self._reports = 0.0, 0.0, 0
         self._why: Callable[[], str] | None = None
+        self.folder = ""  # that torch makes for logs and leaves, where there are none
         self._ended = False  # whether the agent was told to end
         threading.Thread(target=self._body, name="attend", daemon=True).start()
 
     def await_nodes(self, where: str, limit_s: float, why: Callable[[], str] | None) -> None:
-        """From now until ranks start, say that other machines are awaited. `why`: what to say at the limit;
-        None: torch says it."""
-        self.limit_s, self._since, self._reports, self.awaits = limit_s, time.monotonic(), 0, where
-        self._why = why
+        """Until ranks start, and after each failure, say that other machines are awaited. `why`: what to say
+        at the limit; None: torch or a rank says it."""
+        self.limit_s, self._where, self._why = limit_s, where, why
+        self._await()
+
+    def _await(self) -> None:
+        self._since, self._reports, self.awaits = time.monotonic(), 0, self._where
+
+    def clean(self) -> None:
+        """Remove what torch would leave."""
+        if self.folder:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _leave(self, status: int) -> NoReturn:
+        """End this process at once: its main thread may be in a long call."""
+        self.clean()
+        console.flush()
+        os._exit(status)
 
     def _body(self) -> None:
         while True:
@@ -77,10 +99,13 @@ class Attendant:
             self._hear()
             if info is not None and info.si_signo != signal.SIGCHLD:
                 self._answer(info.si_signo)
+            elif info is not None and info.si_code in ENDED:
+                self._see_end(info)
             self._see_ends()
             if time.monotonic() > self._kill_at:
                 for pid in self.children:
                     _send(pid, signal.SIGKILL)
+            self._see_all()
             self._report()
 
     def _hear(self) -> None:
@@ -92,6 +117,7 @@ class Attendant:
             values = json.loads(line)
             if not self.children and not self._ended:
                 self.status = 0
+                self._over.clear()
             child = self.children.setdefault(values.pop("pid"), Child())
             for name, value in values.items():
                 setattr(child, name, value)
@@ -110,8 +136,7 @@ class Attendant:
             name = signal.Signals(number).name
             early = f"stopped by {name} on {socket.gethostname()} before the first step"
             console.say(AT_ONCE if self._number else early)
-            console.flush()
-            os._exit(128 + number)
+            self._leave(128 + number)
         if self.asked.again():
             self._number = number
             self._pass_on(number, again=True)
@@ -134,14 +159,23 @@ class Attendant:
                 info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             except ChildProcessError:  # the agent was faster
                 del self.children[pid]
+                self._over[pid] = None
                 continue
             if info is not None:
-                self._see_end(self.children.pop(pid), info.si_status, info.si_code == os.CLD_EXITED)
+                self._see_end(info)
 
-    def _see_end(self, child: Child, code: int, by_itself: bool) -> None:
+    def _see_end(self, info: Any) -> None:
+        """`info`: of a signal or of a wait, or of both."""
+        code, by_itself = info.si_status, info.si_code == os.CLD_EXITED
+        if info.si_pid in self._over or (by_itself and info.si_pid not in self.children):
+            return
+        self._over[info.si_pid] = code
+        child = self.children.pop(info.si_pid, Child())  # it may be killed before it has announced itself
         first = not self.status
         if code and first:
             self.status = code if by_itself else 128 + code
+        if code and not self.children:
+            self._await()  # before another start, torch waits for a store that may have gone, without a limit
         if code and self.asked.times:
             if not by_itself and self._kill_at < math.inf:
                 self.status = 128 + self._number
@@ -155,6 +189,15 @@ class Attendant:
             _, cause, status = ended_by(-code)
             note = {"message": text, "status": status, "cause": cause}
             threading.Thread(target=_tell, args=(child, note), daemon=True).start()
+
+    def _see_all(self) -> None:
+        """Where all ranks here have ended well, torch's agent waits 300 s for those of other machines."""
+        done = not self.children and bool(self._over) and all(code == 0 for code in self._over.values())
+        self._done_s = min(self._done_s, time.monotonic()) if done else math.inf
+        if time.monotonic() - self._done_s > OTHERS_S:
+            console.say(f"the ranks on {socket.gethostname()} have done their work; those of other machines "
+                        f"have not said so for {OTHERS_S:g} s")
+            self._leave(0)
 
     def _end(self) -> None:
         """Have the agent end its ranks, and not start them again: torch's agents obey SIGQUIT."""
@@ -172,8 +215,7 @@ class Attendant:
                         f"{self.limit_s:g} s")
         if self.awaits and self._why is not None and waited > self.limit_s:
             console.say(self._why())
-            console.flush()
-            os._exit(1)
+            self._leave(self.status or 1)
 
 
 def _send(pid: int, number: int) -> None:

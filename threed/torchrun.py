@@ -37,6 +37,8 @@ def main(argv: list[str] | None = None) -> int:
     except ThreedError as error:
         console.say(str(error))
         return error.status
+    finally:
+        attendant.clean()
 
 
 def parse(argv: list[str] | None) -> Namespace:

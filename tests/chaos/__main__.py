@@ -7,8 +7,10 @@ import contextlib
 import gc
 import itertools
 import json
+import math
 import multiprocessing
 import os
+import re
 import statistics
 import sys
 import tempfile
@@ -36,6 +38,7 @@ from rich.progress import (
 from rich.table import Table
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as threed sets it, before torch is imported
 
 from tests.chaos import interposer
 
@@ -47,9 +50,10 @@ def main(faults: Annotated[int, typer.Option(help="how many trials")] = 100,
          seed: Annotated[int, typer.Option(help="of everything that is drawn")] = 1,
          jobs: Annotated[int, typer.Option(help="trials at a time; 0: one for two cores")] = 0,
          only: Annotated[str,
-                         typer.Option(help="kinds whose name has this in it; of --faults trials, those that "
-                                           "are")] = "",
+                         typer.Option(help="kinds whose names have this regular expression; of --faults "
+                                           "trials, those that are")] = "",
          trial: Annotated[list[int] | None, typer.Option(help="these numbers alone")] = None,
+         minutes: Annotated[float, typer.Option(help="begin no trial after so long")] = math.inf,
          report: Annotated[Path | None, typer.Option(help="all results as JSON")] = None,
          sites: Annotated[bool, typer.Option(help="list each call of a save and what became of it")] = False,
          verbose: Annotated[bool, typer.Option(help="print what failed trials printed")] = False) -> None:
@@ -63,7 +67,8 @@ def main(faults: Annotated[int, typer.Option(help="how many trials")] = 100,
 
         kinds = itertools.islice(campaign.kinds(seed), faults)
         chosen = [(number, *pair) for number, pair in enumerate(kinds)]
-        chosen = [entry for entry in chosen if only in entry[1].name and (not trial or entry[0] in trial)]
+        chosen = [entry for entry in chosen
+                  if re.search(only, entry[1].name) and (not trial or entry[0] in trial)]
         begin = time.monotonic()
         with _Pool(jobs or max(1, (os.cpu_count() or 2) // 2), base) as pool:
             names = set().union(*(campaign.wanted(seed, number, kind) for number, kind, _ in chosen))
@@ -72,7 +77,8 @@ def main(faults: Annotated[int, typer.Option(help="how many trials")] = 100,
                           f"{min(r.seconds for r in references.values()):.1f} to "
                           f"{max(r.seconds for r in references.values()):.1f} s each")
             tasks = [(seed, number, kind.name, index) for number, kind, index in chosen]
-            results = pool.trials(tasks, references, console, verbose)
+            results = pool.trials(_until(begin + 60 * minutes, tasks), references, len(tasks), console,
+                                  verbose)
     console.print(_table(results))
     if sites and sister.FIRST in references:
         console.print(_sites(results, references[sister.FIRST].sites), markup=False)
@@ -157,13 +163,13 @@ class _Pool:
         runs = [*self._results(names[:1]), *self._results(names[1:])]
         return {reference.name: reference for reference in runs}
 
-    def trials(self, tasks: list[tuple[Any, ...]], references: dict[str, Any], console: Console,
-               verbose: bool) -> list[Any]:
+    def trials(self, tasks: Iterable[tuple[Any, ...]], references: dict[str, Any], total: int,
+               console: Console, verbose: bool) -> list[Any]:
         columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
                    TextColumn("{task.description}"))
         results = []
         with Progress(*columns, console=console) as progress:
-            bar = progress.add_task("", total=len(tasks))
+            bar = progress.add_task("", total=total)
             for result in self._results((*task, references) for task in tasks):
                 results.append(result)
                 failed = sum(bool(result.verdicts) for result in results)
@@ -173,6 +179,11 @@ class _Pool:
                     if verbose:
                         console.print("    " + result.output.replace("\n", "\n    "), markup=False)
         return sorted(results, key=lambda result: result.number)
+
+
+def _until(moment: float, tasks: Iterable[Any]) -> Iterator[Any]:
+    """Tasks, until a moment of the monotonic clock."""
+    return itertools.takewhile(lambda _: time.monotonic() < moment, tasks)
 
 
 def _line(result: Any) -> str:

@@ -25,7 +25,7 @@ from tests import running
 from tests.chaos import interposer
 from tests.chaos.interposer import Site
 from tests.chaos.tensors import newest
-from threed import children, cli
+from threed import agents, children, cli, rank, torchrun  # noqa: F401  (agents is imported before runs fork)
 from threed.early import begin
 from threed.engine.engine import Engine
 from threed.monitor.log import Log
@@ -80,27 +80,48 @@ def ranks_of(name: str) -> int:
 
 class Sister(running.Run):
     """A run under way in `folder`: its run.dir is folder/run, its temporary files belong into folder/tmp. It
-    has one launcher, or one on each of some hosts, which `places` enter."""
+    has one launcher, or a torchrun on each of some hosts, which `places` enter."""
 
     def __init__(self, folder: Path, argv: list[str], hooks: list[Callable[[], None]],
-                 places: Sequence[Callable[[], None]] = (lambda: None,)):
-        context = multiprocessing.get_context("fork")
-        self.logs = [folder / f"log-{time.monotonic_ns()}-{number}.txt" for number in range(len(places))]
-        argv = [*argv, f"run.dir={folder / 'run'}"]
-        self.launchers = [context.Process(target=_begin, args=(log, argv, folder, [enter, *hooks]))
-                          for log, enter in zip(self.logs, places, strict=True)]
-        for process in self.launchers:
-            process.start()
+                 places: Sequence[Callable[[], None]] = ()):
+        self._folder, self._argv = folder, [*argv, f"run.dir={folder / 'run'}"]
+        self._hooks, self._places = hooks, places
+        self.logs: list[Path] = []
+        self.replaced: list[int | None] = []  # statuses of launchers that were started again
+        self.launchers = [self._start(number) for number in range(len(places) or 1)]
+
+    def _start(self, number: int) -> Any:
+        log = self._folder / f"log-{time.monotonic_ns()}-{number}.txt"
+        self.logs.append(log)
+        hooks = [*self._places[number:number + 1], *self._hooks]
+        process = multiprocessing.get_context("fork").Process(
+            target=_begin, args=(log, self._argv, self._folder, hooks, number if self._places else None))
+        process.start()
+        return process
+
+    def start_again(self, number: int) -> None:
+        """A launcher that has been killed, as a job manager would."""
+        self.launchers[number].join()
+        self.replaced.append(self.launchers[number].exitcode)
+        self.launchers[number] = self._start(number)
 
     def alive(self) -> bool:
         return any(process.is_alive() for process in self.launchers)
 
     def join(self, timeout_s: float | None = None) -> int | None:
         """The exit status: of several launchers, the first that is not 0. None if one is still alive."""
+        return next((status for status in self.statuses(timeout_s) if status != 0), 0)
+
+    def statuses(self, timeout_s: float | None = None) -> list[int | None]:
+        """The exit status of each launcher."""
         for process in self.launchers:
             process.join(timeout_s)
-        statuses = [process.exitcode for process in self.launchers]
-        return next((status for status in statuses if status != 0), 0)
+        return [process.exitcode for process in self.launchers]
+
+    @property
+    def begun(self) -> bool:
+        """Whether all launchers handle signals."""
+        return all((self._folder / f"begun-{number}").exists() for number in range(len(self.launchers)))
 
     @property
     def output(self) -> str:
@@ -124,9 +145,10 @@ class Sister(running.Run):
             process.join(10)
 
 
-def _begin(log: Path, argv: list[str], folder: Path, hooks: list[Callable[[], None]]) -> None:
+def _begin(log: Path, argv: list[str], folder: Path, hooks: list[Callable[[], None]],
+           node: int | None) -> None:
     """The body of a launcher's process: settings that every launcher needs, then the fault's hook, then the
-    command."""
+    command; on a node of several, by torchrun."""
     interposer.die_with_parent()
     for number in children.SIGNALS:
         signal.signal(number, signal.SIG_DFL)
@@ -137,8 +159,13 @@ def _begin(log: Path, argv: list[str], folder: Path, hooks: list[Callable[[], No
     slow_down()
     for hook in hooks:
         hook()
-    patch(cli, "main", lambda original: lambda: (begin(), (folder / "begun").touch(), original()))
-    running._body(log, tuple(argv), {})
+    begun = folder / f"begun-{node or 0}"
+    if node is None:
+        patch(cli, "main", lambda original: lambda: (begin(), begun.touch(), original()))
+        running._body(log, tuple(argv), {})
+    else:
+        patch(torchrun, "Attendant", lambda original: lambda: (original(), begun.touch())[0])
+        running._call(log, functools.partial(running.torchrun_main, tuple(argv[1:]), {}))
 
 
 def patch(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -158,7 +185,8 @@ def in_ranks(body: Callable[[int], None]) -> None:
 
         return run_rank
 
-    patch(launcher, "run_rank", make)
+    for starter in (launcher, rank):  # of one machine's launcher, and of agents
+        patch(starter, "run_rank", make)
 
 
 def write_steps(file: Path) -> None:

@@ -47,6 +47,7 @@ class Fault:
     text: str
     says: str = ""  # words that must be in the output: a regular expression; none where nobody is left to say
     # them
+    everywhere: bool = False  # whether each console of the first run must have these words
     hook: Callable[[], None] = lambda: None  # in the launcher's process, before the command
     act: Callable[[Trial, Sister], None] = lambda trial, run: None  # beside the first run, from its start
     between: Callable[[Trial], None] = lambda trial: None  # once it has ended
@@ -138,7 +139,7 @@ class Trial:
 
     def until_begun(self, run: Sister) -> bool:
         """Wait until threed handles signals."""
-        return self.until(run, (self.folder / "begun").exists)
+        return self.until(run, lambda: run.begun)
 
     def until_step(self, run: Sister, step: int) -> bool:
         """Wait until a step was logged. Returns whether the run is still under way."""
@@ -195,7 +196,7 @@ class Trial:
     def _places(self) -> list[Callable[[], None]]:
         """What makes the process of each launcher one of its host's."""
         if self.hosts is None:
-            return [lambda: None]
+            return []
         first, share = self.hosts.all[0], ranks_of(self.other or self.reference.name) // 2
 
         def place(number: int, host: Host) -> Callable[[], None]:
@@ -271,13 +272,15 @@ class Trial:
             if len(steps) != len(known):
                 known, since = steps, time.monotonic()
             if time.monotonic() - since > HANG_S:
-                left = len(self.family(run))
-                self.verdicts["hang"] = (
-                    f"no step and no end for {HANG_S:g} s, {left} processes: {self._stacks(run)}"
-                )
-                run.kill()
+                self.hangs(run)
             time.sleep(POLL_S)
         return run.join()
+
+    def hangs(self, run: Sister) -> None:
+        """Record that a run does, and end it."""
+        left = len(self.family(run))
+        self.verdicts["hang"] = f"no step and no end for {HANG_S:g} s, {left} processes: {self._stacks(run)}"
+        run.kill()
 
     def _stacks(self, run: Sister) -> str:
         for pid in [*run.pids, *(child.pid for child in self.family(run))]:

@@ -5,7 +5,8 @@
     steps     metrics.jsonl has a step twice, or not at all
     orphan    processes outlive the run               leftover  temporary files do
     silent    no message names the fault              noise     a traceback, or a library's own words
-    status    exit status 0 although the checkpoint that it promises is not there
+    status    exit status 0 although the checkpoint that it promises is not there, or another after a stop
+    late      hosts that are asked to stop take longer than they may
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from pathlib import Path
 
 from tests.chaos import tensors
 from tests.chaos.sister import STEPS
@@ -34,6 +36,10 @@ def judge(trial: Trial, fault: Fault) -> dict[str, str]:
     expected = fault.says and trial.marker.exists() and not trial.too_late()
     if expected and not re.search(fault.says, trial.output):
         broken["silent"] = f"no message has /{fault.says}/"
+    elif expected and fault.everywhere:
+        for log in trial.runs[0].logs:
+            if not re.search(fault.says, log.read_text(errors="replace")):
+                broken["silent"] = f"{log.name} has not /{fault.says}/"
     if noise := re.search(NOISE, trial.output):
         lines = trial.output[:noise.start()].count("\n")
         broken["noise"] = trial.output.splitlines()[lines][:200]
@@ -80,6 +86,14 @@ def _leftovers(trial: Trial) -> list[str]:
     left = [path for path in trial.run_dir.rglob("*") if ".tmp" in path.name]
     left += [path for path in (trial.run_dir / "checkpoints").glob("*")
              if not re.fullmatch(r"latest|step-\d{8}", path.name) and path not in left]
-    left += [*(root / "tmp").iterdir(), *(root / "disk").iterdir()]
+    left += [path for path in [*(root / "tmp").iterdir(), *(root / "disk").iterdir()]
+             if not _of_an_agent(path, trial)]
     left += [path for cache in trial.caches for path in cache.glob("*.tmp")]
     return sorted({str(path.relative_to(root)) if path.is_relative_to(root) else str(path) for path in left})
+
+
+def _of_an_agent(path: Path, trial: Trial) -> bool:
+    """Whether it is the folder for logs that torch makes for an agent, which one that is killed cannot
+    remove."""
+    killed = any(status and status < 0 for run in trial.runs for status in [*run.replaced, *run.statuses()])
+    return path.name.startswith("torchelastic_") and killed

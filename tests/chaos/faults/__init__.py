@@ -30,4 +30,4 @@ def kind(name: str, weight: int, sisters: Sequence[str] = tuple(SISTERS),
     return add
 
 
-from tests.chaos.faults import disks, files, links, processes, saves  # noqa: E402, F401  (they fill KINDS)
+from tests.chaos.faults import disks, files, hosts, links, processes, saves  # noqa: E402, F401  (they fill KINDS)

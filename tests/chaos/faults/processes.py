@@ -271,7 +271,7 @@ def signal_in_imports(trial: Trial) -> Fault:
         for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(each, signal.SIG_DFL)
         os.chdir(Path(__file__).parents[3])
-        os.execv(sys.executable, [sys.executable, "-c", PROGRAM.format(trial.folder / "begun"), *trial.argv,
+        os.execv(sys.executable, [sys.executable, "-c", PROGRAM.format(trial.folder / "begun-0"), *trial.argv,
                                   f"run.dir={trial.run_dir}"])
 
     fault.text, fault.hook, fault.act = f"{number.name} to a fresh Python {after}", hook, act

@@ -3,6 +3,7 @@ that all ranks must agree on is compared before the first step."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -46,6 +47,8 @@ from threed.restart import Pace
 from threed.schema import Config
 from threed.trainer import Trainer
 
+PREPARED = "threed/prepared"  # key of the store: rank 0 has prepared the data
+
 # (job, local rank, requests, watch, store, what to close), as of `train`
 Task = Callable[["Job", int, Requests, Watch, Any, ExitStack], None]
 
@@ -71,7 +74,7 @@ def train(job: Job, local_rank: int, requests: Requests, watch: Watch, store: An
     set_up(config)
     comm, plan = connect(config, watch, pick_device(config, local_rank), store)
     looks = local_rank == 0  # at shared files, for its host
-    prepared = _share_data(job, watch, comm, requests, looks)
+    prepared = _share_data(job, watch, comm, requests, store, looks)
     data = open_splits(config, prepared)
     check_room(plan, comm)
     with running(config, plan, comm, watch) as engine:
@@ -143,12 +146,17 @@ def connect(config: Config, watch: Watch, device: torch.device, store: Any,
     return comm, plan
 
 
-def _share_data(job: Job, watch: Watch, comm: Comm, requests: Requests, looks: bool) -> Prepared:
+def _share_data(job: Job, watch: Watch, comm: Comm, requests: Requests, store: Any, looks: bool) -> Prepared:
     """The data, which rank 0 prepares if no launcher has, and which all hosts then compare."""
     config, prepared = job.config, job.prepared
-    if watch.rank == 0 and prepared is None:
+    if prepared is None and watch.rank == 0:
         prepared = prepare(config.data, config.model, partial(_progress, requests, config.monitor.quiet))
-    with watch.phase("prepare data"):
+        store.set(PREPARED, "")
+    elif prepared is None:
+        with watch.phase("prepare data", waits=False):  # for hours; the watch sees that rank 0 fails
+            while not store.check([PREPARED]):
+                time.sleep(watch.poll_s)
+    with watch.phase("share the prepared data"):
         prepared = comm.broadcast(prepared)
     assert prepared is not None
     with watch.phase("compare the prepared data", waits=False):

@@ -57,13 +57,15 @@ def run_rank(job: Job, place: Place, store: Any, attended: bool = True) -> int:
     # What takes long to close is closed after the other ranks know of a failure.
     with contextlib.ExitStack() as closing:
         try:
-            watch = Watch(place.rank, store, job.config.run.timeout_s, place.world_size)
+            watch = Watch(place.rank, store, job.config.run.timeout_s, place.world_size,
+                          None if attended else place)
             watch.pace = pace
             if answer is not None:
                 answer.watch = watch
                 watch.on_failure = partial(elastic.note_failure, Path(job.config.run.dir))
                 watch.on_end = partial(_end_for, job.config, place, pace)
             (job.task or train)(job, place.local_rank, requests, watch, store, closing)
+            watch.close()
             return 0
         except BaseException as error:  # SystemExit too: a rank that exits says so
             if watch is not None:

@@ -15,6 +15,7 @@ import threed.launcher  # noqa: F401  (imported before the runs fork)
 from tests.gloo.test_train import free_port
 from tests.harness import channel_pairs, make_mesh, make_plan, tiny
 from tests.running import Run, metrics
+from threed import assemble
 from threed.comm import ProcessComm, file_store
 from threed.engine.connect import warm
 from threed.engine.watch import Watch
@@ -33,13 +34,14 @@ def start(begin):
 
 @pytest.fixture
 def as_ranks(start):
-    """as_ranks(*overrides) -> a run a rank, which meet over TCP as under torchrun."""
+    """as_ranks(count, *overrides) -> a run a rank, which meet over TCP as under torchrun. `alone`: as on
+    machines of one rank each."""
 
-    def begin(count: int, *overrides: str) -> list[Run]:
+    def begin(count: int, *overrides: str, alone: bool = False) -> list[Run]:
         port = str(free_port())
-        place = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1",
-                 "MASTER_PORT": port}
-        return [start(*overrides, env={**place, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        place = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": "1" if alone else str(count),
+                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        return [start(*overrides, env={**place, "RANK": str(rank), "LOCAL_RANK": "0" if alone else str(rank)})
                 for rank in range(count)]
 
     return begin
@@ -95,9 +97,9 @@ def test_a_failure_while_ranks_connect_over_tcp(as_ranks, never_connects):
 
 @pytest.mark.parametrize("victim", [1, 3])
 def test_the_echo_of_a_killed_rank(victim, as_ranks):
-    """Nobody has a launcher that says why: the first whose connection breaks says that, in one line and
-    without gloo's words."""
-    runs = as_ranks(4, "train.steps=100000", "parallel.dp=2", "parallel.tp=1", "parallel.pp=2")
+    """Nobody has a launcher or a neighbour that says why: the first whose connection breaks says that, in one
+    line and without gloo's words."""
+    runs = as_ranks(4, "train.steps=100000", "parallel.dp=2", "parallel.tp=1", "parallel.pp=2", alone=True)
     runs[0].wait_for("step      3/100000")
     runs[victim].process.kill()
     others = [run for rank, run in enumerate(runs) if rank != victim]
@@ -105,6 +107,36 @@ def test_the_echo_of_a_killed_rank(victim, as_ranks):
     text = "".join(run.output for run in others)
     assert text.count("the connection to another rank is gone") == 1 == text.count("threed: "), text
     assert "Traceback" not in text and "transport" not in text, text
+
+
+@pytest.mark.parametrize("victim", [1, 3])
+def test_a_killed_rank_is_named_by_its_neighbour(victim, as_ranks):
+    runs = as_ranks(4, "train.steps=100000", "parallel.dp=2", "parallel.tp=1", "parallel.pp=2")
+    runs[0].wait_for("step      3/100000")
+    runs[victim].process.kill()
+    others = [run for rank, run in enumerate(runs) if rank != victim]
+    assert [run.wait(40) for run in others] == [1] * 3, [run.output for run in others]
+    text = "".join(run.output for run in others)
+    assert text.count("threed: ") == 1, text
+    assert f"threed: rank {victim} was killed: its process has ended without a word" in text
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_data_may_take_longer_than_the_timeout(fails, as_ranks, monkeypatch):
+    """The other ranks wait for rank 0, and end with it."""
+    original = assemble.prepare
+
+    def prepare(*args):
+        time.sleep(8)
+        if fails:
+            raise OSError("no such text")
+        return original(*args)
+
+    monkeypatch.setattr(assemble, "prepare", prepare)
+    runs = as_ranks(2, "train.steps=2", "parallel.dp=2", "run.timeout_s=5")
+    assert [run.wait(60) for run in runs] == [int(fails)] * 2, [run.output for run in runs]
+    assert ("step      2/2" if not fails else "no such text") in runs[0].output
+    assert "threed: " not in runs[1].output
 
 
 def test_a_slow_rank(start, monkeypatch, tmp_path):

@@ -17,12 +17,14 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from threed.comm import Comm
 from threed.console import flush, say
+from threed.engine.alive import Machines, Neighbour
 from threed.engine.engine import Engine
+from threed.environment import Place
 from threed.quantity import show_seconds
 from threed.rendezvous import FAILURE as KEY
 from threed.restart import Steps
@@ -32,6 +34,7 @@ POLL_S = 0.25
 POLLS = 2000  # of the store in a second, by all ranks together
 SIGN_S = 60.0  # a first step that takes longer gives signs of life: at twice the time, or after LONG_S
 LONG_S = 600.0
+LEAVE_S = 2.0  # the store may not answer a rank that leaves
 STORE_S = 20.0  # the run ends if the store does not answer for so long: it carries the news of failures
 
 
@@ -67,8 +70,9 @@ def _leave(status: int) -> None:
 
 
 class Watch:
-    def __init__(self, rank: int, store: Any, timeout_s: float, ranks: int = 1):
-        """`store`: where the `ranks` ranks of the run meet."""
+    def __init__(self, rank: int, store: Any, timeout_s: float, ranks: int = 1, place: Place | None = None):
+        """`store`: where the `ranks` ranks of the run meet. `place`: of a rank that watches other processes
+        and machines, since no launcher of threed's does."""
         self.rank, self._store, self._timeout_s = rank, own_client(store), timeout_s
         self._least_s = ranks / POLLS
         self.poll_s = max(POLL_S, self._least_s)
@@ -83,13 +87,21 @@ class Watch:
         self.on_failure: Callable[[Any, dict[str, Any]], None] = lambda store, note: None
         self.on_end: Callable[[dict[str, Any] | None], None] = lambda note: None
         self.failed = False  # whether this rank has failed; it will soon be killed with the others
+        self._others: list[Machines | Neighbour] = []
+        if place is not None and place.local_rank == 0 and place.local_size < place.world_size:
+            self._others.append(Machines(place, self.poll_s))
+        if place is not None and place.local_size > 1:
+            self._others.append(Neighbour(place))
+        self._silent = 0  # looks of `_watch_clock` since the store has answered
         self._phase: tuple[str, float | None] | None = None
         self._seen: dict[str, Any] | None = None  # the first failure
         self._told = False
         self._closed = threading.Event()
         self._lock = threading.Lock()
-        for body in (self._watch_clock, self._watch_store):
-            threading.Thread(target=body, daemon=True, name=body.__name__).start()
+        self._threads = [threading.Thread(target=body, daemon=True, name=body.__name__)
+                         for body in (self._watch_clock, self._watch_store)]
+        for thread in self._threads:
+            thread.start()
 
     @contextmanager
     def phase(self, text: str, waits: bool = True) -> Iterator[None]:
@@ -102,7 +114,10 @@ class Watch:
             self._phase = None
 
     def close(self) -> None:
+        """Say that this rank has done its work, and watch no more."""
         self._closed.set()
+        if self._others:
+            self._threads[1].join(LEAVE_S)
 
     def at(self, step: int) -> None:
         """Called when a step begins."""
@@ -153,6 +168,14 @@ class Watch:
     def _watch_clock(self) -> None:
         while not self._closed.wait(POLL_S):
             self._give_sign()
+            # A client of the store waits without a limit for an answer of a machine that is off. Looks are
+            # counted, and not seconds: a job that was suspended goes on.
+            self._silent += 1
+            if self._silent * POLL_S > STORE_S:
+                self.end(f"rank {self.rank}: rank 0's host, or the launcher there, has gone: the store of "
+                         f"the run has not answered for {STORE_S:g} s")
+                self.on_end(None)
+                _leave(1)
             since = self._since()
             if since is not None and time.monotonic() - since > LIMIT * self._timeout_s:
                 message = f"no answer within run.timeout_s={self._timeout_s:g}: {self.where()}"
@@ -175,17 +198,13 @@ class Watch:
         say(f"step {step} has run for {show_seconds(since_s)}{takes}{at}")
 
     def _watch_store(self) -> None:
-        answered = time.monotonic()
         while not self._closed.wait(self.poll_s):
             try:
                 reason = self.reason()
-                answered = time.monotonic()
+                self._silent = 0
+                if reason is None:
+                    self._look_around()
             except Exception:  # the store is gone or slow: the clock still watches
-                if time.monotonic() - answered > STORE_S:
-                    self.end(f"rank {self.rank}: rank 0's host, or the launcher there, has gone: the store "
-                             f"of the run has not answered for {STORE_S:g} s")
-                    self.on_end(None)
-                    _leave(1)
                 continue
             if reason is None or reason["rank"] == self.rank:
                 continue
@@ -196,6 +215,21 @@ class Watch:
                 return  # the main thread has seen the failure too, and ends by itself
             self.on_end(reason)
             _leave(reason["status"])
+        with suppress(Exception):  # the store may have gone with rank 0, which has left
+            for other in self._others:
+                other.leave(self._store)
+
+    def _look_around(self) -> None:
+        """Fail the run where another machine has gone, or a neighbour was killed."""
+        for other in self._others:
+            if (lost := other.look(self._store)) is None:
+                continue
+            message = f"{lost}; {self.where()}" if isinstance(other, Machines) else lost
+            note = {"rank": None, "message": message, "status": 1, "hang": False, "step": self.step,
+                    "cause": None}
+            if (there := tell(self._store, note))["message"] == message:
+                self.end(message)
+                self.on_failure(self._store, there)
 
     def end(self, message: str) -> None:
         """Print why this rank ends. Only the first call prints, from whichever thread."""

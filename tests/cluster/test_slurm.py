@@ -1,8 +1,10 @@
 """A real Slurm of two nodes, each a network namespace with a name of its own: sbatch launch/slurm.sbatch with
-threed itself."""
+threed itself. srun starts a task a rank; with MAX_RESTARTS an agent a node."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import multiprocessing
 import os
 import re
@@ -12,9 +14,10 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
-import threed.nodes  # noqa: F401
+import threed.launcher  # noqa: F401 (imported once, before forks)
 from tests.cluster.conftest import TINY, Clock
 from tests.cluster.hosts import Host, Hosts, missing
 from tests.running import Run, losses
@@ -49,8 +52,9 @@ ReturnToService=2
 SlurmdParameters=config_overrides
 SlurmdTimeout=20
 KillWait=5
-NodeName=host1 NodeAddr=10.77.0.1 CPUs=2 RealMemory=4000 State=UNKNOWN
-NodeName=host2 NodeAddr=10.77.0.2 CPUs=2 RealMemory=4000 State=UNKNOWN
+GresTypes=gpu
+NodeName=host1 NodeAddr=10.77.0.1 CPUs=2 Gres=gpu:2 RealMemory=4000 State=UNKNOWN
+NodeName=host2 NodeAddr=10.77.0.2 CPUs=2 Gres=gpu:2 RealMemory=4000 State=UNKNOWN
 PartitionName=main Nodes=host1,host2 Default=YES MaxTime=10:00 State=UP
 """
 
@@ -61,10 +65,10 @@ class Slurm:
     def __init__(self, hosts: list[Host], folder: Path):
         self.hosts, self.folder = hosts, folder
         self.env = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf"), "PYTHON": sys.executable,
-                    "GPUS_PER_NODE": "1",
                     "OMP_NUM_THREADS": "1"}
         (folder / "state").mkdir(parents=True)
         (folder / "slurm.conf").write_text(CONFIG.format(folder=folder))
+        (folder / "gres.conf").write_text("Name=gpu File=/dev/tty[0-1]\n")  # to Slurm any device is a GPU
         self.daemon(hosts[0], "slurmctld", "-D")
         for host in hosts:
             self.daemon(host, "slurmd", "-D", "-N", host.name)
@@ -92,10 +96,11 @@ class Slurm:
     def control(self, *words: str) -> str:
         return self.command("scontrol", *words)
 
-    def submit(self, *options: str, overrides: list[str]) -> str:
-        out = self.command("sbatch", "--nodes=2", "--cpus-per-task=1", f"--output={self.folder}/job-%j.log",
-                           *options,
-                           "launch/slurm.sbatch", *overrides)
+    def submit(self, *options: str, overrides: list[str], ranks: int = 1, restarts: int = 0) -> str:
+        """The number of a job of two nodes with so many ranks each."""
+        words = ["--nodes=2", f"--gpus-per-node={ranks}", f"--output={self.folder}/job-%j.log", *options]
+        given = [f"MAX_RESTARTS={restarts}"] if restarts else []
+        out = self.command("env", *given, "sbatch", *words, "launch/slurm.sbatch", *overrides)
         match = re.search(r"Submitted batch job (\d+)", out)
         assert match, out
         return match[1]
@@ -120,6 +125,21 @@ class Slurm:
         self.wait_for(lambda: self.job(job).get("JobState") in ended, timeout_s, job)
         return self.job(job)["JobState"]
 
+    def step(self, job: str, count: int) -> None:
+        """Wait until the job's log has this many more lines of steps."""
+        before = self.log(job).count("\nstep ")
+        self.wait_for(lambda: self.log(job).count("\nstep ") >= before + count, 60, job)
+
+
+def ranks(host: Host) -> list[psutil.Process]:
+    """The ranks that run on a host, in order."""
+    found = []
+    for process in host.processes():
+        with contextlib.suppress(psutil.Error):
+            if process.name().startswith("python") and not process.children():  # an agent has children
+                found.append(process)
+    return sorted(found, key=lambda process: (process.create_time(), process.pid))
+
 
 @pytest.fixture
 def slurm(tmp_path):
@@ -129,25 +149,69 @@ def slurm(tmp_path):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory, cache):
-    folder = tmp_path_factory.mktemp("alone")
-    run = Run(folder, *TINY, *cache, f"run.dir={folder / 'run'}", "train.steps=12", "parallel.dp=2")
-    assert run.wait() == 0, run.output
-    return losses(folder / "run")
+    """alone(n): the losses of n ranks on one host."""
+    @functools.cache
+    def measure(ranks: int) -> dict:
+        folder = tmp_path_factory.mktemp("alone")
+        run = Run(folder, *TINY, *cache, f"run.dir={folder / 'run'}", "train.steps=12",
+                  f"parallel.dp={ranks}")
+        assert run.wait() == 0, run.output
+        return losses(folder / "run")
+
+    return measure
 
 
-def test_a_run_and_a_node_that_fails(slurm, tmp_path, cache, alone, measured):
-    """The job goes back into the queue when its node has gone, and goes on to the same losses."""
-    settings = [*TINY[1:], *cache, f"run.dir={tmp_path / 'run'}", "train.steps=12"]
+@pytest.fixture
+def settings(tmp_path, cache):
+    """A run without an end, which saves often."""
+    return [*TINY[1:], *cache, f"run.dir={tmp_path / 'run'}", "train.steps=1000000", "checkpoint.every=50",
+            "monitor.console_every=20"]
+
+
+def test_a_run(slurm, tmp_path, settings, alone, measured):
+    """Two ranks a node, as many as GPUs; tasks are processes of Slurm's, and no agent runs."""
     clock = Clock()
-    job = slurm.submit(overrides=settings)
-    assert slurm.end(job) == "COMPLETED" and losses(tmp_path / "run") == alone, slurm.log(job)
-    measured("Slurm, 2 nodes, sbatch launch/slurm.sbatch", "COMPLETED, losses equal to one host's",
+    job = slurm.submit("--cpus-per-task=2", overrides=[*settings, "train.steps=12"], ranks=2)
+    assert slurm.end(job) == "COMPLETED" and losses(tmp_path / "run") == alone(4), slurm.log(job)
+    assert "2 nodes (host[1-2]) x 2 ranks" in slurm.log(job) and "\n4 ranks = " in slurm.log(job)
+    assert "processors" not in slurm.log(job), slurm.log(job)
+    measured("Slurm, 2 nodes x 2 ranks, sbatch launch/slurm.sbatch", "COMPLETED, losses equal to one host's",
              clock.seconds)
 
-    settings = [*settings, f"run.dir={tmp_path / 'other'}", "train.steps=600", "checkpoint.every=50",
-                "monitor.console_every=50"]
+
+def test_signals_and_a_rank_that_is_killed(slurm, settings, measured):
+    """The next job goes on where SIGUSR1 saved."""
+    settings = [*settings, "checkpoint.every=1000000"]  # no other checkpoint than those asked for
     job = slurm.submit(overrides=settings)
-    slurm.wait_for(lambda: "step 100/600" in slurm.log(job), job=job)
+    slurm.step(job, 5)
+    assert "\nsaved " not in slurm.log(job)
+    clock = Clock()
+    slurm.command("scancel", "--signal=USR1", job)
+    slurm.wait_for(lambda: "\nsaved " in slurm.log(job), 20, job)
+    measured("Slurm, scancel --signal=USR1", "saved, goes on", clock.seconds)
+    slurm.step(job, 3)
+
+    victim, = ranks(slurm.hosts[1])
+    victim.kill()
+    clock = Clock()
+    assert slurm.end(job, 30) == "FAILED", slurm.log(job)
+    assert "host2: task 1: Killed" in slurm.log(job) and "Traceback" not in slurm.log(job), slurm.log(job)
+    measured("Slurm, SIGKILL of a rank on host 2", "FAILED, named by srun", clock.seconds)
+
+    job = slurm.submit(overrides=settings)
+    slurm.wait_for(lambda: "resumed from" in slurm.log(job), job=job)
+    slurm.step(job, 3)
+    clock = Clock()
+    slurm.command("scancel", "--signal=TERM", job)
+    assert slurm.end(job, 30) == "COMPLETED", slurm.log(job)
+    assert "stopped on request after step" in slurm.log(job) and "Traceback" not in slurm.log(job)
+    measured("Slurm, the next job; scancel --signal=TERM", "resumes; saved, COMPLETED", clock.seconds)
+
+
+def test_a_node_that_fails(slurm, tmp_path, settings, measured):
+    """The job goes back into the queue when its node has gone, and goes on."""
+    job = slurm.submit(overrides=[*settings, "train.steps=400"])
+    slurm.wait_for(lambda: "step 100/400" in slurm.log(job), job=job)
     second = slurm.hosts[1]
     second.off()
     clock = Clock()
@@ -163,22 +227,34 @@ def test_a_run_and_a_node_that_fails(slurm, tmp_path, cache, alone, measured):
     assert "Traceback" not in slurm.log(job)
 
 
-def test_time_limit_and_singleton(slurm, tmp_path, cache, measured):
+def test_time_limit_and_singleton(slurm, settings, measured):
     """SIGTERM ahead of the time limit saves; the job is COMPLETED, and the next of the chain goes on."""
-    settings = [*TINY[1:], *cache, f"run.dir={tmp_path / 'run'}", "train.steps=1000000",
-                "monitor.console_every=20"]
-    options = ("--job-name=chain", "--dependency=singleton", "--time=2", "--signal=TERM@60")
+    options = ("--job-name=chain", "--dependency=singleton", "--time=2", "--signal=TERM@80")
     first, second = (slurm.submit(*options, overrides=settings) for _ in range(2))
     clock = Clock()
     assert slurm.end(first, 240) == "COMPLETED", slurm.log(first)
     assert "stopped on request after step" in slurm.log(first) and "Traceback" not in slurm.log(first)
-    measured("Slurm, time limit of 2 minutes, --signal=TERM@60; since it was submitted", "saved, COMPLETED",
+    measured("Slurm, time limit of 2 minutes, --signal=TERM@80; since it was submitted", "saved, COMPLETED",
              clock.seconds)
     slurm.wait_for(lambda: "resumed from" in slurm.log(second), job=second)
-    slurm.wait_for(lambda: slurm.log(second).count("step ") > 3, job=second)
+    slurm.command("scancel", second)
+
+
+def test_restarts_within_a_job(slurm, tmp_path, settings, measured):
+    """MAX_RESTARTS: an agent a node starts the ranks again, and the job does not end."""
+    job = slurm.submit(overrides=settings, restarts=2)
+    slurm.step(job, 5)
+    slurm.wait_for(lambda: "\nsaved " in slurm.log(job), 60, job)
+    victim, = ranks(slurm.hosts[1])
+    victim.kill()
     clock = Clock()
-    slurm.command("scancel", "--signal=TERM", second)
-    assert slurm.end(second) == "COMPLETED", slurm.log(second)
-    assert "stopped on request after step" in slurm.log(second) and "Traceback" not in slurm.log(second)
-    measured("Slurm, the next job of the chain; scancel --signal=TERM", "resumes; saved, COMPLETED",
-             clock.seconds)
+    slurm.wait_for(lambda: "resumed from" in slurm.log(job), 60, job)
+    measured("Slurm, MAX_RESTARTS=2, SIGKILL of a rank on host 2", "resumes within the job", clock.seconds)
+    slurm.step(job, 3)
+    assert slurm.job(job)["JobState"] == "RUNNING", slurm.log(job)
+    assert "rank 1 on host2 was killed by SIGKILL" in slurm.log(job), slurm.log(job)
+    clock = Clock()
+    slurm.command("scancel", "--signal=TERM", job)
+    assert slurm.end(job, 30) == "COMPLETED", slurm.log(job)
+    assert "stopped on request after step" in slurm.log(job) and "Traceback" not in slurm.log(job)
+    measured("Slurm, MAX_RESTARTS=2, scancel --signal=TERM", "saved, COMPLETED", clock.seconds)

@@ -30,8 +30,8 @@ def of_this_start(store: Any, rank: int, size: int, timeout_s: float) -> str:
     """The prefix of keys that the ranks of this start share. torchrun's agents serve one store for all
     starts: after a restart it has the keys of the start before, such as why that one failed.
 
-    Rank 0 counts the starts, and answers the others for `timeout_s`. They say hello in the newest start,
-    again where rank 0 begins another one, until they are answered: a start that is over answers nobody.
+    Rank 0 counts the starts, and answers the others. They say hello in the newest start, again where rank 0
+    begins another one, until they are answered: a start that is under way or over answers nobody.
     RuntimeError where there is no answer within `timeout_s`.
     """
     own, until = uuid.uuid4().hex, time.monotonic() + timeout_s
@@ -52,16 +52,17 @@ def of_this_start(store: Any, rank: int, size: int, timeout_s: float) -> str:
 
 
 def _answer(here: Any, size: int, until: float) -> None:
-    """Answer each hello, also a second one of a rank: two processes that have one number are told so later,
-    when ranks exchange their addresses."""
+    """Answer each hello until all ranks have come: also a second one of a rank, for two processes that have one
+    number are told so when ranks exchange their addresses. A rank that comes later replaces one that has ended,
+    and waits for the next start."""
     here, answered = here.clone(), dict.fromkeys(range(1, size), b"")
     with contextlib.suppress(RuntimeError):  # the store has gone
-        while time.monotonic() < until:
+        while time.monotonic() < until and not all(answered.values()):
             for rank, last in answered.items():
                 if here.check([f"hello/{rank}"]) and (hello := here.get(f"hello/{rank}")) != last:
                     here.set(f"answer/{rank}", hello.decode())
                     answered[rank] = hello
-            time.sleep(HELLO_S if not all(answered.values()) else size / HELLOS + 1)
+            time.sleep(HELLO_S)
 
 
 def environment_store(timeout_s: float) -> tuple[Any, str]:

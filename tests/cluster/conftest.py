@@ -10,14 +10,38 @@ from pathlib import Path
 
 import pytest
 
-from tests.gloo.conftest import cache  # noqa: F401 (a fixture)
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # before torch is imported, as threed.torchrun sets it
 
-TINY = ["train", "configs/toy.yaml", "model.layers=2", "model.hidden=16", "model.heads=2", "model.seq_len=16",
-        "model.vocab=300",
-        "parallel.dp=auto", "parallel.tp=1", "parallel.pp=1", "train.global_batch_size=12",
-        "train.micro_batch_size=1",
-        "train.eval_every=0", "monitor.wandb=disabled", "monitor.trace_every=0", "optimizer.warmup_steps=0",
-        "optimizer.decay_steps=100", "run.timeout_s=20", "run.connect_timeout_s=20"]
+from tests.cluster.cluster import TINY, Cluster
+from tests.cluster.hosts import Hosts
+from tests.gloo.conftest import cache  # noqa: F401 (a fixture)
+from tests.running import Run, losses
+
+__all__ = ["TINY"]
+
+
+@pytest.fixture(scope="session")
+def alone(tmp_path_factory, cache):  # noqa: F811
+    """Losses of 70 steps on this machine alone, with dp=2 and dp=3."""
+    results = {}
+    for dp in (2, 3):
+        folder = tmp_path_factory.mktemp(f"alone-{dp}")
+        run = Run(folder, *TINY, *cache, f"run.dir={folder / 'run'}", "train.steps=70", f"parallel.dp={dp}")
+        assert run.wait() == 0, run.output
+        results[dp] = losses(folder / "run")
+    return results
+
+
+@pytest.fixture
+def two(tmp_path, cache):  # noqa: F811
+    with Hosts(2, tmp_path) as hosts:
+        yield Cluster(hosts, tmp_path, cache)
+
+
+@pytest.fixture
+def three(tmp_path, cache):  # noqa: F811
+    with Hosts(3, tmp_path) as hosts:
+        yield Cluster(hosts, tmp_path, cache)
 
 
 @pytest.fixture

@@ -18,16 +18,19 @@ import shutil
 import signal
 import socket
 import subprocess
-import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import psutil
 
-from tests.running import Run, _body
+from tests.running import Forked, _call, torchrun_main
 from threed.children import die_with_parent
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000
 PREFIX = "threed"
+PLACE = {"MASTER_ADDR", "MASTER_PORT", "NNODES", "NODE_RANK", "GPUS_PER_NODE", "LOCAL_ADDR", "MAX_RESTARTS", "RANK",
+         "WORLD_SIZE", "LOCAL_RANK"}  # variables that say what part of a run a process is
 
 
 def missing() -> str | None:
@@ -119,11 +122,13 @@ class Host:
         ip("-n", self.namespace, "link", "set", "eth0", "up")
 
     def start(self, *argv: str, env: dict[str, str] | None = None, own: Path | None = None) -> HostRun:
-        """`threed ARGV ...`, or a program with a path, on this host. `own`: a folder that it does not share
-        with the others."""
-        run = HostRun(self, argv, env or {}, own)
-        self.runs.append(run)
-        return run
+        """`python -m threed.torchrun ARGV ...` on this host. `own`: a folder that it does not share with the
+        others."""
+        return HostRun(self, partial(torchrun_main, argv, env or {}), own)
+
+    def execute(self, *argv: str, env: dict[str, str] | None = None) -> HostRun:
+        """A program, by its path, on this host."""
+        return HostRun(self, lambda: os.execve(argv[0], argv, os.environ | (env or {})))
 
     def processes(self) -> list[psutil.Process]:
         return inside(self.path)
@@ -172,36 +177,30 @@ class Host:
             subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(own)], check=True)
 
 
-class HostRun(Run):
-    """A launcher on a host."""
+class HostRun(Forked):
+    """An agent on a host, or another program."""
 
-    def __init__(self, host: Host, argv: tuple[str, ...], env: dict[str, str], own: Path | None):
-        self.host, self.log = host, host.folder / f"log-{host.name}-{time.monotonic_ns()}.txt"
-        parent = os.getpid()
-        fork = multiprocessing.get_context("fork")
-        self.process = fork.Process(target=self._be, args=(argv, env, own, parent))
-        self.process.start()
+    def __init__(self, host: Host, body: Callable[[], int], own: Path | None = None):
+        self.host, self._own, self._body, self._parent = host, own, body, os.getpid()
+        super().__init__(host.folder, self._be)
+        host.runs.append(self)
 
-    def _be(self, argv: tuple[str, ...], env: dict[str, str], own: Path | None, parent: int) -> None:
-        die_with_parent(parent)
-        for name in ("MASTER_ADDR", "MASTER_PORT", "NNODES", "NODE_RANK", "RANK", "WORLD_SIZE", "LOCAL_RANK"):
-            os.environ.pop(name, None)
-        self.host.enter(own)
-        if os.sep in argv[0]:
-            descriptor = os.open(self.log, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
-            os.dup2(descriptor, 1)
-            os.dup2(descriptor, 2)
-            os.execve(argv[0], argv, os.environ | env)
-        _body(self.log, argv, env)
+    def _be(self) -> int:
+        die_with_parent(self._parent)
+        for name in list(os.environ):
+            if name in PLACE or name.startswith(("PET_", "TORCHELASTIC_")):
+                del os.environ[name]
+        self.host.enter(self._own)
+        return self._body()
 
     def ranks(self) -> list[psutil.Process]:
-        """The processes of this launcher's ranks, in order; each has its own process group."""
+        """The processes of this agent's ranks, in order; each has its own process group."""
         assert self.process.pid is not None
         children = [child for child in psutil.Process(self.process.pid).children()
                     if os.getpgid(child.pid) == child.pid]
         return sorted(children, key=lambda child: (child.create_time(), child.pid))
 
-    def kill(self, number: int = signal.SIGKILL) -> None:
-        """Kill the launcher, and nothing else."""
+    def signal(self, number: int = signal.SIGKILL) -> None:
+        """Send the agent a signal, and nothing to its ranks."""
         assert self.process.pid is not None
         os.kill(self.process.pid, number)

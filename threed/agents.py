@@ -108,7 +108,7 @@ def be_rank(work: Work, parent: int) -> None:
     be_child(parent)
     early.handle(early.STOPS, early.leave)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    signal.signal(signal.SIGQUIT, signal.SIG_IGN)  # an agent that obeys it hands it on; ranks end by themselves
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # torch's, for the agent, raises an exception
     elastic.tell_launcher()
     if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
         marks.begin("start")

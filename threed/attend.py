@@ -31,7 +31,7 @@ from threed.stopped import AT_ONCE
 POLL_S = 0.25
 REPORT_S = 10.0  # between two lines while other machines are awaited
 ANSWER_S = 20.0  # how long the store may take for a note
-LAST_WORDS_S = 0.5  # before what ends a rank, or waits, is ended itself
+LATER_S = 0.5  # after a limit of torch's own
 END_S = 3.0  # how long a rank may take to end after a second request to stop
 SIGNALS = (*STOPS, signal.SIGUSR1)
 
@@ -91,7 +91,7 @@ class Attendant:
         *lines, self._text = self._text.split(b"\n")
         for line in lines:
             values = json.loads(line)
-            if not self.children:
+            if not self.children and not self._ended:
                 self.status = 0
             child = self.children.setdefault(values.pop("pid"), Child())
             for name, value in values.items():
@@ -161,7 +161,7 @@ class Attendant:
         """Have the agent end its ranks, and not start them again: torch's agents obey SIGQUIT."""
         if not self._ended:
             self._ended = True
-            threading.Timer(LAST_WORDS_S, os.kill, (os.getpid(), signal.SIGQUIT)).start()
+            os.kill(os.getpid(), signal.SIGQUIT)
 
     def _report(self) -> None:
         waited = time.monotonic() - self._since
@@ -171,7 +171,7 @@ class Attendant:
             self._reports += 1
             console.say(f"{socket.gethostname()} waits for other nodes at {self.awaits} for {waited:.0f} of "
                         f"{self.limit_s:g} s")
-        if self.awaits and self._why is not None and waited > self.limit_s + LAST_WORDS_S:
+        if self.awaits and self._why is not None and waited > self.limit_s + LATER_S:
             console.say(self._why())
             console.flush()
             os._exit(1)

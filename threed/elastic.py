@@ -28,6 +28,7 @@ from threed.restart import Failure, Restarts
 from threed.schema import Config
 
 FAILURES = "failures.jsonl"
+HEARD_S = 1.0  # so long a rank lives on, that its agent hears it before it sees an end and starts ranks again
 AGENT, GO = "threed/agent", "threed/go"  # keys of a start's store: rank 0's agent, and what it has decided
 LAUNCHER = "THREED_LAUNCHER"  # in the environment: the descriptor on which `threed.torchrun` hears its ranks
 
@@ -109,13 +110,15 @@ def is_final(note: Mapping[str, Any] | None) -> bool:
 def end_agent(status: int) -> None:
     """Have the agent that has started this rank end, with the rank's status, and not start its ranks again.
     The first rank of each machine does it."""
-    if not agent() or os.environ.get("LOCAL_RANK") != "0":
+    again = _number("TORCHELASTIC_MAX_RESTARTS") > _number("TORCHELASTIC_RESTART_COUNT")
+    if not agent() or not again or os.environ.get("LOCAL_RANK") != "0":
         return
     if LAUNCHER in os.environ:
         tell_launcher(ends=status)
-    elif _number("TORCHELASTIC_MAX_RESTARTS") > _number("TORCHELASTIC_RESTART_COUNT"):
+    else:
         with contextlib.suppress(ProcessLookupError):
             os.kill(os.getppid(), signal.SIGQUIT)
+    time.sleep(HEARD_S)
 
 
 def _number(variable: str) -> int:

@@ -125,6 +125,13 @@ class Slurm:
         self.wait_for(lambda: self.job(job).get("JobState") in ended, timeout_s, job)
         return self.job(job)["JobState"]
 
+    def empty(self) -> bool:
+        """Whether no rank and no agent is left on any node, soon after a job's end."""
+        until = time.monotonic() + 10
+        while any(ranks(host) for host in self.hosts) and time.monotonic() < until:
+            time.sleep(0.1)
+        return not any(ranks(host) for host in self.hosts)
+
     def step(self, job: str, count: int) -> None:
         """Wait until the job's log has this many more lines of steps."""
         before = self.log(job).count("\nstep ")
@@ -132,13 +139,13 @@ class Slurm:
 
 
 def ranks(host: Host) -> list[psutil.Process]:
-    """The ranks that run on a host, in order."""
+    """The ranks that run on a host: the programs in Python that have no children, as agents have."""
     found = []
     for process in host.processes():
         with contextlib.suppress(psutil.Error):
-            if process.name().startswith("python") and not process.children():  # an agent has children
+            if process.name().startswith("python") and not process.children():
                 found.append(process)
-    return sorted(found, key=lambda process: (process.create_time(), process.pid))
+    return found
 
 
 @pytest.fixture
@@ -196,6 +203,7 @@ def test_signals_and_a_rank_that_is_killed(slurm, settings, measured):
     clock = Clock()
     assert slurm.end(job, 30) == "FAILED", slurm.log(job)
     assert "host2: task 1: Killed" in slurm.log(job) and "Traceback" not in slurm.log(job), slurm.log(job)
+    assert slurm.empty()
     measured("Slurm, SIGKILL of a rank on host 2", "FAILED, named by srun", clock.seconds)
 
     job = slurm.submit(overrides=settings)
@@ -257,4 +265,5 @@ def test_restarts_within_a_job(slurm, tmp_path, settings, measured):
     slurm.command("scancel", "--signal=TERM", job)
     assert slurm.end(job, 30) == "COMPLETED", slurm.log(job)
     assert "stopped on request after step" in slurm.log(job) and "Traceback" not in slurm.log(job)
+    assert slurm.empty()
     measured("Slurm, MAX_RESTARTS=2, scancel --signal=TERM", "saved, COMPLETED", clock.seconds)

@@ -7,13 +7,19 @@ import json
 import os
 import socket
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import psutil
 
+from threed.console import say
 from threed.errors import InputError, RunError
 
 POLL_S = 0.25  # between two looks into the store in which ranks meet
+POLLS = 2000  # by all ranks together, in a second
+REPORT_S = 10.0  # between two lines about ranks that have not come
+MET = "threed/met"  # key of that store: all ranks are there
 FAILURE = "threed/failure"  # key of that store: the note of the first rank that fails
 _UNKNOWN = (OSError, UnicodeError)  # of a name that does not resolve, or cannot be one
 
@@ -90,17 +96,24 @@ def interface_variables(address: str) -> dict[str, str]:
 
 
 def meet(store: Any, rank: int, world_size: int, master: tuple[str, int]) -> None:
-    """Choose the interface of a rank that torchrun or srun has started: the one on the route to `master`, or,
-    if that is this host, the one on the route to a rank of another host. Ranks tell each other their
-    addresses in `store`. RunError where a rank does not, InputError where two have one number."""
+    """Wait for all ranks, as long as the store's clients wait, and choose this rank's interface: the one on
+    the route to `master`, or, if that is this host, the one on the route to a rank of another host. Ranks
+    tell each other their addresses in `store`. RunError where a rank does not, InputError where two have one
+    number."""
     host = socket.gethostname()
     if store.add(f"threed/rank/{rank}", 1) > 1:
         raise InputError(f"RANK={rank} in the environment of two processes, the second on {host}: each has a "
                          f"number of its own, 0 to {world_size - 1}")
     own = os.environ.get("LOCAL_ADDR") or route(*master) or "127.0.0.1"
     store.set(f"threed/address/{rank}", json.dumps([host, own]))
+    keys = [f"threed/address/{rank}" for rank in range(world_size)]
+    if rank == 0:
+        _await(store, keys, partial(_missing, store, keys))
+        store.set(MET, "")
+    else:
+        _await(store, [MET], None, max(POLL_S, world_size / POLLS))
     if is_loopback(own):
-        others = [json.loads(text) for text in _addresses(store, world_size)]
+        others = [json.loads(text) for text in store.multi_get(keys)]
         far = next((address for _, address in others if not is_loopback(address)), None)
         own = route(far, master[1]) or own if far is not None else own
         if is_loopback(own) and len({name for name, _ in others}) > 1:
@@ -110,25 +123,28 @@ def meet(store: Any, rank: int, world_size: int, master: tuple[str, int]) -> Non
     os.environ.update(interface_variables(own))
 
 
-def _addresses(store: Any, world_size: int) -> list[bytes]:
-    keys = [f"threed/address/{rank}" for rank in range(world_size)]
-    until = time.monotonic() + store.timeout.total_seconds()
-    try:
-        while not store.check(keys) and time.monotonic() < until:
-            if store.check([FAILURE]):
-                raise RunError(json.loads(store.get(FAILURE))["message"])
-            time.sleep(POLL_S)
-        return [store.get(key) for key in keys]
-    except RuntimeError as error:  # after the store's own limit
-        why = str(error).splitlines()[0]
-        try:
-            missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
-        except RuntimeError:
-            raise RunError("the store in which all ranks meet has gone: rank 0, or its host, has ended "
-                           f"({why})") from None
-        named = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
-        raise RunError(f"of {world_size} ranks these did not come: {named or 'none is missing'} ({why}). Are "
-                       "all nodes started?") from None
+def _await(store: Any, keys: list[str], missing: Callable[[], str] | None, poll_s: float = POLL_S) -> None:
+    """Wait until keys are in the store. RunError where another rank has failed, or after the store's limit.
+    `missing`: who has not come, which is said from time to time; None: rank 0 says it."""
+    begin, limit_s, report_s = time.monotonic(), store.timeout.total_seconds(), REPORT_S
+    while not store.check(keys):
+        if store.check([FAILURE]):
+            raise RunError(json.loads(store.get(FAILURE))["message"])
+        waited_s = time.monotonic() - begin
+        if waited_s > limit_s + (0.0 if missing else REPORT_S):
+            what = missing() if missing else "rank 0 did not say that all ranks are there"
+            raise RunError(f"{what} within run.connect_timeout_s={limit_s:g}. Are all nodes started?")
+        if missing and waited_s > report_s:
+            say(f"{missing()} after {waited_s:.0f} of {limit_s:g} s")
+            report_s += REPORT_S
+        time.sleep(poll_s)
+
+
+def _missing(store: Any, keys: list[str]) -> str:
+    """Which ranks have not come."""
+    missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+    named = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+    return f"of {len(keys)} ranks these did not come: {named or 'none is missing'}"
 
 
 def is_here(address: str) -> bool:

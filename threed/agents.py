@@ -41,6 +41,7 @@ from threed.schema import Config
 CONNECT_S = 300.0  # how long nodes of a script wait for each other; a config says it by run.connect_timeout_s
 MOST = 100  # starts by torch's own count, where any are allowed: ranks decide about each
 READ_S, CLOSE_S = 20, 5  # limits of c10d's own messages
+LATER_S = 10
 LOOK_S = 2  # for the store of nodes that train already
 
 
@@ -173,7 +174,8 @@ def _meeting(args: Namespace, limit_s: float) -> str:
         if args.node_rank is None:
             raise InputError(f"NNODES={args.nnodes} needs NODE_RANK, the number of this node: 0 to "
                              f"{int(most or least) - 1}")
-        options = {"timeout": limit_s}
+        # Other nodes give up before torch does, which shows pages of C++ frames then (`Attendant`).
+        options = {"timeout": limit_s + (LATER_S if args.node_rank else 0)}
     else:
         options = _c10d(args, host, int(port), limit_s)
     own = dict(pair.split("=", 1) for pair in args.rdzv_conf.split(",") if "=" in pair)
@@ -218,13 +220,14 @@ def _refuse_joining(args: Namespace, where: str) -> None:
 def _launch_config(args: Namespace) -> LaunchConfig:
     """torch's config of the agent. Signals are the attendant's, but the one by which ranks end it."""
     args.signals_to_handle, args.start_method = "SIGQUIT", "fork"
-    threads = os.environ.get("OMP_NUM_THREADS")
+    given = "OMP_NUM_THREADS" in os.environ
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # else torchrun sets it, with a warning
     try:
         config, _, _ = torchrun.config_from_args(args)
     except (ValueError, AssertionError) as error:
         raise InputError(f"torchrun refuses its options: {error}") from None
-    if threads is None:  # ranks choose it themselves
-        os.environ.pop("OMP_NUM_THREADS", None)
+    if not given:  # ranks choose it themselves
+        del os.environ["OMP_NUM_THREADS"]
     return config
 
 

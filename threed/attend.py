@@ -31,7 +31,6 @@ from threed.stopped import AT_ONCE
 POLL_S = 0.25
 REPORT_S = 10.0  # between two lines while other machines are awaited
 ANSWER_S = 20.0  # how long the store may take for a note
-LATER_S = 0.5  # after a limit of torch's own
 END_S = 3.0  # how long a rank may take to end after a second request to stop
 SIGNALS = (*STOPS, signal.SIGUSR1)
 
@@ -67,8 +66,8 @@ class Attendant:
         threading.Thread(target=self._body, name="attend", daemon=True).start()
 
     def await_nodes(self, where: str, limit_s: float, why: Callable[[], str] | None) -> None:
-        """From now until ranks start, say that other machines are awaited. `why`: what to say if torch, which
-        may try longer, has not given up at the limit; None: leave it to torch."""
+        """From now until ranks start, say that other machines are awaited. `why`: what to say at the limit;
+        None: torch says it."""
         self.limit_s, self._since, self._reports, self.awaits = limit_s, time.monotonic(), 0, where
         self._why = why
 
@@ -171,7 +170,7 @@ class Attendant:
             self._reports += 1
             console.say(f"{socket.gethostname()} waits for other nodes at {self.awaits} for {waited:.0f} of "
                         f"{self.limit_s:g} s")
-        if self.awaits and self._why is not None and waited > self.limit_s + LATER_S:
+        if self.awaits and self._why is not None and waited > self.limit_s:
             console.say(self._why())
             console.flush()
             os._exit(1)

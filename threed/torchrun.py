@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 def main(argv: list[str] | None = None) -> int:
     """Start this machine's ranks, and return the exit status of the run here."""
     attendant = Attendant()  # before libraries are imported, which takes seconds
-    # torch's client of the store shows pages of C++ frames as an error where nodes do not meet
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     early.calm()
     os.environ[early.BEGAN] = repr(time.time())
     marks.begin("start", marks.age_s())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 
@@ -42,9 +43,12 @@ def test_an_agent_is_killed(number, two, measured):
     runs[number].signal()
     two.gone(60)
     seconds, other = clock.seconds, runs[1 - number]
-    words = "rank 0's host" if number == 0 else "rank 1 on host2"
-    assert other.wait(5) == 1 and words in other.output, two.output
-    measured(f"SIGKILL of host {number + 1}'s agent", f"all end, no orphan; `{words}`", seconds)
+    words = rf"threed: .*with (rank {number} on host{number + 1}|all ranks): the connection to another rank is gone"
+    assert other.wait(5) == 1 and re.search(words, other.output), two.output
+    assert two.said("threed: ", other), two.output
+    measured(f"SIGKILL of host {number + 1}'s agent",
+             f"all end, no orphan; `with rank {number} on host{number + 1}: the connection to another rank is gone`",
+             seconds)
     two.runs.clear()
     two.start("train.steps=21", "train.resume=never")
     assert two.end() == [0, 0], two.output

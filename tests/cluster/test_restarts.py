@@ -86,6 +86,21 @@ def test_a_node_that_joins(two, measured):
     assert two.end() == [0, 0], two.output
 
 
+def test_a_node_that_joins_two(three, measured):
+    """torch's agents would break the run: it is refused, and the two go on."""
+    settings, env = (*FOR_EVER, "run.connect_timeout_s=40"), {"NNODES": "1:3"}
+    first, second = three.node(0, *settings, env=env), three.node(1, *settings, env=env)
+    three.reach(20)
+    clock = Clock()
+    third = three.node(2, *settings, env=env)
+    assert third.wait() == 2 and three.said("torch's agents allow no other to join two or more", third), three.output
+    measured("NNODES=1:3, a node comes to two that run", "refused with status 2 and the reason; the two go on",
+             clock.seconds)
+    three.reach(three.step + 20)
+    first.signal(signal.SIGTERM)
+    assert three.end(first, second) == [0, 0], three.output
+
+
 # ---------------------------------------------------------------- torchrun itself
 
 

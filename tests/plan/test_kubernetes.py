@@ -12,7 +12,7 @@ from threed.environment import torchrun_variables
 
 ROOT = Path(__file__).parents[2]
 
-# The part of PyTorchJob's schema (kubeflow.org/v1, of training-operator 1.9) and of a pod's that the file uses.
+# The part of PyTorchJob's schema (kubeflow.org/v1, of training-operator 1.9) and of a pod's that we use.
 # A dict: the keys that may be there; a set: the values; a list: what each item is. A key with * is required.
 CONTAINER = {"*name": {"pytorch"}, "*image": str, "workingDir": str, "command": [str], "args": [str],
              "env": [{"*name": str, "*value": str}], "ports": [{"name": str, "*containerPort": int}],
@@ -26,7 +26,7 @@ PYTORCHJOB = {"*apiVersion": {"kubeflow.org/v1"}, "*kind": {"PyTorchJob"}, "*met
               "*spec": {"nprocPerNode": str,
                         "runPolicy": {"cleanPodPolicy": {"None", "All", "Running"}, "backoffLimit": int},
                         "*pytorchReplicaSpecs": {"Master": REPLICAS, "Worker": REPLICAS}}}
-# The same of TrainJob (trainer.kubeflow.org/v1alpha1, of Kubeflow Trainer 2.3.0). What trains is the container
+# The same of TrainJob (trainer.kubeflow.org/v1alpha1, of Kubeflow Trainer 2.3). What trains is the container
 # `node` of the replicated job `node` of the runtime; its image, command and variables belong to `trainer`.
 PATCHED = {"terminationGracePeriodSeconds": int, "volumes": [VOLUME],
        "containers": [{"*name": {"node"}, "volumeMounts": CONTAINER["volumeMounts"]}]}

@@ -11,8 +11,8 @@ the tests' process, which has imported everything, and is killed with the hosts,
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import multiprocessing
 import os
 import shutil
 import signal
@@ -24,13 +24,13 @@ from pathlib import Path
 
 import psutil
 
-from tests.running import Forked, _call, torchrun_main
+from tests.running import Forked, torchrun_main
 from threed.children import die_with_parent
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000
 PREFIX = "threed"
-PLACE = {"MASTER_ADDR", "MASTER_PORT", "NNODES", "NODE_RANK", "GPUS_PER_NODE", "LOCAL_ADDR", "MAX_RESTARTS", "RANK",
-         "WORLD_SIZE", "LOCAL_RANK"}  # variables that say what part of a run a process is
+PLACE = {"MASTER_ADDR", "MASTER_PORT", "NNODES", "NODE_RANK", "GPUS_PER_NODE", "LOCAL_ADDR", "MAX_RESTARTS",
+         "RANK", "WORLD_SIZE", "LOCAL_RANK"}  # variables that say what part of a run a process is
 
 
 def missing() -> str | None:
@@ -135,7 +135,8 @@ class Host:
 
     def kill_all(self) -> None:
         for process in self.processes():
-            process.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
     def link(self, up: bool) -> None:
         """The cable: pulled out at the switch, so that the host itself sees nothing."""

@@ -114,7 +114,8 @@ def test_a_node_never_comes(two, measured):
     assert two.said("host1 waits for other nodes at 10.77.0.1:29500 for 10 of 12 s"), run.output
     words = "1 of 2 nodes came within run.connect_timeout_s=12"
     assert two.said(words) and "are all 2 nodes started" in run.output, run.output
-    measured("a node never comes (limit 12 s)", f"said after 10 s, then ends with status 1; `{words}`", clock.seconds)
+    measured("a node never comes (limit 12 s)", f"said after 10 s, then ends with status 1; `{words}`",
+             clock.seconds)
 
 
 @pytest.mark.parametrize(("address", "words"), [
@@ -211,7 +212,8 @@ def test_another_config_on_a_host(restarts, two, measured):
     two.node(1, "train.steps=3", f"run.restarts={restarts}", "optimizer.lr=0.5")
     assert two.end() == [2, 2], two.output
     assert two.said("optimizer.lr") and "restart 1 of" not in two.output, two.output
-    measured(f"another config on host 2, run.restarts={restarts}", "refused with status 2, key named", clock.seconds)
+    measured(f"another config on host 2, run.restarts={restarts}", "refused with status 2, key named",
+             clock.seconds)
 
 
 @pytest.mark.parametrize("twice", [0, 1])
@@ -219,13 +221,15 @@ def test_two_nodes_with_one_number(twice, three, alone, measured):
     """One of them is left out, and says so at the limit; if the others train, they are right."""
     clock = Clock()
     for host, number in enumerate((0, 1, twice)):
-        three.node(host, "train.steps=12", "run.connect_timeout_s=12", env={"NNODES": "2", "NODE_RANK": str(number)})
+        env = {"NNODES": "2", "NODE_RANK": str(number)}
+        three.node(host, "train.steps=12", "run.connect_timeout_s=12", env=env)
     statuses = three.end()
     left_out = [run for run, status in zip(three.runs, statuses, strict=True) if status]
     assert left_out and all("threed: " in run.output for run in left_out), three.output
     if 0 in statuses:
         assert len(left_out) == 1 and are_equal(losses(three.folder / "run"), alone[2]), three.output
-    measured(f"two nodes {twice} of 2 (limit 12 s)", f"one is left out, all end: statuses {statuses}", clock.seconds)
+    measured(f"two nodes {twice} of 2 (limit 12 s)", f"one is left out, all end: statuses {statuses}",
+             clock.seconds)
 
 
 def test_another_number_of_nodes(three, alone, measured):
@@ -234,7 +238,8 @@ def test_another_number_of_nodes(three, alone, measured):
     for number, nodes in enumerate(("2", "3", "3")):
         three.node(number, "train.steps=12", "run.connect_timeout_s=12", env={"NNODES": nodes})
     assert three.end() == [0, 0, 1], three.output
-    assert are_equal(losses(three.folder / "run"), alone[2]) and "threed: " in three.runs[2].output, three.output
+    assert are_equal(losses(three.folder / "run"), alone[2])
+    assert "threed: " in three.runs[2].output, three.output
     measured("NNODES is 2 on node 0, 3 on nodes 1 and 2 (limit 12 s)", "the first two train; the third ends",
              clock.seconds)
 

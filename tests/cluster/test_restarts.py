@@ -52,7 +52,7 @@ def test_five_restarts(fault, two, alone, measured):
     assert two.end() == [0, 0], two.output
     assert "resumed from" in two.output
     assert losses(two.folder / "run") == alone[2]
-    measured(f"killed five times in one run: {fault}", "resumes each time, equal losses; seconds: the longest",
+    measured(f"killed five times in one run: {fault}", "resumes each time, equal losses; the longest time",
              max(seconds))
 
 
@@ -93,8 +93,9 @@ def test_a_node_that_joins_two(three, measured):
     three.reach(20)
     clock = Clock()
     third = three.node(2, *settings, env=env)
-    assert third.wait() == 2 and three.said("torch's agents allow no other to join two or more", third), three.output
-    measured("NNODES=1:3, a node comes to two that run", "refused with status 2 and the reason; the two go on",
+    words = "torch's agents allow no other to join two or more"
+    assert third.wait() == 2 and three.said(words, third), three.output
+    measured("NNODES=1:3, a node comes to two that run", f"refused with status 2: `{words}`; the two go on",
              clock.seconds)
     three.reach(three.step + 20)
     first.signal(signal.SIGTERM)
@@ -108,9 +109,9 @@ def torchrun(cluster: Cluster, address: str, *words: str) -> None:
     """Start torchrun, as people type it, on each host."""
     count = len(cluster.hosts)
     for number, host in enumerate(cluster.hosts):
-        where = (f"--nnodes={count}", f"--node-rank={number}", f"--master-addr={address}", "--master-port=29500")
-        env = {"OMP_NUM_THREADS": "1"}
-        cluster.runs.append(host.execute(sys.executable, TORCHRUN, *(where if count > 1 else ()), *words, env=env))
+        where = ("--nnodes", str(count), "--node-rank", str(number), "--master-addr", address)
+        argv = (sys.executable, TORCHRUN, *(where if count > 1 else ()), *words)
+        cluster.runs.append(host.execute(*argv, env={"OMP_NUM_THREADS": "1"}))
 
 
 @pytest.mark.parametrize("fault", ["none", "agent 0", "agent 1"])
@@ -120,8 +121,8 @@ def test_torchrun_itself(names, fault, two, alone, measured):
     if names == "debian":
         debian(two.hosts)
     steps = "train.steps=12" if fault == "none" else "train.steps=100000"
-    torchrun(two, "host1" if names == "debian" else "10.77.0.1", "--nproc-per-node=1", "-m", "threed.cli", "train",
-             *two.settings(steps))
+    torchrun(two, "host1" if names == "debian" else "10.77.0.1", "--nproc-per-node=1", "-m", "threed.cli",
+             "train", *two.settings(steps))
     if fault == "none":
         assert [run.wait(120) for run in two.runs] == [0, 0], two.output
         assert losses(two.folder / "run") == {step: alone[2][step] for step in range(1, 13)}
@@ -143,8 +144,8 @@ def test_torchrun_starts_again(count, repetition, tmp_path, cache, alone, measur
         if count == 1:  # torchrun itself needs the name of a host that is alone
             debian(hosts)
         settings = [*TINY[1:], *cache, f"run.dir={tmp_path / 'run'}", "train.steps=40", "checkpoint.every=4"]
-        torchrun(cluster, "10.77.0.1", f"--nproc-per-node={2 // count}", "--max-restarts=2", "-m", "threed", "train",
-                 *settings)
+        torchrun(cluster, "10.77.0.1", f"--nproc-per-node={2 // count}", "--max-restarts=2", "-m", "threed",
+                 "train", *settings)
         cluster.reach(8)
         clock = Clock()
         cluster.runs[-1].ranks()[-1].kill()

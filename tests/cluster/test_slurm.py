@@ -246,6 +246,7 @@ def test_time_limit_and_singleton(slurm, settings, measured):
              clock.seconds)
     slurm.wait_for(lambda: "resumed from" in slurm.log(second), job=second)
     slurm.command("scancel", second)
+    assert slurm.end(second, 60) == "CANCELLED"
 
 
 def test_restarts_within_a_job(slurm, tmp_path, settings, measured):

@@ -32,11 +32,12 @@ from threed.comm import ProcessComm, connecting_late
 from threed.config import load
 from threed.data.tokens import Prepared
 from threed.engine import shared
-from threed.engine.watch import POLL_S, POLLS, Watch
+from threed.engine.watch import POLL_S, Watch
 from threed.monitor.measure import Meter
 from threed.monitor.traces import encode
 from threed.program.trace import Trace
 from threed.quantity import show_bytes
+from threed.rendezvous import POLLS
 from threed.schema import Config
 from threed.store import of_this_start
 from threed.tensor.measure import SilentGroup

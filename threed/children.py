@@ -92,9 +92,9 @@ def ended_by(code: int) -> tuple[str, str | None, int]:
     return f"was killed by {name}", name if -code != signal.SIGKILL else None, 128 - code
 
 
-def end_all(ranks: Sequence[Any], limit_s: float = KILL_S, why: str = "") -> None:
+def end_all(ranks: Sequence[Any], limit_s: float = KILL_S) -> None:
     """Kill processes and return when all have ended. If one does not end, it is stuck in the kernel: then
-    this process says `why` it wanted to end them, and exits at once with status 1."""
+    this process says so, and exits at once with status 1."""
     # where forking failed, some were never started
     ranks = [process for process in ranks if process.pid is not None]
     for process in ranks:
@@ -105,7 +105,7 @@ def end_all(ranks: Sequence[Any], limit_s: float = KILL_S, why: str = "") -> Non
         process.join(max(0.0, until - time.monotonic()))
     if stuck := [process for process in ranks if process.exitcode is None]:
         named = ", ".join(f"{process.name} (process {process.pid})" for process in stuck)
-        say(f"{why + '; ' if why else ''}{named} cannot be killed: stuck in the kernel, as on a file system "
+        say(f"{named} cannot be killed: stuck in the kernel, as on a file system "
             "or a driver that does not answer. The run ends here; this machine needs a look")
         os._exit(1)
 
@@ -142,9 +142,6 @@ class Preparation:
             self._send.send(prepare(config.data, config.model, self._say))
         except InputError as error:
             self._send.send(error)
-
-    def is_over(self) -> bool:
-        return self._receive.poll()
 
     def result(self) -> Prepared:
         """Wait for the prepared data. InputError where the data or the config cannot be used, RunError where

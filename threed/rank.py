@@ -22,10 +22,10 @@ from threed.assemble import Job, train
 from threed.children import die_with_parent
 from threed.console import RECORD, flush, put_error, say, steady
 from threed.early import STOPS, handle
-from threed.engine.watch import KEY, POLLS, Watch, lost_peer, tell
+from threed.engine.watch import KEY, Watch, lost_peer, tell
 from threed.environment import Place
 from threed.errors import RunError, Stopped, ThreedError
-from threed.rendezvous import meet
+from threed.rendezvous import POLLS, meet
 from threed.requests import Requests
 from threed.restart import Pace, Steps
 from threed.schema import Config

@@ -17,7 +17,7 @@ from threed.console import say
 from threed.errors import InputError, RunError
 
 POLL_S = 0.25  # between two looks into the store in which ranks meet
-POLLS = 2000  # by all ranks together, in a second
+POLLS = 2000  # of the store in a second, by all ranks together
 REPORT_S = 10.0  # between two lines about ranks that have not come
 MET = "threed/met"  # key of that store: all ranks are there
 FAILURE = "threed/failure"  # key of that store: the note of the first rank that fails

@@ -52,9 +52,9 @@ def of_this_start(store: Any, rank: int, size: int, timeout_s: float) -> str:
 
 
 def _answer(here: Any, size: int, until: float) -> None:
-    """Answer each hello until all ranks have come: also a second one of a rank, for two processes that have one
-    number are told so when ranks exchange their addresses. A rank that comes later replaces one that has ended,
-    and waits for the next start."""
+    """Answer each hello until all ranks have come: also a second one of a rank, for two processes that have
+    one number are told so when ranks exchange their addresses. A rank that comes later replaces one that has
+    ended, and waits for the next start."""
     here, answered = here.clone(), dict.fromkeys(range(1, size), b"")
     with contextlib.suppress(RuntimeError):  # the store has gone
         while time.monotonic() < until and not all(answered.values()):

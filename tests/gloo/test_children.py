@@ -67,10 +67,10 @@ def test_a_rank_that_cannot_be_killed(monkeypatch, capfd):
 
     monkeypatch.setattr(children.os, "_exit", leave)
     with pytest.raises(SystemExit) as ended:
-        children.end_all([Stuck()], limit_s=0.0, why="node 0 has gone")
+        children.end_all([Stuck()], limit_s=0.0)
     assert ended.value.code == 1
     printed = capfd.readouterr().err
-    assert "node 0 has gone; rank 3 (process 77) cannot be killed: stuck in the kernel" in printed
+    assert "rank 3 (process 77) cannot be killed: stuck in the kernel" in printed
 
 
 def test_whom_to_blame():

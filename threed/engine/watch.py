@@ -27,11 +27,11 @@ from threed.engine.engine import Engine
 from threed.environment import Place
 from threed.quantity import show_seconds
 from threed.rendezvous import FAILURE as KEY
+from threed.rendezvous import POLLS
 from threed.restart import Steps
 
 LIMIT = 0.8  # share of run.timeout_s; the rest is for telling the others, so that all end within it
 POLL_S = 0.25
-POLLS = 2000  # of the store in a second, by all ranks together
 SIGN_S = 60.0  # a first step that takes longer gives signs of life: at twice the time, or after LONG_S
 LONG_S = 600.0
 LEAVE_S = 2.0  # the store may not answer a rank that leaves

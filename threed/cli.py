@@ -18,6 +18,7 @@ from threed import config as configs
 from threed import options as of
 from threed.console import say
 from threed.early import begin
+from threed.environment import speaks_for_machine
 from threed.errors import InputError, Reported, ThreedError
 from threed.folders import to_train
 from threed.options import UsageError, documented, error_document, exclude, instead, is_given
@@ -313,7 +314,8 @@ def main() -> None:
         status = app(standalone_mode=False)
         sys.exit(status if isinstance(status, int) else 0)
     except ThreedError as error:
-        if not isinstance(error, Reported):
+        # All ranks that a launcher has started read the same config.
+        if not isinstance(error, Reported) and (sys.argv[1:2] != ["train"] or speaks_for_machine()):
             say(str(error))
         sys.exit(error.status)
     except UsageError as error:  # an unknown option, say

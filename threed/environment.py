@@ -51,10 +51,26 @@ def place_of_environment(env: Mapping[str, str] = os.environ) -> Place | None:
         world = _number(env, "SLURM_NTASKS")
         os.environ.update(RANK=env["SLURM_PROCID"], WORLD_SIZE=str(world),
                           MASTER_PORT=env.get("MASTER_PORT", str(PORT)))
-        return Place(_number(env, "SLURM_PROCID"), _number(env, "SLURM_LOCALID"),
-                     _number(env, "SLURM_NTASKS_PER_NODE", world), world)
+        return Place(_number(env, "SLURM_PROCID"), _number(env, "SLURM_LOCALID"), _tasks_here(env), world)
     _refuse_part(env)
     return None
+
+
+def _tasks_here(env: Mapping[str, str]) -> int:
+    """Tasks of the step on this node: of "4(x2),3" those of node 0, 1 or 2. (SLURM_NTASKS_PER_NODE is the
+    job's, or absent.)"""
+    if "SLURM_STEP_TASKS_PER_NODE" not in env:
+        return _number(env, "SLURM_NTASKS_PER_NODE", _number(env, "SLURM_NTASKS"))
+    counts = []
+    for part in env["SLURM_STEP_TASKS_PER_NODE"].split(","):
+        count, _, times = part.rstrip(")").partition("(x")
+        counts += [_whole("SLURM_STEP_TASKS_PER_NODE", count, part)] * int(times or 1)
+    return counts[_number(env, "SLURM_NODEID", 0)]
+
+
+def speaks_for_machine(env: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process is the first rank of its machine, or none: what all ranks see is said once."""
+    return env.get("LOCAL_RANK", env.get("SLURM_LOCALID", "0")) == "0"
 
 
 def restarted() -> bool:
@@ -140,7 +156,7 @@ def _rank(env: Mapping[str, str]) -> Place:
 
 
 def _node_count(env: Mapping[str, str]) -> tuple[str, str] | None:
-    """(name, number of nodes). Version 1.5 of PyTorchJob counts its pods in WORLD_SIZE and RANK alone."""
+    """(name, number of nodes). Until version 1.7 PyTorchJob counts its pods in WORLD_SIZE and RANK alone."""
     pods = "RANK" in env and "WORLD_SIZE" in env and "LOCAL_RANK" not in env
     return _one(env, "NNODES", "PET_NNODES") or (("WORLD_SIZE", env["WORLD_SIZE"]) if pods else None)
 

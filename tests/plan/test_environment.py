@@ -21,6 +21,11 @@ POD = {"MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456", "RANK": "1"}
     ({"SLURM_STEP_ID": "0", "SLURM_NTASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1",
       "SLURM_NTASKS_PER_NODE": "2",
       "MASTER_ADDR": "a"}, Place(3, 1, 2, 4)),
+    # SLURM_NTASKS_PER_NODE is the job's, and not the step's
+    ({"SLURM_STEP_ID": "0", "SLURM_NTASKS": "11", "SLURM_PROCID": "9", "SLURM_LOCALID": "1",
+      "SLURM_NODEID": "2", "SLURM_NTASKS_PER_NODE": "1", "SLURM_STEP_TASKS_PER_NODE": "4(x2),3",
+      "MASTER_ADDR": "a"},
+     Place(9, 1, 3, 11)),
 ])
 def test_places(env, place, monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):

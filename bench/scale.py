@@ -35,6 +35,7 @@ from threed.engine import shared
 from threed.engine.watch import POLL_S, Watch
 from threed.monitor.measure import Meter
 from threed.monitor.traces import encode
+from threed.planner import make_plan
 from threed.program.trace import Trace
 from threed.quantity import show_bytes
 from threed.rendezvous import POLLS
@@ -84,7 +85,7 @@ def config_of(ranks: int, folder: str) -> Config:
 def of_ranks(ranks: int, folder: str) -> dict[str, str]:
     """One rank's start, without its weights, and a step's exchange of numbers."""
     config, made = config_of(ranks, folder), [0]
-    init, new_group, plan_of = dist.init_process_group, dist.new_group, assemble.make_plan
+    init, new_group = dist.init_process_group, dist.new_group
     spent = {}
 
     def counted(*args: Any, **options: Any) -> Any:
@@ -93,18 +94,18 @@ def of_ranks(ranks: int, folder: str) -> dict[str, str]:
 
     def timed(*args: Any) -> Any:
         begin = time.thread_time()
-        plan = plan_of(*args)
+        plan = make_plan(*args)
         spent["plan"] = time.thread_time() - begin
         return plan
 
     dist.init_process_group = lambda backend, **options: init("fake", **{**options, "store": FakeStore()})
-    dist.new_group, assemble.make_plan, assemble.ProcessComm = counted, timed, Counting
+    dist.new_group, assemble.ProcessComm = counted, Counting
     prepared = Prepared(Path(folder) / "data", None, 1, 1, 1, None, True)
     for suffix in (".bin", ".idx"):
         Path(f"{prepared.prefix}{suffix}").write_bytes(bytes(1 << 17))
     begin = time.thread_time()
     watch = Watch(0, dist.HashStore(), 600.0, ranks)
-    comm, plan = assemble.connect(config, watch, torch.device("cpu"), None)
+    comm, plan = assemble.connect(config, watch, torch.device("cpu"), None, timed)
     assert isinstance(comm, Counting)
     hosts = watch.hosts
     shared.same_data(comm, prepared, hosts, True)
@@ -113,7 +114,7 @@ def of_ranks(ranks: int, folder: str) -> dict[str, str]:
     resume(config, SimpleNamespace(comm=comm))  # pyright: ignore[reportArgumentType]
     start_s = time.thread_time() - begin
     watch.close()
-    dist.init_process_group, dist.new_group, assemble.make_plan = init, new_group, plan_of
+    dist.init_process_group, dist.new_group = init, new_group
     row = {"processor s": f"{start_s:.1f}", "of it the plan": f"{spent['plan']:.1f}",
            "calls of new_group": str(made[0]), "collectives": str(comm.calls),
            "received in them": show_bytes(comm.received),

@@ -11,6 +11,7 @@ import runpy
 import signal
 import socket
 import sys
+import threading
 import traceback
 from argparse import Namespace
 from functools import partial
@@ -42,6 +43,7 @@ CONNECT_S = 300.0  # how long nodes of a script wait for each other; a config sa
 MOST = 100  # starts by torch's own count, where any are allowed: ranks decide about each
 READ_S, CLOSE_S = 20, 5  # limits of c10d's own messages
 LATER_S = 10
+TAKEN_S = 2.0  # for the agent to take the result of a rank
 LOOK_S = 2  # for the store of nodes that train already
 
 
@@ -139,6 +141,11 @@ def be_rank(work: Work, parent: int) -> None:
     flush()
     if status:
         os._exit(status)
+    # torch keeps a rank's process until the agent has taken its result. An agent that has asked it to end,
+    # since another node joins, takes none, and would kill it after 30 s.
+    ends = threading.Timer(TAKEN_S, os._exit, (0,))
+    ends.daemon = True
+    ends.start()
 
 
 def _size(given: str | None, first: Config | None) -> int:

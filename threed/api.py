@@ -172,9 +172,9 @@ def train(config: Config | str | Path, overrides: list[str] | None = None,
           callbacks: Sequence[Callback] = ()) -> Run:
     """Train to `train.steps`, or go on from the newest checkpoint (`train.resume`), as `threed train` does.
 
-    Started with plain python it forks all ranks on this machine; under torchrun or srun this process is one
-    rank; with NNODES in the environment it starts one node's. Call it on the main thread, before torch has
-    computed anything or used a GPU in this process. `config`: a Config, or a YAML file with `overrides`,
+    Started with plain python it forks all ranks on this machine; under `python -m threed.torchrun`, torchrun
+    or srun this process is one rank. Call it on the main thread, before torch has computed anything or used a
+    GPU in this process. `config`: a Config, or a YAML file with `overrides`,
     which leaves `parallel.dp: auto` to the number of ranks, or the folder of a run, which goes on.
     `callbacks` run on every rank, in the given order. Returns the run, once it has ended or was asked to
     stop. Raises InputError where it cannot begin, RunError with the run's exit `status` where it has failed:

@@ -53,9 +53,8 @@ def _root(version: Annotated[bool, typer.Option("--version", callback=_version, 
 
 @app.command(short_help="train a model, or go on from its newest checkpoint")
 def train(config: of.TrainPath, overrides: of.Overrides = None, quiet: of.Quiet = False) -> None:
-    """Train. The command starts all ranks on this machine; with NNODES, NODE_RANK and MASTER_ADDR in the
-    environment, the ranks of one of several nodes (launch/torchrun.sh); under torchrun or srun it is one
-    rank.
+    """Train. The command starts all ranks on this machine; under torchrun or srun it is one rank. On several
+    machines, start each by launch/torchrun.sh CONFIG, which is python -m threed.torchrun CONFIG.
 
     SIGTERM and Ctrl-C save a checkpoint and end the run; SIGUSR1 saves one and the run goes on. A run that is
     started again goes on from its newest complete checkpoint (train.resume): threed train RUN.

@@ -14,6 +14,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,7 +24,7 @@ from threed import console
 from threed.checkpoint.format import folder_in
 from threed.checkpoint.lineage import latest_in
 from threed.environment import Place, agent
-from threed.errors import RunError, ThreedError
+from threed.errors import InputError, RunError, ThreedError
 from threed.restart import Failure, Restarts
 from threed.schema import Config
 
@@ -42,18 +43,22 @@ class Refused(ThreedError):
 
 
 def begin(config: Config, place: Place, store: Any, prefix: str) -> None:
-    """Wait as long as the restart policy asks for. Refused where it does not allow a start. `store`: of this
-    start; its keys have a `prefix`."""
+    """Wait as long as the restart policy asks for. Refused where it does not allow a start, InputError where
+    agents do not agree on the number of nodes. `store`: of this start; its keys have a `prefix`."""
     tell_launcher(rank=place.rank, run=str(Path(config.run.dir).absolute()),
                   store=[os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), prefix])
+    nodes = os.environ.get("GROUP_WORLD_SIZE")
     if place.rank == 0:
         store.set(AGENT, agent())
         wait_s, text, status = decide(config) if agent() else (0.0, "", 0)
         if text and wait_s is not None:
             console.say(text)
-        store.set(GO, json.dumps([wait_s, text, status]))
+        store.set(GO, json.dumps([wait_s, text, status, nodes]))
     else:
-        wait_s, text, status = json.loads(store.get(GO))
+        wait_s, text, status, theirs = json.loads(store.get(GO))
+        if nodes != theirs:  # torch's agents would train, and wait for each other for 300 s at the end
+            raise InputError(f"NNODES is {nodes} on {socket.gethostname()} and {theirs} on node 0: give all "
+                             "nodes the same number")
     if wait_s is None:
         raise Refused(text, status)
     time.sleep(wait_s)

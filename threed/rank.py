@@ -100,6 +100,7 @@ def run_place(job: Job, place: Place, parent: int) -> int:
                 "cause": text, "final": True}
         with contextlib.suppress(RuntimeError):  # the store has gone with its rank
             note = tell(store, note) if store is not None else note
+        status = note["status"]
         if note["rank"] == place.rank:
             say(text)
             elastic.error_file(text)

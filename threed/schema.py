@@ -300,7 +300,7 @@ class MonitorConfig:
 class RunConfig:
     dir: str = "runs/default"  # folder of checkpoints, metrics and traces
     timeout_s: float = 600.0  # a rank that waits this long for another ends the run and says for whom
-    connect_timeout_s: float = 300.0  # with several nodes: how long they wait for each other to come
+    connect_timeout_s: float = 300.0  # how long machines, and then ranks, wait for each other to come
     device: str = "auto"  # auto | cpu | cuda
     deterministic: bool = False  # on a GPU: the same bits in each run, from slower kernels; what has none is
     # an error
@@ -309,7 +309,8 @@ class RunConfig:
     # host cannot issue them in time
     verify_every: int = 0  # every so many steps, one is computed twice and compared, to find a machine that
     # computes wrongly; 0: never
-    restarts: int = 3  # most starts after failures from one checkpoint; the count begins anew at a newer one
+    restarts: int = 3  # most starts after failures from one checkpoint; the count begins anew at a newer one.
+    # Under torchrun itself its --max-restarts is the outer bound, and srun starts no task again
     restart_wait_s: float = 5.0  # before the first of them; doubled each time, up to 300
     stop_after: str | None = None  # such as 3h50m, 90m, 2d or seconds: the run saves and ends before so much
     # time has passed since its start, restarts included; null: it does not

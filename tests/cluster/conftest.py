@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # before torch is imported, as threed.torchrun sets it
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is imported, as threed.torchrun sets it
 
 from tests.cluster.cluster import TINY, Cluster
 from tests.cluster.hosts import Hosts

@@ -26,7 +26,7 @@ TORCHRUN = str(Path(sysconfig.get_path("scripts")) / "torchrun")
 def test_five_restarts(fault, two, alone, measured):
     """Five times in one run. An agent or a host that was killed is started again by somebody, as are all
     agents after the one of node 0, which holds the store."""
-    settings = ("train.steps=70", "checkpoint.every=4", "run.restarts=2", "run.restart_wait_s=1",
+    settings = ("train.steps=70", "checkpoint.every=4", "run.restarts=2", "run.restart_wait_s=0.1",
                 "run.connect_timeout_s=60")
     two.start(*settings)
     seconds = []
@@ -58,7 +58,7 @@ def test_five_restarts(fault, two, alone, measured):
 
 def test_fewer_nodes(two, alone, measured):
     """NNODES=1:2, a host is off: the other goes on alone, with the same global batch."""
-    settings = ("train.steps=40", "checkpoint.every=4", "run.restarts=2", "run.restart_wait_s=1",
+    settings = ("train.steps=40", "checkpoint.every=4", "run.restarts=2", "run.restart_wait_s=0.1",
                 "run.connect_timeout_s=40")
     first, _ = two.start(*settings, env={"NNODES": "1:2", "NODE_RANK": ""})
     two.reach(8)
@@ -79,7 +79,7 @@ def test_a_node_that_joins(two, measured):
     two.reach(20)
     clock = Clock()
     second = two.node(1, *settings, env={"NNODES": "1:2"})
-    first.wait_for("goes on on 2 ranks")
+    first.wait_for("goes on on 2 ranks", timeout_s=25)
     measured("NNODES=1:2, a second node comes", "goes on on both, dp 1 -> 2", clock.seconds)
     two.reach(two.step + 20)
     second.signal(signal.SIGTERM)

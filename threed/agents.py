@@ -56,7 +56,8 @@ def run(args: Namespace, attendant: Attendant) -> int:
     where = _meeting(args, limit_s)
     args.max_restarts = MOST if (first.run.restarts if first else args.max_restarts) else 0
     config = _launch_config(args)
-    if config.logs_specs and not (args.log_dir or args.logs_specs or args.redirects != "0" or args.tee != "0"):
+    wanted = args.log_dir or args.logs_specs or args.redirects != "0" or args.tee != "0"
+    if config.logs_specs and not wanted:
         attendant.folder = config.logs_specs.root_log_dir
     if first:
         RECORD.open(Path(first.run.dir))

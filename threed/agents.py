@@ -55,6 +55,7 @@ def run(args: Namespace, attendant: Attendant) -> int:
     args.nproc_per_node = str(_size(args.nproc_per_node, first))
     where = _meeting(args, limit_s)
     args.max_restarts = MOST if (first.run.restarts if first else args.max_restarts) else 0
+    attendant.restarts = bool(args.max_restarts)
     config = _launch_config(args)
     wanted = args.log_dir or args.logs_specs or args.redirects != "0" or args.tee != "0"
     if config.logs_specs and not wanted:

@@ -33,6 +33,7 @@ POLL_S = 0.25
 REPORT_S = 10.0  # between two lines while other machines are awaited
 ANSWER_S = 20.0  # how long the store may take for a note
 OTHERS_S = 30.0  # how long ranks of other machines may work when those of this one have ended
+AGENT_S = 30.0  # how long the agent may take to end when its ranks have, or to start them again
 LINGER_S = 2.0  # as `rank.LINGER_S`
 END_S = 3.0  # how long a rank may take to end after a second request to stop
 KILLED = (os.CLD_KILLED, os.CLD_DUMPED)
@@ -70,6 +71,7 @@ class Attendant:
         self._where = ""  # the address; "": there are no other machines
         self.limit_s, self._since, self._reports = 0.0, 0.0, 0
         self._why: Callable[[], str] | None = None
+        self.restarts = False  # whether torch may start ranks again
         self.folder = ""  # that torch makes for logs and leaves, where there are none
         self._telling: threading.Thread | None = None
         self._ended = False  # whether the agent was told to end
@@ -79,10 +81,16 @@ class Attendant:
         """Until ranks start, and after each failure, say that other machines are awaited. `why`: what to say
         at the limit; None: torch or a rank says it."""
         self.limit_s, self._where, self._why = limit_s, where, why
-        self._await()
+        self._await(where)
 
-    def _await(self) -> None:
-        self._since, self._reports, self.awaits = time.monotonic(), 0, self._where
+    def _await(self, where: str) -> None:
+        self._since, self._reports, self.awaits = time.monotonic(), 0, where
+
+    def _await_agent(self) -> None:
+        """Ranks have failed: the agent is to end, or to start them again. Before that torch waits for a store
+        that may have gone without a limit, and for a rank that was killed when it had done its work."""
+        if not self.children:
+            self._await(self._where if self.restarts else "")
 
     def close(self) -> None:
         """Before the agent ends: other machines read in the store why a rank here was killed, and the store
@@ -167,6 +175,7 @@ class Attendant:
             except ChildProcessError:  # the agent was faster
                 del self.children[pid]
                 self._over[pid] = None
+                self._await_agent()
                 continue
             if info is not None:
                 self._see_end(info)
@@ -181,8 +190,8 @@ class Attendant:
         first = not self.status
         if code and first:
             self.status = code if by_itself else 128 + code
-        if code and not self.children:
-            self._await()  # before another start, torch waits for a store that may have gone, without a limit
+        if code:
+            self._await_agent()
         if code and self.asked.times:
             if not by_itself and self._kill_at < math.inf:
                 self.status = 128 + self._number
@@ -224,6 +233,10 @@ class Attendant:
         if self.awaits and self._why is not None and waited > self.limit_s:
             console.say(self._why())
             self._leave(self.status or 1)
+        limit_s = AGENT_S + (self.limit_s if self.awaits else 0)
+        if self.status and not self.children and waited > limit_s:
+            console.say(f"torch's agent on {socket.gethostname()} has not ended for {limit_s:g} s; it ends now")
+            self._leave(self.status)
 
 
 def _send(pid: int, number: int) -> None:

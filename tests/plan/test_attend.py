@@ -14,12 +14,13 @@ from tests.running import Forked
 from threed import attend, elastic
 
 
-def agent(tmp_path, monkeypatch, rank, limit_s: float = 60.0) -> Forked:
+def agent(tmp_path, monkeypatch, rank, limit_s: float, restarts: bool = True) -> Forked:
     """An agent of one of two nodes, with one rank's process; its main thread sits in a call without an
     end."""
     def body() -> int:
         attendant = attend.Attendant()
         attendant.folder = str(tmp_path / "logs")
+        attendant.restarts = restarts
         attendant.await_nodes("10.0.0.1:29500", limit_s, lambda: "node 0 did not answer")
         if os.fork() == 0:
             rank()
@@ -29,6 +30,7 @@ def agent(tmp_path, monkeypatch, rank, limit_s: float = 60.0) -> Forked:
 
     (tmp_path / "logs").mkdir()
     monkeypatch.setattr(attend, "OTHERS_S", 0.5)
+    monkeypatch.setattr(attend, "AGENT_S", 0.5)
     return Forked(tmp_path, body)
 
 
@@ -39,6 +41,13 @@ def test_a_rank_that_is_killed_before_it_says_who_it_is(tmp_path, monkeypatch):
     assert run.output.splitlines() == [f"threed: a rank on {socket.gethostname()} was killed by SIGKILL",
                                        "threed: node 0 did not answer"]
     assert not (tmp_path / "logs").exists()
+
+
+def test_an_agent_that_does_not_end(tmp_path, monkeypatch):
+    """torch's own waits for ever where a rank is killed when it has done its work."""
+    run = agent(tmp_path, monkeypatch, lambda: os.kill(os.getpid(), signal.SIGKILL), 60.0, restarts=False)
+    assert run.wait(20) == 137
+    assert "was killed by SIGKILL" in run.output and "has not ended for 0.5 s: it ends now" in run.output
 
 
 @pytest.mark.parametrize(("code", "status"), [(0, 0), (7, 7)])

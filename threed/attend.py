@@ -235,8 +235,8 @@ class Attendant:
             self._leave(self.status or 1)
         limit_s = AGENT_S + (self.limit_s if self.awaits else 0)
         if self.status and not self.children and waited > limit_s:
-            console.say(f"torch's agent on {socket.gethostname()} has not ended {limit_s:g} s after its ranks: "
-                        "threed ends it")
+            console.say(f"torch's agent on {socket.gethostname()} has not ended {limit_s:g} s after its "
+                        "ranks: it is made to end")
             self._leave(self.status)
 
 

@@ -33,7 +33,8 @@ POLL_S = 0.25
 REPORT_S = 10.0  # between two lines while other machines are awaited
 ANSWER_S = 20.0  # how long the store may take for a note
 OTHERS_S = 30.0  # how long ranks of other machines may work when those of this one have ended
-AGENT_S = 30.0  # how long the agent may take to end when its ranks have, or to start them again
+AGENT_S = 35.0  # how long the agent may take to end after a failure, or to start ranks again; it kills those
+# that do not end after 30 s
 LINGER_S = 2.0  # as `rank.LINGER_S`
 END_S = 3.0  # how long a rank may take to end after a second request to stop
 KILLED = (os.CLD_KILLED, os.CLD_DUMPED)
@@ -64,6 +65,7 @@ class Attendant:
         self._pipe, self._text, self._writes = reads, b"", writes
         self.children: dict[int, Child] = {}  # by process, those that live
         self._over: dict[int, int | None] = {}  # those that have ended: status or signal
+        self._failed_s = 0.0  # when a rank, or the last of all, has failed; 0: none
         self._done_s = math.inf  # when all have ended well
         self.status = 0  # of the rank that failed first in the last start
         self.asked, self._number, self._kill_at = Asked(), 0, math.inf
@@ -89,6 +91,8 @@ class Attendant:
     def _await_agent(self) -> None:
         """Ranks have failed: the agent is to end, or to start them again. Before that torch waits for a store
         that may have gone without a limit, and for a rank that was killed when it had done its work."""
+        if not self.children or not self._failed_s:
+            self._failed_s = time.monotonic()
         if not self.children:
             self._await(self._where if self.restarts else "")
 
@@ -131,7 +135,7 @@ class Attendant:
         for line in lines:
             values = json.loads(line)
             if not self.children and not self._ended:
-                self.status, self._telling = 0, None
+                self.status, self._failed_s, self._telling = 0, 0.0, None
                 self._over.clear()
             child = self.children.setdefault(values.pop("pid"), Child())
             for name, value in values.items():
@@ -175,7 +179,8 @@ class Attendant:
             except ChildProcessError:  # the agent was faster
                 del self.children[pid]
                 self._over[pid] = None
-                self._await_agent()
+                if self.status:
+                    self._await_agent()
                 continue
             if info is not None:
                 self._see_end(info)
@@ -234,10 +239,10 @@ class Attendant:
             console.say(self._why())
             self._leave(self.status or 1)
         limit_s = AGENT_S + (self.limit_s if self.awaits else 0)
-        if self.status and not self.children and waited > limit_s:
-            console.say(f"torch's agent on {socket.gethostname()} has not ended {limit_s:g} s after its "
-                        "ranks: it is made to end")
-            self._leave(self.status)
+        if self._failed_s and time.monotonic() - self._failed_s > limit_s:
+            console.say(f"torch's agent on {socket.gethostname()} has not ended {limit_s:g} s after "
+                        "ranks failed: it is made to end")
+            self._leave(self.status or 1)
 
 
 def _send(pid: int, number: int) -> None:

@@ -12,9 +12,11 @@ import pytest
 
 from tests.running import Forked
 from threed import attend, elastic
+from threed.children import be_child
 
 
-def agent(tmp_path, monkeypatch, rank, limit_s: float, restarts: bool = True) -> Forked:
+def agent(tmp_path, monkeypatch, rank, limit_s: float, restarts: bool = True,
+          neighbour=None) -> Forked:
     """An agent of one of two nodes, with one rank's process; its main thread sits in a call without an
     end."""
     def body() -> int:
@@ -22,9 +24,10 @@ def agent(tmp_path, monkeypatch, rank, limit_s: float, restarts: bool = True) ->
         attendant.folder = str(tmp_path / "logs")
         attendant.restarts = restarts
         attendant.await_nodes("10.0.0.1:29500", limit_s, lambda: "node 0 did not answer")
-        if os.fork() == 0:
-            rank()
-            os._exit(0)
+        for child in filter(None, (neighbour, rank)):
+            if os.fork() == 0:
+                child()
+                os._exit(0)
         time.sleep(60)
         return 9
 
@@ -47,7 +50,22 @@ def test_an_agent_that_does_not_end(tmp_path, monkeypatch):
     """torch's own waits for ever where a rank is killed when it has done its work."""
     run = agent(tmp_path, monkeypatch, lambda: os.kill(os.getpid(), signal.SIGKILL), 60.0, restarts=False)
     assert run.wait(20) == 137
-    assert "was killed by SIGKILL" in run.output and "has not ended 0.5 s after its ranks" in run.output
+    assert "was killed by SIGKILL" in run.output and "has not ended 0.5 s after ranks failed" in run.output
+
+
+def test_an_agent_that_does_not_end_a_neighbour(tmp_path, monkeypatch):
+    """The neighbour waits for torch's word that all have done their work."""
+    def neighbour() -> None:
+        be_child(os.getppid())
+        elastic.tell_launcher(rank=2)
+        time.sleep(60)
+
+    def killed() -> None:
+        elastic.tell_launcher(rank=3)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    run = agent(tmp_path, monkeypatch, killed, 60.0, restarts=False, neighbour=neighbour)
+    assert run.wait(20) == 137 and "rank 3 on" in run.output and "0.5 s after ranks failed" in run.output
 
 
 @pytest.mark.parametrize(("code", "status"), [(0, 0), (7, 7)])

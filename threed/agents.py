@@ -42,7 +42,7 @@ from threed.schema import Config
 CONNECT_S = 300.0  # how long nodes of a script wait for each other; a config says it by run.connect_timeout_s
 MOST = 100  # starts by torch's own count, where any are allowed: ranks decide about each
 READ_S, CLOSE_S = 20, 5  # limits of c10d's own messages
-LATER_S = 10
+LATER_S = 5.0
 TAKEN_S = 2.0  # for the agent to take the result of a rank
 LOOK_S = 2  # for the store of nodes that train already
 
@@ -68,8 +68,7 @@ def run(args: Namespace, attendant: Attendant) -> int:
         if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
             logging.getLogger(name).setLevel(logging.CRITICAL)
     if config.max_nodes > 1:
-        why = partial(_why, "", args, where, limit_s)
-        attendant.await_nodes(where, limit_s, why if args.node_rank else None)
+        attendant.await_nodes(where, limit_s, _later_s(args, limit_s), partial(_why, "", args, where, limit_s))
     try:
         elastic_launch(config, be_rank)(body, os.getpid())
         return 0
@@ -185,7 +184,7 @@ def _meeting(args: Namespace, limit_s: float) -> str:
             raise InputError(f"NNODES={args.nnodes} needs NODE_RANK, the number of this node: 0 to "
                              f"{int(most or least) - 1}")
         # Other nodes give up before torch does, which shows pages of C++ frames then (`Attendant`).
-        options = {"timeout": limit_s + (LATER_S if args.node_rank else 0)}
+        options = {"timeout": limit_s + (2 * LATER_S if args.node_rank else 0)}
     else:
         options = _c10d(args, host, int(port), limit_s)
     own = dict(pair.split("=", 1) for pair in args.rdzv_conf.split(",") if "=" in pair)
@@ -246,6 +245,14 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
+def _later_s(args: Namespace, limit_s: float) -> float:
+    """How much longer than the limit this node waits: torch knows how many nodes came to node 0, and c10d
+    waits a while for those that are more than the least number."""
+    if args.rdzv_backend == "c10d":
+        return LATER_S + limit_s / 10
+    return 0.0 if args.node_rank else LATER_S
+
+
 def _why(text: str, args: Namespace, where: str, limit_s: float) -> str:
     """Why nodes did not meet. `text`: torch's."""
     within = f"within run.connect_timeout_s={limit_s:g}"
@@ -253,7 +260,8 @@ def _why(text: str, args: Namespace, where: str, limit_s: float) -> str:
         text = f"{came[1]} of {came[2]} nodes came {within}"
     elif not text or "client socket has" in text:
         error = re.search(r"errno: \d+ - ([^)]*)", text)
-        text = f"node 0 did not answer at {where} {within}{f' ({error[1].lower()})' if error else ''}"
+        who = "node 0" if args.node_rank else "other nodes"
+        text = f"{who} did not answer at {where} {within}{f' ({error[1].lower()})' if error else ''}"
     elif "Failed to recv" in text or "Connection" in text:
         text = f"node 0 has ended: the connection to {where} is gone"
     return f"{text}; {_hint(args, where)}"

@@ -68,17 +68,17 @@ class Attendant:
         self.asked, self._number, self._kill_at = Asked(), 0, math.inf
         self.awaits = ""  # at which address other machines are awaited; "": they are not
         self._where = ""  # the address; "": there are no other machines
-        self.limit_s, self._since, self._reports = 0.0, 0.0, 0
+        self.limit_s, self._later_s, self._since, self._reports = 0.0, 0.0, 0.0, 0
         self._why: Callable[[], str] | None = None
         self.folder = ""  # that torch makes for logs and leaves, where there are none
         self._telling: threading.Thread | None = None
         self._ended = False  # whether the agent was told to end
         threading.Thread(target=self._body, name="attend", daemon=True).start()
 
-    def await_nodes(self, where: str, limit_s: float, why: Callable[[], str] | None) -> None:
+    def await_nodes(self, where: str, limit_s: float, later_s: float, why: Callable[[], str]) -> None:
         """Until ranks start, and after each failure, say that other machines are awaited. `why`: what to say
-        at the limit; None: torch or a rank says it."""
-        self.limit_s, self._where, self._why = limit_s, where, why
+        `later_s` after the limit, where torch still waits."""
+        self.limit_s, self._later_s, self._where, self._why = limit_s, later_s, where, why
         self._await()
 
     def _await(self) -> None:
@@ -221,7 +221,7 @@ class Attendant:
             self._reports += 1
             console.say(f"{socket.gethostname()} waits for other nodes at {self.awaits} for {waited:.0f} of "
                         f"{self.limit_s:g} s")
-        if self.awaits and self._why is not None and waited > self.limit_s:
+        if self.awaits and self._why is not None and waited > self.limit_s + self._later_s:
             console.say(self._why())
             self._leave(self.status or 1)
 

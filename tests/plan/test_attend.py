@@ -20,7 +20,7 @@ def agent(tmp_path, monkeypatch, rank, limit_s: float = 60.0) -> Forked:
     def body() -> int:
         attendant = attend.Attendant()
         attendant.folder = str(tmp_path / "logs")
-        attendant.await_nodes("10.0.0.1:29500", limit_s, lambda: "node 0 did not answer")
+        attendant.await_nodes("10.0.0.1:29500", limit_s, 0.0, lambda: "node 0 did not answer")
         if os.fork() == 0:
             rank()
             os._exit(0)

@@ -68,7 +68,8 @@ def run(args: Namespace, attendant: Attendant) -> int:
         if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
             logging.getLogger(name).setLevel(logging.CRITICAL)
     if config.max_nodes > 1:
-        attendant.await_nodes(where, limit_s, _later_s(args, limit_s), partial(_why, "", args, where, limit_s))
+        why = partial(_why, "", args, where, limit_s)
+        attendant.await_nodes(where, limit_s, _later_s(args, limit_s), why)
     try:
         elastic_launch(config, be_rank)(body, os.getpid())
         return 0

@@ -54,7 +54,11 @@ def run(args: Namespace, attendant: Attendant) -> int:
     limit_s = first.run.connect_timeout_s if first else CONNECT_S
     args.nproc_per_node = str(_size(args.nproc_per_node, first))
     where = _meeting(args, limit_s)
-    args.max_restarts = MOST if (first.run.restarts if first else args.max_restarts) else 0
+    if first:
+        args.max_restarts = MOST if first.run.restarts else 0
+    for name in list(logging.root.manager.loggerDict):  # pages about what is said in a line
+        if name.startswith(("torch.distributed.elastic", "torch.distributed.run", "torch.multiprocessing")):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     config = _launch_config(args)
     wanted = args.log_dir or args.logs_specs or args.redirects != "0" or args.tee != "0"
     if config.logs_specs and not wanted:
@@ -63,10 +67,6 @@ def run(args: Namespace, attendant: Attendant) -> int:
         RECORD.open(Path(first.run.dir))
         body.load(config.max_nodes * config.nproc_per_node)  # raises where it does not fit so many ranks
         check_gpus(first.run.device, config.nproc_per_node)
-    for name in list(logging.root.manager.loggerDict):
-        # pages about what is said in a line
-        if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
     if config.max_nodes > 1:
         why = partial(_why, "", args, where, limit_s)
         attendant.await_nodes(where, limit_s, _later_s(args, limit_s), why)

@@ -141,7 +141,8 @@ class Attendant:
             return
         if not self.children:
             name = signal.Signals(number).name
-            early = f"stopped by {name} on {socket.gethostname()} before the first step"
+            when = "before it started again" if self._over else "before the first step"
+            early = f"stopped by {name} on {socket.gethostname()} {when}"
             console.say(AT_ONCE if self._number else early)
             self._leave(128 + number)
         if self.asked.again():

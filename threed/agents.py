@@ -42,7 +42,7 @@ from threed.schema import Config
 CONNECT_S = 300.0  # how long nodes of a script wait for each other; a config says it by run.connect_timeout_s
 MOST = 100  # starts by torch's own count, where any are allowed: ranks decide about each
 READ_S, CLOSE_S = 20, 5  # limits of c10d's own messages
-LATER_S = 10
+LATER_S = 5.0
 TAKEN_S = 2.0  # for the agent to take the result of a rank
 LOOK_S = 2  # for the store of nodes that train already
 
@@ -54,7 +54,11 @@ def run(args: Namespace, attendant: Attendant) -> int:
     limit_s = first.run.connect_timeout_s if first else CONNECT_S
     args.nproc_per_node = str(_size(args.nproc_per_node, first))
     where = _meeting(args, limit_s)
-    args.max_restarts = MOST if (first.run.restarts if first else args.max_restarts) else 0
+    if first:
+        args.max_restarts = MOST if first.run.restarts else 0
+    for name in list(logging.root.manager.loggerDict):  # pages about what is said in a line
+        if name.startswith(("torch.distributed.elastic", "torch.distributed.run", "torch.multiprocessing")):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     attendant.restarts = bool(args.max_restarts)
     config = _launch_config(args)
     wanted = args.log_dir or args.logs_specs or args.redirects != "0" or args.tee != "0"
@@ -64,13 +68,9 @@ def run(args: Namespace, attendant: Attendant) -> int:
         RECORD.open(Path(first.run.dir))
         body.load(config.max_nodes * config.nproc_per_node)  # raises where it does not fit so many ranks
         check_gpus(first.run.device, config.nproc_per_node)
-    for name in list(logging.root.manager.loggerDict):
-        # pages about what is said in a line
-        if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
     if config.max_nodes > 1:
         why = partial(_why, "", args, where, limit_s)
-        attendant.await_nodes(where, limit_s, why if args.node_rank else None)
+        attendant.await_nodes(where, limit_s, _later_s(args, limit_s), why)
     try:
         elastic_launch(config, be_rank)(body, os.getpid())
         return 0
@@ -186,7 +186,7 @@ def _meeting(args: Namespace, limit_s: float) -> str:
             raise InputError(f"NNODES={args.nnodes} needs NODE_RANK, the number of this node: 0 to "
                              f"{int(most or least) - 1}")
         # Other nodes give up before torch does, which shows pages of C++ frames then (`Attendant`).
-        options = {"timeout": limit_s + (LATER_S if args.node_rank else 0)}
+        options = {"timeout": limit_s + (2 * LATER_S if args.node_rank else 0)}
     else:
         options = _c10d(args, host, int(port), limit_s)
     own = dict(pair.split("=", 1) for pair in args.rdzv_conf.split(",") if "=" in pair)
@@ -247,6 +247,14 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
+def _later_s(args: Namespace, limit_s: float) -> float:
+    """How much longer than the limit this node waits: torch knows how many nodes came to node 0, and c10d
+    waits a while for those that are more than the least number."""
+    if args.rdzv_backend == "c10d":
+        return LATER_S + limit_s / 10
+    return 0.0 if args.node_rank else LATER_S
+
+
 def _why(text: str, args: Namespace, where: str, limit_s: float) -> str:
     """Why nodes did not meet. `text`: torch's."""
     within = f"within run.connect_timeout_s={limit_s:g}"
@@ -254,7 +262,8 @@ def _why(text: str, args: Namespace, where: str, limit_s: float) -> str:
         text = f"{came[1]} of {came[2]} nodes came {within}"
     elif not text or "client socket has" in text:
         error = re.search(r"errno: \d+ - ([^)]*)", text)
-        text = f"node 0 did not answer at {where} {within}{f' ({error[1].lower()})' if error else ''}"
+        who = "node 0" if args.node_rank else "other nodes"
+        text = f"{who} did not answer at {where} {within}{f' ({error[1].lower()})' if error else ''}"
     elif "Failed to recv" in text or "Connection" in text:
         text = f"node 0 has ended: the connection to {where} is gone"
     return f"{text}; {_hint(args, where)}"

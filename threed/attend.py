@@ -71,7 +71,7 @@ class Attendant:
         self.asked, self._number, self._kill_at = Asked(), 0, math.inf
         self.awaits = ""  # at which address other machines are awaited; "": they are not
         self._where = ""  # the address; "": there are no other machines
-        self.limit_s, self._since, self._reports = 0.0, 0.0, 0
+        self.limit_s, self._later_s, self._since, self._reports = 0.0, 0.0, 0.0, 0
         self._why: Callable[[], str] | None = None
         self.restarts = False  # whether torch may start ranks again
         self.folder = ""  # that torch makes for logs and leaves, where there are none
@@ -79,10 +79,10 @@ class Attendant:
         self._ended = False  # whether the agent was told to end
         threading.Thread(target=self._body, name="attend", daemon=True).start()
 
-    def await_nodes(self, where: str, limit_s: float, why: Callable[[], str] | None) -> None:
+    def await_nodes(self, where: str, limit_s: float, later_s: float, why: Callable[[], str]) -> None:
         """Until ranks start, and after each failure, say that other machines are awaited. `why`: what to say
-        at the limit; None: torch or a rank says it."""
-        self.limit_s, self._where, self._why = limit_s, where, why
+        `later_s` after the limit, where torch still waits."""
+        self.limit_s, self._later_s, self._where, self._why = limit_s, later_s, where, why
         self._await(where)
 
     def _await(self, where: str) -> None:
@@ -101,8 +101,7 @@ class Attendant:
         may end with it. Remove what torch would leave."""
         if self._telling is not None and self._where:
             self._telling.join(LINGER_S)
-            if self._why is None:
-                time.sleep(LINGER_S)
+            time.sleep(LINGER_S)
         if self.folder:
             shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -153,7 +152,8 @@ class Attendant:
             return
         if not self.children:
             name = signal.Signals(number).name
-            early = f"stopped by {name} on {socket.gethostname()} before the first step"
+            when = "before it started again" if self._over else "before the first step"
+            early = f"stopped by {name} on {socket.gethostname()} {when}"
             console.say(AT_ONCE if self._number else early)
             self._leave(128 + number)
         if self.asked.again():
@@ -235,10 +235,10 @@ class Attendant:
             self._reports += 1
             console.say(f"{socket.gethostname()} waits for other nodes at {self.awaits} for {waited:.0f} of "
                         f"{self.limit_s:g} s")
-        if self.awaits and self._why is not None and waited > self.limit_s:
+        if self.awaits and self._why is not None and waited > self.limit_s + self._later_s:
             console.say(self._why())
             self._leave(self.status or 1)
-        limit_s = AGENT_S + (self.limit_s if self.awaits else 0)
+        limit_s = AGENT_S + (self.limit_s + self._later_s if self.awaits else 0)
         if self._failed_s and time.monotonic() - self._failed_s > limit_s:
             console.say(f"torch's agent on {socket.gethostname()} has not ended {limit_s:g} s after "
                         "ranks failed: it is made to end")

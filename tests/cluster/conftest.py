@@ -27,7 +27,7 @@ def alone(tmp_path_factory, cache):  # noqa: F811
     for dp in (2, 3):
         folder = tmp_path_factory.mktemp(f"alone-{dp}")
         run = Run(folder, *TINY, *cache, f"run.dir={folder / 'run'}", "train.steps=70", f"parallel.dp={dp}")
-        assert run.wait() == 0, run.output
+        assert run.wait(300) == 0, run.output
         results[dp] = losses(folder / "run")
     return results
 

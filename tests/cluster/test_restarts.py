@@ -79,7 +79,7 @@ def test_a_node_that_joins(two, measured):
     two.reach(20)
     clock = Clock()
     second = two.node(1, *settings, env={"NNODES": "1:2"})
-    first.wait_for("goes on on 2 ranks", timeout_s=25)
+    first.wait_for("goes on on 2 ranks", timeout_s=30)  # torch kills a rank that waits after 30 s
     measured("NNODES=1:2, a second node comes", "goes on on both, dp 1 -> 2", clock.seconds)
     two.reach(two.step + 20)
     second.signal(signal.SIGTERM)

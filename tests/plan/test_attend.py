@@ -23,7 +23,7 @@ def agent(tmp_path, monkeypatch, rank, limit_s: float, restarts: bool = True,
         attendant = attend.Attendant()
         attendant.folder = str(tmp_path / "logs")
         attendant.restarts = restarts
-        attendant.await_nodes("10.0.0.1:29500", limit_s, lambda: "node 0 did not answer")
+        attendant.await_nodes("10.0.0.1:29500", limit_s, 0.0, lambda: "node 0 did not answer")
         for child in filter(None, (neighbour, rank)):
             if os.fork() == 0:
                 child()

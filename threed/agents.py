@@ -262,8 +262,10 @@ def _why(text: str, args: Namespace, where: str, limit_s: float) -> str:
         text = f"{came[1]} of {came[2]} nodes came {within}"
     elif not text or "client socket has" in text:
         error = re.search(r"errno: \d+ - ([^)]*)", text)
-        who = "node 0" if args.node_rank else "other nodes"
-        text = f"{who} did not answer at {where} {within}{f' ({error[1].lower()})' if error else ''}"
+        why = f" ({error[1].lower()})" if error else ""
+        text = f"node 0 did not answer at {where} {within}{why}"
+        if not args.node_rank:
+            text = f"other nodes did not come back to {where} {within}"
     elif "Failed to recv" in text or "Connection" in text:
         text = f"node 0 has ended: the connection to {where} is gone"
     return f"{text}; {_hint(args, where)}"

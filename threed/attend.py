@@ -32,7 +32,7 @@ from threed.stopped import AT_ONCE
 POLL_S = 0.25
 REPORT_S = 10.0  # between two lines while other machines are awaited
 ANSWER_S = 20.0  # how long the store may take for a note
-OTHERS_S = 30.0  # how long ranks of other machines may work when those of this one have ended
+OTHERS_S = 30.0  # how long ranks of other machines may work when those of this one have ended, at least
 AGENT_S = 35.0  # how long the agent may take to end after a failure, or to start ranks again; it kills those
 # that do not end after 30 s
 LINGER_S = 2.0  # as `rank.LINGER_S`
@@ -119,6 +119,7 @@ class Attendant:
     def _body(self) -> None:
         while True:
             info = signal.sigtimedwait([*SIGNALS, signal.SIGCHLD], POLL_S)
+            self._see_ends()  # all of the last start, before the first of the next
             self._hear()
             if info is not None and info.si_signo != signal.SIGCHLD:
                 self._answer(info.si_signo)
@@ -221,9 +222,10 @@ class Attendant:
         """Where all ranks here have ended well, torch's agent waits 300 s for those of other machines."""
         done = not self.children and bool(self._over) and all(code == 0 for code in self._over.values())
         self._done_s = min(self._done_s, time.monotonic()) if done else math.inf
-        if time.monotonic() - self._done_s > OTHERS_S:
+        limit_s = OTHERS_S + self._later_s
+        if time.monotonic() - self._done_s > limit_s:
             console.say(f"the ranks on {socket.gethostname()} have done their work; those of other machines "
-                        f"have not said so for {OTHERS_S:g} s")
+                        f"have not said so for {limit_s:g} s")
             self._leave(0)
 
     def _end(self) -> None:

@@ -75,6 +75,7 @@ def run(args: Namespace, attendant: Attendant) -> int:
         elastic_launch(config, be_rank)(body, os.getpid())
         return 0
     except ChildFailedError as error:
+        attendant.linger()  # as long as the error is known, torch keeps its store
         return attendant.status or abs(error.get_first_failure()[1].exitcode)
     except SignalException as error:  # a rank has seen that another start is of no use
         return attendant.status or 128 + error.sigval

@@ -96,12 +96,17 @@ class Attendant:
         if not self.children:
             self._await(self._where if self.restarts else "")
 
-    def close(self) -> None:
-        """Before the agent ends: other machines read in the store why a rank here was killed, and the store
-        may end with it. Remove what torch would leave."""
+    def linger(self) -> None:
+        """Before the agent's store ends: other machines read in it why a rank here was killed."""
+        until = time.monotonic() + 4 * POLL_S
+        while self._where and self._telling is None and time.monotonic() < until:
+            time.sleep(POLL_S / 5)  # the agent may have seen the end first
         if self._telling is not None and self._where:
             self._telling.join(LINGER_S)
             time.sleep(LINGER_S)
+
+    def close(self) -> None:
+        """Remove what torch would leave."""
         if self.folder:
             shutil.rmtree(self.folder, ignore_errors=True)
 

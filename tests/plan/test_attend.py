@@ -62,6 +62,7 @@ def test_an_agent_that_does_not_end_a_neighbour(tmp_path, monkeypatch):
 
     def killed() -> None:
         elastic.tell_launcher(rank=3)
+        time.sleep(2)
         os.kill(os.getpid(), signal.SIGKILL)
 
     run = agent(tmp_path, monkeypatch, killed, 60.0, restarts=False, neighbour=neighbour)

@@ -16,8 +16,10 @@ from typing import Any
 import torch
 
 import threed
+import threed.agents
 import threed.cli
 import threed.launcher
+import threed.torchrun
 import threed.trainer  # (imported once, before the forks)
 from tests.fakecuda.server import LIMIT_S
 from threed.callback import Callback
@@ -103,6 +105,14 @@ def torchrun(log: Path, argv: Sequence[str], envs: Sequence[dict[str, str]],
              env: dict[str, str]) -> list[int]:
     """`threed ARGV ...` by a process a rank, with its variables."""
     return list(map(exits, [apart(log, {**env, **own}, partial(_main, argv)) for own in envs]))
+
+
+def agents(log: Path, argv: Sequence[str], envs: Sequence[dict[str, str]], env: dict[str, str]) -> list[int]:
+    """`python -m threed.torchrun ARGV ...` by a process a node, with its variables."""
+    def body() -> None:
+        sys.exit(threed.torchrun.main(list(argv)))
+
+    return list(map(exits, [apart(log, {**env, **own}, body) for own in envs]))
 
 
 class Dies(Callback):

@@ -258,14 +258,14 @@ def test_ranks_that_have_no_gpu_of_their_own(runs, visible, message):
 
 
 @pytest.mark.parametrize("size, statuses", [(1, [0, 0]), (2, [2, 2])], ids=["one rank a node", "two"])
-def test_launchers_of_two_nodes(runs, size, statuses):
+def test_agents_of_two_nodes(runs, size, statuses):
     """Each forks its node's ranks, after it has seen that there is a GPU for each of them."""
     port = free_port()
     nodes = [{"NNODES": "2", "NODE_RANK": str(node), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
               "GPUS_PER_NODE": str(size), "CUDA_VISIBLE_DEVICES": str(node)} for node in range(2)]
-    argv = [*TINY, *runs.cache, f"run.dir={runs.folder / 'run'}", f"parallel.dp={2 * size}",
-            "run.connect_timeout_s=60"]
-    assert runs.call(commands.torchrun, argv, nodes) == statuses, runs.output
+    argv = [*TINY[1:], *runs.cache, f"run.dir={runs.folder / 'run'}", f"parallel.dp={2 * size}",
+            "run.connect_timeout_s=60", "run.restarts=0"]
+    assert runs.call(commands.agents, argv, nodes) == statuses, runs.output
     if size == 1:
         runs.sound(2)
     else:

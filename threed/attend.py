@@ -62,7 +62,7 @@ class Attendant:
         os.set_blocking(reads, False)
         os.set_inheritable(writes, True)
         os.environ[LAUNCHER] = str(writes)
-        self._pipe, self._text, self._writes = reads, b"", writes
+        self._pipe, self._text = reads, b""
         self.children: dict[int, Child] = {}  # by process, those that live
         self._over: dict[int, int | None] = {}  # those that have ended: status or signal
         self._failed_s = 0.0  # when a rank, or the last of all, has failed; 0: none

@@ -30,6 +30,16 @@ def pytest_addoption(parser):
     parser.addoption("--tier", choices=list(BUDGET_S), help="one tier's tests (tests/tiers.py)")
 
 
+def pytest_ignore_collect(collection_path, config):
+    """A file of which a tier runs no test is not read: reading all takes each worker some seconds more."""
+    if collection_path.suffix == ".py":
+        if config.getoption("tier") == "test" and not is_core(collection_path, False):
+            return "mark.core" not in collection_path.read_text() or None
+        if config.getoption("tier") == "verify" and is_core(collection_path, False):
+            return True
+    return None
+
+
 def pytest_collection_modifyitems(config, items):
     if tier := config.getoption("tier"):
         # What has fake GPUs in `make verify` does not run there on the CPU, too.

@@ -14,6 +14,7 @@ import copy
 import dataclasses
 import difflib
 import math
+import pickle
 import re
 import tomllib
 from collections.abc import Iterator, Sequence
@@ -301,7 +302,7 @@ def _build(given: dict[str, Any]) -> tuple[Config, list[str]]:
     keys = known_keys(defaults)
     hints = _hints(type(model))
     given = {**{f"model.{key}": value for key, value in size.items()}, **given}
-    schema = copy.deepcopy(_schema(type(model)))
+    schema = pickle.loads(_schema(type(model)))
     schema.model.family = model.family
     for key, value in given.items():
         if inside := [known for known in keys if known.startswith(f"{key}.")]:
@@ -328,7 +329,7 @@ def _build(given: dict[str, Any]) -> tuple[Config, list[str]]:
                 kind = "one text, not a list" + "; data.mix takes several sources" * (key == "data.source")
             reason = f"must be {kind}" if kind else f"{reason[0].lower()}{reason[1:]}"
             problems.append(f"{key}={value}: {reason}")
-    for key in [key for key in keys if OmegaConf.is_missing(*_owner(schema, key))]:
+    for key in [key for key in given if key in keys and OmegaConf.is_missing(*_owner(schema, key))]:
         problems.append(f"{key} is '???', which stands for a value that is missing: give one")
         OmegaConf.update(schema, key, get(defaults, key))
     config = OmegaConf.to_object(schema)
@@ -361,9 +362,9 @@ def _list_of(key: str, defaults: Config) -> str:
     return words.get(kind, "a list, such as [one,two]")
 
 
-@lru_cache(8)  # 30 ms each; a copy takes 5
-def _schema(model: type[ModelConfig]) -> DictConfig:
-    return OmegaConf.structured(Config(model=model()))
+@lru_cache(8)  # 30 ms each, `copy.deepcopy` of one 5, and to read it back less than 1
+def _schema(model: type[ModelConfig]) -> bytes:
+    return pickle.dumps(OmegaConf.structured(Config(model=model())))
 
 
 def _owner(schema: DictConfig, key: str) -> tuple[DictConfig, str]:

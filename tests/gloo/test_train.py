@@ -149,7 +149,6 @@ def test_resume_on_another_mesh(start, tmp_path, unbroken):
             assert norm == pytest.approx(losses(unbroken[0])[step][1], rel=1e-4)
 
 
-@pytest.mark.core
 def test_signals(start, tmp_path, unbroken):
     """SIGUSR1 saves and goes on; SIGTERM saves and ends with status 0; the run goes on to the same bits."""
     run = start("train.steps=12")

@@ -348,7 +348,7 @@ FEW = 36  # edits of a case in `make test`
 SOME_RIGHT = ("cpu-zb-h1-zero3", "zero3-zb-v", "nvme-zero3-tied", "full-zb-h1", "full-zero3")
 
 
-CORE = {*SOME_RIGHT, *list(CASES)[::4]}
+CORE = {*SOME_RIGHT, *list(CASES)[::8]}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.core] * (name in CORE))

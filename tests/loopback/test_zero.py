@@ -157,12 +157,13 @@ BITS = {
     "zb-v": ((2, 2), ["parallel.schedule=zb-v"]),
     "dp4": ((4, 1), []),
 }
+CORE = {("dp", "fp32"), ("pp-tied", "bf16")}
 QUICK = {(name, precision) for name in ("dp", "pp-tied") for precision in ("fp32", "bf16", "fp16")}
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(("name", "precision"), [
-    pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow])
+    pytest.param(*case, marks=[] if case in QUICK - CORE else pytest.mark.core if case in CORE
+                 else pytest.mark.slow)
     for case in itertools.product(BITS, PRECISIONS)])
 def test_stages_are_equal_to_the_bit(name, precision):
     """With clipping, 8 steps: what sums the same in the same order has the same bits, whatever is sharded."""
@@ -178,9 +179,9 @@ def test_stages_are_equal_to_the_bit(name, precision):
     same_bits([run(2), run(3), run(3, "zero.residency=step", "zero.persist_below=1")])
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(("pp", "precision"), [
-    pytest.param(*case, marks=[pytest.mark.slow] if case[0] > 1 else [])
+    pytest.param(*case, marks=pytest.mark.slow if case[0] > 1 else
+                 [pytest.mark.core] * (case[1] == "bf16"))
     for case in itertools.product((1, 2), PRECISIONS)])
 def test_shard_groups_are_equal_to_the_bit(pp, precision):
     """The same, with two shard groups."""

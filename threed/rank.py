@@ -27,7 +27,7 @@ from threed.environment import Place
 from threed.errors import RunError, Stopped, ThreedError
 from threed.rendezvous import POLLS, meet
 from threed.requests import Requests
-from threed.restart import Pace, Steps
+from threed.restart import Steps
 from threed.schema import Config
 from threed.stopped import AT_ONCE, stopped_now
 from threed.store import environment_store
@@ -41,13 +41,11 @@ LINGER_S = 2.0  # how long rank 0 lives on after a failure: twice as long as a r
 # more where ranks look less often
 
 
-def run_rank(job: Job, place: Place, store: Any, attended: bool = True) -> int:
+def run_rank(job: Job, place: Place, store: Any, alone: Unattended | None = None) -> int:
     """Be one rank. Returns the exit status; the rank that failed first says why, the others end quietly.
-    `attended`: whether a launcher of threed's answers requests to stop."""
+    `alone`: of a rank without a launcher of threed's."""
     steady(keeps=place.rank == 0)
-    pace = job.pace or Steps(1).of(0)
-    answer = None if attended else _Answer(job.config, place, pace)
-    requests = Requests(answer)
+    requests = Requests(alone.answer if alone else None)
     # Set in any case: a fork of a process that has set it makes its pool of threads anew at the next call,
     # and dies where two threads call at once, as those do that autograd starts for devices.
     given = "OMP_NUM_THREADS" in os.environ
@@ -58,12 +56,12 @@ def run_rank(job: Job, place: Place, store: Any, attended: bool = True) -> int:
     with contextlib.ExitStack() as closing:
         try:
             watch = Watch(place.rank, store, job.config.run.timeout_s, place.world_size,
-                          None if attended else place)
-            watch.pace = pace
-            if answer is not None:
-                answer.watch = watch
+                          place if alone else None)
+            watch.pace = job.pace or Steps(1).of(0)
+            if alone is not None:
+                alone.watch = watch
                 watch.on_failure = partial(elastic.note_failure, Path(job.config.run.dir))
-                watch.on_end = partial(_end_for, job.config, place, pace)
+                watch.on_news, watch.on_end = alone.hear, alone.end
             (job.task or train)(job, place.local_rank, requests, watch, store, closing)
             watch.close()
             return 0
@@ -77,7 +75,7 @@ def run_place(job: Job, place: Place, parent: int) -> int:
     """Be the rank that an agent of torch or srun has started, and return its exit status. `parent`: the id of
     its parent process at its start."""
     RECORD.open(Path(job.config.run.dir))
-    pace = Steps(1).of(0)
+    alone = Unattended(job.config, place)
     if elastic.agent():
         die_with_parent(parent)
         signal.signal(signal.SIGQUIT, _quit)
@@ -89,7 +87,7 @@ def run_place(job: Job, place: Place, parent: int) -> int:
         elastic.begin(job.config, place, store, prefix)
         meet(store, place.rank, place.world_size, (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
         marks.mark("start")
-        status = run_rank(replace(job, pace=pace), place, store, attended=False)
+        status = run_rank(replace(job, pace=alone.pace), place, store, alone)
     except (ThreedError, RuntimeError) as error:  # no watch exists yet that would tell the others
         _deaf()  # an agent ends the neighbours of a rank that has failed
         status = RunError.status
@@ -104,24 +102,13 @@ def run_place(job: Job, place: Place, parent: int) -> int:
         if note["rank"] == place.rank:
             say(text)
             elastic.error_file(text)
-    if status and place.rank == 0:  # it may hold the store, where the others read why
-        time.sleep(LINGER_S + 2 * place.world_size / POLLS)
     if status:
-        _end_for(job.config, place, pace, _note(store))
+        note = _note(store)
+        alone.hear(note)
+        if place.rank == 0:  # it may hold the store, where the others read why
+            time.sleep(LINGER_S + 2 * place.world_size / POLLS)
+        alone.end(note)
     return status
-
-
-def _end_for(config: Config, place: Place, pace: Pace, note: dict[str, Any] | None) -> None:
-    """Before a rank ends because another one has failed: the first of each machine says why on its console,
-    and ends an agent that would start ranks again where that is of no use."""
-    if note is not None and place.rank == 0 and note.get("message") == AT_ONCE:
-        say(stopped_now(config, pace))
-    elif note is not None and elastic.agent() and place.local_rank == 0 and "host" in note:
-        if (note["host"], note["launcher"]) != (socket.gethostname(), os.getppid()):
-            say(note["message"])
-    flush()
-    if elastic.is_final(note):
-        elastic.end_agent(note["status"] if note is not None and "status" in note else RunError.status)
 
 
 def _quit(number: int, _: Any) -> None:
@@ -160,14 +147,34 @@ def leave(status: int) -> NoReturn:
     os._exit(status)
 
 
-class _Answer:
-    """Answers requests to stop on a rank without a launcher of threed's. Rank 0 speaks for all."""
+class Unattended:
+    """What a launcher of threed's does elsewhere, for a rank that has none: it answers requests to stop (rank
+    0 for all), says why another rank has failed, and ends an agent that would start ranks again."""
 
-    def __init__(self, config: Config, place: Place, pace: Pace):
-        self.config, self.place, self.pace = config, place, pace
+    def __init__(self, config: Config, place: Place):
+        self.config, self.place, self.pace = config, place, Steps(1).of(0)
         self.watch: Watch | None = None
+        self._heard = False
 
-    def __call__(self, number: int, times: int) -> None:
+    def hear(self, note: dict[str, Any] | None) -> None:
+        """The first rank of each machine says why the ranks end, on its console, once."""
+        if note is None or "host" not in note or self._heard:
+            return
+        self._heard = True
+        if self.place.rank == 0 and note["message"] == AT_ONCE:
+            say(stopped_now(self.config, self.pace))
+        elif elastic.agent() and self.place.local_rank == 0:
+            if (note["host"], note["launcher"]) != (socket.gethostname(), os.getppid()):
+                say(note["message"])
+
+    def end(self, note: dict[str, Any] | None) -> None:
+        """Before a rank ends because another one has failed: end an agent that would start ranks again where
+        that is of no use."""
+        flush()
+        if elastic.is_final(note):
+            elastic.end_agent(note["status"] if note is not None and "status" in note else RunError.status)
+
+    def answer(self, number: int, times: int) -> None:
         if times == 1:
             # An agent of torch sends the same signal to the neighbours of a rank that has failed.
             if self.place.rank == 0 and not self._failed():
@@ -175,6 +182,7 @@ class _Answer:
             return
         status = 128 + number
         if self.place.rank == 0:
+            self._heard = True
             say(stopped_now(self.config, self.pace))
         if self.watch is not None:
             # The others end with it, and say nothing. The store may not answer.

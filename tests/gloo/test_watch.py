@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import threading
 import time
 from functools import partial
 
@@ -15,10 +17,12 @@ import threed.launcher  # noqa: F401  (imported before the runs fork)
 from tests.gloo.test_train import free_port
 from tests.harness import channel_pairs, make_mesh, make_plan, tiny
 from tests.running import Run, metrics
-from threed import assemble
+from threed import assemble, rank
 from threed.comm import ProcessComm, file_store
 from threed.engine.connect import warm
-from threed.engine.watch import Watch
+from threed.engine.watch import Watch, tell
+from threed.environment import Place
+from threed.rank import Unattended
 
 SMALL = ["train", "configs/toy.yaml", "model.layers=2", "model.hidden=32", "model.seq_len=32",
          "model.vocab=300",
@@ -201,3 +205,35 @@ def test_the_store_is_not_flooded(ranks, tmp_path):
     watch = Watch(0, file_store(str(tmp_path / "store"), 1), 60.0, ranks)
     assert ranks / watch.poll_s <= 2000 and (ranks > 500 or watch.poll_s == 0.25)
     watch.close()
+
+
+def test_news_come_before_the_end(tmp_path):
+    """Rank 0 lives on for the others after a failure; its console has the reason at once, and once."""
+    watch = Watch(0, file_store(str(tmp_path / "store"), 2), 60.0, 2)
+    told, ended = [], threading.Event()
+    watch.on_news = lambda note: told.append((note["message"], time.monotonic()))
+
+    def end(note):
+        ended.set()
+        threading.Event().wait()  # here the process would end
+
+    watch.on_end, begin = end, time.monotonic()
+    tell(file_store(str(tmp_path / "store"), 2), {"rank": None, "message": "rank 1 was killed", "status": 137,
+                                                  "hang": False, "step": 3, "cause": None})
+    assert ended.wait(30) and [text for text, _ in told] == ["rank 1 was killed"]
+    assert told[0][1] - begin < time.monotonic() - told[0][1]
+
+
+@pytest.mark.parametrize("local, elsewhere", [(0, True), (0, False), (1, True)])
+def test_the_first_rank_of_a_machine_says_why_once(local, elsewhere, monkeypatch):
+    """Not where the agent of this machine has said it, nor by each rank."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
+    said: list[str] = []
+    monkeypatch.setattr(rank, "say", said.append)
+    note = {"rank": None, "message": "rank 3 was killed", "status": 137,
+            "host": "far" if elsewhere else socket.gethostname(), "launcher": os.getppid()}
+    alone = Unattended(tiny(), Place(2 + local, local, 2, 4))
+    for _ in range(2):
+        alone.hear(note)
+    alone.hear(None)
+    assert said == ["rank 3 was killed"] * (local == 0 and elsewhere)

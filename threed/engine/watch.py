@@ -83,8 +83,10 @@ class Watch:
         self.engine: Engine | None = None
         self.comm: Comm | None = None
         self.hosts: list[str] = []  # of each rank, once that is known
-        # (store, note): this rank was the first that failed; (note): it ends because another one did
+        # (store, note): this rank was the first that failed; (note): another one was; (note): this rank ends
+        # for it
         self.on_failure: Callable[[Any, dict[str, Any]], None] = lambda store, note: None
+        self.on_news: Callable[[dict[str, Any]], None] = lambda note: None
         self.on_end: Callable[[dict[str, Any] | None], None] = lambda note: None
         self.failed = False  # whether this rank has failed; it will soon be killed with the others
         self._others: list[Machines | Neighbour] = []
@@ -208,6 +210,7 @@ class Watch:
                 continue
             if reason is None or reason["rank"] == self.rank:
                 continue
+            self.on_news(reason)
             if reason["hang"]:
                 self.end(f"rank {reason['rank']} got no answer; {self.where()}")
             # rank 0 may host the store: it ends last

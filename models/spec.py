@@ -71,6 +71,8 @@ WHOLE = Tile()
 
 @dataclass(frozen=True)
 class Parameter:
+    """A tensor that is trained: its shape, how it is cut over axes, and its initial values."""
+
     name: str  # global: the same on every mesh
     shape: tuple[int, ...]  # of the whole parameter: all ranks and all tiles together
     cuts: tuple[Cut, ...] = ()  # outermost first

@@ -22,13 +22,9 @@ def code(guide: str) -> list[str]:
 
 
 def add_schedule() -> None:
-    """Edit threed/pipeline/orders.py as the guide says. Call it in a process of its own, before the rest of
-    threed is imported: other modules read the rows on import."""
-    from threed.pipeline import orders
-
-    function, row = code("schedule")
-    exec(function, orders.__dict__)
-    orders.SCHEDULES |= eval(f"{{{row}}}", orders.__dict__)
+    """Add the guide's schedule, for the rest of this process."""
+    for block in code("schedule"):
+        exec(block, globals())
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from allpairspy import AllPairs
 from tests.reference import data_of
 from threed.comm import Comm, ProcessComm
 from threed.config import load
-from threed.contract import AXES, Cell, cells, refusal
+from threed.contract import Cell, axes, cells, refusal
 from threed.engine.engine import Engine
 from threed.engine.loopback import channel_pairs, run_loopback
 from threed.mesh import axes_of
@@ -62,7 +62,7 @@ SETTINGS: dict[str, dict[object, list[str]]] = {
         "auto": ["parallel.schedule=auto", "parallel.activation_limit=1.5x"],
         "file": [f"parallel.schedule=file:{Path(__file__).with_name('loopback') / 'order.csv'}"],
     },
-    "stage": {stage: [f"zero.stage={stage}"] for stage in AXES["stage"]},
+    "stage": {stage: [f"zero.stage={stage}"] for stage in axes()["stage"]},
     "offload": {
         "none": [],
         "cpu": ["offload.optimizer=cpu"],
@@ -100,7 +100,7 @@ def cell_config(cell: Cell, ranks: int = 16, others: Iterable[str] = ()) -> Conf
         dp, size, tp = (2, 1, 2) if cell.sequence_parallel or cell.activation == "partition" else (4, 2, 1)
     batch = dp * MICROBATCHES.get(cell.schedule, 2 if cell.shard_groups else 3)
     schedule = SETTINGS["schedule"].get(cell.schedule, [f"parallel.schedule={cell.schedule}"])
-    chosen = [text for axis in AXES if axis != "schedule" for text in SETTINGS[axis][getattr(cell, axis)]]
+    chosen = [text for axis in axes() if axis != "schedule" for text in SETTINGS[axis][getattr(cell, axis)]]
     rest = ["model.layers=2", "model.hidden=16", "model.heads=4", "model.seq_len=8", "model.vocab=30",
             "model.vocab_multiple=16", "parallel.pp=2", f"parallel.tp={tp}", f"parallel.dp={dp}",
             f"zero.shard_size={size}",
@@ -123,7 +123,7 @@ def covering() -> list[Cell]:
     """A few working cells in which every pair of values meets that works together anywhere."""
     works = [cell for cell in cells() if refusal(cell) is None]
     starts = {cell[:count] for cell in works for count in range(len(cell) + 1)}
-    rows = AllPairs(list(AXES.values()), filter_func=lambda row: tuple(row) in starts)
+    rows = AllPairs(list(axes().values()), filter_func=lambda row: tuple(row) in starts)
     chosen = [Cell(*row) for row in rows]
     missing = pairs(works) - pairs(chosen)
     while missing:  # by rows that the library could not complete
@@ -148,7 +148,7 @@ def each_value(some: Iterable[Cell]) -> list[Cell]:
 
 def pairs(some: Iterable[Cell]) -> set[tuple[tuple[object, object], int, int]]:
     """((value, value), axis, axis) of any two values that meet in a cell."""
-    return {((cell[i], cell[j]), i, j) for cell in some for i in range(len(AXES)) for j in range(i)}
+    return {((cell[i], cell[j]), i, j) for cell in some for i in range(len(axes())) for j in range(i)}
 
 
 @dataclass

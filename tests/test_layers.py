@@ -109,6 +109,7 @@ LEVELS = (
         "cli_data",
         "cli",
         "__main__",
+        "extend",
     ),
 )
 LAYERS = {name: (level, row) for level, rows in enumerate(LEVELS) for row, names in enumerate(rows)

@@ -54,16 +54,18 @@ def _offload(config: Config) -> str:
     return asked.optimizer + ("+parameters" if asked.parameters != "none" else "")
 
 
-AXES: dict[str, tuple[object, ...]] = {
-    "schedule": (*SCHEDULES, "auto", "file"),
-    "stage": (0, 1, 2, 3),
-    "offload": ("none", "cpu", "nvme", "cpu+parameters", "nvme+parameters"),
-    "activation": ("none", "full", "selective", "budget", "partition", "cpu"),
-    "precision": ("fp32", "bf16", "fp16"),
-    "sequence_parallel": (False, True),
-    "tied": (False, True),
-    "shard_groups": (False, True),
-}
+def axes() -> dict[str, tuple[object, ...]]:
+    """The values of each axis. The rows of schedules are looked up at each call: a script may add one."""
+    return {
+        "schedule": (*SCHEDULES, "auto", "file"),
+        "stage": (0, 1, 2, 3),
+        "offload": ("none", "cpu", "nvme", "cpu+parameters", "nvme+parameters"),
+        "activation": ("none", "full", "selective", "budget", "partition", "cpu"),
+        "precision": ("fp32", "bf16", "fp16"),
+        "sequence_parallel": (False, True),
+        "tied": (False, True),
+        "shard_groups": (False, True),
+    }
 
 
 class Rule(NamedTuple):
@@ -89,7 +91,7 @@ def refusal(cell: Cell) -> str | None:
 
 def cells() -> Iterator[Cell]:
     """All cells."""
-    for values in itertools.product(*AXES.values()):
+    for values in itertools.product(*axes().values()):
         yield Cell(*values)  # pyright: ignore[reportArgumentType]
 
 
@@ -99,11 +101,11 @@ def show(refused: bool = False) -> str:
     every = list(cells())
     works = [cell for cell in every if refusal(cell) is None]
     lines = [f"{len(works)} of {len(every)} cells work, and {len(every) - len(works)} are refused",
-             *(f"  {axis.ljust(18)} {_values(values)}" for axis, values in AXES.items()), "",
-             "works".ljust(16) + "".join(f"zero{stage}".rjust(12) for stage in AXES["stage"])]
-    for schedule in AXES["schedule"]:
+             *(f"  {axis.ljust(18)} {_values(values)}" for axis, values in axes().items()), "",
+             "works".ljust(16) + "".join(f"zero{stage}".rjust(12) for stage in axes()["stage"])]
+    for schedule in axes()["schedule"]:
         counts = [[sum(cell.schedule == schedule and cell.stage == stage for cell in chosen)
-                   for chosen in (works, every)] for stage in AXES["stage"]]
+                   for chosen in (works, every)] for stage in axes()["stage"]]
         lines.append(str(schedule).ljust(16) + "".join("{}/{}".format(*count).rjust(12) for count in counts))
     for rule in RULES:
         listed = [cell for cell in every if rule.refuses(cell)]
@@ -123,5 +125,5 @@ def document(refused: bool = False) -> dict[str, Any]:
     rows = [{**cell._asdict(), "verdict": "refused" if (reason := refusal(cell)) else "works",
              "reason": reason, "test": cell.test} for cell in cells()]
     works = sum(row["verdict"] == "works" for row in rows)
-    return {"axes": AXES, "works": works, "refused": len(rows) - works,
+    return {"axes": axes(), "works": works, "refused": len(rows) - works,
             "cells": [row for row in rows if not refused or row["verdict"] == "refused"]}

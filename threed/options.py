@@ -38,7 +38,7 @@ def choices(key: str) -> tuple[object, ...]:
     from threed.models.families.registry import sizes
     from threed.values import CHOICES
 
-    return tuple(sizes()) if key == "model.name" else CHOICES.get(key, ())
+    return tuple(sizes() if key == "model.name" else CHOICES.get(key, ()))
 
 
 def machines(incomplete: str) -> list[str]:

@@ -120,6 +120,8 @@ class LayersConfig(ModelConfig):
 
 @dataclass
 class ParallelConfig:
+    """The mesh, and the schedule of its pipeline."""
+
     dp: int | str = "auto"  # auto: world size / (tp x pp)
     tp: int = 1  # tensor-parallel ranks
     pp: int = 1  # pipeline positions

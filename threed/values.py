@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import math
+from collections import ChainMap
+from collections.abc import Collection
 from typing import Any
 
 from threed.errors import InputError
@@ -13,18 +15,19 @@ from threed.pipeline.orders import SCHEDULES
 from threed.quantity import parse_seconds
 from threed.schema import Config, MonitorConfig
 
-CHOICES = {
+# Schedules and optimizers are looked up when a config is read: a script may have added its own.
+CHOICES: dict[str, Collection[object]] = {
     "model.position": ("rotary", "learned"),
     "model.norm": ("layernorm", "rmsnorm"),
     "model.activation": ("gelu", "swiglu"),
     "model.fused": ("off", "auto", "on"),
-    "parallel.schedule": (*SCHEDULES, "auto"),
+    "parallel.schedule": ChainMap[str, Any]({"auto": None}, SCHEDULES),
     "parallel.split_messages": ("auto", "on", "off"),
     "precision.dtype": ("fp32", "bf16", "fp16"),
     "precision.grad_dtype": ("fp32", "bf16", "fp16"),
     "precision.reduce_dtype": ("fp32", "bf16", "fp16"),
     "precision.master": ("fp32", "none"),
-    "optimizer.name": tuple(OPTIMIZERS),
+    "optimizer.name": OPTIMIZERS,
     "optimizer.schedule": ("constant", "linear", "cosine", "wsd"),
     "data.loss_mask": ("none", "answers", "chat"),
     "data.packing": ("stream", "best-fit"), "data.on_bad_row": ("error", "skip"),

@@ -18,13 +18,13 @@ import io
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 import yaml
 from typer.testing import CliRunner
 
 import threed
-from threed import cli, schema
+from threed import cli, extend, schema
 from threed.doors.table import NO_KEY, NOTHING, Framework, Row
 from threed.prediction.hardware import Hardware
 from threed.synonyms import FRAMEWORKS
@@ -55,10 +55,16 @@ API_HEAD = """# Python reference
 Written by `docs/reference/generate.py` from the docstrings of `threed`: do not edit.
 
 `import threed` offers these names; the command line calls the same code."""
-API_TAIL = """The built site has their methods and arguments below; `help(threed.train)` prints them.
+API_MIDDLE = "## threed.extend"
+API_TAIL = """## Methods and arguments
+
+The built site has them here; `help(threed.train)` prints them, too.
 
 ```{eval-rst}
 .. automodule:: threed
+   :members:
+
+.. automodule:: threed.extend
    :members:
 ```"""
 
@@ -125,12 +131,20 @@ def api_page() -> str:
     example, _, about = rest.partition("\n\n")
     lines = [API_HEAD, "", title, "", "```text", inspect.cleandoc(example), "```", "", about, "",
              "| name | what it is |", "|---|---|"]
-    for name in threed.__all__:
-        value = getattr(threed, name)
-        words = " ".join((inspect.getdoc(value) or "").partition("\n\n")[0].split())
-        call = f"threed.{name}" + (_signature(value) if inspect.isfunction(value) else "")
-        lines.append(f"| `{call}` | {_cell(words.partition('. ')[0].rstrip('.:'))} |")
+    lines += [_name_row(f"threed.{name}", getattr(threed, name)) for name in threed.__all__]
+    title, _, rest = (inspect.getdoc(extend) or "").partition("\n\n")
+    example, _, about = rest.partition("\n\n")
+    lines += ["", API_MIDDLE, "", title.partition(": ")[2].capitalize(), "", "```python",
+              inspect.cleandoc(example), "```", "", about, "", "| name | what it is |", "|---|---|"]
+    lines += [_name_row(name, value) for name in extend.__all__ if callable(value := getattr(extend, name))
+              and not name.isupper() and get_origin(value) is None]
     return "\n".join([*lines, "", API_TAIL]) + "\n"
+
+
+def _name_row(name: str, value: Any) -> str:
+    words = " ".join((inspect.getdoc(value) or "").partition("\n\n")[0].split())
+    call = name + (_signature(value) if inspect.isfunction(value) else "")
+    return f"| `{call}` | {_cell(words.partition('. ')[0].rstrip('.:'))} |"
 
 
 def keys_page() -> str:

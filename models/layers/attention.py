@@ -32,6 +32,8 @@ SCALES = "qk_scales"  # the weights of both norms, which the first tile hands to
 
 
 class Attention(Part):
+    """Causal attention, the body of a `Branch`. Heads are cut over tp."""
+
     kind, cell, axis = "attention", "kv head with its queries", "tp"
 
     def __init__(self, model: ModelConfig, name: str, tile: Tile = WHOLE):

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 
 class Part:
+    """A piece of a layer: it has the parameters and the cost of its parts, and adds its own."""
+
     context: Context  # after `build`
 
     def parts(self) -> Iterator[Part]:

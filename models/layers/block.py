@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 
 class Block(Layer):
+    """Branches, one after the other, as one layer."""
+
     def __init__(self, name: str, *branches: Branch):
         self.name, self.branches = name, branches
 
@@ -44,6 +46,8 @@ class Block(Layer):
 
 
 class Branch(Layer):
+    """x + dropout(bodies(norm(x))): adds to the residual stream what its bodies compute, summed."""
+
     def __init__(self, name: str, norm: Norm, *bodies: Any):
         self.name, self.norm, self.bodies = name, norm, bodies
         self.dropout = Dropout(norm.model, name)

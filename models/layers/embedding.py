@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 
 class Embedding(Layer):
+    """The first layer: from tokens to the residual stream [s, B, D]. The vocabulary is cut over tp."""
+
     kind, cell, axis = "embedding", "token of the vocabulary", "tp"
     tokens = True
 

@@ -37,6 +37,8 @@ class Output(Column):
 
 
 class Head(Layer):
+    """The last layer: norm, output projection and loss. The vocabulary is cut over tp."""
+
     kind, cell, axis = "head", "token of the vocabulary", "tp"
 
     def __init__(self, model: ModelConfig, tile: Tile = WHOLE):

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 
 class Mlp(Part):
+    """Two linears around an activation, the body of a `Branch`. `axis`: which cuts the hidden layer."""
+
     kind, cell = "mlp", "number of model.ffn_hidden"
 
     def __init__(self, model: ModelConfig, name: str, tile: Tile = WHOLE, axis: str = "tp"):

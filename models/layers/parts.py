@@ -29,6 +29,7 @@ MASK = 269
 
 
 def cut_over(axis: str, dim: int, tile: Tile, runs: int = 1) -> tuple[Cut, ...]:
+    """The cuts of a parameter whose dim is cut over an axis, and before that into a layer's tiles."""
     tiles = (Cut(dim, TILES, runs),) if tile.count > 1 else ()
     return (*tiles, Cut(dim, axis, runs))
 

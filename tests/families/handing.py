@@ -5,13 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from threed.models.families import gpt
-from threed.models.families.base import Family
-from threed.models.layers.base import Layer, Out
-from threed.models.layers.embedding import Embedding
-from threed.models.layers.head import Head
-from threed.models.spec import SEQUENCE, Share
-from threed.schema import ModelConfig
+from threed.extend import SEQUENCE, Embedding, Family, Head, Layer, ModelConfig, Out, Share, gpt
 
 
 @dataclass

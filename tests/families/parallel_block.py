@@ -7,15 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from threed.models.families.base import Family
-from threed.models.layers.attention import Attention
-from threed.models.layers.base import Layer
-from threed.models.layers.block import Block, Branch
-from threed.models.layers.embedding import Embedding
-from threed.models.layers.head import Head
-from threed.models.layers.mlp import Mlp
-from threed.models.layers.parts import Norm
-from threed.schema import ModelConfig
+from threed.extend import Attention, Block, Branch, Embedding, Family, Head, Layer, Mlp, ModelConfig, Norm
 
 
 @dataclass

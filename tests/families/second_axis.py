@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from threed.models.families import gpt
-from threed.models.families.base import Family
-from threed.models.layers.base import Layer
-from threed.models.layers.block import Block, Branch
-from threed.models.layers.mlp import Mlp
-from threed.schema import ModelConfig
+from threed.extend import Block, Branch, Family, Layer, Mlp, ModelConfig, gpt
 
 
 def block(model: ModelConfig, usual: Block) -> Block:

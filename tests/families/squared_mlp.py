@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from threed.later import F, torch
-from threed.models.families import gpt
-from threed.models.families.base import Family
-from threed.models.layers.base import Layer, Part
-from threed.models.layers.block import Block, Branch
-from threed.models.layers.parts import Column, Held, Row, cut_over
-from threed.models.spec import WHOLE, Cost, Parameter, Saved, Share, Tile
-from threed.schema import ModelConfig
+from threed.extend import (
+    WHOLE,
+    Block,
+    Branch,
+    Column,
+    Cost,
+    F,
+    Family,
+    Held,
+    Layer,
+    ModelConfig,
+    Parameter,
+    Part,
+    Row,
+    Saved,
+    Share,
+    Tile,
+    cut_over,
+    gpt,
+    torch,
+)
 
 
 class Gain(Held):

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import threed
-from threed import callback
+from threed import callback, extend
 from threed.callback import METHODS, Callback, Guarded, Step, check_callbacks
 from threed.errors import ConfigError, InputError, PlanError
 
@@ -31,6 +31,23 @@ def test_names():
         assert getattr(threed, name) is not None and name in dir(threed)
     with pytest.raises(AttributeError, match="no attribute 'fit'; it has Callback"):
         _ = threed.fit  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_names_for_extending():
+    """Each exists, without torch, and each class and function says what it is."""
+    code = ("import sys; from threed.extend import *; "
+            "assert not {'torch', 'megatron', 'numpy'} & set(sys.modules), sys.modules.keys()")
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+    for name in extend.__all__:
+        value = getattr(extend, name)
+        if inspect.isclass(value) or inspect.isfunction(value):
+            assert len(_own_words(value)) > 15, name
+
+
+def _own_words(value) -> str:
+    """Its docstring: not a parent's, nor the signature that a dataclass has in place of one."""
+    words = vars(value).get("__doc__") if inspect.isclass(value) else value.__doc__
+    return "" if (words or "").startswith(f"{value.__name__}(") else words or ""
 
 
 VERBS = ("check", "evaluate", "generate", "load", "plan", "predict", "report", "search", "show", "train")

@@ -100,6 +100,17 @@ def test_navigation():
         assert {str(name), f"{name.parent}/*"} & names or str(name) == "index", name
 
 
+def test_only_public_names_are_imported():
+    """A guide, README or example that imports from inside the package breaks when that moves."""
+    public = re.compile(r"(import threed|from threed\.extend import .*|from threed import .*)$")
+    texts = [(page, "\n".join(blocks(page, "python"))) for page in GUIDES]
+    texts += [(path, path.read_text()) for folder in ("examples", "tests/families")
+              for path in (ROOT / folder).glob("*.py")]
+    lines = [(path.name, line) for path, text in texts
+             for line in re.findall(r"^ *((?:from|import) +threed\b.*)$", text, re.MULTILINE)]
+    assert len(lines) > 15 and not [each for each in lines if not public.match(each[1])]
+
+
 def test_front_page_is_short():
     assert len((ROOT / "README.md").read_bytes()) <= 10_000
 

@@ -13,7 +13,7 @@ import pytest
 import threed
 from tests.guides import EXTENDING, ROOT, added_pass, blocks, code
 from tests.plan.test_docs import run
-from threed.errors import PlanError
+from threed.errors import ConfigError, PlanError
 from threed.optimizers.registry import OPTIMIZERS
 
 SCHEDULE = """
@@ -23,9 +23,9 @@ from tests.plan.test_docs import run
 from tests.plan.test_extending import check_sessions
 check_sessions("schedule", run)
 import threed
-from threed.contract import AXES, Cell
+from threed.contract import Cell, axes
 from threed.errors import ConfigError
-assert AXES["schedule"][-3:] == ("1f1b-eager", "auto", "file")
+assert axes()["schedule"][-3:] == ("1f1b-eager", "auto", "file")
 for stage in range(4):
     config = threed.load("configs/toy.yaml", ["parallel.schedule=1f1b-eager", f"zero.stage={stage}"])
     assert threed.check(config)["ok"] and Cell.of(config).schedule == "1f1b-eager"
@@ -94,13 +94,20 @@ def test_pass_composes(schedule, others):
         assert threed.plan(config).digest != before.digest or "activation.policy=full" in others
 
 
-def test_optimizer():
-    """The guide shows the file and the lines of the registry as they are, and names tests that there are."""
-    file, lines = code("optimizer")
-    folder = ROOT / "threed" / "optimizers"
-    assert file + "\n" == (folder / "lion.py").read_text()
-    registry = (folder / "registry.py").read_text().splitlines()
-    assert all(line in registry for line in lines.splitlines() if line) and "lion" in OPTIMIZERS
+def test_optimizer(monkeypatch):
+    """The guide's class is the one that threed ships, its row is enough, and its tests exist."""
+    file, row = code("optimizer")
+    shipped = (ROOT / "threed" / "optimizers" / "lion.py").read_text()
+    assert file + "\n" == shipped.replace("threed.optimizers.base", "threed.extend")
+    monkeypatch.delitem(OPTIMIZERS, "lion")
+    monkeypatch.setattr(threed, "train", lambda *given: plans.append(threed.plan(threed.load(*given))))
+    scope, plans = {"threed": threed}, []
+    with pytest.raises(ConfigError, match="must be one of adamw, sgd"):
+        threed.load("configs/toy.yaml", ["optimizer.name=lion"])
+    exec(file, scope)
+    exec(row, scope)
+    (plan,) = plans
+    assert [buffer.name for buffer in OPTIMIZERS["lion"].buffers] == ["exp_avg"] and plan.digest
     tests = (ROOT / "tests" / "loopback" / "test_optimizers.py").read_text()
     named = re.findall(r"^\| `(test_\w+)` \|", (EXTENDING / "optimizer.md").read_text(), re.MULTILINE)
     assert len(named) == 5 and all(f"def {name}(" in tests for name in named)

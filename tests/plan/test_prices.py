@@ -166,11 +166,11 @@ def test_matrix():
 def test_the_contract_counts_its_cells():
     """Each entry of the table counts the cells of its own schedule and stage."""
     rows = [line.split() for line in contract.show().splitlines()
-            if line.split()[:1] and line.split()[0] in contract.AXES["schedule"]]
+            if line.split()[:1] and line.split()[0] in contract.axes()["schedule"]]
     counts = [[int(entry.split("/")[0]) for entry in row[1:]] for row in rows]
     works = [cell for cell in contract.cells() if contract.refusal(cell) is None]
     assert counts == [[sum((cell.schedule, cell.stage) == (row[0], stage) for cell in works)
-                       for stage in contract.AXES["stage"]] for row in rows]
+                       for stage in contract.axes()["stage"]] for row in rows]
     assert sum(map(sum, counts)) == len(works)
 
 

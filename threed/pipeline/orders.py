@@ -43,6 +43,8 @@ from typing import NamedTuple
 
 
 class Task(NamedTuple):
+    """One computation of an order."""
+
     kind: str  # F, B, I (input half of backward) or W (weights half)
     stage: int
     microbatch: int
@@ -295,6 +297,8 @@ def vee(p: int, v: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Schedule:
+    """A row of `SCHEDULES`."""
+
     make: Callable[[int, int, int], Order]  # (p, m, v) -> order
     place: Callable[[int, int], tuple[int, ...]] = line  # (p, v) -> position of each stage
     virtual: int | None = 1  # stages a position; None: any number of at least 2, from parallel.virtual_stages

@@ -81,6 +81,7 @@ def unit_parameters(config: Config) -> dict[int, tuple[Parameter, ...]]:
 
 
 def make_mesh(config: Config) -> Mesh:
+    """The mesh of a config: its axes, their sizes and their order among ranks."""
     parallel = config.parallel
     return Mesh(tuple(parallel.axis_order.split("-")), config.shard_size, **config.axis_sizes)
 

@@ -44,6 +44,8 @@ from typing import NamedTuple
 
 
 class Op(StrEnum):
+    """What an instruction does."""
+
     __hash__ = str.__hash__  # that of Enum is a Python function, and plans are read by dictionaries of slots
 
     FORWARD = "FORWARD"
@@ -150,6 +152,8 @@ class Slot(NamedTuple):
 
 
 class Instruction(NamedTuple):
+    """One entry of a program: an op, and what it works on. What the op does not use has its default."""
+
     op: Op
     unit: int = -1  # compute unit of COMPUTE and of slots of compute units; else parameter unit
     microbatch: int = -1

@@ -113,6 +113,8 @@ class UpdateSettings:
 
 @dataclass(frozen=True)
 class Table:
+    """What passes know of a model on a mesh: its units, their sizes and ranks, and settings."""
+
     units: tuple[ComputeUnit, ...]
     parameters: dict[int, ParameterUnit]
     stage_positions: tuple[int, ...]  # pipeline position of each stage

@@ -1,0 +1,63 @@
+"""extend: what a schedule, a layer, a family, an optimizer, a pass or an axis of your own imports.
+
+    from threed.extend import SCHEDULES, Order, Schedule, Task
+    from threed.extend import Attention, Block, Branch, Family, Mlp, Norm
+    from threed.extend import Column, Cost, Held, Parameter, Part, Row, Saved
+    from threed.extend import OPTIMIZERS, Buffer, Optimizer, Update, View
+
+`SCHEDULES`, `OPTIMIZERS`, `FAMILIES`, `AXES` and `GROUPS` are tables: a script adds a row before it reads a
+config. `gpt` and `llama` are modules, each with its `layers(model)`. An `Order` has a list of tasks for each
+pipeline position, `Programs` a list of instructions. `WHOLE` is the tile of a layer that is not cut, and
+`SEQUENCE` stands for the axes that cut the sequence.
+
+The names in `__all__` stay as they are from version to version, wherever threed has what they stand for.
+`torch` and `F` (torch.nn.functional) import torch when they are first used, since plans are made without it.
+Callbacks, and torch modules of your own, need `threed` alone (`threed.Callback`, `threed.Layers`).
+"""
+
+from __future__ import annotations
+
+from threed.later import F, torch
+from threed.mesh import AXES, GROUPS, GroupRow
+from threed.models.families import gpt, llama
+from threed.models.families.base import Family
+from threed.models.families.registry import FAMILIES, family_of
+from threed.models.layers.attention import Attention
+from threed.models.layers.base import Layer, Logits, Out, Part
+from threed.models.layers.block import Block, Branch
+from threed.models.layers.embedding import Embedding
+from threed.models.layers.head import Head
+from threed.models.layers.mlp import Mlp
+from threed.models.layers.parts import Column, Dropout, Held, Norm, Row, cut_over
+from threed.models.spec import SEQUENCE, WHOLE, Cost, Cut, Parameter, Rows, Saved, Share, Tile
+from threed.models.tiling import layers_of, share_of
+from threed.optimizers.base import Buffer, Optimizer, Update, View
+from threed.optimizers.registry import OPTIMIZERS
+from threed.pipeline.orders import SCHEDULES, Order, Schedule, Task
+from threed.planner import make_mesh
+from threed.planner.passes import Pass
+from threed.program.instruction import Instruction, Op, Programs
+from threed.program.table import Table
+from threed.schema import Config, ModelConfig, ParallelConfig
+
+__all__ = [
+    "AXES", "FAMILIES", "GROUPS", "OPTIMIZERS", "SCHEDULES", "SEQUENCE", "WHOLE", "Attention", "Block",
+    "Branch", "Buffer", "Column", "Cost", "Cut", "Dropout", "Embedding", "F", "Family", "GroupRow", "Head",
+    "Held", "Instruction", "Layer", "Logits", "Mlp", "ModelConfig", "Norm", "Op", "Optimizer", "Order",
+    "Out", "ParallelConfig", "Parameter", "Part", "Pass", "Programs", "Row", "Rows", "Saved", "Schedule",
+    "Share", "Table", "Task", "Tile", "Update", "View", "cut_over", "family_of", "gpt", "layers_of",
+    "llama", "make_mesh", "measured_cost", "share_of", "torch"]
+
+
+def measured_cost(layer: Layer, config: Config) -> Cost:
+    """What one forward and backward of a layer costs a rank of a config's mesh, counted while the layer runs
+    alone. It must equal `layer.cost(share_of(config))`, which plans and predictions read.
+
+    >>> all(measured_cost(layer, config).flops == layer.cost(share_of(config)).flops
+    ...     for layer in layers_of(config))
+    """
+    from threed.comm import initialized
+    from threed.tensor.measure import Measured
+
+    with initialized():
+        return Measured(layer, config.model, share_of(config)).cost(first=layer.tokens)

@@ -18,6 +18,7 @@ from threed.comm import ProcessComm
 from threed.config import load
 from threed.engine.engine import Engine
 from threed.engine.loopback import channel_pairs
+from threed.models.kernels import Product
 from threed.pipeline.orders import SCHEDULES, Task
 from threed.pipeline.plan import communicate, expand
 from threed.planner import make_pipeline, make_table
@@ -100,7 +101,7 @@ def make_case(case: Case) -> tuple[Config, Plan]:
         f"parallel.stage_units={[case.units] * stages}"])
     order, place = make_pipeline(config)
     table = make_table(config, place)
-    units = tuple(dataclasses.replace(unit, forward_flops=1000) for unit in table.units)
+    units = tuple(dataclasses.replace(unit, kernels=(Product(10, 10, 5),)) for unit in table.units)
     table = dataclasses.replace(table, units=units)
     programs = zero.train(communicate(expand(order, table), table), table)
     plan = Plan(table, {"train": [tuple(program) for program in programs]})

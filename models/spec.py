@@ -83,11 +83,11 @@ class Parameter:
     unpadded: int | None = None  # length of dim 0 without vocabulary padding
     tile: Tile = WHOLE
     tied: bool = False  # two layers use it, and it is a parameter unit of its own
-    # Axes whose ranks all hold it, each with a part of its gradient: each applies it to heads of its own.
-    # (An axis that cuts the sequence needs no name here.)
+    # Axes over which its gradient must be summed: each rank holds all of it, for heads of its own. (An axis
+    # that cuts the sequence needs no name here.)
     apart: tuple[str, ...] = ()
     trains: bool = True  # False: it is frozen: it has no gradient and no state of the optimizer
-    # What makes its initial values, where these are not drawn by `std`: seed -> all of them, in fp32.
+    # seed -> all initial values, in fp32; None: they are drawn by `std`.
     made: Callable[[int], Any] | None = field(default=None, compare=False, repr=False)
 
     @property

@@ -1,4 +1,4 @@
-"""Layers of somebody's own against plain torch: the same modules, one after the other, in one process, with
+"""User layers against plain torch: the same modules, one after the other, in one process, with
 an optimizer of torch. It shares with threed how a module is made from a seed, and nothing else."""
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from threed.schema import Config
     from threed.trainer import Trainer
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 __all__ = ["Callback", "Config", "Layers", "Plan", "Run", "Sampling", "Spec", "ThreedError", "Trainer",
            "check", "evaluate", "generate", "initialize", "load", "plan", "predict", "report", "search",
            "show", "train"]

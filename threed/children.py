@@ -106,7 +106,7 @@ def end_all(ranks: Sequence[Any], limit_s: float = KILL_S) -> None:
     if stuck := [process for process in ranks if process.exitcode is None]:
         named = ", ".join(f"{process.name} (process {process.pid})" for process in stuck)
         say(f"{named} cannot be killed: stuck in the kernel, as on a file system "
-            "or a driver that does not answer. The run ends here; this machine needs a look")
+            "or a driver that does not answer. Exiting. Check this machine (dmesg, file system, driver)")
         os._exit(1)
 
 

@@ -33,7 +33,7 @@ FEW_BYTES = 256  # what is all-reduced on CPU by sending it to everybody; counte
 
 
 class Group(ABC):
-    """Some ranks that talk together. `size()` and `rank()` are methods because megatron-core calls them
+    """A process group. `size()` and `rank()` are methods because megatron-core calls them
     so."""
 
     def __init__(self, name: str, ranks: Sequence[int], me: int, sent: Counter[str]):

@@ -72,7 +72,7 @@ class Reported(RunError):
 
 
 class WrongResult(RunError):
-    """A machine computes wrongly: its checkpoints are in doubt, so the run does not start again by itself."""
+    """A machine computes wrongly, so its checkpoints cannot be trusted: the run does not restart by itself."""
 
     status = 3
 
@@ -84,7 +84,7 @@ class Stopped(ThreedError):
 
 
 def line_of(error: BaseException) -> str:
-    """" (file.py, line 12)": the innermost line of an error's traceback that is somebody's own, and not
+    """" (file.py, line 12)": the innermost line of an error's traceback that is the user's, and not
     threed's, torch's or Python's; "" where there is none."""
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if _own(frame.filename)]
     return f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""

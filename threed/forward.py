@@ -65,7 +65,7 @@ def _split(config: Config, prepared: Prepared, whole: bool) -> AnySplit:
     model = config.model
     if not whole:
         split = open_splits(config, prepared)[1]
-        assert isinstance(split, Split | Mixture), "inference refuses layers of somebody's own"
+        assert isinstance(split, Split | Mixture), "inference refuses user layers"
         return split
     tokens = Tokens(prepared.prefix)
     split = Split(tokens, 0, tokens.num_tokens, model.seq_len, None, model.vocab, config.data)

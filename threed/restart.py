@@ -122,8 +122,8 @@ class Restarts:
         where = where if failure.step is not None else ""
         key = failure.step, failure.cause or ""
         if failure.cause is not None and key in self._seen:
-            return None, (f"not started again: the same failed{where} before, so it is the run's and not the "
-                          "machine's")
+            return None, (f"not started again: it failed twice with the same error{where}, so the machine "
+                          "is not the cause")
         self._seen.add(key)
         if self._count == self._most:
             return None, (f"not started again: run.restarts={self._most} starts from the newest checkpoint "

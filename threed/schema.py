@@ -55,7 +55,7 @@ class ModelConfig:
     # qkv_proj (one for all three, as GPT-2's c_attn), o_proj, gate_proj, up_proj, down_proj; null: q_proj,
     # v_proj
 
-    own_layers = False  # whether the layers are modules of somebody's own, and the data samples of their own
+    own_layers = False  # whether the layers are user modules, and the data samples of their own
 
     @property
     def counted(self) -> str:
@@ -110,7 +110,7 @@ class ModelConfig:
 
 @dataclass
 class LayersConfig(ModelConfig):
-    """The section `model` of a model of somebody's own layers (threed.Layers), which say themselves what they
+    """The section `model` of a model of user layers (threed.Layers), which say themselves what they
     are: no key but `family` has an effect."""
 
     seq_len: int = 1  # each sample counts as one
@@ -142,8 +142,7 @@ class ParallelConfig:
 
 @dataclass
 class ZeroConfig:
-    stage: int = 1  # 0: plain data parallelism; sharded over dp are 1: optimizer state; 2: gradients too; 3:
-    # parameters too
+    stage: int = 1  # 0: replicate all. Shard over dp: 1 optimizer state, 2 gradients too, 3 parameters too
     shard_size: int | None = None  # ranks that share one copy (stage 1 up); null: all of dp; fewer: copies
     # between groups (HSDP)
     reduce_every: int | str | None = None  # stage 2, 3: micro-batches between reductions, or step; null: 1

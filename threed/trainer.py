@@ -170,7 +170,7 @@ class Trainer:
 def mean_loss(engine: Engine, split: AnySplit | Trees, asked: Callable[[], bool] = lambda: False,
               done: Callable[[int], None] = lambda sequences: None) -> tuple[float, int]:
     """The mean loss of the tokens that count in the first `train.eval_batches` global batches of a split, and
-    their number; (0.0, 0) where none counts. What a loss of somebody's own counts by itself is the weight of
+    their number; (0.0, 0) where none counts. What a user's loss counts by itself is the weight of
     a batch, and its number stays that of samples. Raises Stopped once `asked` says so. `done`: gets the
     number of sequences of each batch."""
     config, size = engine.config, engine.config.train.global_batch_size

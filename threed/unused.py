@@ -1,4 +1,4 @@
-"""Keys that have no effect on a model of somebody's own layers: they are refused, not ignored. No torch."""
+"""Keys that have no effect on a model of user layers: they are refused, not ignored. No torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _TEXTS = "train.sample_prompts", "train.sample_every"
 
 
 def unused(config: Config) -> list[str]:
-    """What is wrong with a config for a model of somebody's own layers, one line each."""
+    """What is wrong with a config for a model of user layers, one line each."""
     model, family = config.model, family_of(config.model.family)
     problems = [f"model.{key}={value}: the layers are your own, and say themselves what they are; leave "
                 "it out"

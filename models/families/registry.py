@@ -113,7 +113,7 @@ def _forgotten(config: type[ModelConfig]) -> str | None:
 
 @contextmanager
 def calling(family: str, what: str) -> Iterator[None]:
-    """Within the context, an error in a family of somebody's own is an InputError that names family, function
+    """Within the context, an error in a user's family is an InputError that names family, function
     and line. An error in one of threed's own families passes as it is."""
     try:
         yield

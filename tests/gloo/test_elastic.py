@@ -40,7 +40,7 @@ def decide(tmp_path, *words: str):
     ([KILLED, KILLED], 2.0, "restart 2 of 2"),
     ([KILLED, KILLED, KILLED], None, "run.restarts=2 starts from the newest checkpoint have failed"),
     ([NAN], 1.0, "restart 1 of 2"),
-    ([NAN, NAN], None, "the same failed at step 2 before"),
+    ([NAN, NAN], None, "it failed twice with the same error at step 2"),
     ([NAN, {**NAN, "step": 5}], 2.0, "restart 2 of 2"),
     ([{**NAN, "step": 0, "own": True}], None, "it is an error of the code"),
     ([{**NAN, "status": WrongResult.status}], None, "may hold wrong results of a machine"),
@@ -80,7 +80,7 @@ def test_all_ranks_hear_of_a_refusal(store, tmp_path):
     for _ in range(2):
         elastic.note_failure(tmp_path, store, NAN)
     for rank in range(2):
-        with pytest.raises(elastic.Refused, match="the same failed at step 2 before") as refused:
+        with pytest.raises(elastic.Refused, match="twice with the same error at step 2") as refused:
             elastic.begin(tiny(f"run.dir={tmp_path}"), Place(rank, rank, 2, 2), store, "")
         assert refused.value.status == 1
 

@@ -158,7 +158,7 @@ def test_a_file_is_cut_short(size, start, tmp_path, unbroken):
         except OSError:
             break
         time.sleep(0.002)
-    said_once(run, 1, "of rank", "was cut short while the run used it. The last checkpoint stands")
+    said_once(run, 1, "of rank", "was cut short while the run used it. The last checkpoint is intact")
     resumes(start, tmp_path, unbroken)
 
 
@@ -183,7 +183,7 @@ def test_a_disk_that_fails(call, done, number, start, tmp_path, unbroken, monkey
         patch.setattr(Disk, "__init__", init)
         patch.setattr(os, call, fail)
         run = start("train.steps=100000")
-    said_once(run, 1, f"of rank 1 could not be {done}: {os.strerror(number)}. The last checkpoint stands")
+    said_once(run, 1, f"of rank 1 could not be {done}: {os.strerror(number)}. The last checkpoint is intact")
     resumes(start, tmp_path, unbroken)
 
 

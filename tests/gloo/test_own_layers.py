@@ -1,4 +1,4 @@
-"""Layers of somebody's own, in real processes: a script that forks its ranks, stops, and goes on."""
+"""User layers, in real processes: a script that forks its ranks, stops, and goes on."""
 
 from __future__ import annotations
 

@@ -136,8 +136,8 @@ def test_the_same_again(start, fail_at):
     lines = said(run)
     assert "RuntimeError: the seventh seal" in run.output and "restart 1 of 5" in lines[1]
     assert lines[1].endswith("RuntimeError: the seventh seal at step 3")
-    assert lines[-1] == ("threed: not started again: the same failed at step 3 before, so it is the run's "
-                         "and not the machine's")
+    assert lines[-1] == ("threed: not started again: it failed twice with the same error at step 3, so the "
+                         "machine is not the cause")
     assert "restart 2" not in run.output
 
 
@@ -146,7 +146,7 @@ def test_a_loss_that_is_not_finite_again(start):
                 *AGAIN)
     assert run.wait() == 1, run.output
     assert run.output.count("threed: step") == 2
-    assert "not started again: the same failed at step" in run.output
+    assert "not started again: it failed twice with the same error at step" in run.output
 
 
 def test_a_mistake_is_not_repeated(start, fail_at):

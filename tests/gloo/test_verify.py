@@ -67,8 +67,8 @@ def test_a_rank_that_computes_wrongly(start, tmp_path, monkeypatch):
     assert ("step 4 was computed twice, with two results: first in the output of u4 (blocks.3), micro-batch "
             f"2, FORWARD, on rank 3 (pp1 dp0 tp1) on host {socket.gethostname()}: at least 1 of 1024 "
             "elements differ") in run.output, run.output
-    assert ("The last step that was verified is 2: later ones are in doubt, so go on from a "
-            "checkpoint") in run.output
+    assert ("The last step that was verified is 2: do not trust later checkpoints; resume "
+            "from one") in run.output
     assert (tmp_path / "run" / "checkpoints" / "latest").read_text().startswith("step-00000002")
     monkeypatch.undo()
     again = start("run", "run.verify_every=2", "parallel.stage_units=[3,3]")

@@ -1,4 +1,4 @@
-"""Layers of somebody's own: torch modules as units, against the same modules in plain torch."""
+"""User layers: torch modules as units, against the same modules in plain torch."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def models() -> dict[str, Any]:
 
 class Odd(nn.Module):
     """Products that cannot wait for the weights' half: a weight that is used twice, one in an operation that
-    is no product, one inside of somebody's own function. And outputs of several dtypes."""
+    is no product, one inside of a user's function. And outputs of several dtypes."""
 
     def __init__(self, size: int, first: bool = False):
         super().__init__()
@@ -196,7 +196,7 @@ def test_stages_of_zero_are_equal_to_the_bit(models):
 
 
 class OurBlock(nn.Module):
-    """threed's own block, as if it were somebody's."""
+    """threed's own block, as if it were a user's."""
 
     def __init__(self, overrides: tuple[str, ...]):
         super().__init__()
@@ -254,7 +254,7 @@ def mean(outputs: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_our_block_costs_what_it_declares(name):
-    """FLOPs or saved bytes that are counted twice, or not at all: our block is measured as somebody's, and
+    """FLOPs or saved bytes that are counted twice, or not at all: our block is measured as a user's, and
     its declaration is another account."""
     specs = [threed.Spec(Stream, 32), threed.Spec(OurBlock, BLOCKS[name]), threed.Spec(nn.Linear, 32, 1)]
     family = threed.Layers(specs, mean, Vectors(8, 32))

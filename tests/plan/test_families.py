@@ -1,4 +1,4 @@
-"""A family of somebody's own: what it gets wrong is a message that names family, layer and line."""
+"""A user's family: what it gets wrong is a message that names family, layer and line."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_functions_that_fail(refused):
 
 
 def test_an_error_of_threed_s_own_family_is_no_input(monkeypatch):
-    """A defect of threed must not look like somebody's mistake."""
+    """A defect of threed must not look like a user's mistake."""
     from threed.models.families import registry
     from threed.models.families.base import Family
 

@@ -103,7 +103,7 @@ def beat(name: str, p: int, m: int, v: int, times: Times) -> Beat:
 
 
 def few(name: str, p: int, m: int) -> int:
-    """As many micro-batches as it takes to be in the rhythm, and at the same place in it as with m."""
+    """The smallest number of micro-batches that has a steady state and is congruent to m modulo p."""
     fewest = SCHEDULES[name].least(p) + 2 * p + 2
     return m if m <= fewest + p else fewest + (m - fewest) % p
 

@@ -27,7 +27,7 @@ _OF_META = ("tokens.crc32", "tokens.idx", "tokens.mask")  # checksums of blocks 
 
 
 def identity(config: Config, prepared: Prepared) -> dict[str, Any]:
-    """What a run is trained on; {} of layers of somebody's own, whose samples are not known."""
+    """What a run is trained on; {} of user layers, whose samples are not known."""
     if config.model.own_layers:
         return {}
     given = sources(config.data)

@@ -85,7 +85,7 @@ class Verifier:
             raise WrongResult(f"step {number} was computed twice, with two results: first in the "
                               f"{finding.text}. That machine computes wrongly, or its memory fails: take it "
                               f"out. The last step that was verified is {self.last or 'before this start'}: "
-                              "later ones are in doubt, so go on from a checkpoint up to it, by "
+                              "do not trust later checkpoints; resume from one at or before it: "
                               "train.resume=PATH")
         self._lines = []
         self.verified, self.last = self.verified + 1, number

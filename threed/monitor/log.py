@@ -9,7 +9,7 @@ spent/steps spent/repeated spent/start ...                 what that time went i
 train/loss_scale                                           that it was made with, where it is dynamic
 val/loss                                                   where evaluated
 perf/step_s perf/tokens_per_s perf/tokens_per_s_per_device perf/model_tflops_per_device    (layers of
-                                  somebody's own: samples in place of tokens, here and in run/tokens)
+                                  a user's: samples in place of tokens, here and in run/tokens)
 perf/apart_s                      what perf/step_s leaves out: evaluation, texts, a verified step's first
                                   computation
 perf/mfu                          null where the device's peak is not known

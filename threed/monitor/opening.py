@@ -46,7 +46,7 @@ def predicted_s(config: Config, plan: Plan, device: torch.device) -> tuple[float
             return None
         machine, step = priced(plan, name, None)
         return document(step, machine)["step_time"], name
-    except ThreedError:  # such as layers of somebody's own, which have no price
+    except ThreedError:  # such as user layers, which have no price
         return None
 
 

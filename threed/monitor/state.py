@@ -1,7 +1,7 @@
 """State: whether a run is under way, from two things in its folder.
 
     .lock        rank 0 holds it while it lives (flock): the kernel lets go of it however the process ends
-    state.json   rank 0's last word: running, ended, stopped or failed; its host, its step, and when
+    state.json   the run's last status: running, ended, stopped or failed; its host, its step, and when
 
 A run that is killed says no word: its lock is free and its word is still "running".
 """
@@ -69,7 +69,7 @@ def state_of(word: dict[str, Any], locked: bool | None, age_s: float | None, don
             return RUNNING, f"by its last sign; it is on {host}" if host else "by its last sign"
         return UNKNOWN, "its lock says nothing here" + (f"; look on {host}" if host else "")
     if said == RUNNING:
-        return FAILED, "it left no word: killed, or its machine went down"
+        return FAILED, "no exit status: killed, or its machine failed"
     if said is None:
         return (ENDED, "") if done else (UNKNOWN, "no process has it, and it does not say how it ended")
     return said, ""

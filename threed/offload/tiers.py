@@ -104,4 +104,4 @@ class Disk:
         self._flights.shutdown(wait=False)
 
 
-_STANDS = "The last checkpoint stands; see to the disk and start again"
+_STANDS = "The last checkpoint is intact. Check the disk, then start again"

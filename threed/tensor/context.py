@@ -47,7 +47,7 @@ class Batch:
     documents: Documents | None = None  # data.document_mask: attention stays inside them
     # The last token of each sequence: the head makes its logits in place of the loss. None: the loss.
     last_B: torch.Tensor | None = None
-    # For layers of somebody's own: trees of tensors, what their first layer and their loss are called with.
+    # For user layers: trees of tensors, what their first layer and their loss are called with.
     inputs: Any = None
     targets: Any = None
     first: int = 0  # the global number of its first sample, known to the host
@@ -101,7 +101,7 @@ class Context:
     saving: Saving = field(default_factory=Saving)
     fused: Fused = field(default_factory=Fused)
     varlen: bool = False  # one kernel attends to all documents
-    # Of the run and the rank: layers of somebody's own make their modules with them.
+    # Of the run and the rank: user layers make their modules with them.
     seed: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     _rotary: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""The two halves of a backward that autograd alone computes (layers of somebody's own).
+"""The two halves of a backward that autograd alone computes (user layers).
 
 The input half runs the graph without the products that give the gradients of matrices: it computes the
 gradients of the unit's input, and of the small weights (biases, norms), and the gradient that reaches each of
@@ -13,7 +13,7 @@ these products. The weights' half runs these products.
 A weight can wait if one product alone uses it, through views at most: then its gradient needs the product's
 other operand and what arrives there, and no weight, which may be gone by then (ZeRO-3). Other weights belong
 to the input half: those that are used twice, in operations that are no products, or inside of an
-autograd.Function of somebody's own.
+a user's autograd.Function.
 """
 
 from __future__ import annotations

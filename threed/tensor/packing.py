@@ -1,6 +1,6 @@
 """How the tensors that one unit hands to the next lie in a slot.
 
-The residual stream is one tensor, and the slot holds it as it is. Layers of somebody's own may hand on any
+The residual stream is one tensor, and the slot holds it as it is. User layers may hand on any
 tree (tuples, lists, dictionaries) of tensors of any dtype. Then the slot holds one flat buffer in the dtype
 of compute, in which each tensor has its place:
 

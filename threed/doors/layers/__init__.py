@@ -1,1 +1,1 @@
-"""Layers of somebody's own: torch modules as the units of a plan."""
+"""User layers: torch modules as the units of a plan."""

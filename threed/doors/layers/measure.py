@@ -1,4 +1,4 @@
-"""What a layer of somebody's own is: its parameters, and what it costs and hands on, measured on tensors that
+"""What a user layer is: its parameters, and what it costs and hands on, measured on tensors that
 have shapes and no memory. After that these are plain values, as our own layers declare them."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A model of somebody's own layers: a family whose layers are torch modules.
+"""A model of user layers: a family whose layers are torch modules.
 
     Spec, Spec, Spec, ..., loss, data  ->  Layers (a Family)  ->  OwnLayer, OwnLayer, OwnLayer, ...
 
@@ -204,7 +204,7 @@ class _Chain:
 
 
 class OwnLayer(Layer):
-    """One layer of somebody's own."""
+    """One user layer."""
 
     shapes_from = "what its module does, which threed does not know"
 

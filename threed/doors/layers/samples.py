@@ -1,4 +1,4 @@
-"""Samples of somebody's own data set: a map-style one, whose items are (inputs, targets).
+"""Samples of a user's data set: a map-style one, whose items are (inputs, targets).
 
 Sample i of a run is item p(i) of the data set, p a permutation in each epoch that the seed decides, as for
 tokens (data/samples): it depends on nothing else, so a run goes on from any sample on any mesh.

@@ -1,4 +1,4 @@
-"""`threed.initialize`: a config whose model is somebody's own layers."""
+"""`threed.initialize`: a config whose model is user layers."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class Reported(RunError):
 
 
 class WrongResult(RunError):
-    """A machine computes wrongly, so its checkpoints cannot be trusted: the run does not restart by itself."""
+    """A machine computes wrongly, so its checkpoints cannot be trusted: the run is not started again."""
 
     status = 3
 

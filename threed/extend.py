@@ -5,10 +5,11 @@
     from threed.extend import Column, Cost, Held, Parameter, Part, Row, Saved
     from threed.extend import OPTIMIZERS, Buffer, Optimizer, Update, View
 
-`SCHEDULES`, `OPTIMIZERS`, `FAMILIES`, `AXES` and `GROUPS` are tables: a script adds a row before it reads a
-config. `gpt` and `llama` are modules, each with its `layers(model)`. An `Order` has a list of tasks for each
-pipeline position, `Programs` a list of instructions. `WHOLE` is the tile of a layer that is not cut, and
-`SEQUENCE` stands for the axes that cut the sequence.
+A script adds a row to the table `SCHEDULES` or `OPTIMIZERS` before it reads a config. (A family needs no row:
+`model.family` names its file. Rows of `AXES` and `GROUPS` need a key, too: docs/extending/axis.md.) `gpt` and
+`llama` are modules, each with its `layers(model)`. An `Order` has a list of tasks for each pipeline position,
+`Programs` a list of instructions. `WHOLE` is the tile of a layer that is not cut, and `SEQUENCE` stands for
+the axes that cut the sequence.
 
 The names in `__all__` stay as they are from version to version, wherever threed has what they stand for.
 `torch` and `F` (torch.nn.functional) import torch when they are first used, since plans are made without it.
@@ -21,7 +22,7 @@ from threed.later import F, torch
 from threed.mesh import AXES, GROUPS, GroupRow
 from threed.models.families import gpt, llama
 from threed.models.families.base import Family
-from threed.models.families.registry import FAMILIES, family_of
+from threed.models.families.registry import family_of
 from threed.models.layers.attention import Attention
 from threed.models.layers.base import Layer, Logits, Out, Part
 from threed.models.layers.block import Block, Branch
@@ -41,7 +42,7 @@ from threed.program.table import Table
 from threed.schema import Config, ModelConfig, ParallelConfig
 
 __all__ = [
-    "AXES", "FAMILIES", "GROUPS", "OPTIMIZERS", "SCHEDULES", "SEQUENCE", "WHOLE", "Attention", "Block",
+    "AXES", "GROUPS", "OPTIMIZERS", "SCHEDULES", "SEQUENCE", "WHOLE", "Attention", "Block",
     "Branch", "Buffer", "Column", "Cost", "Cut", "Dropout", "Embedding", "F", "Family", "GroupRow", "Head",
     "Held", "Instruction", "Layer", "Logits", "Mlp", "ModelConfig", "Norm", "Op", "Optimizer", "Order",
     "Out", "ParallelConfig", "Parameter", "Part", "Pass", "Programs", "Row", "Rows", "Saved", "Schedule",
@@ -51,10 +52,10 @@ __all__ = [
 
 def measured_cost(layer: Layer, config: Config) -> Cost:
     """What one forward and backward of a layer costs a rank of a config's mesh, counted while the layer runs
-    alone. It must equal `layer.cost(share_of(config))`, which plans and predictions read.
+    alone. Its `flops`, `operands`, `sent` and `saved_bytes()` must be those of
+    `layer.cost(share_of(config))`, which plans and predictions read.
 
-    >>> all(measured_cost(layer, config).flops == layer.cost(share_of(config)).flops
-    ...     for layer in layers_of(config))
+    >>> [measured_cost(layer, config).flops for layer in layers_of(config)]
     """
     from threed.comm import initialized
     from threed.tensor.measure import Measured

@@ -126,8 +126,8 @@ def _opened(run: str | Path, checkpoint: int | str | Path | None) -> tuple[Path,
         return path.resolve().parents[1] if inside else path, config, str(path)
     config = _of_folder(as_run(path))
     if config.model.own_layers:
-        raise InputError(f"{run} has user layers, which neither write text nor read it: see "
-                         "val/loss (train.eval_every)")
+        raise InputError(f"the layers of {run} are torch modules of your own, with which threed can "
+                         "neither write text nor read it: see val/loss (train.eval_every)")
     config.run.dir = str(path)  # the folder may have been moved
     if checkpoint is None:
         if not checkpoints(config):

@@ -154,22 +154,25 @@ class Unattended:
     def __init__(self, config: Config, place: Place):
         self.config, self.place, self.pace = config, place, Steps(1).of(0)
         self.watch: Watch | None = None
-        self._heard = False
+        self._lock, self._heard = threading.Lock(), False
 
     def hear(self, note: dict[str, Any] | None) -> None:
         """The first rank of each machine says why the ranks end, on its console, once."""
-        if note is None or "host" not in note or self._heard:
+        if note is None or "host" not in note or self._stopped(note):
             return
-        self._heard = True
-        if self.place.rank == 0 and note["message"] == AT_ONCE:
-            say(stopped_now(self.config, self.pace))
-        elif elastic.agent() and self.place.local_rank == 0:
+        with self._lock:
+            if self._heard:
+                return
+            self._heard = True
+        if elastic.agent() and self.place.local_rank == 0:
             if (note["host"], note["launcher"]) != (socket.gethostname(), os.getppid()):
                 say(note["message"])
 
     def end(self, note: dict[str, Any] | None) -> None:
         """Before a rank ends because another one has failed: end an agent that would start ranks again where
         that is of no use."""
+        if note is not None and self._stopped(note):
+            say(stopped_now(self.config, self.pace))  # last: it writes state.json
         flush()
         if elastic.is_final(note):
             elastic.end_agent(note["status"] if note is not None and "status" in note else RunError.status)
@@ -182,7 +185,6 @@ class Unattended:
             return
         status = 128 + number
         if self.place.rank == 0:
-            self._heard = True
             say(stopped_now(self.config, self.pace))
         if self.watch is not None:
             # The others end with it, and say nothing. The store may not answer.
@@ -190,6 +192,10 @@ class Unattended:
                              daemon=True).start()
             time.sleep(TOLD_S)
         leave(status)
+
+    def _stopped(self, note: dict[str, Any]) -> bool:
+        """Whether all end since a person has asked for it twice, and this is the rank that says so."""
+        return self.place.rank == 0 and note.get("message") == AT_ONCE
 
     def _failed(self) -> bool:
         try:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 import threed
 from threed.errors import ConfigError, InputError, line_of
-from threed.later import F
-from threed.models.families.registry import family_of
+from threed.extend import F, Family, ModelConfig, family_of, gpt
+from threed.models.families.registry import FAMILIES
 
 ROOT = Path(__file__).parents[2]
 HANDING = "model.family=tests/families/handing.py:HANDING"
@@ -206,3 +207,32 @@ def test_line_of(call):
         call()
     assert re.fullmatch(rf" \({re.escape(__file__)}, line \d+\)", line_of(caught.value))
     assert line_of(ValueError("never raised")) == ""
+
+
+# ---------------------------------------------------------------- config classes
+
+def test_two_classes_of_one_name(tmp_path, monkeypatch):
+    """Each family's config is of its own class, whatever was read before."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("a", "b"):
+        Path(folder).mkdir()
+        Path(folder, "mine.py").write_text(f"{HEAD}@dataclass\nclass Mine(ModelConfig):\n"
+                                           f"    only_{folder}: int = 1\n\nMINE = Family(gpt.layers, Mine)\n")
+    for folder in ("a", "b", "a"):
+        config = threed.load("configs/toy.yaml", [f"model.family={folder}/mine.py:MINE",
+                                                  f"model.only_{folder}=2"])
+        assert getattr(config.model, f"only_{folder}") == 2
+        assert type(config.model) is family_of(f"{folder}/mine.py:MINE").config
+    family_of.cache_clear()
+
+
+def test_a_class_in_a_function(monkeypatch):
+    @dataclass
+    class Mine(ModelConfig):
+        mine: int = 1
+
+    monkeypatch.setitem(FAMILIES, "mine", Family(gpt.layers, Mine))
+    family_of.cache_clear()
+    config = threed.load("configs/toy.yaml", ["model.family=mine", "model.mine=3"])
+    assert type(config.model) is Mine and config.model.mine == 3
+    family_of.cache_clear()

@@ -103,7 +103,7 @@ def beat(name: str, p: int, m: int, v: int, times: Times) -> Beat:
 
 
 def few(name: str, p: int, m: int) -> int:
-    """The smallest number of micro-batches that has a steady state and is congruent to m modulo p."""
+    """m, or where m is large a small number with a steady state that is congruent to it modulo p."""
     fewest = SCHEDULES[name].least(p) + 2 * p + 2
     return m if m <= fewest + p else fewest + (m - fewest) % p
 

@@ -83,10 +83,11 @@ class Watch:
         self.engine: Engine | None = None
         self.comm: Comm | None = None
         self.hosts: list[str] = []  # of each rank, once that is known
-        # (store, note): this rank was the first that failed; (note): another one was; (note): this rank ends
-        # for it
+        # With the store and the note: this rank was the first that failed
         self.on_failure: Callable[[Any, dict[str, Any]], None] = lambda store, note: None
+        # With the note: another rank was the first, as is known from now on
         self.on_news: Callable[[dict[str, Any]], None] = lambda note: None
+        # With the note, if there is one: this rank ends now
         self.on_end: Callable[[dict[str, Any] | None], None] = lambda note: None
         self.failed = False  # whether this rank has failed; it will soon be killed with the others
         self._others: list[Machines | Neighbour] = []

@@ -3,7 +3,7 @@
     .lock        rank 0 holds it while it lives (flock): the kernel lets go of it however the process ends
     state.json   the run's last status: running, ended, stopped or failed; its host, its step, and when
 
-A run that is killed says no word: its lock is free and its word is still "running".
+A run that is killed writes nothing: its lock is free, and its last status is still "running".
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FRESH_S = 60.0  # without a lock to go by, a run whose last sign is younger is t
 
 
 def note(folder: Path, state: str, step: int) -> None:
-    """Leave a word. A disk that is full must not end a run."""
+    """Write the status. A disk that is full must not end a run."""
     word = {"state": state, "step": step, "host": socket.gethostname(), "process": os.getpid(),
             "time": time.time()}
     try:
@@ -69,7 +69,7 @@ def state_of(word: dict[str, Any], locked: bool | None, age_s: float | None, don
             return RUNNING, f"by its last sign; it is on {host}" if host else "by its last sign"
         return UNKNOWN, "its lock says nothing here" + (f"; look on {host}" if host else "")
     if said == RUNNING:
-        return FAILED, "no exit status: killed, or its machine failed"
+        return FAILED, "its last status is still 'running': killed, or its machine failed"
     if said is None:
         return (ENDED, "") if done else (UNKNOWN, "no process has it, and it does not say how it ended")
     return said, ""

@@ -12,8 +12,8 @@ these products. The weights' half runs these products.
 
 A weight can wait if one product alone uses it, through views at most: then its gradient needs the product's
 other operand and what arrives there, and no weight, which may be gone by then (ZeRO-3). Other weights belong
-to the input half: those that are used twice, in operations that are no products, or inside of an
-a user's autograd.Function.
+to the input half: those that are used twice, in operations that are no products, or inside a
+user's autograd.Function.
 """
 
 from __future__ import annotations

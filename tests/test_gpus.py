@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -100,6 +101,8 @@ def test_shapes_ask_for_no_gpu(monkeypatch):
 
 def test_the_extras_of_megatron_are_hidden(monkeypatch):
     """And only while it is imported; what a script has imported stays."""
+    for name in layers.EXTRAS:
+        monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "apex", sys)
     with layers._without_extras():
         assert sys.modules["apex"] is sys
@@ -107,6 +110,18 @@ def test_the_extras_of_megatron_are_hidden(monkeypatch):
             with pytest.raises(ImportError):
                 __import__(name)
     assert sys.modules["apex"] is sys and "flash_attn" not in sys.modules
+
+
+def test_the_compiler_is_not_imported_with_megatron(monkeypatch):
+    """It takes two seconds of each start. What megatron-core has compiled is compiled at its first call."""
+    code = "import sys, threed.tensor.layers; assert 'torch._dynamo' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    made: list[dict] = []
+    monkeypatch.setattr(torch, "compile", lambda function, **settings: made.append(settings) or function)
+    with layers._without_extras():
+        twice = torch.compile(lambda x: 2 * x)
+        thrice = torch.compile(dynamic=False)(lambda x: 3 * x)
+    assert not made and [twice(1), twice(2), thrice(1)] == [2, 4, 3] and made == [{}, {"dynamic": False}]
 
 
 # ---------------------------------------------------------------- a rank's GPU

@@ -13,9 +13,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
-import io
 import math
-import pickle
 import re
 import tomllib
 from collections.abc import Iterator, Sequence
@@ -36,6 +34,7 @@ from threed.models.families.registry import FAMILIES, family_of, nearest_size, s
 from threed.quantity import whole_number
 from threed.schema import Config, ModelConfig
 from threed.shipped import find_file
+from threed.template import Template
 from threed.validate import validate
 from threed.values import CHOICES, check_values, get
 
@@ -303,7 +302,7 @@ def _build(given: dict[str, Any]) -> tuple[Config, list[str]]:
     keys = known_keys(defaults)
     hints = _hints(type(model))
     given = {**{f"model.{key}": value for key, value in size.items()}, **given}
-    schema = _Copied(*_schema(type(model))).load()
+    schema = _schema(type(model)).copy()
     schema.model.family = model.family
     for key, value in given.items():
         if inside := [known for known in keys if known.startswith(f"{key}.")]:
@@ -363,34 +362,9 @@ def _list_of(key: str, defaults: Config) -> str:
     return words.get(kind, "a list, such as [one,two]")
 
 
-@lru_cache(8)  # 30 ms each, `copy.deepcopy` of one 5, and a copy from bytes less than 1
-def _schema(model: type[ModelConfig]) -> tuple[bytes, list[type]]:
-    """A config's defaults, as bytes, and the classes in it."""
-    into = io.BytesIO()
-    copied = _Copy(into)
-    copied.dump(OmegaConf.structured(Config(model=model())))
-    return into.getvalue(), copied.classes
-
-
-class _Copy(pickle.Pickler):
-    """Classes as they are, and not by their names: two files may have classes of one name, and a class may be
-    local to a function."""
-
-    def __init__(self, into: io.BytesIO):
-        super().__init__(into, pickle.HIGHEST_PROTOCOL)
-        self.classes: list[type] = []
-
-    def persistent_id(self, obj: Any) -> int | None:
-        if not isinstance(obj, type):
-            return None
-        self.classes.append(obj)
-        return len(self.classes) - 1
-
-
-class _Copied(pickle.Unpickler):
-    def __init__(self, content: bytes, classes: list[type]):
-        super().__init__(io.BytesIO(content))
-        self.persistent_load = classes.__getitem__
+@lru_cache(8)  # 30 ms each
+def _schema(model: type[ModelConfig]) -> Template:
+    return Template(OmegaConf.structured(Config(model=model())))
 
 
 def _owner(schema: DictConfig, key: str) -> tuple[DictConfig, str]:

@@ -13,6 +13,7 @@ import contextlib
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial, wraps
 from typing import Any
 
 import torch
@@ -22,27 +23,39 @@ from threed.comm import Group
 from threed.tensor import adapters
 from threed.tensor.adapters import Added, Half
 
-# What megatron-core imports where it is installed, and threed does not use. wandb takes a second, and makes
-# folders in TMPDIR, which a killed process leaves. The others are for GPUs: some ask at their import what GPU
+# What megatron-core imports where it is installed, and threed does not use. wandb and tensorboard take a second
+# each, and wandb makes folders in TMPDIR, which a killed process leaves. The others are for GPUs: some ask at their import what GPU
 # there is, which starts CUDA (Transformer Engine beside flash-attn does), and a launcher forks its ranks.
-EXTRAS = ("wandb", "transformer_engine", "transformer_engine_torch", "apex", "amp_C", "flash_attn",
-          "flash_attn_interface", "flashinfer", "deep_ep", "fused_weight_gradient_mlp_cuda",
-          "torch_memory_saver")
+EXTRAS = ("wandb", "torch.utils.tensorboard", "transformer_engine", "transformer_engine_torch", "apex",
+          "amp_C", "flash_attn", "flash_attn_interface", "flashinfer", "deep_ep",
+          "fused_weight_gradient_mlp_cuda", "torch_memory_saver")
 
 
 @contextlib.contextmanager
 def _without_extras() -> Iterator[None]:
     """Import megatron-core without EXTRAS, except those that a script has imported itself, and without its
-    warnings about what is not installed."""
+    warnings about what is not installed. torch's compiler, two seconds, is imported when one of the fusions is
+    called that megatron-core has compiled: threed calls none."""
     hidden = [name for name in EXTRAS if name not in sys.modules]
+    compiler = torch.compile
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             sys.modules.update(dict.fromkeys(hidden))  # pyright: ignore  (None: Python says that it is missing)
+            torch.compile = _compiled_when_called
             yield
         finally:
+            torch.compile = compiler
             for name in hidden:
                 del sys.modules[name]
+
+
+def _compiled_when_called(function: Any = None, **settings: Any) -> Any:
+    """`torch.compile`, at the first call of what it returns."""
+    if function is None:
+        return partial(_compiled_when_called, **settings)
+    compiled = cache(lambda: torch.compile(function, **settings))
+    return wraps(function)(lambda *inputs, **named: compiled()(*inputs, **named))
 
 
 with _without_extras():

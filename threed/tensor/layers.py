@@ -24,8 +24,9 @@ from threed.tensor import adapters
 from threed.tensor.adapters import Added, Half
 
 # What megatron-core imports where it is installed, and threed does not use. wandb and tensorboard take a second
-# each, and wandb makes folders in TMPDIR, which a killed process leaves. The others are for GPUs: some ask at their import what GPU
-# there is, which starts CUDA (Transformer Engine beside flash-attn does), and a launcher forks its ranks.
+# each, and wandb makes folders in TMPDIR, which a killed process leaves. The others are for GPUs: some ask at
+# their import what GPU there is, which starts CUDA (Transformer Engine beside flash-attn does), and a launcher
+# forks its ranks.
 EXTRAS = ("wandb", "torch.utils.tensorboard", "transformer_engine", "transformer_engine_torch", "apex",
           "amp_C", "flash_attn", "flash_attn_interface", "flashinfer", "deep_ep",
           "fused_weight_gradient_mlp_cuda", "torch_memory_saver")

@@ -23,10 +23,10 @@ from threed.comm import Group
 from threed.tensor import adapters
 from threed.tensor.adapters import Added, Half
 
-# What megatron-core imports where it is installed, and threed does not use. wandb and tensorboard take a second
-# each, and wandb makes folders in TMPDIR, which a killed process leaves. The others are for GPUs: some ask at
-# their import what GPU there is, which starts CUDA (Transformer Engine beside flash-attn does), and a launcher
-# forks its ranks.
+# What megatron-core imports where it is installed, and threed does not use. wandb and tensorboard take a
+# second each, and wandb makes folders in TMPDIR, which a killed process leaves. The others are for GPUs:
+# some ask at their import what GPU there is, which starts CUDA (Transformer Engine beside flash-attn
+# does), and a launcher forks its ranks.
 EXTRAS = ("wandb", "torch.utils.tensorboard", "transformer_engine", "transformer_engine_torch", "apex",
           "amp_C", "flash_attn", "flash_attn_interface", "flashinfer", "deep_ep",
           "fused_weight_gradient_mlp_cuda", "torch_memory_saver")
@@ -34,9 +34,9 @@ EXTRAS = ("wandb", "torch.utils.tensorboard", "transformer_engine", "transformer
 
 @contextlib.contextmanager
 def _without_extras() -> Iterator[None]:
-    """Import megatron-core without EXTRAS, except those that a script has imported itself, and without its
-    warnings about what is not installed. torch's compiler, two seconds, is imported when one of the fusions is
-    called that megatron-core has compiled: threed calls none."""
+    """Import megatron-core without EXTRAS, except those that a script has imported itself, and without
+    its warnings about what is not installed. torch's compiler, two seconds, is imported when one of the
+    fusions is called that megatron-core has compiled: threed calls none."""
     hidden = [name for name in EXTRAS if name not in sys.modules]
     compiler = torch.compile
     with warnings.catch_warnings():

@@ -22,7 +22,7 @@ from threed.assemble import Job, train
 from threed.children import die_with_parent
 from threed.console import RECORD, flush, put_error, say, steady
 from threed.early import STOPS, handle
-from threed.engine.watch import KEY, Watch, lost_peer, tell
+from threed.engine.watch import KEY, STORE_S, Watch, lost_peer, silent, tell
 from threed.environment import Place
 from threed.errors import RunError, Stopped, ThreedError
 from threed.rendezvous import POLLS, meet
@@ -30,7 +30,7 @@ from threed.requests import Requests
 from threed.restart import Steps
 from threed.schema import Config
 from threed.stopped import AT_ONCE, stopped_now
-from threed.store import environment_store
+from threed.store import Guard, environment_store
 
 # errors of code, which a new start would meet again
 OWN = (TypeError, AttributeError, NameError, LookupError, ValueError, ArithmeticError, AssertionError,
@@ -81,12 +81,13 @@ def run_place(job: Job, place: Place, parent: int) -> int:
         signal.signal(signal.SIGQUIT, _quit)
     marks.mark("waiting")
     handle(STOPS, _stop_early)
-    store = None
+    store, guard = None, Guard(STORE_S, partial(_store_gone, place, alone))  # until a watch looks at it
     try:
-        store, prefix = environment_store(job.config.run.connect_timeout_s)
+        store, prefix = environment_store(job.config.run.connect_timeout_s, guard.begin)
         elastic.begin(job.config, place, store, prefix)
         meet(store, place.rank, place.world_size, (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
         marks.mark("start")
+        guard.close()
         status = run_rank(replace(job, pace=alone.pace), place, store, alone)
     except (ThreedError, RuntimeError) as error:  # no watch exists yet that would tell the others
         _deaf()  # an agent ends the neighbours of a rank that has failed
@@ -109,6 +110,12 @@ def run_place(job: Job, place: Place, parent: int) -> int:
             time.sleep(LINGER_S + 2 * place.world_size / POLLS)
         alone.end(note)
     return status
+
+
+def _store_gone(place: Place, alone: Unattended) -> None:
+    say(silent(place.rank))
+    alone.end(None)
+    leave(RunError.status)
 
 
 def _quit(number: int, _: Any) -> None:

@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from threed.errors import RunError
 
 STARTS = "threed/starts"  # the key of the number of starts so far
+LOOK_S = 0.5  # between a guard's looks
 HELLO_S, HELLOS = 0.1, 1000  # a rank says hello so often; all together, so many in a second
 
 
@@ -65,11 +67,50 @@ def _answer(here: Any, size: int, until: float) -> None:
             time.sleep(HELLO_S)
 
 
-def environment_store(timeout_s: float) -> tuple[Any, str]:
+class Guard:
+    """Calls `gone` where a store has not answered for `limit_s`: its clients wait without a limit for a
+    machine that is off. Looks are counted, and not seconds: a job that was suspended goes on."""
+
+    def __init__(self, limit_s: float, gone: Callable[[], None]):
+        self._limit_s, self._gone = limit_s, gone
+        self._silent, self._closed = 0, threading.Event()
+
+    def begin(self, store: Any) -> None:
+        if hasattr(store, "clone"):  # else its one client is locked while it waits (torch 2.7)
+            for body in (self._look, self._count):
+                threading.Thread(target=body, args=(store,), daemon=True, name="guard").start()
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def _look(self, store: Any) -> None:
+        try:
+            own = own_client(store)
+            while not self._closed.wait(LOOK_S):
+                own.check([STARTS])
+                self._silent = 0
+        except RuntimeError:  # the store has gone, which a client that waits sees too
+            self.close()
+
+    def _count(self, store: Any) -> None:
+        while not self._closed.wait(LOOK_S):
+            self._silent += 1
+            if self._silent * LOOK_S > self._limit_s:
+                self._gone()
+                return
+
+
+def own_client(store: Any) -> Any:
+    """A second client of a store. (torch 2.7 cannot clone a client: then it is the same one.)"""
+    return store.clone() if hasattr(store, "clone") else store
+
+
+def environment_store(timeout_s: float, connected: Callable[[Any], None]) -> tuple[Any, str]:
     """The store where ranks meet under torchrun and srun, at the address in the environment, with the keys of
-    this start alone; and their prefix."""
+    this start alone; and their prefix. `connected` is called with the store, before others are awaited."""
     try:
         store = next(iter(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=timeout_s))))[0]
+        connected(store)
         prefix = of_this_start(store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout_s)
         return dist.PrefixStore(prefix, store), prefix
     except (RuntimeError, ValueError) as error:  # its text has pages of C++ frames after the first line

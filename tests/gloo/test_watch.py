@@ -9,9 +9,11 @@ import socket
 import threading
 import time
 from functools import partial
+from multiprocessing import get_context
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import threed.launcher  # noqa: F401  (imported before the runs fork)
 from tests.gloo.test_train import free_port
@@ -23,6 +25,7 @@ from threed.engine.connect import warm
 from threed.engine.watch import Watch, tell
 from threed.environment import Place
 from threed.rank import Unattended
+from threed.store import Guard
 
 SMALL = ["train", "configs/toy.yaml", "model.layers=2", "model.hidden=32", "model.seq_len=32",
          "model.vocab=300",
@@ -237,3 +240,29 @@ def test_the_first_rank_of_a_machine_says_why_once(local, elsewhere, monkeypatch
         alone.hear(note)
     alone.hear(None)
     assert said == ["rank 3 was killed"] * (local == 0 and elsewhere)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_store_that_does_not_answer(frozen):
+    """Its machine is off: a client that waits there does so without a limit."""
+    port, gone, up = free_port(), threading.Event(), get_context("fork").Event()
+
+    def serve() -> None:
+        store = dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False)
+        up.set()
+        time.sleep(600)
+        del store
+
+    server = get_context("fork").Process(target=serve, daemon=True)
+    server.start()
+    assert up.wait(30)
+    guard = Guard(1.5, gone.set)
+    guard.begin(dist.PrefixStore("run", dist.TCPStore("127.0.0.1", port, None, False)))
+    assert not gone.wait(3)
+    if frozen:
+        os.kill(server.pid or 0, signal.SIGSTOP)
+    else:
+        server.kill()  # its client sees it
+    assert gone.wait(10 if frozen else 3) == frozen
+    guard.close()
+    server.kill()

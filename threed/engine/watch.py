@@ -29,6 +29,7 @@ from threed.quantity import show_seconds
 from threed.rendezvous import FAILURE as KEY
 from threed.rendezvous import POLLS
 from threed.restart import Steps
+from threed.store import own_client
 
 LIMIT = 0.8  # share of run.timeout_s; the rest is for telling the others, so that all end within it
 POLL_S = 0.25
@@ -51,16 +52,17 @@ def lost_peer(error: BaseException | None) -> bool:
     return False
 
 
-def own_client(store: Any) -> Any:
-    """A second client of a rendezvous store. (torch 2.7 cannot clone a client: then it is the same one.)"""
-    return store.clone() if hasattr(store, "clone") else store
-
-
 def tell(store: Any, note: dict[str, Any]) -> dict[str, Any]:
     """Write the note of a failure (rank, message, status, hang, step, cause), unless the store has one
     already. Returns the note that the store has then, with the host that told it, and its launcher there."""
     teller = {"host": socket.gethostname(), "launcher": os.getppid()}
     return json.loads(store.compare_set(KEY, "", json.dumps(teller | note)))
+
+
+def silent(rank: int) -> str:
+    """What a rank says where the store does not answer."""
+    return (f"rank {rank}: rank 0's host, or the launcher there, has gone: the store of the run has not "
+            f"answered for {STORE_S:g} s")
 
 
 def _leave(status: int) -> None:
@@ -175,8 +177,7 @@ class Watch:
             # counted, and not seconds: a job that was suspended goes on.
             self._silent += 1
             if self._silent * POLL_S > STORE_S:
-                self.end(f"rank {self.rank}: rank 0's host, or the launcher there, has gone: the store of "
-                         f"the run has not answered for {STORE_S:g} s")
+                self.end(silent(self.rank))
                 self.on_end(None)
                 _leave(1)
             since = self._since()

@@ -15,6 +15,7 @@ import os
 import shutil
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -66,7 +67,7 @@ class Attendant:
         self.children: dict[int, Child] = {}  # by process, those that live
         self._over: dict[int, int | None] = {}  # those that have ended: status or signal
         self._failed_s = 0.0  # when a rank, or the last of all, has failed; 0: none
-        self._done_s = math.inf  # when all have ended well
+        self._done_s = math.inf  # when all have ended well, as torch's agent says
         self.status = 0  # of the rank that failed first in the last start
         self.asked, self._number, self._kill_at = Asked(), 0, math.inf
         self.awaits = ""  # at which address other machines are awaited; "": they are not
@@ -219,9 +220,9 @@ class Attendant:
             self._telling.start()
 
     def _see_all(self) -> None:
-        """Where all ranks here have ended well, torch's agent waits 300 s for those of other machines."""
-        done = not self.children and bool(self._over) and all(code == 0 for code in self._over.values())
-        self._done_s = min(self._done_s, time.monotonic()) if done else math.inf
+        """Where all ranks here have ended well, torch's agent waits 300 s for those of other machines, and
+        without a limit where its store's machine is off."""
+        self._done_s = min(self._done_s, time.monotonic()) if _in_exit_barrier() else math.inf
         limit_s = OTHERS_S + self._later_s
         if time.monotonic() - self._done_s > limit_s:
             console.say(f"the ranks on {socket.gethostname()} have done their work; those of other machines "
@@ -250,6 +251,15 @@ class Attendant:
             console.say(f"torch's agent on {socket.gethostname()} has not ended {limit_s:g} s after "
                         "ranks failed: it is made to end")
             self._leave(self.status or 1)
+
+
+def _in_exit_barrier() -> bool:
+    """Whether torch's agent, on the main thread, waits in its exit barrier. (Statuses do not tell: it may have
+    taken a rank's before this thread could.)"""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and frame.f_code.co_name != "_exit_barrier":
+        frame = frame.f_back
+    return frame is not None
 
 
 def _send(pid: int, number: int) -> None:

@@ -9,6 +9,7 @@ import socket
 import time
 
 import pytest
+from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 
 from tests.running import Forked
 from threed import attend, elastic
@@ -16,9 +17,12 @@ from threed.children import be_child
 
 
 def agent(tmp_path, monkeypatch, rank, limit_s: float, restarts: bool = True,
-          neighbour=None) -> Forked:
-    """An agent of one of two nodes, with one rank's process; its main thread sits in a call without an
-    end."""
+          neighbour=None, well: bool = False) -> Forked:
+    """An agent of one of two nodes, with one rank's process; its main thread sits in a call without an end:
+    where ranks have ended well, in torch's exit barrier."""
+    def _exit_barrier() -> None:
+        time.sleep(60)
+
     def body() -> int:
         attendant = attend.Attendant()
         attendant.folder = str(tmp_path / "logs")
@@ -28,6 +32,9 @@ def agent(tmp_path, monkeypatch, rank, limit_s: float, restarts: bool = True,
             if os.fork() == 0:
                 child()
                 os._exit(0)
+        if well:
+            os.wait()  # it takes the rank's status before the attendant can
+            _exit_barrier()
         time.sleep(60)
         return 9
 
@@ -76,10 +83,15 @@ def test_the_end_of_all_ranks(code, status, tmp_path, monkeypatch):
         elastic.tell_launcher(rank=3)
         os._exit(code)
 
-    run = agent(tmp_path, monkeypatch, rank, limit_s=2.0)
+    run = agent(tmp_path, monkeypatch, rank, limit_s=2.0, well=code == 0)
     assert run.wait(20) == status
     said = "have done their work" if code == 0 else "node 0 did not answer"
     assert said in run.output and not (tmp_path / "logs").exists()
+
+
+def test_the_exit_barrier_has_its_name():
+    """`attend` knows it by that."""
+    assert callable(SimpleElasticAgent._exit_barrier)
 
 
 def test_an_agent_waits_while_ranks_live(tmp_path, monkeypatch):

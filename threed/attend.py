@@ -254,8 +254,8 @@ class Attendant:
 
 
 def _in_exit_barrier() -> bool:
-    """Whether torch's agent, on the main thread, waits in its exit barrier. (Statuses do not tell: it may have
-    taken a rank's before this thread could.)"""
+    """Whether torch's agent, on the main thread, waits in its exit barrier. (Statuses do not tell: it may
+    have taken a rank's before this thread could.)"""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None and frame.f_code.co_name != "_exit_barrier":
         frame = frame.f_back

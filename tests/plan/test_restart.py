@@ -32,7 +32,7 @@ def test_the_same_twice_is_the_run_s():
     assert restarts.after(fails(7, "nan"),
                           "")[0] and restarts.after(fails(7), "")[0] and restarts.after(fails(7), "a")[0]
     wait_s, text = restarts.after(fails(7, "nan"), "b")
-    assert wait_s is None and "failed at step 7 before" in text
+    assert wait_s is None and "failed twice with the same error at step 7" in text
     early = Restarts(10, 1.0)
     assert early.after(fails(0, "nan"), "")[1].endswith("it failed before the first step")
     assert early.after(fails(0, "nan"), "")[0] is None

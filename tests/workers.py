@@ -49,14 +49,16 @@ class Workers:
         path = str(Path(self._scratch.name) / f"store-{self._calls}")
         for pipe in self._pipes[:count]:
             pipe.send((self._calls, work, path, args))
-        results = []
+        results, failed = [], []
         for rank, pipe in enumerate(self._pipes[:count]):
             call, ok, value = 0, False, None
             while call != self._calls:  # the answer to a call before, which somebody gave up
-                assert pipe.poll(TIMEOUT_S), f"worker {rank} does not answer"
+                assert pipe.poll(TIMEOUT_S), "\n".join([f"worker {rank} does not answer", *failed])
                 call, ok, value = pickle.loads(pipe.recv_bytes())
-            assert ok, f"worker {rank} failed:\n{value}"
+            if not ok:  # the others say why, if this one was only left alone
+                failed.append(f"worker {rank} failed:\n{value}")
             results.append(value)
+        assert not failed, "\n".join(failed)
         return results
 
     def close(self) -> None:

@@ -27,7 +27,7 @@ from threed.tensor.random import draw, initial_values
 from threed.zero.state import UnitState
 
 # what else a process takes while it trains: activations, stacks of threads, what the allocator keeps
-SLACK = 56 << 20
+SLACK = 72 << 20
 
 
 class Most(Alive):

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 LEVELS = (
     (  # 0
         "console errors models",
-        "address doors.table later marks native pipeline.orders quantity sampling template texttable words",
+        "base. address doors.table later marks native pipeline.orders quantity sampling template texttable words",
         "paths restart shipped",
         "doors.deepspeed doors.megatron_switches doors.megatron_values doors.peft doors.shell. "
         "doors.torchtitan",

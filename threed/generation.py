@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from threed.data.samples import mix
+from threed.base.hashing import splitmix64
 from threed.engine.engine import Engine
 from threed.errors import RunError, Stopped
 from threed.mesh import axes_of
@@ -41,7 +41,7 @@ def choose(logits_V: torch.Tensor, how: Sampling, prompt: int, place: int) -> in
     shares, ids = (logits / how.temperature).softmax(0).sort(descending=True, stable=True)
     sums = shares.cumsum(0)
     kept = int((sums - shares < how.top_p).sum())  # at least one
-    uniform = mix(mix(mix(how.seed) + prompt) + place) / 2**64
+    uniform = splitmix64(splitmix64(splitmix64(how.seed) + prompt) + place) / 2**64
     at = int(torch.searchsorted(sums[:kept], uniform * float(sums[kept - 1]), right=True))
     return int(ids[min(at, kept - 1)])
 

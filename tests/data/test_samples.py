@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from tests.data.files import write
-from threed.data.samples import Split, Tokens, mix, permute, splits
+from threed.base.hashing import permute, splitmix64
+from threed.data.samples import Split, Tokens, splits
 from threed.errors import InputError
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
@@ -22,17 +23,17 @@ def prefix(tmp_path):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 16, 17, 100, 1000, 4097])
 def test_permutation(size):
-    for key in (0, 1, mix(7)):
+    for key in (0, 1, splitmix64(7)):
         assert sorted(permute(place, size, key) for place in range(size)) == list(range(size))
 
 
 def test_permutation_mixes_well():
     size, keys = 64, 4000
-    first = np.bincount([permute(0, size, mix(key)) for key in range(keys)], minlength=size)
+    first = np.bincount([permute(0, size, splitmix64(key)) for key in range(keys)], minlength=size)
     expected = keys / size
     # chi-square, 63 degrees of freedom: 1e-4 lies at 112
     assert ((first - expected) ** 2 / expected).sum() < 110
-    order = [permute(place, 10_000, mix(1)) for place in range(10_000)]
+    order = [permute(place, 10_000, splitmix64(1)) for place in range(10_000)]
     assert abs(np.corrcoef(order, np.arange(10_000))[0, 1]) < 0.05
     assert abs(np.corrcoef(order[1:], order[:-1])[0, 1]) < 0.05
 
@@ -45,7 +46,7 @@ def test_permutation_of_a_huge_range():
 
 def test_mix_of_arrays_is_mix_of_numbers():
     values = np.array([0, 1, 2**63, 2**64 - 1], np.uint64)
-    assert mix(values).tolist() == [mix(int(value)) for value in values]
+    assert splitmix64(values).tolist() == [splitmix64(int(value)) for value in values]
 
 
 def test_windows_cover_the_split_once_an_epoch(prefix):

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from threed import native
+from threed.base.hashing import splitmix64
 from threed.checkpoint.boxes import Box, rectangles
 from threed.checkpoint.proof import MASK, checksum
-from threed.data.samples import mix
 
 pytestmark = pytest.mark.core
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.core
 def slowly(values: np.ndarray) -> int:
     """The formula, an element at a time."""
     elements = values.view(np.uint32).ravel().tolist()
-    return sum((bits + 1) * (mix(index) | 1) for index, bits in enumerate(elements)) & MASK
+    return sum((bits + 1) * (splitmix64(index) | 1) for index, bits in enumerate(elements)) & MASK
 
 
 def parts(tensor: torch.Tensor, cut: int, count: int, flats: int):

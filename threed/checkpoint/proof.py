@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from threed import native
+from threed.base.hashing import splitmix64
 from threed.checkpoint.boxes import Box
-from threed.data.samples import mix
 
 MASK = 2**64 - 1
 _CHUNK = 1 << 20  # elements that are brought to the host, or summed by numpy, at a time
@@ -81,5 +81,5 @@ def _sum(values: torch.Tensor, rows: int, columns: int, first: int, stride: int)
         row, column = np.divmod(np.arange(start, start + len(piece), dtype=np.uint64), np.uint64(columns))
         index = np.uint64(first) + row * np.uint64(stride) + column
         with np.errstate(over="ignore"):
-            total += int(((piece + np.uint64(1)) * (mix(index) | np.uint64(1))).sum(dtype=np.uint64))
+            total += int(((piece + np.uint64(1)) * (splitmix64(index) | np.uint64(1))).sum(dtype=np.uint64))
     return total

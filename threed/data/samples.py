@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from threed.base.hashing import shuffled
 from threed.data.cache import use
 from threed.data.kinds import HEAD_BYTES, stand_in
 from threed.data.packing import BestFit, Runs, Stream, cut
@@ -32,7 +33,6 @@ from threed.schema import DataConfig
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document bounds
 _DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}  # Megatron's codes
-_MASK = 2**64 - 1
 # Part of a stream with a checksum of its own. A disk reads as much at once, so a check costs no more reading.
 BLOCK_BYTES = 2**16
 
@@ -257,7 +257,7 @@ class Split:
         assert index >= 0, index
         epoch, place = divmod(index, self.num_windows)
         if self._seed is not None:
-            place = permute(place, self.num_windows, mix(mix(self._seed & _MASK) + epoch))
+            place = shuffled(place, self.num_windows, self._seed, epoch)
         runs = self.layout.runs(place)
         if not self._apart:
             return runs
@@ -340,29 +340,3 @@ def _cut(document_ends: np.ndarray, total: int, fraction: float) -> int:
         if share / 2 <= total - cut <= 2 * share:
             return cut
     return total - share
-
-
-def mix(value):
-    """splitmix64's finalizer: 64 bits to 64 well-mixed bits. Takes an int >= 0, or a uint64 array (which
-    wraps)."""
-    value = (value + 0x9E3779B97F4A7C15) & _MASK
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
-    return value ^ (value >> 31)
-
-
-def permute(place: int, size: int, key: int) -> int:
-    """The image of `place` under a permutation of range(size) that `key` chooses.
-
-    A Feistel network permutes range(4^n), for the least 4^n >= size; while the result is not below `size`, it
-    is permuted again (cycle walking): at most 4 times on average.
-    """
-    half = max(1, ((size - 1).bit_length() + 1) // 2)
-    low = 2**half - 1
-    while True:
-        left, right = place >> half, place & low
-        for round_ in range(6):
-            left, right = right, left ^ (mix(key + 8 * right + round_) & low)
-        place = left << half | right
-        if place < size:
-            return place

@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from threed.base.hashing import splitmix64
 from threed.data.cache import cache_root, open_scratch, remove_stale
 from threed.data.chat import Template
 from threed.data.corpus import fingerprint, not_read, source_bytes
@@ -41,7 +42,7 @@ from threed.data.encode import documents_of, encode
 from threed.data.in_place import look_at, megatron_prefix
 from threed.data.mix import sources
 from threed.data.place import CONFIG, tokenizer_file
-from threed.data.samples import BLOCK_BYTES, Tokens, mix
+from threed.data.samples import BLOCK_BYTES, Tokens
 from threed.errors import InputError
 from threed.quantity import show_bytes, show_count, show_many, show_seconds
 from threed.schema import DataConfig, ModelConfig
@@ -294,7 +295,7 @@ def _shuffle(folder: Path, unordered: Path, lengths: list[int], dtype: np.dtype,
     mask = np.memmap(unmasked, np.uint8, "r") if unmasked.exists() else None
     into = masks.enter_context((folder / MASK).open("wb")) if mask is not None else None
     # Sorted by a hash of (seed, number): the same order on every system and with every version of numpy.
-    for d in np.argsort(mix(np.arange(len(lengths), dtype=np.uint64) ^ np.uint64(seed))):
+    for d in np.argsort(splitmix64(np.arange(len(lengths), dtype=np.uint64) ^ np.uint64(seed))):
         place = slice(stops[d] - lengths[d], stops[d])
         builder.add_document(stream[place], [lengths[d]])  # pyright: ignore
         if mask is not None and into is not None:

@@ -13,10 +13,8 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from threed.data.samples import mix, permute
+from threed.base.hashing import shuffled
 from threed.errors import InputError, ThreedError, line_of
-
-_MASK = 2**64 - 1
 
 
 class Samples:
@@ -42,7 +40,7 @@ class Samples:
     def _item(self, index: int) -> tuple[Any, Any]:
         epoch, place = divmod(index, len(self.items))
         if self._seed is not None:
-            place = permute(place, len(self.items), mix(mix(self._seed & _MASK) + epoch))
+            place = shuffled(place, len(self.items), self._seed, epoch)
         item = item_of(self.items, place)
         if _shapes(item) != _shapes(self._first):
             raise InputError(f"item {place} of the data set has {_text(item)}, and item 0 "
